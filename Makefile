@@ -1,0 +1,46 @@
+# Everything here sets up what it needs, in .venv (and .venv-jit for the kernel compiler).
+PYTHON ?= python3
+BIN := .venv/bin
+JIT := .venv-jit/bin
+
+.PHONY: demo test test-jit check kernels kernels-verify kernels-validate bench clean
+
+demo: .venv/installed  ## train a network on real data with torch's SGD and with ours
+	$(BIN)/python examples/digits.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+test-jit: .venv-jit/installed  ## the same tests on the frozen numba-dpex stack
+	$(JIT)/python -m pytest
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m fusedoptim.kernels check
+
+kernels: .venv-jit/installed  ## compile fusedoptim/kernels/ to fusedoptim/spirv/
+	$(JIT)/python -m fusedoptim.kernels build
+
+kernels-verify: .venv-jit/installed  ## compile again and compare byte for byte
+	$(JIT)/python -m fusedoptim.kernels verify
+
+kernels-validate: .venv/installed  ## spirv-val and ocloc (apt install spirv-tools intel-opencl-icd)
+	$(BIN)/python -m fusedoptim.kernels validate
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.sgd
+
+clean:
+	rm -rf .venv .venv-jit build dist out *.egg-info
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+.venv-jit/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-jit
+	$(JIT)/pip install --quiet --editable '.[jit,dev]'
+	touch $@

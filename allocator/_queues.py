@@ -1,0 +1,123 @@
+"""One SYCL queue for each device, made when first asked for and kept."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from typing import Any
+
+from allocator._runtime import cpu_driver_registered, load_dpctl
+
+_lock = threading.Lock()
+_queues: dict[str, Any] = {}
+_borrowed: dict[int, Any] = {}
+_forked = False
+
+_INSTALL_HINT = {
+    "cpu": "pip install intel-opencl-rt",
+    "gpu": "install Intel's GPU driver (on Debian and Ubuntu: apt install intel-opencl-icd)",
+}
+
+
+class DeviceNotFoundError(RuntimeError):
+    """No SYCL driver serves the device that was asked for."""
+
+
+def queue(device: str = "cpu") -> Any:
+    """The in-order SYCL queue of ``device``, the same object at every call.
+
+    Args:
+        device: a SYCL filter string such as "cpu", "gpu" or "level_zero:gpu:1".
+
+    Returns:
+        a ``dpctl.SyclQueue``.
+
+    Raises:
+        DeviceNotFoundError: no driver serves such a device; the message says what to install.
+        RuntimeError: this process was forked from one that already used a device.
+
+    Example:
+        >>> queue("cpu") is queue("cpu")
+        True
+    """
+    check_not_forked()
+    with _lock:
+        if device not in _queues:
+            _queues[device] = _new_queue(device)
+        return _queues[device]
+
+
+def borrowed_queue(address: int) -> Any:
+    """A ``dpctl.SyclQueue`` for a queue that another library owns.
+
+    Args:
+        address: of its ``sycl::queue``, as ``torch.xpu.current_stream().sycl_queue`` gives it.
+
+    Returns:
+        a ``dpctl.SyclQueue`` that submits to the same queue; the same object for the same address.
+
+    Raises:
+        RuntimeError: the process holds SYCL runtimes of two major versions, between which a
+            queue cannot be passed; or it was forked from one that already used a device.
+    """
+    check_not_forked()
+    with _lock:
+        if address not in _borrowed:
+            dpctl = load_dpctl()
+            _check_one_sycl_runtime()
+            new_capsule = ctypes.pythonapi.PyCapsule_New
+            new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+            new_capsule.restype = ctypes.py_object
+            # dpctl copies the queue, then renames the capsule; the name must outlive both.
+            _borrowed[address] = dpctl.SyclQueue(new_capsule(address, b"SyclQueueRef", None))
+        return _borrowed[address]
+
+
+def check_not_forked() -> None:
+    """Raise in a process forked from one whose driver was running: its threads are not here.
+
+    Raises:
+        RuntimeError: with the cure.
+    """
+    if _forked:
+        raise RuntimeError(
+            "this process was forked after its parent used a SYCL device, and a driver's "
+            "threads do not survive a fork; start the process with the 'spawn' method: "
+            "multiprocessing.set_start_method('spawn')"
+        )
+
+
+def _new_queue(device: str) -> Any:
+    dpctl = load_dpctl()
+    with cpu_driver_registered():
+        try:
+            found = dpctl.SyclDevice(device)
+        except (ValueError, dpctl.SyclDeviceCreationError) as error:
+            present = ", ".join(d.filter_string for d in dpctl.get_devices()) or "none"
+            hint = _INSTALL_HINT["gpu" if "gpu" in device else "cpu"]
+            raise DeviceNotFoundError(
+                f"no SYCL driver serves the device {device!r} (devices found: {present}); {hint}"
+            ) from error
+        return dpctl.SyclQueue(found, property="in_order")
+
+
+def _check_one_sycl_runtime() -> None:
+    with open("/proc/self/maps") as maps:
+        names = {os.path.basename(line.split()[-1]) for line in maps if "/libsycl.so." in line}
+    majors = sorted({name.split(".so.")[1].split(".")[0] for name in names})
+    if len(majors) > 1:
+        raise RuntimeError(
+            f"torch and dpctl brought SYCL runtimes of different major versions ({majors}) into "
+            "this process, and a queue cannot pass between them; install the dpctl whose "
+            "intel-sycl-rt is the one that torch requires (pip show torch | grep Requires)"
+        )
+
+
+def _after_fork_in_child() -> None:
+    global _forked, _lock
+    _lock = threading.Lock()
+    _forked = bool(_queues or _borrowed)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

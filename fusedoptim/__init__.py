@@ -1,0 +1,11 @@
+"""Fused PyTorch optimizers for Intel GPUs and x86 CPUs.
+
+Each optimizer is a drop-in for its ``torch.optim`` namesake whose step is one launch of a kernel
+written in Python. Importing the package touches no device.
+"""
+
+from fusedoptim._modules import ModuleError
+from fusedoptim._version import __version__
+from fusedoptim.sgd import FusedSGD
+
+__all__ = ["FusedSGD", "ModuleError", "__version__"]

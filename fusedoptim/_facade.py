@@ -1,0 +1,44 @@
+"""Import a package of this distribution by its bare name, or name the file that shadows it.
+
+``allocator`` and ``transforms`` are names that others use too: a user's own transforms.py
+beside a training script wins over ours, and PyPI has a package of each name whose files would
+replace ours. Either way a wrong module would be imported without a word.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from fusedoptim._version import __version__
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def import_own(name: str) -> ModuleType:
+    """Import our package ``name``, having made sure that it is ours before its code runs.
+
+    Raises:
+        ImportError: the name leads to another file, or to other code in our file's place.
+    """
+    loaded = sys.modules.get(name)
+    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(name)
+    origin = getattr(loaded, "__file__", None) or (spec.origin if spec is not None else None)
+    expected = _ROOT / name / "__init__.py"
+    if origin is None or Path(origin).resolve() != expected:
+        raise ImportError(
+            f"fusedoptim's package {name!r} is {expected}, but the name leads to {origin}; "
+            "rename or move that file, or put its folder later on sys.path"
+        )
+    module = importlib.import_module(name)
+    marker = getattr(module, "__fusedoptim__", None)
+    if marker != __version__:
+        raise ImportError(
+            f"{expected} is not that of fusedoptim {__version__} (its mark is {marker!r}): "
+            f"another distribution named {name!r} was installed over it; uninstall that one, "
+            "then pip install --force-reinstall --no-deps fusedoptim"
+        )
+    return module

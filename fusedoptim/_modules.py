@@ -1,0 +1,94 @@
+"""The compiled kernels that the package ships: SPIR-V modules and the manifest about them.
+
+``make kernels`` writes both (:mod:`fusedoptim.kernels.__main__`); a running optimizer only
+reads. A module that is missing, altered or of another layout is refused before it is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fusedoptim.kernels.language import Role
+
+FOLDER = Path(__file__).parent / "spirv"
+MANIFEST = FOLDER / "manifest.json"
+MANIFEST_VERSION = 1  # of the manifest's layout and of the launch block's
+
+
+class ModuleError(RuntimeError):
+    """A compiled kernel that the package should have is missing, damaged or of another version."""
+
+
+class Argument(NamedTuple):
+    """One argument of a kernel: its name, and where in the launch block it comes from."""
+
+    name: str
+    role: Role
+
+
+class Module(NamedTuple):
+    """One compiled kernel for one dtype."""
+
+    name: str
+    """of the entry point, such as "sgd_momentum_f32"."""
+    dtype: str
+    """of the parameters: "f32", "f64", "bf16" or "f16"."""
+    arguments: tuple[Argument, ...]
+    """in the kernel's order."""
+    spirv: bytes
+
+    @property
+    def row(self) -> tuple[Argument, ...]:
+        """What each row of the launch block holds, in order."""
+        return tuple(argument for argument in self.arguments if argument.role.in_row)
+
+    @property
+    def scalars(self) -> tuple[Argument, ...]:
+        """What the head of the launch block holds, in order."""
+        return tuple(argument for argument in self.arguments if not argument.role.in_row)
+
+
+_CURE = "reinstall the package: pip install --force-reinstall --no-deps fusedoptim"
+
+
+@functools.cache
+def load_module(kernel: str, dtype: str) -> Module:
+    """The module of ``kernel`` for parameters of ``dtype``, checked against the manifest.
+
+    Raises:
+        ModuleError: the manifest or the module is missing, damaged or of another version.
+    """
+    name = f"{kernel}_{dtype}"
+    entry = _manifest()["modules"].get(name)
+    if entry is None:
+        raise ModuleError(f"{MANIFEST} has no kernel {name!r}; {_CURE}")
+    path = FOLDER / entry["file"]
+    try:
+        spirv = path.read_bytes()
+    except OSError as error:
+        raise ModuleError(
+            f"the compiled kernel {path} cannot be read ({error}); {_CURE}"
+        ) from error
+    if hashlib.sha256(spirv).hexdigest() != entry["sha256"]:
+        raise ModuleError(f"the compiled kernel {path} is not the one that was shipped; {_CURE}")
+    arguments = tuple(Argument(name, Role(role)) for name, role in entry["arguments"])
+    return Module(name, dtype, arguments, spirv)
+
+
+@functools.cache
+def _manifest() -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads(MANIFEST.read_text())
+    except (OSError, ValueError) as error:
+        raise ModuleError(f"the manifest {MANIFEST} cannot be read ({error}); {_CURE}") from error
+    version = manifest.get("version")
+    if version != MANIFEST_VERSION:
+        raise ModuleError(
+            f"the manifest {MANIFEST} is of version {version!r} and this fusedoptim reads version "
+            f"{MANIFEST_VERSION}: files of two releases are mixed; {_CURE}"
+        )
+    return manifest

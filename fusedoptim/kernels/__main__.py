@@ -1,0 +1,166 @@
+"""Build and check the compiled kernels: ``python -m fusedoptim.kernels build|check|verify``.
+
+build    compile every kernel to ``fusedoptim/spirv/`` and write the manifest ([jit] extra)
+check    fail if a source changed and its module did not, or a module is damaged (no compiler)
+verify   compile everything again and compare byte for byte ([jit] extra)
+validate pass every module through spirv-val and, for skl, dg2 and pvc, ocloc
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fusedoptim._modules import FOLDER, MANIFEST, MANIFEST_VERSION
+
+_HERE = Path(__file__).parent
+DTYPES = ("f32", "f64", "bf16", "f16")
+GPUS = ("skl", "dg2", "pvc")  # Gen9, Arc, Data Center Max
+_COMPILER_SOURCES = ("language.py", "_lowering.py", "_compiler.py")
+_TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
+
+
+def kernel_files() -> list[Path]:
+    """The files that define kernels: one for each algorithm."""
+    return sorted(path for path in _HERE.glob("[!_]*.py") if path.name != "language.py")
+
+
+def source_hash(path: Path) -> str:
+    """SHA-256 of all the source that decides what the kernels of ``path`` compile to."""
+    digest = hashlib.sha256()
+    for source in (path, *(_HERE / name for name in _COMPILER_SOURCES)):
+        digest.update(source.read_bytes().replace(b"\r\n", b"\n"))
+    return digest.hexdigest()
+
+
+def _compile_all() -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The manifest, and each module by its file name."""
+    from fusedoptim.kernels._compiler import arguments, compile_kernel
+
+    entries, files = {}, {}
+    for path in kernel_files():
+        source = importlib.import_module(f"fusedoptim.kernels.{path.stem}")
+        for kernel in (getattr(source, name) for name in source.__all__):
+            for dtype in DTYPES:
+                name = f"{kernel.__name__}_{dtype}"
+                spirv = compile_kernel(kernel, dtype, name)
+                files[f"{name}.spv"] = spirv
+                entries[name] = {
+                    "file": f"{name}.spv",
+                    "sha256": hashlib.sha256(spirv).hexdigest(),
+                    "source": path.name,
+                    "source_sha256": source_hash(path),
+                    "arguments": [[arg.name, arg.role.value] for arg in arguments(kernel)],
+                }
+    manifest = {
+        "version": MANIFEST_VERSION,
+        "tools": {tool: importlib.metadata.version(tool) for tool in _TOOLS},
+        "modules": entries,
+    }
+    return manifest, files
+
+
+def build() -> list[str]:
+    """Compile every kernel, and replace what ``fusedoptim/spirv/`` holds."""
+    manifest, files = _compile_all()
+    for stale in FOLDER.glob("*.spv"):
+        stale.unlink()
+    for name, spirv in files.items():
+        (FOLDER / name).write_bytes(spirv)
+    MANIFEST.write_text(json.dumps(manifest, indent=1) + "\n")
+    return []
+
+
+def check() -> list[str]:
+    """What differs between the sources, the manifest and the modules, without the compiler."""
+    modules = json.loads(MANIFEST.read_text())["modules"]
+    problems = []
+    for path in kernel_files():
+        entries = [entry for entry in modules.values() if entry["source"] == path.name]
+        if not entries:
+            problems.append(f"{path.name} has no compiled module: run `make kernels`")
+        elif any(entry["source_sha256"] != source_hash(path) for entry in entries):
+            problems.append(f"{path.name} changed since it was compiled: run `make kernels`")
+    for name, entry in modules.items():
+        path = FOLDER / entry["file"]
+        if not (_HERE / entry["source"]).exists():
+            problems.append(f"{name}: its source {entry['source']} is gone: run `make kernels`")
+        if not path.exists():
+            problems.append(f"{path.name} is missing: run `make kernels`")
+        elif hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
+            problems.append(f"{path.name} is not the module that was built: run `make kernels`")
+    listed = {entry["file"] for entry in modules.values()}
+    problems += [
+        f"{path.name} is not in the manifest: run `make kernels`"
+        for path in FOLDER.glob("*.spv")
+        if path.name not in listed
+    ]
+    return problems
+
+
+def verify() -> list[str]:
+    """What differs between the committed files and a fresh build, byte for byte."""
+    manifest, files = _compile_all()
+    problems = []
+    if json.loads(MANIFEST.read_text()) != manifest:
+        problems.append("manifest.json differs from a fresh build: run `make kernels`")
+    for name, spirv in files.items():
+        if not (FOLDER / name).exists() or (FOLDER / name).read_bytes() != spirv:
+            problems.append(f"{name} differs from a fresh build: run `make kernels`")
+    return problems
+
+
+def validate() -> list[str]:
+    """What spirv-val and Intel's offline GPU compiler say against the modules."""
+    missing = [tool for tool in ("spirv-val", "ocloc") if shutil.which(tool) is None]
+    if missing:
+        return [f"not found: {', '.join(missing)} (apt install spirv-tools intel-opencl-icd)"]
+    problems = []
+    for path in sorted(FOLDER.glob("*.spv")):
+        problems += _run(path.name, ["spirv-val", "--target-env", "opencl2.1", str(path)])
+        for gpu in GPUS:
+            problems += _compile_for(gpu, path)
+    return problems
+
+
+def _compile_for(gpu: str, path: Path) -> list[str]:
+    # Arc (dg2) has no float64 units: there the driver runs float64 by emulation, if asked to.
+    emulate = {"IGC_EnableDPEmulation": "1"} if path.stem.endswith("_f64") else {}
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["ocloc", "compile", "-spirv_input", "-file", str(path), "-device", gpu]
+        command += ["-output_no_suffix", "-output", str(Path(folder, "kernel"))]
+        return _run(f"{path.name} for {gpu}", command, os.environ | emulate)
+
+
+def _run(what: str, command: list[str], env: Any = None) -> list[str]:
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    return [] if done.returncode == 0 else [f"{what}: {done.stdout}{done.stderr}".strip()]
+
+
+def main() -> int:
+    """Run the command that the command line names; print what is wrong."""
+    commands = {"build": build, "check": check, "verify": verify, "validate": validate}
+    parser = argparse.ArgumentParser(prog="python -m fusedoptim.kernels", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("command", choices=commands)
+    command = parser.parse_args().command
+    problems = commands[command]()
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    count = len(list(FOLDER.glob("*.spv")))
+    print(f"{command}: {count} modules, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

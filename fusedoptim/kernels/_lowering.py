@@ -1,0 +1,225 @@
+"""The meaning of :mod:`fusedoptim.kernels.language` on a SPIR-V device, for numba-dpex.
+
+Only the compiler imports this: it needs the ``[jit]`` extra. Importing it registers the
+overloads; numba-dpex then resolves the language's names in any kernel.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, models, overload, register_model
+from numba_dpex.kernel_api_impl.spirv.target import SPIRV_TARGET_NAME
+
+from fusedoptim.kernels import language
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32, _F64 = ir.FloatType(), ir.DoubleType()
+_GLOBAL = 1  # SPIR-V's CrossWorkgroup storage class, OpenCL's __global
+
+
+class Pointer(types.Type):  # type: ignore[misc]
+    """Address of values stored as ``element``: "f32", "f64", "bf16" or "f16"."""
+
+    def __init__(self, element: str) -> None:
+        self.element = element
+        super().__init__(name=f"Pointer({element})")
+
+    @property
+    def value(self) -> types.Type:
+        """The type that a load gives and a store takes."""
+        return types.float64 if self.element == "f64" else types.float32
+
+
+@register_model(Pointer)
+class _PointerModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, pointer: Pointer) -> None:
+        super().__init__(manager, pointer, _I64)
+
+
+def _device_intrinsic(function: Callable[..., Any]) -> Any:
+    return intrinsic(target=SPIRV_TARGET_NAME)(function)
+
+
+def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
+    """Call the OpenCL C built-in with this mangled name."""
+    signature = ir.FunctionType(result, [arg.type for arg in args])
+    function = cgutils.get_or_insert_function(builder.module, signature, name)
+    function.calling_convention = "spir_func"
+    function.attributes.add("nounwind")
+    function.attributes.add("readnone")
+    return builder.call(function, args)
+
+
+# numba-dpex reads work-item ids from a builtin vector in the wrong address space, on which
+# Intel's GPU compiler aborts; the OpenCL functions compile and run everywhere.
+def _work_item_function(mangled: str) -> Any:
+    @_device_intrinsic
+    def work_item_function(context: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            return _call(builder, mangled, _I64, [_I32(0)])
+
+        return types.int64(), generate
+
+    return work_item_function
+
+
+_group = _work_item_function("_Z12get_group_idj")
+_lane = _work_item_function("_Z12get_local_idj")
+_lanes = _work_item_function("_Z14get_local_sizej")
+
+
+@overload(language.lane, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _lane_overload() -> Any:
+    return lambda: _lane()
+
+
+@overload(language.lanes, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _lanes_overload() -> Any:
+    return lambda: _lanes()
+
+
+@_device_intrinsic
+def _fma(context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
+    mangled = {types.float32: "_Z3fmafff", types.float64: "_Z3fmaddd"}[a]
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _call(builder, mangled, args[0].type, list(args))
+
+    return a(a, a, a), generate
+
+
+@overload(language.fma, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _fma_overload(a: Any, b: Any, c: Any) -> Any:
+    return lambda a, b, c: _fma(a, b, c)
+
+
+def _bf16_to_f32(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    return builder.bitcast(builder.shl(builder.zext(bits, _I32), _I32(16)), _F32)
+
+
+def _f32_to_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    bits = builder.bitcast(value, _I32)
+    odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+    rounded = builder.add(bits, builder.add(odd, _I32(0x7FFF)))  # to nearest, ties to even
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    rounded = builder.select(is_nan, _I32(0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(rounded, _I32(16)), _I16)
+
+
+# float16 in integer arithmetic: OpenCL's vload_half is left a function call for each lane by
+# the CPU driver (23 ms where this takes 5 ms for 16.8 M parameters), and a native conversion
+# would demand the Float16 capability, which most CPUs lack.
+def _f16_to_f32(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    bits = builder.zext(bits, _I32)
+    sign = builder.shl(builder.and_(bits, _I32(0x8000)), _I32(16))
+    magnitude = builder.and_(bits, _I32(0x7FFF))
+    # Rebias the exponent (15 to 127); infinity and NaN keep theirs at all ones.
+    normal = builder.add(builder.shl(magnitude, _I32(13)), _I32((127 - 15) << 23))
+    special = builder.or_(normal, _I32(0x7F800000))
+    is_special = builder.icmp_unsigned(">=", magnitude, _I32(0x7C00))
+    normal = builder.select(is_special, special, normal)
+    # Below 2^-14 the value is the mantissa times 2^-24: exact, and no float32 denormal.
+    tiny = builder.fmul(builder.uitofp(magnitude, _F32), _F32(2.0**-24))
+    is_tiny = builder.icmp_unsigned("<", magnitude, _I32(0x0400))
+    result = builder.select(is_tiny, builder.bitcast(tiny, _I32), normal)
+    return builder.bitcast(builder.or_(result, sign), _F32)
+
+
+def _f32_to_f16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    bits = builder.bitcast(value, _I32)
+    sign = builder.and_(builder.lshr(bits, _I32(16)), _I32(0x8000))
+    magnitude = builder.and_(bits, _I32(0x7FFFFFFF))
+    # Rebias, round to nearest even on the 13 bits that go; a carry reaches the exponent.
+    odd = builder.and_(builder.lshr(magnitude, _I32(13)), _I32(1))
+    rebias = _I32(-((127 - 15) << 23) + 0x0FFF)
+    normal = builder.lshr(builder.add(builder.add(magnitude, rebias), odd), _I32(13))
+    # Adding 0.5 moves the 2^-24 place to the last bit, and the addition does the rounding.
+    shifted = builder.fadd(builder.bitcast(magnitude, _F32), _F32(0.5))
+    tiny = builder.sub(builder.bitcast(shifted, _I32), _I32(0x3F000000))
+    is_tiny = builder.icmp_unsigned("<", magnitude, _I32(0x38800000))  # 2^-14
+    result = builder.select(is_tiny, tiny, normal)
+    is_large = builder.icmp_unsigned(">=", magnitude, _I32(0x47800000))  # 2^16
+    result = builder.select(is_large, _I32(0x7C00), result)
+    is_nan = builder.icmp_unsigned(">", magnitude, _I32(0x7F800000))
+    result = builder.select(is_nan, _I32(0x7E00), result)
+    return builder.trunc(builder.or_(result, sign), _I16)
+
+
+def _as_is(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    return value
+
+
+# element: type in memory, its alignment, and the conversions from and to arithmetic
+_FORMATS: dict[str, tuple[ir.Type, int, Any, Any]] = {
+    "f32": (_F32, 4, _as_is, _as_is),
+    "f64": (_F64, 8, _as_is, _as_is),
+    "bf16": (_I16, 2, _bf16_to_f32, _f32_to_bf16),
+    "f16": (_I16, 2, _f16_to_f32, _f32_to_f16),
+}
+
+
+def _element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, memory: ir.Type) -> Any:
+    base = builder.inttoptr(address, ir.PointerType(memory, _GLOBAL))
+    return builder.gep(base, [index], inbounds=True)
+
+
+@_device_intrinsic
+def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
+    memory, align, widen, _ = _FORMATS[pointer.element]
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        stored = builder.load(_element(builder, args[0], args[1], memory), align=align)
+        return widen(builder, stored)
+
+    return pointer.value(pointer, types.int64), generate
+
+
+@_device_intrinsic
+def _store(context: Any, pointer: Pointer, index: types.Type, value: types.Type) -> Any:
+    memory, align, _, narrow = _FORMATS[pointer.element]
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        target = _element(builder, args[0], args[1], memory)
+        builder.store(narrow(builder, args[2]), target, align=align)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, pointer.value), generate
+
+
+@overload(operator.getitem, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _getitem_overload(pointer: Any, index: Any) -> Any:
+    if isinstance(pointer, Pointer):
+        return lambda pointer, index: _load(pointer, index)
+    return None
+
+
+@overload(operator.setitem, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _setitem_overload(pointer: Any, index: Any, value: Any) -> Any:
+    if isinstance(pointer, Pointer):
+        return lambda pointer, index, value: _store(pointer, index, value)
+    return None
+
+
+def argument_reader(result: types.Type) -> Any:
+    """An intrinsic ``read(address)`` that takes a word of the launch block as ``result``."""
+    if isinstance(result, Pointer):
+        memory: ir.Type = _I64
+    else:
+        memory = {types.int64: _I64, types.float32: _F32, types.float64: _F64}[result]
+
+    @_device_intrinsic
+    def read(context: Any, address: types.Type) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            return builder.load(_element(builder, args[0], _I64(0), memory), align=8)
+
+        return result(types.int64), generate
+
+    return read
+
+
+group = _group
