@@ -13,6 +13,7 @@ _lock = threading.Lock()
 _queues: dict[str, Any] = {}
 _borrowed: dict[int, Any] = {}
 _forked = False
+_MAPS = "/proc/self/maps"  # the files that this process has loaded
 
 _INSTALL_HINT = {
     "cpu": "pip install intel-opencl-rt",
@@ -103,14 +104,14 @@ def _new_queue(device: str) -> Any:
 
 
 def _check_one_sycl_runtime() -> None:
-    with open("/proc/self/maps") as maps:
+    with open(_MAPS) as maps:
         names = {os.path.basename(line.split()[-1]) for line in maps if "/libsycl.so." in line}
     majors = sorted({name.split(".so.")[1].split(".")[0] for name in names})
     if len(majors) > 1:
         raise RuntimeError(
-            f"torch and dpctl brought SYCL runtimes of different major versions ({majors}) into "
-            "this process, and a queue cannot pass between them; install the dpctl whose "
-            "intel-sycl-rt is the one that torch requires (pip show torch | grep Requires)"
+            "torch and dpctl brought SYCL runtimes of different major versions "
+            f"({', '.join(majors)}) into this process, between which a queue cannot pass; "
+            "install the dpctl whose intel-sycl-rt is the one that torch requires (pip show torch)"
         )
 
 

@@ -7,7 +7,7 @@ time, and written when they differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -94,17 +94,20 @@ class Bucket:
 
     def refresh(self) -> bool:
         """Take this step's gradients; False if any tensor is not as it was when checked."""
-        if self._uncommitted is not None or not all(run.read_gradients() for run in self._runs):
+        if self._uncommitted is not None:  # its launch never happened
             return False
+        for run in self._runs:
+            if not run.read_gradients():
+                return False
         self._write_gradients()
         return True
 
-    def launch(self, scalar: Callable[[str], float]) -> None:
+    def launch(self, scalars: Mapping[str, float]) -> None:
         """Start the update with the step's scalars, given by name."""
         for run in self._runs:
             for param, target in run.copied:
                 target.copy_(param.detach())
-        self._block.write_scalars(tuple(map(scalar, self._kernel.scalar_names)))
+        self._block.write_scalars(self._kernel.scalars_of(scalars))
         self._block.launch()
         # Autograd must know of writes that it did not see; on the CPU the kernel runs meanwhile.
         torch.autograd.graph.increment_version(self._params)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fusedoptim._modules import load_module
+from fusedoptim._modules import Module, load_module
 from fusedoptim.allocator import check_not_forked, load_dpctl
 from fusedoptim.kernels.language import Role
 
@@ -46,38 +47,38 @@ _LAUNCH_SHAPES = {"cpu": LaunchShape(16, 32 * 1024), "gpu": LaunchShape(256, 64 
 
 
 class Kernel:
-    """One kernel for one dtype, built for one queue."""
+    """A compiled module, built for one queue."""
 
-    def __init__(self, queue: Any, name: str, dtype: str) -> None:
+    def __init__(self, queue: Any, module: Module) -> None:
         device = queue.sycl_device
-        if dtype == "f64" and not device.has_aspect_fp64:
+        if module.dtype == "f64" and not device.has_aspect_fp64:
             raise RuntimeError(
                 f"{device.name} has no float64 arithmetic, so it cannot update float64 parameters; "
                 "convert the model to float32 (model.float())"
             )
         self.queue = queue
-        self.module = load_module(name, dtype)
+        self.module = module
         program = load_dpctl().program
         # dpctl 0.22 renamed the function.
         build = getattr(program, "create_kernel_bundle_from_spirv", None)
-        bundle = (build or program.create_program_from_spirv)(queue, self.module.spirv, "")
-        self.handle = bundle.get_sycl_kernel(self.module.name)
+        bundle = (build or program.create_program_from_spirv)(queue, module.spirv, "")
+        self.handle = bundle.get_sycl_kernel(module.name)
         self.on_host = device.is_cpu
         self.shape = _LAUNCH_SHAPES["cpu" if self.on_host else "gpu"]
         wide, narrow = "d", "f4x"  # a float32 takes the first half of its word
-        scalar = wide if dtype == "f64" else narrow
+        scalar = wide if module.dtype == "f64" else narrow
         formats = {Role.SCALAR: scalar, Role.FLAG: "q"}
-        self.scalar_names = [argument.name for argument in self.module.scalars]
+        self.scalars_of = operator.itemgetter(*(argument.name for argument in module.scalars))
         self.head = struct.Struct(
-            "<" + "".join(formats[argument.role] for argument in self.module.scalars)
+            "<" + "".join(formats[argument.role] for argument in module.scalars)
         )
-        self.row_names = [argument.name for argument in self.module.row]
+        self.row_names = [argument.name for argument in module.row]
 
 
 @functools.cache
 def kernel_for(queue: Any, name: str, dtype: str) -> Kernel:
     """The kernel ``name`` for parameters of ``dtype`` on ``queue``, built at the first call."""
-    return Kernel(queue, name, dtype)
+    return Kernel(queue, load_module(name, dtype))
 
 
 class LaunchBlock:
@@ -147,8 +148,9 @@ class LaunchBlock:
 
     def wait_on_host(self) -> None:
         """On the CPU device, return when the kernel has ended: its results are torch's memory."""
-        if self._kernel.on_host:
-            self._finish()
+        if self._kernel.on_host and self._event is not None:
+            self._event.wait()
+            self._event = None
 
     def _finish(self) -> None:
         if self._event is not None:

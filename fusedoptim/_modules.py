@@ -63,7 +63,7 @@ def load_module(kernel: str, dtype: str) -> Module:
         ModuleError: the manifest or the module is missing, damaged or of another version.
     """
     name = f"{kernel}_{dtype}"
-    entry = _manifest()["modules"].get(name)
+    entry = _manifest().get(name)
     if entry is None:
         raise ModuleError(f"{MANIFEST} has no kernel {name!r}; {_CURE}")
     path = FOLDER / entry["file"]
@@ -82,13 +82,14 @@ def load_module(kernel: str, dtype: str) -> Module:
 @functools.cache
 def _manifest() -> dict[str, Any]:
     try:
-        manifest: dict[str, Any] = json.loads(MANIFEST.read_text())
+        manifest = json.loads(MANIFEST.read_text())
     except (OSError, ValueError) as error:
         raise ModuleError(f"the manifest {MANIFEST} cannot be read ({error}); {_CURE}") from error
-    version = manifest.get("version")
+    version = manifest.get("version") if isinstance(manifest, dict) else None
     if version != MANIFEST_VERSION:
         raise ModuleError(
             f"the manifest {MANIFEST} is of version {version!r} and this fusedoptim reads version "
             f"{MANIFEST_VERSION}: files of two releases are mixed; {_CURE}"
         )
-    return manifest
+    modules: dict[str, Any] = manifest["modules"]
+    return modules

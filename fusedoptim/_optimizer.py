@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.optim.optimizer import (
     Optimizer,
     _global_optimizer_post_hooks,
@@ -15,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from fusedoptim._bucket import Bucket
-from fusedoptim._openmp import release_spinning_threads
+from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
 from fusedoptim._tensors import Candidate, check_candidate, state_dtype
 
 Group = dict[str, Any]
@@ -38,7 +39,7 @@ def _with_hooks(step: _Step) -> _Step:
             or self._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
-            or torch._C._autograd._profiler_enabled()
+            or _profiler_enabled()
         ):
             return hooked(self, *args, **kwargs)
         return step(self, *args, **kwargs)
@@ -57,7 +58,8 @@ class _Plan:
         self.apart: list[Tensor] = []
         by_key: dict[Any, list[Candidate]] = {}
         for candidate in optimizer._candidates(group):
-            if candidate.grad.layout is not torch.strided:
+            sparse = candidate.grad.layout is not torch.strided
+            if sparse and candidate.param.layout is torch.strided:
                 self.apart.append(candidate.param)
                 continue
             by_key.setdefault((candidate.param.device, candidate.param.dtype), []).append(candidate)
@@ -72,13 +74,12 @@ class _Plan:
 
     def refresh(self, group: Group, kernel: str) -> bool:
         """Read this step's gradients; False if the plan no longer fits the group."""
-        return (
-            kernel == self._kernel
-            and list(map(id, group["params"])) == self._ids
-            and not self.apart
-            and all(p.grad is None for p in self._idle)
-            and all(bucket.refresh() for bucket in self.buckets)
-        )
+        if kernel != self._kernel or list(map(id, group["params"])) != self._ids or self.apart:
+            return False
+        for p in self._idle:
+            if p.grad is not None:
+                return False
+        return all(bucket.refresh() for bucket in self.buckets)
 
 
 class FusedOptimizer(Optimizer):
@@ -88,9 +89,12 @@ class FusedOptimizer(Optimizer):
     ``optimizer.state[param]``, made at a parameter's first step.
     """
 
+    _plans: list[_Plan]
+    _state_ids: list[int] | None
+    """Of the dicts in ``state``, when last seen; a load or a reset makes new ones."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._plans: dict[int, _Plan] = {}
-        self._state_ids: list[int] = []
+        self._forget_plans()
         super().__init__(*args, **kwargs)
         # A GradScaler shall unscale and look for infinities itself, before the step.
         self._step_supports_amp_scaling = False
@@ -127,12 +131,13 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         plans = self._current_plans()
-        release_spinning_threads(sum(plan.elements for plan in plans))
+        if sum([plan.elements for plan in plans]) >= WORTH_RELEASING:
+            release_spinning_threads()
         launched: list[Bucket] = []
         try:
             for group, plan in zip(self.param_groups, plans):
                 if plan.buckets:
-                    scalars = self._scalars(group).__getitem__
+                    scalars = self._scalars(group)
                     for bucket in plan.buckets:
                         bucket.launch(scalars)
                         launched.append(bucket)
@@ -143,23 +148,26 @@ class FusedOptimizer(Optimizer):
             if plan.apart:
                 with torch.no_grad():
                     self._update_apart(group, plan.apart)
-        self._state_ids = list(map(id, self.state.values()))
+        if self._state_ids is None:
+            self._state_ids = list(map(id, self.state.values()))
         return loss
 
     def _current_plans(self) -> list[_Plan]:
         """The plan of each group, made anew where it no longer fits; writes no user's tensor."""
         if list(map(id, self.state.values())) != self._state_ids:
-            self._plans.clear()
-        plans = []
+            self._forget_plans()
         for i, group in enumerate(self.param_groups):
             kernel = self._kernel(group)
-            plan = self._plans.get(i)
-            if plan is None or not plan.refresh(group, kernel):
+            if i == len(self._plans) or not self._plans[i].refresh(group, kernel):
                 self._check_options(group)
+                self._state_ids = None  # the step will make state
                 with torch.no_grad():
-                    plan = self._plans[i] = _Plan(group, kernel, self)
-            plans.append(plan)
-        return plans
+                    self._plans[i : i + 1] = [_Plan(group, kernel, self)]
+        return self._plans
+
+    def _forget_plans(self) -> None:
+        self._plans = []
+        self._state_ids = None
 
     @staticmethod
     def _candidates(group: Group) -> Iterator[Candidate]:
@@ -197,8 +205,7 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans = {}
-        self._state_ids = []
+        self._forget_plans()
         self._step_supports_amp_scaling = False
         # A checkpoint brings hyper-parameters; which implementation runs is the class's choice.
         for group in self.param_groups:

@@ -151,26 +151,26 @@ class TensorRun:
 
     def read_gradients(self) -> bool:
         """Take this step's gradients; False if any tensor is not as it was when checked."""
-        params = self.params
-        grads: list[Any] = [p.grad for p in params]
+        grads: list[Any] = [p.grad for p in self.params]
         try:
             if [grad.shape for grad in grads] != self._shapes:
                 return False
             if self._to_lay_out:
                 self._lay_out(grads)
             self.grad_addresses = list(map(Tensor.data_ptr, grads))
-            state_addresses = {name: self.addresses_of(name) for name in self._state_addresses}
+            for name, addresses in self._state_addresses.items():
+                if self.addresses_of(name) != addresses:
+                    return False
         except (AttributeError, KeyError, TypeError, RuntimeError):
             return False  # a gradient is None or sparse, or state was taken away
         return (
-            state_addresses == self._state_addresses
-            and [grad.dtype for grad in grads].count(self._dtype) == len(grads)
-            and self._has_same_strides(grads)
+            [grad.dtype for grad in grads].count(self._dtype) == len(grads)
+            and self._have_same_strides(grads)
             and list(map(Tensor.data_ptr, self.targets)) == self.addresses
-            and list(map(Tensor.numel, params)) == self.numels
+            and [p.shape for p in self.params] == self._shapes
         )
 
-    def _has_same_strides(self, grads: list[Tensor]) -> bool:
+    def _have_same_strides(self, grads: list[Tensor]) -> bool:
         if self._contiguous:
             return all(map(Tensor.is_contiguous, grads))
         return list(map(Tensor.stride, grads)) == self._strides

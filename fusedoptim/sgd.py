@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd as torch_sgd
 
 from fusedoptim._optimizer import FusedOptimizer, Group
 
@@ -103,7 +104,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         has_momentum = group["momentum"] != 0
         states = [self.state[p] if has_momentum else {} for p in params]
         buffers = [state.get("momentum_buffer") for state in states]
-        torch.optim.sgd.sgd(
+        torch_sgd(
             params,
             [p.grad for p in params if p.grad is not None],
             buffers,

@@ -1,0 +1,129 @@
+"""Finding the driver, and the one queue of each device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import allocator
+from allocator import _queues, _runtime
+
+
+def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"} | env
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_one_queue_for_each_device() -> None:
+    assert allocator.queue("cpu") is allocator.queue("cpu")
+    assert allocator.queue().sycl_device.is_cpu
+    assert allocator.queue().is_in_order
+
+
+def test_threads_get_the_same_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_queues, "_queues", {})
+    found: list[object] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(allocator.queue("cpu"))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(allocator.DeviceNotFoundError, match="'level_zero:gpu:7'.*apt install"):
+        allocator.queue("level_zero:gpu:7")
+
+
+def test_fresh_process_finds_the_cpu_without_help() -> None:
+    done = run("import allocator; print(allocator.queue('cpu').sycl_device.is_cpu)")
+    assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
+
+
+def test_users_driver_list_is_respected() -> None:
+    done = run("import allocator; allocator.queue('cpu')", OCL_ICD_FILENAMES="/nonexistent.so")
+    assert "pip install intel-opencl-rt" in done.stderr
+
+
+def test_environment_is_left_as_it_was() -> None:
+    done = run(
+        "import os; before = dict(os.environ)\n"
+        "import allocator; allocator.queue('cpu')\n"
+        "assert dict(os.environ) == before"
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+def test_drivers_of_the_system_are_kept(tmp_path: Path) -> None:
+    """Our driver is added to the system's list: what that names is still loaded."""
+    vendors = Path("/etc/OpenCL/vendors")
+    if not list(vendors.glob("*.icd")):
+        pytest.skip("the system registers no OpenCL driver (apt install intel-opencl-icd)")
+    libraries = {icd.read_text().strip() for icd in vendors.glob("*.icd")}
+    # A GPU driver that finds no GPU is unloaded again, so ask the dynamic linker what it loaded.
+    done = run("import allocator; allocator.queue('cpu')", LD_DEBUG="files")
+    for library in libraries:
+        assert library in done.stderr
+
+
+def test_a_missing_distribution_is_not_an_error() -> None:
+    assert _runtime._installed_file("no-such-distribution", "lib.so") is None
+    assert _runtime._installed_file("torch", "no-such-file") is None
+
+
+def test_borrowed_queue() -> None:
+    """A queue by its address, as torch.xpu gives one; here the CPU's own stands for it."""
+    own = allocator.queue("cpu")
+    borrowed = allocator.borrowed_queue(own.addressof_ref())
+    assert borrowed is allocator.borrowed_queue(own.addressof_ref())
+    assert borrowed.sycl_device == own.sycl_device
+    assert borrowed == own
+
+
+def test_two_sycl_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    maps = "7f00 r-xp 0 0 0 /a/libsycl.so.8.0.0\n7f01 r-xp 0 0 0 /b/libsycl.so.9.0.0\n"
+    path = tmp_path / "maps"
+    path.write_text(maps)
+    monkeypatch.setattr(_queues, "_MAPS", str(path))
+    with pytest.raises(RuntimeError, match=r"different major versions \(8, 9\)"):
+        _queues._check_one_sycl_runtime()
+
+
+class TestProcessLife:
+    """Fork, exit, and use from a thread that outlives the main one."""
+
+    def test_fork_after_use(self) -> None:
+        done = run(
+            "import os, allocator\n"
+            "allocator.queue('cpu')\n"
+            "if os.fork() == 0:\n"
+            "    try:\n"
+            "        allocator.queue('cpu')\n"
+            "    except RuntimeError as error:\n"
+            "        print(error, flush=True)\n"
+            "    os._exit(0)\n"
+            "os.wait()\n"
+            "allocator.queue('cpu')\n"
+        )
+        assert "set_start_method('spawn')" in done.stdout
+        assert done.returncode == 0
+
+    def test_fork_before_use(self) -> None:
+        done = run(
+            "import os, allocator\n"
+            "if os.fork() == 0:\n"
+            "    print(allocator.queue('cpu').sycl_device.is_cpu, flush=True)\n"
+            "    os._exit(0)\n"
+            "os.wait()\n"
+        )
+        assert (done.stdout, done.returncode) == ("True\n", 0)

@@ -1,0 +1,178 @@
+"""Bad input is refused with an error that names the cure, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import fusedoptim
+from fusedoptim import _launch, _modules
+from tests.optimizer_cases import CASES, OptimizerCase, configuration_id
+
+pytestmark = pytest.mark.parametrize("case", CASES, ids=configuration_id)
+
+
+def _assert_refused(case: OptimizerCase, bad: Tensor, error: type[Exception], message: str) -> None:
+    """A step with a good parameter, a bad one and a good one raises, and nothing changes."""
+    good = [Parameter(torch.randn(100)) for _ in range(2)]
+    optimizer = case.cls([good[0], bad, good[1]], **case.kwargs[-1])
+    for p in good:
+        p.grad = torch.randn_like(p)
+    before = [p.detach().clone() for p in good]
+    versions = [p._version for p in good]
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert not optimizer.state
+    for p, expected, version in zip(good, before, versions):
+        assert torch.equal(p, expected)
+        assert p._version == version
+    bad.grad = None
+    optimizer.step()
+    assert not torch.equal(good[0], before[0])
+
+
+def test_integer_parameter(case: OptimizerCase) -> None:
+    bad = torch.arange(3)
+    bad.grad = torch.ones_like(bad)
+    _assert_refused(case, bad, TypeError, "parameter 1 .*int64.* none of float32")
+
+
+def test_sparse_parameter(case: OptimizerCase) -> None:
+    bad = torch.eye(3).to_sparse().requires_grad_()
+    bad.grad = torch.eye(3).to_sparse()
+    _assert_refused(case, bad, TypeError, "parameter 1 .*layout torch.sparse_coo")
+
+
+def test_meta_parameter(case: OptimizerCase) -> None:
+    bad = Parameter(torch.ones(3, device="meta"))
+    bad.grad = torch.ones_like(bad)
+    _assert_refused(case, bad, RuntimeError, "parameter 1 .*meta.* SYCL does not serve")
+
+
+def test_gradient_of_another_shape(case: OptimizerCase) -> None:
+    bad = Parameter(torch.ones(2, 3))
+    bad.grad = torch.ones(2, 3)
+    bad.data = torch.ones(3, 2)
+    _assert_refused(
+        case, bad, RuntimeError, r"parameter 1 .*gradient of shape torch.Size\(\[2, 3\]\)"
+    )
+
+
+def test_gradient_of_another_dtype(case: OptimizerCase) -> None:
+    bad = Parameter(torch.ones(2, 3))
+    bad.grad = torch.ones(2, 3)
+    bad.data = torch.ones(2, 3, dtype=torch.float64)
+    _assert_refused(case, bad, RuntimeError, "parameter 1 .*gradient of dtype torch.float32")
+
+
+def test_overlapping_parameter(case: OptimizerCase) -> None:
+    bad = Parameter(torch.ones(3).expand(2, 3))
+    bad.grad = torch.ones(2, 3)
+    _assert_refused(case, bad, RuntimeError, "share memory")
+
+
+def test_shape_changed_after_some_steps(case: OptimizerCase) -> None:
+    """The same, in a plan that has already served."""
+    p = Parameter(torch.randn(2, 3))
+    optimizer = case.cls([p], **case.kwargs[-1])
+    p.grad = torch.randn(2, 3)
+    optimizer.step()
+    for smaller in (p.data[:1], p.data.view(3, 2)):  # at the same address
+        p.data = smaller
+        before = p.detach().clone()
+        with pytest.raises(RuntimeError, match="gradient of shape"):
+            optimizer.step()
+        assert torch.equal(p, before)
+
+
+class TestCompiledKernels:
+    """A lost, damaged or foreign file among the compiled kernels."""
+
+    @pytest.fixture
+    def spirv(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        folder = tmp_path / "spirv"
+        shutil.copytree(_modules.FOLDER, folder)
+        monkeypatch.setattr(_modules, "FOLDER", folder)
+        monkeypatch.setattr(_modules, "MANIFEST", folder / "manifest.json")
+        self._forget()
+        yield folder
+        self._forget()
+
+    @staticmethod
+    def _forget() -> None:
+        _modules.load_module.cache_clear()
+        _modules._manifest.cache_clear()
+        _launch.kernel_for.cache_clear()
+
+    @staticmethod
+    def _assert_refused(case: OptimizerCase, message: str) -> None:
+        p = Parameter(torch.ones(3))
+        p.grad = torch.ones(3)
+        optimizer = case.cls([p], **case.kwargs[-1])
+        with pytest.raises(fusedoptim.ModuleError, match=message) as raised:
+            optimizer.step()
+        assert "reinstall" in str(raised.value)
+        assert torch.equal(p, torch.ones(3))
+        assert not optimizer.state
+
+    def test_lost(self, case: OptimizerCase, spirv: Path) -> None:
+        for path in spirv.glob("*.spv"):
+            path.unlink()
+        self._assert_refused(case, r"\.spv cannot be read")
+
+    def test_corrupt(self, case: OptimizerCase, spirv: Path) -> None:
+        for path in spirv.glob("*.spv"):
+            path.write_bytes(path.read_bytes()[:-4])
+        self._assert_refused(case, "is not the one that was shipped")
+
+    def test_manifest_of_another_version(self, case: OptimizerCase, spirv: Path) -> None:
+        path = spirv / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+        self._assert_refused(case, "is of version 99")
+
+    @pytest.mark.parametrize("text", [None, "{", "[]"])
+    def test_manifest_lost_or_damaged(
+        self, case: OptimizerCase, spirv: Path, text: str | None
+    ) -> None:
+        path = spirv / "manifest.json"
+        path.unlink()
+        if text is not None:
+            path.write_text(text)
+        self._assert_refused(case, "cannot be read|is of version None")
+
+    def test_kernel_not_in_the_manifest(self, case: OptimizerCase, spirv: Path) -> None:
+        path = spirv / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"modules": {}}))
+        self._assert_refused(case, "has no kernel")
+
+
+def test_no_driver(case: OptimizerCase) -> None:
+    script = f"""
+import torch, fusedoptim
+from fusedoptim.allocator import DeviceNotFoundError
+p = torch.nn.Parameter(torch.ones(3))
+p.grad = torch.ones(3)
+optimizer = fusedoptim.{case.name}([p], lr=0.1)
+try:
+    optimizer.step()
+except DeviceNotFoundError as error:
+    print(error)
+assert torch.equal(p, torch.ones(3))
+"""
+    # A value that the user set is respected, so this one hides the CPU driver.
+    env = os.environ | {"OCL_ICD_FILENAMES": "/nonexistent.so"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+    )
+    assert "no SYCL driver serves the device 'cpu'" in done.stdout
+    assert "pip install intel-opencl-rt" in done.stdout

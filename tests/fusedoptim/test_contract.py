@@ -1,0 +1,655 @@
+"""What every optimizer owes its users, whatever its algorithm: driven by tests/optimizer_cases.py."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fusedoptim._bucket import Bucket
+from fusedoptim._launch import LaunchBlock
+from tests.fusedoptim.helpers import LAYOUTS, SideBySide, make_params, widened
+from tests.optimizer_cases import CASES, CONFIGURATIONS, OptimizerCase, configuration_id
+
+each_case = pytest.mark.parametrize("case", CASES, ids=configuration_id)
+each_configuration = pytest.mark.parametrize(
+    ("case", "kwargs"), CONFIGURATIONS, ids=configuration_id
+)
+each_dtype = pytest.mark.parametrize(
+    "dtype",
+    (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    ids=configuration_id,
+)
+Kwargs = dict[str, Any]
+
+
+class TestParity:
+    """Parameters and state equal torch's in float64."""
+
+    @each_dtype
+    @each_configuration
+    def test_seven_steps_with_grads_missing_and_a_frozen_layer(
+        self, case: OptimizerCase, kwargs: Kwargs, dtype: torch.dtype
+    ) -> None:
+        pair = SideBySide(case, kwargs, make_params(dtype))
+        frozen = 3
+        for i in range(7):
+            everything = range(len(pair.params))
+            pair.set_gradients(skip=everything if i == 2 else [frozen] if i in (3, 4) else [])
+            pair.step()
+            pair.assert_equal()
+
+    @each_case
+    @pytest.mark.parametrize("dtype", (torch.complex64, torch.complex128), ids=configuration_id)
+    def test_complex(self, case: OptimizerCase, dtype: torch.dtype) -> None:
+        if not case.supports_complex:
+            pytest.skip(f"{case.name} has no complex update")
+        pair = SideBySide(case, case.kwargs[-1], make_params(dtype))
+        for i in range(3):
+            pair.set_gradients()
+            if i == 1:  # lazily conjugated: the bits in memory are not the values
+                for p, reference in zip(pair.params, pair.references):
+                    p.grad = p.grad.conj()
+                    reference.grad = widened(p.grad)
+            pair.step()
+            pair.assert_equal()
+
+    @each_dtype
+    @each_case
+    def test_millions_of_elements(self, case: OptimizerCase, dtype: torch.dtype) -> None:
+        pair = SideBySide(case, case.kwargs[-1], [Parameter(torch.randn(3_000_017).to(dtype))])
+        for _ in range(2):
+            pair.set_gradients()
+            pair.step()
+        pair.assert_equal()
+
+    @each_case
+    def test_groups_of_mixed_dtypes(self, case: OptimizerCase) -> None:
+        params = [Parameter(torch.randn(100).to(dtype)) for dtype in case.dtypes * 2]
+        pairs = [SideBySide(case, case.kwargs[-1], [p]) for p in params]
+        together = [Parameter(p.detach().clone()) for p in params]
+        optimizer = case.cls(
+            [{"params": together[:3]}, {"params": together[3:]}], **case.kwargs[-1]
+        )
+        for _ in range(3):
+            for pair, p in zip(pairs, together):
+                pair.set_gradients()
+                p.grad = pair.params[0].grad.clone()
+                pair.step()
+            optimizer.step()
+        for pair, p in zip(pairs, together):
+            assert torch.equal(p, pair.params[0])
+
+    @each_case
+    @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 0.0, -0.0])
+    def test_special_values(self, case: OptimizerCase, value: float) -> None:
+        for dtype in case.dtypes:
+            params = [Parameter(torch.tensor([value, 1.0, 2.0]).to(dtype)) for _ in range(2)]
+            grads = [torch.tensor([1.0, value, 2.0]).to(dtype) for _ in range(2)]
+            ours = case.cls(params[:1], lr=0.5)
+            torchs = case.reference(params[1:], lr=0.5, foreach=False)
+            params[0].grad, params[1].grad = grads
+            ours.step()
+            torchs.step()
+            torch.testing.assert_close(params[0], params[1], rtol=0, atol=0, equal_nan=True)
+
+
+class TestGradients:
+    """New, missing and odd gradients, and storage that was swapped between two steps."""
+
+    @each_case
+    def test_layout_differs_from_the_parameter(self, case: OptimizerCase) -> None:
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32, ["channels_last"] * 2))
+        for _ in range(3):
+            pair.set_gradients()
+            pair.params[0].grad = pair.params[0].grad.contiguous()
+            pair.params[1].grad = pair.params[1].grad.clone(memory_format=torch.contiguous_format)
+            pair.step()
+            pair.assert_equal()
+
+    @each_case
+    def test_gradient_keeps_its_values_and_its_version(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["1000"])
+        optimizer = case.cls([p], **case.kwargs[-1])
+        p.grad = torch.randn_like(p)
+        before, version = p.grad.clone(), p.grad._version
+        optimizer.step()
+        assert torch.equal(p.grad, before)
+        assert p.grad._version == version
+
+    @each_case
+    def test_zero_grad_to_none_and_to_zero(self, case: OptimizerCase) -> None:
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
+        for set_to_none in (True, False, True, False):
+            pair.set_gradients()
+            pair.step()
+            pair.ours.zero_grad(set_to_none=set_to_none)
+            pair.torchs.zero_grad(set_to_none=set_to_none)
+            pair.step()
+            pair.assert_equal()
+
+    @each_case
+    def test_another_parameter_has_none_each_time(self, case: OptimizerCase) -> None:
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
+        for i in range(len(pair.params)):
+            pair.set_gradients(skip=[i])
+            pair.step()
+        pair.assert_equal()
+
+    @each_case
+    def test_swapped_parameter_storage(self, case: OptimizerCase) -> None:
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
+        pair.set_gradients()
+        pair.step()
+        old = [p.data for p in pair.params]
+        for p in pair.params:
+            p.data = p.data.clone()
+        unchanged = [values.clone() for values in old]
+        pair.step()
+        pair.assert_equal()
+        for values, expected in zip(old, unchanged):
+            assert torch.equal(values, expected)
+
+    @each_case
+    def test_swapped_state(self, case: OptimizerCase) -> None:
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
+        pair.set_gradients()
+        pair.step()
+        for state in pair.ours.state.values():
+            for key in case.state_keys:
+                state[key] = state[key].clone()
+        pair.step()
+        for optimizer in (pair.ours, pair.torchs):
+            optimizer.state.clear()
+        pair.step()
+        pair.assert_equal()
+
+    @each_case
+    def test_state_moved_to_shared_memory(self, case: OptimizerCase) -> None:
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32, ["1000", "17"]))
+        pair.set_gradients()
+        pair.step()
+        for p in pair.params:
+            p.share_memory_()
+            for key in case.state_keys:
+                pair.ours.state[p][key].share_memory_()
+        pair.step()
+        pair.assert_equal()
+
+    @each_case
+    def test_model_converted_between_steps(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["1000"])
+        optimizer = case.cls([p], **case.kwargs[-1])
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+        p.data = p.data.bfloat16()
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+        assert p.dtype == torch.bfloat16
+
+    @each_case
+    def test_sparse_gradients(self, case: OptimizerCase) -> None:
+        if not case.supports_sparse_gradients:
+            pytest.skip(f"{case.name} takes no sparse gradients")
+        tables = [torch.nn.Embedding(20, 3, sparse=True) for _ in range(2)]
+        tables[1].load_state_dict(tables[0].state_dict())
+        heads = [Parameter(torch.ones(3)) for _ in range(2)]
+        ours = case.cls([tables[0].weight, heads[0]], lr=0.1)
+        torchs = case.reference([tables[1].weight, heads[1]], lr=0.1)
+        for _ in range(3):
+            rows = torch.randint(20, (8,))
+            for table, head, optimizer in zip(tables, heads, (ours, torchs)):
+                optimizer.zero_grad()
+                (table(rows) * head).sum().backward()
+                optimizer.step()
+        torch.testing.assert_close(tables[0].weight, tables[1].weight)
+        torch.testing.assert_close(heads[0], heads[1])
+
+    @each_case
+    def test_autograd_sees_the_write(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["1000"])
+        optimizer = case.cls([p], lr=0.1)
+        loss = (p * p).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class TestTorchContract:
+    """Signatures, errors, groups, hooks, schedulers: as torch has them."""
+
+    @each_case
+    def test_is_an_instance_of_the_class_it_stands_for(self, case: OptimizerCase) -> None:
+        assert issubclass(case.cls, case.reference)
+
+    @each_case
+    def test_invalid_arguments(self, case: OptimizerCase) -> None:
+        for kwargs in case.invalid_kwargs:
+            with pytest.raises(Exception) as expected:  # noqa: PT011 (its type is the point)
+                case.reference([Parameter(torch.ones(1))], **kwargs)
+            with pytest.raises(type(expected.value)) as raised:
+                case.cls([Parameter(torch.ones(1))], **kwargs)
+            assert str(raised.value) == str(expected.value)
+
+    @each_case
+    @pytest.mark.parametrize(
+        "params", [[], torch.ones(1), [torch.ones(2) * torch.ones(2, requires_grad=True)], [1]]
+    )
+    def test_invalid_params(self, case: OptimizerCase, params: Any) -> None:
+        with pytest.raises((TypeError, ValueError)) as expected:
+            case.reference(params)
+        with pytest.raises(type(expected.value)) as raised:
+            case.cls(params)
+        assert str(raised.value) == str(expected.value)
+
+    @each_case
+    def test_refused_arguments(self, case: OptimizerCase) -> None:
+        for kwargs in case.refused_kwargs:
+            with pytest.raises(RuntimeError, match=f"use torch.optim.{case.reference.__name__}"):
+                case.cls([Parameter(torch.ones(1))], **kwargs)
+            optimizer = case.cls([Parameter(torch.ones(1))])
+            with pytest.raises(RuntimeError, match="use torch.optim"):
+                optimizer.add_param_group({"params": [Parameter(torch.ones(1))], **kwargs})
+            assert len(optimizer.param_groups) == 1
+
+    @each_case
+    def test_refused_option_set_later(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["17"])
+        optimizer = case.cls([p])
+        optimizer.param_groups[0]["foreach"] = True
+        p.grad = torch.ones_like(p)
+        with pytest.raises(RuntimeError, match="foreach"):
+            optimizer.step()
+
+    @each_case
+    def test_fused_true_is_accepted(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["17"])
+        optimizer = case.cls([p], fused=True)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert optimizer.param_groups[0]["fused"] is True
+
+    @each_case
+    def test_closure(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["17"])
+        optimizer = case.cls([p], lr=0.1)
+
+        def closure() -> Tensor:
+            assert torch.is_grad_enabled()
+            optimizer.zero_grad()
+            loss = (p * p).sum()
+            loss.backward()
+            return loss
+
+        first = optimizer.step(closure)
+        with torch.no_grad():
+            second = optimizer.step(closure)
+        assert second < first
+
+    @each_case
+    def test_add_param_group(self, case: OptimizerCase) -> None:
+        params = make_params(torch.float32, ["1000", "17"])
+        pair = SideBySide(case, case.kwargs[-1], params[:1])
+        pair.set_gradients()
+        pair.step()
+        reference = Parameter(widened(params[1]))
+        pair.params.append(params[1])
+        pair.references.append(reference)
+        pair.ours.add_param_group({"params": [params[1]], "lr": 0.01})
+        pair.torchs.add_param_group({"params": [reference], "lr": 0.01})
+        for _ in range(2):
+            pair.set_gradients()
+            pair.step()
+        pair.assert_equal()
+
+    @each_case
+    def test_hyper_parameters_changed_between_steps(self, case: OptimizerCase) -> None:
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
+        for lr in (0.1, 0.01, torch.tensor(0.05)):
+            for optimizer in (pair.ours, pair.torchs):
+                optimizer.param_groups[0]["lr"] = lr
+            pair.set_gradients()
+            pair.step()
+        pair.assert_equal()
+
+    @each_case
+    def test_schedulers(self, case: OptimizerCase) -> None:
+        pair = SideBySide(case, {"lr": 0.1}, make_params(torch.float32))
+        schedulers = [
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=6)
+            for optimizer in (pair.ours, pair.torchs)
+        ]
+        for _ in range(5):
+            pair.set_gradients()
+            pair.step()
+            for scheduler in schedulers:
+                scheduler.step()
+        pair.assert_equal()
+
+    @each_case
+    def test_named_parameters(self, case: OptimizerCase) -> None:
+        model = torch.nn.Linear(3, 2)
+        optimizer = case.cls(model.named_parameters(), lr=0.1)
+        assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+        model.weight.grad = torch.ones_like(model.weight)
+        model.weight.data = model.weight.data.t()
+        with pytest.raises(RuntimeError, match="weight"):
+            optimizer.step()
+
+    @each_case
+    def test_step_hooks(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["17"])
+        optimizer = case.cls([p], lr=0.1)
+        p.grad = torch.ones_like(p)
+        before = p.detach().clone()
+        seen = []
+
+        def pre(hooked: Any, args: Any, kwargs: Any) -> None:
+            assert (hooked, args, kwargs) == (optimizer, (optimizer,), {})
+            assert torch.equal(p, before)
+            seen.append("pre")
+
+        def post(hooked: Any, args: Any, kwargs: Any) -> None:
+            assert not torch.equal(p, before)
+            seen.append("post")
+
+        handles = [optimizer.register_step_pre_hook(pre), optimizer.register_step_post_hook(post)]
+        optimizer.step()
+        assert seen == ["pre", "post"]
+        for handle in handles:
+            handle.remove()
+        optimizer.step()
+        assert seen == ["pre", "post"]
+
+    @each_case
+    def test_global_step_hooks(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["17"])
+        optimizer = case.cls([p], lr=0.1)
+        seen: list[Any] = []
+        handle = register_optimizer_step_post_hook(lambda hooked, *_: seen.append(hooked))
+        optimizer.step()
+        handle.remove()
+        assert seen == [optimizer]
+
+    @each_case
+    def test_profiler_range(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["17"])
+        optimizer = case.cls([p], lr=0.1)
+        p.grad = torch.ones_like(p)
+        with torch.autograd.profiler.profile() as profile:
+            optimizer.step()
+        assert f"Optimizer.step#{case.name}.step" in {
+            event.name for event in profile.function_events
+        }
+
+    @each_case
+    def test_grad_scaler_skips_a_step_with_infinities(self, case: OptimizerCase) -> None:
+        for fused in (None, True):
+            (p,) = make_params(torch.float32, ["17"])
+            optimizer = case.cls([p], lr=0.1, fused=fused)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            before = p.detach().clone()
+            scaler.scale((p * float("inf")).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(p, before)
+            optimizer.zero_grad()
+            scaler.scale(p.sum()).backward()
+            scaler.step(optimizer)
+            torch.testing.assert_close(p.detach(), before - 0.1)
+
+
+class TestState:
+    """Its keys, dtypes and shapes, and every way in and out of the process."""
+
+    @each_dtype
+    @each_case
+    def test_dtype_and_layout(self, case: OptimizerCase, dtype: torch.dtype) -> None:
+        params = make_params(dtype)
+        optimizer = case.cls(params, **case.kwargs[-1])
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        expected = torch.float64 if dtype == torch.float64 else torch.float32
+        for p in params:
+            assert set(optimizer.state[p]) == set(case.state_keys)
+            for key in case.state_keys:
+                assert optimizer.state[p][key].dtype == expected
+                assert optimizer.state[p][key].shape == p.shape
+                assert not optimizer.state[p][key].requires_grad
+
+    @each_dtype
+    @each_case
+    def test_state_dict_round_trip(self, case: OptimizerCase, dtype: torch.dtype) -> None:
+        """Two optimizers, one of which goes through a file, stay equal bit for bit."""
+        params = make_params(dtype)
+        copies = [Parameter(p.detach().clone()) for p in params]
+        optimizer, other = (case.cls(ps, **case.kwargs[-1]) for ps in (params, copies))
+        for i in range(4):
+            for p, c in zip(params, copies):
+                p.grad = torch.randn_like(p)
+                c.grad = p.grad.clone()
+            optimizer.step()
+            other.step()
+            if i == 1:
+                file = io.BytesIO()
+                torch.save(other.state_dict(), file)
+                file.seek(0)
+                other = case.cls(copies, lr=0.7)
+                other.load_state_dict(torch.load(file))
+        for p, c in zip(params, copies):
+            assert torch.equal(p, c)
+            for key in case.state_keys:
+                assert torch.equal(optimizer.state[p][key], other.state[c][key])
+
+    @each_configuration
+    def test_state_dict_equals_torchs(self, case: OptimizerCase, kwargs: Kwargs) -> None:
+        pair = SideBySide(case, kwargs, make_params(torch.float64, ["17", "empty", "0-d"]))
+        pair.set_gradients()
+        pair.step()
+        ours, torchs = pair.ours.state_dict(), pair.torchs.state_dict()
+        torchs["param_groups"][0]["foreach"] = None  # the one that the pair sets itself
+        assert ours["param_groups"] == torchs["param_groups"]
+        assert ours["state"].keys() == torchs["state"].keys()
+
+    @each_case
+    def test_state_dict_moves_both_ways(self, case: OptimizerCase) -> None:
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float64))
+        pair.set_gradients()
+        pair.step()
+        ours, torchs = pair.ours.state_dict(), pair.torchs.state_dict()
+        pair.ours = case.cls(pair.params)
+        pair.torchs = case.reference(pair.references, foreach=False)
+        pair.ours.load_state_dict(torchs)
+        pair.torchs.load_state_dict(ours)
+        for _ in range(2):
+            pair.set_gradients()
+            pair.step()
+        pair.assert_equal()
+
+    @each_case
+    def test_loading_keeps_the_implementation(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["17"])
+        checkpoint = case.reference([p], foreach=True).state_dict()
+        optimizer = case.cls([p])
+        optimizer.load_state_dict(checkpoint)
+        assert optimizer.param_groups[0]["foreach"] is None
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    @each_case
+    def test_float32_state_of_bfloat16_parameters_survives(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.bfloat16, ["1000"])
+        optimizer = case.cls([p], **case.kwargs[-1])
+        for _ in range(2):
+            p.grad = torch.randn_like(p)
+            optimizer.step()
+        other = case.cls([p])
+        seen = []
+        other.register_load_state_dict_post_hook(
+            lambda loaded: seen.append(loaded.state[p][case.state_keys[0]].dtype)
+        )
+        other.load_state_dict(optimizer.state_dict())
+        assert seen == [torch.float32]
+        for key in case.state_keys:
+            assert torch.equal(other.state[p][key], optimizer.state[p][key])
+            assert other.state[p][key] is not optimizer.state[p][key]
+
+    @each_case
+    def test_load_of_another_model(self, case: OptimizerCase) -> None:
+        params = make_params(torch.float32, ["17", "1000"])
+        other = case.cls([params[0]], **case.kwargs[-1])
+        params[0].grad = torch.ones_like(params[0])
+        other.step()
+        optimizer = case.cls([params[1]], **case.kwargs[-1])
+        optimizer.load_state_dict(other.state_dict())
+        params[1].grad = torch.ones_like(params[1])
+        before = params[1].detach().clone()
+        with pytest.raises(ValueError, match=r"shape \(17,\)"):
+            optimizer.step()
+        assert torch.equal(params[1], before)
+
+    @each_case
+    @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+    def test_copies_go_their_own_way(self, case: OptimizerCase, how: str) -> None:
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
+        pair.set_gradients()
+        pair.step()
+        if how == "deepcopy":
+            twin = copy.deepcopy(pair.ours)
+        else:
+            twin = pickle.loads(pickle.dumps(pair.ours))
+        before = [p.detach().clone() for p in pair.params]
+        for p in twin.param_groups[0]["params"]:
+            p.grad = torch.randn_like(p)
+        twin.step()
+        for p, expected in zip(pair.params, before):
+            assert torch.equal(p, expected)
+        pair.set_gradients()
+        pair.step()
+        pair.assert_equal()
+
+    @each_case
+    def test_hooks_of_state_dict(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["17"])
+        optimizer = case.cls([p], lr=0.1)
+        optimizer.register_state_dict_post_hook(lambda o, d: d | {"note": 1})
+        assert optimizer.state_dict()["note"] == 1
+
+        def halve(_: Any, state_dict: dict[str, Any]) -> None:
+            state_dict["param_groups"][0]["lr"] /= 2
+
+        optimizer.register_load_state_dict_pre_hook(halve)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+class TestLaunches:
+    """One launch for each group, device and dtype; tables written only where something changed."""
+
+    @pytest.fixture
+    def launches(self, monkeypatch: pytest.MonkeyPatch) -> list[LaunchBlock]:
+        seen: list[LaunchBlock] = []
+        launch = LaunchBlock.launch
+        monkeypatch.setattr(
+            LaunchBlock, "launch", lambda block: (seen.append(block), launch(block))[1]
+        )
+        return seen
+
+    @each_case
+    def test_one_for_all_parameters(self, case: OptimizerCase, launches: list[LaunchBlock]) -> None:
+        params = [Parameter(torch.randn(n)) for n in range(1200)]
+        optimizer = case.cls(params, **case.kwargs[-1])
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        assert len(launches) == 1
+
+    @each_case
+    def test_one_for_each_group_and_dtype(
+        self, case: OptimizerCase, launches: list[LaunchBlock]
+    ) -> None:
+        groups = [
+            {"params": [Parameter(torch.ones(3).to(dtype)) for dtype in case.dtypes]}
+            for _ in range(2)
+        ]
+        optimizer = case.cls(groups, lr=0.1)
+        for group in groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert len(launches) == 2 * len(case.dtypes)
+
+    @each_case
+    def test_none_without_gradients(self, case: OptimizerCase, launches: list[LaunchBlock]) -> None:
+        optimizer = case.cls(make_params(torch.float32), lr=0.1)
+        optimizer.step()
+        assert launches == []
+        assert not optimizer.state
+
+    @each_case
+    def test_nothing_is_rebuilt_for_new_gradients(
+        self, case: OptimizerCase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        built = []
+        init = Bucket.__init__
+        monkeypatch.setattr(
+            Bucket, "__init__", lambda self, *args: (built.append(self), init(self, *args))[1]
+        )
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
+        for _ in range(5):
+            pair.set_gradients()
+            pair.step()
+            pair.ours.zero_grad()
+        assert len(built) == 1
+        pair.assert_equal()
+
+
+@each_case
+def test_threads_with_an_optimizer_each(case: OptimizerCase) -> None:
+    pairs = [SideBySide(case, case.kwargs[-1], make_params(torch.float32)) for _ in range(8)]
+    errors: list[BaseException] = []
+
+    def train(pair: SideBySide) -> None:
+        try:
+            for _ in range(20):
+                for p, reference in zip(pair.params, pair.references):
+                    p.grad = torch.ones_like(p)
+                    reference.grad = widened(p.grad)
+                pair.step()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=[pair]) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for pair in pairs:
+        pair.assert_equal()
+
+
+@each_case
+def test_two_runs_give_the_same_bits(case: OptimizerCase) -> None:
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        params = make_params(torch.bfloat16, list(LAYOUTS))
+        optimizer = case.cls(params, **case.kwargs[-1])
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        results.append(params)
+    for a, b in zip(*results):
+        assert torch.equal(a, b)

@@ -1,0 +1,142 @@
+"""What is particular to FusedSGD."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from fusedoptim import FusedSGD
+
+
+def _parameter(values: list[float], grad: list[float]) -> Parameter:
+    p = Parameter(torch.tensor(values, dtype=torch.float64))
+    p.grad = torch.tensor(grad, dtype=torch.float64)
+    return p
+
+
+def test_signature_is_torchs() -> None:
+    ours = inspect.signature(FusedSGD).parameters
+    torchs = inspect.signature(torch.optim.SGD).parameters
+    assert list(ours) == list(torchs)
+    for name, parameter in torchs.items():
+        assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind)
+
+
+class TestByHand:
+    """Two steps from 1.0 with gradients 0.5 and 0.25."""
+
+    @staticmethod
+    def _two_steps(**kwargs: float) -> tuple[float, float]:
+        p = _parameter([1.0], [0.5])
+        optimizer = FusedSGD([p], lr=0.1, **kwargs)
+        optimizer.step()
+        first = p.item()
+        p.grad = torch.tensor([0.25], dtype=torch.float64)
+        optimizer.step()
+        return first, p.item()
+
+    def test_plain(self) -> None:
+        # 1 - 0.1 * 0.5 = 0.95; 0.95 - 0.1 * 0.25 = 0.925
+        assert self._two_steps() == pytest.approx((0.95, 0.925), abs=1e-15)
+
+    def test_momentum(self) -> None:
+        # b = 0.5; p = 0.95
+        # b = 0.9 * 0.5 + 0.25 = 0.7; p = 0.95 - 0.07 = 0.88
+        assert self._two_steps(momentum=0.9) == pytest.approx((0.95, 0.88), abs=1e-15)
+
+    def test_dampening_starts_at_the_second_step(self) -> None:
+        # b = 0.5; p = 0.95
+        # b = 0.9 * 0.5 + 0.6 * 0.25 = 0.6; p = 0.95 - 0.06 = 0.89
+        result = self._two_steps(momentum=0.9, dampening=0.4)
+        assert result == pytest.approx((0.95, 0.89), abs=1e-15)
+
+    def test_nesterov(self) -> None:
+        # b = 0.5; p = 1 - 0.1 * (0.5 + 0.9 * 0.5) = 0.905
+        # b = 0.9 * 0.5 + 0.25 = 0.7; p = 0.905 - 0.1 * (0.25 + 0.9 * 0.7) = 0.817
+        result = self._two_steps(momentum=0.9, nesterov=True)
+        assert result == pytest.approx((0.905, 0.817), abs=1e-15)
+
+    def test_weight_decay_and_maximize(self) -> None:
+        # g = -0.5 + 0.2 * 1 = -0.3; p = 1.03
+        # g = -0.25 + 0.2 * 1.03 = -0.044; p = 1.0344
+        result = self._two_steps(weight_decay=0.2, maximize=True)
+        assert result == pytest.approx((1.03, 1.0344), abs=1e-15)
+
+
+def test_without_momentum_there_is_no_buffer() -> None:
+    p = _parameter([1.0], [0.5])
+    optimizer = FusedSGD([p], lr=0.1)
+    optimizer.step()
+    assert not optimizer.state
+
+
+def test_momentum_switched_off_leaves_the_buffer_alone() -> None:
+    p = _parameter([1.0], [0.5])
+    optimizer = FusedSGD([p], lr=0.1, momentum=0.9)
+    optimizer.step()
+    buffer = optimizer.state[p]["momentum_buffer"]
+    before = buffer.clone()
+    optimizer.param_groups[0]["momentum"] = 0
+    optimizer.step()
+    assert optimizer.state[p]["momentum_buffer"] is buffer
+    assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 7, 8, 31, 32, 33, 1000, 65536])
+def test_every_element_of_16_bit_parameters_moves(dtype: torch.dtype, size: int) -> None:
+    p = Parameter(torch.ones(size, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    FusedSGD([p], lr=0.5).step()
+    assert torch.equal(p, torch.full_like(p, 0.5))
+
+
+def test_torchs_fused_sgd_skips_16_bit_parameters() -> None:
+    """Document the defect that FusedSGD has not (pytorch#191763); passes if torch mends it."""
+    p = Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    torch.optim.SGD([p], lr=0.5, fused=True).step()
+    moved = int((p == 0.5).sum())
+    print(f"torch {torch.__version__}: SGD(fused=True) moved {moved} of 1000 bfloat16 elements")
+    assert 0 <= moved <= 1000
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.bfloat16, torch.int16), (torch.float16, torch.int16)]
+)
+def test_conversions_of_all_16_bit_values(dtype: torch.dtype, bits: torch.dtype) -> None:
+    """Each of the 65,536 bit patterns, loaded and stored again, is the value that it was."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(bits).view(dtype)
+    p = Parameter(values.clone())
+    p.grad = torch.zeros_like(p)
+    FusedSGD([p], lr=0.5).step()
+    torch.testing.assert_close(p.detach(), values, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_to_nearest_even(dtype: torch.dtype) -> None:
+    """A store rounds as torch does, ties and subnormals and overflow included."""
+    magnitudes = torch.exp2(torch.empty(20_000, dtype=torch.float64).uniform_(-26, 17))
+    grads = (magnitudes * torch.randn(20_000, dtype=torch.float64).sign()).to(dtype)
+    halves = torch.tensor([0.5, 1.5, 2.5, 0.25, 0.75], dtype=torch.float64)
+    lr = float(halves[torch.randint(5, ())])
+    p = Parameter(torch.randn(20_000).to(dtype))
+    # In float64, p - lr * g is exact here up to far below float32's rounding; the kernel rounds
+    # it to float32 first, as fma does, and then to the dtype.
+    expected = torch.addcmul(
+        p.detach().double(), grads.double(), torch.tensor(-lr, dtype=torch.float64)
+    )
+    expected = expected.float().to(dtype)
+    p.grad = grads
+    FusedSGD([p], lr=lr).step()
+    torch.testing.assert_close(p.detach(), expected, rtol=0, atol=0)
+
+
+def test_infinite_parameter_without_weight_decay_stays_infinite() -> None:
+    """IPEX multiplies by a weight decay of 0, which makes NaN of it."""
+    p = _parameter([float("inf"), 1.0], [1.0, 1.0])
+    FusedSGD([p], lr=0.5, momentum=0.9).step()
+    assert p.tolist() == [float("inf"), 0.5]
