@@ -41,7 +41,7 @@ def test_threads_get_the_same_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_device() -> None:
-    with pytest.raises(allocator.DeviceNotFoundError, match="'level_zero:gpu:7'.*apt install"):
+    with pytest.raises(allocator.DeviceNotFoundError, match=r"'level_zero:gpu:7'.*apt install"):
         allocator.queue("level_zero:gpu:7")
 
 

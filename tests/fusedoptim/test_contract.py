@@ -1,4 +1,4 @@
-"""What every optimizer owes its users, whatever its algorithm: driven by tests/optimizer_cases.py."""
+"""What every optimizer owes its users; tests/optimizer_cases.py says which there are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ each_configuration = pytest.mark.parametrize(
 )
 each_dtype = pytest.mark.parametrize(
     "dtype",
-    (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    [torch.float32, torch.float64, torch.bfloat16, torch.float16],
     ids=configuration_id,
 )
 Kwargs = dict[str, Any]
@@ -48,7 +48,7 @@ class TestParity:
             pair.assert_equal()
 
     @each_case
-    @pytest.mark.parametrize("dtype", (torch.complex64, torch.complex128), ids=configuration_id)
+    @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=configuration_id)
     def test_complex(self, case: OptimizerCase, dtype: torch.dtype) -> None:
         if not case.supports_complex:
             pytest.skip(f"{case.name} has no complex update")
@@ -254,10 +254,10 @@ class TestTorchContract:
     @each_case
     def test_refused_arguments(self, case: OptimizerCase) -> None:
         for kwargs in case.refused_kwargs:
-            with pytest.raises(RuntimeError, match=f"use torch.optim.{case.reference.__name__}"):
+            with pytest.raises(RuntimeError, match=rf"use torch\.optim\.{case.reference.__name__}"):
                 case.cls([Parameter(torch.ones(1))], **kwargs)
             optimizer = case.cls([Parameter(torch.ones(1))])
-            with pytest.raises(RuntimeError, match="use torch.optim"):
+            with pytest.raises(RuntimeError, match=r"use torch\.optim"):
                 optimizer.add_param_group({"params": [Parameter(torch.ones(1))], **kwargs})
             assert len(optimizer.param_groups) == 1
 

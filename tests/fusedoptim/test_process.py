@@ -71,3 +71,20 @@ def test_openmp_works_after_a_large_step() -> None:
         "    assert torch.ones(2_000_000).sum() == 2_000_000\n"
     )
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+def test_the_same_bits_whatever_the_number_of_threads() -> None:
+    script = """
+import hashlib
+torch.manual_seed(0)
+q = torch.nn.Parameter(torch.randn(300_001))
+large = FusedSGD([q], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+for _ in range(5):
+    q.grad = torch.randn(300_001)
+    large.step()
+print(hashlib.sha256(q.detach().numpy().tobytes()).hexdigest())
+"""
+    one_core = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"  # the driver obeys it
+    digests = {run(limit + script).stdout for limit in (one_core, "")}
+    assert len(digests) == 1
+    assert len(digests.pop()) == 65

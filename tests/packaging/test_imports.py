@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 import fusedoptim
 from fusedoptim._facade import import_own

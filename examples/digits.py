@@ -1,0 +1,264 @@
+"""Train one convolutional network twice on handwritten digits: with torch's SGD and with FusedSGD.
+
+Both trainings start from the same weights and see the same batches. What differs is who computes
+``optimizer.step()``. Run it with ``python examples/digits.py``; it takes well under a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from tqdm import tqdm
+
+from fusedoptim import FusedSGD
+
+BATCH = 64
+TEST_SHARE = 0.2
+REQUIRED_ACCURACY = 0.97
+SMOOTHING = 10  # steps that one point of a loss curve averages
+
+
+class Digits(NamedTuple):
+    """Images of shape (n, 1, 8, 8), scaled to [0, 1], and their labels."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+class Training(NamedTuple):
+    """What one training left behind."""
+
+    label: str
+    model: nn.Module
+    losses: list[float]
+    """of each step's batch."""
+    accuracies: list[float]
+    """on the test images, after each epoch."""
+    step_seconds: list[float]
+    """that each call of optimizer.step() took."""
+
+
+def load_data(seed: int) -> Digits:
+    """Split scikit-learn's bundled digits into training and test images."""
+    bundle = load_digits()
+    images = torch.from_numpy(bundle.images).float().div(16).unsqueeze(1)
+    labels = torch.from_numpy(bundle.target).long()
+    train, test = train_test_split(
+        np.arange(len(labels)), test_size=TEST_SHARE, stratify=bundle.target, random_state=seed
+    )
+    return Digits(images[train], labels[train], images[test], labels[test])
+
+
+def convolution(channels_in: int, channels_out: int) -> nn.Sequential:
+    """A 3x3 convolution with batch normalization and ReLU."""
+    return nn.Sequential(
+        # The normalization subtracts the mean, and with it any bias of the convolution.
+        nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(),
+    )
+
+
+def make_network() -> nn.Sequential:
+    """Four convolutions, two poolings (8x8 to 2x2 pixels) and a linear head."""
+    return nn.Sequential(
+        convolution(1, 32),
+        convolution(32, 32),
+        nn.MaxPool2d(2),
+        convolution(32, 64),
+        convolution(64, 64),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 2 * 2, 10),
+    )
+
+
+@torch.no_grad()
+def test_accuracy(model: nn.Module, digits: Digits) -> float:
+    """The share of test images that ``model`` names correctly."""
+    model.eval()
+    named = model(digits.test_images).argmax(dim=1)
+    return int((named == digits.test_labels).sum()) / len(named)
+
+
+def timed_step(optimizer: torch.optim.Optimizer) -> float:
+    """Make one step and return the seconds it took."""
+    start = time.perf_counter()
+    optimizer.step()
+    return time.perf_counter() - start
+
+
+def train(
+    label: str, optimizer_class: type[torch.optim.SGD], digits: Digits, epochs: int, seed: int
+) -> Training:
+    """Train a new network; equal seeds give equal weights to start from and equal batches."""
+    torch.manual_seed(seed)
+    model = make_network()
+    result = Training(label, model, losses=[], accuracies=[], step_seconds=[])
+    optimizer = optimizer_class(
+        model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True
+    )
+    steps = epochs * steps_per_epoch(digits)
+    scheduler = CosineAnnealingLR(optimizer, T_max=steps)
+    with tqdm(total=steps, desc=f"{label:<15}", unit="step", ncols=88) as bar:
+        for _ in range(epochs):
+            model.train()
+            for batch in torch.split(torch.randperm(len(digits.train_labels)), BATCH):
+                loss = cross_entropy(model(digits.train_images[batch]), digits.train_labels[batch])
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                result.step_seconds.append(timed_step(optimizer))
+                scheduler.step()
+                result.losses.append(loss.item())
+                bar.update()
+            result.accuracies.append(test_accuracy(model, digits))
+    return result
+
+
+def steps_per_epoch(digits: Digits) -> int:
+    """The number of batches, the last of which may be smaller."""
+    return -(-len(digits.train_labels) // BATCH)
+
+
+def largest_difference(a: nn.Module, b: nn.Module) -> float:
+    """The largest absolute difference between two networks' corresponding weights."""
+    pairs = zip(a.parameters(), b.parameters())
+    return max((p - q).abs().max().item() for p, q in pairs)
+
+
+def print_header(digits: Digits, epochs: int, seed: int) -> None:
+    """Name the data and the network before the bars appear."""
+    weights = list(make_network().parameters())
+    print(
+        f"Handwritten digits (scikit-learn): {len(digits.train_labels)} to train on, "
+        f"{len(digits.test_labels)} to test on, 8x8 pixels\n"
+        f"Network: {sum(w.numel() for w in weights):,} weights in {len(weights)} tensors\n"
+        f"Training: {epochs} x {steps_per_epoch(digits)} steps of {BATCH} images, seed {seed}, "
+        f"torch threads: {torch.get_num_threads()}\n",
+        flush=True,  # the bars go to stderr and must not overtake it
+    )
+
+
+def print_results(reference: Training, fused: Training) -> None:
+    """Print both trainings as the columns of a table, and how far apart they ended."""
+    columns = (reference, fused)
+    medians = [statistics.median(run.step_seconds) for run in columns]
+    rows = [
+        ("", [run.label for run in columns]),
+        ("test accuracy", [f"{run.accuracies[-1]:.2%}" for run in columns]),
+        ("loss, last steps", [f"{smoothed(run.losses)[-1]:.5f}" for run in columns]),
+        ("step, median", [f"{median * 1e6:.1f} us" for median in medians]),
+        ("first step", [f"{run.step_seconds[0] * 1e3:.1f} ms" for run in columns]),
+    ]
+    print()
+    for name, cells in rows:
+        print(f"{name:<16}" + "".join(f"{cell:>18}" for cell in cells))
+    print(f"\nStep time, {reference.label} / {fused.label}: {medians[0] / medians[1]:.2f}")
+    print(f"Largest weight difference: {largest_difference(reference.model, fused.model):.1e}")
+    print("(small, not 0: the fused step rounds less often, and training magnifies a last bit)")
+
+
+def smoothed(losses: list[float]) -> NDArray[np.float64]:
+    """The moving average of ``losses`` over SMOOTHING steps, fewer than an epoch has."""
+    return np.convolve(losses, np.full(SMOOTHING, 1 / SMOOTHING), mode="valid")
+
+
+def save_picture(path: Path, reference: Training, fused: Training) -> None:
+    """Draw both trainings' loss and test accuracy."""
+    # A Figure of its own, not pyplot's: it needs no display and no choice of a backend.
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    # The curves nearly coincide, so the first is broad and pale and the second thin, on top of it.
+    for run, color, width, alpha in (
+        (reference, "tab:orange", 6.0, 0.5),
+        (fused, "tab:blue", 1.5, 1.0),
+    ):
+        epochs = len(run.accuracies)
+        losses = smoothed(run.losses)
+        # A point stands in the middle of the steps that it averages.
+        at = (np.arange(len(losses)) + SMOOTHING / 2) * epochs / len(run.losses)
+        style = {"label": run.label, "color": color, "linewidth": width, "alpha": alpha}
+        loss_axes.plot(at, losses, **style)
+        percent = [100 * a for a in run.accuracies]
+        # With dots, because a single epoch makes no line.
+        accuracy_axes.plot(
+            range(1, epochs + 1), percent, marker="o", markersize=2 * width + 2, **style
+        )
+    loss_axes.set(title=f"Training loss (mean of {SMOOTHING} steps)", ylabel="cross-entropy")
+    loss_axes.set_yscale("log")
+    accuracy_axes.set(title="Test accuracy", ylabel="correct, %")
+    accuracy_axes.axhline(
+        100 * REQUIRED_ACCURACY, color="gray", linestyle="--", linewidth=1, label="required"
+    )
+    for axes in (loss_axes, accuracy_axes):
+        axes.set_xlabel("epoch")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def positive(text: str) -> int:
+    """Parse a number that argparse shall refuse if it is not positive."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description="Train a network on digits with torch's SGD and with FusedSGD, and compare."
+    )
+    parser.add_argument("--epochs", type=positive, default=10, help="default: %(default)s")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the split, the weights and the batches; default: %(default)s",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("out/digits.png"), help="default: %(default)s"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, show, and exit with an error if a network learned too little."""
+    arguments = parse_arguments()
+    digits = load_data(arguments.seed)
+    print_header(digits, arguments.epochs, arguments.seed)
+    reference, fused = (
+        train(label, optimizer_class, digits, arguments.epochs, arguments.seed)
+        for label, optimizer_class in (("torch.optim.SGD", torch.optim.SGD), ("FusedSGD", FusedSGD))
+    )
+    print_results(reference, fused)
+    save_picture(arguments.output, reference, fused)
+    print(f"Curves: {arguments.output}")
+    for run in (reference, fused):
+        if run.accuracies[-1] <= REQUIRED_ACCURACY:
+            sys.exit(
+                f"error: {run.label} reached {run.accuracies[-1]:.2%} test accuracy, "
+                f"not over {REQUIRED_ACCURACY:.0%}"
+            )
+
+
+if __name__ == "__main__":
+    main()
