@@ -43,6 +43,7 @@ class Bucket:
         """
         first = candidates[0].param
         dtype, state_dtype = DTYPES[first.dtype]
+        self._device = first.device
         self._kernel = kernel_for(_queue_of(first.device), kernel_name, dtype)
         row = self._kernel.module.row
         names = [argument.name for argument in row if argument.role is Role.STATE]
@@ -51,16 +52,15 @@ class Bucket:
         self._runs = [TensorRun(candidates[i : i + RUN]) for i in range(0, len(candidates), RUN)]
         self._params = [p for run in self._runs for p in run.params]
         self._state_names = names
-        self._fresh = [
-            any(states.get(p, {}).get(name) is None for name in names) for p in self._params
-        ]
+        held = [states.get(p, {}) for p in self._params]
+        targets = [target for run in self._runs for target in run.targets]
+        self._fresh = [any(state.get(name) is None for name in names) for state in held]
         self._uncommitted: list[State] | None = [
             {
                 name: _state_tensor(optimizer, candidate.name, name, state, target, state_dtype)
                 for name in names
             }
-            for candidate, target in zip(candidates, (t for run in self._runs for t in run.targets))
-            for state in [states.get(candidate.param, {})]
+            for candidate, state, target in zip(candidates, held, targets)
         ]
         self._set_states(self._uncommitted)
 
@@ -96,6 +96,8 @@ class Bucket:
         """Take this step's gradients; False if any tensor is not as it was when checked."""
         if self._uncommitted is not None:  # its launch never happened
             return False
+        if not self._kernel.on_host and _queue_of(self._device) is not self._kernel.queue:
+            return False  # torch's current stream is another one now
         for run in self._runs:
             if not run.read_gradients():
                 return False

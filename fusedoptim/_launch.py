@@ -114,7 +114,8 @@ class LaunchBlock:
         self._rows = words.reshape(rows, columns)
         self._column = {name: self._rows[:, i] for i, name in enumerate(kernel.row_names)}
         self._column["length"][:] = np.minimum(sizes[self._owner] - start, chunk)
-        self._argument = [ctypes.c_int64(self._memory._pointer)]
+        address, _ = self._memory.__sycl_usm_array_interface__["data"]
+        self._argument = [ctypes.c_int64(address)]
         self._global_size = [rows * kernel.shape.lanes]
         self._local_size = [kernel.shape.lanes]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -57,12 +58,16 @@ class _Plan:
         self._idle = [p for p in group["params"] if p.grad is None]
         self.apart: list[Tensor] = []
         by_key: dict[Any, list[Candidate]] = {}
+        times_seen: Counter[int] = Counter()
         for candidate in optimizer._candidates(group):
-            sparse = candidate.grad.layout is not torch.strided
-            if sparse and candidate.param.layout is torch.strided:
-                self.apart.append(candidate.param)
+            param = candidate.param
+            if candidate.grad.layout is not torch.strided and param.layout is torch.strided:
+                self.apart.append(param)
                 continue
-            by_key.setdefault((candidate.param.device, candidate.param.dtype), []).append(candidate)
+            # A parameter given twice, of which torch only warns, is updated twice in turn.
+            key = (param.device, param.dtype, times_seen[id(param)])
+            times_seen[id(param)] += 1
+            by_key.setdefault(key, []).append(candidate)
         name = type(optimizer).__name__
         for candidates in by_key.values():
             for candidate in candidates:
@@ -90,6 +95,7 @@ class FusedOptimizer(Optimizer):
     """
 
     _plans: list[_Plan]
+    _elements: int
     _state_ids: list[int] | None
     """Of the dicts in ``state``, when last seen; a load or a reset makes new ones."""
 
@@ -131,7 +137,7 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         plans = self._current_plans()
-        if sum([plan.elements for plan in plans]) >= WORTH_RELEASING:
+        if self._elements >= WORTH_RELEASING:
             release_spinning_threads()
         launched: list[Bucket] = []
         try:
@@ -163,6 +169,8 @@ class FusedOptimizer(Optimizer):
                 self._state_ids = None  # the step will make state
                 with torch.no_grad():
                     self._plans[i : i + 1] = [_Plan(group, kernel, self)]
+        if self._state_ids is None:
+            self._elements = sum(plan.elements for plan in self._plans)
         return self._plans
 
     def _forget_plans(self) -> None:

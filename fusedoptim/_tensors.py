@@ -127,8 +127,10 @@ class TensorRun:
         self._lay_out(grads)
         self._shapes = [p.shape for p in self.params]
         self.numels = [p.numel() for p in self.params]
-        self._strides = [grad.stride() for grad in grads]
-        self._contiguous = all(map(Tensor.is_contiguous, grads))
+        # Mostly the strides say no more than "contiguous", which costs half as much to ask.
+        contiguous = all(map(Tensor.is_contiguous, grads))
+        self._layout_of = Tensor.is_contiguous if contiguous else Tensor.stride
+        self._layouts = list(map(self._layout_of, grads))
         self.addresses = list(map(Tensor.data_ptr, self.targets))
         self.grad_addresses = list(map(Tensor.data_ptr, grads))
         self._states: list[State] = []
@@ -165,15 +167,10 @@ class TensorRun:
             return False  # a gradient is None or sparse, or state was taken away
         return (
             [grad.dtype for grad in grads].count(self._dtype) == len(grads)
-            and self._have_same_strides(grads)
+            and list(map(self._layout_of, grads)) == self._layouts
             and list(map(Tensor.data_ptr, self.targets)) == self.addresses
             and [p.shape for p in self.params] == self._shapes
         )
-
-    def _have_same_strides(self, grads: list[Tensor]) -> bool:
-        if self._contiguous:
-            return all(map(Tensor.is_contiguous, grads))
-        return list(map(Tensor.stride, grads)) == self._strides
 
 
 def _dense_copy(param: Tensor) -> Tensor:

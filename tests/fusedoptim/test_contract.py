@@ -312,6 +312,20 @@ class TestTorchContract:
         pair.assert_equal()
 
     @each_case
+    def test_parameter_given_twice(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.float32, ["65537"])
+        pair = SideBySide(case, case.kwargs[-1], [p])
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            pair.ours = case.cls([p, p], **case.kwargs[-1])
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            pair.torchs = case.reference(pair.references * 2, foreach=False, **case.kwargs[-1])
+        for _ in range(3):
+            pair.set_gradients()
+            pair.step()
+            pair.steps += 1
+        pair.assert_equal()
+
+    @each_case
     def test_hyper_parameters_changed_between_steps(self, case: OptimizerCase) -> None:
         pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
         for lr in (0.1, 0.01, torch.tensor(0.05)):
