@@ -19,12 +19,15 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m fusedoptim.kernels check
+	$(BIN)/python -m benchmarks.traffic check
 
 kernels: .venv-jit/installed  ## compile fusedoptim/kernels/ to fusedoptim/spirv/
 	$(JIT)/python -m fusedoptim.kernels build
+	$(JIT)/python -m benchmarks.traffic build
 
 kernels-verify: .venv-jit/installed  ## compile again and compare byte for byte
 	$(JIT)/python -m fusedoptim.kernels verify
+	$(JIT)/python -m benchmarks.traffic verify
 
 kernels-validate: .venv/installed  ## spirv-val and ocloc (apt install spirv-tools intel-opencl-icd)
 	$(BIN)/python -m fusedoptim.kernels validate

@@ -109,7 +109,7 @@ class Bucket:
         for run in self._runs:
             for param, target in run.copied:
                 target.copy_(param.detach())
-        self._block.write_scalars(self._kernel.scalars_of(scalars))
+        self._block.write_scalars(self._kernel.in_order(scalars))
         self._block.launch()
         # Autograd must know of writes that it did not see; on the CPU the kernel runs meanwhile.
         torch.autograd.graph.increment_version(self._params)

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,11 +67,15 @@ class Kernel:
         wide, narrow = "d", "f4x"  # a float32 takes the first half of its word
         scalar = wide if module.dtype == "f64" else narrow
         formats = {Role.SCALAR: scalar, Role.FLAG: "q"}
-        self.scalars_of = operator.itemgetter(*(argument.name for argument in module.scalars))
+        self._scalar_names = [argument.name for argument in module.scalars]
         self.head = struct.Struct(
             "<" + "".join(formats[argument.role] for argument in module.scalars)
         )
         self.row_names = [argument.name for argument in module.row]
+
+    def in_order(self, scalars: Mapping[str, float]) -> tuple[float, ...]:
+        """The values of ``scalars`` in the order of the kernel's arguments."""
+        return tuple([scalars[name] for name in self._scalar_names])
 
 
 @functools.cache

@@ -1,0 +1,65 @@
+"""The parameter shapes that the optimizers are timed on, generated from each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Shape = tuple[int, ...]
+
+
+def one_large() -> list[Shape]:
+    """One tensor of 16.8 M parameters: the memory's speed and nothing else."""
+    return [(4096, 4096)]
+
+
+def one_small() -> list[Shape]:
+    """One tensor of 8,192 parameters: what a step costs before it moves any data."""
+    return [(8192,)]
+
+
+def many_small() -> list[Shape]:
+    """10,000 tensors of 1,000 parameters: what each tensor costs."""
+    return [(1000,)] * 10_000
+
+
+def resnet50() -> list[Shape]:
+    """ResNet-50 as torchvision has it: 161 tensors, 25,557,032 parameters."""
+    shapes = _conv_and_norm(64, 3, 7)
+    width_in = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += _conv_and_norm(width, width_in, 1)
+            shapes += _conv_and_norm(width, width, 3)
+            shapes += _conv_and_norm(4 * width, width, 1)
+            if block == 0:
+                shapes += _conv_and_norm(4 * width, width_in, 1)
+            width_in = 4 * width
+    return shapes + _linear(1000, width_in)
+
+
+def bert_base() -> list[Shape]:
+    """BERT base uncased with its pooler: 199 tensors, 109,482,240 parameters."""
+    width, vocabulary, positions, segments = 768, 30_522, 512, 2
+    norm: list[Shape] = [(width,), (width,)]
+    square = _linear(width, width)
+    attention = 4 * square + norm  # query, key, value, output
+    feed_forward = _linear(4 * width, width) + _linear(width, 4 * width) + norm
+    embeddings: list[Shape] = [(vocabulary, width), (positions, width), (segments, width)]
+    return embeddings + norm + 12 * (attention + feed_forward) + square
+
+
+def _conv_and_norm(width_out: int, width_in: int, kernel: int) -> list[Shape]:
+    return [(width_out, width_in, kernel, kernel), (width_out,), (width_out,)]
+
+
+def _linear(width_out: int, width_in: int) -> list[Shape]:
+    return [(width_out, width_in), (width_out,)]
+
+
+MODELS: dict[str, Callable[[], list[Shape]]] = {
+    "16.8M": one_large,
+    "resnet50": resnet50,
+    "bert-base": bert_base,
+    "10000x1000": many_small,
+    "8192": one_small,
+}

@@ -1,0 +1,155 @@
+"""A kernel that moves the bytes of SGD with momentum and computes next to nothing.
+
+``python -m benchmarks.traffic build|check|verify``
+
+build   compile the kernel, and write it and its description beside this file ([jit] extra)
+check   fail if a source changed and the module did not, or the module is damaged (no compiler)
+verify  compile again and compare byte for byte ([jit] extra)
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedoptim._launch import Kernel, LaunchBlock
+from fusedoptim._modules import Argument, Module
+from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
+from fusedoptim.allocator import queue
+from fusedoptim.kernels.__main__ import source_hash
+from fusedoptim.kernels.language import Length, Role, State, Storage, lane, lanes
+
+DTYPE = "f32"
+NAME = f"traffic_{DTYPE}"
+SPIRV = Path(__file__).with_name(f"{NAME}.spv")
+DESCRIPTION = SPIRV.with_suffix(".json")
+
+
+def traffic(length: Length, param: Storage, grad: Storage, momentum_buffer: State) -> None:
+    """Reads three values and writes two for each parameter, as SGD with momentum does.
+
+    One addition is the least that makes all three values be read: it descends along the gradient
+    of the step before.
+    """
+
+    def update(i: int) -> None:
+        theta = param[i]
+        g = grad[i]
+        b = momentum_buffer[i]
+        momentum_buffer[i] = g
+        param[i] = theta - b
+
+    start = 0
+    while start + lanes() <= length:
+        update(start + lane())
+        start += lanes()
+    if start + lane() < length:
+        update(start + lane())
+
+
+class Traffic:
+    """A launch of the kernel over given tensors, as FusedSGD would launch it."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        """Lay out the launch; the parameters' gradients are read in :meth:`read_gradients`.
+
+        Args:
+            params: contiguous float32 tensors on the CPU.
+        """
+        self._params = params
+        self._momentum = [torch.zeros_like(p, requires_grad=False) for p in params]
+        self._elements = sum(p.numel() for p in params)
+        widths = dict.fromkeys(("param", "grad", "momentum_buffer"), 4)
+        self._block = LaunchBlock(_kernel(), [p.numel() for p in params], widths)
+        self._block.write_addresses("param", list(map(Tensor.data_ptr, params)))
+        self._block.write_addresses("momentum_buffer", list(map(Tensor.data_ptr, self._momentum)))
+
+    def read_gradients(self) -> None:
+        """Take the gradients that the parameters have now."""
+        grads = [p.grad for p in self._params if p.grad is not None]
+        self._block.write_addresses("grad", list(map(Tensor.data_ptr, grads)))
+
+    def step(self) -> None:
+        """Launch the kernel and wait for its end."""
+        if self._elements >= WORTH_RELEASING:
+            release_spinning_threads()
+        self._block.launch()
+        self._block.wait_on_host()
+
+
+@functools.cache
+def _kernel() -> Kernel:
+    description = json.loads(DESCRIPTION.read_text())
+    arguments = tuple(Argument(name, Role(role)) for name, role in description["arguments"])
+    module = Module(NAME, DTYPE, arguments, SPIRV.read_bytes())
+    return Kernel(queue("cpu"), module)
+
+
+def _compiled() -> tuple[dict[str, Any], bytes]:
+    """The module, freshly compiled, and its description."""
+    from fusedoptim.kernels._compiler import arguments, compile_kernel
+
+    spirv = compile_kernel(traffic, DTYPE, NAME)
+    description = {
+        "sha256": hashlib.sha256(spirv).hexdigest(),
+        "source_sha256": source_hash(Path(__file__)),
+        "arguments": [[argument.name, argument.role.value] for argument in arguments(traffic)],
+    }
+    return description, spirv
+
+
+def build() -> list[str]:
+    """Compile the kernel, and write the module and its description."""
+    description, spirv = _compiled()
+    SPIRV.write_bytes(spirv)
+    DESCRIPTION.write_text(json.dumps(description, indent=1) + "\n")
+    return []
+
+
+def check() -> list[str]:
+    """What differs between the source, the description and the module, without the compiler."""
+    description = json.loads(DESCRIPTION.read_text())
+    problems = []
+    if description["source_sha256"] != source_hash(Path(__file__)):
+        problems.append("the source or the compiler changed since the build: build again")
+    if description["sha256"] != hashlib.sha256(SPIRV.read_bytes()).hexdigest():
+        problems.append(f"{SPIRV.name} is not the module that was built: build again")
+    return problems
+
+
+def verify() -> list[str]:
+    """What differs between the committed files and a fresh build, byte for byte."""
+    description, spirv = _compiled()
+    problems = []
+    if json.loads(DESCRIPTION.read_text()) != description:
+        problems.append(f"{DESCRIPTION.name} differs from a fresh build: build again")
+    if SPIRV.read_bytes() != spirv:
+        problems.append(f"{SPIRV.name} differs from a fresh build: build again")
+    return problems
+
+
+def main() -> int:
+    """Run the command that the command line names; print what is wrong."""
+    commands = {"build": build, "check": check, "verify": verify}
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.traffic", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("command", choices=commands)
+    command = parser.parse_args().command
+    problems = commands[command]()
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print(f"{command}: {NAME}, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
