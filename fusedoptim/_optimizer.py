@@ -28,8 +28,8 @@ def _with_hooks(step: _Step) -> _Step:
     """Put torch's hooks and profiler range around ``step``, when there are any.
 
     torch wraps every ``step`` so, and for an optimizer of one small tensor the wrapper's profiler
-    range alone takes 4 us, where the whole of FusedSGD's step takes 11 us. ``hooked`` tells torch that
-    this one is wrapped already.
+    range alone takes 4 us, where the whole of FusedSGD's step takes 11 us. ``hooked`` tells
+    torch that this one is wrapped already.
     """
     hooked = Optimizer.profile_hook_step(step)
 
