@@ -4,7 +4,13 @@ The lowest of fusedoptim's three packages. It imports neither torch nor dpctl un
 asked for. The DLPack memory pool that gives the package its name is issue 4 and not here yet.
 """
 
-from allocator._queues import DeviceNotFoundError, borrowed_queue, check_not_forked, queue
+from allocator._queues import (
+    DeviceNotFoundError,
+    borrowed_queue,
+    check_not_forked,
+    is_forked,
+    queue,
+)
 from allocator._runtime import load_compiler, load_dpctl
 
 __fusedoptim__ = "0.1.0"  # what `fusedoptim.allocator` knows us by, should the name be shadowed
@@ -13,6 +19,7 @@ __all__ = [
     "DeviceNotFoundError",
     "borrowed_queue",
     "check_not_forked",
+    "is_forked",
     "load_compiler",
     "load_dpctl",
     "queue",

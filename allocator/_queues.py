@@ -15,6 +15,8 @@ _borrowed: dict[int, Any] = {}
 _forked = False
 _MAPS = "/proc/self/maps"  # the files that this process has loaded
 
+# Environment variables that choose among drivers and devices.
+_LIMITS = ("ONEAPI_DEVICE_SELECTOR", "OCL_ICD_FILENAMES", "SYCL_DEVICE_ALLOWLIST")
 _INSTALL_HINT = {
     "cpu": "pip install intel-opencl-rt",
     "gpu": "install Intel's GPU driver (on Debian and Ubuntu: apt install intel-opencl-icd)",
@@ -81,12 +83,17 @@ def check_not_forked() -> None:
     Raises:
         RuntimeError: with the cure.
     """
-    if _forked:
+    if is_forked():
         raise RuntimeError(
             "this process was forked after its parent used a SYCL device, and a driver's "
             "threads do not survive a fork; start the process with the 'spawn' method: "
             "multiprocessing.set_start_method('spawn')"
         )
+
+
+def is_forked() -> bool:
+    """Whether this process was forked from one whose driver was running."""
+    return _forked
 
 
 def _new_queue(device: str) -> Any:
@@ -97,6 +104,9 @@ def _new_queue(device: str) -> Any:
         except (ValueError, dpctl.SyclDeviceCreationError) as error:
             present = ", ".join(d.filter_string for d in dpctl.get_devices()) or "none"
             hint = _INSTALL_HINT["gpu" if "gpu" in device else "cpu"]
+            limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
+            if limits:
+                hint = f"unset {' and '.join(limits)}, which may hide it, or {hint}"
             raise DeviceNotFoundError(
                 f"no SYCL driver serves the device {device!r} (devices found: {present}); {hint}"
             ) from error

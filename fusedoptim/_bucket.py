@@ -63,6 +63,9 @@ class Bucket:
             for candidate, state, target in zip(candidates, held, targets)
         ]
         self._set_states(self._uncommitted)
+        self._launched = False
+        self.copies = any(run.copied for run in self._runs)
+        """Whether a launch updates copies of parameters, made as it starts."""
 
         components = 2 if first.is_complex() else 1
         widths = {a.name: first.element_size() // components for a in row if a.role is Role.STORAGE}
@@ -110,18 +113,25 @@ class Bucket:
             for param, target in run.copied:
                 target.copy_(param.detach())
         self._block.write_scalars(self._kernel.in_order(scalars))
+        self._launched = True
         self._block.launch()
         # Autograd must know of writes that it did not see; on the CPU the kernel runs meanwhile.
         torch.autograd.graph.increment_version(self._params)
 
     def finish(self, states: MutableMapping[Tensor, State]) -> None:
         """Wait if on the CPU, and add to the optimizer's ``states`` what the launch made."""
-        self._block.wait_on_host()
-        for run in self._runs:
-            for param, target in run.copied:
-                param.detach().copy_(target)
-        if self._uncommitted is not None:
-            self._commit(states, self._uncommitted)
+        if not self._launched:
+            return
+        self._launched = False
+        try:
+            self._block.wait_on_host()
+        finally:  # an interrupt arrives when the kernel has ended
+            for run in self._runs:
+                for param, target in run.copied:
+                    param.detach().copy_(target)
+                run.grads = []
+            if self._uncommitted is not None:
+                self._commit(states, self._uncommitted)
 
     def _commit(self, states: MutableMapping[Tensor, State], made: list[State]) -> None:
         if self._state_names:

@@ -29,9 +29,12 @@ def import_own(name: str) -> ModuleType:
     origin = getattr(loaded, "__file__", None) or (spec.origin if spec is not None else None)
     expected = _ROOT / name / "__init__.py"
     if origin is None or Path(origin).resolve() != expected:
+        # A folder without __init__.py has no origin.
+        folders = list(spec.submodule_search_locations or []) if spec is not None else []
         raise ImportError(
-            f"fusedoptim's package {name!r} is {expected}, but the name leads to {origin}; "
-            "rename or move that file, or put its folder later on sys.path"
+            f"fusedoptim's package {name!r} is {expected}, but the name leads to "
+            f"{origin or ', '.join(folders) or 'nothing'}; "
+            "rename or move that, or put its folder later on sys.path"
         )
     module = importlib.import_module(name)
     marker = getattr(module, "__fusedoptim__", None)

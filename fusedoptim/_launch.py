@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusedoptim._modules import Module, load_module
-from fusedoptim.allocator import check_not_forked, load_dpctl
+from fusedoptim.allocator import check_not_forked, is_forked, load_dpctl
 from fusedoptim.kernels.language import Role
 
 Addresses = npt.NDArray[np.int64]
@@ -125,14 +125,15 @@ class LaunchBlock:
     def write_scalars(self, values: tuple[float, ...]) -> None:
         """Set the launch's scalars and flags, in the kernel's order."""
         if values != self._scalars:
+            packed = self._kernel.head.pack(*values)
             self._finish()
-            self._kernel.head.pack_into(self._bytes, 0, *values)
+            self._bytes[: len(packed)] = packed
             self._scalars = values
 
     def write_addresses(self, column: str, addresses: Sequence[int]) -> None:
         """Set the address of each tensor in one array column."""
         self._finish()
-        base = np.array(addresses, dtype=np.int64)
+        base = np.array(addresses, dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
         np.add(base[self._owner], self._offsets[column], out=self._column[column])
 
     def write_flags(self, column: str, flags: Sequence[bool]) -> None:
@@ -155,6 +156,11 @@ class LaunchBlock:
         if self._kernel.on_host and self._event is not None:
             self._event.wait()
             self._event = None
+
+    def __del__(self) -> None:
+        # A kernel may still read the block's memory. In a forked child there is none to wait for.
+        if getattr(self, "_event", None) is not None and not is_forked():
+            self._finish()
 
     def _finish(self) -> None:
         if self._event is not None:

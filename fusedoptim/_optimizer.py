@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import operator
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -18,7 +19,7 @@ from torch.optim.optimizer import (
 
 from fusedoptim._bucket import Bucket
 from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
-from fusedoptim._tensors import Candidate, check_candidate, state_dtype
+from fusedoptim._tensors import Candidate, check_candidate, state_dtype, turns
 
 Group = dict[str, Any]
 _Step = TypeVar("_Step", bound=Callable[..., Any])
@@ -30,11 +31,16 @@ def _with_hooks(step: _Step) -> _Step:
     torch wraps every ``step`` so, and for an optimizer of one small tensor the wrapper's profiler
     range alone takes 4 us, where the whole of FusedSGD's step takes 11 us. ``hooked`` tells
     torch that this one is wrapped already.
+
+    torch.compile must not trace into a step: it would take the addresses for constants.
     """
     hooked = Optimizer.profile_hook_step(step)
+    untraced = torch._disable_dynamo(hooked)  # type: ignore[attr-defined]
 
     @functools.wraps(step)
     def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return untraced(self, *args, **kwargs)
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
@@ -49,37 +55,43 @@ def _with_hooks(step: _Step) -> _Step:
     return cast(_Step, wrapper)
 
 
+def _options(group: Group) -> tuple[Any, ...]:
+    """What the group says of how its step is to be computed."""
+    return group.get("foreach"), group.get("differentiable"), group.get("fused")
+
+
 class _Plan:
     """One group's parameters as they were at some step, sorted into buckets."""
 
     def __init__(self, group: Group, kernel: str, optimizer: FusedOptimizer) -> None:
         self._kernel = kernel
+        self._options = _options(group)
         self._ids = list(map(id, group["params"]))
         self._idle = [p for p in group["params"] if p.grad is None]
         self.apart: list[Tensor] = []
-        by_key: dict[Any, list[Candidate]] = {}
-        times_seen: Counter[int] = Counter()
+        fused: list[Candidate] = []
         for candidate in optimizer._candidates(group):
-            param = candidate.param
-            if candidate.grad.layout is not torch.strided and param.layout is torch.strided:
-                self.apart.append(param)
-                continue
-            # A parameter given twice, of which torch only warns, is updated twice in turn.
-            key = (param.device, param.dtype, times_seen[id(param)])
-            times_seen[id(param)] += 1
+            sparse = candidate.grad.layout is not torch.strided
+            if sparse and candidate.param.layout is torch.strided:
+                self.apart.append(candidate.param)
+            else:
+                check_candidate(type(optimizer).__name__, candidate)
+                fused.append(candidate)
+        by_key: dict[Any, list[Candidate]] = {}
+        for candidate, turn in zip(fused, turns([candidate.param for candidate in fused])):
+            key = (turn, candidate.param.device, candidate.param.dtype)
             by_key.setdefault(key, []).append(candidate)
-        name = type(optimizer).__name__
-        for candidates in by_key.values():
-            for candidate in candidates:
-                check_candidate(name, candidate)
         self.buckets = [
-            Bucket(name, kernel, candidates, optimizer.state) for candidates in by_key.values()
+            Bucket(type(optimizer).__name__, kernel, by_key[key], optimizer.state)
+            for key in sorted(by_key, key=operator.itemgetter(0))
         ]
         self.elements = sum(bucket.elements for bucket in self.buckets)
 
     def refresh(self, group: Group, kernel: str) -> bool:
         """Read this step's gradients; False if the plan no longer fits the group."""
-        if kernel != self._kernel or list(map(id, group["params"])) != self._ids or self.apart:
+        if kernel != self._kernel or _options(group) != self._options or self.apart:
+            return False
+        if list(map(id, group["params"])) != self._ids:
             return False
         for p in self._idle:
             if p.grad is not None:
@@ -100,6 +112,7 @@ class FusedOptimizer(Optimizer):
     """Of the dicts in ``state``, when last seen; a load or a reset makes new ones."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lock = threading.RLock()
         self._forget_plans()
         super().__init__(*args, **kwargs)
         # A GradScaler shall unscale and look for infinities itself, before the step.
@@ -136,27 +149,44 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with self._lock:
+            self._update()
+        return loss
+
+    def _update(self) -> None:
         plans = self._current_plans()
         if self._elements >= WORTH_RELEASING:
             release_spinning_threads()
+        scalars = [self._scalars(group) for group in self.param_groups]
         launched: list[Bucket] = []
         try:
-            for group, plan in zip(self.param_groups, plans):
-                if plan.buckets:
-                    scalars = self._scalars(group)
-                    for bucket in plan.buckets:
-                        bucket.launch(scalars)
-                        launched.append(bucket)
+            for plan, values in zip(plans, scalars):
+                for bucket in plan.buckets:
+                    if bucket.copies:
+                        self._finish(launched)
+                    launched.append(bucket)
+                    bucket.launch(values)
+                    if bucket.copies:
+                        self._finish(launched)
         finally:
-            for bucket in launched:
-                bucket.finish(self.state)
+            self._finish(launched)
         for group, plan in zip(self.param_groups, plans):
             if plan.apart:
                 with torch.no_grad():
                     self._update_apart(group, plan.apart)
         if self._state_ids is None:
             self._state_ids = list(map(id, self.state.values()))
-        return loss
+
+    def _finish(self, buckets: list[Bucket]) -> None:
+        """Finish every bucket, whatever happens to one of them."""
+        error: BaseException | None = None
+        for bucket in buckets:
+            try:
+                bucket.finish(self.state)
+            except BaseException as raised:  # an interrupt too
+                error = error or raised
+        if error is not None:
+            raise error
 
     def _current_plans(self) -> list[_Plan]:
         """The plan of each group, made anew where it no longer fits; writes no user's tensor."""
@@ -169,20 +199,25 @@ class FusedOptimizer(Optimizer):
                 self._state_ids = None  # the step will make state
                 with torch.no_grad():
                     self._plans[i : i + 1] = [_Plan(group, kernel, self)]
+        del self._plans[len(self.param_groups) :]
         if self._state_ids is None:
             self._elements = sum(plan.elements for plan in self._plans)
         return self._plans
 
     def _forget_plans(self) -> None:
-        self._plans = []
-        self._state_ids = None
+        with self._lock:
+            self._plans = []
+            self._state_ids = None
 
-    @staticmethod
-    def _candidates(group: Group) -> Iterator[Candidate]:
+    def _candidates(self, group: Group) -> Iterator[Candidate]:
+        """The group's parameters that have a gradient, with what an error would call them."""
         names = group.get("param_names")
+        where = ""
+        if len(self.param_groups) > 1:
+            where = f" of group {[g is group for g in self.param_groups].index(True)}"
         for i, p in enumerate(group["params"]):
             if p.grad is not None:
-                yield Candidate(p, p.grad, names[i] if names else f"parameter {i}")
+                yield Candidate(p, p.grad, names[i] if names else f"parameter {i}{where}")
 
     def _check_options(self, group: Group) -> None:
         """Raise if ``group`` asks for another implementation of the step than the fused one."""
@@ -190,14 +225,10 @@ class FusedOptimizer(Optimizer):
         instead = f"use torch.optim.{name.removeprefix('Fused')} for that"
         if group.get("differentiable"):
             raise RuntimeError(
-                "`fused` does not support `differentiable`: "
-                f"{name}'s step is opaque to autograd; {instead}"
+                f"differentiable=True: {name}'s step is opaque to autograd; {instead}"
             )
         if group.get("foreach"):
-            raise RuntimeError(
-                "`fused` and `foreach` cannot be `True` together.: "
-                f"{name}'s step is always fused; {instead}"
-            )
+            raise RuntimeError(f"foreach=True: {name}'s step is always fused; {instead}")
         if group.get("fused") is False:
             raise RuntimeError(f"fused=False: {name}'s step is always fused; {instead}")
 
@@ -213,6 +244,8 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if not hasattr(self, "_lock"):
+            self._lock = threading.RLock()
         self._forget_plans()
         self._step_supports_amp_scaling = False
         # A checkpoint brings hyper-parameters; which implementation runs is the class's choice.
@@ -248,7 +281,7 @@ class FusedOptimizer(Optimizer):
             after.remove()
 
     def _restore_state(self, param: Tensor, saved: dict[str, Any]) -> None:
-        for key, value in saved.items():
+        for key, value in saved.items() if isinstance(saved, dict) else ():
             if isinstance(value, Tensor) and key != "step" and value.is_floating_point():
                 dtype = state_dtype(param)
                 if dtype != param.dtype:

@@ -7,6 +7,8 @@ anything is written.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -73,12 +75,18 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
         raise RuntimeError(
             f"{what} has elements that share memory (strides {param.stride()}); clone() it first"
         )
+    if grad.numel() and grad.device.type != "meta" and grad.data_ptr() == 0:
+        raise TypeError(f"{what} has a gradient with no memory of its own; clone() it first")
     for fact in ("shape", "dtype", "device"):
         if getattr(grad, fact) != getattr(param, fact):
             raise RuntimeError(
-                f"{what} has a gradient of {fact} {getattr(grad, fact)}; "
-                "zero_grad() and compute it again"
+                f"{what} has a gradient whose {fact} differs: {_text(getattr(grad, fact))}; "
+                "call zero_grad() after changing a parameter, and compute the gradient anew"
             )
+
+
+def _text(fact: object) -> str:
+    return str(tuple(fact) if isinstance(fact, torch.Size) else fact)
 
 
 def same_order(a: Tensor, b: Tensor) -> bool:
@@ -93,6 +101,11 @@ def same_order(a: Tensor, b: Tensor) -> bool:
     )
 
 
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether the values are the conjugates or negatives of what is in memory."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one range of memory, in whatever order."""
     if tensor.is_contiguous():
@@ -102,7 +115,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 def laid_out_like(target: Tensor, value: Tensor) -> Tensor:
     """``value`` in the element order of ``target``, copied if need be."""
-    if same_order(value, target) and not value.is_conj() and not value.is_neg():
+    if same_order(value, target) and not is_lazy(value):
         return value
     return torch.empty_like(target, dtype=value.dtype).copy_(value.detach())
 
@@ -114,42 +127,59 @@ class TensorRun:
         """Record tensors that :func:`check_candidate` has passed; their state comes later."""
         self.params = [candidate.param for candidate in candidates]
         self._dtype = self.params[0].dtype
-        # What a kernel writes: the parameter or, where that has gaps, a dense copy of it.
-        self.targets = [p if is_dense(p) else _dense_copy(p) for p in self.params]
+        # What a kernel writes: the parameter or, where memory is not its values, a dense copy.
+        self.targets = [
+            p if is_dense(p) and not is_lazy(p) else _dense_copy(p) for p in self.params
+        ]
         self.copied = [(p, t) for p, t in zip(self.params, self.targets) if p is not t]
         grads = [candidate.grad for candidate in candidates]
         # A complex gradient may be conjugated lazily, so each is looked at in every step.
         self._to_lay_out = [
             i
             for i, (grad, target) in enumerate(zip(grads, self.targets))
-            if self._dtype.is_complex or not same_order(grad, target)
+            if self._dtype.is_complex or is_lazy(grad) or not same_order(grad, target)
         ]
         self._lay_out(grads)
+        self.grads = grads
+        """What a launch reads; kept until it has, as another thread may drop the gradients."""
         self._shapes = [p.shape for p in self.params]
         self.numels = [p.numel() for p in self.params]
         # Mostly the strides say no more than "contiguous", which costs half as much to ask.
         contiguous = all(map(Tensor.is_contiguous, grads))
         self._layout_of = Tensor.is_contiguous if contiguous else Tensor.stride
         self._layouts = list(map(self._layout_of, grads))
+        contiguous = all(map(Tensor.is_contiguous, self.targets))
+        self._target_layout_of = Tensor.is_contiguous if contiguous else Tensor.stride
+        self._target_layouts = list(map(self._target_layout_of, self.targets))
+        self._lazy = [is_lazy(p) for p in self.params]
         self.addresses = list(map(Tensor.data_ptr, self.targets))
         self.grad_addresses = list(map(Tensor.data_ptr, grads))
+        self._empty = self.numels.count(0)
         self._states: list[State] = []
+        self._state_tensors: dict[str, list[Tensor]] = {}
         self._state_addresses: dict[str, list[int]] = {}
 
     def set_states(self, states: list[State], names: Sequence[str]) -> None:
         """Record each parameter's state, of which a kernel updates the tensors of these names."""
         self._states = states
+        self._state_tensors = {name: [state[name] for state in states] for name in names}
         self._state_addresses = {name: self.addresses_of(name) for name in names}
 
     def addresses_of(self, name: str) -> list[int]:
-        """Where the state tensors called ``name`` are now."""
-        return list(map(Tensor.data_ptr, [state[name] for state in self._states]))
+        """Where the state tensors called ``name`` are."""
+        return list(map(Tensor.data_ptr, self._state_tensors[name]))
+
+    def _has_same_state(self) -> bool:
+        for name, tensors in self._state_tensors.items():
+            if not all(map(operator.is_, [state[name] for state in self._states], tensors)):
+                return False
+            if self.addresses_of(name) != self._state_addresses[name]:
+                return False
+        return True
 
     def _lay_out(self, grads: list[Tensor]) -> None:
         for i in self._to_lay_out:
             grads[i] = laid_out_like(self.targets[i], grads[i])
-        # The launch reads copies that nothing else would keep.
-        self._kept = [grads[i] for i in self._to_lay_out]
 
     def read_gradients(self) -> bool:
         """Take this step's gradients; False if any tensor is not as it was when checked."""
@@ -159,19 +189,48 @@ class TensorRun:
                 return False
             if self._to_lay_out:
                 self._lay_out(grads)
+            self.grads = grads
             self.grad_addresses = list(map(Tensor.data_ptr, grads))
-            for name, addresses in self._state_addresses.items():
-                if self.addresses_of(name) != addresses:
-                    return False
+            if not self._has_same_state():
+                return False
         except (AttributeError, KeyError, TypeError, RuntimeError):
             return False  # a gradient is None or sparse, or state was taken away
         return (
             [grad.dtype for grad in grads].count(self._dtype) == len(grads)
             and list(map(self._layout_of, grads)) == self._layouts
+            and not any(map(Tensor.is_neg, grads))
+            and self.grad_addresses.count(0) == self._empty
             and list(map(Tensor.data_ptr, self.targets)) == self.addresses
+            and list(map(self._target_layout_of, self.targets)) == self._target_layouts
             and [p.shape for p in self.params] == self._shapes
+            and (not self._dtype.is_complex or [is_lazy(p) for p in self.params] == self._lazy)
         )
 
 
 def _dense_copy(param: Tensor) -> Tensor:
-    return param.detach().clone(memory_format=torch.contiguous_format)
+    return torch.empty(param.shape, dtype=param.dtype, device=param.device).copy_(param.detach())
+
+
+def turns(params: Sequence[Tensor]) -> list[int]:
+    """For each parameter, after how many others of the list that share its memory it comes.
+
+    torch updates one parameter after the other, so one that is given twice, or is a view of
+    another, is updated twice; one launch updates all its rows at once.
+    """
+    ranges = [_byte_range(p) for p in params]
+    in_order = sorted(r for r in ranges if r[0] < r[1])
+    if all(a[1] <= b[0] for a, b in itertools.pairwise(in_order)):
+        return [0] * len(params)
+    result: list[int] = []
+    for i, (start, end) in enumerate(ranges):
+        earlier = [turn for turn, (s, e) in zip(result, ranges[:i]) if max(s, start) < min(e, end)]
+        result.append(1 + max(earlier, default=-1))
+    return result
+
+
+def _byte_range(param: Tensor) -> tuple[int, int]:
+    start = param.data_ptr()
+    if param.numel() == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride()))
+    return start, start + (last + 1) * param.element_size()

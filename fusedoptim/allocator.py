@@ -1,13 +1,14 @@
 """The package :mod:`allocator`, by a name that nobody else's module can shadow."""
 
-from fusedoptim._facade import import_own
+from fusedoptim._facade import import_own as _import_own
 
-import_own("allocator")
+_import_own("allocator")
 
 from allocator import (  # noqa: E402
     DeviceNotFoundError,
     borrowed_queue,
     check_not_forked,
+    is_forked,
     load_compiler,
     load_dpctl,
     queue,
@@ -17,6 +18,7 @@ __all__ = [
     "DeviceNotFoundError",
     "borrowed_queue",
     "check_not_forked",
+    "is_forked",
     "load_compiler",
     "load_dpctl",
     "queue",

@@ -94,8 +94,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         return {
             "lr": _number(group["lr"]),
             "weight_decay": _number(group["weight_decay"]),
-            "momentum": group["momentum"],
-            "undampened": 1 - group["dampening"],
+            "momentum": _number(group["momentum"]),
+            "undampened": 1 - _number(group["dampening"]),
             "nesterov": group["nesterov"],
             "maximize": group["maximize"],
         }

@@ -3,7 +3,7 @@
 A kernel is a plain Python function. Its annotations say where each argument comes from:
 
 ========== ======================== =====================================================
-annotation in the kernel            in the launch block (see :mod:`fusedoptim._table`)
+annotation in the kernel            in the launch block (see :mod:`fusedoptim._launch`)
 ========== ======================== =====================================================
 Length     int                      of the row: elements in this chunk
 Storage    ``x[i]``, ``x[i] = v``   of the row: address of values in the parameter's dtype
@@ -40,7 +40,7 @@ class Role(enum.Enum):
 
     @property
     def in_row(self) -> bool:
-        """Whether each row of the table has its own value (else: one for the launch)."""
+        """Whether each row of the launch block has its own value (else: one for the launch)."""
         return self not in (Role.SCALAR, Role.FLAG)
 
 

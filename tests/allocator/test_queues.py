@@ -53,6 +53,12 @@ def test_fresh_process_finds_the_cpu_without_help() -> None:
 def test_users_driver_list_is_respected() -> None:
     done = run("import allocator; allocator.queue('cpu')", OCL_ICD_FILENAMES="/nonexistent.so")
     assert "pip install intel-opencl-rt" in done.stderr
+    assert "unset OCL_ICD_FILENAMES=/nonexistent.so" in done.stderr
+
+
+def test_device_hidden_by_a_selector() -> None:
+    done = run("import allocator; allocator.queue('cpu')", ONEAPI_DEVICE_SELECTOR="level_zero:gpu")
+    assert "unset ONEAPI_DEVICE_SELECTOR=level_zero:gpu, which may hide it" in done.stderr
 
 
 def test_environment_is_left_as_it_was() -> None:

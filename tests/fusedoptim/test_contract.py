@@ -422,6 +422,45 @@ class TestTorchContract:
             torch.testing.assert_close(p.detach(), before - 0.1)
 
 
+class TestCompile:
+    """torch.compile around a step: the step runs as it always does, between two graphs."""
+
+    @each_case
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_step_in_a_compiled_function(self, case: OptimizerCase, backend: str) -> None:
+        torch.compiler.reset()
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
+
+        @torch.compile(backend=backend)
+        def compiled() -> None:
+            pair.ours.step()
+
+        step, pair.ours.step = pair.ours.step, compiled  # type: ignore[method-assign]
+        for _ in range(4):
+            pair.set_gradients()
+            pair.ours.step = step  # type: ignore[method-assign]
+            compiled()
+            pair.torchs.step()
+            pair.steps += 1
+        pair.scale = max(pair.scale, 10.0)
+        pair.assert_equal()
+
+    @each_case
+    def test_compiled_model(self, case: OptimizerCase) -> None:
+        torch.compiler.reset()
+        models = [torch.nn.Linear(5, 3) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        optimizers = [case.cls(model.parameters(), lr=0.1) for model in models]
+        forward = torch.compile(models[0], backend="aot_eager")
+        for _ in range(4):
+            x = torch.randn(7, 5)
+            for call, optimizer in zip((forward, models[1]), optimizers):
+                optimizer.zero_grad()
+                call(x).square().sum().backward()
+                optimizer.step()
+        torch.testing.assert_close(models[0].weight, models[1].weight)
+
+
 class TestState:
     """Its keys, dtypes and shapes, and every way in and out of the process."""
 

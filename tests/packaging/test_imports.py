@@ -65,7 +65,14 @@ def test_shadowed_by_a_users_file(name: str, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "ImportError" in done.stderr
     assert str(shadow) in done.stderr
-    assert "rename or move that file" in done.stderr
+    assert "rename or move that" in done.stderr
+
+
+def test_shadowed_by_a_folder_without_init(tmp_path: Path) -> None:
+    """Python prefers a regular package anywhere on the path, so ours is found."""
+    (tmp_path / "transforms").mkdir()
+    done = run("from fusedoptim import transforms; print(transforms.__all__)", tmp_path)
+    assert done.stdout == "[]\n" or str(tmp_path / "transforms") in done.stderr
 
 
 def test_shadowed_transforms_does_not_break_the_optimizers(tmp_path: Path) -> None:
