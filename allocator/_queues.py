@@ -98,13 +98,13 @@ def is_forked() -> bool:
 
 def _new_queue(device: str) -> Any:
     dpctl = load_dpctl()
+    limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
     with cpu_driver_registered():
         try:
             found = dpctl.SyclDevice(device)
         except (ValueError, dpctl.SyclDeviceCreationError) as error:
             present = ", ".join(d.filter_string for d in dpctl.get_devices()) or "none"
             hint = _INSTALL_HINT["gpu" if "gpu" in device else "cpu"]
-            limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
             if limits:
                 hint = f"unset {' and '.join(limits)}, which may hide it, or {hint}"
             raise DeviceNotFoundError(
