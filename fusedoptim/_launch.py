@@ -20,13 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from fusedoptim._modules import Module, load_module
 from fusedoptim.allocator import check_not_forked, is_forked, load_dpctl
 from fusedoptim.kernels.language import Role
-
-Addresses = npt.NDArray[np.int64]
 
 _WORD = 8
 
@@ -153,9 +150,8 @@ class LaunchBlock:
 
     def wait_on_host(self) -> None:
         """On the CPU device, return when the kernel has ended: its results are torch's memory."""
-        if self._kernel.on_host and self._event is not None:
-            self._event.wait()
-            self._event = None
+        if self._kernel.on_host:
+            self._finish()
 
     def __del__(self) -> None:
         # A kernel may still read the block's memory. In a forked child there is none to wait for.

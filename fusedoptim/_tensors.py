@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,12 +144,9 @@ class TensorRun:
         """What a launch reads; kept until it has, as another thread may drop the gradients."""
         self._shapes = [p.shape for p in self.params]
         self.numels = [p.numel() for p in self.params]
-        # Mostly the strides say no more than "contiguous", which costs half as much to ask.
-        contiguous = all(map(Tensor.is_contiguous, grads))
-        self._layout_of = Tensor.is_contiguous if contiguous else Tensor.stride
+        self._layout_of = _layout_question(grads)
         self._layouts = list(map(self._layout_of, grads))
-        contiguous = all(map(Tensor.is_contiguous, self.targets))
-        self._target_layout_of = Tensor.is_contiguous if contiguous else Tensor.stride
+        self._target_layout_of = _layout_question(self.targets)
         self._target_layouts = list(map(self._target_layout_of, self.targets))
         self._lazy = [is_lazy(p) for p in self.params]
         self.addresses = list(map(Tensor.data_ptr, self.targets))
@@ -205,6 +202,14 @@ class TensorRun:
             and [p.shape for p in self.params] == self._shapes
             and (not self._dtype.is_complex or [is_lazy(p) for p in self.params] == self._lazy)
         )
+
+
+def _layout_question(tensors: Sequence[Tensor]) -> Callable[[Tensor], Any]:
+    """What to ask of each tensor to notice new strides.
+
+    Mostly they say no more than "contiguous", which costs half as much to ask.
+    """
+    return Tensor.is_contiguous if all(map(Tensor.is_contiguous, tensors)) else Tensor.stride
 
 
 def _dense_copy(param: Tensor) -> Tensor:

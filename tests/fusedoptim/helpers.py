@@ -84,8 +84,9 @@ class SideBySide:
                 p.grad = torch.randn_like(p)
                 reference.grad = widened(p.grad)
 
-    def step(self) -> None:
-        self.ours.step()
+    def step(self, ours: Callable[[], None] | None = None) -> None:
+        """Step both; ``ours``, if given, is a function that steps our optimizer."""
+        (ours or self.ours.step)()
         self.torchs.step()
         self.steps += 1
         for p, state in self.torchs.state.items():

@@ -69,7 +69,7 @@ def test_shadowed_by_a_users_file(name: str, tmp_path: Path) -> None:
 
 
 def test_shadowed_by_a_folder_without_init(tmp_path: Path) -> None:
-    """Python prefers a regular package anywhere on the path, so ours is found."""
+    """Installed from a wheel ours is found; of an editable install the folder is named."""
     (tmp_path / "transforms").mkdir()
     done = run("from fusedoptim import transforms; print(transforms.__all__)", tmp_path)
     assert done.stdout == "[]\n" or str(tmp_path / "transforms") in done.stderr
