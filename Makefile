@@ -3,10 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 JIT := .venv-jit/bin
 
-.PHONY: demo test test-jit check kernels kernels-verify kernels-validate bench clean
+.PHONY: demo convergence test test-jit check kernels kernels-verify kernels-validate bench clean
 
 demo: .venv/installed  ## train a network on real data with torch's SGD and with ours
 	$(BIN)/python examples/digits.py
+
+convergence: .venv/installed  ## whole trainings beside torch's optimizers; what SplitSGD is for
+	$(BIN)/python examples/convergence.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest
@@ -33,7 +36,7 @@ kernels-validate: .venv/installed  ## spirv-val and ocloc (apt install spirv-too
 	$(BIN)/python -m fusedoptim.kernels validate
 
 bench: .venv/installed
-	$(BIN)/python -m benchmarks.sgd
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf .venv .venv-jit build dist out *.egg-info

@@ -1,1 +1,1 @@
-"""Timings of fusedoptim's optimizers against torch's, one module for each optimizer."""
+"""Timings of fusedoptim against torch: a module for each optimizer, and what they share."""

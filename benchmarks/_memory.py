@@ -19,6 +19,17 @@ _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 
 
+def reset_peak() -> int:
+    """Forget how high the resident memory ever was; the bytes that it has now."""
+    (_PROCESS / "clear_refs").write_text(_RESET_PEAK)
+    return _status_bytes("VmRSS")
+
+
+def peak() -> int:
+    """The most bytes of resident memory since :func:`reset_peak`."""
+    return _status_bytes("VmHWM")
+
+
 def _status_bytes(field: str) -> int:
     for line in (_PROCESS / "status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -35,10 +46,9 @@ def main() -> None:
         param.grad = torch.ones_like(param)
     optimizer = optimizer_class(params, lr=1e-9, momentum=0.9)
     optimizer.step()
-    (_PROCESS / "clear_refs").write_text(_RESET_PEAK)
-    before = _status_bytes("VmRSS")
+    before = reset_peak()
     optimizer.step()
-    print(_status_bytes("VmHWM") - before)
+    print(peak() - before)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 Shape = tuple[int, ...]
@@ -48,6 +49,20 @@ def bert_base() -> list[Shape]:
     return embeddings + norm + 12 * (attention + feed_forward) + square
 
 
+def dlrm() -> list[Shape]:
+    """DLRM for Criteo's Kaggle set, large tables cut: 40 tensors, 49,584,721 parameters.
+
+    Each of the 26 tables has as many rows as its feature has values, but at most 500,000, as DLRM's
+    ``--max-ind-range`` would have it; uncut, they have 540 M parameters. Source of the layers:
+    facebookresearch/dlrm, bench/dlrm_s_criteo_kaggle.sh.
+    """
+    width, features = 16, 13
+    tables: list[Shape] = [(min(rows, 500_000), width) for rows in _CRITEO_KAGGLE]
+    vectors = len(tables) + 1  # the bottom layers give one more
+    interactions = vectors * (vectors - 1) // 2
+    return tables + _mlp(features, 512, 256, 64, width) + _mlp(interactions + width, 512, 256, 1)
+
+
 def _conv_and_norm(width_out: int, width_in: int, kernel: int) -> list[Shape]:
     return [(width_out, width_in, kernel, kernel), (width_out,), (width_out,)]
 
@@ -56,10 +71,22 @@ def _linear(width_out: int, width_in: int) -> list[Shape]:
     return [(width_out, width_in), (width_out,)]
 
 
+def _mlp(*widths: int) -> list[Shape]:
+    layers = [_linear(width_out, width_in) for width_in, width_out in itertools.pairwise(widths)]
+    return list(itertools.chain.from_iterable(layers))
+
+
+# Distinct values of each of the 26 categorical features, as DLRM's preprocessing counts them.
+_CRITEO_KAGGLE = (
+    *(1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194),
+    *(27, 14_992, 5_461_306, 10, 5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572),
+)
+
 MODELS: dict[str, Callable[[], list[Shape]]] = {
     "16.8M": one_large,
     "resnet50": resnet50,
     "bert-base": bert_base,
+    "dlrm": dlrm,
     "10000x1000": many_small,
     "8192": one_small,
 }

@@ -18,15 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._launch import Kernel, LaunchBlock
+from fusedoptim._launch import Chunks, Kernel, LaunchBlock
 from fusedoptim._modules import Argument, Module
 from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
 from fusedoptim.allocator import queue
 from fusedoptim.kernels.__main__ import source_hash
-from fusedoptim.kernels.language import Length, Role, State, Storage, lane, lanes
+from fusedoptim.kernels.language import Index, Param, Role, State, Storage
 
 DTYPE = "f32"
 NAME = f"traffic_{DTYPE}"
@@ -34,26 +35,17 @@ SPIRV = Path(__file__).with_name(f"{NAME}.spv")
 DESCRIPTION = SPIRV.with_suffix(".json")
 
 
-def traffic(length: Length, param: Storage, grad: Storage, momentum_buffer: State) -> None:
+def traffic(i: Index, param: Param, grad: Storage, momentum_buffer: State) -> None:
     """Reads three values and writes two for each parameter, as SGD with momentum does.
 
     One addition is the least that makes all three values be read: it descends along the gradient
     of the step before.
     """
-
-    def update(i: int) -> None:
-        theta = param[i]
-        g = grad[i]
-        b = momentum_buffer[i]
-        momentum_buffer[i] = g
-        param[i] = theta - b
-
-    start = 0
-    while start + lanes() <= length:
-        update(start + lane())
-        start += lanes()
-    if start + lane() < length:
-        update(start + lane())
+    theta = param[i]
+    g = grad[i]
+    b = momentum_buffer[i]
+    momentum_buffer[i] = g
+    param[i] = theta - b
 
 
 class Traffic:
@@ -68,15 +60,19 @@ class Traffic:
         self._params = params
         self._momentum = [torch.zeros_like(p, requires_grad=False) for p in params]
         self._elements = sum(p.numel() for p in params)
-        widths = dict.fromkeys(("param", "grad", "momentum_buffer"), 4)
-        self._block = LaunchBlock(_kernel(), [p.numel() for p in params], widths)
-        self._block.write_addresses("param", list(map(Tensor.data_ptr, params)))
-        self._block.write_addresses("momentum_buffer", list(map(Tensor.data_ptr, self._momentum)))
+        kernel = _kernel()
+        self._chunks = Chunks([p.numel() for p in params], kernel.shape.chunk)
+        self._block = LaunchBlock(kernel, self._chunks.lengths)
+        self._write("param", params)
+        self._write("momentum_buffer", self._momentum)
+
+    def _write(self, column: str, tensors: Sequence[Tensor]) -> None:
+        base = np.array(list(map(Tensor.data_ptr, tensors)))
+        self._block.write(column, base[self._chunks.owner] + 4 * self._chunks.start)
 
     def read_gradients(self) -> None:
         """Take the gradients that the parameters have now."""
-        grads = [p.grad for p in self._params if p.grad is not None]
-        self._block.write_addresses("grad", list(map(Tensor.data_ptr, grads)))
+        self._write("grad", [p.grad for p in self._params if p.grad is not None])
 
     def step(self) -> None:
         """Launch the kernel and wait for its end."""
@@ -90,19 +86,20 @@ class Traffic:
 def _kernel() -> Kernel:
     description = json.loads(DESCRIPTION.read_text())
     arguments = tuple(Argument(name, Role(role)) for name, role in description["arguments"])
-    module = Module(NAME, DTYPE, arguments, SPIRV.read_bytes())
+    module = Module(NAME, DTYPE, arguments, 0, SPIRV.read_bytes())
     return Kernel(queue("cpu"), module)
 
 
 def _compiled() -> tuple[dict[str, Any], bytes]:
     """The module, freshly compiled, and its description."""
-    from fusedoptim.kernels._compiler import arguments, compile_kernel
+    from fusedoptim.kernels._compiler import compile_kernel, signature
 
     spirv = compile_kernel(traffic, DTYPE, NAME)
+    words = signature(traffic, DTYPE).arguments
     description = {
         "sha256": hashlib.sha256(spirv).hexdigest(),
         "source_sha256": source_hash(Path(__file__)),
-        "arguments": [[argument.name, argument.role.value] for argument in arguments(traffic)],
+        "arguments": [[argument.name, argument.role.value] for argument in words],
     }
     return description, spirv
 

@@ -1,4 +1,4 @@
-"""The parameters of one group that share device and dtype: one launch block, one launch.
+"""The parameters of one group that share device and dtype: their launch blocks, their launches.
 
 A bucket is made from tensors that were checked one by one, and serves every step at which it
 finds them as they were. Gradients are new tensors at every step: their addresses are read each
@@ -7,16 +7,48 @@ time, and written when they differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._launch import LaunchBlock, kernel_for
-from fusedoptim._tensors import DTYPES, RUN, Candidate, State, TensorRun, laid_out_like
+from fusedoptim._launch import Chunks, LaunchBlock, kernel_for
+from fusedoptim._pipeline import Pipeline, places
+from fusedoptim._steps import KEY, StepCounts
+from fusedoptim._tensors import (
+    DTYPES,
+    RUN,
+    TRAIL,
+    Candidate,
+    State,
+    TensorRun,
+    laid_out_like,
+)
 from fusedoptim.allocator import borrowed_queue, queue
 from fusedoptim.kernels.language import Role
+
+Numbers = Mapping[str, Any]
+
+
+class Recipe(Protocol):
+    """What a bucket asks the optimizer for."""
+
+    def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """The state ``name`` of a parameter that has taken no step, laid out like ``target``."""
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the kernels that make an update, in order."""
+
+    @property
+    def split(self) -> bool:
+        """Whether parameters are the upper halves of float32 values."""
+
+    @property
+    def name(self) -> str:
+        """What errors call the optimizer."""
 
 
 class Bucket:
@@ -24,64 +56,84 @@ class Bucket:
 
     def __init__(
         self,
-        optimizer: str,
-        kernel_name: str,
+        recipe: Recipe,
         candidates: Sequence[Candidate],
         states: Mapping[Tensor, State],
+        fresh: Sequence[bool] | None = None,
     ) -> None:
-        """Lay out the launch; nothing that the user holds is written to.
+        """Lay out the launches; nothing that the user holds is written to.
 
         Args:
-            optimizer: name of the class, for errors.
-            kernel_name: the kernel that updates the parameters.
+            recipe: what the optimizer wants done.
             candidates: parameters of one device and dtype that passed their checks.
             states: the optimizer's. What a parameter lacks is made now, and added to it when the
                 launch has written it.
+            fresh: for each candidate, whether its state counts as just made; found from
+                ``states`` if None.
 
         Raises:
             ValueError: a state tensor has not its parameter's shape.
         """
         first = candidates[0].param
+        self.device = first.device
+        self._queue = queue_of(first.device)
         dtype, state_dtype = DTYPES[first.dtype]
-        self._device = first.device
-        self._kernel = kernel_for(_queue_of(first.device), kernel_name, dtype)
-        row = self._kernel.module.row
-        names = [argument.name for argument in row if argument.role is Role.STATE]
-        self._row_flags = [argument.name for argument in row if argument.role is Role.ROW_FLAG]
+        self._variant = variant_of(recipe, first)
+        self.real = torch.float64 if dtype == "f64" else torch.float32
+        kernels = [kernel_for(self._queue, name, self._variant) for name in recipe.kernels]
+        arguments = dict.fromkeys(argument for kernel in kernels for argument in kernel.module.row)
+        names = [name for name, role in arguments if role in (Role.STATE, Role.TRAIL)]
+        has_steps = any(role is Role.ROW_SCALAR for _, role in arguments)
+        self._row_flags = [name for name, role in arguments if role is Role.ROW_FLAG]
 
         self._runs = [TensorRun(candidates[i : i + RUN]) for i in range(0, len(candidates), RUN)]
         self._params = [p for run in self._runs for p in run.params]
         self._state_names = names
         held = [states.get(p, {}) for p in self._params]
         targets = [target for run in self._runs for target in run.targets]
-        self._fresh = [any(state.get(name) is None for name in names) for state in held]
+        self.fresh = fresh or [any(state.get(name) is None for name in names) for state in held]
+        self._steps = StepCounts(held) if has_steps else None
         self._uncommitted: list[State] | None = [
             {
-                name: _state_tensor(optimizer, candidate.name, name, state, target, state_dtype)
+                name: state_tensor(recipe, candidate.name, name, state, target, state_dtype)
                 for name in names
             }
             for candidate, state, target in zip(candidates, held, targets)
         ]
+        self._held = held
         self._set_states(self._uncommitted)
         self._launched = False
         self.copies = any(run.copied for run in self._runs)
         """Whether a launch updates copies of parameters, made as it starts."""
 
         components = 2 if first.is_complex() else 1
-        widths = {a.name: first.element_size() // components for a in row if a.role is Role.STORAGE}
-        widths |= dict.fromkeys(names, state_dtype.itemsize // components)
         numels = [components * n for run in self._runs for n in run.numels]
         self.elements = sum(numels)
-        self._block = LaunchBlock(self._kernel, numels, widths)
-        self._block.write_addresses("param", [a for run in self._runs for a in run.addresses])
+        self._chunks = Chunks(numels, kernels[0].shape.chunk)
+        self._widths = {
+            "param": first.element_size() // components,
+            "grad": first.element_size() // components,
+            **dict.fromkeys(names, state_dtype.itemsize // components),
+        }
+        if TRAIL in self._widths:
+            self._widths[TRAIL] = 2
+        self._pipeline = Pipeline(kernels, self._chunks, sum(self._widths.values()), self.device)
+        self._norm: LaunchBlock | None = None
+        self._squares: Tensor | None = None
+        self._write_addresses("param", [a for run in self._runs for a in run.addresses])
+        for name in names:
+            self._write_addresses(name, [a for run in self._runs for a in run.addresses_of(name)])
+        for flag in self._row_flags:
+            self._pipeline.write(flag, np.array(self.fresh, dtype=np.int64)[self._chunks.owner])
         self._grad_addresses: list[int] = []
         self._write_gradients()
-        for name in names:
-            self._block.write_addresses(
-                name, [a for run in self._runs for a in run.addresses_of(name)]
-            )
-        for flag in self._row_flags:
-            self._block.write_flags(flag, self._fresh)
+
+    def _write_addresses(self, column: str, addresses: Sequence[int]) -> None:
+        self._pipeline.write(column, self._in_chunks(column, addresses))
+
+    def _in_chunks(self, column: str, addresses: Sequence[int]) -> Any:
+        base = np.array(addresses, dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
+        return base[self._chunks.owner] + self._chunks.start * self._widths[column]
 
     def _set_states(self, states: list[State]) -> None:
         start = 0
@@ -92,29 +144,61 @@ class Bucket:
     def _write_gradients(self) -> None:
         addresses = [a for run in self._runs for a in run.grad_addresses]
         if addresses != self._grad_addresses:
-            self._block.write_addresses("grad", addresses)
+            self._write_addresses("grad", addresses)
+            if self._norm is not None:
+                self._norm.write("grad", self._in_chunks("grad", addresses))
             self._grad_addresses = addresses
 
     def refresh(self) -> bool:
         """Take this step's gradients; False if any tensor is not as it was when checked."""
         if self._uncommitted is not None:  # its launch never happened
             return False
-        if not self._kernel.on_host and _queue_of(self._device) is not self._kernel.queue:
+        if not self._queue.sycl_device.is_cpu and queue_of(self.device) is not self._queue:
             return False  # torch's current stream is another one now
+        if self._steps is not None and not self._steps.are_held_by(self._held):
+            return False
         for run in self._runs:
             if not run.read_gradients():
                 return False
         self._write_gradients()
         return True
 
-    def launch(self, scalars: Mapping[str, float]) -> None:
-        """Start the update with the step's scalars, given by name."""
+    def sum_of_squares(self) -> Tensor:
+        """The squares of all gradients' elements, summed: a 0-d float64 or float32 tensor."""
+        if self._norm is None or self._squares is None:
+            kernel = kernel_for(self._queue, "sum_of_squares", self._variant)
+            self._norm = LaunchBlock(kernel, self._chunks.lengths)
+            self._norm.write("grad", self._in_chunks("grad", self._grad_addresses))
+            self._squares = torch.empty(self._norm.rows, dtype=self.real, device=self.device)
+            self._norm.write("sums", places(self._squares))
+        self._norm.launch()
+        self._norm.wait_on_host()
+        return self._squares.sum()
+
+    def launch(
+        self,
+        numbers: Numbers,
+        row_numbers: Callable[[Any], Numbers],
+        grad_factor: Tensor,
+    ) -> None:
+        """Start the update.
+
+        Args:
+            numbers: the step's scalars and flags.
+            row_numbers: gives, from the parameters' step counts, the scalars that depend on them.
+            grad_factor: by which gradients are multiplied: one value on the bucket's device.
+        """
         for run in self._runs:
             for param, target in run.copied:
                 target.copy_(param.detach())
-        self._block.write_scalars(self._kernel.in_order(scalars))
+        if self._steps is not None:
+            for column, values in row_numbers(self._steps.next()).items():
+                by_chunk = values[0] if len(values) == 1 else values[self._chunks.owner]
+                self._pipeline.write(column, by_chunk)
+        self._grad_factor = grad_factor  # kept until the launch has ended
+        self._pipeline.write_head({**numbers, "grad_factor": grad_factor.data_ptr()})
         self._launched = True
-        self._block.launch()
+        self._pipeline.launch()
         # Autograd must know of writes that it did not see; on the CPU the kernel runs meanwhile.
         torch.autograd.graph.increment_version(self._params)
 
@@ -124,46 +208,65 @@ class Bucket:
             return
         self._launched = False
         try:
-            self._block.wait_on_host()
+            self._pipeline.wait_on_host()
         finally:  # an interrupt arrives when the kernel has ended
             for run in self._runs:
                 for param, target in run.copied:
                     param.detach().copy_(target)
                 run.grads = []
+            if self._steps is not None:
+                self._steps.count_up()
             if self._uncommitted is not None:
                 self._commit(states, self._uncommitted)
 
     def _commit(self, states: MutableMapping[Tensor, State], made: list[State]) -> None:
-        if self._state_names:
+        if self._steps is not None:
+            for state, count in zip(made, self._steps.views):
+                state[KEY] = count
+        if self._state_names or self._steps is not None:
             for p, state in zip(self._params, made):
                 states[p].update(state)
-            self._set_states([states[p] for p in self._params])
-        if any(self._fresh):
+            self._held = [states[p] for p in self._params]
+            self._set_states(self._held)
+        if any(self.fresh):
             for flag in self._row_flags:
-                self._block.write_flags(flag, [False] * len(self._params))
+                self._pipeline.write(flag, 0)
         self._uncommitted = None
 
 
-def _queue_of(device: torch.device) -> Any:
+def variant_of(recipe: Recipe, param: Tensor) -> str:
+    """Which variant of the kernels updates ``param``."""
+    return "split" if recipe.split else DTYPES[param.dtype][0]
+
+
+def queue_of(device: torch.device) -> Any:
+    """The queue on which the tensors of ``device`` are updated."""
     if device.type == "cpu":
         return queue("cpu")
     # torch's own stream keeps the order with the work around the step.
     return borrowed_queue(torch.xpu.current_stream(device).sycl_queue)
 
 
-def _state_tensor(
-    optimizer: str, owner: str, name: str, state: State, target: Tensor, dtype: torch.dtype
+def check_shape(recipe: Recipe, owner: str, name: str, state: Tensor, shape: torch.Size) -> None:
+    """Raise unless the state ``name`` has its parameter's shape."""
+    if state.shape != shape:
+        raise ValueError(
+            f"{recipe.name}: the state {name!r} of {owner} has shape {tuple(state.shape)} and the "
+            f"parameter {tuple(shape)}; load the state_dict of the same model, or delete "
+            "optimizer.state[parameter]"
+        )
+
+
+def state_tensor(
+    recipe: Recipe, owner: str, name: str, state: State, target: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """The state ``name`` as a kernel takes it: of ``dtype``, in the element order of ``target``."""
     value = state.get(name)
+    if name == TRAIL:
+        dtype = torch.int16
     if value is None:
-        return torch.empty_like(target, dtype=dtype, requires_grad=False)
-    if value.shape != target.shape:
-        raise ValueError(
-            f"{optimizer}: the state {name!r} of {owner} has shape {tuple(value.shape)} and the "
-            f"parameter {tuple(target.shape)}; load the state_dict of the same model, or delete "
-            "optimizer.state[parameter]"
-        )
+        return recipe.initial_state(name, target, dtype)
+    check_shape(recipe, owner, name, value, target.shape)
     if value.layout is not torch.strided:
         value = value.to_dense()
     return laid_out_like(target, value.to(target.device, dtype))

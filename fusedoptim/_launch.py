@@ -2,13 +2,13 @@
 
 The launch block is one allocation that the device can read, in 8-byte words::
 
-    [ one word for each Scalar and Flag | row 0 | row 1 | ... ]
-    row: [ one word for each Length, Storage, State and RowFlag ]
+    [ head: one word for each Scalar, Flag and Computed | row 0 | row 1 | ... ]
+    row: [ the head's address | one word for each other argument ]
 
 A row is a chunk of a tensor: its length, the address of its first element in each array, and
-flags. One work-group walks one row, so one launch serves any number of tensors of any size,
-and the kernel has one argument, the block's address: each further argument would cost 0.65 us
-a launch, of 6 us in all.
+values of its own. One work-group walks one row, so one launch serves any number of tensors of any
+size, and any run of rows can be launched by itself. The kernel has one argument, the first row's
+address: each further argument would cost 0.65 us a launch, of 6 us in all.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusedoptim._modules import Module, load_module
-from fusedoptim.allocator import check_not_forked, is_forked, load_dpctl
+from fusedoptim.allocator import is_forked, load_dpctl
 from fusedoptim.kernels.language import Role
 
 _WORD = 8
+_ALL = slice(None)
 
 
 class LaunchShape(NamedTuple):
@@ -63,16 +64,16 @@ class Kernel:
         self.shape = _LAUNCH_SHAPES["cpu" if self.on_host else "gpu"]
         wide, narrow = "d", "f4x"  # a float32 takes the first half of its word
         scalar = wide if module.dtype == "f64" else narrow
-        formats = {Role.SCALAR: scalar, Role.FLAG: "q"}
-        self._scalar_names = [argument.name for argument in module.scalars]
-        self.head = struct.Struct(
-            "<" + "".join(formats[argument.role] for argument in module.scalars)
-        )
+        formats = {Role.SCALAR: scalar, Role.FLAG: "q", Role.COMPUTED: "Q"}
+        self._head_names = [argument.name for argument in module.head]
+        self.head = struct.Struct("<" + "".join(formats[argument.role] for argument in module.head))
         self.row_names = [argument.name for argument in module.row]
+        self.real = np.dtype(np.float64 if module.dtype == "f64" else np.float32)
+        """The arithmetic dtype."""
 
-    def in_order(self, scalars: Mapping[str, float]) -> tuple[float, ...]:
-        """The values of ``scalars`` in the order of the kernel's arguments."""
-        return tuple([scalars[name] for name in self._scalar_names])
+    def in_order(self, values: Mapping[str, float]) -> tuple[float, ...]:
+        """The head's values in the order of the kernel's arguments."""
+        return tuple([values[name] for name in self._head_names])
 
 
 @functools.cache
@@ -81,76 +82,93 @@ def kernel_for(queue: Any, name: str, dtype: str) -> Kernel:
     return Kernel(queue, load_module(name, dtype))
 
 
-class LaunchBlock:
-    """The memory of one launch over tensors of given sizes, written to only where it changes."""
+class Chunks:
+    """Tensors cut into pieces of at most so many elements, a row for each piece."""
 
-    def __init__(self, kernel: Kernel, numels: Sequence[int], widths: dict[str, int]) -> None:
+    def __init__(self, numels: Sequence[int], most: int) -> None:
+        self.numels = numels
+        """elements of each tensor."""
+        sizes = np.asarray(numels, dtype=np.int64)
+        counts = -(-sizes // most)
+        self.counts = counts
+        """pieces of each tensor."""
+        self.owner = np.repeat(np.arange(len(sizes)), counts)
+        """the tensor of each piece."""
+        self.first = np.cumsum(counts) - counts
+        """each tensor's first piece."""
+        self.start = (np.arange(len(self.owner)) - self.first[self.owner]) * most
+        """element of the tensor at which a piece starts."""
+        self.lengths = np.minimum(sizes[self.owner] - self.start, most)
+        """elements of each piece."""
+
+
+class LaunchBlock:
+    """The memory of a kernel's launches over given rows, written to only where it changes."""
+
+    def __init__(self, kernel: Kernel, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         """Lay out the rows.
 
         Args:
             kernel: that will read the block.
-            numels: elements of each tensor.
-            widths: bytes of an element in each array column.
+            lengths: of each row.
         """
-        chunk, columns = kernel.shape.chunk, len(kernel.row_names)
-        sizes = np.asarray(numels, dtype=np.int64)
-        chunks = -(-sizes // chunk)
-        self._owner = np.repeat(np.arange(len(sizes)), chunks)
-        first_row = np.cumsum(chunks) - chunks
-        start = (np.arange(len(self._owner)) - first_row[self._owner]) * chunk
-        self._offsets = {name: start * width for name, width in widths.items()}
-
-        self._kernel = kernel
+        self.kernel = kernel
+        self.rows = len(lengths)
         self._event: Any = None
-        self._scalars: tuple[float, ...] = ()
+        self._head_values: tuple[float, ...] = ()
+        columns = 1 + len(kernel.row_names)
         head = kernel.head.size
-        rows = len(self._owner)
         memory = load_dpctl().memory
         self._memory = memory.MemoryUSMHost(
-            max(head + rows * columns * _WORD, _WORD), queue=kernel.queue
+            max(head + self.rows * columns * _WORD, _WORD), queue=kernel.queue
         )
         self._bytes = memoryview(self._memory)
-        words = np.frombuffer(self._memory, dtype=np.int64, count=rows * columns, offset=head)
-        self._rows = words.reshape(rows, columns)
-        self._column = {name: self._rows[:, i] for i, name in enumerate(kernel.row_names)}
-        self._column["length"][:] = np.minimum(sizes[self._owner] - start, chunk)
+        words = np.frombuffer(
+            self._memory, dtype=np.int64, count=self.rows * columns, offset=head
+        ).reshape(self.rows, columns)
+        # A float32 takes the first half of its word.
+        reals = words.view(kernel.real)[:, :: _WORD // kernel.real.itemsize]
         address, _ = self._memory.__sycl_usm_array_interface__["data"]
-        self._argument = [ctypes.c_int64(address)]
-        self._global_size = [rows * kernel.shape.lanes]
+        words[:, 0] = address
+        roles = [argument.role for argument in kernel.module.row]
+        self._column = {
+            name: (reals if role is Role.ROW_SCALAR else words)[:, i]
+            for i, (name, role) in enumerate(zip(kernel.row_names, roles), start=1)
+        }
+        self.write("length", lengths)
+        self._first_row = address + head
+        self._row_size = columns * _WORD
         self._local_size = [kernel.shape.lanes]
 
-    def write_scalars(self, values: tuple[float, ...]) -> None:
-        """Set the launch's scalars and flags, in the kernel's order."""
-        if values != self._scalars:
-            packed = self._kernel.head.pack(*values)
+    def write_head(self, values: tuple[float, ...]) -> None:
+        """Set the launch's scalars, flags and addresses, in the kernel's order."""
+        if values != self._head_values:
+            packed = self.kernel.head.pack(*values)
             self._finish()
             self._bytes[: len(packed)] = packed
-            self._scalars = values
+            self._head_values = values
 
-    def write_addresses(self, column: str, addresses: Sequence[int]) -> None:
-        """Set the address of each tensor in one array column."""
+    def write(self, column: str, values: Any, rows: int | None = None) -> None:
+        """Set one argument of every row, or of the first ``rows``: one value, or one for each."""
         self._finish()
-        base = np.array(addresses, dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
-        np.add(base[self._owner], self._offsets[column], out=self._column[column])
+        self._column[column][:rows] = values
 
-    def write_flags(self, column: str, flags: Sequence[bool]) -> None:
-        """Set one row flag of each tensor."""
-        self._finish()
-        self._column[column][:] = np.array(flags, dtype=np.int64)[self._owner]
-
-    def launch(self) -> None:
-        """Submit the kernel; on a GPU, return while it runs."""
-        if self._global_size[0] == 0:
+    def launch(self, rows: slice = _ALL) -> None:
+        """Submit the kernel for a run of rows; on a GPU, return while it runs."""
+        first, end, _ = rows.indices(self.rows)
+        if first == end:
             return
-        kernel = self._kernel
-        check_not_forked()
+        kernel = self.kernel
         self._event = kernel.queue.submit_async(
-            kernel.handle, self._argument, self._global_size, self._local_size
+            kernel.handle,
+            [ctypes.c_int64(self._first_row + first * self._row_size)],
+            [(end - first) * kernel.shape.lanes],
+            self._local_size,
         )
 
     def wait_on_host(self) -> None:
         """On the CPU device, return when the kernel has ended: its results are torch's memory."""
-        if self._kernel.on_host:
+        if self.kernel.on_host:
             self._finish()
 
     def __del__(self) -> None:

@@ -16,7 +16,7 @@ from fusedoptim.kernels.language import Role
 
 FOLDER = Path(__file__).parent / "spirv"
 MANIFEST = FOLDER / "manifest.json"
-MANIFEST_VERSION = 1  # of the manifest's layout and of the launch block's
+MANIFEST_VERSION = 2  # of the manifest's layout and of the launch block's
 
 
 class ModuleError(RuntimeError):
@@ -36,9 +36,11 @@ class Module(NamedTuple):
     name: str
     """of the entry point, such as "sgd_momentum_f32"."""
     dtype: str
-    """of the parameters: "f32", "f64", "bf16" or "f16"."""
+    """of the parameters: "f32", "f64", "bf16", "f16" or "split"."""
     arguments: tuple[Argument, ...]
-    """in the kernel's order."""
+    """in the order of the launch block's words."""
+    sums: int
+    """values that it sums over each row."""
     spirv: bytes
 
     @property
@@ -47,7 +49,7 @@ class Module(NamedTuple):
         return tuple(argument for argument in self.arguments if argument.role.in_row)
 
     @property
-    def scalars(self) -> tuple[Argument, ...]:
+    def head(self) -> tuple[Argument, ...]:
         """What the head of the launch block holds, in order."""
         return tuple(argument for argument in self.arguments if not argument.role.in_row)
 
@@ -76,7 +78,7 @@ def load_module(kernel: str, dtype: str) -> Module:
     if hashlib.sha256(spirv).hexdigest() != entry["sha256"]:
         raise ModuleError(f"the compiled kernel {path} is not the one that was shipped; {_CURE}")
     arguments = tuple(Argument(name, Role(role)) for name, role in entry["arguments"])
-    return Module(name, dtype, arguments, spirv)
+    return Module(name, dtype, arguments, entry["sums"], spirv)
 
 
 @functools.cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-import operator
+import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
@@ -17,12 +19,18 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
+from fusedoptim import _split
 from fusedoptim._bucket import Bucket
+from fusedoptim._gradients import constant, multiplier
 from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
-from fusedoptim._tensors import Candidate, check_candidate, state_dtype, turns
+from fusedoptim._sparse import SparseBucket
+from fusedoptim._tensors import TRAIL, Candidate, check_candidate, state_dtype, turns
+from fusedoptim.allocator import check_not_forked
 
 Group = dict[str, Any]
-_OPTIONS = ("foreach", "differentiable", "fused")
+Numbers = dict[str, float]
+Steps = np.ndarray[Any, np.dtype[np.float64]]
+_OPTIONS = ("foreach", "differentiable", "capturable", "fused")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
@@ -61,36 +69,84 @@ def _options(group: Group) -> tuple[Any, ...]:
     return tuple(map(group.get, _OPTIONS))
 
 
+def number(value: Any) -> float:
+    """A hyper-parameter, which may be a tensor, as a Python number."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _check_norm(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
+
+
+class _GroupRecipe(NamedTuple):
+    """What a bucket of one group asks for."""
+
+    optimizer: FusedOptimizer
+    group: Group
+    kernels: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return type(self.optimizer).__name__
+
+    @property
+    def split(self) -> bool:
+        return self.optimizer.split
+
+    @property
+    def sparse_state(self) -> tuple[str, ...]:
+        return self.optimizer._sparse_state
+
+    def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.optimizer._initial_state(self.group, name, target, dtype)
+
+
 class _Plan:
     """One group's parameters as they were at some step, sorted into buckets."""
 
-    def __init__(self, group: Group, kernel: str, optimizer: FusedOptimizer) -> None:
-        self._kernel = kernel
+    def __init__(self, group: Group, kernels: tuple[str, ...], optimizer: FusedOptimizer) -> None:
+        self._kernels = kernels
         self._options = _options(group)
         self._ids = list(map(id, group["params"]))
         self._idle = [p for p in group["params"] if p.grad is None]
-        self.apart: list[Tensor] = []
-        fused: list[Candidate] = []
+        recipe = _GroupRecipe(optimizer, group, kernels)
+        dense: list[Candidate] = []
+        sparse: list[Candidate] = []
         for candidate in optimizer._candidates(group):
-            sparse = candidate.grad.layout is not torch.strided
-            if sparse and candidate.param.layout is torch.strided:
-                self.apart.append(candidate.param)
+            check_candidate(recipe.name, candidate)
+            if optimizer.split:
+                _split.check_half(recipe.name, candidate)
+            if candidate.grad.layout is torch.strided:
+                dense.append(candidate)
+                continue
+            optimizer._check_sparse(group, candidate)
+            if SparseBucket.takes(recipe, candidate, optimizer.state):
+                sparse.append(candidate)
             else:
-                check_candidate(type(optimizer).__name__, candidate)
-                fused.append(candidate)
+                dense.append(candidate._replace(grad=candidate.grad.to_dense()))
         by_key: dict[Any, list[Candidate]] = {}
-        for candidate, turn in zip(fused, turns([candidate.param for candidate in fused])):
+        for candidate, turn in zip(dense, turns([candidate.param for candidate in dense])):
             key = (turn, candidate.param.device, candidate.param.dtype)
             by_key.setdefault(key, []).append(candidate)
-        self.buckets = [
-            Bucket(type(optimizer).__name__, kernel, by_key[key], optimizer.state)
-            for key in sorted(by_key, key=operator.itemgetter(0))
+        first = [members for (turn, *_), members in by_key.items() if turn == 0]
+        self.buckets: list[Bucket | SparseBucket] = [
+            Bucket(recipe, members, optimizer.state) for members in first
         ]
+        self.buckets += [SparseBucket(recipe, candidate, optimizer.state) for candidate in sparse]
+        later = sorted((key[0], i) for i, key in enumerate(by_key) if key[0] > 0)
+        members_of = list(by_key.values())
+        self.recipe = recipe
+        self.later = [
+            (members_of[i], Bucket(recipe, members_of[i], optimizer.state).fresh) for _, i in later
+        ]
+        """Parameters that share memory with some of ``buckets``, in order of their turns, and
+        which of them had no state."""
         self.elements = sum(bucket.elements for bucket in self.buckets)
 
-    def refresh(self, group: Group, kernel: str) -> bool:
+    def refresh(self, group: Group, kernels: tuple[str, ...]) -> bool:
         """Read this step's gradients; False if the plan no longer fits the group."""
-        if kernel != self._kernel or _options(group) != self._options or self.apart:
+        if kernels != self._kernels or _options(group) != self._options or self.later:
             return False
         if list(map(id, group["params"])) != self._ids:
             return False
@@ -103,32 +159,64 @@ class _Plan:
 class FusedOptimizer(Optimizer):
     """Base of the optimizers whose step is one kernel launch for each group, device and dtype.
 
-    A subclass names its kernel and the kernel's scalars. The kernel's State arguments are keys of
-    ``optimizer.state[param]``, made at a parameter's first step.
+    A subclass names its kernels and computes their scalars. The kernels' State arguments are keys
+    of ``optimizer.state[param]``, made at a parameter's first step.
     """
 
+    max_grad_norm: float | None
+    """Gradients are scaled down, inside the step, to this norm over all parameters."""
+    split: bool
+    """Whether parameters are bfloat16 halves, whose lower halves are the state "trail"."""
+
+    _sparse_state: tuple[str, ...] = ()
+    """Names of the state that a sparse gradient makes, and that is sparse then, as torch's."""
     _plans: list[_Plan]
     _elements: int
     _state_ids: list[int] | None
     """Of the dicts in ``state``, when last seen; a load or a reset makes new ones."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        max_grad_norm: float | None = None,
+        split: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        _check_norm(max_grad_norm)
         self._lock = threading.RLock()
         self._forget_plans()
+        self.max_grad_norm = max_grad_norm
+        self.split = split
+        self._is_complete = False
         super().__init__(*args, **kwargs)
-        # A GradScaler shall unscale and look for infinities itself, before the step.
-        self._step_supports_amp_scaling = False
+        # GradScaler leaves it to the step to unscale, and to skip a step with infinities.
+        self._step_supports_amp_scaling = True
+        self._convert(self.param_groups)
+        self._is_complete = True
 
-    def _kernel(self, group: Group) -> str:
-        """The name of the kernel that updates ``group``."""
+    def _kernels(self, group: Group) -> tuple[str, ...]:
+        """The names of the kernels that update ``group``, in order."""
         raise NotImplementedError
 
-    def _scalars(self, group: Group) -> dict[str, float]:
-        """The kernel's scalars and flags for this step of ``group``."""
+    def _numbers(self, group: Group) -> Numbers:
+        """The kernels' scalars and flags for this step of ``group``."""
         raise NotImplementedError
 
-    def _update_apart(self, group: Group, params: list[Tensor]) -> None:
-        """Update parameters whose gradients are sparse."""
+    def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
+        """The scalars that depend on how many ``steps`` a parameter has taken, this one too."""
+        raise NotImplementedError
+
+    def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """The state ``name`` of a parameter that has taken no step, laid out like ``target``."""
+        if name == TRAIL:
+            raise ValueError(
+                f"{type(self).__name__}: a split parameter has lost its lower half, the state "
+                f"{TRAIL!r}; load a state_dict that has it, or make the optimizer anew"
+            )
+        return torch.zeros_like(target, dtype=dtype, requires_grad=False)
+
+    def _check_sparse(self, group: Group, candidate: Candidate) -> None:
+        """Raise if a sparse gradient cannot be applied as ``group`` asks."""
         raise NotImplementedError
 
     @_with_hooks
@@ -143,6 +231,7 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             TypeError: a parameter of a dtype or layout that cannot be updated.
+            ValueError: a hyper-parameter is NaN.
             RuntimeError: a parameter on a device that SYCL does not serve, or a gradient that
                 does not fit its parameter. Nothing was written then.
         """
@@ -156,29 +245,63 @@ class FusedOptimizer(Optimizer):
 
     def _update(self) -> None:
         plans = self._current_plans()
+        numbers = [self._numbers(group) for group in self.param_groups]
+        for group, values in zip(self.param_groups, numbers):
+            if math.isnan(sum(values.values())):  # a NaN among them, or two infinities
+                self._check_numbers(group)
+        if getattr(self, "found_inf", False):  # a GradScaler's, a tensor
+            return
+        check_not_forked()
+        common = self._common_multiplier(plans)
         if self._elements >= WORTH_RELEASING:
             release_spinning_threads()
-        scalars = [self._scalars(group) for group in self.param_groups]
-        launched: list[Bucket] = []
+        launched: list[Bucket | SparseBucket] = []
         try:
-            for plan, values in zip(plans, scalars):
+            for group, plan, values in zip(self.param_groups, plans, numbers):
                 for bucket in plan.buckets:
-                    if bucket.copies:
-                        self._finish(launched)
-                    launched.append(bucket)
-                    bucket.launch(values)
-                    if bucket.copies:
-                        self._finish(launched)
+                    self._launch(bucket, group, values, common, launched)
+                for members, fresh in plan.later:  # from what the turn before them made
+                    self._finish(launched)
+                    bucket = Bucket(plan.recipe, members, self.state, fresh)
+                    self._launch(bucket, group, values, common, launched)
         finally:
             self._finish(launched)
-        for group, plan in zip(self.param_groups, plans):
-            if plan.apart:
-                with torch.no_grad():
-                    self._update_apart(group, plan.apart)
         if self._state_ids is None:
             self._state_ids = list(map(id, self.state.values()))
 
-    def _finish(self, buckets: list[Bucket]) -> None:
+    def _launch(
+        self,
+        bucket: Bucket | SparseBucket,
+        group: Group,
+        numbers: Numbers,
+        common: Tensor | None,
+        launched: list[Bucket | SparseBucket],
+    ) -> None:
+        """Start the update of ``bucket``, which then is one of the ``launched``."""
+        sign = -1.0 if group.get("maximize") else 1.0
+        if common is None:
+            factor = constant(sign, bucket.real, bucket.device)
+        else:
+            factor = (sign * common).to(bucket.device, bucket.real)
+        if bucket.copies:
+            self._finish(launched)
+        launched.append(bucket)
+        bucket.launch(numbers, functools.partial(self._row_numbers, group), factor)
+        if bucket.copies:
+            self._finish(launched)
+
+    def _common_multiplier(self, plans: list[_Plan]) -> Tensor | None:
+        """What a GradScaler and ``max_grad_norm`` want all gradients multiplied by."""
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        if grad_scale is None and self.max_grad_norm is None:
+            return None
+        squares = []
+        if self.max_grad_norm is not None:
+            _check_norm(self.max_grad_norm)
+            squares = [bucket.sum_of_squares() for plan in plans for bucket in plan.buckets]
+        return multiplier(grad_scale, squares, self.max_grad_norm)
+
+    def _finish(self, buckets: list[Bucket | SparseBucket]) -> None:
         """Finish every bucket, whatever happens to one of them."""
         error: BaseException | None = None
         for bucket in buckets:
@@ -194,12 +317,12 @@ class FusedOptimizer(Optimizer):
         if list(map(id, self.state.values())) != self._state_ids:
             self._forget_plans()
         for i, group in enumerate(self.param_groups):
-            kernel = self._kernel(group)
-            if i == len(self._plans) or not self._plans[i].refresh(group, kernel):
+            kernels = self._kernels(group)
+            if i == len(self._plans) or not self._plans[i].refresh(group, kernels):
                 self._check_options(group)
                 self._state_ids = None  # the step will make state
                 with torch.no_grad():
-                    self._plans[i : i + 1] = [_Plan(group, kernel, self)]
+                    self._plans[i : i + 1] = [_Plan(group, kernels, self)]
         del self._plans[len(self.param_groups) :]
         if self._state_ids is None:
             self._elements = sum(plan.elements for plan in self._plans)
@@ -223,32 +346,103 @@ class FusedOptimizer(Optimizer):
     def _check_options(self, group: Group) -> None:
         """Raise if ``group`` asks for another implementation of the step than the fused one."""
         name = type(self).__name__
-        instead = f"use torch.optim.{name.removeprefix('Fused')} for that"
+        peers = [cls for cls in type(self).__mro__ if cls.__module__.startswith("torch.optim.")]
+        instead = f"use torch.optim.{peers[0].__name__} for that"
+        if peers[0] is Optimizer:
+            instead = "leave the option away"
         if group.get("differentiable"):
             raise RuntimeError(
                 f"differentiable=True: {name}'s step is opaque to autograd; {instead}"
             )
         if group.get("foreach"):
             raise RuntimeError(f"foreach=True: {name}'s step is always fused; {instead}")
+        if group.get("capturable"):
+            raise RuntimeError(
+                f"capturable=True: {name}'s step is not captured in graphs; {instead}"
+            )
         if group.get("fused") is False:
             raise RuntimeError(f"fused=False: {name}'s step is always fused; {instead}")
+
+    def _check_numbers(self, group: Group) -> None:
+        """Raise if a hyper-parameter of ``group`` is NaN."""
+        for name, value in group.items():
+            values = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(v, float | Tensor) and bool(v != v) for v in values):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} is {value}; set it to a number, as in "
+                    f"optimizer.param_groups[0][{name!r}] = ..."
+                )
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, as ``torch.optim.Optimizer.add_param_group`` does.
 
         Raises:
-            RuntimeError: the group asks for ``foreach``, ``differentiable`` or ``fused=False``.
+            RuntimeError: the group asks for ``foreach``, ``differentiable``, ``capturable`` or
+                ``fused=False``.
+            ValueError: a hyper-parameter is NaN.
+            TypeError: with ``split``, a parameter is neither float32 nor bfloat16.
         """
         if isinstance(param_group, dict):
-            self._check_options(self.defaults | param_group)
+            whole = self.defaults | param_group
+            self._check_options(whole)
+            self._check_numbers({k: v for k, v in whole.items() if k != "params"})
+        before = len(self.param_groups)
         super().add_param_group(param_group)
+        try:
+            if self.split:
+                _split.check(type(self).__name__, self._params())
+        except (TypeError, RuntimeError):
+            del self.param_groups[before:]
+            raise
+        if self._is_complete:
+            self._convert(self.param_groups[before:])
+
+    def _convert(self, groups: list[Group]) -> None:
+        """Bring new parameters, and the state that torch made for them, into our form."""
+        for group in groups:
+            for p in group["params"]:
+                if self.split and TRAIL not in self.state[p]:  # a parameter may be given twice
+                    self.state[p][TRAIL] = _split.split_in_place(p)
+                dtype = state_dtype(p)
+                for name, value in self.state.get(p, {}).items():
+                    if name not in (TRAIL, "step") and value.dtype != dtype:
+                        self.state[p][name] = self._initial_state(group, name, p, dtype)
+
+    def master_params(self) -> Iterator[Tensor]:
+        """The parameters' exact values, as float32 copies of the split ones; in order of groups.
+
+        Example:
+            >>> import torch
+            >>> from fusedoptim import SplitSGD
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> before = model.weight.detach().clone()
+            >>> optimizer = SplitSGD(model.parameters(), lr=0.1)
+            >>> model.weight.dtype
+            torch.bfloat16
+            >>> (master,) = optimizer.master_params()
+            >>> torch.equal(master, before)
+            True
+        """
+        for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+            trail = self.state[p].get(TRAIL) if self.split else None
+            yield p.detach().clone() if trail is None else _split.join(p, trail)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"max_grad_norm": self.max_grad_norm, "split": self.split}
+        return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's classes take all state for that of a parameter that has taken a step.
+        unstepped = {p: s for p, s in state["state"].items() if s.keys() == {TRAIL}}
+        for p in unstepped:
+            del state["state"][p]
         super().__setstate__(state)
+        self.state.update(unstepped)
         if not hasattr(self, "_lock"):
             self._lock = threading.RLock()
         self._forget_plans()
-        self._step_supports_amp_scaling = False
+        self._step_supports_amp_scaling = True
+        self._is_complete = True
         # A checkpoint brings hyper-parameters; which implementation runs is the class's choice.
         for group in self.param_groups:
             for option in _OPTIONS:
@@ -259,31 +453,49 @@ class FusedOptimizer(Optimizer):
         """Load a state_dict of this class or of the torch.optim class that it stands for.
 
         torch.optim casts the state to the parameter's dtype; ours is float32 for 16-bit parameters,
-        and a float32 checkpoint is loaded without losing a bit.
+        and a float32 checkpoint is loaded without losing a bit. Split parameters keep their lower
+        halves where the checkpoint, one of torch's, has none.
+
+        Raises:
+            ValueError: the checkpoint does not fit the groups, or has lost some of its lower
+                halves. Nothing was changed then.
         """
         loaded: dict[str, Any] = {}
+        trails = {p: self.state[p][TRAIL] for p in self._params() if TRAIL in self.state.get(p, {})}
 
-        def remember(_: Optimizer, final: dict[str, Any]) -> None:
+        def check(_: Optimizer, final: dict[str, Any]) -> None:
             loaded.update(final)
+            if self.split:
+                _split.check_checkpoint(type(self).__name__, self._saved(final))
 
-        def restore_dtypes(_: Optimizer) -> None:
-            saved_ids = [i for group in loaded["param_groups"] for i in group["params"]]
-            params = [p for group in self.param_groups for p in group["params"]]
-            for saved_id, p in zip(saved_ids, params):
-                self._restore_state(p, loaded["state"].get(saved_id, {}))
+        def restore(_: Optimizer) -> None:
+            for p, saved in self._saved(loaded):
+                self._restore_state(p, saved)
+                if p in trails and TRAIL not in saved:
+                    self.state[p][TRAIL] = trails[p]
 
         # Last before torch reads the dict, first after: users' hooks see the right state.
-        before = self.register_load_state_dict_pre_hook(remember)
-        after = self.register_load_state_dict_post_hook(restore_dtypes, prepend=True)
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             before.remove()
             after.remove()
 
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _saved(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Each parameter with the state that a state_dict has for it."""
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        return [(p, state_dict["state"].get(i, {})) for i, p in zip(ids, self._params())]
+
     def _restore_state(self, param: Tensor, saved: dict[str, Any]) -> None:
         for key, value in saved.items() if isinstance(saved, dict) else ():
-            if isinstance(value, Tensor) and key != "step" and value.is_floating_point():
+            if key == TRAIL:
+                self.state[param][key] = value.to(param.device, torch.int16, copy=True)
+            elif isinstance(value, Tensor) and key != "step" and value.is_floating_point():
                 dtype = state_dtype(param)
                 if dtype != param.dtype:
                     self.state[param][key] = value.to(param.device, dtype, copy=True)

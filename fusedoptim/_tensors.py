@@ -36,6 +36,10 @@ _FORMATS = {torch.contiguous_format: None, torch.channels_last: 4, torch.channel
 RUN = 500
 
 
+TRAIL = "trail"
+"""State of a split parameter: the lower 16 bits of its float32 values, as int16."""
+
+
 class Candidate(NamedTuple):
     """A parameter with a gradient, and what an error would call it."""
 
@@ -49,6 +53,12 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return DTYPES[param.dtype][1] if param.dtype in DTYPES else param.dtype
 
 
+def describe(optimizer: str, candidate: Candidate) -> str:
+    """What an error says first of a parameter."""
+    param, _, name = candidate
+    return f"{optimizer}: {name} (shape {tuple(param.shape)}, {param.dtype}, {param.device})"
+
+
 def check_candidate(optimizer: str, candidate: Candidate) -> None:
     """Raise unless the parameter can be updated by a kernel with this gradient.
 
@@ -57,8 +67,8 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
         RuntimeError: a device that SYCL does not serve, elements that share memory, or a
             gradient that does not fit.
     """
-    param, grad, name = candidate
-    what = f"{optimizer}: {name} (shape {tuple(param.shape)}, {param.dtype}, {param.device})"
+    param, grad, _ = candidate
+    what = describe(optimizer, candidate)
     instead = "leave it out of the optimizer, or use the torch.optim class"
     if param.layout is not torch.strided:
         raise TypeError(f"{what} has layout {param.layout} and only strided ones work; {instead}")
@@ -76,7 +86,10 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
         raise RuntimeError(
             f"{what} has elements that share memory (strides {param.stride()}); clone() it first"
         )
-    if grad.numel() and grad.device.type != "meta" and grad.data_ptr() == 0:
+    if grad.layout not in (torch.strided, torch.sparse_coo):
+        raise TypeError(f"{what} has a gradient of layout {grad.layout}; make it strided or COO")
+    is_strided = grad.layout is torch.strided
+    if is_strided and grad.numel() and grad.device.type != "meta" and grad.data_ptr() == 0:
         raise TypeError(f"{what} has a gradient with no memory of its own; clone() it first")
     for fact in ("shape", "dtype", "device"):
         if getattr(grad, fact) != getattr(param, fact):
@@ -133,8 +146,8 @@ class TensorRun:
         ]
         self.copied = [(p, t) for p, t in zip(self.params, self.targets) if p is not t]
         grads = [candidate.grad for candidate in candidates]
-        self._facts = _facts_of(self.params)
-        self._grad_facts = _facts_of(grads)
+        self._facts = facts_of(self.params)
+        self._grad_facts = facts_of(grads)
         self._to_lay_out = [
             i
             for i, (grad, target) in enumerate(zip(grads, self.targets))
@@ -193,7 +206,7 @@ class TensorRun:
         )
 
 
-def _facts_of(tensors: Sequence[Tensor]) -> TensorGuards:
+def facts_of(tensors: Sequence[Tensor]) -> TensorGuards:
     """What a kernel relies on, of each tensor, but for its address.
 
     torch.compile's guard compares class, dtype, device, shape, strides and the conjugate and

@@ -2,20 +2,14 @@ r"""Stochastic gradient descent whose step is one kernel launch."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.optim.sgd import sgd as torch_sgd
 
-from fusedoptim._optimizer import FusedOptimizer, Group
+from fusedoptim._optimizer import FusedOptimizer, Group, Numbers, number
+from fusedoptim._tensors import Candidate, describe
 
 __all__ = ["FusedSGD"]
-
-
-def _number(value: Any) -> float:
-    return value.item() if isinstance(value, Tensor) else value
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):
@@ -29,7 +23,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
 
     Parameters may be float32, float64, bfloat16, float16 or complex, on the CPU or an Intel GPU,
     of any shape and strides. Arithmetic and momentum are float32 for the 16-bit dtypes, whose
-    result is rounded once, to nearest even. A sparse gradient is applied by torch's own update.
+    result is rounded once, to nearest even. A sparse gradient updates the rows that it touches;
+    with momentum, as in torch, all rows that were ever touched.
 
     Args:
         params: tensors, (name, tensor) pairs, or dicts of groups, as torch.optim takes them.
@@ -42,6 +37,9 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         foreach: None or False.
         differentiable: False.
         fused: None or True.
+        max_grad_norm: clip the gradients' norm, over all parameters, to this first, as
+            :func:`torch.nn.utils.clip_grad_norm_` would; the gradients themselves stay.
+        split: keep float32 values in two halves, as :class:`SplitSGD` does.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -60,6 +58,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     Semantics, signature and state are those of torch 2.13's SGD; a state_dict moves both ways.
     """
 
+    _sparse_state = ("momentum_buffer",)
+
     def __init__(
         self,
         params: ParamsT,
@@ -73,6 +73,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        split: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -85,39 +87,31 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
             foreach=foreach,
             differentiable=differentiable,
             fused=fused,
+            max_grad_norm=max_grad_norm,
+            split=split,
         )
 
-    def _kernel(self, group: Group) -> str:
-        return "sgd_momentum" if group["momentum"] != 0 else "sgd"
+    def _kernels(self, group: Group) -> tuple[str, ...]:
+        return ("sgd_momentum",) if group["momentum"] != 0 else ("sgd",)
 
-    def _scalars(self, group: Group) -> dict[str, float]:
+    def _numbers(self, group: Group) -> Numbers:
         return {
-            "lr": _number(group["lr"]),
-            "weight_decay": _number(group["weight_decay"]),
-            "momentum": _number(group["momentum"]),
-            "undampened": 1 - _number(group["dampening"]),
+            "lr": number(group["lr"]),
+            "weight_decay": number(group["weight_decay"]),
+            "momentum": number(group["momentum"]),
+            "undampened": 1 - number(group["dampening"]),
             "nesterov": group["nesterov"],
-            "maximize": group["maximize"],
         }
 
-    def _update_apart(self, group: Group, params: list[Tensor]) -> None:
-        has_momentum = group["momentum"] != 0
-        states = [self.state[p] if has_momentum else {} for p in params]
-        buffers = [state.get("momentum_buffer") for state in states]
-        torch_sgd(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            buffers,
-            has_sparse_grad=True,
-            foreach=False,
-            fused=False,
-            weight_decay=_number(group["weight_decay"]),
-            momentum=group["momentum"],
-            lr=_number(group["lr"]),
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-        )
-        if has_momentum:
-            for state, buffer in zip(states, buffers):
-                state["momentum_buffer"] = buffer
+    def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
+        if name == "momentum_buffer":  # the first step writes without reading it
+            return torch.empty_like(target, dtype=dtype, requires_grad=False)
+        return super()._initial_state(group, name, target, dtype)
+
+    def _check_sparse(self, group: Group, candidate: Candidate) -> None:
+        if group["weight_decay"] != 0:
+            raise RuntimeError(
+                f"{describe(type(self).__name__, candidate)} has a sparse gradient, to which "
+                f"weight_decay={group['weight_decay']} cannot be added, as it moves every row; put "
+                "the parameter into a group with weight_decay=0, or use sparse=False"
+            )

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fusedoptim
+from tests.references import adagrad, adam, lamb, sgd
+from tests.references.lamb import ReferenceLamb
 
 Kwargs = dict[str, Any]
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OptimizerCase:
     """One optimizer, the torch class that it stands for, and what it can do."""
 
-    cls: type[torch.optim.Optimizer]
+    cls: type[Any]
     reference: type[torch.optim.Optimizer]
+    algorithm: Callable[..., Tensor]
+    """The same, as its paper writes it."""
     kwargs: tuple[Kwargs, ...]
     """Each is a configuration that behaves differently."""
     invalid_kwargs: tuple[Kwargs, ...]
@@ -26,51 +34,216 @@ class OptimizerCase:
     """Ours refuses each with a RuntimeError, though the reference takes it."""
     state_keys: tuple[str, ...]
     """Of a parameter that took a step under the last of ``kwargs``."""
-    dtypes: tuple[torch.dtype, ...] = field(
-        default=(torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    )
+    own_arguments: tuple[str, ...] = ("max_grad_norm", "split")
+    """What ours takes beyond the reference's arguments."""
+    always: Kwargs = dataclasses.field(default_factory=dict)
+    """What ours, and not the reference, is always given."""
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    """Of the parameters that ours takes."""
+    launches: int = 1
+    """Of kernels, for the parameters of one group, device and dtype."""
+    is_split: bool = False
+    """Parameters become bfloat16; their exact values are float32, halved into state."""
+    is_torchs: bool = True
+    """The reference is a class of torch.optim, and ours a subclass of it."""
     supports_complex: bool = True
     supports_sparse_gradients: bool = True
+    has_state_from_the_start: bool = False
+    """Before the first step, that is."""
 
     @property
     def name(self) -> str:
         return self.cls.__name__
 
+    def make(self, params: Any, **kwargs: Any) -> Any:
+        """Our optimizer."""
+        return self.cls(params, **self.always, **kwargs)
 
-CASES = (
-    OptimizerCase(
-        cls=fusedoptim.FusedSGD,
-        reference=torch.optim.SGD,
-        kwargs=(
-            {"lr": 0.1},
-            {"lr": 0.1, "weight_decay": 0.1},
-            {"lr": torch.tensor(0.1), "maximize": True},
-            {"lr": 0.1, "momentum": 0.9},
-            {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
-            {"lr": 0.1, "momentum": 0.9, "maximize": True, "weight_decay": 0.1},
-            {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-            {"lr": torch.tensor(0.1), "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-        ),
-        invalid_kwargs=(
-            {"lr": -0.1},
-            {"lr": torch.tensor([0.1, 0.2])},
-            {"momentum": -0.5},
-            {"weight_decay": -0.5},
-            {"nesterov": True},
-            {"momentum": 0.9, "dampening": 0.1, "nesterov": True},
-        ),
-        refused_kwargs=({"foreach": True}, {"differentiable": True}, {"fused": False}),
-        state_keys=("momentum_buffer",),
+    def make_reference(self, params: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The reference, computing one parameter after the other."""
+        if self.is_torchs:
+            kwargs["foreach"] = False
+        return self.reference(params, **kwargs)
+
+    def hyper_parameters(self, group: Kwargs) -> Kwargs:
+        """Those of ``group`` that :attr:`algorithm` takes."""
+        return {k: group[k] for k in inspect.signature(self.algorithm).parameters if k in group}
+
+
+_WIDE_BETAS = tuple(torch.tensor(beta, dtype=torch.float64) for beta in (0.8, 0.95))
+# What torch.optim takes and a fused step does not do.
+_REFUSED = ({"foreach": True}, {"differentiable": True}, {"fused": False})
+_REFUSED_BY_ADAM = (*_REFUSED, {"capturable": True})
+_ADAM_INVALID = (
+    {"lr": -0.1},
+    {"lr": torch.tensor([0.1, 0.2])},
+    {"eps": -1e-8},
+    {"betas": (1.0, 0.9)},
+    {"betas": (0.9, -0.1)},
+    {"weight_decay": -0.5},
+)
+_MIXED_BETAS = {"betas": (0.9, torch.tensor(0.999))}
+
+SGD = OptimizerCase(
+    cls=fusedoptim.FusedSGD,
+    reference=torch.optim.SGD,
+    algorithm=sgd.step,
+    kwargs=(
+        {"lr": 0.1},
+        {"lr": 0.1, "weight_decay": 0.1},
+        {"lr": torch.tensor(0.1), "maximize": True},
+        {"lr": 0.1, "momentum": 0.9},
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+        {"lr": 0.1, "momentum": 0.9, "maximize": True, "weight_decay": 0.1},
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+        {"lr": torch.tensor(0.1), "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     ),
+    invalid_kwargs=(
+        {"lr": -0.1},
+        {"lr": torch.tensor([0.1, 0.2])},
+        {"momentum": -0.5},
+        {"weight_decay": -0.5},
+        {"nesterov": True},
+        {"momentum": 0.9, "dampening": 0.1, "nesterov": True},
+    ),
+    refused_kwargs=_REFUSED,
+    state_keys=("momentum_buffer",),
+)
+ADAGRAD = OptimizerCase(
+    cls=fusedoptim.FusedAdagrad,
+    reference=torch.optim.Adagrad,
+    algorithm=adagrad.step,
+    kwargs=(
+        {"lr": 0.1},
+        {"lr": 0.1, "lr_decay": 0.5},
+        {"lr": torch.tensor(0.1), "maximize": True, "eps": 0.1},
+        {"lr": 0.1, "weight_decay": 0.1},
+        {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5},
+    ),
+    invalid_kwargs=(
+        {"lr": -0.1},
+        {"lr": torch.tensor([0.1, 0.2])},
+        {"lr_decay": -0.1},
+        {"weight_decay": -0.5},
+        {"initial_accumulator_value": -0.5},
+        {"eps": -1e-8},
+    ),
+    refused_kwargs=_REFUSED,
+    state_keys=("sum", "step"),
+    has_state_from_the_start=True,
+)
+ADAM = OptimizerCase(
+    cls=fusedoptim.FusedAdam,
+    reference=torch.optim.Adam,
+    algorithm=adam.step,
+    kwargs=(
+        {"lr": 0.1},
+        {"lr": 0.1, "weight_decay": 0.1, "maximize": True},
+        {"lr": torch.tensor(0.1), "betas": _WIDE_BETAS, "eps": 0.1},
+        {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True},
+        {"lr": 0.1, "amsgrad": True},
+        {"lr": 0.1, "betas": (0.8, 0.9), "amsgrad": True, "weight_decay": 0.1},
+    ),
+    invalid_kwargs=(*_ADAM_INVALID, _MIXED_BETAS),
+    refused_kwargs=_REFUSED_BY_ADAM,
+    state_keys=("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"),
+    supports_sparse_gradients=False,
+)
+ADAMW = OptimizerCase(
+    cls=fusedoptim.FusedAdamW,
+    reference=torch.optim.AdamW,
+    algorithm=adam.step,
+    kwargs=(
+        {"lr": 0.1},
+        {"lr": torch.tensor(0.1), "betas": _WIDE_BETAS, "weight_decay": 0.0},
+        {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True, "maximize": True},
+        {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1},
+    ),
+    invalid_kwargs=(*_ADAM_INVALID, _MIXED_BETAS),
+    refused_kwargs=_REFUSED_BY_ADAM,
+    state_keys=("exp_avg", "exp_avg_sq", "step"),
+    supports_sparse_gradients=False,
+)
+LAMB = OptimizerCase(
+    cls=fusedoptim.FusedLamb,
+    reference=ReferenceLamb,
+    algorithm=lamb.step,
+    kwargs=(
+        {"lr": 0.1},
+        {"lr": 0.1, "weight_decay": 0.1, "maximize": True},
+        {"lr": torch.tensor(0.1), "betas": (0.8, 0.95), "eps": 0.1},
+        {"lr": 0.1, "bias_correction": False},
+        {"lr": 0.1, "grad_averaging": False, "weight_decay": 0.1},
+        {"lr": 0.1, "trust_clip": True},
+        {"lr": 0.1, "always_adapt": False},
+        {"lr": 0.1, "always_adapt": False, "weight_decay": 0.1, "decoupled_decay": True},
+        {"lr": 0.1, "weight_decay": 0.1},
+    ),
+    invalid_kwargs=_ADAM_INVALID,
+    refused_kwargs=({"fused": False},),
+    state_keys=("exp_avg", "exp_avg_sq", "step"),
+    own_arguments=("fused", "max_grad_norm", "split"),
+    launches=3,
+    is_torchs=False,
+    supports_sparse_gradients=False,
+)
+SPLIT_SGD = dataclasses.replace(
+    SGD,
+    cls=fusedoptim.SplitSGD,
+    kwargs=(
+        {"lr": 0.1},
+        {"lr": 0.1, "weight_decay": 0.1, "maximize": True},
+        {"lr": torch.tensor(0.1), "momentum": 0.9, "dampening": 0.5},
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    own_arguments=("max_grad_norm",),
+    state_keys=("momentum_buffer", "trail"),
+    dtypes=(torch.float32, torch.bfloat16),
+    is_split=True,
+    supports_complex=False,
+    has_state_from_the_start=True,
 )
 
+CASES = (SGD, ADAGRAD, ADAM, ADAMW, LAMB, SPLIT_SGD)
+
+# The same with split=True, for the tests of values and state.
+SPLIT_CASES = tuple(
+    dataclasses.replace(
+        case,
+        always={"split": True},
+        kwargs=case.kwargs[-2:],
+        state_keys=(*case.state_keys, "trail"),
+        dtypes=SPLIT_SGD.dtypes,
+        is_split=True,
+        supports_complex=False,
+        has_state_from_the_start=True,
+    )
+    for case in (SGD, ADAGRAD, ADAM, ADAMW, LAMB)
+)
+
+ALL_CASES = CASES + SPLIT_CASES
 CONFIGURATIONS = tuple((case, kwargs) for case in CASES for kwargs in case.kwargs)
+# Every configuration in float32, which split parameters have too, and in float64, which leaves the
+# least room for an error; the last one in all dtypes.
+CONFIGURATIONS_AND_DTYPES = tuple(
+    (case, kwargs, dtype)
+    for case in ALL_CASES
+    for kwargs in case.kwargs
+    for dtype in case.dtypes
+    if kwargs is case.kwargs[-1] or dtype in (torch.float32, torch.float64)
+)
 
 
 def configuration_id(value: object) -> str:
     """A readable pytest id for a case, keyword arguments or a dtype."""
     if isinstance(value, OptimizerCase):
-        return value.name
+        return value.name + "".join(f"({key})" for key in value.always)
     if isinstance(value, dict):
-        return ",".join(f"{k}={v.item() if torch.is_tensor(v) else v}" for k, v in value.items())
+        return ",".join(f"{k}={_text(v)}" for k, v in value.items())
     return str(value).removeprefix("torch.")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(_text, value))
+    return str(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)

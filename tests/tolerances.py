@@ -1,22 +1,43 @@
 """How far a result may be from the float64 reference: derived from the dtypes, in this file only.
 
-A kernel computes in the arithmetic dtype and rounds once, when it stores. In one step a
-parameter's new value so carries at most
+The bound is carried along with the computation (running error analysis: Higham, "Accuracy and
+Stability of Numerical Algorithms", section 3.3). The reference's own formula, from
+``tests/references``, is evaluated on :class:`Bounded` values: each has the reference's value and a
+bound, element by element, on how far a kernel's may be from it. An operation hands on the bounds of
+its operands by the exact inequality that belongs to it, and adds its own rounding:
 
-* half a unit in the last place of its own dtype, from the store: ``u_storage * |value|``;
-* for each of the at most OPERATIONS arithmetic operations, ``u_arithmetic * |operand|``;
-* half of the smallest subnormal, where the value is near zero.
+* half a unit in the last place, ``u``, for sums and products, and for a number that the host
+  computed in float64, where it enters;
+* in float32, 2.5 units (``5 u``) for a quotient and 3 units (``6 u``) for a square root, which is
+  what OpenCL promises, full profile; in float64 both are rounded correctly;
+* ``k u`` for a sum of positive terms in which each passes through at most ``k`` additions;
+* the smallest normal number, as a device may flush what is below to zero;
+* for a stored 16-bit parameter, ``u`` of its own dtype, and half of its smallest subnormal.
 
-Errors of earlier steps are carried along with a factor of at most 1, as long as the learning
-rate times the weight decay is below 1; so after n steps they add up to n times that. Magnitudes are
-bounded by ``scale``, the largest magnitude met in the reference.
+Hyper-parameters are Bounded values in float64, so that what the host makes of them is bounded in
+the same way. A power is off by up to 4 units (``8 u``), as numpy's may be; ``1 - b^t`` magnifies
+that, most of all in the first steps. The reference rounds too: each ``u`` includes that of float64.
+
+The kernels make no operation that the formulas have not: they fuse a product and a sum, which
+saves a rounding, or fold numbers on the host, which saves more. Two are arranged differently. Of
+``1 - b^t`` the root is taken on the host, as a power, whose units vanish beside those of ``b^t``.
+And Adam computes ``m + (1-b) (g-m)`` for ``b m + (1-b) g``: it errs by at most
+``u (2 (1-b) (|g| + |m|) + |m'|)`` and the formula by ``u (2 (1-b) |g| + 2 b |m| + |m'|)``, which is
+no less as long as ``b >= 1/2``.
+
+Where a divisor may be zero within its bound, nothing can be said, and the bound is infinite; with
+gradients that are not tiny (``helpers.random_like``) there is no such element.
 """
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
-OPERATIONS = 8
+import torch
+from torch import Tensor
+
 ARITHMETIC = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
@@ -25,24 +46,159 @@ ARITHMETIC = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
+# Units u for a quotient and for a square root.
+_QUOTIENT = {torch.float32: 5, torch.float64: 1}
+_ROOT = {torch.float32: 6, torch.float64: 1}
+_POWER = 4  # of the units that ours and the reference's have together
+# Of the CPU device (fusedoptim._launch): a lane of a chunk adds up CHUNK / LANES terms. A GPU adds
+# up fewer one after the other.
+LANES = 16
+CHUNK = 32 * 1024
 
 
-def _unit_roundoff(dtype: torch.dtype) -> float:
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding to ``dtype``."""
     return torch.finfo(dtype).eps / 2
 
 
-def param_tolerance(dtype: torch.dtype, steps: int, scale: float) -> float:
-    """Largest allowed error of a parameter of ``dtype`` after ``steps`` steps."""
-    relative = _unit_roundoff(dtype) + OPERATIONS * _unit_roundoff(ARITHMETIC[dtype])
-    return steps * (relative * scale + torch.finfo(dtype).smallest_normal)
+def additions(sizes: Sequence[int]) -> int:
+    """The most additions that a term passes through in a sum over tensors of these sizes.
 
-
-def state_tolerance(
-    dtype: torch.dtype, steps: int, scale: float, weight_decay: float, param_error: float
-) -> float:
-    """Largest allowed error of state kept in the arithmetic dtype.
-
-    Weight decay adds a share of the parameter's error to each step's gradient.
+    A lane of a chunk adds its terms, the group adds its lanes, and somebody adds the chunks: one
+    after the other at worst.
     """
-    rounding = steps * OPERATIONS * _unit_roundoff(ARITHMETIC[dtype]) * scale
-    return rounding + steps * weight_decay * param_error
+    chunks = sum(math.ceil(size / CHUNK) for size in sizes)
+    return math.ceil(min(max(sizes, default=0), CHUNK) / LANES) + LANES + chunks + LANES
+
+
+class Bounded:
+    """Values in float64 and, for each, the most by which a kernel's may differ."""
+
+    def __init__(self, value: Tensor, error: Tensor | float, arithmetic: torch.dtype) -> None:
+        self.value = value
+        self.error = torch.as_tensor(error, dtype=torch.float64).expand_as(value)
+        self.arithmetic = arithmetic
+        self._u = unit_roundoff(arithmetic) + unit_roundoff(torch.float64)
+
+    def stored(self, dtype: torch.dtype) -> Bounded:
+        """As it is after a parameter of ``dtype`` has been written."""
+        if dtype not in (torch.bfloat16, torch.float16):
+            return self
+        u = unit_roundoff(dtype)
+        error = self.error + u * (self.value.abs() + self.error)
+        error = error + u * torch.finfo(dtype).smallest_normal  # half of the smallest subnormal
+        return Bounded(self.value, error, self.arithmetic)
+
+    def _rounded(self, value: Tensor, inherited: Tensor, units: float = 1) -> Bounded:
+        """The result of an operation, whose operands' errors have led to ``inherited``."""
+        error = inherited + units * self._u * (value.abs() + inherited)
+        error = error + torch.finfo(self.arithmetic).smallest_normal
+        return Bounded(value, error, self.arithmetic)
+
+    def _in(self, arithmetic: torch.dtype) -> Bounded:
+        if self.arithmetic == arithmetic:
+            return self
+        return Bounded(self.value, self.error, arithmetic)._rounded(self.value, self.error)
+
+    def _with(self, other: Bounded | float) -> tuple[Bounded, Bounded]:
+        """Both operands in the arithmetic of the narrower."""
+        if not isinstance(other, Bounded):
+            other = number(other)
+        narrower = min(self.arithmetic, other.arithmetic, key=lambda dtype: dtype.itemsize)
+        return self._in(narrower), other._in(narrower)
+
+    def __neg__(self) -> Bounded:
+        return Bounded(-self.value, self.error, self.arithmetic)
+
+    def __add__(self, other: Bounded | float) -> Bounded:
+        a, b = self._with(other)
+        return a._rounded(a.value + b.value, a.error + b.error)
+
+    def __sub__(self, other: Bounded | float) -> Bounded:
+        return self + -other
+
+    def __rsub__(self, other: float) -> Bounded:
+        return -self + other
+
+    def __mul__(self, other: Bounded | float) -> Bounded:
+        a, b = self._with(other)
+        inherited = a.value.abs() * b.error + a.error * (b.value.abs() + b.error)
+        return a._rounded(a.value * b.value, inherited)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __truediv__(self, other: Bounded | float) -> Bounded:
+        # (a + e) / (b + f) - a / b = (e - (a / b) f) / (b + f)
+        a, b = self._with(other)
+        value = a.value / b.value
+        least = (b.value.abs() - b.error).clamp(min=0)
+        inherited = (a.error + value.abs() * b.error) / least
+        return a._rounded(value, inherited, _QUOTIENT[a.arithmetic])
+
+    def __rtruediv__(self, other: float) -> Bounded:
+        return number(other) / self
+
+    def __pow__(self, exponent: int) -> Bounded:
+        # Of a number from the host, which is exact.
+        return self._rounded(self.value**exponent, 0 * self.error, _POWER)
+
+    def __eq__(self, other: object) -> bool:
+        return all(value == other for value in self.value.flatten().tolist())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Bounded:
+        return _FUNCTIONS[function](*args, **(kwargs or {}))
+
+    def _sqrt(self) -> Bounded:
+        # |sqrt(a + e) - sqrt(a)| is at most sqrt(e) and e / sqrt(a); fmin passes over 0 / 0.
+        value = self.value.sqrt()
+        inherited = torch.fmin(self.error / value, self.error.sqrt())
+        return self._rounded(value, inherited, _ROOT[self.arithmetic])
+
+    def _maximum(self, other: Bounded) -> Bounded:
+        error = torch.maximum(self.error, other.error)
+        return Bounded(torch.maximum(self.value, other.value), error, self.arithmetic)
+
+    def _clamp(self, *, max: float) -> Bounded:  # noqa: A002 (torch's)
+        least, value, most = (
+            (self.value + error).clamp(max=max) for error in (-self.error, 0, self.error)
+        )
+        return Bounded(value, torch.maximum(value - least, most - value), self.arithmetic)
+
+    def _vector_norm(self, sizes: Sequence[int] | None = None) -> Bounded:
+        # The norm of the errors is the most that they can add. The sum of squares is then off by a
+        # factor of at most 1 + g with g = k u / (1 - k u), its root by one of at most 1 + g / 2.
+        value = torch.linalg.vector_norm(self.value)
+        inherited = torch.linalg.vector_norm(self.error)
+        k = 1 + additions([self.value.numel()] if sizes is None else sizes)
+        relative = k * self._u / (1 - k * self._u) / 2
+        inherited = inherited + relative * (value + inherited)
+        return self._rounded(value, inherited, _ROOT[self.arithmetic])
+
+
+_FUNCTIONS: dict[Callable[..., Any], Callable[..., Bounded]] = {
+    torch.sqrt: Bounded._sqrt,
+    torch.maximum: Bounded._maximum,
+    torch.clamp: Bounded._clamp,
+    torch.linalg.vector_norm: Bounded._vector_norm,
+}
+
+
+def number(value: float) -> Bounded:
+    """A number on the host."""
+    return Bounded(torch.tensor(float(value), dtype=torch.float64), 0.0, torch.float64)
+
+
+def clipping(grads: Sequence[Tensor], max_norm: float, arithmetic: torch.dtype) -> Bounded:
+    """One, and the error of what ``max_grad_norm`` multiplies these gradients by, relative to it.
+
+    ``arithmetic`` is the narrowest of the parameters, in which the norm is computed.
+    """
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    norm = Bounded(flat, 0.0, arithmetic)._vector_norm([grad.numel() for grad in grads])
+    factor = (max_norm / (norm + 1e-6))._clamp(max=1.0)
+    return Bounded(torch.ones_like(factor.value), factor.error / factor.value, arithmetic)

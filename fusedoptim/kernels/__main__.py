@@ -24,7 +24,7 @@ from typing import Any
 from fusedoptim._modules import FOLDER, MANIFEST, MANIFEST_VERSION
 
 _HERE = Path(__file__).parent
-DTYPES = ("f32", "f64", "bf16", "f16")
+DTYPES = ("f32", "f64", "bf16", "f16", "split")
 GPUS = ("skl", "dg2", "pvc")  # Gen9, Arc, Data Center Max
 _COMPILER_SOURCES = ("language.py", "_lowering.py", "_compiler.py")
 _TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
@@ -45,13 +45,14 @@ def source_hash(path: Path) -> str:
 
 def _compile_all() -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest, and each module by its file name."""
-    from fusedoptim.kernels._compiler import arguments, compile_kernel
+    from fusedoptim.kernels._compiler import compile_kernel, signature
 
     entries, files = {}, {}
     for path in kernel_files():
         source = importlib.import_module(f"fusedoptim.kernels.{path.stem}")
         for kernel in (getattr(source, name) for name in source.__all__):
             for dtype in DTYPES:
+                shape = signature(kernel, dtype)
                 name = f"{kernel.__name__}_{dtype}"
                 spirv = compile_kernel(kernel, dtype, name)
                 files[f"{name}.spv"] = spirv
@@ -60,7 +61,8 @@ def _compile_all() -> tuple[dict[str, Any], dict[str, bytes]]:
                     "sha256": hashlib.sha256(spirv).hexdigest(),
                     "source": path.name,
                     "source_sha256": source_hash(path),
-                    "arguments": [[arg.name, arg.role.value] for arg in arguments(kernel)],
+                    "arguments": [[arg.name, arg.role.value] for arg in shape.arguments],
+                    "sums": shape.sums,
                 }
     manifest = {
         "version": MANIFEST_VERSION,
@@ -77,8 +79,16 @@ def build() -> list[str]:
         stale.unlink()
     for name, spirv in files.items():
         (FOLDER / name).write_bytes(spirv)
-    MANIFEST.write_text(json.dumps(manifest, indent=1) + "\n")
+    MANIFEST.write_text(_text(manifest))
     return []
+
+
+def _text(manifest: dict[str, Any]) -> str:
+    """The manifest as JSON, a line for each module."""
+    entries = manifest["modules"].items()
+    modules = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries)
+    rest = {key: value for key, value in manifest.items() if key != "modules"}
+    return f'{json.dumps(rest)[:-1]}, "modules": {{\n{modules}\n}}}}\n'
 
 
 def check() -> list[str]:

@@ -11,10 +11,14 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import FunctionType
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import numpy as np
 
 from fusedoptim._modules import Argument
 from fusedoptim.allocator import load_compiler
+from fusedoptim.kernels import language
 from fusedoptim.kernels.language import Role
 
 load_compiler()  # numba-dpex's wheels cannot find their own libraries
@@ -38,8 +42,24 @@ _SPIRV_VERSION = "--spirv-max-version=1.0"  # what OpenCL 2.1 takes, so every dr
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
 
 
-def arguments(kernel: Callable[..., None]) -> list[Argument]:
-    """The kernel's arguments in order, read from its annotations.
+class Signature(NamedTuple):
+    """What a kernel's annotations say."""
+
+    arguments: list[Argument]
+    """of the launch block, in the order of its words."""
+    parameters: list[Argument]
+    """of the function, in its order."""
+    sums: int
+    """values that the kernel returns for each element, to be summed."""
+
+    @property
+    def is_element_kernel(self) -> bool:
+        """Whether the function updates one element, and wants the loop over a row around it."""
+        return any(argument.role is Role.INDEX for argument in self.parameters)
+
+
+def signature(kernel: Callable[..., Any], dtype: str) -> Signature:
+    """Read a kernel's annotations.
 
     Raises:
         TypeError: an argument is not annotated with a type of ``fusedoptim.kernels.language``.
@@ -51,44 +71,109 @@ def arguments(kernel: Callable[..., None]) -> list[Argument]:
         if not roles:
             raise TypeError(
                 f"{kernel.__name__}: argument {name!r} has no type of fusedoptim.kernels.language; "
-                "annotate it with Length, Storage, State, RowFlag, Scalar or Flag"
+                "annotate it with Index, Param, Storage, State, Scalar or another"
             )
         found.append(Argument(name, roles[0]))
-    return found
+    sums = len(get_args(hints.get("return")))
+    words = [] if Role.LENGTH in (role for _, role in found) else [Argument("length", Role.LENGTH)]
+    for argument in found:
+        if argument.role is not Role.INDEX:
+            words.append(argument)
+        if argument.role is Role.PARAM and dtype == "split":
+            words.append(Argument("trail", Role.TRAIL))
+    if sums:
+        words.append(Argument("sums", Role.SUMS))
+    return Signature(words, found, sums)
 
 
 def _numba_type(role: Role, dtype: str) -> types.Type:
     wide = "f64" if dtype == "f64" else "f32"
-    if role is Role.STORAGE:
+    if role is Role.PARAM:
         return _lowering.Pointer(dtype)
-    if role is Role.STATE:
+    if role is Role.STORAGE:
+        return _lowering.Pointer("bf16" if dtype == "split" else dtype)
+    if role in (Role.STATE, Role.SUMS, Role.CHUNK_SUMS, Role.RESULT):
         return _lowering.Pointer(wide)
-    if role is Role.SCALAR:
+    if role in (Role.COMPUTED, Role.ROW_RESULT):
+        return _lowering.Pointer(wide)
+    if role in (Role.SCALAR, Role.ROW_SCALAR):
         return types.float64 if wide == "f64" else types.float32
     return types.int64
 
 
-def _entry_point(kernel: Callable[..., None], dtype: str) -> Callable[[int], None]:
-    """A function of the launch block's address that reads the arguments and calls ``kernel``."""
-    args = arguments(kernel)
-    namespace: dict[str, Any] = {"kernel": device_func(kernel), "group": _lowering.group}
-    in_row = [arg.name for arg in args if arg.role.in_row]
-    of_launch = [arg.name for arg in args if not arg.role.in_row]
-    values = []
-    for arg in args:
-        namespace[f"read_{arg.name}"] = _lowering.argument_reader(_numba_type(arg.role, dtype))
-        if arg.role.in_row:
-            values.append(f"read_{arg.name}(row + {WORD * in_row.index(arg.name)})")
+def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None]:
+    """A function of the first row's address that reads the arguments and calls ``kernel``."""
+    shape = signature(kernel, dtype)
+    in_row = [argument.name for argument in shape.arguments if argument.role.in_row]
+    of_launch = [argument.name for argument in shape.arguments if not argument.role.in_row]
+    real = np.float64 if dtype == "f64" else np.float32
+    namespace: dict[str, Any] = {
+        "kernel": device_func(_with_globals(kernel, real=real)),
+        "real": real,
+        "group": _lowering.group,
+        "lane": language.lane,
+        "lanes": language.lanes,
+        "group_sum": language.group_sum,
+    }
+    lines = [
+        f"row = rows + group() * {WORD * (1 + len(in_row))}",
+        "head = read_length(row)",
+    ]
+    for argument in shape.arguments:
+        name, role = argument
+        if role is Role.TRAIL:
+            continue  # read with its Param
+        namespace[f"read_{name}"] = _lowering.argument_reader(_numba_type(role, dtype))
+        if role.in_row:
+            lines.append(f"{name} = read_{name}(row + {WORD * (1 + in_row.index(name))})")
         else:
-            values.append(f"read_{arg.name}(block + {WORD * of_launch.index(arg.name)})")
-    source = (
-        "def entry_point(block):\n"
-        f"    row = block + {WORD * len(of_launch)} + group() * {WORD * len(in_row)}\n"
-        f"    kernel({', '.join(values)})\n"
+            lines.append(f"{name} = read_{name}(head + {WORD * of_launch.index(name)})")
+        if role in (Role.COMPUTED, Role.ROW_RESULT):
+            lines.append(f"{name}_value = {name}[0]")
+    values = {
+        Role.INDEX: "start + lane()",
+        Role.COMPUTED: "{}_value",
+        Role.ROW_RESULT: "{}_value",
+    }
+    call = ", ".join(values.get(role, "{}").format(name) for name, role in shape.parameters)
+    lines += (
+        _loop(f"kernel({call})", shape.sums) if shape.is_element_kernel else [f"kernel({call})"]
     )
+    source = "def entry_point(rows):\n" + "".join(f"    {line}\n" for line in lines)
     exec(source, namespace)
     entry_point: Callable[[int], None] = namespace["entry_point"]
     return entry_point
+
+
+def _with_globals(function: Callable[..., Any], **names: Any) -> FunctionType:
+    """``function`` with some of its module's names bound to something else."""
+    assert isinstance(function, FunctionType)
+    return FunctionType(function.__code__, function.__globals__ | names, function.__name__)
+
+
+def _loop(call: str, sums: int) -> list[str]:
+    """Python source of a loop of ``call`` over a row.
+
+    In the first part every lane has an element, so the CPU driver emits plain vector loads; one
+    loop with a test per lane makes all of them masked (SGD with momentum on 16.8 M parameters in
+    cache, two cores: 5.2 ms against 4.9 ms).
+    """
+    totals = [f"total{k}" for k in range(sums)]
+    terms = [f"term{k}" for k in range(sums)]
+    body = [call]
+    if sums:
+        body = [f"({', '.join(terms)},) = {call}"]
+        body += [f"{total} += {term}" for total, term in zip(totals, terms)]
+    lines = [f"{total} = real(0)" for total in totals]
+    lines += ["start = 0", "while start + lanes() <= length:"]
+    lines += [f"    {line}" for line in [*body, "start += lanes()"]]
+    lines += ["if start + lane() < length:"]
+    lines += [f"    {line}" for line in body]
+    lines += [f"{total} = group_sum({total})" for total in totals]
+    if sums:
+        lines += ["if lane() == 0:"]
+        lines += [f"    sums[{k}] = {total}" for k, total in enumerate(totals)]
+    return lines
 
 
 @global_compiler_lock  # type: ignore[untyped-decorator]
@@ -123,16 +208,16 @@ def _llvm_module(entry_point: Callable[[int], None], name: str) -> Any:
     return module
 
 
-def compile_kernel(kernel: Callable[..., None], dtype: str, name: str) -> bytes:
+def compile_kernel(kernel: Callable[..., Any], dtype: str, name: str) -> bytes:
     """Compile ``kernel`` for parameters of ``dtype`` to a SPIR-V module.
 
     Args:
         kernel: a function whose arguments are annotated with types of the kernel language.
-        dtype: "f32", "f64", "bf16" or "f16".
+        dtype: "f32", "f64", "bf16", "f16" or "split".
         name: of the module's entry point.
 
     Returns:
-        the binary module; its only entry point takes one int64, the launch block's address.
+        the binary module; its only entry point takes one int64, the address of a row.
     """
     module = _llvm_module(_entry_point(kernel, dtype), name)
     with tempfile.TemporaryDirectory() as folder:

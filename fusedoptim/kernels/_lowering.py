@@ -10,9 +10,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numba.cpython.tupleobj  # noqa: F401 (its lowering of tuples registers itself)
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, overload, register_model
+from numba_dpex.kernel_api_impl.spirv.math.mathimpl import registry as device_functions
 from numba_dpex.kernel_api_impl.spirv.target import SPIRV_TARGET_NAME
 
 from fusedoptim.kernels import language
@@ -23,7 +25,10 @@ _GLOBAL = 1  # SPIR-V's CrossWorkgroup storage class, OpenCL's __global
 
 
 class Pointer(types.Type):  # type: ignore[misc]
-    """Address of values stored as ``element``: "f32", "f64", "bf16" or "f16"."""
+    """Address of values stored as ``element``: "f32", "f64", "bf16", "f16" or "split".
+
+    A split value is a float32 in two halves: a pair of addresses, upper halves first.
+    """
 
     def __init__(self, element: str) -> None:
         self.element = element
@@ -38,20 +43,23 @@ class Pointer(types.Type):  # type: ignore[misc]
 @register_model(Pointer)
 class _PointerModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, pointer: Pointer) -> None:
-        super().__init__(manager, pointer, _I64)
+        addresses = 2 if pointer.element == "split" else 1
+        super().__init__(manager, pointer, ir.ArrayType(_I64, addresses))
 
 
 def _device_intrinsic(function: Callable[..., Any]) -> Any:
     return intrinsic(target=SPIRV_TARGET_NAME)(function)
 
 
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
+def _call(
+    builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value], pure: bool = True
+) -> ir.Value:
     """Call the OpenCL C built-in with this mangled name."""
     signature = ir.FunctionType(result, [arg.type for arg in args])
     function = cgutils.get_or_insert_function(builder.module, signature, name)
     function.calling_convention = "spir_func"
     function.attributes.add("nounwind")
-    function.attributes.add("readnone")
+    function.attributes.add("readnone" if pure else "convergent")
     return builder.call(function, args)
 
 
@@ -96,6 +104,34 @@ def _fma(context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
 @overload(language.fma, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
 def _fma_overload(a: Any, b: Any, c: Any) -> Any:
     return lambda a, b, c: _fma(a, b, c)
+
+
+@_device_intrinsic
+def _group_sum(context: Any, value: types.Type) -> Any:
+    mangled = {
+        types.float32: "_Z21work_group_reduce_addf",
+        types.float64: "_Z21work_group_reduce_addd",
+    }[value]
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _call(builder, mangled, args[0].type, list(args), pure=False)
+
+    return value(value), generate
+
+
+@overload(language.group_sum, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _group_sum_overload(value: Any) -> Any:
+    return lambda value: _group_sum(value)
+
+
+def _divide(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+    return builder.fdiv(*args)
+
+
+# numba's own tests for zero: a branch out of the loop for each lane, for which the CPU driver
+# gathers and scatters, which takes seven times as long.
+for _real in (types.float32, types.float64):
+    device_functions.lower(operator.truediv, _real, _real)(_divide)
 
 
 def _bf16_to_f32(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
@@ -150,6 +186,14 @@ def _f32_to_f16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(builder.or_(result, sign), _I16)
 
 
+def _zero_extended(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    return builder.zext(bits, _I32)
+
+
+def _truncated(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    return builder.trunc(value, _I16)
+
+
 def _as_is(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return value
 
@@ -160,6 +204,7 @@ _FORMATS: dict[str, tuple[ir.Type, int, Any, Any]] = {
     "f64": (_F64, 8, _as_is, _as_is),
     "bf16": (_I16, 2, _bf16_to_f32, _f32_to_bf16),
     "f16": (_I16, 2, _f16_to_f32, _f32_to_f16),
+    "half": (_I16, 2, _zero_extended, _truncated),  # of a split value, as an integer
 }
 
 
@@ -168,24 +213,45 @@ def _element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, memory: 
     return builder.gep(base, [index], inbounds=True)
 
 
+def _load_one(builder: ir.IRBuilder, element: str, address: ir.Value, index: ir.Value) -> ir.Value:
+    memory, align, widen, _ = _FORMATS[element]
+    return widen(builder, builder.load(_element(builder, address, index, memory), align=align))
+
+
+def _store_one(
+    builder: ir.IRBuilder, element: str, address: ir.Value, index: ir.Value, value: ir.Value
+) -> None:
+    memory, align, _, narrow = _FORMATS[element]
+    target = _element(builder, address, index, memory)
+    builder.store(narrow(builder, value), target, align=align)
+
+
 @_device_intrinsic
 def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
-    memory, align, widen, _ = _FORMATS[pointer.element]
-
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        stored = builder.load(_element(builder, args[0], args[1], memory), align=align)
-        return widen(builder, stored)
+        addresses, i = args
+        first = builder.extract_value(addresses, 0)
+        if pointer.element != "split":
+            return _load_one(builder, pointer.element, first, i)
+        upper = _load_one(builder, "half", first, i)
+        lower = _load_one(builder, "half", builder.extract_value(addresses, 1), i)
+        bits = builder.or_(builder.shl(upper, _I32(16)), lower)
+        return builder.bitcast(bits, _F32)
 
     return pointer.value(pointer, types.int64), generate
 
 
 @_device_intrinsic
 def _store(context: Any, pointer: Pointer, index: types.Type, value: types.Type) -> Any:
-    memory, align, _, narrow = _FORMATS[pointer.element]
-
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        target = _element(builder, args[0], args[1], memory)
-        builder.store(narrow(builder, args[2]), target, align=align)
+        addresses, i, value = args
+        first = builder.extract_value(addresses, 0)
+        if pointer.element != "split":
+            _store_one(builder, pointer.element, first, i, value)
+        else:
+            bits = builder.bitcast(value, _I32)
+            _store_one(builder, "half", first, i, builder.lshr(bits, _I32(16)))
+            _store_one(builder, "half", builder.extract_value(addresses, 1), i, bits)
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, pointer.value), generate
@@ -206,11 +272,10 @@ def _setitem_overload(pointer: Any, index: Any, value: Any) -> Any:
 
 
 def argument_reader(result: types.Type) -> Any:
-    """An intrinsic ``read(address)`` that takes a word of the launch block as ``result``."""
+    """An intrinsic ``read(address)`` that takes words of the launch block as ``result``."""
+    memory = {types.int64: _I64, types.float32: _F32, types.float64: _F64}.get(result)
     if isinstance(result, Pointer):
-        memory: ir.Type = _I64
-    else:
-        memory = {types.int64: _I64, types.float32: _F32, types.float64: _F64}[result]
+        memory = ir.ArrayType(_I64, 2 if result.element == "split" else 1)
 
     @_device_intrinsic
     def read(context: Any, address: types.Type) -> Any:

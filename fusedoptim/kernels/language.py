@@ -2,24 +2,38 @@
 
 A kernel is a plain Python function. Its annotations say where each argument comes from:
 
-========== ======================== =====================================================
-annotation in the kernel            in the launch block (see :mod:`fusedoptim._launch`)
-========== ======================== =====================================================
-Length     int                      of the row: elements in this chunk
-Storage    ``x[i]``, ``x[i] = v``   of the row: address of values in the parameter's dtype
-State      ``x[i]``, ``x[i] = v``   of the row: address of values in the arithmetic dtype
-RowFlag    int, 0 is false          of the row
-Scalar     float                    of the launch: in the arithmetic dtype
-Flag       int, 0 is false          of the launch
-========== ======================== =====================================================
+============ ======================== =========================================================
+annotation   in the kernel            in the launch block (see :mod:`fusedoptim._launch`)
+============ ======================== =========================================================
+Index        int                      nowhere: the element that this call updates
+Length       int                      of the row: elements in this chunk, or chunks of this tensor
+Param        ``x[i]``, ``x[i] = v``   of the row: address of the parameter (split: of both halves)
+Storage      ``x[i]``, ``x[i] = v``   of the row: address of values in the parameter's dtype
+State        ``x[i]``, ``x[i] = v``   of the row: address of values in the arithmetic dtype
+ChunkSums    ``x[i]``                 of the row: address of what the tensor's chunks summed up to
+Result       ``x[0] = v``             of the row: address of one value for the tensor
+RowResult    float                    of the row: address of a Result of an earlier kernel
+RowScalar    float                    of the row: in the arithmetic dtype
+RowFlag      int, 0 is false          of the row
+Scalar       float                    of the launch: in the arithmetic dtype
+Flag         int, 0 is false          of the launch
+Computed     float                    of the launch: address of a value computed on the device
+============ ======================== =========================================================
 
 Arithmetic is float32 for float32, bfloat16 and float16 parameters and float64 for float64
-ones; loads and stores convert, and a store rounds to nearest even.
+ones; loads and stores convert, and a store rounds to nearest even. The "split" parameters are
+float32 values in two halves, the upper of which is a bfloat16.
 
-One work-group walks one row. Run as plain Python on numpy arrays, a kernel is the only lane
-of its group, so ``sgd(4, param, grad, 0.1, 0.0, 0)`` is the whole update: this is how a
-kernel is stepped through in a debugger. Compiled, :mod:`fusedoptim.kernels._lowering` gives
-the same names their meaning on the device.
+An **element kernel** takes an Index: it is the update of one element, and the compiler puts the
+loop over a row around it. If it returns a tuple, the values are summed over the row. Run as
+plain Python on numpy arrays, ``sgd(i, param, grad, 1.0, 0.1, 0.0)`` is the update of element
+``i``: this is how a kernel is stepped through in a debugger.
+
+Any other kernel is called once for each lane of the work-group that walks one row. It may use
+``lane``, ``lanes`` and ``group_sum``; in plain Python a group has one lane.
+
+Compiled, :mod:`fusedoptim.kernels._lowering` gives the same names their meaning on the device.
+``/`` and ``math.sqrt`` are the device's own.
 """
 
 from __future__ import annotations
@@ -31,17 +45,28 @@ from typing import Annotated, Protocol
 class Role(enum.Enum):
     """Where a kernel argument comes from."""
 
+    INDEX = "index"
     LENGTH = "length"
+    PARAM = "param"
+    TRAIL = "trail"
+    """The lower halves of a split parameter; no kernel names it, a Param includes it."""
     STORAGE = "storage"
     STATE = "state"
+    SUMS = "sums"
+    """Where a row's sums go; no kernel names it, the returned tuple is it."""
+    CHUNK_SUMS = "chunk_sums"
+    RESULT = "result"
+    ROW_RESULT = "row_result"
+    ROW_SCALAR = "row_scalar"
     ROW_FLAG = "row_flag"
     SCALAR = "scalar"
     FLAG = "flag"
+    COMPUTED = "computed"
 
     @property
     def in_row(self) -> bool:
         """Whether each row of the launch block has its own value (else: one for the launch)."""
-        return self not in (Role.SCALAR, Role.FLAG)
+        return self not in (Role.SCALAR, Role.FLAG, Role.COMPUTED)
 
 
 class _Values(Protocol):
@@ -49,12 +74,19 @@ class _Values(Protocol):
     def __setitem__(self, index: int, value: float, /) -> None: ...
 
 
+Index = Annotated[int, Role.INDEX]
 Length = Annotated[int, Role.LENGTH]
+Param = Annotated[_Values, Role.PARAM]
 Storage = Annotated[_Values, Role.STORAGE]
 State = Annotated[_Values, Role.STATE]
+ChunkSums = Annotated[_Values, Role.CHUNK_SUMS]
+Result = Annotated[_Values, Role.RESULT]
+RowResult = Annotated[float, Role.ROW_RESULT]
+RowScalar = Annotated[float, Role.ROW_SCALAR]
 RowFlag = Annotated[int, Role.ROW_FLAG]
 Scalar = Annotated[float, Role.SCALAR]
 Flag = Annotated[int, Role.FLAG]
+Computed = Annotated[float, Role.COMPUTED]
 
 
 def lane() -> int:
@@ -65,6 +97,16 @@ def lane() -> int:
 def lanes() -> int:
     """Number of work items in the group."""
     return 1
+
+
+def group_sum(value: float) -> float:
+    """The sum of ``value`` over the lanes of the group, known to each."""
+    return value
+
+
+def real(value: float) -> float:
+    """``value`` in the arithmetic dtype; a bare literal would make a variable float64."""
+    return value
 
 
 def fma(a: float, b: float, c: float) -> float:

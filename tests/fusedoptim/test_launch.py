@@ -6,43 +6,122 @@ import struct
 
 import numpy as np
 import pytest
+import torch
 
-from fusedoptim._launch import LaunchBlock, LaunchShape, kernel_for
+from fusedoptim._launch import Chunks, LaunchBlock, kernel_for
 from fusedoptim.allocator import queue
+from fusedoptim.kernels.language import Role
 
 
 @pytest.fixture
-def block(monkeypatch: pytest.MonkeyPatch) -> LaunchBlock:
+def chunks() -> Chunks:
     """Tensors of 5, 0 and 2 elements in chunks of 2: rows of 2, 2, 1 and 2."""
-    kernel = kernel_for(queue("cpu"), "sgd_momentum", "f32")
-    monkeypatch.setattr(kernel, "shape", LaunchShape(lanes=16, chunk=2))
-    return LaunchBlock(kernel, [5, 0, 2], {"param": 4, "grad": 4, "momentum_buffer": 4})
+    return Chunks([5, 0, 2], 2)
+
+
+@pytest.fixture
+def block(chunks: Chunks) -> LaunchBlock:
+    return LaunchBlock(kernel_for(queue("cpu"), "sgd_momentum", "f32"), chunks.lengths)
+
+
+def test_chunks(chunks: Chunks) -> None:
+    assert chunks.counts.tolist() == [3, 0, 1]
+    assert chunks.owner.tolist() == [0, 0, 0, 2]
+    assert chunks.first.tolist() == [0, 3, 3]
+    assert chunks.start.tolist() == [0, 2, 4, 0]
+    assert chunks.lengths.tolist() == [2, 2, 1, 2]
+
+
+def test_chunks_of_nothing() -> None:
+    for sizes in ([], [0], [0, 0]):
+        chunks = Chunks(sizes, 2)
+        assert chunks.lengths.tolist() == []
+        assert chunks.counts.tolist() == [0] * len(sizes)
 
 
 def test_rows(block: LaunchBlock) -> None:
-    block.write_addresses("param", [1000, 2000, 3000])
-    block.write_flags("fresh", [True, False, False])
+    block.write("param", np.array([1000, 1008, 1016, 3000]))
+    block.write("fresh", [True, True, True, False])
+    assert block.rows == 4
     assert block._column["length"].tolist() == [2, 2, 1, 2]
     assert block._column["param"].tolist() == [1000, 1008, 1016, 3000]
     assert block._column["fresh"].tolist() == [1, 1, 1, 0]
+    block.write("fresh", 0)
+    assert block._column["fresh"].tolist() == [0, 0, 0, 0]
 
 
-def test_scalars(block: LaunchBlock) -> None:
-    block.write_scalars((0.5, 0.25, 0.9, 1.0, True, False))
+def test_each_row_knows_the_head(block: LaunchBlock) -> None:
+    """A row is the head's address and one word for each argument, in the module's order."""
+    head = block.kernel.head.size
+    columns = 1 + len(block.kernel.module.row)
+    words = np.frombuffer(block._memory, dtype=np.int64, offset=head).reshape(-1, columns)
+    address, _ = block._memory.__sycl_usm_array_interface__["data"]
+    assert words[:4, 0].tolist() == [address] * 4
+    assert block._first_row == address + head
+    assert block._row_size == 8 * columns
+
+
+def test_head(block: LaunchBlock) -> None:
+    values = {
+        "grad_factor": 2**63 + 8,
+        "lr": 0.5,
+        "weight_decay": 0.25,
+        "momentum": 0.9,
+        "undampened": 1.0,
+        "nesterov": True,
+    }
+    block.write_head(block.kernel.in_order({**values, "unused": 1.0}))
     head = bytes(block._bytes[: 6 * 8])
-    *scalars, nesterov, maximize = struct.unpack("<f4xf4xf4xf4xqq", head)
+    factor, *scalars, nesterov = struct.unpack("<Qf4xf4xf4xf4xq", head)
+    assert factor == 2**63 + 8
     np.testing.assert_allclose(scalars, [0.5, 0.25, 0.9, 1.0], rtol=1e-7)
-    assert (nesterov, maximize) == (1, 0)
+    assert nesterov == 1
+
+
+@pytest.mark.parametrize(("dtype", "real"), [("f32", np.float32), ("f64", np.float64)])
+def test_row_scalars_are_in_the_arithmetic_dtype(dtype: str, real: type) -> None:
+    block = LaunchBlock(kernel_for(queue("cpu"), "adagrad", dtype), np.array([3, 4]))
+    block.write("step_size", [0.1, 0.3])
+    assert block._column["step_size"].dtype == real
+    assert block._column["step_size"].tolist() == [real(0.1), real(0.3)]
+
+
+@pytest.mark.parametrize("run", [slice(None), slice(1, 3), slice(3, 4), slice(2, 2)])
+def test_a_run_of_rows(chunks: Chunks, run: slice) -> None:
+    """Only the rows that a launch is told of are updated."""
+    block = LaunchBlock(kernel_for(queue("cpu"), "sgd", "f32"), chunks.lengths)
+    params = torch.zeros(len(chunks.lengths), 2)
+    grads, factor = torch.ones_like(params), torch.ones(())
+    rows = np.arange(len(params)) * 8
+    block.write("param", params.data_ptr() + rows)
+    block.write("grad", grads.data_ptr() + rows)
+    block.write_head(
+        block.kernel.in_order({"grad_factor": factor.data_ptr(), "lr": 1.0, "weight_decay": 0.0})
+    )
+    block.launch(run)
+    block.wait_on_host()
+    expected = torch.zeros(4, 2)
+    expected[run] = -1.0
+    expected[2, 1] = 0.0  # beyond the end of its tensor
+    assert torch.equal(params, expected)
 
 
 def test_nothing_to_do() -> None:
     kernel = kernel_for(queue("cpu"), "sgd", "f32")
-    empty = LaunchBlock(kernel, [0, 0], {"param": 4, "grad": 4})
-    empty.write_addresses("param", [0, 0])
-    empty.write_scalars((0.1, 0.0, False))
+    empty = LaunchBlock(kernel, Chunks([0, 0], 2).lengths)
+    empty.write("param", np.array([], dtype=np.int64))
+    empty.write_head(kernel.in_order({"grad_factor": 0, "lr": 0.1, "weight_decay": 0.0}))
     empty.launch()
     empty.wait_on_host()
 
 
 def test_a_kernel_is_built_once() -> None:
     assert kernel_for(queue("cpu"), "sgd", "f32") is kernel_for(queue("cpu"), "sgd", "f32")
+
+
+def test_arguments_of_split_kernels() -> None:
+    """Right after its Param, a kernel of split parameters has the lower halves."""
+    plain = kernel_for(queue("cpu"), "adam", "f32").module.row
+    split = kernel_for(queue("cpu"), "adam", "split").module.row
+    assert [a for a in split if a.role is not Role.TRAIL] == list(plain)
+    assert split[[role for _, role in split].index(Role.PARAM) + 1] == ("trail", Role.TRAIL)

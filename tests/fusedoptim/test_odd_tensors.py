@@ -219,7 +219,7 @@ def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch
     """On a GPU a step does not wait; dropping its block does. The CPU stands for the GPU here."""
     kernel = kernel_for(queue("cpu"), "sgd", "f32")
     monkeypatch.setattr(kernel, "on_host", False)
-    monkeypatch.setattr(_bucket, "_queue_of", lambda device: kernel.queue)
+    monkeypatch.setattr(_bucket, "queue_of", lambda device: kernel.queue)
     params = [Parameter(torch.zeros(100_000)) for _ in range(100)]
     for p in params:
         p.grad = torch.ones_like(p)
@@ -229,8 +229,18 @@ def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch
     assert all(p.unique().tolist() == [-1.0] for p in params)
 
 
-def test_address_beyond_2_to_the_63() -> None:
+def test_address_beyond_2_to_the_63(monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs hand out."""
-    block = LaunchBlock(kernel_for(queue("cpu"), "sgd", "f32"), [5], {"param": 4, "grad": 4})
-    block.write_addresses("param", [0xFF00_FFFF_FFE0_0000])
-    assert block._column["param"].astype("uint64").tolist() == [0xFF00_FFFF_FFE0_0000]
+    p = Parameter(torch.zeros(40_000))  # two rows
+    p.grad = torch.zeros(40_000)
+    optimizer = FusedSGD([p], lr=1.0)
+    optimizer.step()
+    written = []
+    monkeypatch.setattr(LaunchBlock, "write", lambda block, *what: written.append(what))
+    (bucket,) = optimizer._plans[0].buckets
+    address = 0xFF00_FFFF_FFE0_0000
+    bucket._write_addresses("param", [address])
+    ((column, values),) = written
+    assert column == "param"
+    second = address + 4 * kernel_for(queue("cpu"), "sgd", "f32").shape.chunk
+    assert values.astype("uint64").tolist() == [address, second]

@@ -7,7 +7,7 @@ import sys
 
 PRELUDE = """
 import os, torch
-from fusedoptim import FusedSGD
+from fusedoptim import FusedLamb, FusedSGD
 p = torch.nn.Parameter(torch.ones(1000))  # torch's own threads do not survive a fork
 p.grad = torch.ones_like(p)
 optimizer = FusedSGD([p], lr=0.5, momentum=0.9)
@@ -77,12 +77,14 @@ def test_the_same_bits_whatever_the_number_of_threads() -> None:
     script = """
 import hashlib
 torch.manual_seed(0)
-q = torch.nn.Parameter(torch.randn(300_001))
+q, r = (torch.nn.Parameter(torch.randn(300_001)) for _ in range(2))
 large = FusedSGD([q], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+with_sums = FusedLamb([r], lr=0.1, weight_decay=0.01, max_grad_norm=1.0)
 for _ in range(5):
-    q.grad = torch.randn(300_001)
+    q.grad, r.grad = torch.randn(300_001), torch.randn(300_001)
     large.step()
-print(hashlib.sha256(q.detach().numpy().tobytes()).hexdigest())
+    with_sums.step()
+print(hashlib.sha256(torch.cat([q, r]).detach().numpy().tobytes()).hexdigest())
 """
     one_core = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"  # the driver obeys it
     digests = {run(limit + script).stdout for limit in (one_core, "")}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -15,14 +13,6 @@ def _parameter(values: list[float], grad: list[float]) -> Parameter:
     p = Parameter(torch.tensor(values, dtype=torch.float64))
     p.grad = torch.tensor(grad, dtype=torch.float64)
     return p
-
-
-def test_signature_is_torchs() -> None:
-    ours = inspect.signature(FusedSGD).parameters
-    torchs = inspect.signature(torch.optim.SGD).parameters
-    assert list(ours) == list(torchs)
-    for name, parameter in torchs.items():
-        assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind)
 
 
 class TestByHand:

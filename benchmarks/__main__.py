@@ -1,0 +1,32 @@
+"""Runs the benchmarks that are named, or all: ``python -m benchmarks [name ...] [--save]``.
+
+Each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks import _command, _processes
+
+NAMES = ("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("name", nargs="*", help=f"of {', '.join(NAMES)}")
+    _command.add_options(parser)
+    args = parser.parse_args()
+    if unknown := set(args.name) - set(NAMES):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    options = ["--save"] if args.save else []
+    if args.rounds is not None:
+        options += ["--rounds", str(args.rounds)]
+    for name in args.name or NAMES:
+        print(f"\n# {name}", flush=True)
+        _processes.run(f"benchmarks.{name}", *options)
+
+
+if __name__ == "__main__":
+    main()

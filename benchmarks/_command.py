@@ -1,0 +1,52 @@
+"""The command line of a benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Mapping
+
+from benchmarks import _output
+from benchmarks._harness import Report
+from benchmarks._output import Table
+
+Measure = Callable[[int | None], Report | Table]
+"""Takes the rounds that the command line asks for; None is as many as the workload needs."""
+
+
+def run(name: str, description: str | None, workloads: Mapping[str, Measure]) -> None:
+    """Measure and print the workloads that the command line names, or all.
+
+    Args:
+        name: of the benchmark, and of its file of results.
+        description: for ``--help``.
+        workloads: by the names that the command line has for them.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_options(parser)
+    parser.add_argument(
+        "--workload", action="append", choices=workloads, help="only this; repeatable"
+    )
+    args = parser.parse_args()
+
+    _output.print_machine()
+    reports = []
+    for workload, measure in workloads.items():
+        if workload not in (args.workload or workloads):
+            continue
+        gc.collect()  # the optimizers of the workload before
+        result = measure(args.rounds)
+        if isinstance(result, Report):
+            _output.print_report(result)
+            reports.append(result)
+        else:
+            _output.print_table(result)
+    if args.save:
+        _output.save(name, reports)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What every benchmark takes."""
+    parser.add_argument("--rounds", type=int, help="of each workload; default: as it needs")
+    parser.add_argument("--save", action="store_true", help="append to benchmarks/results/")

@@ -1,0 +1,118 @@
+"""The kernels of one update over the same chunks, in cache-sized batches.
+
+Most updates are one kernel, launched once. Lamb's are three, of which the last reads again what the
+first has read and written: tensors go through all three in batches that the cache holds, and each
+kernel walks a batch backwards with respect to the one before, as the cache holds the end of a
+tensor that is larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fusedoptim._launch import Chunks, Kernel, LaunchBlock
+from fusedoptim.kernels.language import Role
+
+# Bytes of the tensors in a batch.
+_BATCH = 4 * 1024 * 1024
+_ALL = slice(None), slice(None)
+
+
+class _Stage(NamedTuple):
+    """One kernel of an update."""
+
+    block: LaunchBlock
+    order: Any
+    """The chunk of each row; None if a row is a whole tensor."""
+
+
+class Pipeline:
+    """The launch blocks of an update's kernels, and the memory by which one tells the next."""
+
+    def __init__(
+        self,
+        kernels: Sequence[Kernel],
+        chunks: Chunks,
+        bytes_per_element: int,
+        device: torch.device,
+    ) -> None:
+        """Lay out the rows.
+
+        Args:
+            kernels: of the update, in order.
+            chunks: of the tensors that they update.
+            bytes_per_element: of all arrays together; decides how much makes a batch.
+            device: of the tensors.
+        """
+        self._chunks = chunks
+        self._batches = (
+            list(self._in_batches(_BATCH // bytes_per_element)) if len(kernels) > 1 else [_ALL]
+        )
+        self._stages: list[_Stage] = []
+        real = torch.float64 if kernels[0].real == np.float64 else torch.float32
+        order = np.arange(len(chunks.owner))
+        sums: torch.Tensor | None = None
+        results = torch.empty(len(chunks.counts), dtype=real, device=device)
+        for kernel in kernels:
+            roles = {role: name for name, role in kernel.module.row}
+            by_tensor = Role.CHUNK_SUMS in roles
+            block = LaunchBlock(kernel, chunks.counts if by_tensor else chunks.lengths[order])
+            self._stages.append(_Stage(block, None if by_tensor else order))
+            if Role.SUMS in roles:
+                # One more than there are chunks: where the sums of an empty last tensor would be.
+                shape = (block.rows + 1, kernel.module.sums)
+                sums = torch.empty(shape, dtype=real, device=device)
+                block.write(roles[Role.SUMS], places(sums)[order])
+            if Role.CHUNK_SUMS in roles and sums is not None:
+                block.write(roles[Role.CHUNK_SUMS], places(sums)[chunks.first])
+            if Role.RESULT in roles:
+                block.write(roles[Role.RESULT], places(results))
+            if Role.ROW_RESULT in roles:
+                block.write(roles[Role.ROW_RESULT], places(results)[chunks.owner[order]])
+            if not by_tensor:
+                order = np.concatenate([order[part][::-1] for _, part in self._batches])
+        self._scratch = (sums, results)
+
+    def _in_batches(self, most: int) -> Iterator[tuple[slice, slice]]:
+        """Tensors and their chunks, in portions of so many elements or one tensor."""
+        ends = [*self._chunks.first.tolist(), len(self._chunks.owner)]
+        first, elements = 0, 0
+        for i, numel in enumerate(self._chunks.numels):
+            if elements and elements + numel > most:
+                yield slice(first, i), slice(ends[first], ends[i])
+                first, elements = i, 0
+            elements += numel
+        yield slice(first, len(self._chunks.numels)), slice(ends[first], ends[-1])
+
+    def write(self, column: str, values: Any) -> None:
+        """Set one argument of all chunks, to one value or one for each, in each kernel with it."""
+        for block, order in self._stages:
+            if order is not None and column in block.kernel.row_names:
+                block.write(column, values if np.ndim(values) == 0 else values[order])
+
+    def write_head(self, values: Mapping[str, Any]) -> None:
+        """Set the arguments that are the same for all chunks."""
+        for block, _ in self._stages:
+            block.write_head(block.kernel.in_order(values))
+
+    def launch(self) -> None:
+        """Submit all kernels; on a GPU, return while they run."""
+        for tensors, chunks in self._batches:
+            for block, order in self._stages:
+                block.launch(tensors if order is None else chunks)
+
+    def wait_on_host(self) -> None:
+        """On the CPU device, return when the last kernel has ended."""
+        for block, _ in self._stages:
+            block.wait_on_host()
+
+
+def places(values: torch.Tensor) -> Any:
+    """The address of each of ``values``, or of each of its rows, of one size."""
+    step = values.stride(0) * values.element_size()
+    base = np.array([values.data_ptr()], dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
+    return base + step * np.arange(len(values), dtype=np.int64)

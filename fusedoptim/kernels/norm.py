@@ -1,0 +1,13 @@
+"""The gradient's norm, for clipping: the squares of each chunk, summed."""
+
+from __future__ import annotations
+
+from fusedoptim.kernels.language import Index, Storage
+
+__all__ = ["sum_of_squares"]
+
+
+def sum_of_squares(i: Index, grad: Storage) -> tuple[float]:
+    """Sum the squares of a gradient's elements."""
+    g = grad[i]
+    return (g * g,)

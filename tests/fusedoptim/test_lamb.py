@@ -1,0 +1,221 @@
+"""What is particular to FusedLamb."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from fusedoptim import FusedLamb
+from fusedoptim._launch import LaunchBlock
+from tests.fusedoptim.helpers import SideBySide
+from tests.optimizer_cases import LAMB, configuration_id
+from tests.references.lamb import ReferenceLamb
+
+
+@pytest.mark.parametrize("cls", [FusedLamb, ReferenceLamb])
+class TestByHand:
+    """Two steps from (3, 4), whose norm is 5, with gradients (1, 1) and (1, 0), in float64."""
+
+    @staticmethod
+    def _two_steps(cls: Any, **kwargs: Any) -> list[float]:
+        p = Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+        optimizer = cls([p], lr=0.1, betas=(0.5, 0.5), eps=0.0, **kwargs)
+        result: list[float] = []
+        for grad in ([1.0, 1.0], [1.0, 0.0]):
+            p.grad = torch.tensor(grad, dtype=torch.float64)
+            optimizer.step()
+            result += p.tolist()
+        return result
+
+    def test_plain(self, cls: Any) -> None:
+        # m = v = (0.5, 0.5), over 1 - 0.5: u = (1, 1) of norm 1.414213562
+        # ratio = 5 / 1.414213562 = 3.535533906; p = (3 - 0.3535533906, 4 - 0.3535533906)
+        # m = v = (0.75, 0.25), over 1 - 0.25: (1, 1/3); u = (1, 0.5773502692) of norm 1.154700538
+        # ratio = 4.505580155 / 1.154700538 = 3.901946873
+        # p = (2.646446609 - 0.3901946873, 3.646446609 - 0.2252790077)
+        assert self._two_steps(cls) == pytest.approx(
+            [2.646446609406726, 3.646446609406726, 2.256251922118821, 3.421167601664692], rel=1e-14
+        )
+
+    def test_weight_decay(self, cls: Any) -> None:
+        # u = (1 + 0.5 * 3, 1 + 0.5 * 4) = (2.5, 3) of norm 3.905124838; ratio = 1.280368799
+        # p = (3 - 0.3200921998, 4 - 0.3841106398)
+        # u = (1 + 0.5 * 2.679907800, 0.5773502692 + 0.5 * 3.615889360)
+        #   = (2.339953900, 2.385294949) of norm 3.341409321; ratio = 4.500729017 / 3.341409321
+        # p = (2.679907800 - 0.1346955307 * 2.339953900, 3.615889360 - 0.1346955307 * 2.385294949)
+        assert self._two_steps(cls, weight_decay=0.5) == pytest.approx(
+            [2.679907800167760, 3.615889360201312, 2.364726467839617, 3.294600791188926], rel=1e-14
+        )
+
+    def test_without_bias_correction_and_averaging(self, cls: Any) -> None:
+        # m = (1, 1), v = (0.5, 0.5): m / sqrt(v) = 1.414213562
+        # u = (1.414213562 + 0.5 * 3, 1.414213562 + 0.5 * 4) of norm 4.488818880
+        # ratio = 5 / 4.488818880 = 1.113878758
+        # p = (3 - 0.1113878758 * 2.914213562, 4 - 0.1113878758 * 3.414213562)
+        # m = (1.5, 0.5), v = (0.75, 0.25): m / sqrt(v) = (1.732050808, 1)
+        # u = (1.732050808 + 0.5 * 2.675391942, 1 + 0.5 * 3.619698004) of norm 4.161561810
+        # ratio = 4.501103829 / 4.161561810 = 1.081590046
+        # p = (2.675391942 - 0.1081590046 * 3.069746778, 3.619698004 - 0.1081590046 * 2.809849002)
+        result = self._two_steps(cls, weight_decay=0.5, bias_correction=False, grad_averaging=False)
+        assert result == pytest.approx(
+            [2.675391941584273, 3.619698003671330, 2.343371185684998, 3.315787532576902], rel=1e-14
+        )
+
+    def test_trust_clip(self, cls: Any) -> None:
+        # Both ratios of test_plain are above 1, so 1: p = (3 - 0.1, 4 - 0.1);
+        # p = (2.9 - 0.1, 3.9 - 0.05773502692)
+        assert self._two_steps(cls, trust_clip=True) == pytest.approx(
+            [2.9, 3.9, 2.8, 3.842264973081037], rel=1e-14
+        )
+
+    def test_never_adapted_without_weight_decay(self, cls: Any) -> None:
+        # Adam's steps: the same numbers.
+        assert self._two_steps(cls, always_adapt=False) == pytest.approx(
+            [2.9, 3.9, 2.8, 3.842264973081037], rel=1e-14
+        )
+
+    def test_decoupled_decay(self, cls: Any) -> None:
+        # p shrinks by 1 - 0.1 * 0.5 to (2.85, 3.8), of norm 4.75; ratio = 3.358757211
+        # p = (2.85 - 0.3358757211, 3.8 - 0.3358757211)
+        # p shrinks to (2.388418065, 3.290918065), of norm 4.066286090; ratio = 3.521507053
+        # p = (2.388418065 - 0.3521507053, 3.290918065 - 0.2033143045)
+        assert self._two_steps(cls, weight_decay=0.5, decoupled_decay=True) == pytest.approx(
+            [2.514124278936389, 3.464124278936389, 2.036267359712236, 3.087603760502384], rel=1e-14
+        )
+
+    def test_maximize(self, cls: Any) -> None:
+        # test_plain, the other way: p = (3 + 0.3535533906, 4 + 0.3535533906)
+        first = self._two_steps(cls, maximize=True)[:2]
+        assert first == pytest.approx([3.353553390593274, 4.353553390593274], rel=1e-14)
+
+
+class TestRatio:
+    """The ratio is 1 where a norm is zero, and of one tensor whatever its chunks."""
+
+    @pytest.mark.parametrize("dtype", LAMB.dtypes, ids=configuration_id)
+    def test_parameter_of_zeros(self, dtype: torch.dtype) -> None:
+        p = Parameter(torch.zeros(40_000, dtype=dtype))
+        p.grad = torch.ones_like(p)
+        FusedLamb([p], lr=0.5, eps=0.0).step()
+        torch.testing.assert_close(p.detach(), torch.full_like(p, -0.5))
+
+    @pytest.mark.parametrize("dtype", LAMB.dtypes, ids=configuration_id)
+    def test_update_of_zeros(self, dtype: torch.dtype) -> None:
+        p = Parameter(torch.randn(40_000).to(dtype))
+        before = p.detach().clone()
+        p.grad = torch.zeros_like(p)
+        FusedLamb([p], lr=0.5).step()
+        assert torch.equal(p, before)
+
+    def test_each_tensor_has_its_own(self) -> None:
+        params = [Parameter(torch.full((n,), value)) for n, value in ((100_000, 4.0), (3, 0.5))]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        FusedLamb(params, lr=0.25, eps=0.0).step()
+        # The update is 1 everywhere, so a tensor of one value has that value for its ratio.
+        torch.testing.assert_close(params[0].detach(), torch.full((100_000,), 3.0))
+        torch.testing.assert_close(params[1].detach(), torch.full((3,), 0.375))
+
+    @pytest.mark.parametrize("place", [0, 32_767, 32_768, 99_999])
+    def test_one_element_that_decides_a_norm(self, place: int) -> None:
+        """Wherever it is: a chunk has 32 Ki elements."""
+        p = Parameter(torch.zeros(100_000, dtype=torch.float64))
+        p.grad = torch.zeros_like(p)
+        with torch.no_grad():
+            p[place], p.grad[place] = 8.0, 2.0
+        FusedLamb([p], lr=0.25, weight_decay=0.5).step()
+        # u = 1 + 0.5 * 8 = 5, and the ratio is 8 / 5.
+        expected = torch.zeros_like(p)
+        expected[place] = 8 - 0.25 * 8
+        torch.testing.assert_close(p.detach(), expected)
+
+    def test_always_adapt_asks_for_the_weight_decay_of_the_group(self) -> None:
+        params = [Parameter(torch.full((1000,), 4.0)) for _ in range(2)]
+        optimizer = FusedLamb(
+            [{"params": [p], "weight_decay": decay} for p, decay in zip(params, (0.0, 0.25))],
+            lr=0.25,
+            always_adapt=False,
+        )
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        # u is 1, and 1 + 0.25 * 4 = 2, with a ratio of 4 / 2.
+        torch.testing.assert_close(params[0].detach(), torch.full((1000,), 4 - 0.25))
+        torch.testing.assert_close(params[1].detach(), torch.full((1000,), 4 - 0.25 * 2 * 2))
+
+
+def test_batches_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors go through the three kernels in portions that fit into a cache."""
+    launches = []
+    launch = LaunchBlock.launch
+    monkeypatch.setattr(
+        LaunchBlock,
+        "launch",
+        lambda block, *rows: (launches.append(block.kernel.module.name), launch(block, *rows)),
+    )
+    sizes = [0, 200_000, 70_000, 1, 0, 300_000, 17, 200_000, 0]
+    pair = SideBySide(LAMB, LAMB.kwargs[-1], [Parameter(torch.randn(n)) for n in sizes])
+    for _ in range(2):
+        launches.clear()
+        pair.set_gradients()
+        pair.step()
+        pair.assert_equal()
+    batch = ["lamb_moments_f32", "lamb_ratio_f32", "lamb_update_f32"]
+    assert len(launches) > 3
+    assert launches == batch * (len(launches) // 3)
+
+
+def test_nothing_but_empty_tensors() -> None:
+    params = [Parameter(torch.ones(shape)) for shape in ((0,), (3, 0))]
+    optimizer = FusedLamb(params, weight_decay=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params] == [1, 1]
+
+
+def test_gradient_stays() -> None:
+    """IPEX's Lamb overwrites it with the update."""
+    p = Parameter(torch.randn(1000))
+    p.grad = torch.randn_like(p)
+    before, version = p.grad.clone(), p.grad._version
+    FusedLamb([p], weight_decay=0.1).step()
+    assert torch.equal(p.grad, before)
+    assert p.grad._version == version
+
+
+def test_options_of_a_group_changed_later() -> None:
+    pair = SideBySide(LAMB, {"lr": 0.1}, [Parameter(torch.randn(1000)) for _ in range(3)])
+    for change in (
+        {"trust_clip": True},
+        {"always_adapt": False},
+        {"weight_decay": 0.1},
+        {"decoupled_decay": True},
+        {"bias_correction": False, "grad_averaging": False, "trust_clip": False},
+        {"maximize": True},
+    ):
+        for optimizer in (pair.ours, pair.torchs):
+            optimizer.param_groups[0].update(change)
+        pair.set_gradients()
+        pair.step()
+        pair.assert_equal()
+
+
+def test_steps_are_counted_for_each_parameter() -> None:
+    params = [Parameter(torch.randn(5)) for _ in range(3)]
+    pair = SideBySide(LAMB, LAMB.kwargs[-1], params)
+    for skip in ([], [1], [1, 2], []):
+        pair.set_gradients(skip=skip)
+        pair.step()
+        pair.assert_equal()
+    assert [int(pair.ours.state[p]["step"]) for p in params] == [4, 2, 3]
+
+
+def test_without_torchs_options() -> None:
+    """Lamb is not torch's, so it does not take what would ask for another implementation."""
+    for option in ("foreach", "capturable", "differentiable"):
+        with pytest.raises(TypeError, match=option):
+            FusedLamb([Parameter(torch.ones(1))], **{option: True})

@@ -1,0 +1,665 @@
+"""Sparse gradients, as those of embeddings: by row, against torch in float64."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from fusedoptim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedSGD, SplitSGD
+from fusedoptim._tensors import Candidate, check_candidate
+from tests.fusedoptim.helpers import SideBySide, assert_within, exact_values, widened
+from tests.optimizer_cases import ALL_CASES
+
+Kwargs = dict[str, Any]
+TRAIL = "trail"
+
+SGD: tuple[Kwargs, ...] = (
+    {"lr": 0.1},
+    {"lr": torch.tensor(0.1), "maximize": True},
+    {"lr": 0.1, "momentum": 0.9},
+    {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+    {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    {"lr": 0.1, "momentum": 0.9, "maximize": True},
+)
+ADAGRAD: tuple[Kwargs, ...] = (
+    {"lr": 0.1},
+    {"lr": 0.1, "lr_decay": 0.1},
+    {"lr": 0.1, "maximize": True, "initial_accumulator_value": 0.5, "eps": 1e-6},
+)
+CONFIGURATIONS = [
+    *((FusedSGD, kwargs) for kwargs in SGD),
+    *((FusedAdagrad, kwargs) for kwargs in ADAGRAD),
+]
+SPLIT = [
+    *((SplitSGD, kwargs) for kwargs in SGD),
+    *((FusedAdagrad, kwargs | {"split": True}) for kwargs in ADAGRAD),
+]
+SOME = [CONFIGURATIONS[3], CONFIGURATIONS[7], SPLIT[3], SPLIT[7]]
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def _id(value: object) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{k}={v.item() if torch.is_tensor(v) else v}" for k, v in value.items())
+    return getattr(value, "__name__", str(value).removeprefix("torch."))
+
+
+def _each(configurations: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("cls", "kwargs"), configurations, ids=_id)
+
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=_id)
+
+
+@pytest.fixture(autouse=True)
+def _checked_invariants() -> Iterator[None]:
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        yield
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Eighths up to 1: the sum of 32 of them is exact in every dtype."""
+    eighths = torch.randint(-8, 9, (*shape, 2), dtype=torch.float64) / 8
+    if dtype.is_complex:
+        return torch.view_as_complex(eighths).to(dtype)
+    return eighths[..., 0].to(dtype)
+
+
+def _gradient(table: Tensor, rows: list[int] | Tensor) -> Tensor:
+    """A gradient of the named rows, which may occur more than once and in any order."""
+    indices = torch.as_tensor(rows, dtype=torch.long).reshape(1, -1)
+    values = _values((indices.shape[1], *table.shape[1:]), table.dtype)
+    return torch.sparse_coo_tensor(indices, values, table.shape)
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.detach().resolve_conj().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _snapshot(optimizer: Optimizer) -> list[Any]:
+    """Copies of all that a step may write."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [
+        (p.detach().clone(), p._version, copy.deepcopy(optimizer.state.get(p, {}))) for p in params
+    ]
+
+
+def _assert_unchanged(optimizer: Optimizer, before: list[Any]) -> None:
+    for (p, version, state), (old, old_version, old_state) in zip(_snapshot(optimizer), before):
+        assert _bits(p) == _bits(old)
+        assert version == old_version
+        assert state.keys() == old_state.keys()
+        for key, value in state.items():
+            assert torch.equal(_dense(value), _dense(old_state[key]))
+
+
+class _Pair(SideBySide):
+    """An optimizer with sparse gradients, and torch's, in float64, with sparse and dense ones."""
+
+    def __init__(self, cls: type[Any], kwargs: Kwargs, params: list[Parameter]):
+        always: Kwargs = {"split": True} if kwargs.get("split") else {}
+        kwargs = {key: value for key, value in kwargs.items() if key != "split"}
+        case = next(case for case in ALL_CASES if case.cls is cls and case.always == always)
+        super().__init__(case, kwargs, params)
+        self.sparse = [Parameter(p.detach().clone()) for p in self.references]
+        self.sparse_torchs = case.make_reference(self.sparse, **self.kwargs)
+        # torch squares complex values in sparse gradients, and their parts in dense ones.
+        self.takes_sparse = not (self.dtype.is_complex and cls is FusedAdagrad)
+
+    def step_with(self, *grads: Tensor | None) -> None:
+        """Step each with its form of these gradients."""
+        for p, dense, sparse, grad in zip(self.params, self.references, self.sparse, grads):
+            p.grad = grad
+            wide = None if grad is None else widened(grad)
+            sparse.grad = wide
+            dense.grad = wide.to_dense() if wide is not None and wide.is_sparse else wide
+        if self.ours.max_grad_norm is not None:
+            clip_grad_norm_(self.references, self.ours.max_grad_norm)
+        self.step()
+        if self.takes_sparse:
+            self.sparse_torchs.step()
+
+    def assert_equal(self) -> None:
+        """Values are the dense reference's, and which rows have state is the sparse one's."""
+        values = exact_values(self.ours)
+        for p, reference, sparse in zip(self.params, self.references, self.sparse):
+            errors = self._errors.get(reference, {})
+            assert_within(values[p], reference, errors.get("param", 0.0), "parameter")
+            if self.case.is_split:
+                assert torch.equal(p.view(torch.int16), _upper_half(values[p]))
+            state, expected = self.ours.state.get(p, {}), self.torchs.state.get(reference, {})
+            assert set(state) - {TRAIL} == set(expected)
+            for key, value in expected.items():
+                error = 0.0 if key == "step" else errors.get(key, 0.0)
+                assert_within(_dense(state[key]), value, error, key)
+            if self.takes_sparse:
+                torch.testing.assert_close(sparse, reference)
+                for key, value in self.sparse_torchs.state.get(sparse, {}).items():
+                    torch.testing.assert_close(_dense(value), expected[key])
+                    if value.is_sparse and state[key].is_sparse:
+                        rows = state[key].coalesce().indices()
+                        assert torch.equal(rows, value.coalesce().indices())
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def _upper_half(values: Tensor) -> Tensor:
+    return (values.contiguous().view(torch.int32) >> 16).to(torch.int16)
+
+
+def _table(rows: int, *width: int, dtype: torch.dtype = torch.float32) -> Parameter:
+    return Parameter(torch.randn(rows, *width, dtype=torch.float64).to(dtype))
+
+
+def _table_for(kwargs: Kwargs, cls: type[Any], rows: int, *width: int) -> Parameter:
+    split = cls is SplitSGD or kwargs.get("split")
+    return _table(rows, *width, dtype=torch.bfloat16 if split else torch.float32)
+
+
+class TestParity:
+    """Parameters and state equal torch's in float64."""
+
+    @each_dtype
+    @_each(CONFIGURATIONS)
+    def test_rows_of_all_kinds(self, cls: type[Any], kwargs: Kwargs, dtype: torch.dtype) -> None:
+        """Duplicates, other rows at each step, none, all in disorder; torch's momentum has all."""
+        pair = _Pair(cls, kwargs, [_table(20, 5, dtype=dtype)])
+        (p,) = pair.params
+        for rows in ([7, 3, 7, 7], [19, 3, 0], [], torch.randperm(20), [4, 4], [0]):
+            pair.step_with(_gradient(p, rows))
+            pair.assert_equal()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=_id)
+    @_each(SPLIT)
+    def test_split(self, cls: type[Any], kwargs: Kwargs, dtype: torch.dtype) -> None:
+        pair = _Pair(cls, kwargs, [_table(20, 5, dtype=dtype)])
+        (p,) = pair.params
+        assert p.dtype == torch.bfloat16
+        for rows in ([7, 3, 7, 7], [19, 3, 0], [], torch.randperm(20), [4, 4], [0]):
+            pair.step_with(_gradient(p, rows))
+            pair.assert_equal()
+
+    @pytest.mark.parametrize("width", [1, 15, 16, 17, 64, 1000, 32769, 70001])
+    @_each(SOME)
+    def test_row_widths(self, cls: type[Any], kwargs: Kwargs, width: int) -> None:
+        """Around the SIMD width, and longer than one chunk."""
+        pair = _Pair(cls, kwargs, [_table_for(kwargs, cls, 6, width)])
+        for rows in ([5, 0, 5], [1, 5]):
+            pair.step_with(_gradient(pair.params[0], rows))
+            pair.assert_equal()
+
+    @_each(SOME)
+    def test_many_rows(self, cls: type[Any], kwargs: Kwargs) -> None:
+        pair = _Pair(cls, kwargs, [_table_for(kwargs, cls, 30_000, 3)])
+        for _ in range(3):
+            pair.step_with(_gradient(pair.params[0], torch.randperm(30_000)[:10_000]))
+        pair.assert_equal()
+
+    @_each(SOME)
+    @pytest.mark.parametrize("shape", [(9,), (4, 5), (2, 3, 4), (4, 0), (0, 4)], ids=str)
+    def test_sparse_and_dense_dimensions(
+        self, cls: type[Any], kwargs: Kwargs, shape: tuple[int, ...]
+    ) -> None:
+        """From one sparse dimension, the rest dense, to all sparse."""
+        for sparse_dim in range(1, len(shape) + 1):
+            pair = _Pair(cls, kwargs, [_table_for(kwargs, cls, *shape)])
+            (p,) = pair.params
+            for _ in range(3):
+                count = 4 if p.numel() else 0
+                sizes = shape[:sparse_dim]
+                indices = torch.stack([torch.randint(max(n, 1), (count,)) for n in sizes])
+                values = _values((count, *shape[sparse_dim:]), p.dtype)
+                pair.step_with(torch.sparse_coo_tensor(indices, values, shape))
+                pair.assert_equal()
+
+    @_each(SOME)
+    @pytest.mark.parametrize("mode", ["embedding", "sum", "mean"])
+    def test_gradients_of_layers(self, cls: type[Any], kwargs: Kwargs, mode: str) -> None:
+        pair = _Pair(cls, kwargs, [_table_for(kwargs, cls, 12, 8)])
+        (p,) = pair.params
+        if mode == "embedding":
+            layer: torch.nn.Module = torch.nn.Embedding(12, 8, sparse=True, _weight=p.data)
+        else:
+            layer = torch.nn.EmbeddingBag(12, 8, sparse=True, mode=mode, _weight=p.data)
+        layer.weight = p
+        for _ in range(3):
+            p.grad = None
+            out = layer(torch.randint(12, (6, 4)))
+            out.backward(_values(tuple(out.shape), p.dtype))
+            assert p.grad is not None
+            assert p.grad.is_sparse
+            pair.step_with(p.grad)
+            pair.assert_equal()
+
+    @_each(SOME)
+    def test_several_tables_and_dense_parameters(self, cls: type[Any], kwargs: Kwargs) -> None:
+        shapes = ((20, 5), (7, 16), (3, 3), (20, 1))
+        pair = _Pair(cls, kwargs, [_table_for(kwargs, cls, *shape) for shape in shapes])
+        for i in range(4):
+            grads: list[Tensor | None] = [
+                _values(tuple(p.shape), p.dtype)
+                if j == 2
+                else _gradient(p, torch.randint(len(p), (5,)))
+                for j, p in enumerate(pair.params)
+            ]
+            if i == 2:
+                grads[0] = grads[2] = None
+            pair.step_with(*grads)
+            pair.assert_equal()
+
+    @_each(SOME)
+    @pytest.mark.parametrize("layout", ["transposed", "strided", "offset"])
+    def test_table_in_odd_memory(self, cls: type[Any], kwargs: Kwargs, layout: str) -> None:
+        made = {
+            "transposed": lambda p: p.data.t().contiguous().t(),
+            "strided": lambda p: p.data.repeat_interleave(2, 1)[:, ::2],
+            "offset": lambda p: torch.cat([p.data, p.data, p.data])[10:20],
+        }
+        p = _table_for(kwargs, cls, 10, 6)
+        p.data = made[layout](p)
+        pair = _Pair(cls, kwargs, [p])
+        for rows in ([1, 1, 9], [0, 1], []):
+            pair.step_with(_gradient(p, rows))
+            pair.assert_equal()
+
+    @_each(SOME)
+    def test_memory_beside_the_table_stays(self, cls: type[Any], kwargs: Kwargs) -> None:
+        whole = _table_for(kwargs, cls, 30, 17).detach()
+        before = whole.clone()
+        p = Parameter(whole[10:20])
+        optimizer = cls([p], **kwargs)
+        for rows in (range(10), [0, 9]):
+            p.grad = _gradient(p, list(rows))
+            optimizer.step()
+        assert _bits(whole[:10]) == _bits(before[:10])
+        assert _bits(whole[20:]) == _bits(before[20:])
+
+    @_each([*CONFIGURATIONS, *SPLIT])
+    @pytest.mark.parametrize("first", ["sparse", "dense"])
+    def test_sparse_and_dense_gradients_in_turn(
+        self, cls: type[Any], kwargs: Kwargs, first: str
+    ) -> None:
+        """torch cannot add a dense gradient to a sparse momentum; all dense, it is the same."""
+        pair = _Pair(cls, kwargs, [_table_for(kwargs, cls, 10, 6)])
+        pair.takes_sparse = False
+        (p,) = pair.params
+        for i in range(5):
+            grad = _gradient(p, [2, 2, 7, i])
+            sparse = (i % 2 == 0) == (first == "sparse")
+            pair.step_with(grad if sparse else grad.to_dense())
+            pair.assert_equal()
+
+    def test_lazily_conjugated_values(self) -> None:
+        pair = _Pair(FusedSGD, {"lr": 0.1}, [_table(6, 4, dtype=torch.complex64)])
+        grad = _gradient(pair.params[0], [3, 1])
+        pair.step_with(torch.sparse_coo_tensor(grad._indices(), grad._values().conj(), grad.shape))
+        pair.assert_equal()
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=_id)
+    @pytest.mark.parametrize("cls", [FusedSGD, SplitSGD])
+    def test_a_row_that_occurs_a_thousand_times(self, cls: type[Any], dtype: torch.dtype) -> None:
+        """In 16 bits the sum of ones stops at 256 (bfloat16) and 2048 (float16)."""
+        if cls is SplitSGD and dtype != torch.bfloat16:
+            pytest.skip("split parameters are bfloat16")
+        p = Parameter(torch.zeros(3, 2, dtype=dtype))
+        p.grad = torch.sparse_coo_tensor(
+            torch.ones(1, 4096, dtype=torch.long), torch.ones(4096, 2, dtype=dtype), (3, 2)
+        )
+        cls([p], lr=0.5).step()
+        assert p.tolist() == [[0.0, 0.0], [-2048.0, -2048.0], [0.0, 0.0]]
+
+    def test_zero_dimensional_parameter(self) -> None:
+        p = Parameter(torch.tensor(1.0))
+        p.grad = torch.tensor(0.5).to_sparse()
+        FusedSGD([p], lr=0.5).step()
+        assert p.item() == 0.75
+
+
+class TestWhatChanges:
+    """The touched rows, all of their halves, and nothing else."""
+
+    ODD = (float("nan"), -float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, 1e38, -3.0)
+
+    @_each([*CONFIGURATIONS, *SPLIT])
+    def test_untouched_rows_keep_their_bits(self, cls: type[Any], kwargs: Kwargs) -> None:
+        p = Parameter(torch.tensor([self.ODD] * 6))
+        optimizer = cls([p], **kwargs)
+        (before,) = optimizer.master_params()  # type: ignore[attr-defined]
+        state = {k: v.clone() for k, v in optimizer.state.get(p, {}).items()}
+        for rows in ([1, 4, 1], [4]):
+            p.grad = _gradient(p, rows)
+            optimizer.step()
+        (after,) = optimizer.master_params()  # type: ignore[attr-defined]
+        untouched = [0, 2, 3, 5]
+        assert _bits(after[untouched]) == _bits(before[untouched])
+        for key in ("sum", TRAIL):
+            if key in state:
+                assert _bits(optimizer.state[p][key][untouched]) == _bits(state[key][untouched])
+        assert not torch.equal(after[[1, 4], -1], before[[1, 4], -1])
+        if "sum" in state:
+            assert not torch.equal(optimizer.state[p]["sum"][[1, 4]], state["sum"][[1, 4]])
+
+    @pytest.mark.parametrize("layout", ["rows", "columns"])
+    def test_untouched_rows_without_eps(self, layout: str) -> None:
+        """Their gradient is none, not 0 / 0."""
+        p = Parameter(torch.zeros(2, 3).t() if layout == "columns" else torch.zeros(3, 2))
+        p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2))
+        FusedAdagrad([p], lr=1.0, eps=0).step()
+        assert p.tolist() == [[0.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]
+
+    @_each([SPLIT[0], SPLIT[3], SPLIT[6]])
+    def test_both_halves_change(self, cls: type[Any], kwargs: Kwargs) -> None:
+        p = Parameter(torch.full((4, 3), 1.0))
+        optimizer = cls([p], **(kwargs | {"lr": 0.01}))
+        p.grad = torch.sparse_coo_tensor([[2]], torch.full((1, 3), 0.7).bfloat16(), (4, 3))
+        optimizer.step()
+        assert (p[2] != 1).all()
+        assert (optimizer.state[p][TRAIL][2] != 0).all()
+        assert (p[[0, 1, 3]] == 1).all()
+        assert (optimizer.state[p][TRAIL][[0, 1, 3]] == 0).all()
+
+    def test_updates_too_small_for_bfloat16_add_up(self) -> None:
+        p = Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
+        optimizer = SplitSGD([p], lr=2.0**-12)
+        for _ in range(64):
+            p.grad = torch.sparse_coo_tensor([[2]], torch.ones(1, 3).bfloat16(), (4, 3))
+            optimizer.step()
+        (master,) = optimizer.master_params()
+        assert master[2].tolist() == [1 - 2.0**-6] * 3
+
+    @_each(SOME)
+    def test_gradient_keeps_its_values(self, cls: type[Any], kwargs: Kwargs) -> None:
+        p = _table_for(kwargs, cls, 10, 6)
+        optimizer = cls([p], **kwargs)
+        for rows in ([3, 1, 3], [1, 3]):
+            grad = p.grad = _gradient(p, rows)
+            before = grad.clone()
+            for _ in range(2):
+                optimizer.step()
+            assert p.grad is grad
+            assert not grad.is_coalesced()
+            assert torch.equal(grad._indices(), before._indices())
+            assert torch.equal(grad._values(), before._values())
+
+    @_each(SOME)
+    def test_momentum_is_not_the_gradients_memory(self, cls: type[Any], kwargs: Kwargs) -> None:
+        """A coalesced gradient's values could be taken for the first buffer as they are."""
+        pair = _Pair(cls, kwargs, [_table_for(kwargs, cls, 10, 6)])
+        (p,) = pair.params
+        pair.step_with(_gradient(p, [1, 3]).coalesce())
+        p.grad._values().fill_(7)
+        pair.step_with(_gradient(p, [1, 3]).coalesce())
+        pair.assert_equal()
+
+    @_each(SOME)
+    def test_autograd_sees_the_write(self, cls: type[Any], kwargs: Kwargs) -> None:
+        p = _table_for(kwargs, cls, 10, 6)
+        optimizer = cls([p], **kwargs)
+        loss = (p * p).sum()
+        p.grad = _gradient(p, [1])
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_momentum_has_only_the_rows_that_were_touched(self) -> None:
+        p = _table(1000, 3)
+        optimizer = FusedSGD([p], lr=0.1, momentum=0.9)
+        for rows in ([5, 2], [999, 5]):
+            p.grad = _gradient(p, rows)
+            optimizer.step()
+        buffer = optimizer.state[p]["momentum_buffer"]
+        assert buffer.is_sparse
+        assert buffer.is_coalesced()
+        assert buffer.shape == p.shape
+        assert buffer.indices().tolist() == [[2, 5, 999]]
+
+
+class TestRefused:
+    """An error before anything is written, to dense parameters of the same optimizer either."""
+
+    @staticmethod
+    def _assert_refused(
+        optimizer: Optimizer, error: type[Exception], message: str, exactly: bool = False
+    ) -> None:
+        before = _snapshot(optimizer)
+        with pytest.raises(error, match=message) as raised:
+            optimizer.step()
+        if exactly:
+            assert str(raised.value) == message
+        _assert_unchanged(optimizer, before)
+
+    @pytest.mark.parametrize("sparse_first", [True, False])
+    @pytest.mark.parametrize(
+        ("cls", "kwargs", "message"),
+        [
+            (FusedSGD, {"weight_decay": 0.1}, r"weight_decay=0\.1"),
+            (FusedSGD, {"weight_decay": 0.1, "momentum": 0.9}, r"weight_decay=0\.1"),
+            (SplitSGD, {"weight_decay": 0.1}, r"weight_decay=0\.1"),
+            (
+                FusedAdagrad,
+                {"weight_decay": 0.1},
+                "weight_decay option is not compatible with sparse gradients",
+            ),
+            (
+                FusedAdam,
+                {},
+                "Adam does not support sparse gradients, please consider SparseAdam instead",
+            ),
+            (
+                FusedAdamW,
+                {"amsgrad": True},
+                "Adam does not support sparse gradients, please consider SparseAdam instead",
+            ),
+            (FusedLamb, {}, "Lamb does not support sparse gradients"),
+        ],
+        ids=_id,
+    )
+    def test_by_the_optimizer(
+        self, cls: type[Any], kwargs: Kwargs, message: str, sparse_first: bool
+    ) -> None:
+        table, dense = _table(10, 6), _table(5, 5)
+        params = [table, dense] if sparse_first else [dense, table]
+        optimizer = cls(params, lr=0.1, **kwargs)
+        for _ in range(2):
+            table.grad, dense.grad = _gradient(table, [3, 3]), torch.randn(5, 5).to(dense.dtype)
+            self._assert_refused(optimizer, RuntimeError, message, exactly="\\" not in message)
+            table.grad = None  # then, the same after a step
+            optimizer.step()
+
+    @_each(SOME)
+    def test_rows_that_do_not_exist(self, cls: type[Any], kwargs: Kwargs) -> None:
+        p = _table_for(kwargs, cls, 4, 2)
+        optimizer = cls([p], **kwargs)
+        p.grad = torch.sparse_coo_tensor(
+            [[0, 4]], torch.ones(2, 2, dtype=p.dtype), (4, 2), check_invariants=False
+        )
+        self._assert_refused(optimizer, (ValueError, RuntimeError, IndexError), ".")
+
+    def test_gradient_of_another_shape(self) -> None:
+        p = _table(6, 2)
+        optimizer = FusedSGD([p], lr=0.1)
+        p.grad = _gradient(p, [1])
+        p.data = p.data.reshape(4, 3)
+        self._assert_refused(optimizer, RuntimeError, r"gradient whose shape differs: \(6, 2\)")
+
+    def test_gradient_of_another_dtype(self) -> None:
+        p = _table(6, 2)
+        optimizer = FusedAdagrad([p], lr=0.1)
+        p.grad = _gradient(p, [1])
+        p.data = p.data.double()
+        self._assert_refused(optimizer, RuntimeError, "gradient whose dtype differs: torch.float32")
+
+    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+    def test_compressed_rows(self) -> None:
+        """torch itself refuses to assign one to a strided parameter."""
+        p = _table(6, 2)
+        grad = torch.ones(6, 2).to_sparse_csr()
+        with pytest.raises(RuntimeError, match="different type"):
+            p.grad = grad
+        with pytest.raises(TypeError, match=r"layout torch\.sparse_csr; make it strided or COO"):
+            check_candidate("FusedSGD", Candidate(p, grad, "parameter 0"))
+
+    def test_other_dimensions_than_the_momentum(self) -> None:
+        """torch: "expected 'self' and 'other' to have same density"."""
+        whole = torch.randn(16, 2)  # a write beyond the parameter would be seen, not crash
+        p = Parameter(whole[:4])
+        optimizer = FusedSGD([p], lr=0.1, momentum=0.9)
+        p.grad = _gradient(p, [1, 3])
+        optimizer.step()
+        p.grad = torch.eye(4)[:, :2].to_sparse()
+        before = whole.clone()
+        self._assert_refused(optimizer, RuntimeError, ".")
+        assert torch.equal(whole, before)
+
+    def test_momentum_of_another_model(self) -> None:
+        larger = _table(12, 2)
+        other = FusedSGD([larger], lr=0.1, momentum=0.9)
+        larger.grad = _gradient(larger, [3, 11])
+        other.step()
+        whole = torch.randn(16, 2)
+        p = Parameter(whole[:4])
+        optimizer = FusedSGD([p], lr=0.1)
+        optimizer.load_state_dict(other.state_dict())
+        p.grad = _gradient(p, [1])
+        before = whole.clone()
+        self._assert_refused(optimizer, ValueError, r"shape \(12, 2\)")
+        assert torch.equal(whole, before)
+
+
+class TestState:
+    """Sparse momentum in and out of the process."""
+
+    ROWS = ([7, 3, 7], [19, 3], [0, 7])
+
+    @pytest.mark.parametrize("dampening", [0.0, 0.5])
+    def test_state_dict_moves_both_ways(self, dampening: float) -> None:
+        kwargs = {"lr": 0.1, "momentum": 0.9, "dampening": dampening}
+        pair = _Pair(FusedSGD, kwargs, [_table(20, 5, dtype=torch.float64)])
+        (p,) = pair.params
+        for rows in self.ROWS:
+            pair.step_with(_gradient(p, rows))
+        ours, torchs = pair.ours.state_dict(), pair.sparse_torchs.state_dict()
+        pair.ours = FusedSGD(pair.params)
+        pair.sparse_torchs = torch.optim.SGD(pair.sparse, foreach=False)
+        pair.ours.load_state_dict(torchs)
+        pair.sparse_torchs.load_state_dict(ours)
+        for rows in self.ROWS:
+            pair.step_with(_gradient(p, rows))
+            pair.assert_equal()
+
+    @pytest.mark.parametrize("dtype", DTYPES[:4], ids=_id)
+    @pytest.mark.parametrize("how", ["file", "deepcopy", "pickle"])
+    def test_copies_take_the_same_steps(self, dtype: torch.dtype, how: str) -> None:
+        p = _table(20, 5, dtype=dtype)
+        optimizer = FusedSGD([p], lr=0.1, momentum=0.9)
+        p.grad = _gradient(p, [7, 3])
+        optimizer.step()
+        if how == "file":
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            twin = FusedSGD([Parameter(p.detach().clone())])
+            twin.load_state_dict(torch.load(file))
+        elif how == "deepcopy":
+            twin = copy.deepcopy(optimizer)
+        else:
+            twin = pickle.loads(pickle.dumps(optimizer))
+        (q,) = twin.param_groups[0]["params"]
+        assert q is not p
+        for rows in self.ROWS:
+            p.grad = _gradient(p, rows)
+            q.grad = p.grad.clone()
+            optimizer.step()
+            twin.step()
+        assert torch.equal(p, q)
+        for a, b in zip(optimizer.state[p].values(), twin.state[q].values()):
+            assert (
+                a.dtype == b.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            )
+            assert torch.equal(a.to_dense(), b.to_dense())
+
+    @_each(SPLIT)
+    def test_split_goes_through_a_file(self, cls: type[Any], kwargs: Kwargs) -> None:
+        p = _table(20, 5)
+        q = Parameter(p.detach().clone())
+        optimizer, twin = (cls([param], **kwargs) for param in (p, q))
+        for i, rows in enumerate(self.ROWS):
+            p.grad = _gradient(p, rows)
+            q.grad = p.grad.clone()
+            optimizer.step()
+            twin.step()
+            if i == 0:
+                saved = copy.deepcopy(twin.state_dict())
+                twin = cls([q], lr=0.7, **({"split": True} if "split" in kwargs else {}))
+                twin.load_state_dict(saved)
+        assert torch.equal(p, q)
+        assert torch.equal(optimizer.state[p][TRAIL], twin.state[q][TRAIL])
+
+    def test_state_taken_away_between_steps(self) -> None:
+        pair = _Pair(FusedSGD, {"lr": 0.1, "momentum": 0.9}, [_table(20, 5)])
+        (p,) = pair.params
+        for rows in self.ROWS:
+            pair.step_with(_gradient(p, rows))
+            for optimizer in (pair.ours, pair.torchs, pair.sparse_torchs):
+                optimizer.state.clear()
+            pair._errors[pair.references[0]].pop("momentum_buffer")
+        pair.step_with(_gradient(p, [1]))
+        pair.assert_equal()
+
+
+class TestClipping:
+    """max_grad_norm takes the norm of the summed rows, over sparse and dense parameters."""
+
+    @pytest.mark.parametrize("limit", [0.5, 1e3])
+    @each_dtype
+    @_each([CONFIGURATIONS[0], CONFIGURATIONS[3], CONFIGURATIONS[7]])
+    def test_clips_as_by_hand(
+        self, cls: type[Any], kwargs: Kwargs, dtype: torch.dtype, limit: float
+    ) -> None:
+        """torch has no norm of sparse gradients: the reference is all dense."""
+        params = [_table(20, 5, dtype=dtype), _table(4, 4, dtype=dtype), _table(9, 3, dtype=dtype)]
+        pair = _Pair(cls, kwargs, params)
+        pair.ours.max_grad_norm = limit
+        pair.takes_sparse = False
+        for _ in range(3):
+            grads = [
+                _gradient(params[0], [7, 3, 7, 7]),
+                _values((4, 4), dtype),
+                _gradient(params[2], [1]),
+            ]
+            before = [g.to_dense() for g in grads]
+            pair.step_with(*grads)
+            pair.assert_equal()
+            for grad, old in zip(grads, before):
+                assert torch.equal(grad.to_dense(), old)
+
+    @_each(SOME)
+    def test_below_the_limit_it_is_as_without(self, cls: type[Any], kwargs: Kwargs) -> None:
+        p = _table_for(kwargs, cls, 10, 6)
+        q = Parameter(p.detach().clone())
+        optimizers = [cls([p], **kwargs), cls([q], max_grad_norm=1e6, **kwargs)]
+        for rows in ([1, 1, 9], [0, 1], []):
+            p.grad = _gradient(p, rows)
+            q.grad = p.grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert _bits(p) == _bits(q)

@@ -1,0 +1,375 @@
+"""What is particular to SplitSGD, and to split=True of the others."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fusedoptim import FusedSGD, SplitSGD
+from tests.fusedoptim.helpers import (
+    LAYOUTS,
+    assert_same_state,
+    exact_values,
+    make_params,
+    snapshot,
+)
+from tests.optimizer_cases import SPLIT_CASES, SPLIT_SGD, OptimizerCase, configuration_id
+
+CASES = (SPLIT_SGD, *SPLIT_CASES)
+each_case = pytest.mark.parametrize("case", CASES, ids=configuration_id)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.int32)
+
+
+def _upper_half(values: Tensor) -> Tensor:
+    """The bfloat16 that is the first 16 bits of a float32: truncated, not rounded."""
+    return (_bits(values) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _through_a_file(state_dict: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+class TestByHand:
+    """1 + 2^-7 + 2^-8 is between two bfloat16 numbers, 1 + 2^-7 and 1 + 2^-6."""
+
+    def test_truncated_not_rounded(self) -> None:
+        p = Parameter(torch.tensor([1 + 2**-7 + 2**-8]))
+        optimizer = SplitSGD([p], lr=0.5)
+        assert p.item() == 1 + 2**-7
+        assert optimizer.state[p]["trail"].tolist() == [-(2**15)]  # 0x8000, half a unit
+        (master,) = optimizer.master_params()
+        assert master.item() == 1 + 2**-7 + 2**-8
+
+    def test_small_steps_add_up(self) -> None:
+        p = Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer = SplitSGD([p], lr=2.0**-10)
+        for i in range(1, 17):
+            p.grad = -torch.ones_like(p)
+            optimizer.step()
+            (master,) = optimizer.master_params()
+            assert master.tolist() == [1 + i * 2**-10] * 3
+            # A unit is 2^-7: it is reached by the eighth step.
+            assert p.tolist() == [1 + i // 8 * 2**-7] * 3
+            assert optimizer.state[p]["trail"].tolist() == [_signed(i % 8 << 13)] * 3
+
+    def test_momentum(self) -> None:
+        # b = 0.5; 1 - 0.1 * 0.5; then b = 0.9 * 0.5 + 0.25 = 0.7; 0.95 - 0.07
+        p = Parameter(torch.tensor([1.0]))
+        optimizer = SplitSGD([p], lr=0.1, momentum=0.9)
+        for grad, expected in ((0.5, 0.95), (0.25, 0.88)):
+            p.grad = torch.tensor([grad], dtype=torch.bfloat16)
+            optimizer.step()
+            (master,) = optimizer.master_params()
+            torch.testing.assert_close(master, torch.tensor([expected]))
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**16 if bits >= 2**15 else bits
+
+
+class TestConversion:
+    @each_case
+    def test_float32_model_is_converted_in_place(self, case: OptimizerCase) -> None:
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), torch.nn.Linear(4, 2)
+        )
+        params = list(model.parameters())
+        before = [p.detach().clone() for p in params]
+        optimizer = case.make(model.parameters(), lr=0.1)
+        held = optimizer.param_groups[0]["params"]
+        for p, now, kept, values in zip(params, model.parameters(), held, before):
+            assert p is now
+            assert p is kept
+            assert (p.dtype, p.requires_grad, p.is_leaf) == (torch.bfloat16, True, True)
+            assert p.stride() == values.stride()
+            assert optimizer.state[p]["trail"].dtype == torch.int16
+            assert torch.equal(_upper_half(values), p)
+            assert torch.equal(_bits(exact_values(optimizer)[p]), _bits(values))
+
+    def test_all_kinds_of_bits(self) -> None:
+        """NaNs with their payloads, infinities, zeros, subnormals."""
+        bits = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int64).to(torch.int32)
+        special = torch.tensor([0, 1, 0x7F800000, 0x7F800001, 0x7FFFFFFF, 0x007FFFFF, 0xFFFF])
+        bits[:7] = special
+        bits[7:14] = special.to(torch.int32) | -(2**31)
+        p = Parameter(bits.view(torch.float32).clone())
+        optimizer = SplitSGD([p], lr=0.1)
+        (master,) = optimizer.master_params()
+        assert torch.equal(master.view(torch.int32), bits)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_layouts(self, layout: str) -> None:
+        (p,) = make_params(torch.float32, [layout])
+        before = p.detach().clone()
+        optimizer = SplitSGD([p], lr=0.1)
+        (master,) = optimizer.master_params()
+        assert torch.equal(master, before)
+        assert optimizer.state[p]["trail"].shape == p.shape
+
+    @each_case
+    def test_bfloat16_model_begins_with_zeros(self, case: OptimizerCase) -> None:
+        (p,) = make_params(torch.bfloat16, ["channels_last"])
+        address, before = p.data_ptr(), p.detach().clone()
+        optimizer = case.make([p], lr=0.1)
+        assert p.data_ptr() == address
+        assert torch.equal(p, before)
+        assert not optimizer.state[p]["trail"].any()
+        (master,) = optimizer.master_params()
+        assert torch.equal(master, before.float())
+
+    @each_case
+    @pytest.mark.parametrize(
+        "dtype", [torch.float16, torch.float64, torch.complex64], ids=configuration_id
+    )
+    def test_other_dtypes(self, case: OptimizerCase, dtype: torch.dtype) -> None:
+        good = Parameter(torch.randn(5))
+        before = good.detach().clone()
+        bad = Parameter(torch.ones(3, dtype=dtype))
+        message = rf"{case.name}: parameter .*{dtype}.*model\.float\(\) or model\.bfloat16\(\)"
+        for params in ([good, bad], [{"params": [good]}, {"params": [bad]}]):
+            with pytest.raises(TypeError, match=message):
+                case.make(params, lr=0.1)
+            assert good.dtype == torch.float32
+            assert torch.equal(good, before)
+
+    @each_case
+    def test_invalid_argument(self, case: OptimizerCase) -> None:
+        for kwargs in (*case.invalid_kwargs, *case.refused_kwargs, {"max_grad_norm": -1.0}):
+            p = Parameter(torch.randn(5))
+            with pytest.raises((ValueError, RuntimeError)):
+                case.make([p], **kwargs)
+            assert p.dtype == torch.float32
+
+    @each_case
+    def test_group_added_later(self, case: OptimizerCase) -> None:
+        first, second = (Parameter(torch.randn(5)) for _ in range(2))
+        before = second.detach().clone()
+        optimizer = case.make([first], **case.kwargs[-1])
+        for bad in (Parameter(torch.ones(3, dtype=torch.float16)), Parameter(torch.ones(3).half())):
+            with pytest.raises(TypeError, match=r"torch\.float16"):
+                optimizer.add_param_group({"params": [second, bad]})
+            assert second.dtype == torch.float32
+            assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": [second]})
+        assert second.dtype == torch.bfloat16
+        assert torch.equal(exact_values(optimizer)[second], before)
+        for p in (first, second):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert not torch.equal(exact_values(optimizer)[second], before)
+
+    def test_gradient_from_before(self) -> None:
+        p = Parameter(torch.randn(5))
+        p.grad = torch.full((5,), 0.5)
+        optimizer = SplitSGD([p], lr=1.0)
+        assert p.grad.dtype == torch.bfloat16
+        before = exact_values(optimizer)[p]
+        optimizer.step()
+        torch.testing.assert_close(exact_values(optimizer)[p], before - 0.5)
+
+    def test_tied_parameters(self) -> None:
+        """One Parameter in two modules is one; two that share memory cannot be split."""
+        model = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(2)])
+        model[1].weight = model[0].weight
+        SplitSGD(model.parameters(), lr=0.1)
+        assert model[1].weight is model[0].weight
+        assert model[1].weight.dtype == torch.bfloat16
+
+
+class TestStep:
+    @pytest.mark.parametrize("momentum", [0.0, 0.9])
+    def test_equals_float32(self, momentum: float) -> None:
+        """The bits of FusedSGD on float32 parameters, with the same gradients."""
+        params = make_params(torch.float32)
+        wide = [Parameter(p.detach().clone()) for p in params]
+        kwargs: Any = {"lr": 0.1, "momentum": momentum, "weight_decay": 0.01}
+        ours, reference = SplitSGD(params, **kwargs), FusedSGD(wide, **kwargs)
+        for _ in range(4):
+            for p, w in zip(params, wide):
+                p.grad = torch.randn_like(p)
+                w.grad = p.grad.float()
+            ours.step()
+            reference.step()
+        for p, w, master in zip(params, wide, ours.master_params()):
+            assert torch.equal(master, w)
+            assert torch.equal(p.contiguous(), _upper_half(w))
+            for key, value in reference.state[w].items():
+                assert torch.equal(ours.state[p][key], value)
+
+    def test_master_params_are_copies(self) -> None:
+        p = Parameter(torch.randn(5))
+        optimizer = SplitSGD([p], lr=0.1)
+        before = exact_values(optimizer)[p].clone()
+        (master,) = optimizer.master_params()
+        assert not master.requires_grad
+        master.zero_()
+        assert torch.equal(exact_values(optimizer)[p], before)
+
+    def test_master_params_of_an_optimizer_that_is_not_split(self) -> None:
+        params = make_params(torch.bfloat16, ["17", "strided"])
+        optimizer = FusedSGD([{"params": [p]} for p in params], lr=0.1)
+        for p, master in zip(params, optimizer.master_params()):
+            assert master.dtype == torch.bfloat16
+            assert torch.equal(master, p)
+            assert master.data_ptr() != p.data_ptr()
+
+    @each_case
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=configuration_id)
+    def test_model_converted_later(self, case: OptimizerCase, dtype: torch.dtype) -> None:
+        """A parameter that is no upper half any more is refused, before anything is written."""
+        for stepped in (False, True):
+            p = Parameter(torch.randn(40))
+            optimizer = case.make([p], **case.kwargs[-1])
+            if stepped:
+                p.grad = torch.ones_like(p)
+                optimizer.step()
+            p.data = p.data.to(dtype)
+            p.grad = torch.ones(40, dtype=dtype)
+            before, state = p.detach().clone(), snapshot(optimizer)
+            with pytest.raises((TypeError, RuntimeError), match=rf"parameter 0 .*{dtype}"):
+                optimizer.step()
+            assert torch.equal(p, before)
+            assert_same_state(optimizer, state)
+
+    def test_four_bytes_a_weight(self) -> None:
+        p = Parameter(torch.randn(1000))
+        optimizer = SplitSGD([p], lr=0.1)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        tensors = [p, *optimizer.state[p].values()]
+        assert sum(t.untyped_storage().nbytes() for t in tensors) == 4 * p.numel()
+        gc.collect()
+        floats = [o for o in gc.get_objects() if type(o) is Tensor and o.shape == p.shape]
+        assert not any(t.dtype == torch.float32 for t in floats)
+
+
+class TestCheckpoints:
+    @each_case
+    def test_resume_is_exact(self, case: OptimizerCase) -> None:
+        """Model and optimizer, made anew from files, go on as if nothing had happened."""
+        layouts = ["17", "strided", "channels_last", "empty", "0-d", "65537"]
+        params = make_params(torch.float32, layouts)
+        optimizer = case.make(params, **case.kwargs[-1])
+        resumed = optimizer
+        copies = params
+        for i in range(4):
+            grads = [torch.randn_like(p) for p in params]
+            if i == 2:
+                files = _through_a_file([p.detach() for p in params])
+                copies = [Parameter(values) for values in files]
+                resumed = case.make(copies, lr=0.5)
+                resumed.load_state_dict(_through_a_file(optimizer.state_dict()))
+            for ps, o in ((params, optimizer), (copies, resumed)):
+                for p, grad in zip(ps, grads):
+                    p.grad = grad.clone()
+                if o is not optimizer or ps is params:
+                    o.step()
+                if copies is params:
+                    break
+        for p, c in zip(params, copies):
+            assert torch.equal(p, c)
+            assert torch.equal(_bits(exact_values(optimizer)[p]), _bits(exact_values(resumed)[c]))
+            assert optimizer.state[p].keys() == resumed.state[c].keys()
+            for key, value in optimizer.state[p].items():
+                assert torch.equal(resumed.state[c][key], value)
+
+    @each_case
+    def test_checkpoint_of_no_step(self, case: OptimizerCase) -> None:
+        p = Parameter(torch.randn(1000))
+        optimizer = case.make([p], **case.kwargs[-1])
+        q = Parameter(p.detach().clone())
+        other = case.make([q])
+        other.load_state_dict(_through_a_file(optimizer.state_dict()))
+        assert torch.equal(exact_values(other)[q], exact_values(optimizer)[p])
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+        optimizer.step()
+        other.step()
+        assert torch.equal(exact_values(other)[q], exact_values(optimizer)[p])
+
+    def test_checkpoint_of_torchs_sgd(self) -> None:
+        """Of a float32 model: the momentum's bits, and the lower halves stay as they are."""
+        params = make_params(torch.float32, ["17", "channels_last"])
+        wide = [Parameter(p.detach().clone()) for p in params]
+        torchs = torch.optim.SGD(wide, lr=0.1, momentum=0.9)
+        for p in wide:
+            p.grad = torch.randn_like(p)
+        torchs.step()
+        for p, w in zip(params, wide):
+            p.data.copy_(w.detach())
+        optimizer = SplitSGD(params, lr=0.5, momentum=0.5)
+        trails = [optimizer.state[p]["trail"].clone() for p in params]
+        optimizer.load_state_dict(_through_a_file(torchs.state_dict()))
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+        for p, w, trail in zip(params, wide, trails):
+            assert torch.equal(exact_values(optimizer)[p], w)
+            assert torch.equal(optimizer.state[p]["trail"], trail)
+            buffer = optimizer.state[p]["momentum_buffer"]
+            assert buffer.dtype == torch.float32
+            assert torch.equal(buffer, torchs.state[w]["momentum_buffer"])
+
+    @each_case
+    @pytest.mark.parametrize("damage", ["lost", "shape", "dtype", "no state"])
+    def test_damaged(self, case: OptimizerCase, damage: str) -> None:
+        params = [Parameter(torch.randn(5)) for _ in range(2)]
+        optimizer = case.make(params, **case.kwargs[-1])
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        checkpoint = copy.deepcopy(optimizer.state_dict())
+        checkpoint["param_groups"][0]["lr"] = 0.75
+        if damage == "no state":
+            del checkpoint["state"][1]
+        elif damage == "lost":
+            del checkpoint["state"][1]["trail"]
+        else:
+            bad = {"shape": torch.zeros(6, dtype=torch.int16), "dtype": torch.zeros(5)}
+            checkpoint["state"][1]["trail"] = bad[damage]
+        groups, state = copy.deepcopy(optimizer.state_dict()["param_groups"]), snapshot(optimizer)
+        before = [p.detach().clone() for p in params]
+        with pytest.raises(ValueError, match=rf"{case.name}: .*'trail' of parameter 1"):
+            optimizer.load_state_dict(checkpoint)
+        assert optimizer.state_dict()["param_groups"] == groups
+        assert_same_state(optimizer, state)
+        assert all(torch.equal(p, values) for p, values in zip(params, before))
+        optimizer.step()
+
+    @each_case
+    def test_trail_taken_away(self, case: OptimizerCase) -> None:
+        p = Parameter(torch.randn(5))
+        optimizer = case.make([p], **case.kwargs[-1])
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        del optimizer.state[p]["trail"]
+        before = p.detach().clone()
+        with pytest.raises(ValueError, match="lost its lower half"):
+            optimizer.step()
+        assert torch.equal(p, before)
+
+    @each_case
+    @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+    def test_copies_have_both_halves(self, case: OptimizerCase, how: Any) -> None:
+        p = Parameter(torch.randn(1000))
+        optimizer = case.make([p], **case.kwargs[-1])
+        twin = how(optimizer)
+        (q,) = twin.param_groups[0]["params"]
+        for _ in range(2):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+            optimizer.step()
+            twin.step()
+        assert torch.equal(exact_values(twin)[q], exact_values(optimizer)[p])
