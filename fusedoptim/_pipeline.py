@@ -1,9 +1,8 @@
 """The kernels of one update over the same chunks, in cache-sized batches.
 
 Most updates are one kernel, launched once. Lamb's are three, of which the last reads again what the
-first has read and written: tensors go through all three in batches that the cache holds, and each
-kernel walks a batch backwards with respect to the one before, as the cache holds the end of a
-tensor that is larger.
+first has read and written: tensors go through all three in batches, so that a batch of small ones
+is still in the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ import torch
 from fusedoptim._launch import Chunks, Kernel, LaunchBlock
 from fusedoptim.kernels.language import Role
 
-# Bytes of the tensors in a batch.
+# Bytes of the tensors in a batch. Lamb on 480 tensors of 100,000 elements takes 60 ms; 63 ms in one
+# batch, as nothing is cached then, and 77 ms in batches of 2 MiB, for the launches. Tensors beyond
+# the second-level cache gain nothing, walked forwards or backwards (two cores with 1 MiB each).
 _BATCH = 4 * 1024 * 1024
 _ALL = slice(None), slice(None)
 
@@ -26,8 +27,8 @@ class _Stage(NamedTuple):
     """One kernel of an update."""
 
     block: LaunchBlock
-    order: Any
-    """The chunk of each row; None if a row is a whole tensor."""
+    by_tensor: bool
+    """Whether a row is a whole tensor rather than a chunk."""
 
 
 class Pipeline:
@@ -54,27 +55,24 @@ class Pipeline:
         )
         self._stages: list[_Stage] = []
         real = torch.float64 if kernels[0].real == np.float64 else torch.float32
-        order = np.arange(len(chunks.owner))
         sums: torch.Tensor | None = None
         results = torch.empty(len(chunks.counts), dtype=real, device=device)
         for kernel in kernels:
             roles = {role: name for name, role in kernel.module.row}
             by_tensor = Role.CHUNK_SUMS in roles
-            block = LaunchBlock(kernel, chunks.counts if by_tensor else chunks.lengths[order])
-            self._stages.append(_Stage(block, None if by_tensor else order))
+            block = LaunchBlock(kernel, chunks.counts if by_tensor else chunks.lengths)
+            self._stages.append(_Stage(block, by_tensor))
             if Role.SUMS in roles:
                 # One more than there are chunks: where the sums of an empty last tensor would be.
                 shape = (block.rows + 1, kernel.module.sums)
                 sums = torch.empty(shape, dtype=real, device=device)
-                block.write(roles[Role.SUMS], places(sums)[order])
+                block.write(roles[Role.SUMS], places(sums)[:-1])
             if Role.CHUNK_SUMS in roles and sums is not None:
                 block.write(roles[Role.CHUNK_SUMS], places(sums)[chunks.first])
             if Role.RESULT in roles:
                 block.write(roles[Role.RESULT], places(results))
             if Role.ROW_RESULT in roles:
-                block.write(roles[Role.ROW_RESULT], places(results)[chunks.owner[order]])
-            if not by_tensor:
-                order = np.concatenate([order[part][::-1] for _, part in self._batches])
+                block.write(roles[Role.ROW_RESULT], places(results)[chunks.owner])
         self._scratch = (sums, results)
 
     def _in_batches(self, most: int) -> Iterator[tuple[slice, slice]]:
@@ -90,9 +88,9 @@ class Pipeline:
 
     def write(self, column: str, values: Any) -> None:
         """Set one argument of all chunks, to one value or one for each, in each kernel with it."""
-        for block, order in self._stages:
-            if order is not None and column in block.kernel.row_names:
-                block.write(column, values if np.ndim(values) == 0 else values[order])
+        for block, by_tensor in self._stages:
+            if not by_tensor and column in block.kernel.row_names:
+                block.write(column, values)
 
     def write_head(self, values: Mapping[str, Any]) -> None:
         """Set the arguments that are the same for all chunks."""
@@ -102,8 +100,8 @@ class Pipeline:
     def launch(self) -> None:
         """Submit all kernels; on a GPU, return while they run."""
         for tensors, chunks in self._batches:
-            for block, order in self._stages:
-                block.launch(tensors if order is None else chunks)
+            for block, by_tensor in self._stages:
+                block.launch(tensors if by_tensor else chunks)
 
     def wait_on_host(self) -> None:
         """On the CPU device, return when the last kernel has ended."""
