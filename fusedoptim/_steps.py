@@ -18,6 +18,8 @@ from torch import Tensor
 State = dict[str, Any]
 KEY = "step"
 
+_COUNT = operator.itemgetter(KEY)
+
 
 class StepCounts:
     """How many steps each of some parameters has taken."""
@@ -33,7 +35,7 @@ class StepCounts:
     def are_held_by(self, states: Sequence[State]) -> bool:
         """Whether each state's count still is the one of here."""
         try:
-            return all(map(operator.is_, [state[KEY] for state in states], self.views))
+            return all(map(operator.is_, map(_COUNT, states), self.views))
         except KeyError:
             return False
 
