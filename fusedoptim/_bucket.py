@@ -178,21 +178,21 @@ class Bucket:
     def launch(
         self,
         numbers: Numbers,
-        row_numbers: Callable[[Any], Numbers],
+        step_numbers: Callable[[Any], Numbers],
         grad_factor: Tensor,
     ) -> None:
         """Start the update.
 
         Args:
             numbers: the step's scalars and flags.
-            row_numbers: gives, from the parameters' step counts, the scalars that depend on them.
+            step_numbers: gives, from the parameters' step counts, the scalars that depend on them.
             grad_factor: by which gradients are multiplied: one value on the bucket's device.
         """
         for run in self._runs:
             for param, target in run.copied:
                 target.copy_(param.detach())
         if self._steps is not None:
-            for column, values in row_numbers(self._steps.next()).items():
+            for column, values in step_numbers(self._steps.next()).items():
                 by_chunk = values[0] if len(values) == 1 else values[self._chunks.owner]
                 self._pipeline.write(column, by_chunk)
         self._grad_factor = grad_factor  # kept until the launch has ended
