@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -102,6 +103,19 @@ class _GroupRecipe(NamedTuple):
         return self.optimizer._initial_state(self.group, name, target, dtype)
 
 
+def _bucket(
+    recipe: _GroupRecipe,
+    members: list[Candidate],
+    states: dict[Tensor, Any],
+    fresh: Sequence[bool] | None = None,
+) -> Bucket | SparseBucket:
+    """What updates ``members``: a bucket for dense gradients, or one for a sparse gradient."""
+    if members[0].grad.layout is torch.strided:
+        return Bucket(recipe, members, states, fresh)
+    (candidate,) = members
+    return SparseBucket(recipe, candidate, states)
+
+
 class _Plan:
     """One group's parameters as they were at some step, sorted into buckets."""
 
@@ -111,37 +125,35 @@ class _Plan:
         self._ids = list(map(id, group["params"]))
         self._idle = [p for p in group["params"] if p.grad is None]
         recipe = _GroupRecipe(optimizer, group, kernels)
-        dense: list[Candidate] = []
-        sparse: list[Candidate] = []
+        candidates: list[Candidate] = []
         for candidate in optimizer._candidates(group):
             check_candidate(recipe.name, candidate)
             if optimizer.split:
                 _split.check_half(recipe.name, candidate)
-            if candidate.grad.layout is torch.strided:
-                dense.append(candidate)
-                continue
-            optimizer._check_sparse(group, candidate)
-            if SparseBucket.takes(recipe, candidate, optimizer.state):
-                sparse.append(candidate)
+            if candidate.grad.layout is not torch.strided:
+                optimizer._check_sparse(group, candidate)
+                if not SparseBucket.takes(recipe, candidate, optimizer.state):
+                    candidate = candidate._replace(grad=candidate.grad.to_dense())
+            candidates.append(candidate)
+        members: dict[Any, list[Candidate]] = {}
+        met: set[int] = set()
+        for candidate, turn in zip(candidates, turns([c.param for c in candidates])):
+            p = candidate.param
+            alone = len(met) if candidate.grad.layout is not torch.strided else -1
+            key = (turn, id(p) in met, alone, p.device, p.dtype)
+            members.setdefault(key, []).append(candidate)
+            met.add(id(p))
+        self.buckets: list[Bucket | SparseBucket] = []
+        self.later: list[tuple[list[Candidate], Bucket | SparseBucket, bool]] = []
+        """Parameters that share memory with some of ``buckets``, in order of their turns; what
+        would update them now; and whether they are in an earlier turn themselves."""
+        for key in sorted(members, key=operator.itemgetter(0)):
+            turn, is_repeated, *_ = key
+            bucket = _bucket(recipe, members[key], optimizer.state)
+            if turn == 0 and not is_repeated:
+                self.buckets.append(bucket)
             else:
-                dense.append(candidate._replace(grad=candidate.grad.to_dense()))
-        by_key: dict[Any, list[Candidate]] = {}
-        for candidate, turn in zip(dense, turns([candidate.param for candidate in dense])):
-            key = (turn, candidate.param.device, candidate.param.dtype)
-            by_key.setdefault(key, []).append(candidate)
-        first = [members for (turn, *_), members in by_key.items() if turn == 0]
-        self.buckets: list[Bucket | SparseBucket] = [
-            Bucket(recipe, members, optimizer.state) for members in first
-        ]
-        self.buckets += [SparseBucket(recipe, candidate, optimizer.state) for candidate in sparse]
-        later = sorted((key[0], i) for i, key in enumerate(by_key) if key[0] > 0)
-        members_of = list(by_key.values())
-        self.recipe = recipe
-        self.later = [
-            (members_of[i], Bucket(recipe, members_of[i], optimizer.state).fresh) for _, i in later
-        ]
-        """Parameters that share memory with some of ``buckets``, in order of their turns, and
-        which of them had no state."""
+                self.later.append((members[key], bucket, is_repeated))
         self.elements = sum(bucket.elements for bucket in self.buckets)
 
     def refresh(self, group: Group, kernels: tuple[str, ...]) -> bool:
@@ -173,7 +185,7 @@ class FusedOptimizer(Optimizer):
     _plans: list[_Plan]
     _elements: int
     _state_ids: list[int] | None
-    """Of the dicts in ``state``, when last seen; a load or a reset makes new ones."""
+    """Of the keys and dicts in ``state``, when last seen; a load or a reset makes new ones."""
 
     def __init__(
         self,
@@ -239,6 +251,7 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_not_forked()  # before the lock, which a thread of the parent may have held
         with self._lock:
             self._update()
         return loss
@@ -251,7 +264,6 @@ class FusedOptimizer(Optimizer):
                 self._check_numbers(group)
         if getattr(self, "found_inf", False):  # a GradScaler's, a tensor
             return
-        check_not_forked()
         common = self._common_multiplier(plans)
         if self._elements >= WORTH_RELEASING:
             release_spinning_threads()
@@ -260,14 +272,18 @@ class FusedOptimizer(Optimizer):
             for group, plan, values in zip(self.param_groups, plans, numbers):
                 for bucket in plan.buckets:
                     self._launch(bucket, group, values, common, launched)
-                for members, fresh in plan.later:  # from what the turn before them made
+                recipe = _GroupRecipe(self, group, self._kernels(group))
+                for members, planned, _ in plan.later:  # from what the turn before them made
                     self._finish(launched)
-                    bucket = Bucket(plan.recipe, members, self.state, fresh)
+                    bucket = _bucket(recipe, members, self.state, planned.fresh)
                     self._launch(bucket, group, values, common, launched)
         finally:
             self._finish(launched)
         if self._state_ids is None:
-            self._state_ids = list(map(id, self.state.values()))
+            self._state_ids = self._ids_of_state()
+
+    def _ids_of_state(self) -> list[int]:
+        return [*map(id, self.state), *map(id, self.state.values())]
 
     def _launch(
         self,
@@ -298,7 +314,11 @@ class FusedOptimizer(Optimizer):
         squares = []
         if self.max_grad_norm is not None:
             _check_norm(self.max_grad_norm)
-            squares = [bucket.sum_of_squares() for plan in plans for bucket in plan.buckets]
+            for plan in plans:
+                squares += [bucket.sum_of_squares() for bucket in plan.buckets]
+                squares += [
+                    bucket.sum_of_squares() for _, bucket, repeated in plan.later if not repeated
+                ]
         return multiplier(grad_scale, squares, self.max_grad_norm)
 
     def _finish(self, buckets: list[Bucket | SparseBucket]) -> None:
@@ -314,7 +334,7 @@ class FusedOptimizer(Optimizer):
 
     def _current_plans(self) -> list[_Plan]:
         """The plan of each group, made anew where it no longer fits; writes no user's tensor."""
-        if list(map(id, self.state.values())) != self._state_ids:
+        if self._ids_of_state() != self._state_ids:
             self._forget_plans()
         for i, group in enumerate(self.param_groups):
             kernels = self._kernels(group)

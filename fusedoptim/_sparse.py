@@ -6,7 +6,7 @@ block. Rows that occur more than once in the gradient are summed first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -92,7 +92,9 @@ class SparseBucket:
         for name, buffer in self._sparse.items():
             if buffer is not None:
                 check_shape(recipe, candidate.name, name, buffer, self._param.shape)
+        self._dense_facts = facts_of(list(self._dense.values())) if self._dense else None
         self._row_flags = [name for name, role in row if role is Role.ROW_FLAG]
+        self.fresh: Sequence[bool] | None = None
         self._block: LaunchBlock | None = None
         self._launched = False
         self._is_committed = False
@@ -122,6 +124,7 @@ class SparseBucket:
             or not (self.copies or self._target.data_ptr() == param.data_ptr())
             or queue_of(self.device) is not self._kernel.queue
             or any(self._held.get(name) is not tensor for name, tensor in state.items())
+            or not (self._dense_facts is None or self._dense_facts.check(*self._dense.values()))
             or not (self._steps is None or self._steps.are_held_by([self._held]))
         ):
             return False

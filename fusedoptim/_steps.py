@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-State = dict[str, Any]
+from fusedoptim._tensors import State
+
 KEY = "step"
 
 _COUNT = operator.itemgetter(KEY)
@@ -27,8 +28,7 @@ class StepCounts:
     def __init__(self, states: Sequence[State]) -> None:
         """Copy the counts out of ``states``; a parameter without one has taken no step."""
         counts = [float(state.get(KEY, 0.0)) for state in states]
-        self._packed = torch.tensor(counts, dtype=torch.float32)
-        self._counts = self._packed.numpy()
+        self._packed = torch.tensor(counts, dtype=torch.float32, device="cpu")
         self.views: list[Tensor] = list(self._packed.unbind()) if counts else []
         """Each parameter's count, a 0-d float32 tensor on the CPU."""
 
@@ -41,7 +41,7 @@ class StepCounts:
 
     def next(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """The counts after the coming step; one for all, where they are equal."""
-        counts = self._counts
+        counts = self._packed.numpy()  # anew: share_memory_() of a view moves the memory of all
         if (counts == counts[0]).all():
             counts = counts[:1]
         return counts.astype(np.float64) + 1

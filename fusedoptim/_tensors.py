@@ -7,7 +7,6 @@ anything is written.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -165,26 +164,28 @@ class TensorRun:
         self._states: list[State] = []
         self._state_tensors: dict[str, list[Tensor]] = {}
         self._state_addresses: dict[str, list[int]] = {}
+        self._state_facts: dict[str, TensorGuards] = {}
 
     def set_states(self, states: list[State], names: Sequence[str]) -> None:
         """Record each parameter's state, of which a kernel updates the tensors of these names."""
         self._states = states
         self._state_tensors = {name: [state[name] for state in states] for name in names}
         self._state_addresses = {name: self.addresses_of(name) for name in names}
+        self._state_facts = {name: facts_of(self._state_tensors[name]) for name in names}
 
     def addresses_of(self, name: str) -> list[int]:
         """Where the state tensors called ``name`` are."""
         return list(map(Tensor.data_ptr, self._state_tensors[name]))
 
     def _has_same_state(self) -> bool:
-        for name, tensors in self._state_tensors.items():
+        for name, addresses in self._state_addresses.items():
             try:
                 now = list(map(operator.itemgetter(name), self._states))
             except KeyError:  # state was taken away
                 return False
-            if not all(map(operator.is_, now, tensors)):
+            if not self._state_facts[name].check(*now):
                 return False
-            if self.addresses_of(name) != self._state_addresses[name]:
+            if list(map(Tensor.data_ptr, now)) != addresses:
                 return False
         return True
 
@@ -229,13 +230,24 @@ def turns(params: Sequence[Tensor]) -> list[int]:
     another, is updated twice; one launch updates all its rows at once.
     """
     ranges = [_byte_range(p) for p in params]
-    in_order = sorted(r for r in ranges if r[0] < r[1])
-    if all(a[1] <= b[0] for a, b in itertools.pairwise(in_order)):
-        return [0] * len(params)
-    result: list[int] = []
-    for i, (start, end) in enumerate(ranges):
-        earlier = [turn for turn, (s, e) in zip(result, ranges[:i]) if max(s, start) < min(e, end)]
-        result.append(1 + max(earlier, default=-1))
+    result = [0] * len(params)
+    clusters: list[list[int]] = []
+    cluster_end = 0
+    for i in sorted(range(len(params)), key=ranges.__getitem__):
+        start, end = ranges[i]
+        if start == end:
+            continue
+        if clusters and start < cluster_end:
+            clusters[-1].append(i)
+        else:
+            clusters.append([i])
+        cluster_end = max(cluster_end, end)
+    for cluster in clusters:
+        cluster.sort()
+        for k, i in enumerate(cluster):
+            start, end = ranges[i]
+            earlier = [j for j in cluster[:k] if max(ranges[j][0], start) < min(ranges[j][1], end)]
+            result[i] = 1 + max((result[j] for j in earlier), default=-1)
     return result
 
 
