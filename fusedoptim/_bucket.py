@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._launch import Chunks, LaunchBlock, kernel_for
-from fusedoptim._pipeline import Pipeline, places
+from fusedoptim._launch import Chunks, LaunchBlock, kernel_for, row_places
+from fusedoptim._pipeline import Pipeline
 from fusedoptim._steps import KEY, StepCounts
 from fusedoptim._tensors import (
     DTYPES,
@@ -122,7 +122,9 @@ class Bucket:
         self._squares: Tensor | None = None
         self._write_addresses("param", [a for run in self._runs for a in run.addresses])
         for name in names:
-            self._write_addresses(name, [a for run in self._runs for a in run.addresses_of(name)])
+            self._write_addresses(
+                name, [a for run in self._runs for a in run.state_addresses[name]]
+            )
         for flag in self._row_flags:
             self._pipeline.write(flag, np.array(self.fresh, dtype=np.int64)[self._chunks.owner])
         self._grad_addresses: list[int] = []
@@ -170,7 +172,7 @@ class Bucket:
             self._norm = LaunchBlock(kernel, self._chunks.lengths)
             self._norm.write("grad", self._in_chunks("grad", self._grad_addresses))
             self._squares = torch.empty(self._norm.rows, dtype=self.real, device=self.device)
-            self._norm.write("sums", places(self._squares))
+            self._norm.write("sums", row_places(self._squares))
         self._norm.launch()
         self._norm.wait_on_host()
         return self._squares.sum()

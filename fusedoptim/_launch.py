@@ -15,15 +15,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from fusedoptim._modules import Module, load_module
 from fusedoptim.allocator import is_forked, load_dpctl
 from fusedoptim.kernels.language import Role
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 _WORD = 8
 _ALL = slice(None)
@@ -82,6 +86,18 @@ def kernel_for(queue: Any, name: str, dtype: str) -> Kernel:
     return Kernel(queue, load_module(name, dtype))
 
 
+def row_places(values: Tensor, rows: Indices | None = None, dims: int = 1) -> Indices:
+    """The address of each row, or of those ``rows``, of a contiguous tensor.
+
+    A row is what is left of it when the first ``dims`` dimensions are indexed.
+    """
+    if rows is None:
+        rows = np.arange(len(values), dtype=np.int64)
+    size = math.prod(values.shape[dims:]) * values.element_size()
+    base = np.array([values.data_ptr()], dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
+    return np.asarray(base + rows * size)
+
+
 class Chunks:
     """Tensors cut into pieces of at most so many elements, a row for each piece."""
 
@@ -105,7 +121,7 @@ class Chunks:
 class LaunchBlock:
     """The memory of a kernel's launches over given rows, written to only where it changes."""
 
-    def __init__(self, kernel: Kernel, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    def __init__(self, kernel: Kernel, lengths: Indices) -> None:
         """Lay out the rows.
 
         Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 import threading
@@ -443,7 +442,7 @@ class FusedOptimizer(Optimizer):
             >>> torch.equal(master, before)
             True
         """
-        for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+        for p in self._params():
             trail = self.state[p].get(TRAIL) if self.split else None
             yield p.detach().clone() if trail is None else _split.join(p, trail)
 

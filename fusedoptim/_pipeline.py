@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fusedoptim._launch import Chunks, Kernel, LaunchBlock
+from fusedoptim._launch import Chunks, Kernel, LaunchBlock, row_places
 from fusedoptim.kernels.language import Role
 
 # Bytes of the tensors in a batch. Lamb on 480 tensors of 100,000 elements takes 60 ms; 63 ms in one
@@ -66,13 +66,13 @@ class Pipeline:
                 # One more than there are chunks: where the sums of an empty last tensor would be.
                 shape = (block.rows + 1, kernel.module.sums)
                 sums = torch.empty(shape, dtype=real, device=device)
-                block.write(roles[Role.SUMS], places(sums)[:-1])
+                block.write(roles[Role.SUMS], row_places(sums)[:-1])
             if Role.CHUNK_SUMS in roles and sums is not None:
-                block.write(roles[Role.CHUNK_SUMS], places(sums)[chunks.first])
+                block.write(roles[Role.CHUNK_SUMS], row_places(sums)[chunks.first])
             if Role.RESULT in roles:
-                block.write(roles[Role.RESULT], places(results))
+                block.write(roles[Role.RESULT], row_places(results))
             if Role.ROW_RESULT in roles:
-                block.write(roles[Role.ROW_RESULT], places(results)[chunks.owner])
+                block.write(roles[Role.ROW_RESULT], row_places(results)[chunks.owner])
         self._scratch = (sums, results)
 
     def _in_batches(self, most: int) -> Iterator[tuple[slice, slice]]:
@@ -107,10 +107,3 @@ class Pipeline:
         """On the CPU device, return when the last kernel has ended."""
         for block, _ in self._stages:
             block.wait_on_host()
-
-
-def places(values: torch.Tensor) -> Any:
-    """The address of each of ``values``, or of each of its rows, of one size."""
-    step = values.stride(0) * values.element_size()
-    base = np.array([values.data_ptr()], dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
-    return base + step * np.arange(len(values), dtype=np.int64)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fusedoptim._bucket import Recipe, check_shape, queue_of, state_tensor, variant_of
-from fusedoptim._launch import Chunks, LaunchBlock, kernel_for
-from fusedoptim._sparse_gradient import Indices, SparseGradient, row_numbers, row_places
+from fusedoptim._launch import Chunks, Indices, LaunchBlock, kernel_for, row_places
+from fusedoptim._sparse_gradient import SparseGradient, row_numbers
 from fusedoptim._steps import KEY, StepCounts
 from fusedoptim._tensors import DTYPES, Candidate, State, facts_of, is_lazy
 from fusedoptim.kernels.language import Role
@@ -169,10 +169,12 @@ class SparseBucket:
         self._new: dict[str, Tensor] = {}
         for name, buffer in self._sparse.items():
             fresh = buffer is None
-            old = self._empty_buffer() if buffer is None else buffer.coalesce()
-            known = row_numbers(old.indices(), old.shape)
+            known, values = self._rows[:0], self._grad.values[:0]
+            if buffer is not None:
+                old = buffer.coalesce()
+                known, values = row_numbers(old.indices(), old.shape), old.values()
             self._rows = np.union1d(self._rows, known)
-            self._new[name] = _spread(old.values().to(self._state_dtype), known, self._rows)
+            self._new[name] = _spread(values.to(self._state_dtype), known, self._rows)
         return fresh
 
     def _write_rows(self) -> tuple[LaunchBlock, int]:
@@ -209,13 +211,13 @@ class SparseBucket:
             write(name, array, row_places(array))
         return block, count
 
-    def _empty_buffer(self) -> Tensor:
+    def _of_rows(self, rows: Indices, values: Tensor) -> Tensor:
+        """A coalesced tensor of the parameter's shape with ``values`` in these rows."""
         shape = self._param.shape
+        indices = np.stack(np.unravel_index(rows, shape[: self._grad.sparse_dim]))
         return torch.sparse_coo_tensor(
-            torch.empty((self._grad.sparse_dim, 0), dtype=torch.int64, device=self.device),
-            torch.empty(
-                (0, *shape[self._grad.sparse_dim :]), dtype=self._state_dtype, device=self.device
-            ),
+            torch.from_numpy(indices).to(self.device),
+            values,
             shape,
             is_coalesced=True,
             check_invariants=False,
@@ -233,16 +235,8 @@ class SparseBucket:
             if self.copies:
                 self._param.detach().copy_(self._target)
             made: State = dict(self._dense)
-            shape = self._param.shape
             for name, values in self._new.items():
-                indices = np.unravel_index(self._rows, shape[: self._grad.sparse_dim])
-                made[name] = torch.sparse_coo_tensor(
-                    torch.from_numpy(np.stack(indices)).to(self.device),
-                    values,
-                    shape,
-                    is_coalesced=True,
-                    check_invariants=False,
-                )
+                made[name] = self._of_rows(self._rows, values)
             if self._steps is not None:
                 self._steps.count_up()
                 (made[KEY],) = self._steps.views

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Indices = np.ndarray[Any, np.dtype[np.int64]]
+from fusedoptim._launch import Indices, row_places
 
 
 class SparseGradient:
@@ -88,15 +87,3 @@ def row_numbers(indices: Tensor, shape: torch.Size) -> Indices:
             "indices given to the embedding are below its number of rows"
         ) from None
     return np.asarray(numbers)
-
-
-def row_places(values: Tensor, rows: Indices | None = None, dims: int = 1) -> Indices:
-    """The address of each row, or of those ``rows``, of a contiguous tensor.
-
-    A row is what is left of it when the first ``dims`` dimensions are indexed.
-    """
-    if rows is None:
-        rows = np.arange(len(values), dtype=np.int64)
-    size = math.prod(values.shape[dims:]) * values.element_size()
-    base = np.array([values.data_ptr()], dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
-    return np.asarray(base + rows * size)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedoptim._tensors import TRAIL, Candidate, describe, turns
+from fusedoptim._tensors import TRAIL, Candidate, describe, has_shared_elements, turns
 
 
 def check(optimizer: str, params: Sequence[Tensor]) -> None:
@@ -34,7 +34,7 @@ def check(optimizer: str, params: Sequence[Tensor]) -> None:
             )
     once = list({id(p): p for p in params}.values())
     for p, turn in zip(once, turns(once)):
-        if turn or any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape)):
+        if turn or has_shared_elements(p):
             raise RuntimeError(
                 f"{optimizer}: a parameter of shape {tuple(p.shape)} has elements that share "
                 "memory, among themselves or with another parameter; clone() it first, or give "

@@ -83,7 +83,7 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
         raise TypeError(f"{what} has a dtype that is none of {known}; convert it, or {instead}")
     if param.numel() and param.data_ptr() == 0:
         raise TypeError(f"{what} is a {type(param).__name__} with no memory of its own; {instead}")
-    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape)):
+    if has_shared_elements(param):
         raise RuntimeError(
             f"{what} has elements that share memory (strides {param.stride()}); clone() it first"
         )
@@ -114,6 +114,11 @@ def same_order(a: Tensor, b: Tensor) -> bool:
             if dim in (None, a.dim())
         )
     )
+
+
+def has_shared_elements(tensor: Tensor) -> bool:
+    """Whether elements share memory, as those of an expanded tensor do."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
 
 
 def is_lazy(tensor: Tensor) -> bool:
@@ -162,23 +167,19 @@ class TensorRun:
         self.grad_addresses = list(map(Tensor.data_ptr, grads))
         self._empty = self.numels.count(0)
         self._states: list[State] = []
-        self._state_tensors: dict[str, list[Tensor]] = {}
-        self._state_addresses: dict[str, list[int]] = {}
+        self.state_addresses: dict[str, list[int]] = {}
         self._state_facts: dict[str, TensorGuards] = {}
 
     def set_states(self, states: list[State], names: Sequence[str]) -> None:
         """Record each parameter's state, of which a kernel updates the tensors of these names."""
         self._states = states
-        self._state_tensors = {name: [state[name] for state in states] for name in names}
-        self._state_addresses = {name: self.addresses_of(name) for name in names}
-        self._state_facts = {name: facts_of(self._state_tensors[name]) for name in names}
-
-    def addresses_of(self, name: str) -> list[int]:
-        """Where the state tensors called ``name`` are."""
-        return list(map(Tensor.data_ptr, self._state_tensors[name]))
+        for name in names:
+            tensors = [state[name] for state in states]
+            self.state_addresses[name] = list(map(Tensor.data_ptr, tensors))
+            self._state_facts[name] = facts_of(tensors)
 
     def _has_same_state(self) -> bool:
-        for name, addresses in self._state_addresses.items():
+        for name, addresses in self.state_addresses.items():
             try:
                 now = list(map(operator.itemgetter(name), self._states))
             except KeyError:  # state was taken away

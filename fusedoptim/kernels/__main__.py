@@ -1,4 +1,4 @@
-"""Build and check the compiled kernels: ``python -m fusedoptim.kernels build|check|verify``.
+"""Build and check the compiled kernels: ``python -m fusedoptim.kernels <command>``.
 
 build    compile every kernel to ``fusedoptim/spirv/`` and write the manifest ([jit] extra)
 check    fail if a source changed and its module did not, or a module is damaged (no compiler)
