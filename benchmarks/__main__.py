@@ -9,7 +9,7 @@ import argparse
 
 from benchmarks import _command, _processes
 
-NAMES = ("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping")
+NAMES = ("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping", "fragmentation")
 
 
 def main() -> None:

@@ -1,0 +1,277 @@
+"""How much memory pools hold beyond what is used: ``python -m benchmarks.fragmentation``.
+
+Allocations of random sizes and of recorded trainings, replayed on a simulated upstream; nothing is
+touched, and nothing is timed. Ours is the pool's own code. The others are the published rules of
+those allocators, written anew: which sizes they round to, what they split, how much they ask
+upstream for. Every seed of ``--rounds`` is another trace; a column "worst" has the worst of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from allocator._blocks import Heap
+from benchmarks import _command
+from benchmarks._allocation_traces import (
+    MIB,
+    Trace,
+    random_trace,
+    transformer_trace,
+    two_models_trace,
+)
+from benchmarks._output import Table
+
+_SEEDS = 3
+TRACES: dict[str, Callable[[int], Trace]] = {
+    "random": random_trace,
+    "transformer": transformer_trace,
+    "two models": two_models_trace,
+}
+"""By workload; each takes a seed."""
+
+
+class Upstream:
+    """Addresses without memory."""
+
+    def __init__(self) -> None:
+        self._next = MIB
+        self.reserved = 0
+        self.peak = 0
+        self.allocations = 0
+        self.releases = 0
+
+    def allocate(self, nbytes: int) -> tuple[int, int]:
+        """An address, and the bytes as the handle."""
+        address = self._next
+        self._next += nbytes + MIB  # a gap, so that no two segments are neighbours
+        self.reserved += nbytes
+        self.peak = max(self.peak, self.reserved)
+        self.allocations += 1
+        return address, nbytes
+
+    def release(self, handle: int) -> None:
+        """Take so many bytes back."""
+        self.reserved -= handle
+        self.releases += 1
+
+
+class Rules(NamedTuple):
+    """What an allocator does with sizes, in bytes."""
+
+    name: str
+    rounded: Callable[[int], int]
+    """from the bytes of a request."""
+    pool: Callable[[int], int]
+    """the number of the pool that serves a size."""
+    segment: Callable[[int, int], int]
+    """what is asked of upstream for a size, having asked for so much."""
+    splits: Callable[[int, int], bool]
+    """whether a block is split for a size with such a remainder."""
+    over_reserve: float | None = None
+    """of the peak: free segments go back above it; None if they never do."""
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _torch_segment(size: int, reserved: int) -> int:
+    if size <= MIB:
+        return 2 * MIB
+    return 20 * MIB if size < 10 * MIB else _round_up(size, 2 * MIB)
+
+
+TORCH = Rules(
+    "torch's rules",
+    rounded=lambda nbytes: _round_up(nbytes, 512),
+    pool=lambda size: size > MIB,
+    segment=_torch_segment,
+    splits=lambda size, rest: rest >= 512 if size <= MIB else rest > MIB,
+)
+OTHERS = (
+    TORCH,
+    TORCH._replace(name="torch's, bounded to 5%", over_reserve=0.05),
+    Rules(
+        "CuPy's rules",
+        rounded=lambda nbytes: _round_up(nbytes, 512),
+        pool=lambda size: 0,
+        segment=lambda size, reserved: size,
+        splits=lambda size, rest: rest > 0,
+    ),
+    Rules(
+        "RMM's pool's rules",
+        rounded=lambda nbytes: _round_up(nbytes, 256),
+        pool=lambda size: 0,
+        segment=max,
+        splits=lambda size, rest: rest > 0,
+    ),
+)
+
+
+class _Piece:
+    """A piece of a segment, whose neighbours are known."""
+
+    def __init__(self, pool: int, address: int, size: int) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.is_free = False
+        self.before: _Piece | None = None
+        self.after: _Piece | None = None
+
+
+class _RulesHeap:
+    """Best fit, splitting and merging, under the rules of one of the others."""
+
+    def __init__(self, upstream: Upstream, rules: Rules) -> None:
+        self._upstream = upstream
+        self._rules = rules
+        self._free: dict[int, list[tuple[int, int, _Piece]]] = {}
+        self._live = self._peak_live = 0
+
+    def allocate(self, nbytes: int) -> _Piece:
+        rules = self._rules
+        size = rules.rounded(nbytes)
+        free = self._free.setdefault(rules.pool(size), [])
+        index = bisect_left(free, (size,))
+        self._peak_live = max(self._peak_live, self._live + size)
+        piece = free.pop(index)[2] if index < len(free) else self._grow(size)
+        rest = piece.size - size
+        if rest and rules.splits(size, rest):
+            self._split(piece, size)
+        piece.is_free = False
+        self._live += piece.size
+        return piece
+
+    def free(self, piece: _Piece) -> None:
+        self._live -= piece.size
+        if piece.after is not None and piece.after.is_free:
+            self._take(piece.after)
+            self._merge(piece)
+        if piece.before is not None and piece.before.is_free:
+            piece = piece.before
+            self._take(piece)
+            self._merge(piece)
+        self._put(piece)
+
+    def _grow(self, size: int) -> _Piece:
+        nbytes = self._rules.segment(size, self._upstream.reserved)
+        if self._rules.over_reserve is not None:
+            self._give_back((1 + self._rules.over_reserve) * self._peak_live - nbytes)
+        address, _ = self._upstream.allocate(nbytes)
+        return _Piece(self._rules.pool(size), address, nbytes)
+
+    def _give_back(self, target: float) -> None:
+        for _, _, piece in sorted(itertools.chain(*self._free.values()), reverse=True):
+            if self._upstream.reserved <= target:
+                break
+            if piece.before is piece.after is None:
+                self._take(piece)
+                self._upstream.release(piece.size)
+
+    def _split(self, piece: _Piece, size: int) -> None:
+        rest = _Piece(piece.pool, piece.address + size, piece.size - size)
+        rest.before, rest.after = piece, piece.after
+        if piece.after is not None:
+            piece.after.before = rest
+        piece.after = rest
+        piece.size = size
+        self._put(rest)
+
+    def _merge(self, piece: _Piece) -> None:
+        """With the one behind it."""
+        absorbed = piece.after
+        assert absorbed is not None
+        piece.size += absorbed.size
+        piece.after = absorbed.after
+        if piece.after is not None:
+            piece.after.before = piece
+
+    def _put(self, piece: _Piece) -> None:
+        piece.is_free = True
+        insort(self._free[piece.pool], (piece.size, piece.address, piece))
+
+    def _take(self, piece: _Piece) -> None:
+        free = self._free[piece.pool]
+        del free[bisect_left(free, (piece.size, piece.address))]
+
+
+class Pool(Protocol):
+    """What a trace is replayed on."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """A block."""
+
+    def free(self, block: Any) -> None:
+        """Release the block."""
+
+
+POLICIES: dict[str, Callable[[Upstream], Pool]] = {"ours": Heap} | {
+    rules.name: functools.partial(_RulesHeap, rules=rules) for rules in OTHERS
+}
+
+
+class Outcome(NamedTuple):
+    """Of a trace on a pool."""
+
+    ratio: float
+    """Most reserved over most live."""
+    hits: float
+    """The part of the allocations that upstream did not see."""
+    upstream_calls: int
+
+
+def replay(trace: Trace, pool: Pool, upstream: Upstream) -> Outcome:
+    blocks: dict[int, Any] = {}
+    live = peak = allocations = misses = 0
+    for name, nbytes in trace:
+        if nbytes > 0:
+            before = upstream.allocations
+            blocks[name] = pool.allocate(nbytes)
+            misses += upstream.allocations > before
+            allocations += 1
+            live += _round_up(nbytes, 512)
+            peak = max(peak, live)
+        else:
+            pool.free(blocks.pop(name))
+            live -= _round_up(-nbytes, 512)
+    calls = upstream.allocations + upstream.releases
+    return Outcome(upstream.peak / peak, 1 - misses / allocations, calls)
+
+
+def compare(workload: str, rounds: int | None) -> Table:
+    traces = [TRACES[workload](seed) for seed in range(rounds or _SEEDS)]
+    rows = []
+    for name, pool in POLICIES.items():
+        upstreams = [Upstream() for _ in traces]
+        outcomes = [
+            replay(trace, pool(upstream), upstream) for trace, upstream in zip(traces, upstreams)
+        ]
+        ratios, hits, calls = zip(*outcomes)
+        rows.append(
+            [
+                name,
+                f"{statistics.median(ratios):.3f}",
+                f"{max(ratios):.3f}",
+                f"{statistics.median(hits):.2%}",
+                f"{min(hits):.2%}",
+                f"{statistics.median(calls):.0f}",
+                f"{max(calls)}",
+            ]
+        )
+    header = ["policy", "reserved/live", "worst", "hits", "worst", "upstream calls", "worst"]
+    events = statistics.median(map(len, traces))
+    return Table(f"{workload} ({len(traces)} seeds, {events:,.0f} events each)", header, rows)
+
+
+if __name__ == "__main__":
+    _command.run(
+        "fragmentation",
+        __doc__,
+        {workload: functools.partial(compare, workload) for workload in TRACES},
+    )
