@@ -9,7 +9,17 @@ import argparse
 
 from benchmarks import _command, _processes
 
-NAMES = ("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping", "fragmentation")
+NAMES = (
+    "sgd",
+    "adagrad",
+    "adam",
+    "lamb",
+    "split_sgd",
+    "sparse",
+    "clipping",
+    "fragmentation",
+    "pool",
+)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fusedoptim._device import queue_of
 from fusedoptim._launch import Chunks, LaunchBlock, kernel_for, row_places
 from fusedoptim._pipeline import Pipeline
 from fusedoptim._steps import KEY, StepCounts
@@ -26,7 +27,6 @@ from fusedoptim._tensors import (
     TensorRun,
     laid_out_like,
 )
-from fusedoptim.allocator import borrowed_queue, queue
 from fusedoptim.kernels.language import Role
 
 Numbers = Mapping[str, Any]
@@ -239,14 +239,6 @@ class Bucket:
 def variant_of(recipe: Recipe, param: Tensor) -> str:
     """Which variant of the kernels updates ``param``."""
     return "split" if recipe.split else DTYPES[param.dtype][0]
-
-
-def queue_of(device: torch.device) -> Any:
-    """The queue on which the tensors of ``device`` are updated."""
-    if device.type == "cpu":
-        return queue("cpu")
-    # torch's own stream keeps the order with the work around the step.
-    return borrowed_queue(torch.xpu.current_stream(device).sycl_queue)
 
 
 def check_shape(recipe: Recipe, owner: str, name: str, state: Tensor, shape: torch.Size) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from fusedoptim._modules import Module, load_module
-from fusedoptim.allocator import is_forked, load_dpctl
+from fusedoptim.allocator import default_pool, is_forked, load_dpctl
 from fusedoptim.kernels.language import Role
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -134,17 +134,16 @@ class LaunchBlock:
         self._head_values: tuple[float, ...] = ()
         columns = 1 + len(kernel.row_names)
         head = kernel.head.size
-        memory = load_dpctl().memory
-        self._memory = memory.MemoryUSMHost(
-            max(head + self.rows * columns * _WORD, _WORD), queue=kernel.queue
+        self._memory = default_pool(kernel.queue, "host").allocate(
+            max(head + self.rows * columns * _WORD, _WORD)
         )
         self._bytes = memoryview(self._memory)
         words = np.frombuffer(
-            self._memory, dtype=np.int64, count=self.rows * columns, offset=head
+            self._bytes, dtype=np.int64, count=self.rows * columns, offset=head
         ).reshape(self.rows, columns)
         # A float32 takes the first half of its word.
         reals = words.view(kernel.real)[:, :: _WORD // kernel.real.itemsize]
-        address, _ = self._memory.__sycl_usm_array_interface__["data"]
+        address = self._memory.address
         words[:, 0] = address
         roles = [argument.role for argument in kernel.module.row]
         self._column = {

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 from fusedoptim import _split
 from fusedoptim._bucket import Bucket
+from fusedoptim._device import new_state
 from fusedoptim._gradients import constant, multiplier
 from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
 from fusedoptim._sparse import SparseBucket
@@ -224,7 +225,7 @@ class FusedOptimizer(Optimizer):
                 f"{type(self).__name__}: a split parameter has lost its lower half, the state "
                 f"{TRAIL!r}; load a state_dict that has it, or make the optimizer anew"
             )
-        return torch.zeros_like(target, dtype=dtype, requires_grad=False)
+        return new_state(target, dtype).zero_()
 
     def _check_sparse(self, group: Group, candidate: Candidate) -> None:
         """Raise if a sparse gradient cannot be applied as ``group`` asks."""

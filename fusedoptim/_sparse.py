@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._bucket import Recipe, check_shape, queue_of, state_tensor, variant_of
+from fusedoptim._bucket import Recipe, check_shape, state_tensor, variant_of
+from fusedoptim._device import queue_of
 from fusedoptim._launch import Chunks, Indices, LaunchBlock, kernel_for, row_places
 from fusedoptim._sparse_gradient import SparseGradient, row_numbers
 from fusedoptim._steps import KEY, StepCounts

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedoptim._device import new_state
 from fusedoptim._tensors import TRAIL, Candidate, describe, has_shared_elements, turns
 
 
@@ -55,9 +56,9 @@ def split_in_place(param: Tensor) -> Tensor:
     """Make a float32 ``param`` its upper half, and return the trail; a bfloat16's is zero."""
     with torch.no_grad():
         if param.dtype == torch.bfloat16:
-            return torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+            return new_state(param, torch.int16).zero_()
         bits = param.view(torch.int32)
-        trail = bits.to(torch.int16)  # the low bits; the cast wraps
+        trail = new_state(param, torch.int16).copy_(bits)  # the low bits; the cast wraps
         upper = (bits >> 16).to(torch.int16).view(torch.bfloat16)
         grad = param.grad
         param.grad = None

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
+from fusedoptim._device import SERVED
+
 State = dict[str, Any]
 
 # dtype of a parameter: the kernels' name for it, the dtype of its state
@@ -73,7 +75,7 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
     instead = "leave it out of the optimizer, or use the torch.optim class"
     if param.layout is not torch.strided:
         raise TypeError(f"{what} has layout {param.layout} and only strided ones work; {instead}")
-    if param.device.type not in ("cpu", "xpu"):
+    if param.device.type not in SERVED:
         raise RuntimeError(
             f"{what} is on a device that SYCL does not serve; move it to 'cpu' or 'xpu', "
             f"or {instead}"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fusedoptim._device import new_state
 from fusedoptim._optimizer import FusedOptimizer, Group, Numbers, Steps, number
 from fusedoptim._tensors import Candidate
 
@@ -98,11 +99,8 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
     def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         if name == "sum":
             value = self.defaults["initial_accumulator_value"]
-            return torch.full_like(
-                target,
-                complex(value, value) if target.is_complex() else value,
-                dtype=dtype,
-                requires_grad=False,
+            return new_state(target, dtype).fill_(
+                complex(value, value) if target.is_complex() else value
             )
         return super()._initial_state(group, name, target, dtype)
 

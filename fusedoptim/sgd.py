@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fusedoptim._device import new_state
 from fusedoptim._optimizer import FusedOptimizer, Group, Numbers, number
 from fusedoptim._tensors import Candidate, describe
 
@@ -105,7 +106,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
 
     def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         if name == "momentum_buffer":  # the first step writes without reading it
-            return torch.empty_like(target, dtype=dtype, requires_grad=False)
+            return new_state(target, dtype)
         return super()._initial_state(group, name, target, dtype)
 
     def _check_sparse(self, group: Group, candidate: Candidate) -> None:

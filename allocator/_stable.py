@@ -1,0 +1,119 @@
+"""A pool's memory as one arena, in which the same calls find the same places in every process."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from allocator._allocation import Allocation
+from allocator._blocks import Block, Heap, Rules, Upstream
+from allocator._errors import OutOfMemoryError
+from allocator._sizes import parse_size, size_text
+from allocator._source import Source
+from allocator._store import Store
+
+if TYPE_CHECKING:
+    from allocator._pool import Pool
+
+_GRAIN = 2 << 20
+"""The largest alignment; the arena starts and ends at a multiple, so that offsets tell all."""
+
+
+class _Arena(Heap):
+    """A heap of one segment, taken at once."""
+
+    def __init__(self, upstream: Upstream, rules: Rules, nbytes: int) -> None:
+        super().__init__(upstream, rules)
+        self.nbytes = nbytes
+        self.free(super().allocate(nbytes))
+        self.misses = self.peak_live = 0
+        (segment,) = self.segments
+        self.address = segment.address
+
+    def allocate(self, nbytes: int, alignment: int = 512) -> Block:
+        if not self.fits(nbytes, alignment):
+            raise MemoryError(
+                f"the arena of {size_text(self.nbytes)} is exhausted, and with stable addresses "
+                "nothing is taken from elsewhere; make it larger with stable_addresses"
+            )
+        return super().allocate(nbytes, alignment)
+
+
+class StableStore(Store):
+    """The books of a pool that holds one arena until it is closed.
+
+    Placement depends on offsets and on the order of allocations and releases alone: nothing is
+    asked of the driver, and no release waits for a queue's progress.
+    """
+
+    def __init__(self, source: Source, rules: Rules, size: int | str, pool: str) -> None:
+        """Take the arena.
+
+        Raises:
+            ValueError: its size is 0, or the source has a limit.
+            OutOfMemoryError: it cannot be had.
+            RuntimeError: the driver places it so that large alignments would move offsets.
+        """
+        if source.limit is not None:
+            raise ValueError(
+                f"stable_addresses={size!r} is a limit itself; leave limit and fraction out"
+            )
+        # One segment for all sizes, and none is ever better replaced.
+        super().__init__(source, replace(rules, small_limit=0, replace_limit=sys.maxsize))
+        nbytes = parse_size(size, "stable_addresses")
+        if nbytes == 0:
+            raise ValueError(
+                f"stable_addresses={size!r} is no room for anything; say how much the pool may "
+                "give, or None for a pool that grows"
+            )
+        nbytes = -(-nbytes // _GRAIN) * _GRAIN
+        try:
+            self._arena = _Arena(source, self.rules, nbytes)
+        except MemoryError as error:
+            raise OutOfMemoryError(
+                nbytes,
+                pool=pool,
+                live=0,
+                reserved=0,
+                limit=None,
+                largest_free=0,
+                fragmentation=0.0,
+                reason=f"stable_addresses={size!r}: {error}",
+            ) from None
+        if self._arena.address % _GRAIN:
+            raise RuntimeError(
+                f"{pool}: the driver's memory at {self._arena.address:#x} is not aligned to "
+                f"{size_text(_GRAIN)}, so offsets would not be stable; stable_addresses needs a "
+                "driver that aligns large memory"
+            )
+        self.heaps[None] = self._arena
+
+    def offset_of(self, address: int) -> int:
+        """Bytes from the start of the arena."""
+        return address - self._arena.address
+
+    def take_alone(self, pool: Pool, nbytes: int, alignment: int) -> Allocation:
+        """Refuse."""
+        raise MemoryError(
+            "a finalizer or a signal handler asked in the middle of the pool's own work, and with "
+            "stable addresses nothing is taken from outside of the arena"
+        )
+
+    def take_back(self, allocation: Allocation) -> None:
+        """The allocation is over, and its block free."""
+        while allocation.queues:
+            allocation.queues.pop().wait()
+        super().take_back(allocation)
+
+    def trim(self, target: int) -> int:
+        """Keep the arena, until the pool is closed."""
+        return super().trim(target) if self.is_closed else 0
+
+    def _heap_of(self, queue: Any) -> Heap:
+        if queue is not None:
+            raise ValueError(
+                f"queue={queue!r}: a pool with stable addresses serves its own queue alone; use "
+                "another pool, or record_queue()"
+            )
+        return self._arena

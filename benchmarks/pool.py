@@ -1,0 +1,69 @@
+"""Times the pool against torch's allocator and raw USM: ``python -m benchmarks.pool [--save]``.
+
+``hit``: 1,000 times a tensor of 1,024 float32 elements and its release; a contender's time is that
+of all. ``64 MiB``: one tensor, filled and released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from allocator import Pool, load_dpctl, queue
+from benchmarks import _command
+from benchmarks._harness import Contender, Report, time_interleaved
+
+_REPEATS = 1000
+_LARGE = 16 << 20  # elements of float32
+
+
+def hit(rounds: int | None) -> Report:
+    pool = Pool("cpu")
+    contenders = [
+        Contender("torch.empty", _repeated(lambda: torch.empty(1024))),
+        Contender("pool.empty", _repeated(lambda: pool.empty(1024))),
+        Contender("pool.empty, dtype", _repeated(lambda: pool.empty(1024, torch.float32))),
+        Contender("torch.empty, dtype", _repeated(lambda: torch.empty(1024, dtype=torch.float32))),
+        Contender("pool.empty, two at a time", _repeated(_pairs(pool.empty), _REPEATS // 2)),
+        Contender("torch.empty, two at a time", _repeated(_pairs(torch.empty), _REPEATS // 2)),
+    ]
+    return Report("hit", time_interleaved(contenders, rounds or 200, _nothing))
+
+
+def large(rounds: int | None) -> Report:
+    pool = Pool("cpu")
+    memory, cpu = load_dpctl().memory, queue("cpu")
+
+    def raw_usm() -> None:
+        torch.frombuffer(memory.MemoryUSMShared(4 * _LARGE, queue=cpu), dtype=torch.float32).fill_(
+            1
+        )
+
+    contenders = [
+        Contender("torch.empty, fill_", lambda: torch.empty(_LARGE).fill_(1)),
+        Contender("pool.empty, fill_", lambda: pool.empty(_LARGE).fill_(1)),
+        Contender("raw USM, fill_", raw_usm),
+    ]
+    return Report("64 MiB", time_interleaved(contenders, rounds or 50, _nothing))
+
+
+def _pairs(empty: Callable[[int], Any]) -> Callable[[], object]:
+    return lambda: (empty(1024), empty(1024))
+
+
+def _repeated(call: Callable[[], object], times: int = _REPEATS) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(times):
+            call()
+
+    return run
+
+
+def _nothing() -> None:
+    pass
+
+
+if __name__ == "__main__":
+    _command.run("pool", __doc__, {"hit": hit, "64 MiB": large})

@@ -1,0 +1,315 @@
+"""A driver that fails, and limits: the error says why, and the pool works on."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from allocator import Hook, OutOfMemoryError, Pool
+
+KIB = 2**10
+MIB = 2**20
+
+
+class FaultyDriver:
+    """Host memory of ctypes, which fails when it is told to."""
+
+    name = "faulty"
+    capacity = 100 * MIB
+    is_host_accessible = True
+    dlpack_device = (1, 0)
+    queue: Any = None
+
+    def __init__(self, fails: Callable[[FaultyDriver, int], bool] = lambda *_: False) -> None:
+        self.fails = fails
+        self.error: Exception = MemoryError("faulty: told to fail")
+        self.calls = 0
+        self.held: dict[int, Any] = {}
+
+    @property
+    def reserved(self) -> int:
+        return sum(nbytes for nbytes, _ in self.held.values())
+
+    def allocate(self, nbytes: int) -> tuple[int, Any]:
+        self.calls += 1
+        if self.fails(self, nbytes):
+            raise self.error
+        buffer = ctypes.create_string_buffer(nbytes + 512)
+        address = -(-ctypes.addressof(buffer) // 512) * 512
+        self.held[address] = nbytes, buffer
+        return address, address
+
+    def release(self, handle: Any) -> None:
+        del self.held[handle]
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        return ctypes.string_at(address, nbytes)
+
+    def write(self, address: int, data: memoryview) -> None:
+        ctypes.memmove(address, bytes(data), data.nbytes)
+
+
+def check(pool: Pool, driver: FaultyDriver) -> None:
+    """The books agree with the driver's."""
+    assert pool.memory_reserved() == driver.reserved == pool._store.source.reserved
+    store = pool._store
+    assert pool.memory_allocated() == sum(a.size for a in store.in_use.values())
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_every_nth_call_fails(n: int) -> None:
+    driver = FaultyDriver(lambda driver, _: driver.calls % n == 0)
+    pool = Pool(driver=driver)
+    kept, failed = [], 0
+    for i in range(60):
+        try:
+            kept.append((i, pool.full(300_000 + 100 * i, float(i))))
+        except OutOfMemoryError:  # both the large segment's and the small one's call failed
+            failed += 1
+        check(pool, driver)
+        if i % 3 == 2:
+            del kept[0]
+        if i % 10 == 9:
+            pool.empty_cache()
+    assert all((x == i).all() for i, x in kept)
+    assert driver.calls > n
+    assert failed < 60
+    kept.clear()
+    pool.close()
+    assert not driver.held
+
+
+def test_every_call_fails() -> None:
+    driver = FaultyDriver(lambda *_: True)
+    pool = Pool(driver=driver, name="mine")
+    for nbytes in (1, 1000, 10 * MIB):
+        with pytest.raises(OutOfMemoryError, match=r"mine has no room.*told to fail") as caught:
+            pool.allocate(nbytes)
+        assert caught.value.requested == nbytes
+        assert (caught.value.live, caught.value.reserved) == (0, 0)
+        check(pool, driver)
+    driver.fails = lambda *_: False
+    assert (pool.full(1000, 3.0) == 3).all()
+    check(pool, driver)
+
+
+def test_fails_after_so_many_bytes() -> None:
+    driver = FaultyDriver(lambda driver, nbytes: driver.reserved + nbytes > 20 * MIB)
+    pool = Pool(driver=driver)
+    kept = []
+    for _round in range(3):
+        with pytest.raises(OutOfMemoryError) as caught:  # noqa: PT012
+            while True:
+                kept.append(pool.allocate(MIB))
+                check(pool, driver)
+        assert caught.value.live == sum(a.size for a in pool._store.in_use.values())
+        assert 18 <= len(kept) <= 20
+        del kept[5:]
+        kept += [pool.allocate(MIB) for _ in range(10)]
+        check(pool, driver)
+    kept.clear()
+    pool.close()
+    assert not driver.held
+
+
+def test_error_has_all_that_its_message_says() -> None:
+    driver = FaultyDriver()
+    pool = Pool(driver=driver, name="mine", limit="4MiB")
+    held = pool.allocate(1000), pool.allocate(MIB)
+    with pytest.raises(OutOfMemoryError) as caught:
+        pool.allocate(8 * MIB)
+    error = caught.value
+    assert (error.requested, error.pool, error.limit) == (8 * MIB, "mine", 4 * MIB)
+    assert error.live == pool.memory_allocated() == sum(a.size for a in pool._store.in_use.values())
+    assert error.reserved == pool.memory_reserved()
+    assert 0 < error.largest_free <= error.reserved - error.live
+    assert error.fragmentation == pytest.approx(
+        1 - error.largest_free / (error.reserved - error.live)
+    )
+    assert sum(site.nbytes for site in error.sites) == error.live
+    assert sum(site.blocks for site in error.sites) == 2
+    assert "limit" in error.reason
+    for part in ("mine", "8", "4", error.reason, error.sites[0].where):
+        assert part in str(error)
+    assert isinstance(error, MemoryError)
+    del held
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_error_can_be_pickled(protocol: int) -> None:
+    pool = Pool(driver=FaultyDriver(), limit=3 * MIB)
+    held = pool.allocate(100)
+    with pytest.raises(OutOfMemoryError) as caught:
+        pool.empty(10 * MIB)
+    restored = pickle.loads(pickle.dumps(caught.value, protocol))
+    assert type(restored) is OutOfMemoryError
+    assert vars(restored) == vars(caught.value)
+    assert str(restored) == str(caught.value)
+    del held
+
+
+@pytest.mark.parametrize("size", [100, MIB])
+def test_cycles_are_collected_before_the_error(size: int) -> None:
+    import gc
+
+    pool = Pool(driver=FaultyDriver(), limit="8MiB")
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3 * 8 * MIB // max(4 * size, 64 * KIB)):
+            cycle: list[Any] = [pool.full(size if size > 100 else 16 * KIB, 1.0)]
+            cycle.append(cycle)
+            del cycle
+    finally:
+        gc.enable()
+    gc.collect()
+    assert pool.memory_allocated() == 0
+
+
+class Dropping(Hook):
+    def __init__(self, held: list[Any]) -> None:
+        self.held = held
+        self.asked: list[int] = []
+
+    def out_of_memory(self, pool: Pool, nbytes: int) -> bool:
+        self.asked.append(nbytes)
+        if not self.held:
+            return False
+        self.held.pop()
+        return True
+
+
+def test_hook_is_asked() -> None:
+    driver = FaultyDriver()
+    pool = Pool(driver=driver, limit="8MiB")
+    held = [pool.allocate(2 * MIB - 4 * KIB) for _ in range(4)]
+    with pool.hook(Dropping(held)) as hook:
+        big = pool.allocate(5 * MIB)
+        assert hook.asked == [5 * MIB] * len(hook.asked)
+        assert len(held) == 4 - len(hook.asked) < 3
+        with pytest.raises(OutOfMemoryError):
+            pool.allocate(9 * MIB)
+        assert not held
+        assert hook.asked[-1] == 9 * MIB
+    check(pool, driver)
+    with pytest.raises(OutOfMemoryError):  # nobody is asked any more
+        pool.allocate(8 * MIB)
+    assert hook.asked[-1] == 9 * MIB
+    del big
+    pool.allocate(7 * MIB)
+
+
+def test_error_of_the_hook_passes_through() -> None:
+    class Failing(Hook):
+        def out_of_memory(self, pool: Pool, nbytes: int) -> bool:
+            raise KeyError(nbytes)
+
+    driver = FaultyDriver()
+    pool = Pool(driver=driver, limit=MIB)
+    with pool.hook(Failing()), pytest.raises(KeyError):
+        pool.allocate(2 * MIB)
+    pool.set_limit(None)
+    assert (pool.full(1000, 1.0) == 1).all()
+    check(pool, driver)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_another_error_of_the_driver_passes_through(n: int) -> None:
+    driver = FaultyDriver(lambda driver, _: driver.calls % n == 0)
+    driver.error = RuntimeError("device lost")
+    pool = Pool(driver=driver)
+    kept, failed = [], 0
+    for i in range(30):
+        try:
+            kept.append((i, pool.full(5_000_000 + i, float(i))))
+            kept.append((i, pool.full(10 + i, float(i))))
+        except RuntimeError as error:
+            assert str(error) == "device lost"  # noqa: PT017
+            failed += 1
+        check(pool, driver)
+        if i % 3 == 2:
+            del kept[:3]
+    assert failed
+    driver.fails = lambda *_: False
+    kept.append((77, pool.full(10 * MIB, 77.0)))
+    assert all((x == i).all() for i, x in kept)
+    check(pool, driver)
+    kept.clear()
+    pool.close()
+    assert not driver.held
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"limit": 4096}, 4096),
+        ({"limit": "64MiB"}, 64 * MIB),
+        ({"limit": "2KiB"}, 2 * KIB),
+        ({"limit": 0}, 0),
+        ({"fraction": 0.25}, 25 * MIB),
+        ({"fraction": 1}, 100 * MIB),
+        ({}, None),
+    ],
+)
+def test_limits(options: dict[str, Any], limit: int | None) -> None:
+    pool = Pool(driver=FaultyDriver(), **options)
+    assert pool.limit == limit
+    other = Pool(driver=FaultyDriver())
+    other.set_limit(**options)
+    assert other.limit == limit
+    if limit is not None:
+        with pytest.raises(OutOfMemoryError, match="limit"):
+            pool.allocate(limit + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"limit": -1}, ValueError),
+        ({"limit": "lots"}, ValueError),
+        ({"limit": "-1MiB"}, ValueError),
+        ({"fraction": 0.0}, ValueError),
+        ({"fraction": 1.5}, ValueError),
+        ({"fraction": float("nan")}, ValueError),
+        ({"fraction": "half"}, TypeError),
+        ({"fraction": True}, TypeError),
+        ({"limit": 1, "fraction": 0.5}, ValueError),
+    ],
+)
+def test_limits_without_sense(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Pool(driver=FaultyDriver(), **options)
+    pool = Pool(driver=FaultyDriver(), limit=MIB)
+    with pytest.raises(error):
+        pool.set_limit(**options)
+    assert pool.limit == MIB
+
+
+def test_limit_holds() -> None:
+    driver = FaultyDriver()
+    pool = Pool(driver=driver, limit="10MiB")
+    kept = []
+    with pytest.raises(OutOfMemoryError, match="limit of 10"):  # noqa: PT012
+        for _ in range(sys.maxsize):
+            kept.append(pool.allocate(300 * KIB))
+            assert driver.reserved <= 10 * MIB
+    assert len(kept) > 25
+
+
+def test_limit_below_what_is_in_use() -> None:
+    driver = FaultyDriver()
+    pool = Pool(driver=driver)
+    kept = [pool.full(MIB, float(i)) for i in range(8)]
+    pool.set_limit("16MiB")
+    with pytest.raises(OutOfMemoryError):  # noqa: PT012
+        for _ in range(20):
+            kept.append(pool.full(MIB, 8.0))
+    assert all((x == float(min(i, 8))).all() for i, x in enumerate(kept))
+    kept.clear()
+    assert (pool.full(3 * MIB, 1.0) == 1).all()
+    check(pool, driver)
