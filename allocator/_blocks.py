@@ -74,7 +74,7 @@ class Rules:
 class Segment:
     """Memory from upstream, tiled by a chain of blocks."""
 
-    __slots__ = ("address", "first", "handle", "is_small", "ordinal", "size")
+    __slots__ = ("address", "first", "handle", "idle_since", "is_small", "ordinal", "size")
 
     def __init__(self, address: int, size: int, handle: Any, ordinal: int, is_small: bool) -> None:
         self.address = address
@@ -83,6 +83,8 @@ class Segment:
         self.ordinal = ordinal
         """0, 1, 2, ... in order of creation."""
         self.is_small = is_small
+        self.idle_since: float | None = None
+        """When the owner first saw it free; None again once it gives blocks of it."""
         self.first = Block(self, address, size)
 
 
@@ -267,8 +269,18 @@ class Heap:
         for block in whole:
             if self.reserved <= target:
                 break
-            self._give_back(block)
+            self.give_back(block)
         return before - self.reserved
+
+    def give_back(self, block: Block) -> None:
+        """Give upstream the segment that is this free block."""
+        segment = block.segment
+        self._remove_free(block)
+        # Out of the chains before upstream has it: memory that is not ours must never be used.
+        del self._segments[segment.ordinal]
+        self.reserved -= segment.size
+        self.upstream_calls += 1
+        self._upstream.release(segment.handle)
 
     def repair(self) -> None:
         """Derive everything from the chains, after a call that an exception interrupted.
@@ -362,16 +374,6 @@ class Heap:
         self.reserved += nbytes
         self._add_free(segment.first)
         return segment.first
-
-    def _give_back(self, block: Block) -> None:
-        """The segment that is this free block."""
-        segment = block.segment
-        self._remove_free(block)
-        # Out of the chains before upstream has it: memory that is not ours must never be used.
-        del self._segments[segment.ordinal]
-        self.reserved -= segment.size
-        self.upstream_calls += 1
-        self._upstream.release(segment.handle)
 
     def _whole_blocks(self) -> Iterator[Block]:
         """Those that are whole segments."""

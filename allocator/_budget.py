@@ -16,14 +16,22 @@ if TYPE_CHECKING:
     from allocator._allocation import Allocation
     from allocator._pool import Pool
 
-_CHARGED = "budgets"  # the note on an allocation
+
+class _Charge:
+    """What an allocation takes of a budget."""
+
+    __slots__ = ("size",)
+
+    def __init__(self) -> None:
+        self.size = 0
 
 
 class Budget(Hook):
     """The most bytes that allocations made in a ``with`` block may hold at once.
 
     Each counts for its size rounded up to 512 bytes. What is released is credited, in the block
-    and after it. Other threads and tasks are not charged; of nested budgets, all are.
+    and after it. Of nested budgets all are charged. Other threads and tasks are not, unless they
+    were started in the block with its context, as asyncio starts tasks.
 
     Example:
         >>> from allocator import Pool
@@ -33,9 +41,7 @@ class Budget(Hook):
         ...     y = pool.empty(1 << 20)
         Traceback (most recent call last):
         ...
-        allocator._errors.OutOfMemoryError: pool of device memory of ... has no room for 4 MiB:
-        the budget 'scratch' of 1 MiB, of which 4 KiB are in use
-        ...
+        allocator._errors.OutOfMemoryError: pool of device memory of ... has no room for 4 MiB: ...
         >>> budget.used, budget.peak, budget.limit
         (4096, 4096, 1048576)
     """
@@ -108,13 +114,15 @@ class Budget(Hook):
         """Charge the allocation."""
         if self not in _open.get():
             return
+        size, charge = rounded(allocation.nbytes), _Charge()
+        allocation.note(self, charge)
         with pool._lock:  # threads that run in copies of one context share its budgets
             if not self._has_room(allocation.nbytes):
                 raise self._exceeded(allocation.nbytes)
-            self._used += rounded(allocation.nbytes)
+            # No call is in between, so no exception from outside is: what is used is charged.
+            self._used += size
+            charge.size = size
             self._peak = max(self._peak, self._used)
-            charged = (allocation.notes or {}).get(_CHARGED, ())
-            allocation.note(_CHARGED, (*charged, self))
 
     def _has_room(self, nbytes: int) -> bool:
         return self._used + rounded(nbytes) <= self.limit
@@ -134,6 +142,9 @@ _open: contextvars.ContextVar[tuple[Budget, ...]] = contextvars.ContextVar("budg
 
 def credit(allocation: Allocation) -> None:
     """The allocation is over: take it off the budgets that were charged, open or not."""
-    if allocation.notes is not None:
-        for budget in allocation.notes.pop(_CHARGED, ()):
-            budget._used -= rounded(allocation.nbytes)
+    if allocation.notes is None:
+        return
+    for hook, charge in list(allocation.notes.items()):
+        if isinstance(hook, Budget):
+            hook._used -= charge.size
+            charge.size = 0  # of what is taken back twice, as after an interrupt, nothing is left

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import heapq
+import itertools
 import os
 import sys
 from collections import deque
@@ -13,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from allocator import _process
 from allocator._allocation import Allocation
+from allocator._history import Frames, Stacks
 from allocator._hooks import Hook
 from allocator._sizes import size_text
 
 if TYPE_CHECKING:
+    from allocator._memory import Memory
     from allocator._pool import Pool
-    from allocator._store import Store
 
 REDZONE = 512
 """bytes before and behind each allocation that nobody may write to."""
@@ -30,9 +34,7 @@ IN_REDZONE = 0xA5
 QUARANTINE = 64 << 20
 """bytes of released blocks that are not given again yet."""
 
-_DEEPEST = 32  # frames of a stack
 _CHUNK = 1 << 20
-_OWN_CODE = __name__.partition(".")[0]
 
 
 class MemoryCorruptionError(RuntimeError):
@@ -49,7 +51,7 @@ class MemoryCorruptionError(RuntimeError):
         released_at: list[str],
     ) -> None:
         self.kind = kind
-        """"overflow before", "overflow after", "use after release" or "double release"."""
+        """one of "overflow before", "overflow after", "use after release", "double release"."""
         self.address = address
         """of the allocation's first byte."""
         self.nbytes = nbytes
@@ -82,108 +84,137 @@ def _restored(kind: str, facts: dict[str, Any]) -> MemoryCorruptionError:
 class _Life:
     """What an error says of an allocation, when that is gone too."""
 
-    def __init__(self, allocation: Allocation) -> None:
+    def __init__(self, allocation: Allocation, number: int, allocated_at: Frames) -> None:
         self.address = allocation.address
         self.nbytes = allocation.nbytes
-        self.allocated_at = _stack()
-        self.released_at: list[str] = []
+        self.number = number
+        """0, 1, 2, ... in order of allocation."""
+        self.allocated_at = allocated_at
+        self.released_at: Frames = []
+        self.is_over = False
+        """whether it is painted as released memory is."""
 
-    def error(self, kind: str, offset: int | None = None) -> MemoryCorruptionError:
+    def error(
+        self, kind: str, offset: int | None, released_at: Frames | None = None
+    ) -> MemoryCorruptionError:
         return MemoryCorruptionError(
             kind,
             address=self.address,
             nbytes=self.nbytes,
             offset=offset,
-            allocated_at=self.allocated_at,
-            released_at=self.released_at,
+            allocated_at=_texts(self.allocated_at),
+            released_at=_texts(released_at or self.released_at),
         )
 
 
 class Guard(Hook):
     """Paints a pool's memory, and looks whether the paint is whole.
 
-    Host-accessible memory only. As a hook it sees all that is given and comes back; what came back
-    stays in quarantine for a while. What it finds is kept until :meth:`raise_found`, as it is
-    mostly found where nothing can be raised.
+    Host-accessible memory only. As a hook, the pool's first, it sees all that is given and comes
+    back; what came back stays in quarantine for a while. What it finds is kept until
+    :meth:`raise_found`, as it is mostly found where nothing can be raised.
     """
 
-    def __init__(self, store: Store, queue: Any) -> None:
-        self._store = store
-        self._queue = queue
-        self._quarantine: deque[Allocation] = deque()
+    def __init__(self) -> None:
+        self._stacks = Stacks()
+        self._count = itertools.count()
+        self._quarantine: list[tuple[int, int, Allocation]] = []
+        """a heap, by when it came in and the number; so that the order depends on the calls alone.
+        """
         self._quarantined = 0
+        self._looks = 0
         self._found: deque[MemoryCorruptionError] = deque()
-        self._ended: dict[int, _Life] = {}
+        self._ended: dict[int, tuple[_Life, Frames]] = {}
         """the last allocation of each export that is over, by the export's address."""
-        store.margin = REDZONE
-        store.leaving = self._exchange
 
     # ------------------------------------------------------------------ what the pool tells
 
     def allocated(self, pool: Pool, allocation: Allocation) -> None:
         """Paint it."""
-        self._wait()  # for what is still done with its memory's last owner
-        allocation.note(Guard, _Life(allocation))
-        _fill(allocation.address, allocation.nbytes, ON_ALLOCATION)
+        _wait(pool)  # for what is still done with its memory's last owner
+        ctypes.memset(allocation.address, ON_ALLOCATION, allocation.nbytes)
         for start, nbytes in _redzones(allocation):
-            _fill(start, nbytes, IN_REDZONE)
+            ctypes.memset(start, IN_REDZONE, nbytes)
+        # Last: an allocation that has a life is painted.
+        allocation.note(Guard, _Life(allocation, next(self._count), self._stacks.here()))
 
     def released(self, pool: Pool, allocation: Allocation) -> None:
         """Look at its redzones, and paint what was its own."""
-        self._wait()
+        _wait(pool)
         while allocation.queues:
             allocation.queues.pop().wait()
         life = _life_of(allocation)
-        if life is None:  # its allocation failed in another hook, before it was painted
+        if life is None:
             return
-        life.released_at = _stack()
+        life.released_at = self._stacks.here()
         self._look_around(allocation)
-        _fill(allocation.address, allocation.nbytes, ON_RELEASE)
+        ctypes.memset(allocation.address, ON_RELEASE, allocation.nbytes)
+        life.is_over = True
 
-    @property
-    def quarantined(self) -> set[int]:
-        """The ids of the allocations in quarantine."""
-        return {id(allocation) for allocation in self._quarantine}
-
-    def ended(self, export: int, owner: Any) -> None:
-        """A consumer has called the deleter of the export at this address, of an allocation."""
-        life = _life_of(owner) if isinstance(owner, Allocation) else None
+    def ended(self, export: int, owner: Allocation | Memory) -> None:
+        """A consumer has called the deleter of the export at this address."""
+        allocation = owner if isinstance(owner, Allocation) else owner._allocation
+        life = None if allocation is None else _life_of(allocation)
         if life is not None:
-            self._ended[export] = life
+            self._ended[export] = life, self._stacks.here()
 
     def ended_again(self, export: int) -> None:
         """A consumer has called it although nothing was out."""
-        life = self._ended.get(export)
-        if life is not None:
-            self._found.append(life.error("double release"))
+        if export in self._ended:
+            life, released_at = self._ended[export]
+            self._found.append(life.error("double release", None, released_at))
+
+    # ------------------------------------------------------------------ quarantine
+
+    def admit(self, allocation: Allocation) -> Iterable[Allocation]:
+        """Put an allocation that is over in quarantine; what does not go there."""
+        life = _life_of(allocation)
+        if allocation.block is None or life is None or not life.is_over:
+            return (allocation,)
+        allocation.pool = None  # which may die with a quarantine
+        self._quarantined += allocation.size
+        heapq.heappush(self._quarantine, (self._looks, life.number, allocation))
+        return ()
+
+    def discharge(self, most: int) -> Iterable[Allocation]:
+        """Those that have been in quarantine for the longest, until it has at most so many bytes.
+
+        Each is to be made free at once.
+        """
+        self._looks += 1
+        while self._quarantine and self._quarantined > most:
+            _, _, oldest = heapq.heappop(self._quarantine)
+            self._quarantined -= oldest.size
+            self._look_inside(oldest)
+            yield oldest
+
+    def recover(self) -> list[Allocation]:
+        """After an exception from outside: what is in quarantine."""
+        quarantined = [allocation for _, _, allocation in self._quarantine]
+        self._quarantined = sum(allocation.size for allocation in quarantined)
+        return quarantined
 
     # ------------------------------------------------------------------ what is asked of it
 
-    def check(self) -> None:
+    def check(self, pool: Pool) -> None:
         """Look at all that is in use or in quarantine."""
-        self._wait()
-        for allocation in list(self._store.in_use.values()):
-            self._look_around(allocation)
-        for allocation in self._quarantine:
-            self._look_inside(allocation)
-
-    def empty_quarantine(self) -> None:
-        """Make all of it free."""
-        gone, self._quarantine = self._quarantine, deque()
-        self._quarantined = 0
-        self._wait()
-        for allocation in gone:
-            self._look_inside(allocation)
-        self._store.make_free(gone)
+        with pool._lock, pool._section as is_outermost:
+            if is_outermost:
+                pool._drain()
+                _wait(pool)
+                for allocation in pool._store.in_use.values():
+                    self._look_around(allocation)
+                for _, _, allocation in self._quarantine:
+                    self._look_inside(allocation)
 
     def raise_found(self) -> None:
         """Raise the oldest problem that was not raised yet, if there is one."""
-        if self._found:
+        with contextlib.suppress(IndexError):
             raise self._found.popleft()
 
-    def report(self) -> None:
+    def report(self, pool: Pool) -> None:
         """Look a last time, and write all problems to stderr: nobody is left to raise to."""
-        self.check()
+        self.check(pool)
         while self._found:
             error = self._found.popleft()
             sys.unraisablehook(
@@ -191,35 +222,15 @@ class Guard(Hook):
                     exc_type=type(error),
                     exc_value=error,
                     exc_traceback=None,
-                    err_msg="Found by a pool's debug mode",
+                    err_msg=f"Found by the debug mode of {pool.name}",
                     object=None,
                 )
             )
 
     # ------------------------------------------------------------------ the rest
 
-    def _wait(self) -> None:
-        """Until kernels are done: memory may be released while one still uses it."""
-        if self._queue is not None:
-            self._queue.wait()
-
-    def _exchange(self, allocation: Allocation) -> Iterable[Allocation]:
-        """Put it in quarantine; what has been there for the longest leaves."""
-        if allocation.block is None or _life_of(allocation) is None:
-            return (allocation,)
-        allocation.pool = None  # which may die with a quarantine
-        self._quarantine.append(allocation)
-        self._quarantined += allocation.size
-        leaving = []
-        while self._quarantined > QUARANTINE:
-            oldest = self._quarantine.popleft()
-            self._quarantined -= oldest.size
-            self._look_inside(oldest)
-            leaving.append(oldest)
-        return leaving
-
     def _look_around(self, allocation: Allocation) -> None:
-        """Look for writes outside of the allocation."""
+        """Look for writes outside of an allocation in use."""
         life = _life_of(allocation)
         if life is None:
             return
@@ -241,7 +252,7 @@ class Guard(Hook):
         wrong = _first_wrong(start, nbytes, paint)
         if wrong is not None:
             self._found.append(life.error(kind, wrong - life.address))
-            _fill(start, nbytes, paint)  # so that it is found once
+            ctypes.memset(start, paint, nbytes)  # so that it is found once
 
 
 def _life_of(allocation: Allocation) -> _Life | None:
@@ -258,10 +269,6 @@ def _redzones(allocation: Allocation) -> tuple[tuple[int, int], tuple[int, int]]
     return (block.address, before), (end, block.address + block.size - end)
 
 
-def _fill(address: int, nbytes: int, value: int) -> None:
-    ctypes.memset(address, value, nbytes)
-
-
 def _first_wrong(address: int, nbytes: int, value: int) -> int | None:
     """The address of the first byte that has another value."""
     right = bytes([value]) * min(nbytes, _CHUNK)
@@ -272,25 +279,19 @@ def _first_wrong(address: int, nbytes: int, value: int) -> int | None:
     return None
 
 
-def _stack() -> list[str]:
-    """Who called the pool, innermost first."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_own(frame.f_globals):
-        frame = frame.f_back
-    frames: list[str] = []
-    caller: Any = frame
-    while caller is not None and len(frames) < _DEEPEST:
-        code = caller.f_code
-        frames.append(f"{code.co_filename}:{caller.f_lineno}({code.co_name})")
-        caller = caller.f_back
-    return frames
+def _wait(pool: Pool) -> None:
+    """Until kernels are done: memory may be released while one still uses it."""
+    for queue in list(pool._store.heaps):
+        queue = pool.sycl_queue if queue is None else queue
+        if queue is not None:
+            queue.wait()
 
 
-def _is_own(namespace: dict[str, Any]) -> bool:
-    return bool(namespace.get("__package__") == _OWN_CODE)
+def _texts(frames: Frames) -> list[str]:
+    return [f"{frame['filename']}:{frame['line']}({frame['name']})" for frame in frames]
 
 
-def guard(pool: Pool) -> Guard:
+def new_guard(pool: Pool) -> Guard:
     """A guard of ``pool``, whose last findings are written when the process ends.
 
     Raises:
@@ -301,12 +302,14 @@ def guard(pool: Pool) -> Guard:
             f"debug=True, but Python cannot read and paint the memory of {pool.name}; use "
             'kind="shared" or kind="host", or debug=False'
         )
-    return Guard(pool._store, pool.sycl_queue)
+    guard = Guard()
+    pool._store.margin = REDZONE
+    pool._store.leaving = guard.admit
+    return guard
 
 
 @atexit.register
 def _report_at_exit() -> None:
     for pool in _process.pools():
         if pool._guard is not None and pool._process == os.getpid():
-            pool.tally()
-            pool._guard.report()
+            pool._guard.report(pool)

@@ -25,7 +25,7 @@ _MOST_STACKS = 10_000
 _NO_FRAMES: Frames = []
 
 
-class _Stacks:
+class Stacks:
     """Python stacks, of which equal ones are one list."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class History(Hook):
             raise ValueError(f"max_entries={max_entries} is negative")
         if stacks not in ("python", None):
             raise ValueError(f"stacks={stacks!r} is neither 'python' nor None")
-        self._stacks = _Stacks() if stacks else None
+        self._stacks = Stacks() if stacks else None
         self._entries: deque[tuple[Any, ...]] = deque(maxlen=max_entries)
         self._awaited: list[Allocation] = []
         self._streams: dict[int, int] = {}

@@ -12,8 +12,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from allocator._blocks import Segment
     from allocator._pool import Pool
+    from allocator._store import Store
 
 _LOOKS = 4
 """How often it looks in the time that memory may stay: it stays at most 1/4 longer."""
@@ -40,37 +40,25 @@ class Decay:
 
     def __init__(self, pool: Pool, seconds: float) -> None:
         self._seconds = seconds
-        self._free_since: dict[Segment, float] = {}
         # A SimpleQueue may be put to at any moment, as by a weak reference's callback in the
         # middle of its own get(); an Event would wait for itself.
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
         end = self._end
         self._pool = weakref.ref(pool, lambda _: end.put(None))
-        self._thread: threading.Thread | None = None
-        pool._store.touched = set()
+        self._thread = threading.Thread(target=self._run, name="idle decay", daemon=True)
         _decays.add(self)
-        self.start()
-
-    def start(self) -> None:
-        """Look from now on, if it does not already."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="idle decay", daemon=True)
-            self._thread.start()
-
-    def pause(self) -> None:
-        """Wait until the thread has ended."""
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            self._end.put(None)
-            thread.join()
+        self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; it starts no more."""
-        _decays.discard(self)
+        """End the thread, soon."""
         self._end.put(None)
 
+    def join(self) -> None:
+        """Wait until it has ended."""
+        self._thread.join()
+
     def look(self, pool: Pool) -> None:
-        """Give back what has been free since long; nothing while another thread is in the pool."""
+        """Give back what has been free for long; nothing while another thread is in the pool."""
         if not pool._lock.acquire(blocking=False):
             return
         try:
@@ -79,58 +67,53 @@ class Decay:
                     pool._drain()
                     pool._flush_shelves()  # what is on them is not needed either
                     try:
-                        self._give_back(pool)
+                        self._give_back(pool._store)
                     finally:
                         pool._tell_of_segments()
         finally:
             pool._lock.release()
 
-    def _give_back(self, pool: Pool) -> None:
-        store, now = pool._store, time.monotonic()
-        touched: set[Segment] = store.touched or set()
-        store.touched = set()
-        before, self._free_since = self._free_since, {}
+    def _give_back(self, store: Store) -> None:
+        now = time.monotonic()
         for heap in store.heaps.values():
             for segment in list(heap.segments):
                 block = segment.first
                 if not block.is_free or block.size < segment.size:
                     continue
-                since = now if segment in touched else before.get(segment, now)
-                if now - since >= self._seconds:
-                    heap._give_back(block)
-                else:
-                    self._free_since[segment] = since
+                if segment.idle_since is None:
+                    segment.idle_since = now
+                elif now - segment.idle_since >= self._seconds:
+                    heap.give_back(block)
 
     def _run(self) -> None:
         period = min(self._seconds / _LOOKS, threading.TIMEOUT_MAX)
-        while True:
-            try:
-                self._end.get(timeout=period)
-            except queue.Empty:
-                pool = self._pool()
+        try:
+            while True:
+                try:
+                    self._end.get(timeout=period)
+                    return
+                except queue.Empty:
+                    pool = self._pool()
                 if pool is None:
-                    break
+                    return
                 self.look(pool)
                 del pool  # so that it may die before the next look
-            else:
-                break
-        if self._pool() is None:
+        finally:
             _decays.discard(self)
 
 
 _decays: set[Decay] = set()
+"""whose threads run."""
 
 
 @atexit.register
-def _pause_all() -> None:
-    """Nothing runs while the process forks or ends, so no lock is held."""
-    for decay in list(_decays):
-        decay.pause()
+def _end_all() -> None:
+    """Nothing may run in the driver while the interpreter ends."""
+    decays = list(_decays)
+    for decay in decays:
+        decay.stop()
+    for decay in decays:
+        decay.join()
 
 
-def _start_all() -> None:
-    for decay in list(_decays):
-        decay.start()
-
-
-os.register_at_fork(before=_pause_all, after_in_parent=_start_all, after_in_child=_decays.clear)
+os.register_at_fork(after_in_child=_decays.clear)

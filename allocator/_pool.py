@@ -22,7 +22,7 @@ from allocator._driver import Driver, UsmDriver
 from allocator._dtypes import as_dtype
 from allocator._errors import OutOfMemoryError
 from allocator._exports import GIVEN, NAME_ADDRESS, REUSES_CAPSULES, Export, Exporter
-from allocator._guard import Guard, guard
+from allocator._guard import QUARANTINE, Guard, new_guard
 from allocator._hooks import Hook
 from allocator._idle import Decay, checked_seconds
 from allocator._memory import Array, Memory
@@ -141,7 +141,7 @@ class Pool(Reports):
         )
         self._lock = threading.RLock()
         self._section = Section(self._recover)
-        self._guard: Guard | None = guard(self) if debug else None
+        self._guard: Guard | None = new_guard(self) if debug else None
         self._hooks: tuple[Hook, ...] = () if self._guard is None else (self._guard,)
         self._history = None
         self._exporter = Exporter.obtain()
@@ -301,9 +301,16 @@ class Pool(Reports):
         A limit below what is in use is accepted: new allocations fail until enough was released.
 
         Raises:
-            ValueError: both are given, the limit is negative, or the fraction not in (0, 1].
+            ValueError: both are given, the limit is negative, or the fraction not in (0, 1]; or
+                the pool has ``stable_addresses``, which are its limit.
         """
-        self._store.source.limit = self._limit_of(limit, fraction)
+        allowed = self._limit_of(limit, fraction)
+        if allowed is not None and isinstance(self._store, StableStore):
+            raise ValueError(
+                f"{self.name} has taken all that it will give; make another pool, with "
+                "stable_addresses of another size"
+            )
+        self._store.source.limit = allowed
 
     def trim(self, target: int | str = 0) -> int:
         """Give free segments back until the driver's share is at most ``target`` bytes.
@@ -321,8 +328,7 @@ class Pool(Reports):
                 return 0
             self._drain()
             self._flush_shelves()
-            if self._guard is not None:
-                self._guard.empty_quarantine()
+            self._discharge(0)
             try:
                 given_back = self._store.trim(goal)
             finally:
@@ -342,14 +348,13 @@ class Pool(Reports):
     ) -> Budget:
         """Limit what the allocations of a ``with`` block hold at once; see :class:`Budget`.
 
-        One that would pass the limit raises OutOfMemoryError. Tasks and threads of their own are
-        not charged.
+        One that would pass the limit raises OutOfMemoryError.
 
         Args:
             limit: bytes, as 4096 or "64MiB".
             name: in messages.
             on_exceed: is called with the budget and the bytes asked for when they have no room; it
-                may drop something and return True for another try.
+                may drop something and return True for another try, until they do.
         """
         return Budget(self, limit, name, on_exceed)
 
@@ -357,8 +362,8 @@ class Pool(Reports):
         """Put memory aside for the allocations of a ``with`` block; see :class:`Reservation`.
 
         Up to so many bytes in all, each rounded up to 512, cannot fail; the OutOfMemoryError, if
-        any, comes at the start. What exceeds them is taken from the pool as ever. Tasks and threads
-        of their own get nothing of it. With ``debug=True`` each allocation takes its redzones too.
+        any, comes at the start. What exceeds them is taken from the pool as ever. With
+        ``debug=True`` each allocation takes its redzones too.
 
         Args:
             nbytes: as 4096 or "64MiB".
@@ -381,7 +386,10 @@ class Pool(Reports):
             raise ValueError(
                 f"{self.name} has no stable addresses; make it with Pool(stable_addresses=...)"
             )
-        return self._store.offset_of(self._allocation_of(memory).address)
+        allocation = self._allocation_of(memory)
+        if allocation.nbytes == 0:
+            raise ValueError(f"{memory!r} has no bytes, and so no place")
+        return self._store.offset_of(allocation.address)
 
     def check(self) -> None:
         """Look for writes outside of allocations and into released ones.
@@ -408,10 +416,8 @@ class Pool(Reports):
                 f"{self.name} has nothing to check; make it with Pool(debug=True), or leave "
                 "check() out"
             )
-        with self._lock, self._section as is_outermost:
-            if is_outermost:
-                self._drain()
-                self._guard.check()
+        self._check_process()
+        self._guard.check(self)
         self._guard.raise_found()
 
     # ------------------------------------------------------------------ watching
@@ -477,6 +483,10 @@ class Pool(Reports):
                 f"{self.name} has {len(live)} allocations in use ({listed}); drop them first, or "
                 "close(force=True)"
             )
+        if self._store.holders and not force:
+            raise RuntimeError(
+                f"{self.name} has open reservations; leave their blocks first, or close(force=True)"
+            )
         self._is_closed = self._store.is_closed = True
         if self._decay is not None:
             self._decay.stop()
@@ -536,7 +546,8 @@ class Pool(Reports):
         allocation = self._acquire(nbytes)
         view = View(allocation.address, shape, strides, kind, self.dlpack_device)
         export = self._exporter.export(view)
-        if is_shelved and allocation.block is not None and not self._is_watched:
+        is_noted = allocation.notes is not None  # to be told of by the books
+        if is_shelved and allocation.block is not None and not is_noted and not self._is_watched:
             self._shelf_for(shape, dtype, allocation).gave(export)
         return self._lent(export, allocation)
 
@@ -589,8 +600,7 @@ class Pool(Reports):
         except MemoryError:
             self._store.tally.retries += 1
             gc.collect()  # tensors in cycles of references; also takes back what nobody claimed
-            if self._guard is not None:
-                self._end_quarantine(self._guard)
+            self._end_quarantine()
         while True:
             try:
                 return take()
@@ -604,6 +614,7 @@ class Pool(Reports):
             if not is_outermost:
                 return self._store.take_alone(self, nbytes, alignment)
             self._drain()
+            self._discharge()
             reserved = take_reserved(self, nbytes, alignment, queue)
             if reserved is not None:
                 return reserved
@@ -628,9 +639,9 @@ class Pool(Reports):
             if self._put_on_shelf(export):
                 continue
             owner = self._exporter.reclaim(export)
+            if self._guard is not None:
+                self._guard.ended(export.address, owner)
             if isinstance(owner, Allocation):
-                if self._guard is not None:
-                    self._guard.ended(export.address, owner)
                 self._take_back(owner)
             else:
                 owner._views -= 1
@@ -765,10 +776,15 @@ class Pool(Reports):
             self.tally()  # looks at what was released
             self._guard.raise_found()
 
-    def _end_quarantine(self, guard: Guard) -> None:
+    def _end_quarantine(self) -> None:
         with self._lock, self._section as is_outermost:
             if is_outermost:
-                guard.empty_quarantine()
+                self._discharge(0)
+
+    def _discharge(self, most: int = QUARANTINE) -> None:
+        """Make free what leaves the debug mode's quarantine, so that so many bytes are left."""
+        if self._guard is not None:
+            self._store.make_free(self._guard.discharge(most))
 
     def _limit_of(self, limit: int | str | None, fraction: float | None) -> int | None:
         if limit is not None and fraction is not None:
@@ -824,9 +840,7 @@ class Pool(Reports):
     def _recover(self) -> None:
         """Mend what an exception from outside left, such as KeyboardInterrupt."""
         kept = {id(export.owner) for export in self._exporter.exports}
-        if self._guard is not None:
-            kept |= self._guard.quarantined
-        self._store.recover(kept)
+        self._store.recover(kept, () if self._guard is None else self._guard.recover())
         self._exporter.recover()
 
     def _drain_if_idle(self) -> None:
@@ -853,7 +867,7 @@ class Pool(Reports):
         if exporter is not None and self._process == os.getpid():
             with contextlib.suppress(Exception):  # of a driver that went first, at exit
                 if self._guard is not None:
-                    self._guard.report()
+                    self._guard.report(self)
                 self._flush_shelves()
                 if self.sycl_queue is not None:
                     self.sycl_queue.wait()

@@ -18,7 +18,9 @@ class Reservation:
     """Bytes of a pool that only the allocations in its ``with`` block are given.
 
     One block of the pool's heap is held, and cut from its end; what is cut off is from then on a
-    block like all others. So nothing is to be moved or handed over when the block ends.
+    block like all others. So nothing is to be moved or handed over when the block ends. Other
+    threads and tasks get nothing of it, unless they were started in the block with its context, as
+    asyncio starts tasks.
 
     Example:
         >>> from allocator import Pool
@@ -60,16 +62,17 @@ class Reservation:
         self._was_entered = True
         self.pool._check_usable()
         if self.nbytes:
-            self.pool._insist(self.nbytes, self._hold)
+            try:
+                self.pool._insist(self.nbytes, self._hold)
+            except BaseException:
+                self._end()
+                raise
         _open.set((self, *_open.get()))
         return self
 
     def __exit__(self, *error: object) -> None:
         _open.set(tuple(each for each in _open.get() if each is not self))
-        # By way of the pool's queue: a generator that is collected may end the block in the middle
-        # of the pool's own work.
-        self.pool._released.append(self)
-        self.pool.tally()
+        self._end()
 
     def __repr__(self) -> str:
         return f"<reservation of {size_text(self.nbytes)}: {size_text(self.left)} left>"
@@ -89,6 +92,7 @@ class Reservation:
         start -= start % alignment
         if start < block.address:
             return None
+        self._holder.nbytes = start - block.address
         if start == block.address:
             block.tag = None
             return block
@@ -96,10 +100,16 @@ class Reservation:
 
     @property
     def _held(self) -> Block | None:
-        # Whose block it is, the tag says: it is dropped when the last byte is given, or when an
-        # exception from outside came between.
+        # The tag says whose block it is, also when an exception from outside came between.
         block = self._holder.block
         return block if block is not None and block.tag is self._holder else None
+
+    def _end(self) -> None:
+        # By way of the pool's queue: a generator that is collected may end the block in the middle
+        # of the pool's own work.
+        self.pool._released.append(self)
+        self.pool._store.holders.discard(self._holder)
+        self.pool.tally()
 
     def _hold(self) -> None:
         pool = self.pool

@@ -20,13 +20,21 @@ _GRAIN = 2 << 20
 """The largest alignment; the arena starts and ends at a multiple, so that offsets tell all."""
 
 
+_ONE_SEGMENT: dict[str, Any] = {
+    "small_limit": 0,  # for all sizes
+    "over_reserve": 0.0,  # no larger than asked for
+    "slack": 0,
+    "replace_limit": sys.maxsize,  # and never better replaced
+}
+
+
 class _Arena(Heap):
     """A heap of one segment, taken at once."""
 
     def __init__(self, upstream: Upstream, rules: Rules, nbytes: int) -> None:
         super().__init__(upstream, rules)
         self.nbytes = nbytes
-        self.free(super().allocate(nbytes))
+        self.free(super().allocate(nbytes))  # which is all of the segment
         self.misses = self.peak_live = 0
         (segment,) = self.segments
         self.address = segment.address
@@ -59,8 +67,7 @@ class StableStore(Store):
             raise ValueError(
                 f"stable_addresses={size!r} is a limit itself; leave limit and fraction out"
             )
-        # One segment for all sizes, and none is ever better replaced.
-        super().__init__(source, replace(rules, small_limit=0, replace_limit=sys.maxsize))
+        super().__init__(source, replace(rules, **_ONE_SEGMENT))
         nbytes = parse_size(size, "stable_addresses")
         if nbytes == 0:
             raise ValueError(
@@ -81,17 +88,28 @@ class StableStore(Store):
                 fragmentation=0.0,
                 reason=f"stable_addresses={size!r}: {error}",
             ) from None
-        if self._arena.address % _GRAIN:
+        address = self._arena.address
+        if address % _GRAIN:
+            self._arena.trim()
             raise RuntimeError(
-                f"{pool}: the driver's memory at {self._arena.address:#x} is not aligned to "
+                f"{pool}: the driver's memory at {address:#x} is not aligned to "
                 f"{size_text(_GRAIN)}, so offsets would not be stable; stable_addresses needs a "
                 "driver that aligns large memory"
             )
         self.heaps[None] = self._arena
+        self.changed_segments()  # counts it
 
     def offset_of(self, address: int) -> int:
         """Bytes from the start of the arena."""
         return address - self._arena.address
+
+    def take(self, pool: Pool, nbytes: int, alignment: int, queue: Any) -> Allocation:
+        """A block; at the start of a page, if it has no room to start elsewhere."""
+        if self.fits(nbytes, alignment, queue):
+            return super().take(pool, nbytes, alignment, queue)
+        heap = self._heap_of(queue)
+        block = heap.allocate(self.bare_room_for(nbytes, alignment), alignment)
+        return self.adopt(pool, block, block.address, nbytes, alignment, heap)
 
     def take_alone(self, pool: Pool, nbytes: int, alignment: int) -> Allocation:
         """Refuse."""

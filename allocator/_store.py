@@ -41,12 +41,12 @@ class Store:
         """the counters."""
         self.in_use: dict[int, Allocation] = {}
         """by address."""
+        self.holders: set[Allocation] = set()
+        """those of open reservations."""
         self.margin = 0
         """bytes before and behind each allocation that are nobody's, a multiple of 512."""
         self.leaving: Callable[[Allocation], Iterable[Allocation]] = _alone
-        """What becomes free when an allocation is over: itself, or what was kept in its place."""
-        self.touched: set[Segment] | None = None
-        """where blocks were taken, for the one who empties it; None if nobody does."""
+        """What becomes free when an allocation is over: itself, or nothing if it is kept."""
         self.is_closed = False
         """whether nothing is to be kept for later."""
         self._awaiting: list[tuple[Allocation, list[Any]]] = []
@@ -90,8 +90,7 @@ class Store:
         block.tag = allocation
         self.in_use[allocation.address] = allocation
         self.tally.gave(block.size, nbytes, block.segment.is_small)
-        if self.touched is not None:
-            self.touched.add(block.segment)
+        block.segment.idle_since = None
         return allocation
 
     def hold(self, holder: Allocation) -> None:
@@ -101,11 +100,11 @@ class Store:
             MemoryError: there is none, and the source gives no more.
         """
         heap = self._heap_of(None)
+        self.holders.add(holder)
         block = heap.allocate(holder.nbytes)
         holder.heap, holder.block, holder.address = heap, block, block.address
         block.tag = holder
-        if self.touched is not None:
-            self.touched.add(block.segment)
+        block.segment.idle_since = None
 
     def take_alone(self, pool: Pool, nbytes: int, alignment: int) -> Allocation:
         """Memory from the source for itself, touching none of the books that are being changed."""
@@ -214,12 +213,14 @@ class Store:
         free = self.free_bytes
         return 1 - self.largest_free / free if free else 0.0
 
-    def recover(self, kept: Collection[int]) -> None:
+    def recover(self, kept: Collection[int], quarantined: Collection[Allocation] = ()) -> None:
         """After an exception from outside between two instructions: keep what is certain.
 
         Args:
-            kept: the ids of allocations that are over but keep their blocks.
+            kept: the ids of allocations that may be over but keep their blocks.
+            quarantined: those that are over, and whose blocks cannot be given yet.
         """
+        kept = {*kept, *map(id, quarantined), *map(id, self.holders)}
         for heap in self.heaps.values():
             heap.repair()
             for block in list(heap.blocks()):
@@ -227,7 +228,7 @@ class Store:
                     heap.free(block)
         # A segment on its way from or to the driver when the exception came is nobody's now.
         given = list(self.in_use.values())
-        active = [*given, *(awaited for awaited, _ in self._awaiting)]
+        active = [*given, *(awaited for awaited, _ in self._awaiting), *quarantined]
         alone = [allocation.handle[1] for allocation in active if allocation.block is None]
         self.source.reserved = sum(alone) + sum(heap.reserved for heap in self.heaps.values())
         self._segments = self._segments_now()
