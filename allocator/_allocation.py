@@ -22,6 +22,7 @@ class Allocation:
         "handle",
         "heap",
         "is_announced",
+        "is_cut",
         "nbytes",
         "notes",
         "pool",
@@ -44,6 +45,8 @@ class Allocation:
         """other queues that use the memory."""
         self.frames: list[dict[str, Any]] = []
         """the stack that asked for it, where that is recorded."""
+        self.is_cut = False
+        """whether a reservation gave it."""
         self.is_announced = True
         """whether hooks are told when it is over."""
         self.notes: dict[Any, Any] | None = None
@@ -58,6 +61,11 @@ class Allocation:
     def is_small(self) -> bool:
         """Whether it is of a segment for small blocks."""
         return self.block is not None and self.block.segment.is_small
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether any other of as many bytes would have the same block."""
+        return self.block is not None and self.notes is None and not self.is_cut
 
     @property
     def is_in_use(self) -> bool:

@@ -281,6 +281,7 @@ class Heap:
         self.reserved -= segment.size
         self.upstream_calls += 1
         self._upstream.release(segment.handle)
+        segment.handle = None  # the segment and its block refer to each other, and live on a while
 
     def repair(self) -> None:
         """Derive everything from the chains, after a call that an exception interrupted.

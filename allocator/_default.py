@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from allocator._queues import queue as queue_of
 if TYPE_CHECKING:
     import torch
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finalizer or signal handler may ask in the middle of a call
 _defaults: dict[tuple[Any, str], Pool] = {}
 _named: dict[str, Pool] = {}
 
@@ -31,10 +32,14 @@ def default_pool(device: Any = "cpu", kind: str = "device") -> Pool:
         True
     """
     queue = queue_of(device) if isinstance(device, str) else device
+    pool = _defaults.get((queue, kind))
+    if pool is not None and pool.is_usable:
+        return pool
     with _lock:
+        new = Pool(queue, kind)  # in which a finalizer may ask for the same
         pool = _defaults.get((queue, kind))
         if pool is None or not pool.is_usable:
-            pool = _defaults[queue, kind] = Pool(queue, kind)
+            pool = _defaults[queue, kind] = new
         return pool
 
 
@@ -52,7 +57,10 @@ def named_pool(name: str, device: Any = "cpu", kind: str = "device", **options: 
     with _lock:
         pool = _named.get(name)
         if pool is None or not pool.is_usable:
-            pool = _named[name] = Pool(queue, kind, name=name, **options)
+            new = Pool(queue, kind, name=name, **options)
+            pool = _named.get(name)  # a finalizer may have asked meanwhile
+            if pool is None or not pool.is_usable:
+                pool = _named[name] = new
         elif pool.sycl_queue != queue or pool.kind != kind or options:
             raise ValueError(
                 f"the pool {name!r} exists, of {pool.kind} memory of {pool.sycl_queue}; ask for "
@@ -91,3 +99,11 @@ def full(
 ) -> torch.Tensor:
     """A torch tensor of the current pool, whose elements are ``value``."""
     return current_pool(device).full(shape, value, dtype)
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from allocator._dlpack import KDL_CPU, KDL_ONEAPI
+from allocator._queues import check_not_forked, note_driver_runs
 from allocator._runtime import load_dpctl
 
 KINDS = ("device", "shared", "host")
@@ -53,6 +54,7 @@ class UsmDriver:
         """
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} is none of {', '.join(KINDS)}")
+        check_not_forked()
         dpctl = load_dpctl()
         if not isinstance(queue, dpctl.SyclQueue):
             raise TypeError(f"queue={queue!r} is no dpctl.SyclQueue; allocator.queue() gives one")
@@ -61,6 +63,7 @@ class UsmDriver:
             raise RuntimeError(
                 f"{device.name} lacks usm_{kind}_allocations; use a pool of another kind"
             )
+        note_driver_runs()
         self.queue = queue
         self.name = device.name
         self.capacity = device.global_mem_size

@@ -12,7 +12,8 @@ know which of its exports came back compares the first words of all of them with
 that takes 3 us for 1,000.
 
 A word is changed by the deleter and, under the GIL, by one thread at a time: the interpreter
-switches threads, and runs signal handlers, only at calls and where a loop goes back.
+switches threads, and runs signal handlers, only at calls and where a loop goes back; with a
+debugger, also between two lines.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from allocator._dlpack import (
@@ -41,13 +43,19 @@ _FIRST_SLAB = 256
 _GROWTH = 4
 """Each slab has so many times the exports of the one before."""
 
+_SEEN_ALWAYS = 2
+"""Slabs, of 1,280 exports together, that are looked at in every call."""
+_RANGE = 1024
+"""Exports of the others that are: all of 10,000 would take 100 us."""
+
 AT_REST = 0
 GIVEN = VERSION[0] | VERSION[1] << 32
 """The first word of a versioned struct, which is its version; later times are greater."""
 _DROPPED = GIVEN + 1
 """As if the deleter had been called."""
 
-_DELETER: Any = ctypes.cast(ctypes.CDLL(None).time, ctypes.c_void_p).value
+# Not of whoever may have put his own time() before it, as to fake the date.
+_DELETER: Any = ctypes.cast(ctypes.CDLL("libc.so.6").time, ctypes.c_void_p).value
 
 
 def _word_of(struct: type[ctypes.Structure], field: str) -> int:
@@ -73,18 +81,22 @@ class _Slab:
         self._first_words = np.frombuffer(self.words, np.uint64)[::_SLOT]
         self._armed = np.frombuffer(self.armed, np.uint64)
 
-    def changed(self) -> list[int]:
-        """The slots whose first word is another than it was made."""
-        used = self._used
-        slots: list[int] = (self._first_words[:used] != self._armed[:used]).nonzero()[0].tolist()
+    @property
+    def used(self) -> int:
+        """Slots that have an export."""
+        return min(self._used, self._count)
+
+    def changed(self, start: int, stop: int) -> list[int]:
+        """The slots in a range whose first word is another than it was made."""
+        differs = self._first_words[start:stop] != self._armed[start:stop]
+        slots: list[int] = (differs.nonzero()[0] + start).tolist()
         return slots
 
     def new(self, name: bytes, ndim: int) -> Export | None:
         """An export that was never used, if there is one."""
-        if self._used == self._count:
+        slot, self._used = self._used, self._used + 1  # in one line, so that nobody has the same
+        if slot >= self._count:
             return None
-        slot = self._used
-        self._used = slot + 1  # no call in between: no other thread takes the same
         return Export(self, slot, name, ndim)
 
 
@@ -174,13 +186,15 @@ class Export:
     def settle(self) -> bool:
         """Put to rest what has come back; False if it has not, or another thread was first."""
         words, first, armed, slot = self.words, self.first, self._armed, self._slot
-        if words[first] == armed[slot]:
-            return False
-        words[first] = armed[slot] = AT_REST
-        return True
+        is_back = False
+        # In one line, as a debugger may let other threads run between two.
+        if words[first] != armed[slot]: words[first], armed[slot], is_back = AT_REST, AT_REST, True  # noqa: E701  # fmt: skip
+        return is_back
 
     def is_lost(self) -> bool:
         """Whether it is at rest, and not because it is ready for the next tensor."""
+        if self._given == AT_REST:  # of no bytes, in a struct without a version
+            return False
         shelf = self.shelf
         is_ready = shelf is not None and not shelf.is_gone and self in shelf.ready
         return self._armed[self._slot] == AT_REST and not is_ready
@@ -201,6 +215,7 @@ class Exporter:
 
     def __init__(self) -> None:
         self._slabs = [_Slab(_FIRST_SLAB)]
+        self._turn = 0
         self._idle: dict[Any, deque[Export]] = {}
         self._public: dict[Export, Any] = {}
         _exporters.append(self)
@@ -234,8 +249,12 @@ class Exporter:
         export.describe(view, flags)
         return export
 
-    def come_back(self) -> list[Export]:
-        """Those whose consumers are done, once; they are at rest now, and keep their owner."""
+    def come_back(self, *, everything: bool = True) -> list[Export]:
+        """Those whose consumers are done, once; they are at rest now, and keep their owner.
+
+        Args:
+            everything: look at all; if not, at some thousand, and at all the others by turns.
+        """
         for export, capsule in list(self._public.items()):
             # First the count: while it is ours alone no other thread can become its consumer.
             is_ours = sys.getrefcount(capsule) == _ONLY_OURS
@@ -244,12 +263,31 @@ class Exporter:
             elif is_ours and self._public.pop(export, None) is not None:
                 export.drop()
         found = []
-        for slab in self._slabs:
-            for slot in slab.changed():
+        for slab, start, stop in self._ranges(everything):
+            for slot in slab.changed(start, stop):
                 export = slab.exports[slot]
                 if export.settle():
                     found.append(export)
         return found
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it takes too long to look at every export in each call."""
+        return len(self._slabs) > _SEEN_ALWAYS
+
+    def _ranges(self, everything: bool) -> Iterator[tuple[_Slab, int, int]]:
+        """The slots to look at."""
+        for slab in self._slabs if everything else self._slabs[:_SEEN_ALWAYS]:
+            yield slab, 0, slab.used
+        if not everything and self.is_large:
+            self._turn = (self._turn + 1) % sum(slab.used // _RANGE + 1 for slab in self._slabs)
+            turn = self._turn
+            for slab in self._slabs:
+                ranges = slab.used // _RANGE + 1
+                if turn < ranges:
+                    yield slab, turn * _RANGE, min((turn + 1) * _RANGE, slab.used)
+                    return
+                turn -= ranges
 
     def recover(self) -> None:
         """Have those come back again that an exception kept from being dealt with."""

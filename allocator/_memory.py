@@ -157,7 +157,7 @@ class Memory:
 
     @property
     def sycl_queue(self) -> Any:
-        """The pool's, by which dpnp knows that it needs no copy."""
+        """The pool's."""
         return self.pool.sycl_queue
 
     @property
@@ -193,6 +193,8 @@ class Memory:
         # May run at any moment, inside a pool's own call too: hand it over, take no lock.
         allocation = getattr(self, "_allocation", None)
         if allocation is not None:
+            self._allocation = None  # should someone keep this object all the same
+            self.__class__ = Memory
             self.pool._released.append(allocation)
 
 
@@ -211,9 +213,9 @@ _HostMemory.__name__ = _HostMemory.__qualname__ = "Memory"
 class Array:
     """A shape and an element type over :class:`Memory`, or over another library's memory.
 
-    It computes nothing: ``torch.from_dlpack``, ``numpy.from_dlpack`` and ``dpnp.asarray`` take it
-    without a copy. It has the buffer protocol where Python can read the memory and numpy has such
-    an element type.
+    It computes nothing: ``torch.from_dlpack``, ``numpy.from_dlpack`` and ``dpctl.tensor.asarray``
+    take it without a copy, and ``dpnp.asarray`` what the last one gives; by itself that copies. It
+    has the buffer protocol where Python can read the memory and numpy has such an element type.
     """
 
     __slots__ = ("address", "dtype", "is_read_only", "memory", "shape", "strides")
@@ -322,7 +324,7 @@ class Array:
 
     @property
     def sycl_queue(self) -> Any:
-        """The pool's, by which dpnp knows that it needs no copy.
+        """The pool's.
 
         Raises:
             AttributeError: the memory is not SYCL's.

@@ -151,6 +151,8 @@ class Pool(Reports):
         self._shelves_by_dtype = self._shelves.by_dtype
         self._default_dtype: Callable[[], Any] = _NO_DTYPE
         self._from_dlpack: Callable[[Any], Tensor] = _torch_not_loaded
+        for pool in _process.pools():
+            pool._drain_if_idle()  # one that is only kept by tensors that are gone can go now
         _process.watch(self)
         self._decay = None if idle_seconds is None else Decay(self, idle_seconds)
         _scopes.watch(self)
@@ -185,13 +187,15 @@ class Pool(Reports):
             return self._new_tensor(shape, kind)
         # The next tensor of a loop takes the place of the last one, untouched. There is no lock: no
         # other thread runs from here until the word says that the tensor is given (see _exports).
-        export = shelf.last
+        export, is_taken = shelf.last, False
         if export.words[export.first] <= GIVEN:
-            export = shelf.before_last
-            if export.words[export.first] <= GIVEN:
-                return self._next_tensor(shelf, shape, kind)
-            shelf.before_last, shelf.last = shelf.last, export
-        export.words[export.first], export.capsule_name[0] = GIVEN, NAME_ADDRESS
+            shelf.last, shelf.before_last = shelf.before_last, shelf.last
+            export = shelf.last
+        # In one line, as a debugger may let other threads run between two.
+        if export.words[export.first] > GIVEN: export.words[export.first], is_taken = GIVEN, True  # noqa: E701  # fmt: skip
+        if not is_taken:
+            return self._next_tensor(shelf, shape, kind)
+        export.capsule_name[0] = NAME_ADDRESS
         shelf.reused += 1
         try:
             return self._from_dlpack(export.capsule)
@@ -311,6 +315,8 @@ class Pool(Reports):
                 "stable_addresses of another size"
             )
         self._store.source.limit = allowed
+        if self._is_over_limit and allowed is not None:
+            self._give_back_free(allowed)
 
     def trim(self, target: int | str = 0) -> int:
         """Give free segments back until the driver's share is at most ``target`` bytes.
@@ -323,18 +329,10 @@ class Pool(Reports):
         """
         goal = parse_size(target, "target")
         self._check_process()
-        with self._lock, self._section as is_outermost:
-            if not is_outermost:
-                return 0
-            self._drain()
-            self._flush_shelves()
-            self._discharge(0)
-            try:
-                given_back = self._store.trim(goal)
-            finally:
-                self._tell_of_segments()
+        before = self._store.source.reserved
+        self._give_back_free(goal)
         self._raise_corruption()
-        return given_back
+        return max(before - self._store.source.reserved, 0)
 
     def empty_cache(self) -> None:
         """Give all free segments back."""
@@ -458,6 +456,11 @@ class Pool(Reports):
         """Whether it gives memory: it was not closed, and the process is its own."""
         return not self._is_closed and self._process == os.getpid()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self!r} can be neither copied nor pickled; make another, or use named_pool()"
+        )
+
     def __repr__(self) -> str:
         state = (
             "closed" if self._is_closed else size_text(self._store.source.reserved) + " reserved"
@@ -474,8 +477,7 @@ class Pool(Reports):
                 dies, and the rest goes back.
         """
         self._check_process()
-        with self._lock:
-            self._drain_if_idle()
+        self._drain_if_idle(with_unclaimed=True)
         live = sorted(self._store.in_use.values(), key=lambda a: -a.nbytes)
         if live and not force:
             listed = ", ".join(f"{size_text(a.nbytes)} at {a.address:#x}" for a in live[:5])
@@ -487,7 +489,7 @@ class Pool(Reports):
             raise RuntimeError(
                 f"{self.name} has open reservations; leave their blocks first, or close(force=True)"
             )
-        self._is_closed = self._store.is_closed = True
+        self._is_closed = self._store.is_closed = True  # before trim() empties the shelves
         if self._decay is not None:
             self._decay.stop()
         self.trim(0)
@@ -497,7 +499,12 @@ class Pool(Reports):
         return self
 
     def __exit__(self, *error: object) -> None:
-        _entered.set(_entered.get()[:-1])
+        pools = list(_entered.get())
+        for i in reversed(range(len(pools))):  # a generator's block may end after another's began
+            if pools[i] is self:
+                del pools[i]
+                break
+        _entered.set(tuple(pools))
 
     # ------------------------------------------------------------------ giving
 
@@ -546,9 +553,8 @@ class Pool(Reports):
         allocation = self._acquire(nbytes)
         view = View(allocation.address, shape, strides, kind, self.dlpack_device)
         export = self._exporter.export(view)
-        is_noted = allocation.notes is not None  # to be told of by the books
-        if is_shelved and allocation.block is not None and not is_noted and not self._is_watched:
-            self._shelf_for(shape, dtype, allocation).gave(export)
+        if is_shelved and allocation.is_ordinary:
+            self._look_out_for(export, shape, dtype, allocation)
         return self._lent(export, allocation)
 
     def _lent(self, export: Export, owner: Allocation) -> Tensor:
@@ -567,9 +573,9 @@ class Pool(Reports):
             export.drop()
 
     def _public_capsule(self, memory: Memory, view: View, versioned: bool, flags: int) -> Any:
-        memory._views += 1
         self._drain_if_idle()
         export = self._exporter.export(view, versioned=versioned, flags=flags)
+        memory._views += 1
         return self._exporter.public_capsule(export, memory)
 
     def _acquire(self, nbytes: int, alignment: int = ROUNDING, queue: Any = None) -> Allocation:
@@ -600,7 +606,7 @@ class Pool(Reports):
         except MemoryError:
             self._store.tally.retries += 1
             gc.collect()  # tensors in cycles of references; also takes back what nobody claimed
-            self._end_quarantine()
+            self._give_back_free()
         while True:
             try:
                 return take()
@@ -613,12 +619,16 @@ class Pool(Reports):
         with self._lock, self._section as is_outermost:
             if not is_outermost:
                 return self._store.take_alone(self, nbytes, alignment)
-            self._drain()
+            self._drain(everything=False)
             self._discharge()
+            if self._is_over_limit:
+                self._store.source.check(0)
             reserved = take_reserved(self, nbytes, alignment, queue)
             if reserved is not None:
                 return reserved
-            if self._shelves.held and not self._store.fits(nbytes, alignment, queue):
+            is_all_seen = not self._exporter.is_large and not self._shelves.held
+            if not is_all_seen and not self._store.fits(nbytes, alignment, queue):
+                self._drain()
                 self._flush_shelves()
             try:
                 return self._store.take(self, nbytes, alignment, queue)
@@ -627,11 +637,11 @@ class Pool(Reports):
 
     # ------------------------------------------------------------------ taking back
 
-    def _drain(self) -> None:
-        """Take in all that was released; in the outermost section."""
+    def _drain(self, *, everything: bool = True) -> None:
+        """Take in what was released, all or what is quick to find; in the outermost section."""
         if self._process != os.getpid():
             return
-        for export in self._exporter.come_back():
+        for export in self._exporter.come_back(everything=everything):
             if not export.end():  # a consumer called its deleter twice
                 if self._guard is not None:
                     self._guard.ended_again(export.address)
@@ -711,11 +721,16 @@ class Pool(Reports):
             shelf.gave(export)
         return self._lent(export, allocation)
 
-    def _shelf_for(self, shape: tuple[int, ...], dtype: Any, allocation: Allocation) -> Shelf:
+    def _look_out_for(
+        self, export: Export, shape: tuple[int, ...], dtype: Any, allocation: Allocation
+    ) -> None:
+        """Have the export given again, when it comes back, to who asks for such a tensor."""
         with self._lock, self._section as is_outermost:
+            if self._is_closed or self._is_watched or self._is_over_limit:
+                return  # from now on all must be seen; looked at here, as another thread may hook
             if is_outermost and self._shelves.is_full:
                 self._flush_shelves()
-            return self._shelves.shelf(shape, dtype, allocation)
+            self._shelves.shelf(shape, dtype, allocation).gave(export)
 
     def _put_on_shelf(self, export: Export) -> bool:
         allocation = export.owner
@@ -776,10 +791,23 @@ class Pool(Reports):
             self.tally()  # looks at what was released
             self._guard.raise_found()
 
-    def _end_quarantine(self) -> None:
+    def _give_back_free(self, target: int = 0) -> None:
+        """Trim the pool, whichever queue the memory was for."""
         with self._lock, self._section as is_outermost:
-            if is_outermost:
-                self._discharge(0)
+            if not is_outermost:
+                return
+            self._drain()
+            self._flush_shelves()
+            self._discharge(0)
+            try:
+                self._store.trim(target)
+            finally:
+                self._tell_of_segments()
+
+    @property
+    def _is_over_limit(self) -> bool:
+        limit = self._store.source.limit
+        return limit is not None and self._store.source.reserved > limit
 
     def _discharge(self, most: int = QUARANTINE) -> None:
         """Make free what leaves the debug mode's quarantine, so that so many bytes are left."""
@@ -832,7 +860,7 @@ class Pool(Reports):
             storage = getattr(memory, "untyped_storage", None)
             if storage is None:
                 raise TypeError(f"{type(memory).__name__} is no tensor, array or Memory")
-            allocation = self._store.in_use.get(storage().data_ptr())
+            allocation = self._store.at(storage().data_ptr())
         if allocation is None or allocation.pool is not self:
             raise ValueError(f"the memory is not of {self.name}")
         return allocation
@@ -843,14 +871,15 @@ class Pool(Reports):
         self._store.recover(kept, () if self._guard is None else self._guard.recover())
         self._exporter.recover()
 
-    def _drain_if_idle(self) -> None:
+    def _drain_if_idle(self, *, with_unclaimed: bool = False) -> None:
         """Drain unless someone is inside, in this thread or another."""
         try:
             if self._lock.acquire(blocking=False):
                 with self._section as is_outermost:
                     if is_outermost:
                         self._drain()
-                        self._take_unclaimed_back()
+                        if with_unclaimed:
+                            self._take_unclaimed_back()
         finally:
             with contextlib.suppress(RuntimeError):  # not acquired; an interrupt knows no better
                 self._lock.release()
@@ -869,8 +898,8 @@ class Pool(Reports):
                 if self._guard is not None:
                     self._guard.report(self)
                 self._flush_shelves()
-                if self.sycl_queue is not None:
-                    self.sycl_queue.wait()
+                self._store.is_closed = True
+                self._store.trim(0)
             exporter.retire()
 
 

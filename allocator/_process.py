@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import weakref
@@ -39,7 +40,7 @@ def _after_collection(phase: str, info: dict[str, int]) -> None:
     """Take in what pools that nobody calls any more have got back."""
     if phase == "stop" and info["generation"] == 2:
         for pool in pools():
-            pool._drain_if_idle()
+            pool._drain_if_idle(with_unclaimed=True)
 
 
 def _after_fork_in_child() -> None:
@@ -52,7 +53,8 @@ def _after_fork_in_child() -> None:
 @atexit.register
 def _at_exit() -> None:
     """Keep all memory until the process is gone: a tensor in some corner may outlive us."""
-    gc.callbacks.remove(_after_collection)
+    with contextlib.suppress(ValueError):  # someone else has removed it
+        gc.callbacks.remove(_after_collection)
     for pool in pools():
         make_immortal(pool)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from allocator._runtime import cpu_driver_registered, load_dpctl
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finalizer or signal handler may ask in the middle of a call
 _queues: dict[str, Any] = {}
 _borrowed: dict[int, Any] = {}
+_runs = False
 _forked = False
 _MAPS = "/proc/self/maps"  # the files that this process has loaded
 
@@ -91,6 +92,12 @@ def check_not_forked() -> None:
         )
 
 
+def note_driver_runs() -> None:
+    """Note that a driver was used, by way of a queue that is not from here."""
+    global _runs
+    _runs = True
+
+
 def is_forked() -> bool:
     """Whether this process was forked from one whose driver was running."""
     return _forked
@@ -127,8 +134,8 @@ def _check_one_sycl_runtime() -> None:
 
 def _after_fork_in_child() -> None:
     global _forked, _lock
-    _lock = threading.Lock()
-    _forked = bool(_queues or _borrowed)
+    _lock = threading.RLock()
+    _forked = _forked or _runs or bool(_queues or _borrowed)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

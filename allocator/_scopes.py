@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from allocator._allocation import Allocation
     from allocator._pool import Pool
 
-_lock = threading.Lock()  # of the four below; held for no call of a pool
+_lock = threading.RLock()  # of the four below; held for no call of a pool
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _open: list[Scope] = []
 _records: dict[tuple[str, str], _Record] = {}
@@ -213,7 +213,7 @@ def watch(pool: Pool) -> None:
 
 def _after_fork_in_child() -> None:
     global _lock
-    _lock = threading.Lock()  # another thread may have held it
+    _lock = threading.RLock()  # another thread may have held it
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -76,10 +76,11 @@ class Shelf:
     def again(self) -> Export | None:
         """One that came back, given again; no lock is needed."""
         for export in self.given:
-            words, first = export.words, export.first
-            if words[first] > GIVEN:
-                # No other thread ran since it was found, see _exports.
-                words[first], export.capsule_name[0] = GIVEN, NAME_ADDRESS
+            words, first, is_taken = export.words, export.first, False
+            # In one line, as a debugger may let other threads run between two.
+            if words[first] > GIVEN: words[first], is_taken = GIVEN, True  # noqa: E701  # fmt: skip
+            if is_taken:
+                export.capsule_name[0] = NAME_ADDRESS
                 self.before_last, self.last = self.last, export
                 self.reused += 1
                 return export

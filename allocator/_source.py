@@ -26,9 +26,7 @@ class Source:
         Raises:
             MemoryError: the limit or the driver refuses.
         """
-        if self.limit is not None and self.reserved + nbytes > self.limit:
-            self.refusal = f"the limit of {size_text(self.limit)}"
-            raise MemoryError(self.refusal)
+        self.check(nbytes)
         try:
             address, memory = self._driver.allocate(nbytes)
         except MemoryError as error:
@@ -36,6 +34,12 @@ class Source:
             raise
         self.reserved += nbytes
         return address, (memory, nbytes)
+
+    def check(self, nbytes: int) -> None:
+        """Raise MemoryError if so many bytes more would pass the limit."""
+        if self.limit is not None and self.reserved + nbytes > self.limit:
+            self.refusal = f"the limit of {size_text(self.limit)}"
+            raise MemoryError(self.refusal)
 
     def release(self, handle: Any) -> None:
         """Give the bytes of ``handle`` back."""

@@ -78,6 +78,8 @@ class Tally:
         self._active = [self.levels[name] for name in METRICS[3:5]]
         self._reserved = [self.levels[name] for name in METRICS[5:7]]
         self._splits = [self.levels[name] for name in METRICS[7:]]
+        self.misses = 0
+        """allocations for which the driver was asked."""
         self.retries = 0
         """times that an allocation found no room and was tried again."""
         self.ooms = 0
@@ -149,7 +151,7 @@ class Tally:
 
     def reset_accumulated(self) -> None:
         """Start the sums and the counts anew, from 0."""
-        self.retries = self.ooms = 0
+        self.misses = self.retries = self.ooms = 0
         for by_tier in self.levels.values():
             for level in by_tier:
                 level.reset_accumulated()
@@ -297,7 +299,6 @@ def health(tally: Tally, room: FreeRoom) -> Health:
     total = {metric: by_tier[0] for metric, by_tier in tally.levels.items()}
     allocations, segments = total["allocation"], total["segment"]
     allocated, requested = total["allocated_bytes"], total["requested_bytes"]
-    misses = segments.allocated  # each took one segment from the driver
     return Health(
         allocated_bytes=allocated.current,
         requested_bytes=requested.current,
@@ -306,7 +307,7 @@ def health(tally: Tally, room: FreeRoom) -> Health:
         largest_free_bytes=room.largest,
         fragmentation=1 - room.largest / room.nbytes if room.nbytes else 0.0,
         internal_waste_bytes=allocated.current - requested.current,
-        hit_rate=1 - misses / allocations.allocated if allocations.allocated else 1.0,
+        hit_rate=1 - tally.misses / allocations.allocated if allocations.allocated else 1.0,
         allocations=allocations.allocated,
         driver_calls=segments.allocated + segments.freed,
         retries=tally.retries,

@@ -77,7 +77,9 @@ class Store:
             MemoryError: there is none, and the source gives no more.
         """
         heap = self._heap_of(queue)
+        misses = heap.misses
         block = heap.allocate(self.room_for(nbytes, alignment), alignment)
+        self.tally.misses += heap.misses - misses
         stagger = self._next_stagger() if _is_staggered(nbytes, alignment) else 0
         return self.adopt(pool, block, block.address + stagger, nbytes, alignment, heap)
 
@@ -114,6 +116,7 @@ class Store:
         allocation = Allocation(pool, start, nbytes)
         allocation.handle = handle
         self.in_use[allocation.address] = allocation
+        self.tally.misses += 1
         self.tally.grew(room, False)
         self.tally.gave(allocation.size, nbytes, False)
         return allocation
@@ -237,6 +240,16 @@ class Store:
             blocks, nbytes = room[segment.is_small]
             room[segment.is_small] = Split(blocks + 1, nbytes + segment.size)
         self.tally.recount(given, active, room)
+
+    def at(self, address: int) -> Allocation | None:
+        """The allocation in use that an address lies in."""
+        allocation = self.in_use.get(address)
+        if allocation is not None:
+            return allocation
+        for each in list(self.in_use.values()):
+            if each.address <= address < each.address + each.nbytes:
+                return each
+        return None
 
     def unclaimed(self) -> list[Allocation]:
         """Those in use that nobody has: an exception from outside came before a caller had them."""

@@ -220,7 +220,10 @@ def test_dpnp() -> None:
     to_torch(array).fill_(7)
     read = dpnp.from_dlpack(OnUsm(array))
     assert read.get_array()._pointer == array.address
-    assert dpnp.asnumpy(dpnp.asarray(array)).tolist() == [[7] * 3] * 2
+    assert dpnp.asnumpy(dpnp.asarray(array)).tolist() == [[7] * 3] * 2  # a copy
+    tensor = library("dpctl.tensor")
+    read = dpnp.asarray(tensor.asarray(array))
+    assert read.get_array()._pointer == array.address
 
 
 def test_import_of_dpctl_tensor() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import pickle
 import sys
 from collections.abc import Callable
@@ -313,3 +314,91 @@ def test_limit_below_what_is_in_use() -> None:
     kept.clear()
     assert (pool.full(3 * MIB, 1.0) == 1).all()
     check(pool, driver)
+
+
+def test_memory_of_another_queue_makes_room() -> None:
+    driver = FaultyDriver()
+    pool = Pool(driver=driver, limit=16 * MIB)
+
+    class Queue:
+        def submit_barrier(self) -> None: ...
+
+    pool.allocate(10 * MIB).release()
+    assert pool.allocate(10 * MIB, queue=Queue()).nbytes == 10 * MIB
+    check(pool, driver)
+
+
+def test_limit_of_nothing_while_memory_is_in_use() -> None:
+    driver = FaultyDriver()
+    pool = Pool(driver=driver)
+    kept = [pool.empty(1000), pool.empty(1000), pool.allocate(3 * MIB)]
+    pool.set_limit(0)
+    for ask in (lambda: pool.empty(1000), lambda: pool.empty(7), lambda: pool.allocate(1)):
+        with pytest.raises(OutOfMemoryError, match="the limit of 0 B"):
+            ask()
+    kept.pop(0)  # not even in the place of what is released
+    with pytest.raises(OutOfMemoryError):
+        pool.empty(1000)
+    kept.clear()
+    pool.set_limit("2MiB")
+    assert (pool.full(1000, 3.0) == 3).all()
+    assert pool.memory_reserved() == driver.reserved == 2 * MIB
+
+
+def test_segments_go_at_once() -> None:
+    """Not when the garbage is collected: a segment and its blocks refer to each other."""
+
+    class Counted(FaultyDriver):
+        alive = 0
+
+        def allocate(self, nbytes: int) -> tuple[int, Any]:
+            address, _ = super().allocate(nbytes)
+            Counted.alive += 1
+            return address, Handle(address)
+
+        def release(self, handle: Any) -> None:
+            super().release(handle.address)
+
+    class Handle:
+        def __init__(self, address: int) -> None:
+            self.address = address
+
+        def __del__(self) -> None:
+            Counted.alive -= 1
+
+    gc.disable()
+    try:
+        pool = Pool(driver=Counted())
+        for _ in range(3):
+            pool.empty(MIB)
+            assert Counted.alive > 0
+            pool.empty_cache()
+            assert Counted.alive == 0
+        pool.empty(MIB)
+        assert pool.memory_allocated() == 0  # looks for what came back, which keeps the pool
+        del pool
+        assert Counted.alive == 0
+    finally:
+        gc.enable()
+
+
+def test_hits_are_counted_beside_reservations() -> None:
+    pool = Pool(driver=FaultyDriver())
+    for _ in range(5):
+        with pool.reserve(4 * MIB):
+            pass
+        pool.empty_cache()
+    pool.allocate(1000).release()
+    pool.allocate(1000).release()
+    assert pool.health().hit_rate == 0.5
+
+
+def test_small_tensors_of_a_reservation_count_as_others() -> None:
+    def allocated(pool: Pool) -> int:
+        for _ in range(100):
+            pool.empty(100)
+        return int(pool.memory_stats()["allocated_bytes.all.allocated"])
+
+    pool, other = Pool(driver=FaultyDriver()), Pool(driver=FaultyDriver())
+    with pool.reserve(MIB):
+        assert allocated(pool) == allocated(other) == 51_200

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from allocator import Pool
+import allocator
+from allocator import Pool, current_pool, default_pool
 from tests.conftest import SEED
 
 
@@ -209,3 +210,62 @@ def test_soak(pool: Pool) -> None:
     assert pool.memory_allocated() == 0
     pool.close()
     assert pool.memory_reserved() == 0
+
+
+def test_copy_of_a_pool(pool: Pool) -> None:
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="make another"):
+            copied(pool)
+
+
+def test_blocks_of_pools_that_end_in_another_order(pool: Pool) -> None:
+    other = Pool("cpu")
+
+    def generator() -> Any:
+        with pool:
+            yield
+
+    running = generator()
+    next(running)
+    with other:
+        running.close()
+        assert current_pool() is other
+    assert current_pool() is default_pool()
+
+
+def test_memory_that_its_owner_brings_back(pool: Pool) -> None:
+    kept = []
+
+    class Owner:
+        def __init__(self) -> None:
+            self.me = self
+            self.memory = pool.allocate(4096)
+
+        def __del__(self) -> None:
+            kept.append(self)
+
+    Owner()
+    gc.collect()
+    memory = kept[0].memory
+    assert memory.is_released
+    with pytest.raises(RuntimeError, match="was released"):
+        memory.array(8)
+
+
+def test_queue_of_a_tensor_in_the_middle_of_memory(pool: Pool) -> None:
+    tensor = torch.from_dlpack(pool.allocate(4096).array(16, "float32", offset=512))
+    pool.record_queue(tensor, allocator.load_dpctl().SyclQueue("cpu"))
+
+
+def test_many_tensors(pool: Pool) -> None:
+    """More than are looked at in each call: what comes back is found by turns, or when needed."""
+    tensors = [pool.full(10 + i % 3, float(i)) for i in range(6000)]
+    assert all((x == i).all() for i, x in enumerate(tensors))
+    reserved = pool.memory_reserved()
+    for _ in range(3):
+        tensors = tensors[::2]
+        tensors += [pool.full(13, -1.0) for _ in range(6000 - len(tensors))]
+        assert pool.memory_allocated() == 512 * 6000
+    assert pool.memory_reserved() <= reserved * 1.1 + (2 << 20)
+    del tensors
+    assert pool.memory_allocated() == 0

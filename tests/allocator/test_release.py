@@ -451,3 +451,108 @@ def test_signal_handler_that_allocates(shape: str) -> None:
     check(pool)
     works(pool)
     """)
+
+
+def test_close_and_hooks_are_seen_by_threads_that_allocate() -> None:
+    run("""
+    from allocator import Hook
+    class Counts(Hook):
+        seen = 0
+        def allocated(self, pool, allocation):
+            self.seen += 1
+    sys.setswitchinterval(1e-5)
+    for i in range(300):
+        pool, made, done = Pool("cpu"), [0], []
+        def work():
+            try:
+                while not done:
+                    pool.empty(64)
+                    made[0] += 1
+            except RuntimeError:
+                pass
+        thread = threading.Thread(target=work)
+        thread.start()
+        if i % 2:
+            pool.close(force=True)
+            thread.join(5)
+            assert not thread.is_alive()
+        else:
+            counts = Counts()
+            pool.add_hook(counts)
+            before = made[0]
+            while made[0] < before + 50:
+                time.sleep(0)
+            done.append(1)
+            thread.join()
+            assert counts.seen >= 49, counts.seen
+    """)
+
+
+def test_threads_with_a_tracer() -> None:
+    run("""
+    def tracer(frame, event, argument):
+        return tracer
+    wrong = []
+    def work(k):
+        for _ in range(500):
+            x, y = pool.empty(64), pool.empty(64)
+            x.fill_(k), y.fill_(k)
+            if not ((x == k).all() and (y == k).all()):
+                wrong.append(k)
+            del x, y
+    sys.setswitchinterval(1e-6)
+    threading.settrace(tracer)
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert pool.memory_allocated() == 0
+    """)
+
+
+def test_finalizer_that_asks_for_the_default_pool() -> None:
+    run("""
+    import allocator
+    class Node:
+        def __init__(self):
+            self.me = self
+        def __del__(self):
+            allocator.memory_allocated()
+    gc.set_threshold(20)
+    for kind in ("device", "host", "shared") * 5:
+        for _ in range(50):
+            Node()
+        allocator.default_pool("cpu", kind).close(force=True)
+    """)
+
+
+def test_fork_with_a_queue_of_the_parent() -> None:
+    run("""
+    import allocator
+    own = allocator.load_dpctl().SyclQueue("cpu")
+    of_own = Pool(own)
+    stop = []
+    def work():
+        while not stop:
+            allocator.default_pool(own)
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            for give in (lambda: allocator.default_pool(own), lambda: Pool(own)):
+                try:
+                    give().empty(8)
+                except RuntimeError as error:
+                    assert "'spawn'" in str(error)
+                else:
+                    os._exit(1)
+            os._exit(0 if allocator.is_forked() else 2)
+        _, status = os.waitpid(child, 0)
+        assert status == 0, status
+    stop.append(1)
+    thread.join()
+    """)
