@@ -188,13 +188,16 @@ class Pool(Reports):
         # The next tensor of a loop takes the place of the last one, untouched. There is no lock: no
         # other thread runs from here until the word says that the tensor is given (see _exports).
         export, is_taken = shelf.last, False
-        if export.words[export.first] <= GIVEN:
-            shelf.last, shelf.before_last = shelf.before_last, shelf.last
-            export = shelf.last
+        words, first = export.words, export.first
+        if words[first] <= GIVEN:
+            export = shelf.before_last
+            words, first = export.words, export.first
         # In one line, as a debugger may let other threads run between two.
-        if export.words[export.first] > GIVEN: export.words[export.first], is_taken = GIVEN, True  # noqa: E701  # fmt: skip
+        if words[first] > GIVEN: words[first], is_taken = GIVEN, True  # noqa: E701  # fmt: skip
         if not is_taken:
             return self._next_tensor(shelf, shape, kind)
+        if export is not shelf.last:
+            shelf.before_last, shelf.last = shelf.last, export
         export.capsule_name[0] = NAME_ADDRESS
         shelf.reused += 1
         try:
