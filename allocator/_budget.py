@@ -84,14 +84,20 @@ class Budget(Hook):
         if self._is_open:
             raise RuntimeError(f"{self!r} is open; make another with Pool.budget()")
         self._is_open = True
-        self._pool.add_hook(self)
-        _open.set((*_open.get(), self))
+        try:
+            self._pool.add_hook(self)
+            _open.set((*_open.get(), self))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        _open.set(tuple(budget for budget in _open.get() if budget is not self))
-        self._pool.remove_hook(self)
-        self._is_open = False
+        try:
+            _open.set(tuple(budget for budget in _open.get() if budget is not self))
+        finally:
+            self._pool.remove_hook(self)
+            self._is_open = False
 
     def __repr__(self) -> str:
         return f"<{self._text}: {size_text(self._used)} in use>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from allocator._allocation import Allocation
@@ -61,18 +62,21 @@ class Reservation:
             raise RuntimeError(f"{self!r} was entered before; make another with Pool.reserve()")
         self._was_entered = True
         self.pool._check_usable()
-        if self.nbytes:
-            try:
+        try:
+            if self.nbytes:
                 self.pool._insist(self.nbytes, self._hold)
-            except BaseException:
-                self._end()
-                raise
-        _open.set((self, *_open.get()))
+            _open.set((weakref.ref(self), *_open.get()))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        _open.set(tuple(each for each in _open.get() if each is not self))
-        self._end()
+        try:
+            _open.set(tuple(each for each in _open.get() if each() not in (None, self)))
+        finally:
+            self._hand_over()
+            self.pool.tally()
 
     def __repr__(self) -> str:
         return f"<reservation of {size_text(self.nbytes)}: {size_text(self.left)} left>"
@@ -104,12 +108,16 @@ class Reservation:
         block = self._holder.block
         return block if block is not None and block.tag is self._holder else None
 
-    def _end(self) -> None:
-        # By way of the pool's queue: a generator that is collected may end the block in the middle
-        # of the pool's own work.
-        self.pool._released.append(self)
+    def _hand_over(self) -> None:
+        # The pool does the rest: a generator that is collected may end the block in the middle of
+        # the pool's own work.
         self.pool._store.holders.discard(self._holder)
-        self.pool.tally()
+        self.pool._released.append(self)
+
+    def __del__(self) -> None:
+        # An exception from outside may have kept __exit__ from its work, or __init__.
+        if hasattr(self, "_holder") and self._held is not None:
+            self._hand_over()
 
     def _hold(self) -> None:
         pool = self.pool
@@ -127,7 +135,7 @@ class Reservation:
                 pool._tell_of_segments()
 
 
-_open: contextvars.ContextVar[tuple[Reservation, ...]] = contextvars.ContextVar(
+_open: contextvars.ContextVar[tuple[weakref.ref[Reservation], ...]] = contextvars.ContextVar(
     "reservations", default=()
 )
 
@@ -137,8 +145,9 @@ def take_reserved(pool: Pool, nbytes: int, alignment: int, queue: Any) -> Alloca
     if queue is not None:
         return None  # what is put aside is for the pool's own queue
     store = pool._store
-    for reservation in _open.get():
-        if reservation.pool is not pool:
+    for reference in _open.get():
+        reservation = reference()
+        if reservation is None or reservation.pool is not pool:
             continue
         block = reservation.cut(store.bare_room_for(nbytes, alignment), alignment)
         if block is not None:

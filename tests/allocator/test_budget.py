@@ -1,0 +1,439 @@
+"""Budgets: what a block may hold, whoever releases it, and wherever it is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from allocator import Budget, Hook, OutOfMemoryError, Pool
+from tests.allocator.test_faults import FaultyDriver, check
+from tests.conftest import SEED
+
+KIB = 2**10
+MIB = 2**20
+
+
+@pytest.fixture
+def driver() -> FaultyDriver:
+    return FaultyDriver()
+
+
+@pytest.fixture
+def pool(driver: FaultyDriver) -> Pool:
+    return Pool(driver=driver, name="mine")
+
+
+def test_charges_and_credits(pool: Pool, driver: FaultyDriver) -> None:
+    before = pool.empty(1000)
+    with pool.budget("1MiB") as budget:
+        assert (budget.limit, budget.used, budget.peak) == (MIB, 0, 0)
+        x, y = pool.empty(1), pool.allocate(1000)
+        assert budget.used == 512 + 1024
+        del x
+        assert (budget.used, budget.peak) == (1024, 1536)
+        del before  # which was not charged
+        assert budget.used == 1024
+    z = pool.empty(MIB)  # the block is over
+    assert budget.used == 1024
+    del y
+    assert (budget.used, budget.peak) == (0, 1536)
+    del z
+    check(pool, driver)
+
+
+def test_exact_limit(pool: Pool) -> None:
+    with pool.budget(1024):
+        x, y = pool.allocate(512), pool.allocate(1)
+        with pytest.raises(OutOfMemoryError):
+            pool.allocate(1)
+        del x
+        z = pool.allocate(512)
+        pool.allocate(0)
+        pool.empty((0, 5))
+    with pool.budget(0), pytest.raises(OutOfMemoryError):
+        pool.empty(1)
+    del y, z
+
+
+def test_error(pool: Pool) -> None:
+    with pool.budget("1MiB", "scratch"):
+        x = pool.empty(1000)
+        with pytest.raises(
+            OutOfMemoryError,
+            match=r"mine has no room for 4 MiB: the budget 'scratch' of 1 MiB, of which 4 KiB are",
+        ) as caught:
+            pool.empty(MIB)
+    assert caught.value.requested == 4 * MIB
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    with pool.budget(1), pytest.raises(OutOfMemoryError, match="a budget of 1 B, of which 0 B"):
+        pool.array(1)
+    del x
+
+
+def test_a_loop_stays_within(pool: Pool) -> None:
+    """Tensors that come back are seen, though nobody asks for the books."""
+    for _ in range(20):
+        pool.empty(100)  # stays on a shelf
+    with pool.budget(5 * KIB) as budget:
+        for _ in range(100):
+            pool.empty(1000)
+            x = pool.empty(10)
+        assert (budget.used, budget.peak) == (512, 4096 + 512)
+        del x
+        assert budget.used == 0
+        kept = [pool.empty(100) for _ in range(10)]
+        with pytest.raises(OutOfMemoryError):
+            pool.empty(100)
+    del kept
+    assert budget.used == 0
+
+
+def test_nested_budgets(pool: Pool) -> None:
+    with pool.budget(8 * KIB, "outer") as outer:
+        x = pool.allocate(2 * KIB)
+        with pool.budget(4 * KIB, "inner") as inner:
+            y = pool.allocate(4 * KIB)
+            with pytest.raises(OutOfMemoryError, match="'inner'"):
+                pool.allocate(1)
+            assert (outer.used, inner.used) == (6 * KIB, 4 * KIB)
+        with pytest.raises(OutOfMemoryError, match="'outer'"):
+            pool.allocate(3 * KIB)
+        del y
+        assert (outer.used, inner.used) == (2 * KIB, 0)
+        with pool.budget(100 * KIB), pytest.raises(OutOfMemoryError, match="'outer'"):
+            pool.allocate(7 * KIB)
+    del x
+    assert (outer.used, outer.peak) == (0, 6 * KIB)
+
+
+def test_inner_refusal_leaves_nothing_on_the_outer(pool: Pool, driver: FaultyDriver) -> None:
+    """Also where the inner one refuses only when the memory was found already."""
+    with pool.budget(MIB) as outer, pool.budget(MIB) as inner:
+
+        class Greedy(Hook):
+            def before_allocate(self, pool: Pool, nbytes: int) -> None:
+                inner.limit = 0  # as if another thread had taken all of it
+
+        with pool.hook(Greedy()), pytest.raises(OutOfMemoryError):
+            pool.allocate(100)
+        assert (outer.used, inner.used) == (0, 0)
+    assert pool.memory_allocated() == 0
+    check(pool, driver)
+
+
+def test_two_pools() -> None:
+    one, two = Pool(driver=FaultyDriver()), Pool(driver=FaultyDriver())
+    with one.budget(KIB) as budget:
+        x, y = one.allocate(KIB), two.allocate(MIB)
+        assert budget.used == KIB
+    del x, y
+
+
+def test_entered_twice(pool: Pool) -> None:
+    budget = pool.budget(KIB)
+    with budget:
+        x = pool.allocate(1)
+        with pytest.raises(RuntimeError, match="is open"), budget:
+            pass
+        with pytest.raises(OutOfMemoryError):
+            pool.allocate(KIB)
+    with budget:  # again is fine; it counts on
+        assert budget.used == 512
+        with pytest.raises(OutOfMemoryError):
+            pool.allocate(KIB)
+    del x
+
+
+@pytest.mark.parametrize("error", [KeyError, OutOfMemoryError, KeyboardInterrupt])
+def test_exception_in_the_block(pool: Pool, error: type[BaseException]) -> None:
+    def fail() -> None:
+        with pool.budget(KIB):
+            x = pool.allocate(100)
+            if error is OutOfMemoryError:
+                pool.allocate(KIB)
+            del x
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert pool._hooks == ()
+    gc.collect()
+    assert pool.memory_allocated() == 0
+    pool.allocate(MIB)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("lots",), ValueError),
+        ((-1,), ValueError),
+        ((1.5,), TypeError),
+        ((True,), TypeError),
+        ((1, None, "callback"), TypeError),
+    ],
+)
+def test_bad_arguments(pool: Pool, arguments: tuple[Any, ...], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        pool.budget(*arguments)
+
+
+class TestOnExceed:
+    def test_drops_something(self, pool: Pool) -> None:
+        held: list[Any] = []
+        asked = []
+
+        def drop(budget: Budget, nbytes: int) -> bool:
+            asked.append((budget.used, nbytes))
+            if held:
+                held.pop()
+                return True
+            return False
+
+        with pool.budget(4 * KIB, on_exceed=drop):
+            held += [pool.allocate(KIB) for _ in range(4)]
+            x = pool.allocate(2000)
+            assert asked == [(4 * KIB, 2000), (3 * KIB, 2000)]
+            assert len(held) == 2
+            with pytest.raises(OutOfMemoryError):
+                pool.allocate(4 * KIB)
+            assert not held
+        del x
+
+    def test_raises(self, pool: Pool) -> None:
+        def fail(budget: Budget, nbytes: int) -> bool:
+            raise KeyError(nbytes)
+
+        with pool.budget(0, on_exceed=fail) as budget, pytest.raises(KeyError):
+            pool.allocate(7)
+        assert budget.used == 0
+
+    def test_may_use_another_pool(self, pool: Pool) -> None:
+        """As to keep what it drops."""
+        other, held, saved = Pool(driver=FaultyDriver()), [], []
+
+        def swap(budget: Budget, nbytes: int) -> bool:
+            x = held.pop()
+            saved.append(other.empty_like(x).copy_(x))
+            return True
+
+        with pool.budget(8 * KIB, on_exceed=swap):
+            for i in range(10):
+                held.append(pool.full(1000, float(i)))
+        assert len(held) + len(saved) == 10
+        assert len(held) == 2
+
+
+def test_cycles_are_collected(pool: Pool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with pool.budget(64 * KIB):
+            for _ in range(50):
+                cycle: list[Any] = [pool.allocate(10 * KIB)]
+                cycle.append(cycle)
+                del cycle
+    finally:
+        gc.enable()
+
+
+def test_other_threads_are_not_charged(pool: Pool) -> None:
+    held: list[Any] = []
+    with pool.budget(KIB) as budget:
+        thread = threading.Thread(target=lambda: held.append(pool.allocate(MIB)))
+        thread.start()
+        thread.join()
+        assert len(held) == 1
+        assert budget.used == 0
+
+
+def test_thread_in_a_copy_of_the_context_is_charged(pool: Pool) -> None:
+    held: list[Any] = []
+    with pool.budget(KIB) as budget:
+        copy = contextvars.copy_context()
+        thread = threading.Thread(target=copy.run, args=[lambda: held.append(pool.allocate(1))])
+        thread.start()
+        thread.join()
+        assert budget.used == 512
+    held.clear()
+    assert budget.used == 0
+
+
+def test_tasks(pool: Pool) -> None:
+    """Each is charged for its own block, and those that it starts there."""
+
+    async def own(nbytes: int) -> int:
+        with pool.budget(MIB) as budget:
+            x = pool.allocate(nbytes)
+            await asyncio.sleep(0)
+            y = pool.allocate(nbytes)
+            await asyncio.sleep(0)
+            del x, y
+            return budget.peak
+
+    async def child() -> None:
+        x = pool.allocate(KIB)
+        await asyncio.sleep(0)
+        del x
+
+    async def work() -> None:
+        assert await asyncio.gather(*(own(i * KIB) for i in range(1, 9))) == [
+            2 * i * KIB for i in range(1, 9)
+        ]
+        with pool.budget(2 * KIB) as budget:
+            await asyncio.gather(child(), child())
+            assert (budget.used, budget.peak) == (0, 2 * KIB)
+            with pytest.raises(OutOfMemoryError):
+                await asyncio.gather(*(child() for _ in range(3)))
+
+    asyncio.run(work())
+    gc.collect()
+    assert pool.memory_allocated() == 0
+    assert pool._hooks == ()
+
+
+def test_many_threads_of_one_budget(
+    pool: Pool, driver: FaultyDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # of all of torch, at each refusal
+    limit = 40 * KIB
+    failed: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        choose, held = random.Random(seed), []
+        for _ in range(2000):
+            try:
+                held.append(pool.allocate(choose.randrange(1, 8 * KIB)))
+            except OutOfMemoryError:
+                held.clear()
+            except BaseException as error:
+                failed.append(error)
+                raise
+            assert budget._used <= limit
+            if len(held) > 4:
+                held.pop(0)
+
+    with pool.budget(limit) as budget:
+        threads = [
+            threading.Thread(target=contextvars.copy_context().run, args=(work, SEED + i))
+            for i in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    assert budget.used == 0
+    assert 0 < budget.peak <= limit
+    check(pool, driver)
+
+
+def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from allocator._blocks import Heap
+
+    allocate, held = Heap.allocate, []
+
+    def interrupted(heap: Heap, nbytes: int, alignment: int = 512) -> Any:
+        if not held:
+            held.append(pool.allocate(3 * KIB))
+        return allocate(heap, nbytes, alignment)
+
+    monkeypatch.setattr(Heap, "allocate", interrupted)
+    with pool.budget(8 * KIB) as budget:
+        x = pool.allocate(KIB)
+        assert held[0]._allocation.block is None  # is of the driver
+        assert budget.used == 4 * KIB
+        held.clear()
+        assert budget.used == KIB or held
+        with pytest.raises(OutOfMemoryError):
+            pool.allocate(8 * KIB)
+    del x
+    held.clear()
+    assert budget.used == 0
+
+
+def test_interrupts(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever KeyboardInterrupt comes, the budget has its bytes back in the end."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)  # one of Memory.__del__
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    choose, held, interrupts = random.Random(SEED), [], 0
+    gc.freeze()
+    budget = pool.budget(MIB)
+    try:
+        end = time.monotonic() + 2
+        with budget:
+            while time.monotonic() < end:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, choose.random() * 2e-3, 0.01)
+                    while True:
+                        held.append(pool.allocate(choose.choice([8, 100, 5000])))
+                        if len(held) > 20:
+                            held.pop(choose.randrange(20))
+                except KeyboardInterrupt:
+                    interrupts += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        gc.unfreeze()
+    assert interrupts > 100
+    held.clear()
+    gc.collect()
+    assert pool.memory_allocated() == 0
+    assert budget.used == 0
+    assert budget.peak <= MIB
+
+
+def test_fork() -> None:
+    pool = Pool(driver=FaultyDriver())
+    with pool.budget(KIB):
+        x = pool.allocate(1)
+        child = os.fork()
+        if child == 0:
+            try:
+                pool.allocate(1)
+            except RuntimeError as error:
+                os._exit("spawn" not in str(error))
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+    del x
+
+
+def test_with_the_debug_mode(pool: Pool) -> None:
+    """Redzones are not charged."""
+    debugged = Pool(driver=FaultyDriver(), debug=True)
+    with debugged.budget(KIB) as budget:
+        for _ in range(50):
+            x = debugged.full(200, 1.0)
+            assert (x == 1).all()
+            del x
+        assert (budget.used, budget.peak) == (0, KIB)
+
+
+def test_unpickled_tensors_are_not_charged(pool: Pool) -> None:
+    with pool.budget(KIB) as budget:
+        x = pool.full(10, 1.0)
+        y = pickle.loads(pickle.dumps(x))
+        assert torch.equal(x, y)
+        assert budget.used == 512
+
+
+def test_repr(pool: Pool) -> None:
+    budget = pool.budget("1MiB", "scratch")
+    assert repr(budget) == "<the budget 'scratch' of 1 MiB: 0 B in use>"
