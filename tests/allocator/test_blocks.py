@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import random
 import sys
@@ -392,6 +393,19 @@ def test_tag_is_of_one_owner(heap: Heap) -> None:
     block.tag = "owner"
     heap.free(block)
     assert block.tag is None
+
+
+def test_memory_given_back_is_kept_by_nothing(heap: Heap, upstream: Upstream) -> None:
+    """Without a collection, though blocks and segments refer to each other."""
+    blocks = [heap.allocate(nbytes) for nbytes in (100, 3 * MIB)]
+    heap.free(blocks[0])
+    kept = [weakref.ref(segment.handle) for segment in heap.segments]
+    gc.disable()
+    try:
+        heap.trim()
+        assert [handle() is None for handle in kept] == [True, False]
+    finally:
+        gc.enable()
 
 
 class HeapAgainstModel(RuleBasedStateMachine):

@@ -1,0 +1,343 @@
+"""Idle decay: free memory goes back after a while, with nobody calling, and nothing else does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from allocator import Pool
+from allocator._idle import Decay
+from tests.allocator.test_faults import FaultyDriver, check
+
+KIB = 2**10
+MIB = 2**20
+LONG = 1000.0
+"""Seconds in which no thread looks."""
+
+
+@pytest.fixture
+def driver() -> FaultyDriver:
+    return FaultyDriver()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds, to be changed."""
+    now = [100.0]
+    monkeypatch.setattr("allocator._idle.time.monotonic", lambda: now[0])
+    return now
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.perf_counter() + seconds
+    while not is_so():
+        assert time.perf_counter() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def look(pool: Pool) -> None:
+    """What the thread does from time to time."""
+    assert pool._decay is not None
+    pool._decay.look(pool)
+
+
+def thread_of(pool: Pool) -> threading.Thread:
+    assert pool._decay is not None
+    return pool._decay._thread
+
+
+def test_with_nobody_calling(driver: FaultyDriver) -> None:
+    pool = Pool(driver=driver, idle_seconds=0.1)
+    kept, large = pool.full(8, 1.0), pool.empty(MIB)
+    started, reserved = time.perf_counter(), driver.reserved
+    del large
+    wait_until(lambda: driver.reserved < reserved)
+    assert time.perf_counter() - started > 0.05
+    assert driver.reserved == 2 * MIB
+    assert (kept == 1).all()
+    del kept
+    wait_until(lambda: driver.reserved == 0)
+    check(pool, driver)
+    assert (pool.full(1000, 2.0) == 2).all()
+    wait_until(lambda: driver.reserved == 0)
+    pool.close()
+
+
+def test_after_the_time_and_not_before(driver: FaultyDriver, clock: list[float]) -> None:
+    pool = Pool(driver=driver, idle_seconds=LONG)
+    pool.empty(1000)
+    pool.empty(MIB)
+    reserved = driver.reserved
+    look(pool)
+    clock[0] += LONG - 1
+    look(pool)
+    assert driver.reserved == reserved
+    clock[0] += 1
+    look(pool)
+    assert driver.reserved == 0
+    check(pool, driver)
+
+
+def test_what_was_used_meanwhile_stays(driver: FaultyDriver, clock: list[float]) -> None:
+    """Also if it is free at each look, as between the steps of a loop."""
+    pool = Pool(driver=driver, idle_seconds=LONG)
+    look(pool)
+    for _ in range(10):
+        pool.empty(1000)
+        pool.allocate(3 * MIB)
+        clock[0] += LONG / 2
+        look(pool)
+        assert driver.reserved >= 5 * MIB
+    clock[0] += LONG - 1
+    look(pool)
+    assert driver.reserved >= 5 * MIB
+    clock[0] += LONG
+    look(pool)
+    assert driver.reserved == 0
+
+
+def test_only_segments_that_were_not_needed(driver: FaultyDriver, clock: list[float]) -> None:
+    pool = Pool(driver=driver, idle_seconds=LONG)
+    large = pool.empty(MIB)
+    small = pool.empty(8)
+    reserved = driver.reserved
+    del large
+    look(pool)
+    clock[0] += LONG
+    look(pool)
+    assert driver.reserved == 2 * MIB < reserved
+    assert (small.fill_(1) == 1).all()
+    check(pool, driver)
+
+
+def test_memory_goes_at_once(clock: list[float]) -> None:
+    """Nothing keeps the driver's handle after a trim, or a look."""
+
+    class Handle:
+        def __init__(self, address: int) -> None:
+            self.address = address
+
+    class Dropping(FaultyDriver):
+        def allocate(self, nbytes: int) -> tuple[int, Any]:
+            handle = Handle(super().allocate(nbytes)[0])
+            handles.append(weakref.ref(handle))
+            return handle.address, handle
+
+        def release(self, handle: Any) -> None:
+            super().release(handle.address)
+
+    handles: list[weakref.ref[Handle]] = []
+    pool = Pool(driver=Dropping(), idle_seconds=LONG)
+    pool.empty(100)
+    look(pool)
+    pool.trim()
+    pool.empty(100)
+    look(pool)
+    clock[0] += LONG
+    look(pool)
+    assert [handle() for handle in handles] == [None, None]
+
+
+def test_reservations_stay(driver: FaultyDriver, clock: list[float]) -> None:
+    pool = Pool(driver=driver, idle_seconds=LONG)
+    with pool.reserve(MIB) as reservation:
+        for _ in range(3):
+            look(pool)
+            clock[0] += LONG
+        assert reservation.left == MIB
+    look(pool)
+    assert driver.reserved >= MIB
+    clock[0] += LONG
+    look(pool)
+    assert driver.reserved == 0
+
+
+def test_hooks_are_told(driver: FaultyDriver, clock: list[float]) -> None:
+    pool = Pool(driver=driver, idle_seconds=LONG)
+    pool.record_history()
+    pool.empty(8)
+    look(pool)
+    clock[0] += LONG
+    look(pool)
+    actions = [entry["action"] for entry in pool.snapshot()["device_traces"][0]]
+    assert actions[-1] == "segment_free"
+    assert pool.memory_reserved() == 0
+
+
+def test_no_look_while_another_thread_is_inside(driver: FaultyDriver, clock: list[float]) -> None:
+    pool = Pool(driver=driver, idle_seconds=LONG)
+    pool.empty(8)
+    with pool._lock:
+        thread = threading.Thread(target=look, args=[pool])
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+    look(pool)
+    clock[0] += LONG
+    with pool._lock, pool._section:
+        look(pool)  # as if a signal handler did
+    assert driver.reserved
+    look(pool)
+    assert driver.reserved == 0
+
+
+def test_pool_is_not_kept_alive(driver: FaultyDriver) -> None:
+    pool = Pool(driver=driver, idle_seconds=LONG)
+    pool.allocate(8)
+    pool.tally()  # or the pool would not know yet that nothing is in use
+    seen, thread = weakref.ref(pool), thread_of(pool)
+    del pool
+    assert seen() is None
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_close_ends_the_thread(driver: FaultyDriver) -> None:
+    pool = Pool(driver=driver, idle_seconds=LONG)
+    thread = thread_of(pool)
+    pool.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_pools_that_come_and_go() -> None:
+    threads = []
+    for _ in range(50):
+        pool = Pool(driver=FaultyDriver(), idle_seconds=0.001)
+        threads.append(thread_of(pool))
+        pool.empty(8)
+        del pool
+    gc.collect()
+    wait_until(lambda: not any(thread.is_alive() for thread in threads))
+
+
+def test_beside_threads_that_allocate(driver: FaultyDriver) -> None:
+    pool = Pool(driver=driver, idle_seconds=0.001)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for i in range(300):
+                x, y = pool.full(8, float(i)), pool.full(100_000, float(i))
+                assert (x == i).all()
+                assert (y == i).all()
+                del x, y
+                if i % 50 == 0:
+                    time.sleep(0.005)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not errors
+    wait_until(lambda: driver.reserved == 0)
+    check(pool, driver)
+    pool.close()
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
+def test_times_without_sense(seconds: float) -> None:
+    with pytest.raises(ValueError, match="not positive and finite"):
+        Pool(driver=FaultyDriver(), idle_seconds=seconds)
+
+
+@pytest.mark.parametrize("seconds", ["1", True, [1]])
+def test_no_times(seconds: Any) -> None:
+    with pytest.raises(TypeError, match="no number of seconds"):
+        Pool(driver=FaultyDriver(), idle_seconds=seconds)
+
+
+def test_longest_time() -> None:
+    Pool(driver=FaultyDriver(), idle_seconds=sys.float_info.max).close()
+
+
+def test_with_the_debug_mode(driver: FaultyDriver, clock: list[float]) -> None:
+    """What is in quarantine is looked at still."""
+    pool = Pool(driver=driver, idle_seconds=LONG, debug=True)
+    pool.full(1000, 1.0)
+    for _ in range(3):
+        look(pool)
+        clock[0] += LONG
+    assert driver.reserved
+    pool.check()
+    pool.trim()
+    assert driver.reserved == 0
+
+
+PREAMBLE = """
+import faulthandler, os, sys, threading, time
+from allocator import Pool
+from tests.allocator.test_faults import FaultyDriver
+faulthandler.dump_traceback_later(90, exit=True)
+pool = Pool(driver=FaultyDriver(), idle_seconds=0.001)
+"""
+
+
+def run(script: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (found.returncode, found.stderr) == (0, ""), f"{found.returncode}\n{found.stderr}"
+
+
+def test_fork() -> None:
+    """The parent's pool works on, and its thread too; the child has neither."""
+    run("""
+    faulthandler.cancel_dump_traceback_later()  # whose thread a child would wait for
+    held = pool.allocate(8)
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            try:
+                pool.allocate(8)
+            except RuntimeError:
+                sys.exit(threading.active_count() != 1)
+            sys.exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+    assert pool.driver.reserved
+    del held
+    end = time.monotonic() + 20
+    while pool.driver.reserved and time.monotonic() < end:
+        time.sleep(0.01)
+    assert pool.driver.reserved == 0
+    """)
+
+
+def test_exit() -> None:
+    run("""
+    import atexit
+    sys.held = [pool.allocate(8), Pool(driver=FaultyDriver(), idle_seconds=1e-4), pool]
+    from allocator._idle import _decays
+    atexit.register(lambda: pool.allocate(100))
+    assert len(_decays) == 2
+    for _ in range(100):
+        pool.allocate(100_000)
+    """)
+
+
+def test_decay_is_told_of_its_pool_alone() -> None:
+    one, two = FaultyDriver(), FaultyDriver()
+    pools = Pool(driver=one, idle_seconds=LONG), Pool(driver=two, idle_seconds=0.01)
+    for pool in pools:
+        pool.allocate(8)
+    wait_until(lambda: two.reserved == 0)
+    assert one.reserved
+    assert isinstance(pools[0]._decay, Decay)
