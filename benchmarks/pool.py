@@ -1,7 +1,9 @@
 """Times the pool against torch's allocator and raw USM: ``python -m benchmarks.pool [--save]``.
 
 ``hit``: 1,000 times a tensor of 1,024 float32 elements and its release; a contender's time is that
-of all. ``64 MiB``: one tensor, filled and released.
+of all. ``64 MiB``: one tensor, filled and released. ``SGD``, ``Adam``: our step on one parameter of
+8.4 M elements whose state torch gave, where all arrays lie at one address modulo 4 KiB, and whose
+state the pool gave, which staggers them.
 """
 
 from __future__ import annotations
@@ -10,13 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from allocator import Pool, load_dpctl, queue
 from benchmarks import _command
 from benchmarks._harness import Contender, Report, time_interleaved
+from fusedoptim import FusedAdam, FusedSGD
 
 _REPEATS = 1000
 _LARGE = 16 << 20  # elements of float32
+_ELEMENTS = 8_400_000
 
 
 def hit(rounds: int | None) -> Report:
@@ -28,6 +34,8 @@ def hit(rounds: int | None) -> Report:
         Contender("torch.empty, dtype", _repeated(lambda: torch.empty(1024, dtype=torch.float32))),
         Contender("pool.empty, two at a time", _repeated(_pairs(pool.empty), _REPEATS // 2)),
         Contender("torch.empty, two at a time", _repeated(_pairs(torch.empty), _REPEATS // 2)),
+        Contender("pool.empty, kept until the next", _kept(pool.empty)),
+        Contender("torch.empty, kept until the next", _kept(torch.empty)),
     ]
     return Report("hit", time_interleaved(contenders, rounds or 200, _nothing))
 
@@ -49,6 +57,32 @@ def large(rounds: int | None) -> Report:
     return Report("64 MiB", time_interleaved(contenders, rounds or 50, _nothing))
 
 
+def step(
+    name: str, optimizer: Callable[[list[Parameter]], Optimizer], rounds: int | None
+) -> Report:
+    contenders = []
+    for state_of in ("torch", "the pool"):
+        parameter = Parameter(torch.randn(_ELEMENTS))
+        parameter.grad = torch.randn(_ELEMENTS)
+        stepped = optimizer([parameter])
+        stepped.step()
+        if state_of == "torch":
+            state = stepped.state[parameter]
+            for key, value in state.items():
+                if value.shape == parameter.shape:
+                    state[key] = torch.empty_like(value).copy_(value)
+        contenders.append(Contender(f"state of {state_of}", stepped.step))
+    return Report(name, time_interleaved(contenders, rounds or 100, _nothing))
+
+
+def sgd(rounds: int | None) -> Report:
+    return step("SGD", lambda params: FusedSGD(params, lr=1e-3, momentum=0.9), rounds)
+
+
+def adam(rounds: int | None) -> Report:
+    return step("Adam", lambda params: FusedAdam(params, lr=1e-3), rounds)
+
+
 def _pairs(empty: Callable[[int], Any]) -> Callable[[], object]:
     return lambda: (empty(1024), empty(1024))
 
@@ -61,9 +95,18 @@ def _repeated(call: Callable[[], object], times: int = _REPEATS) -> Callable[[],
     return run
 
 
+def _kept(empty: Callable[[int], Any]) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(_REPEATS):
+            kept = empty(1024)
+        del kept
+
+    return run
+
+
 def _nothing() -> None:
     pass
 
 
 if __name__ == "__main__":
-    _command.run("pool", __doc__, {"hit": hit, "64 MiB": large})
+    _command.run("pool", __doc__, {"hit": hit, "64 MiB": large, "SGD": sgd, "Adam": adam})
