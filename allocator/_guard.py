@@ -116,6 +116,8 @@ class Guard(Hook):
     """
 
     def __init__(self) -> None:
+        self.room = QUARANTINE
+        """bytes that may be in quarantine."""
         self._stacks = Stacks()
         self._count = itertools.count()
         self._quarantine: list[tuple[int, int, Allocation]] = []
@@ -176,11 +178,13 @@ class Guard(Hook):
         heapq.heappush(self._quarantine, (self._looks, life.number, allocation))
         return ()
 
-    def discharge(self, most: int) -> Iterable[Allocation]:
-        """Those that have been in quarantine for the longest, until it has at most so many bytes.
+    def discharge(self, most: int | None = None) -> Iterable[Allocation]:
+        """Those that have been in quarantine for the longest, each to be made free at once.
 
-        Each is to be made free at once.
+        Args:
+            most: bytes that stay; as many as may if None.
         """
+        most = self.room if most is None else most
         self._looks += 1
         while self._quarantine and self._quarantined > most:
             _, _, oldest = heapq.heappop(self._quarantine)

@@ -22,7 +22,7 @@ from allocator._driver import Driver, UsmDriver
 from allocator._dtypes import as_dtype
 from allocator._errors import OutOfMemoryError
 from allocator._exports import GIVEN, NAME_ADDRESS, REUSES_CAPSULES, Export, Exporter
-from allocator._guard import QUARANTINE, Guard, new_guard
+from allocator._guard import Guard, new_guard
 from allocator._hooks import Hook
 from allocator._idle import Decay, checked_seconds
 from allocator._memory import Array, Memory
@@ -812,8 +812,8 @@ class Pool(Reports):
         limit = self._store.source.limit
         return limit is not None and self._store.source.reserved > limit
 
-    def _discharge(self, most: int = QUARANTINE) -> None:
-        """Make free what leaves the debug mode's quarantine, so that so many bytes are left."""
+    def _discharge(self, most: int | None = None) -> None:
+        """Make free what leaves the debug mode's quarantine, until it has at most so many bytes."""
         if self._guard is not None:
             self._store.make_free(self._guard.discharge(most))
 
