@@ -22,7 +22,6 @@ class Allocation:
         "handle",
         "heap",
         "is_announced",
-        "is_cut",
         "nbytes",
         "notes",
         "pool",
@@ -45,8 +44,6 @@ class Allocation:
         """other queues that use the memory."""
         self.frames: list[dict[str, Any]] = []
         """the stack that asked for it, where that is recorded."""
-        self.is_cut = False
-        """whether a reservation gave it."""
         self.is_announced = True
         """whether hooks are told when it is over."""
         self.notes: dict[Any, Any] | None = None
@@ -64,8 +61,8 @@ class Allocation:
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether any other of as many bytes would have the same block."""
-        return self.block is not None and self.notes is None and not self.is_cut
+        """Whether the books alone know of it."""
+        return self.block is not None and self.notes is None
 
     @property
     def is_in_use(self) -> bool:

@@ -624,11 +624,11 @@ class Pool(Reports):
                 return self._store.take_alone(self, nbytes, alignment)
             self._drain(everything=False)
             self._discharge()
-            if self._is_over_limit:
-                self._store.source.check(0)
             reserved = take_reserved(self, nbytes, alignment, queue)
             if reserved is not None:
                 return reserved
+            if self._is_over_limit:
+                self._store.source.check(0)
             is_all_seen = not self._exporter.is_large and not self._shelves.held
             if not is_all_seen and not self._store.fits(nbytes, alignment, queue):
                 self._drain()

@@ -152,9 +152,7 @@ def take_reserved(pool: Pool, nbytes: int, alignment: int, queue: Any) -> Alloca
         block = reservation.cut(store.bare_room_for(nbytes, alignment), alignment)
         if block is not None:
             heap = reservation.heap
-            allocation = store.adopt(pool, block, block.address, nbytes, alignment, heap)
-            allocation.is_cut = True
-            return allocation
+            return store.adopt(pool, block, block.address, nbytes, alignment, heap)
     return None
 
 

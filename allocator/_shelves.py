@@ -86,6 +86,10 @@ class Shelf:
                 return export
         return None
 
+    def is_for(self, allocation: Allocation) -> bool:
+        """Whether its tensors take as much; one that a reservation gave may take less."""
+        return (self.size, self.is_small) == (allocation.size, allocation.is_small)
+
     def forget(self, export: Export) -> None:
         """The export is about to become another tensor."""
         if self.last is export:
@@ -118,6 +122,9 @@ class Shelves:
         """The shelf of a shape and dtype, whose tensors need as much as this allocation."""
         shelves = self.by_dtype.setdefault(dtype, {})
         shelf = shelves.get(shape)
+        if shelf is not None and not shelf.is_for(allocation):
+            shelf.is_gone = True
+            shelf = None
         if shelf is None:
             shelf = shelves[shape] = Shelf(allocation.size, allocation.nbytes, allocation.is_small)
             if len(shape) == 1:

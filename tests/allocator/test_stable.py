@@ -118,8 +118,8 @@ def test_all_of_it_can_be_given(pool: Pool, driver: AligningDriver) -> None:
 
 
 def test_size_is_rounded_up(driver: AligningDriver) -> None:
-    Pool(driver=driver, stable_addresses=1)
-    assert driver.reserved == 2 * MIB
+    smallest = Pool(driver=driver, stable_addresses=1)
+    assert smallest.memory_reserved() == driver.reserved == 2 * MIB
     pool = Pool(driver=AligningDriver(), stable_addresses="3MiB")
     assert pool.memory_reserved() == 4 * MIB
 
