@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -76,6 +77,14 @@ class OutOfMemoryError(MemoryError):
         facts = dict(vars(self))
         requested = facts.pop("requested")
         return _restored, (requested, facts)
+
+
+def report(error: BaseException, message: str, source: Any = None) -> None:
+    """Pass an error that nobody is there to catch to ``sys.unraisablehook``."""
+    # Python's own hook takes nothing but its own type, which has no public name.
+    kinds: list[Any] = tuple.__subclasses__()
+    (kind,) = (kind for kind in kinds if kind.__name__ == "UnraisableHookArgs")
+    sys.unraisablehook(kind((type(error), error, error.__traceback__, message, source)))
 
 
 def _restored(requested: int, facts: dict[str, Any]) -> OutOfMemoryError:

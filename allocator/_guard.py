@@ -8,14 +8,13 @@ import ctypes
 import heapq
 import itertools
 import os
-import sys
 from collections import deque
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from allocator import _process
 from allocator._allocation import Allocation
+from allocator._errors import report
 from allocator._history import Frames, Stacks
 from allocator._hooks import Hook
 from allocator._sizes import size_text
@@ -220,16 +219,7 @@ class Guard(Hook):
         """Look a last time, and write all problems to stderr: nobody is left to raise to."""
         self.check(pool)
         while self._found:
-            error = self._found.popleft()
-            sys.unraisablehook(
-                SimpleNamespace(
-                    exc_type=type(error),
-                    exc_value=error,
-                    exc_traceback=None,
-                    err_msg=f"Found by the debug mode of {pool.name}",
-                    object=None,
-                )
-            )
+            report(self._found.popleft(), f"Found by the debug mode of {pool.name}")
 
     # ------------------------------------------------------------------ the rest
 

@@ -6,11 +6,9 @@ import contextlib
 import contextvars
 import gc
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from allocator import _process, _scopes
@@ -20,7 +18,7 @@ from allocator._budget import Budget, credit
 from allocator._dlpack import KDL_CPU, VERSIONED_NAME, View, is_valid
 from allocator._driver import Driver, UsmDriver
 from allocator._dtypes import as_dtype
-from allocator._errors import OutOfMemoryError
+from allocator._errors import OutOfMemoryError, report
 from allocator._exports import GIVEN, NAME_ADDRESS, REUSES_CAPSULES, Export, Exporter
 from allocator._guard import Guard, new_guard
 from allocator._hooks import Hook
@@ -930,15 +928,7 @@ def _call(hook: Hook, method: Callable[..., None], *args: Any) -> None:
     try:
         method(*args)
     except Exception as error:
-        sys.unraisablehook(
-            SimpleNamespace(
-                exc_type=type(error),
-                exc_value=error,
-                exc_traceback=error.__traceback__,
-                err_msg="Exception ignored in a pool's hook",
-                object=hook,
-            )
-        )
+        report(error, "Exception ignored in a pool's hook", hook)
 
 
 _entered: contextvars.ContextVar[tuple[Pool, ...]] = contextvars.ContextVar("entered", default=())

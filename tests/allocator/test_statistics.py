@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from typing import Any
 
@@ -253,6 +254,22 @@ def test_hooks_that_raise_leave_the_counters_true(
     assert [type(error.exc_value) for error in reported] == [RuntimeError] * 3
     assert stats["allocation.all.current"] == stats["allocated_bytes.all.current"] == 0
     assert stats["allocation.all.allocated"] == stats["allocation.all.freed"] == 3
+
+
+def test_error_of_a_hook_is_reported_as_python_does(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Failing(Hook):
+        def released(self, pool: Pool, allocation: Any) -> None:
+            raise KeyError("mine")
+
+    monkeypatch.setattr("sys.unraisablehook", sys.__unraisablehook__)
+    with pool.hook(Failing()):
+        pool.empty(100)
+        assert pool.memory_allocated() == 0
+    reported = capsys.readouterr().err
+    for part in ("Exception ignored in a pool's hook: <", "Failing", "KeyError: 'mine'"):
+        assert part in reported
 
 
 def test_threads_are_all_counted(pool: Pool) -> None:
