@@ -570,7 +570,7 @@ class Pool(Reports):
 
     def _drop_unclaimed(self, export: Export) -> None:
         """Take back what torch did not take; an interrupt may also come when it has."""
-        if is_valid(export.capsule, VERSIONED_NAME):
+        if export.is_held and is_valid(export.capsule, VERSIONED_NAME):
             export.drop()
 
     def _public_capsule(self, memory: Memory, view: View, versioned: bool, flags: int) -> Any:
