@@ -1,0 +1,187 @@
+"""Pass: convolutions' weights in channels_last, which makes their outputs so too.
+
+A convolution whose weight or input is channels_last computes in that layout, and torch's layers
+hand it on. What code after it might miss is the other layout's strides: ``x.view(...)`` of an
+output fails, ``x.reshape(...)`` does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from transforms._modules import has_computed_tensors, plain_kind
+from transforms._report import Entry
+from transforms._source import names_used
+
+_FORMATS = {
+    nn.Conv2d: torch.channels_last,
+    nn.ConvTranspose2d: torch.channels_last,
+    nn.Conv3d: torch.channels_last_3d,
+    nn.ConvTranspose3d: torch.channels_last_3d,
+}
+_STRIDES = "_fusedoptim_strides"
+_READS_STRIDES = {"view", "view_as", "as_strided", "is_contiguous"}
+_ROUNDS = 3
+
+
+_default: bool | None = None
+
+
+def enable_auto_channels_last() -> None:
+    """Have :func:`transforms.optimize` use channels_last, whatever the device and the level.
+
+    Example:
+        >>> from fusedoptim import transforms
+        >>> transforms.enable_auto_channels_last()
+        >>> transforms.disable_auto_channels_last()
+    """
+    global _default
+    _default = True
+
+
+def disable_auto_channels_last() -> None:
+    """Have :func:`transforms.optimize` leave memory formats alone, unless a call asks for it."""
+    global _default
+    _default = False
+
+
+def default() -> bool | None:
+    """What a call gets that does not say: True, False, or None for the level's default."""
+    return _default
+
+
+def channels_last(model: nn.Module, sample_input: Any, is_forced: bool) -> list[Entry]:
+    """Lay out the weights of 2-d and 3-d convolutions, transposed ones too, channels last.
+
+    Args:
+        model: in any mode.
+        sample_input: a tensor, or a tuple of arguments; the model, in eval mode, is timed with it
+            in both layouts, and keeps the faster. None: taken for faster on the CPU.
+        is_forced: whatever the device, the timing, and the code of the model.
+
+    Returns:
+        an entry for each convolution that was or could have been laid out anew.
+    """
+    entries, changed = [], []
+    for name, module, layout in _convolutions(model):
+        reason = _objection(module)
+        if reason is None:
+            changed.append((name, module, layout))
+        else:
+            entries.append(Entry(name, reason, done=False))
+    if not changed:
+        return entries
+    why = None if is_forced else _no_gain(model)
+    if why is None:
+        timed = sample_input is not None and not is_forced and not model.training
+        before = _time(model, sample_input) if timed else None
+        for _, module, layout in changed:
+            _lay_out(module, layout)
+        if before is not None:
+            why = _slower(model, sample_input, before)
+            if why is not None:
+                undo(model)
+    what = why or "weight in channels_last"
+    return entries + [Entry(name, what, done=why is None) for name, *_ in changed]
+
+
+def undo(model: nn.Module) -> None:
+    """Give every weight the strides that it had, with the values that it has."""
+    for module in model.modules():
+        strides = vars(module).pop(_STRIDES, None)
+        weight = module._parameters.get("weight")
+        if strides is not None and weight is not None and weight.dim() == len(strides):
+            values = torch.empty_strided(
+                weight.shape, strides, dtype=weight.dtype, device=weight.device
+            )
+            weight.data = values.copy_(weight.data)
+
+
+def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_format]]:
+    """Those whose weight is not in channels_last already."""
+    for name, module in model.named_modules():
+        kind = next((kind for kind in _FORMATS if isinstance(module, kind)), None)
+        if kind is None:
+            continue
+        layout = _FORMATS[kind]
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.is_contiguous(memory_format=layout):
+            yield name, module, layout
+
+
+def _objection(module: nn.Module) -> str | None:
+    if has_computed_tensors(module):
+        return "has a weight that is computed from others (a parametrization)"
+    return None if plain_kind(module, tuple(_FORMATS)) else "has code of its own"
+
+
+def _lay_out(module: Any, layout: torch.memory_format) -> None:
+    vars(module)[_STRIDES] = module.weight.stride()
+    module.weight.data = module.weight.data.contiguous(memory_format=layout)
+
+
+def _no_gain(model: nn.Module) -> str | None:
+    """Why the layout is not taken for a gain, or for safe."""
+    device = next(model.parameters()).device.type
+    if device != "cpu":
+        return f"not known to gain on {device}; auto_channels_last=True does it all the same"
+    for cls in {type(module) for module in model.modules()}:
+        if used := sorted(names_used(cls) & _READS_STRIDES):
+            return (
+                f"{cls.__name__}.forward uses {used[0]}, which depends on the layout; "
+                "auto_channels_last=True does it all the same"
+            )
+    return None
+
+
+def _slower(model: nn.Module, sample_input: Any, before: float) -> str | None:
+    """Why channels_last, which the model is in, is not to stay."""
+    try:
+        after = _time(model, sample_input)
+    except RuntimeError as error:
+        return f"the sample fails in it: {error}"
+    if after < before:
+        return None
+    return f"slower on the sample: {after * 1e3:.3g} ms for {before * 1e3:.3g} ms"
+
+
+def _time(model: nn.Module, sample_input: Any) -> float:
+    """Seconds that a forward pass takes."""
+    call = _caller(model, sample_input)
+    seconds = []
+    with torch.no_grad():
+        for _ in range(1 + _ROUNDS):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def check_sample(model: nn.Module, sample_input: Any) -> None:
+    """Raise what the model raises for the sample.
+
+    Raises:
+        ValueError: the sample does not fit.
+    """
+    try:
+        with torch.no_grad():
+            _caller(model, sample_input)()
+    except Exception as error:  # of any class: the model's own
+        raise ValueError(
+            f"sample_input: {type(model).__name__} fails with it ({error}); it is a tensor, "
+            "a tuple of arguments, or a dict of named ones"
+        ) from error
+
+
+def _caller(model: nn.Module, sample_input: Any) -> Callable[[], object]:
+    """Calls ``model`` with the sample."""
+    if isinstance(sample_input, Tensor):
+        return lambda: model(sample_input)
+    if isinstance(sample_input, dict):
+        return lambda: model(**sample_input)
+    return lambda: model(*sample_input)
