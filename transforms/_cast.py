@@ -30,27 +30,27 @@ def cast(model: nn.Module, dtype: torch.dtype) -> list[Entry]:
         an entry for each module with a float32 weight of two dimensions or more.
     """
     sharers = owners(model)
-    castable = {name for name, m in model.named_modules() if _objection(m, dtype) is None}
+    reasons = {name: _objection(module, dtype) for name, module in model.named_modules()}
+    found = [(name, module, _float32(module)) for name, module in model.named_modules()]
     lowered: dict[int, _Lowered] = {}
     entries = []
-    for name, module in model.named_modules():
-        params = _float32(module)
+    for name, module, params in found:
         if not any(p.dim() > 1 for p in params.values()):
             continue
-        reason = _objection(module, dtype)
-        fold = fold_of(module)
+        reason, fold = reasons[name], fold_of(module)
         if reason is None and fold is not None:
             reason = fold.round_to(dtype)
         elif reason is None:
-            others = {other for p in params.values() for other in sharers[id(p)]} - castable
+            others = {other for p in params.values() for other in sharers[id(p)] if reasons[other]}
             if others:
                 reason = f"shares its weight with {', '.join(sorted(others))}, which stays float32"
             else:
                 for p in params.values():
-                    lowered.setdefault(id(p), _Lowered(p, dtype))
+                    if id(p) not in lowered:
+                        lowered[id(p)] = _Lowered(p, dtype)
                 _plain.attach(module, Cast(module, {n: lowered[id(p)] for n, p in params.items()}))
         entries.append(
-            _entry(name, dtype, module) if reason is None else Entry(name, reason, False)
+            _entry(name, dtype, module) if reason is None else Entry(name, reason, done=False)
         )
     return entries
 

@@ -1,15 +1,18 @@
 """Which convolution or Linear feeds which BatchNorm, and nothing else.
 
-``torch.fx`` traces the model. A module whose ``forward`` it cannot trace becomes a box, and what is
-inside is traced by itself; whether the box does more with it than call it is read from its source
-(:mod:`transforms._source`). A pair is one only if every call of either, in every trace, is a call
-of both, so that what is shared, read, hooked, or used twice is left alone.
+``torch.fx`` traces the model. A function that it cannot trace becomes a box; so does a module whose
+own ``forward`` it cannot, and what is inside is traced by itself. Whether such a box does more with
+it than call it is read from its source (:mod:`transforms._source`). A pair is one only if every
+call of either, in every trace, is a call of both, so that what is shared, read, hooked, or used
+twice is left alone.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,11 +26,13 @@ from transforms._modules import (
     is_batch_norm,
     plain_kind,
 )
-from transforms._source import only_calls
+from transforms._source import only_calls, reads_only
 
 Kinds = tuple[type[nn.Module], ...]
 _OF_SHAPE = {"shape", "ndim", "device", "dtype", "is_cuda", "requires_grad", "layout"}
 _SHAPE_METHODS = {"size", "dim", "ndimension", "numel", "nelement", "get_device"}
+_GEOMETRY = {"stride", "kernel_size", "dilation", "padding", "groups"}
+_GEOMETRY |= {"in_channels", "out_channels", "in_features", "out_features", "training"}
 _SHAPE_OF_OTHER = {"reshape_as", "view_as", "expand_as"}
 
 
@@ -44,8 +49,10 @@ class _Proxy(fx.Proxy):
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, is_box: Callable[[nn.Module], bool]) -> None:
-        super().__init__()
+    def __init__(
+        self, is_box: Callable[[nn.Module], bool], functions: set[types.FunctionType]
+    ) -> None:
+        super().__init__(autowrap_functions=tuple(functions))
         self._is_box = is_box
         self.culprit: nn.Module | None = None
         """The innermost module whose own code could not be traced."""
@@ -80,14 +87,38 @@ class _Trace(NamedTuple):
 
 
 class _UntraceableError(Exception):
-    def __init__(self, culprit: nn.Module) -> None:
+    def __init__(self, culprit: nn.Module, function: types.FunctionType | None) -> None:
         self.culprit = culprit
+        self.function = function
+        """What its forward called that could not be traced, if it was a plain function."""
+
+
+def _function_to_blame(error: BaseException, culprit: nn.Module) -> types.FunctionType | None:
+    """The function that ``culprit.forward`` called, by a global name, when it failed."""
+    forward = inspect.unwrap(type(culprit).forward)
+    stack = traceback.walk_tb(error.__traceback__)
+    codes = [frame.f_code for frame, _ in stack]
+    if not isinstance(forward, types.FunctionType) or forward.__code__ not in codes[:-1]:
+        return None
+    below = codes[len(codes) - codes[::-1].index(forward.__code__) :]
+    called = forward.__globals__.get(below[0].co_name) if below else None
+    is_it = isinstance(called, types.FunctionType) and called.__code__ is below[0]
+    return called if is_it else None
 
 
 def _trace(
-    root: nn.Module, is_box: Callable[[nn.Module], bool], constants: dict[str, Any]
+    root: nn.Module,
+    is_box: Callable[[nn.Module], bool],
+    functions: set[types.FunctionType],
+    constants: dict[str, Any],
 ) -> _Trace:
     """The graph of ``root``, traced on a copy that shares its tensors, as forward may write to it.
+
+    Args:
+        root: whose forward is traced.
+        is_box: tells modules that are not traced, but calls to them are.
+        functions: that are not traced either.
+        constants: arguments that are what they are, and not traced.
 
     Raises:
         _UntraceableError: names the module whose code is to blame.
@@ -98,23 +129,24 @@ def _trace(
         clone = copy.deepcopy(root, memo)
         originals = {memo[id(m)]: m for m in root.modules()}
     except Exception as error:  # of any class: the model's own
-        raise _UntraceableError(root) from error
+        raise _UntraceableError(root, None) from error
     for module in clone.modules():
         clear_hooks(module)
-    tracer = _Tracer(lambda m: is_box(originals[m]))
+    tracer = _Tracer(lambda m: is_box(originals[m]), functions)
     try:
         graph = tracer.trace(clone, concrete_args=constants or None)
     except Exception as error:
         culprit = originals.get(tracer.culprit or clone, root)
-        raise _UntraceableError(culprit) from error
+        raise _UntraceableError(culprit, _function_to_blame(error, culprit)) from error
     modules = {
         node.target: originals[clone.get_submodule(node.target)]
         for node in graph.nodes
         if node.op == "call_module"
     }
+    named = dict(clone.named_modules(remove_duplicate=False))
     for node in graph.nodes:
         if node.op == "get_attr":
-            owner = clone.get_submodule(node.target.rpartition(".")[0])
+            owner = named.get(node.target) or named[node.target.rpartition(".")[0]]
             modules[node.target] = originals[owner]
     return _Trace(graph, modules, set(_kept_nodes(clone)))
 
@@ -156,6 +188,7 @@ class _Calls:
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._boxed_types: set[type] = set()
+        self._boxed_functions: set[types.FunctionType] = set()
         self.unknown: dict[nn.Module, str] = {}
         """Modules that code which nobody could follow may call or read, and which code."""
         self.of: dict[nn.Module, list[fx.Node]] = {}
@@ -180,10 +213,14 @@ class _Calls:
         """Trace ``root``, or if its own code does not trace, what is inside."""
         while type(root) not in self._boxed_types and "forward" not in vars(root):
             try:
-                boxes = self._is_box
-                ways = _ways_to_call(root)
-                traces = [_trace(root, boxes, constants) for constants in ways]
+                traces = [
+                    _trace(root, self._is_box, self._boxed_functions, constants)
+                    for constants in _ways_to_call(root)
+                ]
             except _UntraceableError as error:
+                if error.function is not None and error.function not in self._boxed_functions:
+                    self._boxed_functions.add(error.function)
+                    continue
                 known = type(error.culprit) in self._boxed_types
                 self._boxed_types.add(type(root if known else error.culprit))
             else:
@@ -196,7 +233,8 @@ class _Calls:
         self.kept |= trace.kept
         for node in trace.graph.nodes:
             if node.op == "get_attr":
-                self.read.add(trace.modules[node.target])
+                if not all(_asks_geometry(user, node) for user in node.users):
+                    self.read.add(trace.modules[node.target])
             elif node.op == "call_module":
                 module = trace.modules[node.target]
                 self.of.setdefault(module, []).append(node)
@@ -369,6 +407,14 @@ def _reads_shape(user: fx.Node, node: fx.Node) -> bool:
     if user.op == "call_method" and user.target in _SHAPE_OF_OTHER:
         return user.args[0] is not node
     return user.op == "call_method" and user.target in _SHAPE_METHODS
+
+
+def _asks_geometry(user: fx.Node, module: fx.Node) -> bool:
+    """Whether a function that was given a module reads no more of it than strides and the like."""
+    if not isinstance(user.target, types.FunctionType) or user.kwargs:
+        return False
+    places = [i for i, argument in enumerate(user.args) if argument is module]
+    return all(reads_only(user.target, place, _GEOMETRY) for place in places)
 
 
 def _describe(node: fx.Node | None, calls: _Calls) -> str:

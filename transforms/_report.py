@@ -10,6 +10,7 @@ from torch import nn
 
 ATTRIBUTE = "_fusedoptim_report"
 _NAMES_SHOWN = 4
+_LINES_SHOWN = 3  # of what was done; all that was left is shown
 
 
 class NoEffectWarning(UserWarning):
@@ -95,6 +96,8 @@ class Report(NamedTuple):
 
     def _details(self, knob: str) -> list[str]:
         done = [f"{what}: {names}" for what, names in _grouped(self.done(knob))]
+        if len(done) > _LINES_SHOWN:
+            done[_LINES_SHOWN:] = [f"and {len(done) - _LINES_SHOWN} more"]
         left = [f"left: {names}: {why}" for why, names in _grouped(self.left(knob))]
         return [*done, *left]
 

@@ -31,6 +31,24 @@ def only_calls(module: nn.Module, name: str) -> bool:
     return all(_tree_only_calls(tree, name, is_list) for tree in trees)
 
 
+def reads_only(function: types.FunctionType, place: int, names: set[str]) -> bool:
+    """Whether ``function`` does nothing with an argument but read these attributes of it."""
+    parameters = [*inspect.signature(function).parameters.values()]
+    if place >= len(parameters) or parameters[place].kind is inspect.Parameter.VAR_POSITIONAL:
+        return False
+    try:
+        tree = _tree(function)
+    except (OSError, TypeError, SyntaxError):
+        return False
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == parameters[place].name:
+            user = parents[node]
+            if not (isinstance(user, ast.Attribute) and user.attr in names):
+                return False
+    return True
+
+
 def reachable(cls: type) -> list[types.FunctionType]:
     """``forward`` and all methods that it can reach by their names, but torch's own."""
     methods: dict[str, Any] = {}
