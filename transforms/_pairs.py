@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from transforms._modules import (
     BATCH_NORMS,
     clear_hooks,
+    has_computed_tensors,
     has_hooks,
     is_batch_norm,
     plain_kind,
@@ -340,6 +341,8 @@ def _feeder(norm: nn.Module, calls: _Calls, kinds: Kinds) -> tuple[nn.Module | N
 
 def _objection(norm: nn.Module, feeder: nn.Module, calls: _Calls, kinds: Kinds) -> str | None:
     """Why ``norm`` and what comes before it are not a pair after all."""
+    if has_computed_tensors(feeder):
+        return f"{calls.name(feeder)} has a weight that is computed from others (a parametrization)"
     if plain_kind(feeder, kinds) is None:
         return f"{calls.name(feeder)} ({type(feeder).__name__}) has code of its own"
     if feeder in calls.unknown:

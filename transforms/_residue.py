@@ -67,13 +67,16 @@ def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Residue]:
 def join(rounded: Tensor, residue: Residue) -> Tensor:
     """The float32 values that :func:`split` was given, bit for bit, and with its strides.
 
-    Where ``rounded`` has been written to since, a value that rounds to about the new one.
+    Where ``rounded`` has been written to since, a value that rounds to the new one.
     """
     differences, where, originals = (t.to(rounded.device) for t in residue)
     low = torch.empty_like(differences, dtype=rounded.dtype).copy_(rounded)
     result = torch.empty_like(differences, dtype=torch.float32)
     for out, values, difference in zip(*_chunks(result, low, differences)):
-        out.view(torch.int32).copy_(values.float().view(torch.int32) + difference)
+        wide = values.float()
+        out.view(torch.int32).copy_(wide.view(torch.int32) + difference)
+        fits = out.to(values.dtype).view(torch.int16) == values.view(torch.int16)
+        torch.where(fits, out, wide, out=out)
     flat_low, flat = _in_memory_order(low), _in_memory_order(result)
     bits = originals.to(low.dtype).view(torch.int16)
     unchanged = bits == flat_low[where].view(torch.int16)

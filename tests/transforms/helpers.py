@@ -22,7 +22,8 @@ def randomise(model: nn.Module) -> nn.Module:
                 module.running_var.uniform_(0.5, 2)
             if module.affine:
                 nn.init.uniform_(module.weight, 0.5, 1.5)
-                nn.init.normal_(module.bias)
+                if module.bias is not None:
+                    nn.init.normal_(module.bias)
     return model.eval()
 
 
@@ -68,7 +69,7 @@ def tensors(output: Any) -> list[Tensor]:
 
 
 def assert_right(
-    optimized: nn.Module,
+    optimized: Callable[..., Any],
     plain: nn.Module,
     *args: Any,
     dtype: torch.dtype = torch.float32,
