@@ -7,6 +7,7 @@ output fails, ``x.reshape(...)`` does not.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -96,10 +97,7 @@ def undo(model: nn.Module) -> None:
         strides = vars(module).pop(_STRIDES, None)
         weight = module._parameters.get("weight")
         if strides is not None and weight is not None and weight.dim() == len(strides):
-            values = torch.empty_strided(
-                weight.shape, strides, dtype=weight.dtype, device=weight.device
-            )
-            weight.data = values.copy_(weight.data)
+            _put(weight, functools.partial(_strided, strides=strides))
 
 
 def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_format]]:
@@ -122,7 +120,20 @@ def _objection(module: nn.Module) -> str | None:
 
 def _lay_out(module: Any, layout: torch.memory_format) -> None:
     vars(module)[_STRIDES] = module.weight.stride()
-    module.weight.data = module.weight.data.contiguous(memory_format=layout)
+    _put(module.weight, lambda t: t.contiguous(memory_format=layout))
+
+
+def _put(param: nn.Parameter, laid_out: Callable[[Tensor], Tensor]) -> None:
+    """Lay out a parameter and its gradient, which torch wants alike."""
+    grad, param.grad = param.grad, None
+    param.data = laid_out(param.data)
+    if grad is not None:
+        param.grad = laid_out(grad) if grad.layout is torch.strided else grad
+
+
+def _strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    result = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return result.copy_(tensor)
 
 
 def _no_gain(model: nn.Module) -> str | None:

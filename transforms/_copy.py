@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-    """Copy both; the copied optimizer has the copy's parameters, and the state, groups and hooks.
+    """Copy both, gradients too; the copied optimizer has the copy's parameters and its own hooks.
 
     A learning rate scheduler that was made for the given optimizer stays with that one.
 
@@ -21,6 +21,8 @@ def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
     memo: dict[int, Any] = {}
     try:
         copied = copy.deepcopy(model, memo)
+        for param, new in zip(model.parameters(), copied.parameters()):
+            new.grad = None if param.grad is None else param.grad.clone()  # which deepcopy drops
         return copied, None if optimizer is None else _copy_optimizer(optimizer, memo)
     except Exception as error:  # of any class: the model's own
         raise TypeError(

@@ -187,10 +187,10 @@ class Fold:
         tensors = [*own_tensors(self._feeder), *own_tensors(self._norm)]
         return [t for name, t in tensors if name != "num_batches_tracked"]
 
-    def _dimensions(self) -> int | None:
-        """Of the input that has its channels where they were folded; None if any has."""
+    def _dimensions(self) -> int:
+        """Of the input that has its channels where they were folded; 0 if any has."""
         if not isinstance(self._norm, nn.BatchNorm1d):
-            return None
+            return 0
         return 2 if isinstance(self._feeder, nn.Linear) else 3
 
     def _folded(self) -> tuple[Tensor, Tensor]:

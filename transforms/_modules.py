@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -36,13 +37,12 @@ def plain_kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether anyone watches or changes what goes in and out."""
-    return any(getattr(module, name, None) for name in _HOOKS)
+    return any(all_hooks(module))
 
 
-def clear_hooks(module: nn.Module) -> None:
-    """Take away what :func:`has_hooks` looks for."""
-    for name in _HOOKS:
-        getattr(module, name).clear()
+def all_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """The hooks that forward and backward passes call, of each kind."""
+    return [getattr(module, name) for name in _HOOKS]
 
 
 def has_computed_tensors(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ import copy
 import inspect
 import traceback
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from transforms._modules import (
     BATCH_NORMS,
-    clear_hooks,
+    all_hooks,
     has_computed_tensors,
     has_hooks,
     is_batch_norm,
@@ -125,14 +126,13 @@ def _trace(
         _UntraceableError: names the module whose code is to blame.
     """
     memo: dict[int, Any] = {id(t): t for t in [*root.parameters(), *root.buffers()]}
+    memo |= {id(hooks): OrderedDict() for m in root.modules() for hooks in all_hooks(m)}
     originals: dict[nn.Module, nn.Module] = {}
     try:
         clone = copy.deepcopy(root, memo)
         originals = {memo[id(m)]: m for m in root.modules()}
     except Exception as error:  # of any class: the model's own
         raise _UntraceableError(root, None) from error
-    for module in clone.modules():
-        clear_hooks(module)
     tracer = _Tracer(lambda m: is_box(originals[m]), functions)
     try:
         graph = tracer.trace(clone, concrete_args=constants or None)

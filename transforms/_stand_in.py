@@ -12,31 +12,27 @@ from typing import Any
 from torch import Tensor, nn
 
 _CLASS, _DIMENSIONS = "_fusedoptim_class", "_fusedoptim_dimensions"
+_ANY = 0
 
 
-class _StandIn(nn.Identity):
-    """Returns its input, as what it stands for would in a model that is optimized for inference."""
+class SkippedDropout(nn.Identity):
+    """A Dropout of any kind, which does nothing in eval mode."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
-        """Return ``input``.
+        """Return ``input``, as a Dropout in eval mode.
 
         Raises:
             RuntimeError: the module is in training mode.
         """
         if self.training:
-            was = vars(self).get(_CLASS, nn.Module).__name__
             raise RuntimeError(
-                f"this {was} was optimized away for inference, and is in training mode: call "
+                "this Dropout was optimized away for inference, and is in training mode: call "
                 "transforms.restore(model) before training, or model.eval()"
             )
         return input
 
 
-class SkippedDropout(_StandIn):
-    """A Dropout of any kind, which does nothing in eval mode."""
-
-
-class FoldedBatchNorm(_StandIn):
+class FoldedBatchNorm(nn.Identity):
     """A BatchNorm whose arithmetic is in the weights of the module before it."""
 
     _version = 2  # of the checkpoint, which is a BatchNorm's
@@ -48,14 +44,21 @@ class FoldedBatchNorm(_StandIn):
             RuntimeError: the module is in training mode; or the channels are not in the dimension
                 into whose weights they were folded.
         """
-        expected = vars(self).get(_DIMENSIONS)
-        if expected is not None and isinstance(input, Tensor) and input.dim() != expected:
+        if self.training:
             raise RuntimeError(
-                f"a BatchNorm1d was folded into what comes before it for inputs of {expected} "
-                f"dimensions, and this one has {input.dim()}, whose channels lie elsewhere: "
-                "optimize with linear_bn_folding=False (conv_bn_folding=False after a Conv1d)"
+                "this BatchNorm was optimized away for inference, and is in training mode: call "
+                "transforms.restore(model) before training, or model.eval()"
             )
-        return super().forward(input)
+        expected: int = self._fusedoptim_dimensions  # type: ignore[assignment]
+        # What torch.fx traces with is no tensor, and has no number of dimensions.
+        if expected > 0 and isinstance(input, Tensor) and input.dim() != expected:
+            raise RuntimeError(
+                "a BatchNorm1d was folded into what comes before it for inputs of "
+                f"{expected} dimensions, and this one has {input.dim()}, whose channels lie "
+                "elsewhere: optimize with linear_bn_folding=False (after a Conv1d, "
+                "conv_bn_folding=False)"
+            )
+        return input
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         for hook in self._load_state_dict_pre_hooks.values():  # makes it a BatchNorm
@@ -63,8 +66,8 @@ class FoldedBatchNorm(_StandIn):
         self._load_from_state_dict(*args, **kwargs)
 
 
-def stand_in(module: nn.Module, kind: type[_StandIn], dimensions: int | None = None) -> None:
-    """Make ``module`` one of ``kind``; it takes inputs of so many dimensions, or any."""
+def stand_in(module: nn.Module, kind: type[nn.Identity], dimensions: int = _ANY) -> None:
+    """Make ``module`` one of ``kind``; it takes inputs of so many dimensions, 0 being any."""
     vars(module)[_CLASS] = type(module)
     vars(module)[_DIMENSIONS] = dimensions
     module.__class__ = kind

@@ -562,3 +562,35 @@ def test_importing_and_refusing_does_not_import_the_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda model, x: torch.jit.script(model),
+        torch.jit.trace,
+        lambda model, x: torch.export.export(model, (x,)).module(),
+        lambda model, x: torch.fx.symbolic_trace(model),
+    ],
+    ids=["script", "trace", "export", "fx"],
+)
+def test_what_comes_after(compiled: Callable[[nn.Module, Tensor], Any]) -> None:
+    model, x = randomise(Net()), images()
+    assert_right(compiled(transforms.optimize(model), x), model, x)
+
+
+def test_transformer_encoder() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        assert torch.equal(transforms.optimize(model)(x), model(x))
+
+
+def test_gradients_are_copied() -> None:
+    model, optimizer = trained()
+    new_model, _ = transforms.optimize(model, optimizer)
+    assert new_model.out.weight.grad is not model.out.weight.grad
+    assert torch.equal(new_model.out.weight.grad, model.out.weight.grad)
