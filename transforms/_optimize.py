@@ -37,11 +37,15 @@ class Pass(NamedTuple):
 
     knob: str
     run: Callable[[Job], list[Entry]]
-    is_on: Callable[[Job], bool]
+    """Rewrites what the job has, and says what it did and what it left."""
+    undo: Callable[[nn.Module, Optimizer | None], None]
+    """Undoes that; of a model that the pass did not change, or no longer, nothing."""
 
-
-def _knob(name: str, run: Callable[[Job], list[Entry]]) -> Pass:
-    return Pass(name, run, lambda job: job.options.knobs[name])
+    def is_on(self, job: Job) -> bool:
+        """Whether the job asks for it."""
+        if self.knob == CAST:
+            return job.options.dtype is not None
+        return job.options.knobs[self.knob]
 
 
 def _cast(job: Job) -> list[Entry]:
@@ -54,12 +58,20 @@ def _lay_out(job: Job) -> list[Entry]:
     return channels_last(job.model, job.sample_input, is_forced)
 
 
-_LAYOUT = _knob("auto_channels_last", _lay_out)
+def _make_plain(model: nn.Module, _: Optimizer | None) -> None:
+    _plain.undo_all(model)
+
+
+_LAYOUT = Pass("auto_channels_last", _lay_out, lambda model, optimizer: _channels_last.undo(model))
 INFERENCE: Sequence[Pass] = (
-    _knob("conv_bn_folding", lambda job: fold_batch_norm(job.model, CONVOLUTION_KINDS)),
-    _knob("linear_bn_folding", lambda job: fold_batch_norm(job.model, LINEAR_KINDS)),
-    _knob("replace_dropout_with_identity", lambda job: drop_dropout(job.model)),
-    Pass(CAST, _cast, lambda job: job.options.dtype is not None),
+    Pass("conv_bn_folding", lambda job: fold_batch_norm(job.model, CONVOLUTION_KINDS), _make_plain),
+    Pass("linear_bn_folding", lambda job: fold_batch_norm(job.model, LINEAR_KINDS), _make_plain),
+    Pass(
+        "replace_dropout_with_identity",
+        lambda job: drop_dropout(job.model),
+        lambda model, optimizer: _stand_in.revert_all(model),
+    ),
+    Pass(CAST, _cast, _make_plain),
     _LAYOUT,
 )
 TRAINING: Sequence[Pass] = (_LAYOUT,)
@@ -226,7 +238,7 @@ def optimize(
         _warn_of_no_effect(job)
     except BaseException:
         if is_first:
-            _undo(model)
+            _undo(model, optimizer)
         raise
     return model if optimizer is None else (model, optimizer)
 
@@ -264,10 +276,10 @@ def _warn_of_no_effect(job: Job) -> None:
             )
 
 
-def _undo(model: nn.Module) -> None:
-    _channels_last.undo(model)
-    _plain.undo_all(model)
-    _stand_in.revert_all(model)
+def _undo(model: nn.Module, optimizer: Optimizer | None) -> None:
+    for passes in (INFERENCE, TRAINING):
+        for each in reversed(passes):
+            each.undo(model, optimizer)
     _report.detach(model)
 
 
@@ -310,7 +322,7 @@ def restore(
         raise ValueError("the model was finalized, which dropped what restore() needs")
     if optimizer is not None:
         check_same_parameters(model, optimizer)
-    _undo(model)
+    _undo(model, optimizer)
     return model if optimizer is None else (model, optimizer)
 
 

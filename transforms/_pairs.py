@@ -13,8 +13,9 @@ import copy
 import inspect
 import traceback
 import types
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -58,9 +59,16 @@ class _Tracer(fx.Tracer):
         self._is_box = is_box
         self.culprit: nn.Module | None = None
         """The innermost module whose own code could not be traced."""
+        self._made: list[tuple[fx.Node, weakref.ref[_Proxy]]] = []
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        proxy = _Proxy(node, self)
+        self._made.append((node, weakref.ref(proxy)))
+        return proxy
+
+    def kept(self) -> set[fx.Node]:
+        """Values that somebody still holds: a module, a list, whatever it may be."""
+        return {node for node, proxy in self._made if proxy() is not None}
 
     def create_arg(self, a: Any) -> Any:
         if type(a) is _Proxy:  # before anything asks whether it is a tensor
@@ -85,7 +93,7 @@ class _Trace(NamedTuple):
     modules: dict[str, nn.Module]
     """The model's own, by the names that the graph has for them."""
     kept: set[fx.Node]
-    """Values that some module keeps as an attribute."""
+    """Values that forward keeps somewhere, where others find them."""
 
 
 class _UntraceableError(Exception):
@@ -149,20 +157,7 @@ def _trace(
         if node.op == "get_attr":
             owner = named.get(node.target) or named[node.target.rpartition(".")[0]]
             modules[node.target] = originals[owner]
-    return _Trace(graph, modules, set(_kept_nodes(clone)))
-
-
-def _kept_nodes(clone: nn.Module) -> Iterator[fx.Node]:
-    for module in clone.modules():
-        for value in vars(module).values():
-            items: Sequence[Any] = (value,)
-            if type(value) in (list, tuple, set):
-                items = tuple(value)
-            elif type(value) is dict:
-                items = tuple(value.values())
-            for item in items:
-                if type(item) is _Proxy:
-                    yield item.node
+    return _Trace(graph, modules, tracer.kept())
 
 
 def _ways_to_call(root: nn.Module) -> list[dict[str, Any]]:
@@ -212,6 +207,9 @@ class _Calls:
 
     def _explore(self, root: nn.Module) -> None:
         """Trace ``root``, or if its own code does not trace, what is inside."""
+        if type(root).__call__ is not nn.Module.__call__:
+            self._distrust(root, f"inside {self.name(root)}, which has a __call__ of its own")
+            return
         while type(root) not in self._boxed_types and "forward" not in vars(root):
             try:
                 traces = [
@@ -256,6 +254,11 @@ class _Calls:
 
     def _open(self, box: nn.Module) -> None:
         """Explore the children of a module whose own code could not be traced."""
+        for attribute, value in vars(box).items():
+            if attribute != "_modules":
+                for module in _modules_in(value):
+                    why = f"{self.name(box)} cannot be traced and has it in {attribute} too"
+                    self._distrust(module, why)
         for name, child in box.named_children():
             if not only_calls(box, name):
                 why = f"{self.name(box)} cannot be traced and does more with {name} than call it"
@@ -291,6 +294,15 @@ def _callable(module: nn.Module) -> Iterator[nn.Module]:
             yield from _callable(child)
     else:
         yield module
+
+
+def _modules_in(value: object) -> Iterator[nn.Module]:
+    """Modules that an attribute holds, in lists and dicts too."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif type(value) in (list, tuple, set, dict):
+        for item in value.values() if isinstance(value, dict) else value:  # type: ignore[attr-defined]
+            yield from _modules_in(item)
 
 
 class Pairs(NamedTuple):
@@ -346,7 +358,7 @@ def _objection(norm: nn.Module, feeder: nn.Module, calls: _Calls, kinds: Kinds) 
     if plain_kind(feeder, kinds) is None:
         return f"{calls.name(feeder)} ({type(feeder).__name__}) has code of its own"
     if feeder in calls.unknown:
-        return f"{calls.name(feeder)} is {calls.unknown[feeder]}"
+        return f"follows {calls.name(feeder)}: {calls.unknown[feeder]}"
     for module in (norm, feeder):
         if has_hooks(module):
             return f"{calls.name(module)} has hooks, which would see other values"
@@ -361,7 +373,7 @@ def _objection(norm: nn.Module, feeder: nn.Module, calls: _Calls, kinds: Kinds) 
             if calls.module_of.get(user) is not norm:
                 return f"{calls.name(feeder)} also feeds {_describe(user, calls)}"
         if any(between in calls.kept for between in _same_rows(node)):
-            return f"{calls.name(feeder)}'s output is kept as an attribute"
+            return f"{calls.name(feeder)}'s output is kept for others to read"
     return None
 
 

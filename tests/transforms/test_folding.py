@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,16 @@ class KeepsInList(Block):
         return self.norm(y), self.seen[0]
 
 
+class KeepsInObject(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = types.SimpleNamespace()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.last = self.conv(x)
+        return self.norm(self.seen.last)
+
+
 class ReadsWeight(Block):
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x)) + self.conv.weight.sum()
@@ -229,6 +240,23 @@ class NestedLists(nn.Module):
         return outputs
 
 
+class CallsTwice(Block):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) + self.conv(x)
+
+
+class HoldsBesides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.extra = [self.block.conv]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        return self.block(x) + self.extra[0](x)
+
+
 class ByName(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -302,8 +330,11 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "returned too": (ReturnsBoth, "also feeds what forward returns"),
     "changed between": (ChangedBetween, "follows"),
     "changed in place": (ChangedInPlace, "also feeds"),
-    "kept": (KeepsOutput, "kept as an attribute"),
+    "kept": (KeepsOutput, "kept for others"),
     "kept in a list": (KeepsInList, "also feeds|kept"),
+    "kept in an object": (KeepsInObject, "kept for others"),
+    "own __call__": (CallsTwice, "has a __call__ of its own"),
+    "in a list besides": (HoldsBesides, "cannot be traced and has it in extra too"),
     "weight read": (ReadsWeight, "conv has tensors that forward uses directly"),
     "norm read": (ReadsNorm, "norm has tensors that forward uses directly"),
     "conv called twice": (CalledTwice, "also feeds"),
