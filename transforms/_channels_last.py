@@ -8,6 +8,7 @@ output fails, ``x.reshape(...)`` does not.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +28,11 @@ _FORMATS = {
 }
 _STRIDES = "_fusedoptim_strides"
 _READS_STRIDES = {"view", "view_as", "as_strided", "is_contiguous"}
-_ROUNDS = 3
+_TURNS = 2
+_LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 2, 10, 0.5  # of each turn
+
+Convolutions = list[tuple[str, Any, torch.memory_format]]
+"""Names and modules, and the layout that suits them."""
 
 
 _default: bool | None = None
@@ -68,7 +73,8 @@ def channels_last(model: nn.Module, sample_input: Any, is_forced: bool) -> list[
     Returns:
         an entry for each convolution that was or could have been laid out anew.
     """
-    entries, changed = [], []
+    entries: list[Entry] = []
+    changed: Convolutions = []
     for name, module, layout in _convolutions(model):
         reason = _objection(module)
         if reason is None:
@@ -78,15 +84,10 @@ def channels_last(model: nn.Module, sample_input: Any, is_forced: bool) -> list[
     if not changed:
         return entries
     why = None if is_forced else _no_gain(model)
+    if why is None and sample_input is not None and not is_forced and not model.training:
+        why = _slower(model, sample_input, changed)
     if why is None:
-        timed = sample_input is not None and not is_forced and not model.training
-        before = _time(model, sample_input) if timed else None
-        for _, module, layout in changed:
-            _lay_out(module, layout)
-        if before is not None:
-            why = _slower(model, sample_input, before)
-            if why is not None:
-                undo(model)
+        _lay_out(changed)
     what = why or "weight in channels_last"
     return entries + [Entry(name, what, done=why is None) for name, *_ in changed]
 
@@ -94,10 +95,14 @@ def channels_last(model: nn.Module, sample_input: Any, is_forced: bool) -> list[
 def undo(model: nn.Module) -> None:
     """Give every weight the strides that it had, with the values that it has."""
     for module in model.modules():
-        strides = vars(module).pop(_STRIDES, None)
-        weight = module._parameters.get("weight")
-        if strides is not None and weight is not None and weight.dim() == len(strides):
-            _put(weight, functools.partial(_strided, strides=strides))
+        _undo(module)
+
+
+def _undo(module: nn.Module) -> None:
+    strides = vars(module).pop(_STRIDES, None)
+    weight = module._parameters.get("weight")
+    if strides is not None and weight is not None and weight.dim() == len(strides):
+        _put(weight, functools.partial(_strided, strides=strides))
 
 
 def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_format]]:
@@ -118,9 +123,11 @@ def _objection(module: nn.Module) -> str | None:
     return None if plain_kind(module, tuple(_FORMATS)) else "has code of its own"
 
 
-def _lay_out(module: Any, layout: torch.memory_format) -> None:
-    vars(module)[_STRIDES] = module.weight.stride()
-    _put(module.weight, lambda t: t.contiguous(memory_format=layout))
+def _lay_out(convolutions: Convolutions) -> None:
+    for _, module, layout in convolutions:
+        attributes: dict[str, Any] = module.__dict__
+        attributes[_STRIDES] = module.weight.stride()
+        _put(module.weight, functools.partial(torch.Tensor.contiguous, memory_format=layout))
 
 
 def _put(param: nn.Parameter, laid_out: Callable[[Tensor], Tensor]) -> None:
@@ -150,27 +157,37 @@ def _no_gain(model: nn.Module) -> str | None:
     return None
 
 
-def _slower(model: nn.Module, sample_input: Any, before: float) -> str | None:
-    """Why channels_last, which the model is in, is not to stay."""
-    try:
-        after = _time(model, sample_input)
-    except RuntimeError as error:
-        return f"the sample fails in it: {error}"
+def _slower(model: nn.Module, sample_input: Any, changed: Convolutions) -> str | None:
+    """Why channels_last is not to be; the model is timed by turns in both layouts."""
+    before = after = math.inf
+    for _ in range(_TURNS):
+        before = min(before, _time(model, sample_input))
+        _lay_out(changed)
+        try:
+            after = min(after, _time(model, sample_input))
+        except RuntimeError as error:
+            return f"the sample fails in it: {error}"
+        finally:
+            for _, module, _ in changed:
+                _undo(module)
     if after < before:
         return None
     return f"slower on the sample: {after * 1e3:.3g} ms for {before * 1e3:.3g} ms"
 
 
 def _time(model: nn.Module, sample_input: Any) -> float:
-    """Seconds that a forward pass takes."""
+    """Seconds of the fastest of some forward passes, the first one not counted."""
     call = _caller(model, sample_input)
-    seconds = []
+    seconds: list[float] = []
     with torch.no_grad():
-        for _ in range(1 + _ROUNDS):
+        call()
+        while len(seconds) < _LEAST_PASSES or (
+            len(seconds) < _MOST_PASSES and sum(seconds) < _ENOUGH_SECONDS
+        ):
             start = time.perf_counter()
             call()
             seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+    return min(seconds)
 
 
 def check_sample(model: nn.Module, sample_input: Any) -> None:

@@ -247,7 +247,7 @@ class _Calls:
         self._seen.add(module)
         if next(module.children(), None) is None:
             return
-        if self._is_box(module) and not _is_torchs(module):
+        if self._is_box(module) and not _is_opaque(module):
             self._waiting.append(module)
         else:
             self._distrust(module, f"inside {self.name(module)}, whose code is torch's own")
@@ -269,7 +269,7 @@ class _Calls:
                 if next(module.children(), None) is None:
                     why = f"called by {self.name(box)}, whose forward cannot be traced"
                     self.unknown.setdefault(module, why)
-                elif _is_torchs(module) and not isinstance(module, nn.Sequential):
+                elif _is_opaque(module):
                     self._distrust(module, f"inside {self.name(module)}, whose code is torch's own")
                 else:
                     self._waiting.append(module)
@@ -283,8 +283,10 @@ class _Calls:
         return self._names.get(module) or type(module).__name__
 
 
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
+def _is_opaque(module: nn.Module) -> bool:
+    """Whether torch.fx does not look inside: code of torch's own, Sequential excepted."""
+    is_torchs = type(module).__module__.startswith("torch.")
+    return is_torchs and not isinstance(module, nn.Sequential)
 
 
 def _callable(module: nn.Module) -> Iterator[nn.Module]:

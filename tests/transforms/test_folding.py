@@ -522,3 +522,14 @@ def test_tracing_leaves_no_trace() -> None:
     transforms.optimize(model, inplace=True)
     assert model.calls == 0
     assert model.count == 0
+
+
+def test_inside_a_hooked_container() -> None:
+    model = randomise(nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))))
+    seen: list[Tensor] = []
+    model[0].register_forward_hook(lambda m, i, o: seen.append(o))
+    optimized, report = optimize(model)
+    assert len(report.done(CONV)) == 1
+    x = images()
+    assert_right(optimized, model, x)
+    assert len(seen) > 0
