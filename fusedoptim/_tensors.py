@@ -70,6 +70,27 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
     """
     param, grad, _ = candidate
     what = describe(optimizer, candidate)
+    check_param(what, param)
+    if grad.layout not in (torch.strided, torch.sparse_coo):
+        raise TypeError(f"{what} has a gradient of layout {grad.layout}; make it strided or COO")
+    is_strided = grad.layout is torch.strided
+    if is_strided and grad.numel() and grad.device.type != "meta" and grad.data_ptr() == 0:
+        raise TypeError(f"{what} has a gradient with no memory of its own; clone() it first")
+    for fact in ("shape", "dtype", "device"):
+        if getattr(grad, fact) != getattr(param, fact):
+            raise RuntimeError(
+                f"{what} has a gradient whose {fact} differs: {_text(getattr(grad, fact))}; "
+                "call zero_grad() after changing a parameter, and compute the gradient anew"
+            )
+
+
+def check_param(what: str, param: Tensor) -> None:
+    """Raise unless ``param``, which errors call ``what``, can be updated by a kernel.
+
+    Raises:
+        TypeError: a dtype, layout or tensor class that no kernel can take.
+        RuntimeError: a device that SYCL does not serve, or elements that share memory.
+    """
     instead = "leave it out of the optimizer, or use the torch.optim class"
     if param.layout is not torch.strided:
         raise TypeError(f"{what} has layout {param.layout} and only strided ones work; {instead}")
@@ -87,17 +108,6 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
         raise RuntimeError(
             f"{what} has elements that share memory (strides {param.stride()}); clone() it first"
         )
-    if grad.layout not in (torch.strided, torch.sparse_coo):
-        raise TypeError(f"{what} has a gradient of layout {grad.layout}; make it strided or COO")
-    is_strided = grad.layout is torch.strided
-    if is_strided and grad.numel() and grad.device.type != "meta" and grad.data_ptr() == 0:
-        raise TypeError(f"{what} has a gradient with no memory of its own; clone() it first")
-    for fact in ("shape", "dtype", "device"):
-        if getattr(grad, fact) != getattr(param, fact):
-            raise RuntimeError(
-                f"{what} has a gradient whose {fact} differs: {_text(getattr(grad, fact))}; "
-                "call zero_grad() after changing a parameter, and compute the gradient anew"
-            )
 
 
 def _text(fact: object) -> str:
