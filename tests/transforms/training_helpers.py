@@ -11,10 +11,14 @@ from torch import Tensor
 
 from tests import optimizer_cases
 from tests.optimizer_cases import OptimizerCase, configuration_id
+from tests.transforms.training_models import TASKS, Task
 from transforms._fuse_step import fuse_update_step
 
 TORCHS = tuple(case for case in optimizer_cases.CASES if case.is_torchs and not case.is_split)
 """Our classes, by the classes of torch.optim that can be converted."""
+
+RATES = {"FusedSGD": 0.01, "FusedAdagrad": 0.02, "FusedAdam": 0.002, "FusedAdamW": 0.002}
+"""With which no model of the tests diverges."""
 
 each_class = pytest.mark.parametrize("case", TORCHS, ids=configuration_id)
 
@@ -29,6 +33,17 @@ def converted(case: OptimizerCase) -> OptimizerCase:
             return optimizer
 
     return dataclasses.replace(case, cls=Converted)
+
+
+def task_and_kwargs(name: str, case: OptimizerCase) -> tuple[Task, dict[str, Any]]:
+    """What is to be trained, and with what options, as far as the optimizer can train it."""
+    task = TASKS[name]
+    if task.has_sparse_gradients:
+        if not case.supports_sparse_gradients:
+            pytest.skip(f"{case.name} takes no sparse gradients")
+        return task, {"lr": RATES[case.name]}
+    momentum = {"momentum": 0.9} if case.name == "FusedSGD" else {}
+    return task, {"lr": RATES[case.name], "weight_decay": 0.01, **momentum}
 
 
 def assert_same(a: Any, b: Any) -> None:
