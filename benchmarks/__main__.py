@@ -9,7 +9,10 @@ import argparse
 
 from benchmarks import _command, _processes
 
-NAMES = ("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping", "fragmentation")
+NAMES = (
+    *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping", "training_step"),
+    "fragmentation",
+)
 
 
 def main() -> None:

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedoptim._tensors import TRAIL, Candidate, describe, has_shared_elements, turns
+from fusedoptim._tensors import (
+    TRAIL,
+    Candidate,
+    dense_copy,
+    describe,
+    has_shared_elements,
+    is_dense,
+    is_lazy,
+    laid_out_like,
+    turns,
+)
 
 
 def check(optimizer: str, params: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
@@ -85,16 +95,38 @@ def _replace(param: Tensor, values: Tensor) -> None:
 
 
 def halves_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper halves, bfloat16, and the lower ones, int16, of float32 values."""
-    bits = values.detach().view(torch.int32)
-    # Casts wrap: the lower bits stay.
-    return (bits >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+    """The upper halves, bfloat16, and the lower ones, int16, of float32 values.
+
+    No memory is used but for the results: a model's largest table has a tenth of its weights.
+    """
+    values = _dense(values)
+    upper = torch.empty_like(values, dtype=torch.bfloat16)
+    lower = torch.empty_like(values, dtype=torch.int16)
+    words = _words(values).view(values.numel(), 2)  # of which the lower comes first
+    _words(lower).copy_(words[:, 0])
+    _words(upper).copy_(words[:, 1])
+    return upper, lower
 
 
 def join(param: Tensor, trail: Tensor) -> Tensor:
     """The float32 values of which ``param`` is the upper half and ``trail`` the lower."""
-    upper = param.detach().view(torch.int16).to(torch.int32) << 16
-    return (upper | (trail.to(param.device, torch.int32) & 0xFFFF)).view(torch.float32)
+    upper = _dense(param)
+    result = torch.empty_like(upper, dtype=torch.float32)
+    words = _words(result).view(result.numel(), 2)
+    words[:, 0].copy_(_words(laid_out_like(upper, trail.to(upper.device))))
+    words[:, 1].copy_(_words(upper))
+    return result
+
+
+def _dense(values: Tensor) -> Tensor:
+    """The values without gaps in memory, copied if need be."""
+    values = values.detach()
+    return values if is_dense(values) and not is_lazy(values) else dense_copy(values)
+
+
+def _words(values: Tensor) -> Tensor:
+    """Dense ``values`` as their 16-bit words, in the order in which they are in memory."""
+    return values.as_strided((values.numel(),), (1,)).view(torch.int16)
 
 
 class Halves:

@@ -157,9 +157,7 @@ class TensorRun:
         """Record tensors that :func:`check_candidate` has passed; their state comes later."""
         self.params = [candidate.param for candidate in candidates]
         # What a kernel writes: the parameter or, where memory is not its values, a dense copy.
-        self.targets = [
-            p if is_dense(p) and not is_lazy(p) else _dense_copy(p) for p in self.params
-        ]
+        self.targets = [p if is_dense(p) and not is_lazy(p) else dense_copy(p) for p in self.params]
         self.copied = [(p, t) for p, t in zip(self.params, self.targets) if p is not t]
         grads = [candidate.grad for candidate in candidates]
         self._facts = facts_of(self.params)
@@ -230,7 +228,8 @@ def facts_of(tensors: Sequence[Tensor]) -> TensorGuards:
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
-def _dense_copy(param: Tensor) -> Tensor:
+def dense_copy(param: Tensor) -> Tensor:
+    """A copy without gaps in memory."""
     return torch.empty(param.shape, dtype=param.dtype, device=param.device).copy_(param.detach())
 
 

@@ -33,7 +33,7 @@ def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
     Raises:
         ValueError: the optimizer has parameters that are not the model's, whose copies nobody
             would see.
-        RuntimeError: the model cannot be copied, or a method was replaced on the optimizer.
+        RuntimeError: one cannot be copied, or a method was replaced on the optimizer.
 
     Example:
         >>> import torch
@@ -58,12 +58,14 @@ def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
     memo: Memo = {}
     try:
         twin = copy.deepcopy(model, memo)
-    except Exception as error:
+        _carry_tensors(model.parameters(), memo)
+        its_optimizer = None if optimizer is None else _copied(optimizer, memo)
+    except Exception as error:  # of any class: the model's own
         raise RuntimeError(
-            f"the model cannot be copied ({type(error).__name__}: {error}); pass inplace=True"
+            f"{type(model).__name__} or its optimizer cannot be copied ({type(error).__name__}: "
+            f"{error}); pass inplace=True"
         ) from error
-    _carry_tensors(model.parameters(), memo)
-    return twin, None if optimizer is None else _copied(optimizer, memo)
+    return twin, its_optimizer
 
 
 def _carry_tensors(params: Iterable[nn.Parameter], memo: Memo) -> None:

@@ -35,8 +35,8 @@ _OURS: dict[type[Optimizer], type[FusedOptimizer]] = {
     torch.optim.AdamW: FusedAdamW,
 }
 _INSTEAD = "or leave its step as it is with fuse_update_step=False"
-# What every class has of its own, and a constructor, which has done its work.
-_HARMLESS = {"__init__", *vars(type("_", (), {"__annotations__": {}}))} | {
+# What every class has of its own, a constructor, which has done its work, and texts.
+_HARMLESS = {"__init__", "__repr__", "__str__", *vars(type("_", (), {"__annotations__": {}}))} | {
     *("__slots__", "__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl"),
     *("__firstlineno__", "__static_attributes__", "__annotate_func__", "__annotations_cache__"),
 }
@@ -257,8 +257,8 @@ def _refuse_overrides(
         ]
         if changed:
             raise RuntimeError(
-                f"{_name(cls)} overrides {', '.join(sorted(changed))} of {base.__name__}, which a "
-                f"fused step would not heed; use {_name(base)} itself, {_INSTEAD}"
+                f"{_name(cls)} overrides {', '.join(sorted(changed))} of {base.__name__}, so its "
+                f"step may be another; use {_name(base)} itself, {_INSTEAD}"
             )
 
 

@@ -185,6 +185,8 @@ def _why_not(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | Non
             return f"{type(module).__name__} has it"
         if name.rpartition(".")[2] not in ("weight", "bias"):
             return "a weight is computed from it"
+        if getattr(module, "max_norm", None) is not None:
+            return "a forward pass with max_norm writes to it"
     if type(param) is not nn.Parameter:
         return f"it is a {type(param).__name__}"
     if param.dtype != torch.float32:

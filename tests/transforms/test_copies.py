@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -168,8 +169,16 @@ def test_optimizer_of_another_model() -> None:
 def test_model_that_cannot_be_copied() -> None:
     model = nn.Linear(3, 2)
     model.cached = model(torch.ones(3))  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match=r"cannot be copied .*; pass inplace=True"):
+    with pytest.raises(RuntimeError, match=r"Linear or .* cannot be copied .*; pass inplace=True"):
         copy_pair(model, None)
+
+
+def test_optimizer_that_cannot_be_copied() -> None:
+    model = nn.Linear(3, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters())
+    optimizer.lock = threading.Lock()
+    with pytest.raises(RuntimeError, match=r"cannot be copied \(TypeError: .*; pass inplace=True"):
+        copy_pair(model, optimizer)
 
 
 def test_replaced_step() -> None:

@@ -39,6 +39,9 @@ class Plain(torch.optim.SGD):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
 
+    def __repr__(self) -> str:
+        return "plain"
+
     def rate(self) -> float:
         rate: float = self.param_groups[0]["lr"]
         return rate
@@ -232,6 +235,7 @@ class TestSubclasses:
         assert launches == [1]
         assert isinstance(optimizer, Plain)
         assert optimizer.rate() == 0.1
+        assert repr(optimizer) == "plain"
         assert type(optimizer).__name__ == "FusedPlain"
         for how in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
             assert how(optimizer).rate() == 0.1

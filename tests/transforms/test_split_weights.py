@@ -240,6 +240,19 @@ def test_twice_changes_nothing_more() -> None:
     )
 
 
+def test_clipping_of_gradients_of_both_dtypes() -> None:
+    model = _model()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    split_master_weights(model, optimizer)
+    with AUTOCAST:
+        model(torch.randn(6, 1, 4, 4)).float().square().mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+    assert torch.stack(squares).sum().sqrt() == pytest.approx(1e-3, rel=0.01)
+    assert norm > 1e-3
+    optimizer.step()
+
+
 def test_layers_added_later() -> None:
     model = _model()
     optimizer = FusedSGD(model.parameters(), lr=0.1)
@@ -304,6 +317,10 @@ class TestLeftAlone:
         reasons = self._reasons(model)
         assert reasons["1.weight_orig"] == "float32 still: a weight is computed from it"
         assert len(reasons) == 4  # of the parametrized one, the bias too
+
+    def test_table_that_forward_passes_write_to(self) -> None:
+        reasons = self._reasons(nn.ModuleList([nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 3)]))
+        assert reasons == {"0.weight": "float32 still: a forward pass with max_norm writes to it"}
 
     def test_what_the_optimizer_has_not(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
