@@ -26,11 +26,15 @@ MODULES = [
     "allocator._statistics",
     "allocator._timeline",
     "allocator._trace",
+    "fusedoptim._optimizer",
     "fusedoptim.sgd",
     "transforms._channels_last",
+    "transforms._copies",
     "transforms._fold_batch_norm",
+    "transforms._fuse_step",
     "transforms._optimize",
     "transforms._report",
+    "transforms._split_weights",
 ]
 
 

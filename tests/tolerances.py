@@ -165,9 +165,12 @@ class Bounded:
         error = torch.maximum(self.error, other.error)
         return Bounded(torch.maximum(self.value, other.value), error, self.arithmetic)
 
-    def _clamp(self, *, max: float) -> Bounded:  # noqa: A002 (torch's)
+    def _clamp(self, *, max: Bounded | float) -> Bounded:  # noqa: A002 (torch's)
+        exact = torch.as_tensor(max, dtype=torch.float64) if isinstance(max, float) else None
+        bound = self._with(max)[1] if exact is None else Bounded(exact, 0.0, self.arithmetic)
         least, value, most = (
-            (self.value + error).clamp(max=max) for error in (-self.error, 0, self.error)
+            torch.minimum(self.value + sign * self.error, bound.value + sign * bound.error)
+            for sign in (-1, 0, 1)
         )
         return Bounded(value, torch.maximum(value - least, most - value), self.arithmetic)
 
