@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from transforms._fuse_step import refuse_replaced_methods
@@ -22,7 +22,7 @@ def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
 
     Args:
         model: stays as it is; so do its gradients, and what hooks are registered.
-        optimizer: of parameters of ``model``, or None.
+        optimizer: of parameters of ``model`` alone, or None.
 
     Returns:
         copies of both. The optimizer's groups and state, and what else its class keeps in the
@@ -31,9 +31,8 @@ def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
         scheduler stays with the original: make one for the copy.
 
     Raises:
-        ValueError: the optimizer has parameters that are not the model's, whose copies nobody
-            would see.
-        RuntimeError: one cannot be copied, or a method was replaced on the optimizer.
+        TypeError: one cannot be copied.
+        RuntimeError: a method was replaced on the optimizer.
 
     Example:
         >>> import torch
@@ -44,34 +43,25 @@ def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
         >>> its_optimizer.param_groups[0]["params"][0] is twin.weight
         True
     """
-    updated: list[Tensor] = []
     if optimizer is not None:
-        updated = [p for group in optimizer.param_groups for p in group["params"]]
-        strangers = set(updated).difference(model.parameters())
-        if strangers:
-            raise ValueError(
-                f"{len(strangers)} of the optimizer's {len(updated)} parameters are not the "
-                "model's, and with inplace=False it would train copies of them that nobody sees; "
-                "pass a module that has all of them, or inplace=True"
-            )
         refuse_replaced_methods(optimizer)
     memo: Memo = {}
     try:
         twin = copy.deepcopy(model, memo)
-        _carry_tensors(model.parameters(), memo)
+        _carry_tensors(model, twin, memo)
         its_optimizer = None if optimizer is None else _copied(optimizer, memo)
     except Exception as error:  # of any class: the model's own
-        raise RuntimeError(
+        raise TypeError(
             f"{type(model).__name__} or its optimizer cannot be copied ({type(error).__name__}: "
-            f"{error}); pass inplace=True"
+            f"{error}): pass inplace=True, which rewrites them and transforms.restore undoes"
         ) from error
     return twin, its_optimizer
 
 
-def _carry_tensors(params: Iterable[nn.Parameter], memo: Memo) -> None:
+def _carry_tensors(model: nn.Module, copied: nn.Module, memo: Memo) -> None:
     """Give the copies of parameters what deepcopy leaves out: gradients, hooks, attributes."""
-    for param in params:
-        twin: nn.Parameter = memo[id(param)]
+    for param, twin in zip(model.parameters(), copied.parameters(), strict=True):
+        memo[id(param)] = twin  # of a model that copies itself, nobody has noted it
         if param.grad is not None and twin.grad is None:
             twin.grad = copy.deepcopy(param.grad, memo)
         # Tensor's methods are not annotated.

@@ -14,7 +14,7 @@ from transforms import _channels_last, _plain, _report, _stand_in
 from transforms._arguments import check_model, check_pair, check_same_parameters
 from transforms._cast import cast
 from transforms._channels_last import channels_last, check_sample
-from transforms._copy import copy_pair
+from transforms._copies import copy_pair
 from transforms._drop_dropout import drop_dropout
 from transforms._fold_batch_norm import CONVOLUTION_KINDS, LINEAR_KINDS, fold_batch_norm
 from transforms._options import Options, resolve
