@@ -162,6 +162,11 @@ class Halves:
         self._state = getattr(optimizer, "state", {})  # none yet, in a constructor
         self._trails = dict.fromkeys(self._trails)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no optimizer updates them."""
+        return self._optimizer is None or self._optimizer() is None
+
     def __contains__(self, param: object) -> bool:
         return param in self._trails
 

@@ -1,7 +1,8 @@
-"""Rewrites of a model and its optimizer.
+"""Rewrites of a model for inference, and of a model and its optimizer for training.
 
-:func:`optimize` folds BatchNorms, drops Dropouts, casts to 16 bits and chooses the memory format,
-and :func:`report` says what it did and why; :func:`restore` undoes it.
+:func:`optimize` folds BatchNorms, drops Dropouts, casts to 16 bits and chooses the memory format;
+for training it fuses the optimizer's step and splits weights in bfloat16 halves. :func:`report`
+says what it did and why; :func:`restore` undoes it.
 """
 
 from transforms._channels_last import disable_auto_channels_last, enable_auto_channels_last

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from transforms import _plain, _split_weights, _stand_in
+
 _WRAPPERS = {
     "DistributedDataParallel": "DDP",
     "DataParallel": "DataParallel",
@@ -102,4 +104,49 @@ def check_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
             f"{foreign} of the {len(params)} parameters of the optimizer are not in this "
             f"{type(model).__name__}: make the optimizer from its parameters(); several models "
             "with one optimizer go into one torch.nn.ModuleDict"
+        )
+
+
+def check_not_for_inference(model: nn.Module) -> None:
+    """Raise if ``model``, which is to be trained, is optimized for inference.
+
+    Raises:
+        ValueError: BatchNorms are folded, Dropouts dropped or weights rounded.
+    """
+    if _plain.rewrites(model) or any(map(_stand_in.is_stand_in, model.modules())):
+        raise ValueError(
+            "the model is optimized for inference: call transforms.restore(model) first, then "
+            "optimize it for training"
+        )
+
+
+def check_halves(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Raise if weights are split whose lower halves another optimizer has.
+
+    Raises:
+        ValueError: so they are, and of ``optimizer``, if there is one; to merge or update them
+            takes the other.
+    """
+    own = getattr(optimizer, "halves", None)
+    updated = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
+    for halves in _split_weights.halves_in(model):
+        if halves is own or halves.is_alone:
+            continue
+        if optimizer is None or any(p in halves for p in updated):
+            raise ValueError(
+                "the model's weights are split in halves, whose lower ones an optimizer has: call "
+                "transforms.restore(model, optimizer) with that optimizer"
+            )
+
+
+def check_no_copied_halves(model: nn.Module) -> None:
+    """Raise if ``model`` is a copy, without the optimizer, of one with split weights.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if any(halves.is_alone for halves in _split_weights.halves_in(model)):
+        raise ValueError(
+            "the model's weights are split in halves, and it was copied without its optimizer: "
+            "call transforms.restore(model) first"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from transforms._report import Entry
 _KINDS = (*CONVOLUTION_KINDS, nn.Linear, nn.Embedding, nn.EmbeddingBag)
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> list[Entry]:
+def cast(model: nn.Module, dtype: torch.dtype, undo: ExitStack) -> list[Entry]:
     """Round the float32 weights and biases of the modules that gain by it to ``dtype``.
 
     Normalization layers stay float32, which torch's kernels take with 16-bit inputs. Run the model
@@ -25,6 +26,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> list[Entry]:
     Args:
         model: in eval mode.
         dtype: bfloat16 or float16.
+        undo: gets what undoes each change.
 
     Returns:
         an entry for each module with a float32 weight of two dimensions or more.
@@ -39,6 +41,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> list[Entry]:
             continue
         reason, fold = reasons[name], fold_of(module)
         if reason is None and fold is not None:
+            undo.callback(fold.round_to, fold.dtype)
             reason = fold.round_to(dtype)
         elif reason is None:
             others = {other for p in params.values() for other in sharers[id(p)] if reasons[other]}
@@ -48,6 +51,9 @@ def cast(model: nn.Module, dtype: torch.dtype) -> list[Entry]:
                 for p in params.values():
                     if id(p) not in lowered:
                         lowered[id(p)] = _Lowered(p, dtype)
+                        undo.callback(lowered[id(p)].lift)
+                        lowered[id(p)].lower()
+                undo.callback(_plain.detach, module)
                 _plain.attach(module, Cast(module, {n: lowered[id(p)] for n, p in params.items()}))
         entries.append(
             _entry(name, dtype, module) if reason is None else Entry(name, reason, done=False)
@@ -90,7 +96,6 @@ class _Lowered:
         self._dtype = dtype
         self._grad: Tensor | None = None
         self.residue: _residue.Residue | None = None
-        self.lower()
 
     def lower(self) -> None:
         if self.param.dtype != torch.float32:

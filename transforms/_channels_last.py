@@ -11,6 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ def default() -> bool | None:
     return _default
 
 
-def channels_last(model: nn.Module, sample_input: Any, is_forced: bool) -> list[Entry]:
+def channels_last(
+    model: nn.Module, sample_input: Any, is_forced: bool, undo: ExitStack
+) -> list[Entry]:
     """Lay out the weights of 2-d and 3-d convolutions, transposed ones too, channels last.
 
     Args:
@@ -69,6 +72,7 @@ def channels_last(model: nn.Module, sample_input: Any, is_forced: bool) -> list[
         sample_input: a tensor, or a tuple of arguments; the model, in eval mode, is timed with it
             in both layouts, and keeps the faster. None: taken for faster on the CPU.
         is_forced: whatever the device, the timing, and the code of the model.
+        undo: gets what undoes each change.
 
     Returns:
         an entry for each convolution that was or could have been laid out anew.
@@ -87,6 +91,7 @@ def channels_last(model: nn.Module, sample_input: Any, is_forced: bool) -> list[
     if why is None and sample_input is not None and not is_forced and not model.training:
         why = _slower(model, sample_input, changed)
     if why is None:
+        undo.callback(_undo_all, changed)
         _lay_out(changed)
     what = why or "weight in channels_last"
     return entries + [Entry(name, what, done=why is None) for name, *_ in changed]
@@ -103,6 +108,11 @@ def _undo(module: nn.Module) -> None:
     weight = module._parameters.get("weight")
     if strides is not None and weight is not None and weight.dim() == len(strides):
         _put(weight, functools.partial(_strided, strides=strides))
+
+
+def _undo_all(convolutions: Convolutions) -> None:
+    for _, module, _ in convolutions:
+        _undo(module)
 
 
 def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_format]]:
@@ -124,9 +134,10 @@ def _objection(module: nn.Module) -> str | None:
 
 
 def _lay_out(convolutions: Convolutions) -> None:
-    for _, module, layout in convolutions:
+    for _, module, _ in convolutions:  # first: two of them may share a weight
         attributes: dict[str, Any] = module.__dict__
         attributes[_STRIDES] = module.weight.stride()
+    for _, module, layout in convolutions:
         _put(module.weight, functools.partial(torch.Tensor.contiguous, memory_format=layout))
 
 
@@ -168,8 +179,7 @@ def _slower(model: nn.Module, sample_input: Any, changed: Convolutions) -> str |
         except RuntimeError as error:
             return f"the sample fails in it: {error}"
         finally:
-            for _, module, _ in changed:
-                _undo(module)
+            _undo_all(changed)
     if after < before:
         return None
     return f"slower on the sample: {after * 1e3:.3g} ms for {before * 1e3:.3g} ms"

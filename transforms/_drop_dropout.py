@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from transforms._modules import has_hooks, plain_kind
 from transforms._report import Entry
-from transforms._stand_in import SkippedDropout, stand_in
+from transforms._stand_in import SkippedDropout, revert, stand_in
 
 _KINDS = (
     nn.Dropout,
@@ -19,10 +21,14 @@ _KINDS = (
 )
 
 
-def drop_dropout(model: nn.Module) -> list[Entry]:
+def drop_dropout(model: nn.Module, undo: ExitStack) -> list[Entry]:
     """Make every Dropout of ``model``, which is in eval mode, a module that does nothing.
 
     It keeps its attributes, such as ``p``, which other code may read.
+
+    Args:
+        model: in eval mode.
+        undo: gets what undoes each change.
     """
     entries = []
     for name, module in list(model.named_modules()):
@@ -30,6 +36,7 @@ def drop_dropout(model: nn.Module) -> list[Entry]:
             continue
         reason = _objection(module)
         if reason is None:
+            undo.callback(revert, module)
             stand_in(module, SkippedDropout)
         entries.append(Entry(name, reason or "Identity", done=reason is None))
     return entries

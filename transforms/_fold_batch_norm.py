@@ -12,6 +12,7 @@ computed in float64 and rounded once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,12 +35,13 @@ CONVOLUTION_KINDS: Kinds = (*CONVOLUTIONS, *TRANSPOSED)
 LINEAR_KINDS: Kinds = (nn.Linear,)
 
 
-def fold_batch_norm(model: nn.Module, kinds: Kinds) -> list[Entry]:
+def fold_batch_norm(model: nn.Module, kinds: Kinds, undo: ExitStack) -> list[Entry]:
     """Fold every BatchNorm of ``model`` that follows one of ``kinds``, and nothing else does.
 
     Args:
         model: in eval mode.
         kinds: CONVOLUTION_KINDS or LINEAR_KINDS.
+        undo: gets what undoes each change.
 
     Returns:
         an entry for each BatchNorm; those that follow neither are listed with the convolutions.
@@ -53,6 +55,7 @@ def fold_batch_norm(model: nn.Module, kinds: Kinds) -> list[Entry]:
             fold = Fold(feeder, norm)
             reason = fold.objection(sharers)
             if reason is None:
+                undo.callback(fold.detach)
                 fold.attach()
                 what, saved = f"folded into {names[feeder]}", fold.bytes_saved
                 entries.append(Entry(names[norm], what, bytes_saved=saved))
@@ -117,7 +120,18 @@ class Fold:
         _plain.attach(self._feeder, self)
         _plain.attach(self._norm, self)
 
-    def round_to(self, dtype: torch.dtype) -> str | None:
+    def detach(self) -> None:
+        """Make both what they were, for good."""
+        self.undo()
+        _plain.detach(self._feeder)
+        _plain.detach(self._norm)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """To which the folded weight is rounded; None if it is not."""
+        return self._dtype
+
+    def round_to(self, dtype: torch.dtype | None) -> str | None:
         """Fold again, from the plain tensors, to ``dtype``; or why that cannot be."""
         before, strides = self._dtype, self._feeder.weight.stride()
         self.undo()

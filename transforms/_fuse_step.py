@@ -26,7 +26,13 @@ from fusedoptim._tensors import state_dtype
 from transforms._lamb import OthersLamb, lamb_for
 from transforms._report import Entry
 
-__all__ = ["fuse_update_step", "is_fused", "refuse_replaced_methods", "unfuse_update_step"]
+__all__ = [
+    "fuse_update_step",
+    "is_converted",
+    "is_fused",
+    "refuse_replaced_methods",
+    "unfuse_update_step",
+]
 
 _OURS: dict[type[Optimizer], type[FusedOptimizer]] = {
     torch.optim.SGD: FusedSGD,
@@ -110,6 +116,11 @@ def _ours_name(ours: type[FusedOptimizer]) -> str:
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether the step of ``optimizer`` is ours, by conversion or from the start."""
     return isinstance(optimizer, FusedOptimizer)
+
+
+def is_converted(optimizer: Optimizer) -> bool:
+    """Whether :func:`fuse_update_step` has given ``optimizer`` its step."""
+    return isinstance(optimizer, _Converted)
 
 
 def fuse_update_step(optimizer: Optimizer) -> Entry:

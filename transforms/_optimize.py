@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -11,16 +12,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from transforms import _channels_last, _plain, _report, _stand_in
-from transforms._arguments import check_model, check_pair, check_same_parameters
+from transforms._arguments import (
+    check_halves,
+    check_model,
+    check_no_copied_halves,
+    check_not_for_inference,
+    check_pair,
+    check_same_parameters,
+)
 from transforms._cast import cast
 from transforms._channels_last import channels_last, check_sample
 from transforms._copies import copy_pair
 from transforms._drop_dropout import drop_dropout
 from transforms._fold_batch_norm import CONVOLUTION_KINDS, LINEAR_KINDS, fold_batch_norm
+from transforms._fuse_step import fuse_update_step, is_converted, unfuse_update_step
 from transforms._options import Options, resolve
 from transforms._report import Entry, NoEffectWarning, Report
+from transforms._split_weights import (
+    SPLIT_ALREADY,
+    back_to_now,
+    merge_copies,
+    merge_master_weights,
+    split_master_weights,
+)
 
-CAST = "dtype"
+CAST, FUSE, SPLIT = "dtype", "fuse_update_step", "split_master_weight_for_bf16"
 
 
 class Job(NamedTuple):
@@ -30,6 +46,8 @@ class Job(NamedTuple):
     optimizer: Optimizer | None
     options: Options
     sample_input: Any
+    undo: ExitStack
+    """gets what undoes each change, before it is made, should a later one fail."""
 
 
 class Pass(NamedTuple):
@@ -50,12 +68,50 @@ class Pass(NamedTuple):
 
 def _cast(job: Job) -> list[Entry]:
     assert job.options.dtype is not None
-    return cast(job.model, job.options.dtype)
+    return cast(job.model, job.options.dtype, job.undo)
 
 
 def _lay_out(job: Job) -> list[Entry]:
     is_forced = "auto_channels_last" in job.options.explicit or bool(_channels_last.default())
-    return channels_last(job.model, job.sample_input, is_forced)
+    return channels_last(job.model, job.sample_input, is_forced, job.undo)
+
+
+def _fuse(job: Job) -> list[Entry]:
+    assert job.optimizer is not None
+    if is_converted(job.optimizer):  # by an earlier call, which has reported it
+        return []
+    job.undo.callback(unfuse_update_step, job.optimizer)
+    try:
+        return [fuse_update_step(job.optimizer)]
+    except (TypeError, ValueError, RuntimeError) as error:
+        if job.options.knobs[SPLIT]:
+            raise type(error)(
+                f"dtype=torch.bfloat16 needs a fused step: {error} and no dtype, in float32 or "
+                "under torch.autocast"
+            ) from error
+        if FUSE in job.options.explicit:
+            raise
+        return [Entry("optimizer", str(error), done=False)]
+
+
+def _split(job: Job) -> list[Entry]:
+    assert job.optimizer is not None
+    halves = getattr(job.optimizer, "halves", None)
+    is_first = halves is None or not halves.in_model
+    job.undo.callback(back_to_now(job.model, job.optimizer))
+    entries = split_master_weights(job.model, job.optimizer)
+    return [entry for entry in entries if is_first or entry.what != SPLIT_ALREADY]
+
+
+def _merge(model: nn.Module, optimizer: Optimizer | None) -> None:
+    if optimizer is not None:
+        merge_master_weights(model, optimizer)
+    merge_copies(model)
+
+
+def _unfuse(_: nn.Module, optimizer: Optimizer | None) -> None:
+    if optimizer is not None:
+        unfuse_update_step(optimizer)
 
 
 def _make_plain(model: nn.Module, _: Optimizer | None) -> None:
@@ -64,18 +120,27 @@ def _make_plain(model: nn.Module, _: Optimizer | None) -> None:
 
 _LAYOUT = Pass("auto_channels_last", _lay_out, lambda model, optimizer: _channels_last.undo(model))
 INFERENCE: Sequence[Pass] = (
-    Pass("conv_bn_folding", lambda job: fold_batch_norm(job.model, CONVOLUTION_KINDS), _make_plain),
-    Pass("linear_bn_folding", lambda job: fold_batch_norm(job.model, LINEAR_KINDS), _make_plain),
+    Pass(
+        "conv_bn_folding",
+        lambda job: fold_batch_norm(job.model, CONVOLUTION_KINDS, job.undo),
+        _make_plain,
+    ),
+    Pass(
+        "linear_bn_folding",
+        lambda job: fold_batch_norm(job.model, LINEAR_KINDS, job.undo),
+        _make_plain,
+    ),
     Pass(
         "replace_dropout_with_identity",
-        lambda job: drop_dropout(job.model),
+        lambda job: drop_dropout(job.model, job.undo),
         lambda model, optimizer: _stand_in.revert_all(model),
     ),
     Pass(CAST, _cast, _make_plain),
     _LAYOUT,
 )
-TRAINING: Sequence[Pass] = (_LAYOUT,)
 """In the order in which they run: what changes values first, the layout of the result last."""
+TRAINING: Sequence[Pass] = (_LAYOUT, Pass(FUSE, _fuse, _unfuse), Pass(SPLIT, _split, _merge))
+"""In the order in which they run: halves are laid out as weights are, and need a fused step."""
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
@@ -225,44 +290,36 @@ def optimize(
     if auto_channels_last is None and (default := _channels_last.default()) is not None:
         options = options._replace(knobs={**options.knobs, "auto_channels_last": default})
     check_pair(model, optimizer)
-    passes = TRAINING if model.training else INFERENCE
-    _check_available(options, passes)
+    if optimizer is not None:
+        check_not_for_inference(model)
+    if inplace:
+        check_halves(model, optimizer)
+        check_no_copied_halves(model)
     if sample_input is not None and not model.training:
         check_sample(model, sample_input)
     if not inplace:
         model, optimizer = copy_pair(model, optimizer)
-    job = Job(model, optimizer, options, sample_input)
-    is_first = _report.find(model) is None
-    try:
-        _report.attach(model, _run(job, passes))
-        _warn_of_no_effect(job)
-    except BaseException:
-        if is_first:
-            _undo(model, optimizer)
-        raise
+        merge_copies(model)
+    with ExitStack() as undo:
+        job = Job(model, optimizer, options, sample_input, undo)
+        report = _report.merged(model, _run(job))
+        _warn_of_no_effect(job, report)
+        undo.pop_all()
+    _report.attach(model, report)
     return model if optimizer is None else (model, optimizer)
 
 
-def _check_available(options: Options, passes: Sequence[Pass]) -> None:
-    asked = set(options.explicit)
-    if options.knobs["split_master_weight_for_bf16"]:  # by the dtype, which only it can bring
-        asked.add("split_master_weight_for_bf16")
-    missing = asked - {each.knob for each in passes}
-    if missing:
-        raise NotImplementedError(f"{min(missing)} is not in this release yet; leave it away")
-
-
-def _run(job: Job, passes: Sequence[Pass]) -> Report:
+def _run(job: Job) -> Report:
+    passes = TRAINING if job.model.training else INFERENCE
     done = {each.knob: each.run(job) for each in passes if each.is_on(job)}
     mode = "training" if job.model.training else "inference"
     title = f"{type(job.model).__name__} for {mode}"
     return Report(title, done, _plain.kept_bytes(job.model))
 
 
-def _warn_of_no_effect(job: Job) -> None:
+def _warn_of_no_effect(job: Job, report: Report) -> None:
     """Warn of passes that the call asked for by name and that have done nothing, now or before."""
-    report = _report.report(job.model)
-    asked = job.options.explicit | ({CAST} if job.options.dtype is not None else set())
+    asked = job.options.explicit | ({CAST, SPLIT} if job.options.dtype is not None else set())
     for knob in report.passes:
         if knob in asked and not report.done(knob):
             reasons = {entry.what for entry in report.left(knob)} or {
@@ -274,13 +331,6 @@ def _warn_of_no_effect(job: Job) -> None:
                 NoEffectWarning,
                 stacklevel=3,
             )
-
-
-def _undo(model: nn.Module, optimizer: Optimizer | None) -> None:
-    for passes in (INFERENCE, TRAINING):
-        for each in reversed(passes):
-            each.undo(model, optimizer)
-    _report.detach(model)
 
 
 @overload
@@ -306,7 +356,8 @@ def restore(
         the model; with an optimizer, the model and the optimizer.
 
     Raises:
-        ValueError: the model was not optimized, or finalized since; or the optimizer is another's.
+        ValueError: the model was not optimized, or finalized since; the optimizer is another's; or
+            weights are split, and the optimizer that has their lower halves is not given.
 
     Example:
         >>> import torch
@@ -318,11 +369,17 @@ def restore(
         >>> torch.equal(model[0].weight, weight), type(model[1]).__name__
         (True, 'BatchNorm1d')
     """
-    if _report.report(model).is_final:
+    if optimizer is None or not is_converted(optimizer):  # else by a call for another optimizer
+        _report.report(model)
+    if (report := _report.find(model)) is not None and report.is_final:
         raise ValueError("the model was finalized, which dropped what restore() needs")
     if optimizer is not None:
         check_same_parameters(model, optimizer)
-    _undo(model, optimizer)
+    check_halves(model, optimizer)
+    for passes in (TRAINING, INFERENCE):
+        for each in reversed(passes):
+            each.undo(model, optimizer)
+    _report.detach(model)
     return model if optimizer is None else (model, optimizer)
 
 

@@ -49,10 +49,10 @@ def attach(module: nn.Module, rewrite: Rewrite) -> None:
 
 def detach(module: nn.Module) -> None:
     """Let ``module`` save and load what it has."""
-    handles: list[RemovableHandle] = vars(module).pop(_HANDLES)
+    handles: list[RemovableHandle] = vars(module).pop(_HANDLES, [])
     for handle in handles:
         handle.remove()
-    del vars(module)[_REWRITE]
+    vars(module).pop(_REWRITE, None)
 
 
 def find(module: nn.Module) -> Rewrite | None:

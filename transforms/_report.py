@@ -133,13 +133,18 @@ def format_bytes(size: float) -> str:
     return f"{size:.3g} GB"
 
 
-def attach(model: nn.Module, report: Report) -> None:
-    """Keep ``report`` on the model, with what earlier calls did to it."""
+def merged(model: nn.Module, report: Report) -> Report:
+    """``report`` with what earlier calls did to the model."""
     passes = {knob: list(entries) for knob, entries in report.passes.items()}
     if (before := find(model)) is not None:
         for knob in before.passes:
             passes[knob] = [*before.done(knob), *passes.get(knob, before.left(knob))]
-    vars(model)[ATTRIBUTE] = report._replace(passes=passes)
+    return report._replace(passes=passes)
+
+
+def attach(model: nn.Module, report: Report) -> None:
+    """Keep ``report`` on the model."""
+    vars(model)[ATTRIBUTE] = report
 
 
 def find(model: nn.Module) -> Report | None:

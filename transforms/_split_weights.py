@@ -8,7 +8,7 @@ split.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,19 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fusedoptim._optimizer import FusedOptimizer
-from fusedoptim._split import Halves
+from fusedoptim._split import Halves, merge_in_place
 from fusedoptim._tensors import has_shared_elements
 from transforms._report import Entry
 
-__all__ = ["merge_master_weights", "split_master_weights"]
+__all__ = [
+    "back_to_now",
+    "halves_in",
+    "merge_copies",
+    "merge_master_weights",
+    "split_master_weights",
+]
+
+SPLIT_ALREADY = "split already"
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -106,7 +114,7 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
         name = users[0].name
         reason = _why_not(param, users, shared) if param in updated else "the optimizer has it not"
         if optimizer.is_split(param):
-            entries.append(Entry(name, "split already", done=False))
+            entries.append(Entry(name, SPLIT_ALREADY, done=False))
         elif reason:
             entries.append(Entry(name, f"{_text(param.dtype)} still: {reason}", done=False))
         else:
@@ -154,6 +162,41 @@ def merge_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
         entries += [done._replace(where=name) for name in names.values()]
         _detach(model, halves)
     return entries
+
+
+def halves_in(model: nn.Module) -> list[Halves]:
+    """Those of each optimizer, or copy, that weights of ``model`` are."""
+    found: dict[int, Halves] = {}
+    for module in model.modules():
+        for hooks in vars(module).get(_HOOKS, ()):
+            found[id(hooks.halves)] = hooks.halves
+    return list(found.values())
+
+
+def merge_copies(model: nn.Module) -> None:
+    """Make float32, in place, the halves of a model that was copied without its optimizer."""
+    for halves in halves_in(model):
+        if halves.is_alone:
+            own = [p for p in dict.fromkeys(model.parameters()) if p in halves]
+            for p, trail in [(p, halves.trail(p)) for p in own]:
+                merge_in_place(p, trail)
+                halves.remove(p)
+            _detach(model, halves)
+
+
+def back_to_now(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
+    """What merges, in place, the weights that will be split from now on."""
+    before = frozenset(optimizer.halves) if isinstance(optimizer, FusedOptimizer) else frozenset()
+    hooked = {id(module) for module in model.modules() if _HOOKS in vars(module)}
+
+    def undo() -> None:
+        if not isinstance(optimizer, FusedOptimizer):
+            return
+        if not optimizer.split:
+            optimizer.merge_params(p for p in optimizer.halves if p not in before)
+        _detach(model, optimizer.halves, hooked)
+
+    return undo
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -218,10 +261,17 @@ def _attach(model: nn.Module, halves: Halves) -> None:
         halves.in_model = True
 
 
-def _detach(model: nn.Module, halves: Halves) -> None:
-    """Undo what :func:`_attach` did for these halves; another optimizer's stay."""
+def _detach(model: nn.Module, halves: Halves, kept: Collection[int] = ()) -> None:
+    """Undo what :func:`_attach` did for these halves; another optimizer's stay.
+
+    So do those of the modules whose ids are in ``kept``.
+    """
     halves.in_model = False
     for module in model.modules():
+        if id(module) in kept:
+            own: list[_Hooks] = vars(module)[_HOOKS]
+            halves.in_model |= any(hooks.halves is halves for hooks in own)
+            continue
         attached: list[_Hooks] = vars(module).pop(_HOOKS, [])
         for hooks in attached:
             if hooks.halves is halves:

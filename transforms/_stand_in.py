@@ -73,6 +73,11 @@ def stand_in(module: nn.Module, kind: type[nn.Identity], dimensions: int = _ANY)
     module.__class__ = kind
 
 
+def is_stand_in(module: nn.Module) -> bool:
+    """Whether ``module`` is one."""
+    return _CLASS in vars(module)
+
+
 def revert(module: nn.Module) -> None:
     """Make ``module`` what it was."""
     if _CLASS in vars(module):
