@@ -139,8 +139,8 @@ INFERENCE: Sequence[Pass] = (
     _LAYOUT,
 )
 """In the order in which they run: what changes values first, the layout of the result last."""
-TRAINING: Sequence[Pass] = (_LAYOUT, Pass(FUSE, _fuse, _unfuse), Pass(SPLIT, _split, _merge))
-"""In the order in which they run: halves are laid out as weights are, and need a fused step."""
+TRAINING: Sequence[Pass] = (Pass(FUSE, _fuse, _unfuse), _LAYOUT, Pass(SPLIT, _split, _merge))
+"""What may refuse comes first; halves need a fused step, and are laid out as the weights are."""
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)

@@ -188,6 +188,7 @@ def back_to_now(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
     """What merges, in place, the weights that will be split from now on."""
     before = frozenset(optimizer.halves) if isinstance(optimizer, FusedOptimizer) else frozenset()
     hooked = {id(module) for module in model.modules() if _HOOKS in vars(module)}
+    grads = [(p, p.grad) for p in model.parameters() if p not in before]
 
     def undo() -> None:
         if not isinstance(optimizer, FusedOptimizer):
@@ -195,6 +196,8 @@ def back_to_now(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
         if not optimizer.split:
             optimizer.merge_params(p for p in optimizer.halves if p not in before)
         _detach(model, optimizer.halves, hooked)
+        for p, grad in grads:  # which the halves' have rounded
+            p.grad = grad
 
     return undo
 

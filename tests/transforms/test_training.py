@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
-from tests.fusedoptim.helpers import SideBySide, widened
 from tests.optimizer_cases import OptimizerCase
-from tests.transforms.training_helpers import RATES, converted, each_class, task_and_kwargs
+from tests.transforms.training_helpers import RATES, each_class, task_and_kwargs
 from tests.transforms.training_models import TASKS, Task
 from transforms._fuse_step import fuse_update_step
 from transforms._split_weights import split_master_weights
@@ -22,26 +21,6 @@ from transforms._split_weights import split_master_weights
 STEPS = 20
 SEED = 0
 each_task = pytest.mark.parametrize("task", TASKS)
-
-
-@each_task
-@each_class
-def test_each_step(case: OptimizerCase, task: str) -> None:
-    """Of 20, with the model's own gradients, against torch in float64."""
-    chosen, kwargs = task_and_kwargs(task, case)
-    model = chosen.make()
-    pair = SideBySide(converted(case), kwargs, list(model.parameters()))
-    generator = torch.Generator().manual_seed(SEED)
-    for _ in range(STEPS):
-        pair.ours.zero_grad()
-        chosen.loss(model, generator).backward()
-        for p, reference in zip(pair.params, pair.references):
-            if p.grad is not None:
-                if p.grad.is_sparse:  # the order in which rows are summed is another test's
-                    p.grad = p.grad.coalesce()
-                reference.grad = widened(p.grad).to_dense()
-        pair.step()
-        pair.assert_equal()
 
 
 def _train(model: nn.Module, optimizer: Any, task: Task, fuse_at: int | None) -> None:

@@ -150,6 +150,51 @@ def _lstm_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
     return _classified(model(_integers(generator, 20, 5)), generator)
 
 
+class _Gan(nn.Module):
+    """A generator of transposed convolutions, and the critic of what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(
+            nn.ConvTranspose2d(5, 8, 4, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.ConvTranspose2d(8, 1, 4, stride=2, padding=1),
+            nn.Tanh(),
+        )
+        self.critic = nn.Sequential(
+            nn.Conv2d(1, 8, 4, stride=2, padding=1), nn.LeakyReLU(0.2), nn.Conv2d(8, 1, 4)
+        )
+
+
+def _gan_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+    """Both players' at once, of least squares."""
+    images = _real(model, generator, 1, 8, 8)
+    made = model.generator(_real(model, generator, 5, 1, 1)).to(images.dtype)  # type: ignore[operator]
+
+    def judged(batch: Tensor, goal: float) -> Tensor:
+        scores: Tensor = model.critic(batch).to(images.dtype)  # type: ignore[operator]
+        return (scores - goal).square().mean()
+
+    return judged(images, 1.0) + judged(made.detach(), 0.0) + judged(made, 1.0)
+
+
+def _gpt2() -> nn.Module:
+    transformers = _transformers()
+    config = transformers.GPT2Config(
+        vocab_size=50,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
 TASKS: dict[str, Task] = {
     "cnn": Task(_cnn, _cnn_loss),
     "bert": Task(_bert, _bert_loss),
@@ -157,4 +202,6 @@ TASKS: dict[str, Task] = {
     "dlrm": Task(lambda: _Dlrm(sparse=False), _dlrm_loss),
     "sparse dlrm": Task(lambda: _Dlrm(sparse=True), _dlrm_loss, has_sparse_gradients=True),
     "lstm": Task(_Lstm, _lstm_loss),
+    "gan": Task(_Gan, _gan_loss),
+    "gpt2": Task(_gpt2, _bert_loss),
 }
