@@ -18,6 +18,11 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "FSDP",
     "FSDPModule": "FSDP2 (fully_shard)",
 }
+_BEFORE_DDP = "optimize the model inside first, then wrap what optimize returns"
+_BEFORE_FSDP = (
+    f"{_BEFORE_DDP} and make its optimizer; with auto_channels_last=False, as FSDP takes "
+    "contiguous weights alone"
+)
 
 
 def check_model(model: Any) -> None:
@@ -57,13 +62,16 @@ def _check_not_wrapped(name: str, module: nn.Module) -> None:
         raise TypeError(
             f"{name} is compiled: optimize the model first, then torch.compile what that returns"
         )
+    if getattr(module, "_is_fsdp_managed_module", False):
+        raise TypeError(f"{name} is inside of FSDP, which holds its weights: {_BEFORE_FSDP}")
     for cls in type(module).__mro__:
         wrapper = _WRAPPERS.get(cls.__name__)
         if wrapper is not None and cls.__module__.startswith("torch."):
-            raise TypeError(
-                f"{name} is wrapped in {wrapper}: optimize the model inside first, then wrap what "
-                "optimize returns (of DDP and DataParallel, the inside is .module)"
-            )
+            cure = _BEFORE_FSDP if "FSDP" in wrapper else f"{_BEFORE_DDP} (the inside is .module)"
+            raise TypeError(f"{name} is wrapped in {wrapper}: {cure}")
+    for param in module.parameters(recurse=False):
+        if any(cls.__name__ == "DTensor" for cls in type(param).__mro__):
+            raise TypeError(f"{name} has sharded weights (DTensor): {_BEFORE_FSDP}")
 
 
 def check_pair(model: nn.Module, optimizer: Any) -> None:

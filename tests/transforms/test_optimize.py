@@ -153,16 +153,6 @@ def _lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(3)).eval()
 
 
-class FullyShardedDataParallel(nn.Module):
-    """Has the name and the module of torch's, which cannot be made without a process group."""
-
-    __module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
-
-
-class DistributedDataParallel(nn.Module):
-    __module__ = "torch.nn.parallel.distributed"
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "no module": (lambda: [1], {}, TypeError, "not a torch.nn.Module"),
     "traced": (
@@ -174,8 +164,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "compiled": (_compiled, {}, TypeError, "optimize the model first, then torch.compile"),
     "compiled in place": (_compiled_in_place, {}, TypeError, "then torch.compile"),
     "DataParallel": (lambda: DataParallel(Net()).eval(), {}, TypeError, r"DataParallel.*\.module"),
-    "DDP": (lambda: DistributedDataParallel().eval(), {}, TypeError, r"DDP: optimize the model in"),
-    "FSDP": (lambda: nn.Sequential(FullyShardedDataParallel()).eval(), {}, TypeError, "FSDP"),
     "mixed devices": (_mixed_devices, {}, ValueError, r"several devices \(cpu, meta\)"),
     "meta": (lambda: Net().eval().to("meta"), {}, ValueError, "load its weights first"),
     "lazy": (_lazy, {}, ValueError, "run it once"),
