@@ -10,15 +10,8 @@ import argparse
 from benchmarks import _command, _processes
 
 NAMES = (
-    "sgd",
-    "adagrad",
-    "adam",
-    "lamb",
-    "split_sgd",
-    "sparse",
-    "clipping",
-    "fragmentation",
-    "pool",
+    *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
+    *("inference", "training_step", "fragmentation", "pool"),
 )
 
 

@@ -42,9 +42,8 @@ class Recipe(Protocol):
     def kernels(self) -> tuple[str, ...]:
         """Names of the kernels that make an update, in order."""
 
-    @property
-    def split(self) -> bool:
-        """Whether parameters are the upper halves of float32 values."""
+    def is_split(self, param: Tensor) -> bool:
+        """Whether ``param`` is the upper half of float32 values."""
 
     @property
     def name(self) -> str:
@@ -238,7 +237,7 @@ class Bucket:
 
 def variant_of(recipe: Recipe, param: Tensor) -> str:
     """Which variant of the kernels updates ``param``."""
-    return "split" if recipe.split else DTYPES[param.dtype][0]
+    return "split" if recipe.is_split(param) else DTYPES[param.dtype][0]
 
 
 def check_shape(recipe: Recipe, owner: str, name: str, state: Tensor, shape: torch.Size) -> None:

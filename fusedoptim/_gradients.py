@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
-
 
 @functools.cache
 def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -18,17 +16,18 @@ def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def multiplier(
-    grad_scale: Tensor | None, squares: Sequence[Tensor], max_norm: float | None
+    grad_scale: Tensor | None, squares: Sequence[Tensor], max_norm: float | None, eps: float
 ) -> Tensor:
     r"""What unscales the gradients and clips their norm.
 
     .. math::
-        c = \frac{1}{s} \min\left(1, \frac{n_{max}}{\lVert g \rVert / s + 10^{-6}}\right)
+        c = \frac{1}{s} \min\left(1, \frac{n_{max}}{\lVert g \rVert / s + \epsilon}\right)
 
     Args:
         grad_scale: :math:`s`, by which the loss was multiplied; None is 1.
         squares: 0-d tensors whose sum is :math:`\lVert g \rVert^2`.
         max_norm: :math:`n_{max}`; None does not clip.
+        eps: :math:`\epsilon`; torch's is :math:`10^{-6}`.
 
     Returns:
         a 0-d tensor, computed where the first of its ingredients is, without waiting for it.
@@ -46,5 +45,5 @@ def multiplier(
         for square in squares:
             total = total + square.to(device, dtype)
         norm = total.sqrt() * result
-        result = result * (max_norm / (norm + _EPS)).clamp(max=1.0)
+        result = result * (max_norm / (norm + eps)).clamp(max=1.0)
     return result

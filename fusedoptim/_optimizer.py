@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -25,7 +25,15 @@ from fusedoptim._device import new_state
 from fusedoptim._gradients import constant, multiplier
 from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
 from fusedoptim._sparse import SparseBucket
-from fusedoptim._tensors import TRAIL, Candidate, check_candidate, state_dtype, turns
+from fusedoptim._tensors import (
+    TRAIL,
+    Candidate,
+    check_candidate,
+    check_param,
+    describe,
+    state_dtype,
+    turns,
+)
 from fusedoptim.allocator import check_not_forked
 
 Group = dict[str, Any]
@@ -91,9 +99,8 @@ class _GroupRecipe(NamedTuple):
     def name(self) -> str:
         return type(self.optimizer).__name__
 
-    @property
-    def split(self) -> bool:
-        return self.optimizer.split
+    def is_split(self, param: Tensor) -> bool:
+        return self.optimizer.is_split(param)
 
     @property
     def sparse_state(self) -> tuple[str, ...]:
@@ -128,7 +135,7 @@ class _Plan:
         candidates: list[Candidate] = []
         for candidate in optimizer._candidates(group):
             check_candidate(recipe.name, candidate)
-            if optimizer.split:
+            if optimizer.is_split(candidate.param):
                 _split.check_half(recipe.name, candidate)
             if candidate.grad.layout is not torch.strided:
                 optimizer._check_sparse(group, candidate)
@@ -140,7 +147,7 @@ class _Plan:
         for candidate, turn in zip(candidates, turns([c.param for c in candidates])):
             p = candidate.param
             alone = len(met) if candidate.grad.layout is not torch.strided else -1
-            key = (turn, id(p) in met, alone, p.device, p.dtype)
+            key = (turn, id(p) in met, alone, p.device, p.dtype, optimizer.is_split(p))
             members.setdefault(key, []).append(candidate)
             met.add(id(p))
         self.buckets: list[Bucket | SparseBucket] = []
@@ -178,8 +185,16 @@ class FusedOptimizer(Optimizer):
     max_grad_norm: float | None
     """Gradients are scaled down, inside the step, to this norm over all parameters."""
     split: bool
-    """Whether parameters are bfloat16 halves, whose lower halves are the state "trail"."""
+    """Whether all parameters are bfloat16 halves, whose lower halves are the state "trail"."""
+    halves: _split.Halves
+    """The parameters that are."""
 
+    fused = True
+    """As IPEX tells of its own."""
+    _step_supports_amp_scaling = True
+    """GradScaler leaves it to the step to unscale, and to skip a step with infinities."""
+    _clip_eps = 1e-6
+    """Added to the norm that ``max_grad_norm`` is divided by."""
     _sparse_state: tuple[str, ...] = ()
     """Names of the state that a sparse gradient makes, and that is sparse then, as torch's."""
     _plans: list[_Plan]
@@ -195,15 +210,19 @@ class FusedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         _check_norm(max_grad_norm)
+        self._set_up(max_grad_norm, split)
+        self._is_complete = False
+        super().__init__(*args, **kwargs)
+        self._convert(self.param_groups)
+        self._is_complete = True
+
+    def _set_up(self, max_grad_norm: float | None, split: bool) -> None:
+        """Give an object what ours has beyond torch's: at first, or when it becomes ours."""
         self._lock = threading.RLock()
         self._forget_plans()
         self.max_grad_norm = max_grad_norm
         self.split = split
-        self._is_complete = False
-        super().__init__(*args, **kwargs)
-        # GradScaler leaves it to the step to unscale, and to skip a step with infinities.
-        self._step_supports_amp_scaling = True
-        self._convert(self.param_groups)
+        self.halves = _split.Halves(self)
         self._is_complete = True
 
     def _kernels(self, group: Group) -> tuple[str, ...]:
@@ -221,10 +240,7 @@ class FusedOptimizer(Optimizer):
     def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         """The state ``name`` of a parameter that has taken no step, laid out like ``target``."""
         if name == TRAIL:
-            raise ValueError(
-                f"{type(self).__name__}: a split parameter has lost its lower half, the state "
-                f"{TRAIL!r}; load a state_dict that has it, or make the optimizer anew"
-            )
+            raise ValueError(f"{type(self).__name__}: {_split.LOST}")
         return new_state(target, dtype).zero_()
 
     def _check_sparse(self, group: Group, candidate: Candidate) -> None:
@@ -264,6 +280,7 @@ class FusedOptimizer(Optimizer):
                 self._check_numbers(group)
         if getattr(self, "found_inf", False):  # a GradScaler's, a tensor
             return
+        self._begin_update()
         common = self._common_multiplier(plans)
         if self._elements >= WORTH_RELEASING:
             release_spinning_threads()
@@ -281,6 +298,9 @@ class FusedOptimizer(Optimizer):
             self._finish(launched)
         if self._state_ids is None:
             self._state_ids = self._ids_of_state()
+
+    def _begin_update(self) -> None:
+        """Called when a step is sure to be taken, before anything is launched."""
 
     def _ids_of_state(self) -> list[int]:
         return [*map(id, self.state), *map(id, self.state.values())]
@@ -319,7 +339,7 @@ class FusedOptimizer(Optimizer):
                 squares += [
                     bucket.sum_of_squares() for _, bucket, repeated in plan.later if not repeated
                 ]
-        return multiplier(grad_scale, squares, self.max_grad_norm)
+        return multiplier(grad_scale, squares, self.max_grad_norm, self._clip_eps)
 
     def _finish(self, buckets: list[Bucket | SparseBucket]) -> None:
         """Finish every bucket, whatever happens to one of them."""
@@ -351,17 +371,30 @@ class FusedOptimizer(Optimizer):
     def _forget_plans(self) -> None:
         with self._lock:
             self._plans = []
+            self._elements = 0
             self._state_ids = None
 
     def _candidates(self, group: Group) -> Iterator[Candidate]:
         """The group's parameters that have a gradient, with what an error would call them."""
+        for p, name in self._named(group):
+            if p.grad is not None:
+                yield Candidate(p, p.grad, name)
+
+    def _named(self, group: Group) -> Iterator[tuple[Tensor, str]]:
+        """The group's parameters with what an error would call them."""
         names = group.get("param_names")
         where = ""
         if len(self.param_groups) > 1:
             where = f" of group {[g is group for g in self.param_groups].index(True)}"
         for i, p in enumerate(group["params"]):
-            if p.grad is not None:
-                yield Candidate(p, p.grad, names[i] if names else f"parameter {i}{where}")
+            yield p, names[i] if names else f"parameter {i}{where}"
+
+    def _check_groups(self) -> None:
+        """Raise if there is a parameter or an option for which no step can be taken."""
+        for group in self.param_groups:
+            self._check_options(group)
+            for p, name in self._named(group):
+                check_param(describe(type(self).__name__, Candidate(p, p, name)), p)
 
     def _check_options(self, group: Group) -> None:
         """Raise if ``group`` asks for another implementation of the step than the fused one."""
@@ -421,12 +454,82 @@ class FusedOptimizer(Optimizer):
         """Bring new parameters, and the state that torch made for them, into our form."""
         for group in groups:
             for p in group["params"]:
-                if self.split and TRAIL not in self.state[p]:  # a parameter may be given twice
-                    self.state[p][TRAIL] = _split.split_in_place(p)
+                if self.split and p not in self.halves:  # a parameter may be given twice
+                    self._split(p)
                 dtype = state_dtype(p)
                 for name, value in self.state.get(p, {}).items():
                     if name not in (TRAIL, "step") and value.dtype != dtype:
                         self.state[p][name] = self._initial_state(group, name, p, dtype)
+
+    def _split(self, param: Tensor) -> None:
+        self.state[param][TRAIL] = _split.split_in_place(param)
+        self.halves.add(param)
+
+    def is_split(self, param: Tensor) -> bool:
+        """Whether ``param`` is the upper half of float32 values."""
+        return self.split or param in self.halves
+
+    def split_params(self, params: Iterable[Tensor]) -> None:
+        """Keep some parameters in two halves from now on, as ``split=True`` keeps all.
+
+        Args:
+            params: of this optimizer, float32, or bfloat16, whose lower halves begin at zero; the
+                same objects become bfloat16. Those that are split already stay as they are.
+
+        Raises:
+            ValueError: a parameter is not of this optimizer.
+            TypeError: a parameter is neither float32 nor bfloat16, or not strided.
+            RuntimeError: parameters share memory. Nothing was converted then.
+
+        Example:
+            >>> import torch
+            >>> from fusedoptim import FusedAdam
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = FusedAdam(model.parameters())
+            >>> optimizer.split_params([model.weight])
+            >>> model.weight.dtype, model.bias.dtype
+            (torch.bfloat16, torch.float32)
+            >>> optimizer.merge_params([model.weight])
+            >>> model.weight.dtype
+            torch.float32
+        """
+        own = self._params()
+        name = type(self).__name__
+        chosen = [p for p in dict.fromkeys(params) if not self.is_split(p)]
+        if strangers := set(chosen).difference(own):
+            shape = tuple(strangers.pop().shape)
+            raise ValueError(f"{name}: a parameter of shape {shape} is none of the optimizer's")
+        _split.check(name, chosen, own)
+        with self._lock:
+            self._forget_plans()
+            for p in chosen:
+                self._split(p)
+
+    def merge_params(self, params: Iterable[Tensor]) -> None:
+        """Make split parameters float32 again, without losing a bit; the inverse of a split.
+
+        Args:
+            params: that :meth:`split_params` has split; the same objects become float32.
+
+        Raises:
+            ValueError: a parameter is not split, or was made so by ``split=True``, which holds for
+                the whole optimizer; or its lower half is lost. Nothing was converted then.
+        """
+        chosen = list(dict.fromkeys(params))
+        name = type(self).__name__
+        for p in chosen:
+            if self.split or p not in self.halves:
+                why = "all of the optimizer's are split" if self.split else "it is not split"
+                raise ValueError(f"{name}: cannot merge one of shape {tuple(p.shape)}: {why}")
+        trails = [self.halves.trail(p) for p in chosen]
+        with self._lock:
+            self._forget_plans()
+            for p, trail in zip(chosen, trails):
+                _split.merge_in_place(p, trail)
+                self.halves.remove(p)
+                del self.state[p][TRAIL]
+                if not self.state[p]:  # torch's classes take any state for that of a step
+                    del self.state[p]
 
     def master_params(self) -> Iterator[Tensor]:
         """The parameters' exact values, as float32 copies of the split ones; in order of groups.
@@ -444,12 +547,11 @@ class FusedOptimizer(Optimizer):
             True
         """
         for p in self._params():
-            trail = self.state[p].get(TRAIL) if self.split else None
-            yield p.detach().clone() if trail is None else _split.join(p, trail)
+            yield self.halves.exact(p) if p in self.halves else p.detach().clone()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"max_grad_norm": self.max_grad_norm, "split": self.split}
-        return super().__getstate__() | own
+        names = ("max_grad_norm", "split", "halves")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's classes take all state for that of a parameter that has taken a step.
@@ -458,16 +560,43 @@ class FusedOptimizer(Optimizer):
             del state["state"][p]
         super().__setstate__(state)
         self.state.update(unstepped)
-        if not hasattr(self, "_lock"):
-            self._lock = threading.RLock()
+        if not hasattr(self, "_lock"):  # a copy, or out of a file
+            halves = self.halves
+            self._set_up(self.max_grad_norm, self.split)
+            self.halves = halves
+        self.halves.belong_to(self)
         self._forget_plans()
-        self._step_supports_amp_scaling = True
-        self._is_complete = True
         # A checkpoint brings hyper-parameters; which implementation runs is the class's choice.
         for group in self.param_groups:
             for option in _OPTIONS:
                 if option in self.defaults:
                     group[option] = self.defaults[option]
+            # The class of the checkpoint may not have all of ours.
+            for name in self.defaults.keys() - set(_OPTIONS):
+                group.setdefault(name, self.defaults[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's; without the lower halves where a model's state_dict has the values."""
+        unsaved = self._unsaved_state()
+        if not unsaved:
+            return super().state_dict()
+
+        def leave_out(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            states = {
+                key: {name: value for name, value in state.items() if name not in unsaved}
+                for key, state in state_dict["state"].items()
+            }
+            state_dict["state"] = {key: state for key, state in states.items() if state}
+
+        handle = self.register_state_dict_post_hook(leave_out, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def _unsaved_state(self) -> set[str]:
+        """The names of the state that :meth:`state_dict` leaves out."""
+        return {TRAIL} if self.halves.in_model else set()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of the torch.optim class that it stands for.
@@ -485,8 +614,8 @@ class FusedOptimizer(Optimizer):
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:
             loaded.update(final)
-            if self.split:
-                _split.check_checkpoint(type(self).__name__, self._saved(final))
+            saved = [(i, p, s) for i, (p, s) in enumerate(self._saved(final)) if self.is_split(p)]
+            _split.check_checkpoint(type(self).__name__, saved)
 
         def restore(_: Optimizer) -> None:
             for p, saved in self._saved(loaded):

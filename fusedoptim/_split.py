@@ -7,18 +7,35 @@ two bytes where a bfloat16 parameter with a float32 master copy takes two and fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fusedoptim._device import new_state
-from fusedoptim._tensors import TRAIL, Candidate, describe, has_shared_elements, turns
+from fusedoptim._tensors import (
+    TRAIL,
+    Candidate,
+    dense_copy,
+    describe,
+    has_shared_elements,
+    is_dense,
+    is_lazy,
+    laid_out_like,
+    turns,
+)
 
 
-def check(optimizer: str, params: Sequence[Tensor]) -> None:
+def check(optimizer: str, params: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
     """Raise unless all ``params`` are or can become upper halves.
+
+    Args:
+        optimizer: what errors call it.
+        params: that are to be halves.
+        others: of the optimizer, whose memory they must not share.
 
     Raises:
         TypeError: a parameter is neither float32 nor bfloat16, or not strided.
@@ -33,8 +50,9 @@ def check(optimizer: str, params: Sequence[Tensor]) -> None:
                 f"{what} is {p.dtype}; split parameters are bfloat16, or float32 to be converted: "
                 "convert the model with model.float() or model.bfloat16()"
             )
-    once = list({id(p): p for p in params}.values())
-    for p, turn in zip(once, turns(once)):
+    once = list(dict.fromkeys(params))
+    known = [p for p in dict.fromkeys(others) if p not in set(once)]
+    for p, turn in zip(once, turns(known + once)[len(known) :]):
         if turn or has_shared_elements(p):
             raise RuntimeError(
                 f"{optimizer}: a parameter of shape {tuple(p.shape)} has elements that share "
@@ -57,33 +75,177 @@ def split_in_place(param: Tensor) -> Tensor:
     with torch.no_grad():
         if param.dtype == torch.bfloat16:
             return new_state(param, torch.int16).zero_()
-        bits = param.view(torch.int32)
-        trail = new_state(param, torch.int16).copy_(bits)  # the low bits; the cast wraps
-        upper = (bits >> 16).to(torch.int16).view(torch.bfloat16)
-        grad = param.grad
-        param.grad = None
-        param.data = upper
-        if grad is not None:
-            param.grad = grad.to(torch.bfloat16)
+        upper, trail = halves_of(param)
+        _replace(param, upper)
         return trail
+
+
+def merge_in_place(param: Tensor, trail: Tensor) -> None:
+    """Make an upper half the float32 parameter that it stands for."""
+    with torch.no_grad():
+        _replace(param, join(param, trail))
+
+
+def _replace(param: Tensor, values: Tensor) -> None:
+    """Give ``param`` these values, and its gradient their dtype."""
+    grad = param.grad
+    param.grad = None
+    param.data = values
+    if grad is not None:
+        param.grad = grad.to(values.dtype)
+
+
+def halves_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper halves, bfloat16, and the lower ones, int16, of float32 values.
+
+    No memory is used but for the results: a model's largest table has a tenth of its weights.
+    """
+    values = _dense(values)
+    upper = torch.empty_like(values, dtype=torch.bfloat16)
+    lower = new_state(values, torch.int16)
+    words = _words(values).view(values.numel(), 2)  # of which the lower comes first
+    _words(lower).copy_(words[:, 0])
+    _words(upper).copy_(words[:, 1])
+    return upper, lower
 
 
 def join(param: Tensor, trail: Tensor) -> Tensor:
     """The float32 values of which ``param`` is the upper half and ``trail`` the lower."""
-    upper = param.detach().view(torch.int16).to(torch.int32) << 16
-    return (upper | (trail.to(torch.int32) & 0xFFFF)).view(torch.float32)
+    upper = _dense(param)
+    result = torch.empty_like(upper, dtype=torch.float32)
+    words = _words(result).view(result.numel(), 2)
+    words[:, 0].copy_(_words(laid_out_like(upper, trail.to(upper.device))))
+    words[:, 1].copy_(_words(upper))
+    return result
 
 
-def check_checkpoint(optimizer: str, saved: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
-    """Raise unless the trails in a checkpoint are of all parameters, or of none.
+def _dense(values: Tensor) -> Tensor:
+    """The values without gaps in memory, copied if need be."""
+    values = values.detach()
+    return values if is_dense(values) and not is_lazy(values) else dense_copy(values)
+
+
+def _words(values: Tensor) -> Tensor:
+    """Dense ``values`` as their 16-bit words, in the order in which they are in memory."""
+    return values.as_strided((values.numel(),), (1,)).view(torch.int16)
+
+
+class Halves:
+    """The parameters that an optimizer keeps in two halves; finds their trails in its state.
+
+    A model whose checkpoints are to have the exact values holds the Halves of its optimizer. A copy
+    of the model alone, as an average of weights is, has no optimizer: its Halves hold the trails,
+    copied with it, and so do those whose optimizer is gone. Copied or pickled together, model and
+    optimizer have the same Halves again.
+    """
+
+    in_model: bool = False
+    """Whether a model's state_dict has the exact values, and the optimizer's no trails."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._trails: dict[Tensor, Tensor | None] = {}
+        """By parameter; None while an optimizer has them."""
+        self._state: Mapping[Tensor, Any] = {}
+        """The optimizer's."""
+        self.belong_to(optimizer)
+
+    def belong_to(self, optimizer: Optimizer) -> None:
+        """Look for the trails in the state of ``optimizer``, as long as there is one."""
+        this = weakref.ref(self)  # an optimizer is freed when it is dropped: no cycle
+
+        def keep_trails(_: object) -> None:
+            halves = this()
+            if halves is not None:
+                halves._trails, halves._state = halves._found(), {}
+
+        self._optimizer: weakref.ref[Optimizer] | None = weakref.ref(optimizer, keep_trails)
+        self._state = getattr(optimizer, "state", {})  # none yet, in a constructor
+        self._trails = dict.fromkeys(self._trails)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no optimizer updates them."""
+        return self._optimizer is None or self._optimizer() is None
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._trails
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(list(self._trails))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object.__new__, (Halves,), (self._found(), self.in_model)
+
+    def __setstate__(self, state: tuple[dict[Tensor, Tensor | None], bool]) -> None:
+        self._optimizer = None
+        self._state = {}
+        self._trails, self.in_model = state
+
+    def add(self, param: Tensor) -> None:
+        """Count ``param``, whose trail is in the optimizer's state, among the halves."""
+        self._trails[param] = None
+        self._look()
+
+    def remove(self, param: Tensor) -> None:
+        """Count ``param`` no more."""
+        del self._trails[param]
+
+    def _look(self) -> None:
+        """Take the optimizer's state, which a user may have replaced, if there is an optimizer."""
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        if optimizer is not None:
+            self._state = optimizer.state
+
+    def _find(self, param: Tensor) -> Tensor | None:
+        self._look()
+        trail: Tensor | None = self._state.get(param, {}).get(TRAIL, self._trails[param])
+        return trail
+
+    def _found(self) -> dict[Tensor, Tensor | None]:
+        return {p: self._find(p) for p in self._trails}
+
+    def trail(self, param: Tensor) -> Tensor:
+        """The lower half of ``param``.
+
+        Raises:
+            ValueError: the optimizer has lost it.
+        """
+        trail = self._find(param)
+        if trail is None:
+            raise ValueError(LOST)
+        return trail
+
+    def exact(self, param: Tensor) -> Tensor:
+        """A copy of the float32 values of ``param``."""
+        return join(param, self.trail(param))
+
+    def write(self, param: Tensor, values: Tensor) -> Tensor:
+        """Take the lower half of ``values``, float32, for that of ``param``; return the upper."""
+        upper, lower = halves_of(values)
+        self.trail(param).copy_(lower)
+        return upper
+
+
+LOST = (
+    f"a split parameter has lost its lower half, the state {TRAIL!r}; load a state_dict that has "
+    "it, or make the optimizer anew"
+)
+
+
+def check_checkpoint(optimizer: str, saved: Iterable[tuple[int, Tensor, dict[str, Any]]]) -> None:
+    """Raise unless the trails in a checkpoint are of all split parameters, or of none.
+
+    Args:
+        optimizer: what errors call it.
+        saved: number, parameter and saved state of each that is split.
 
     Raises:
         ValueError: a trail is missing, or of another shape or dtype.
     """
     saved = list(saved)
-    if not any(TRAIL in state for _, state in saved):
+    if not any(TRAIL in state for _, _, state in saved):
         return
-    for i, (p, state) in enumerate(saved):
+    for i, p, state in saved:
         trail = state.get(TRAIL)
         if trail is None:
             raise ValueError(

@@ -72,6 +72,27 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
     """
     param, grad, _ = candidate
     what = describe(optimizer, candidate)
+    check_param(what, param)
+    if grad.layout not in (torch.strided, torch.sparse_coo):
+        raise TypeError(f"{what} has a gradient of layout {grad.layout}; make it strided or COO")
+    is_strided = grad.layout is torch.strided
+    if is_strided and grad.numel() and grad.device.type != "meta" and grad.data_ptr() == 0:
+        raise TypeError(f"{what} has a gradient with no memory of its own; clone() it first")
+    for fact in ("shape", "dtype", "device"):
+        if getattr(grad, fact) != getattr(param, fact):
+            raise RuntimeError(
+                f"{what} has a gradient whose {fact} differs: {_text(getattr(grad, fact))}; "
+                "call zero_grad() after changing a parameter, and compute the gradient anew"
+            )
+
+
+def check_param(what: str, param: Tensor) -> None:
+    """Raise unless ``param``, which errors call ``what``, can be updated by a kernel.
+
+    Raises:
+        TypeError: a dtype, layout or tensor class that no kernel can take.
+        RuntimeError: a device that SYCL does not serve, or elements that share memory.
+    """
     instead = "leave it out of the optimizer, or use the torch.optim class"
     if param.layout is not torch.strided:
         raise TypeError(f"{what} has layout {param.layout} and only strided ones work; {instead}")
@@ -89,17 +110,6 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
         raise RuntimeError(
             f"{what} has elements that share memory (strides {param.stride()}); clone() it first"
         )
-    if grad.layout not in (torch.strided, torch.sparse_coo):
-        raise TypeError(f"{what} has a gradient of layout {grad.layout}; make it strided or COO")
-    is_strided = grad.layout is torch.strided
-    if is_strided and grad.numel() and grad.device.type != "meta" and grad.data_ptr() == 0:
-        raise TypeError(f"{what} has a gradient with no memory of its own; clone() it first")
-    for fact in ("shape", "dtype", "device"):
-        if getattr(grad, fact) != getattr(param, fact):
-            raise RuntimeError(
-                f"{what} has a gradient whose {fact} differs: {_text(getattr(grad, fact))}; "
-                "call zero_grad() after changing a parameter, and compute the gradient anew"
-            )
 
 
 def _text(fact: object) -> str:
@@ -149,9 +159,7 @@ class TensorRun:
         """Record tensors that :func:`check_candidate` has passed; their state comes later."""
         self.params = [candidate.param for candidate in candidates]
         # What a kernel writes: the parameter or, where memory is not its values, a dense copy.
-        self.targets = [
-            p if is_dense(p) and not is_lazy(p) else _dense_copy(p) for p in self.params
-        ]
+        self.targets = [p if is_dense(p) and not is_lazy(p) else dense_copy(p) for p in self.params]
         self.copied = [(p, t) for p, t in zip(self.params, self.targets) if p is not t]
         grads = [candidate.grad for candidate in candidates]
         self._facts = facts_of(self.params)
@@ -222,7 +230,8 @@ def facts_of(tensors: Sequence[Tensor]) -> TensorGuards:
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
-def _dense_copy(param: Tensor) -> Tensor:
+def dense_copy(param: Tensor) -> Tensor:
+    """A copy without gaps in memory."""
     return torch.empty(param.shape, dtype=param.dtype, device=param.device).copy_(param.detach())
 
 

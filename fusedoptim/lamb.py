@@ -35,6 +35,8 @@ class FusedLamb(FusedOptimizer):
         grad_averaging: False adds :math:`g` itself to :math:`m`, instead of
             :math:`(1-\beta_1)\,g`.
         trust_clip: let the ratio be at most 1.
+        max_param_norm: take :math:`\lVert\theta\rVert` for at most this in the ratio; None does
+            not bound it.
         always_adapt: False uses the ratio only in groups with weight decay, as timm does.
         decoupled_decay: shrink :math:`\theta` by :math:`1-\gamma\lambda` first, instead of
             adding :math:`\lambda\,\theta` to :math:`u`.
@@ -57,7 +59,8 @@ class FusedLamb(FusedOptimizer):
         >>> model(torch.ones(2, 3)).sum().backward()
         >>> optimizer.step()
 
-    Semantics are those of IPEX's Lamb; the options are timm's and apex's. Source: You et al.,
+    Semantics are those of IPEX's Lamb; the options are those of timm, apex and torch_optimizer
+    (``clamp_value`` is ``max_param_norm`` there). Source: You et al.,
     "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019).
     """
 
@@ -72,6 +75,7 @@ class FusedLamb(FusedOptimizer):
         bias_correction: bool = True,
         grad_averaging: bool = True,
         trust_clip: bool = False,
+        max_param_norm: float | None = None,
         always_adapt: bool = True,
         decoupled_decay: bool = False,
         maximize: bool = False,
@@ -90,6 +94,8 @@ class FusedLamb(FusedOptimizer):
                 raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
         if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        if max_param_norm is not None and not max_param_norm > 0:
+            raise ValueError(f"Invalid max_param_norm value: {max_param_norm}")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -98,6 +104,7 @@ class FusedLamb(FusedOptimizer):
             "bias_correction": bias_correction,
             "grad_averaging": grad_averaging,
             "trust_clip": trust_clip,
+            "max_param_norm": max_param_norm,
             "always_adapt": always_adapt,
             "decoupled_decay": decoupled_decay,
             "maximize": maximize,
@@ -112,6 +119,7 @@ class FusedLamb(FusedOptimizer):
         lr, decay = number(group["lr"]), number(group["weight_decay"])
         beta1, beta2 = group["betas"]
         decoupled = group["decoupled_decay"]
+        most = group["max_param_norm"]
         return {
             "lr": lr,
             "shrink": 1 - lr * decay if decoupled else 1.0,
@@ -123,6 +131,7 @@ class FusedLamb(FusedOptimizer):
             "eps": group["eps"],
             "adapt": group["always_adapt"] or decay != 0,
             "clip": group["trust_clip"],
+            "max_param_norm": float("inf") if most is None else most,
         }
 
     def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:

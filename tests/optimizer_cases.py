@@ -175,6 +175,7 @@ LAMB = OptimizerCase(
         {"lr": 0.1, "bias_correction": False},
         {"lr": 0.1, "grad_averaging": False, "weight_decay": 0.1},
         {"lr": 0.1, "trust_clip": True},
+        {"lr": 0.1, "max_param_norm": 1.5, "weight_decay": 0.1},
         {"lr": 0.1, "always_adapt": False},
         {"lr": 0.1, "always_adapt": False, "weight_decay": 0.1, "decoupled_decay": True},
         {"lr": 0.1, "weight_decay": 0.1},

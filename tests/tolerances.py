@@ -37,6 +37,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 ARITHMETIC = {
     torch.float32: torch.float32,
@@ -163,9 +165,12 @@ class Bounded:
         error = torch.maximum(self.error, other.error)
         return Bounded(torch.maximum(self.value, other.value), error, self.arithmetic)
 
-    def _clamp(self, *, max: float) -> Bounded:  # noqa: A002 (torch's)
+    def _clamp(self, *, max: Bounded | float) -> Bounded:  # noqa: A002 (torch's)
+        exact = torch.as_tensor(max, dtype=torch.float64) if isinstance(max, float) else None
+        bound = self._with(max)[1] if exact is None else Bounded(exact, 0.0, self.arithmetic)
         least, value, most = (
-            (self.value + error).clamp(max=max) for error in (-self.error, 0, self.error)
+            torch.minimum(self.value + sign * self.error, bound.value + sign * bound.error)
+            for sign in (-1, 0, 1)
         )
         return Bounded(value, torch.maximum(value - least, most - value), self.arithmetic)
 
@@ -202,3 +207,99 @@ def clipping(grads: Sequence[Tensor], max_norm: float, arithmetic: torch.dtype) 
     norm = Bounded(flat, 0.0, arithmetic)._vector_norm([grad.numel() for grad in grads])
     factor = (max_norm / (norm + 1e-6))._clamp(max=1.0)
     return Bounded(torch.ones_like(factor.value), factor.error / factor.value, arithmetic)
+
+
+class Perturbed(TorchDispatchMode):
+    """Runs a float64 computation with all the roundings that one in ``dtype`` may make.
+
+    For whole models no bound can be carried along: through fifty layers the worst of all cases is
+    useless. Instead every operation's result is moved by the most that its own rounding can move
+    it, up or down by chance:
+
+    * by ``n u`` of the sum of the magnitudes for a sum of ``n`` products, in float32, in which
+      16-bit ones are added up, and by ``u`` of ``dtype`` for storing it;
+    * by ``4 u`` of ``dtype`` for everything else, which is what vectorized functions promise; of a
+      BatchNorm's for each of its terms.
+
+    Real roundings are smaller, and as independent of each other as chance. So the distance to the
+    unperturbed result is more than the distance of a right result in ``dtype``.
+    """
+
+    _PRODUCTS = ("convolution", "addmm", "mm", "bmm", "baddbmm", "mv", "dot")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._u = unit_roundoff(dtype)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        result = func(*args, **kwargs)
+        if name in self._PRODUCTS:
+            least = unit_roundoff(torch.float32)
+            magnitudes = func(*map(_magnitude, args), **kwargs)
+            return self._moved(result, self._terms(name, args) * least * magnitudes)
+        if "batch_norm" in name:
+            x, gamma, beta, mean, var = args[:5]
+            scale = (var + args[-1]).rsqrt() * (1 if gamma is None else gamma.abs())
+            terms = _by_channel(scale, x) * (x.abs() + _by_channel(mean.abs(), x))
+            if beta is not None:
+                terms = terms + _by_channel(beta.abs(), x)
+            return (self._moved(result[0], 4 * self._u * terms), *result[1:])
+        if func.is_view or not any(map(_is_real, tree_leaves(result))):
+            return result
+        if func._schema.is_mutable:
+            target = args[0]
+            if _is_real(target):
+                target.copy_(self._moved(target, 3 * self._u * target.abs()))
+            return result
+        return tree_map(self._moved_by_units, result)
+
+    def _moved_by_units(self, value: Any) -> Any:
+        return self._moved(value, 3 * self._u * value.abs()) if _is_real(value) else value
+
+    def _moved(self, value: Tensor, error: Tensor) -> Tensor:
+        error = error + self._u * value.abs()
+        moved = value + error * (torch.randint_like(value, 2) * 2 - 1)
+        return torch.where(moved.isfinite(), moved, value)  # a mask's lowest number stays
+
+    @staticmethod
+    def _terms(name: str, args: Any) -> int:
+        if name == "convolution":
+            return args[1][0].numel() + 1 if not args[6] else args[1].numel() + 1
+        return args[1].shape[0 if name == "addmm" else -1] + 1
+
+
+def _magnitude(value: Any) -> Any:
+    return value.abs() if _is_real(value) else value
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float64
+
+
+def _by_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.reshape(1, -1, *[1] * (like.dim() - 2))
+
+
+def assert_as_exact(
+    results: Sequence[Tensor], exact: Callable[[], Sequence[Tensor]], dtype: torch.dtype
+) -> None:
+    """Assert that ``results``, computed in ``dtype``, are right.
+
+    Args:
+        results: to be judged.
+        exact: computes them in float64, with weights and inputs that it rounds to nothing.
+        dtype: of weights, inputs and operations.
+    """
+    expected = exact()
+    draws = []
+    for _ in range(3):
+        with Perturbed(dtype):
+            draws.append(exact())
+    for i, (result, right) in enumerate(zip(results, expected)):
+        allowed = max(torch.dist(draw[i], right).item() for draw in draws)
+        distance = torch.dist(result.double(), right).item()
+        assert distance <= allowed, (
+            f"output {i} is {distance:.3g} from the exact one, and {dtype} allows {allowed:.3g}"
+        )

@@ -1,9 +1,24 @@
-"""Rewrites of a model and its optimizer.
+"""Rewrites of a model for inference, and of a model and its optimizer for training.
 
-``transforms.optimize`` is planned (channels-last, batch-norm folding, split bf16 master weights,
-fused update step); this release reserves the package and its import guard, and exports nothing.
+:func:`optimize` folds BatchNorms, drops Dropouts, casts to 16 bits and chooses the memory format;
+for training it fuses the optimizer's step and splits weights in bfloat16 halves. :func:`report`
+says what it did and why; :func:`restore` undoes it.
 """
+
+from transforms._channels_last import disable_auto_channels_last, enable_auto_channels_last
+from transforms._optimize import finalize, optimize, restore
+from transforms._report import Entry, NoEffectWarning, Report, report
 
 __fusedoptim__ = "0.1.0"  # what `fusedoptim.transforms` knows us by, should the name be shadowed
 
-__all__: list[str] = []
+__all__ = [
+    "Entry",
+    "NoEffectWarning",
+    "Report",
+    "disable_auto_channels_last",
+    "enable_auto_channels_last",
+    "finalize",
+    "optimize",
+    "report",
+    "restore",
+]

@@ -5,20 +5,21 @@ r"""Lamb: Adam's update, scaled for each tensor by the ratio of two norms.
     m &\leftarrow \beta_1\,m + \beta_3\,c\,g_t \\
     v &\leftarrow \beta_2\,v + (1-\beta_2)\,(c\,g_t)^2 \\
     u &\leftarrow \frac{m/(1-\beta_1^t)}{\sqrt{v/(1-\beta_2^t)} + \epsilon} + \lambda\,\theta \\
-    r &\leftarrow \lVert\theta\rVert / \lVert u\rVert \quad (1 \text{ if either is } 0) \\
+    r &\leftarrow \min(\lVert\theta\rVert, n) / \lVert u\rVert
+        \quad (1 \text{ if either is } 0) \\
     \theta &\leftarrow \theta - \gamma\,r\,u
 
 ``average_correction`` is :math:`1/(1-\beta_1^t)` and ``root_correction``
 :math:`1/\sqrt{1-\beta_2^t}`; both are 1 without bias correction. ``gain1`` is :math:`\beta_3`:
-:math:`1-\beta_1`, or 1 without averaging of gradients. ``shrink`` is the first bracket and
-:math:`c` ``grad_factor``.
+:math:`1-\beta_1`, or 1 without averaging of gradients. ``shrink`` is the first bracket,
+:math:`c` ``grad_factor``, and :math:`n` ``max_param_norm``, which may be infinite.
 
 Three kernels: the moments with the squares of :math:`\theta` and :math:`u` summed over each chunk,
 the ratio of each tensor, and the update, which computes :math:`u` again from the moments rather
 than keep it: 16 bytes read and written where it would be 12, and no memory.
 
 Semantics: IPEX's Lamb. Source: You et al., "Large Batch Optimization for Deep Learning" (2019),
-without its bounds on the norm.
+of whose bounds on the norm there is the upper one.
 """
 
 from __future__ import annotations
@@ -78,7 +79,14 @@ def lamb_moments(
     return theta * theta, u * u
 
 
-def lamb_ratio(length: Length, sums: ChunkSums, ratio: Result, adapt: Flag, clip: Flag) -> None:
+def lamb_ratio(
+    length: Length,
+    sums: ChunkSums,
+    ratio: Result,
+    max_param_norm: Scalar,
+    adapt: Flag,
+    clip: Flag,
+) -> None:
     """One tensor's trust ratio: 1 unless ``adapt``, and at most 1 if ``clip``."""
     param_squares = update_squares = real(0)
     i = lane()
@@ -88,6 +96,8 @@ def lamb_ratio(length: Length, sums: ChunkSums, ratio: Result, adapt: Flag, clip
         i += lanes()
     param_norm = math.sqrt(group_sum(param_squares))
     update_norm = math.sqrt(group_sum(update_squares))
+    if param_norm > max_param_norm:
+        param_norm = max_param_norm
     r = real(1)
     if adapt and param_norm != 0 and update_norm != 0:
         r = param_norm / update_norm

@@ -203,4 +203,4 @@ def _hosts(value: Any) -> Any:
     """A hyper-parameter as the host computes with it."""
     if isinstance(value, tuple):
         return tuple(map(_hosts, value))
-    return value if isinstance(value, bool) else number(value)
+    return value if value is None or isinstance(value, bool) else number(value)

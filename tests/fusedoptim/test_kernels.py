@@ -152,25 +152,28 @@ class TestInterpreted:
         np.testing.assert_allclose(param, 0.9 * theta - 0.1 * 5 * u, rtol=1e-12, atol=1e-14)
 
     @pytest.mark.parametrize(
-        ("sums", "adapt", "clip", "expected"),
+        ("sums", "most", "adapt", "clip", "expected"),
         [
-            ([9.0, 1.0, 16.0, 3.0], 1, 0, 2.5),  # sqrt(25) / sqrt(4), of two chunks
-            ([9.0, 1.0, 16.0, 3.0], 1, 1, 1.0),
-            ([1.0, 9.0, 3.0, 16.0], 1, 1, 0.4),
-            ([9.0, 1.0, 16.0, 3.0], 0, 0, 1.0),
-            ([0.0, 1.0, 0.0, 3.0], 1, 0, 1.0),
+            ([9.0, 1.0, 16.0, 3.0], np.inf, 1, 0, 2.5),  # sqrt(25) / sqrt(4), of two chunks
+            ([9.0, 1.0, 16.0, 3.0], 4.0, 1, 0, 2.0),
+            ([9.0, 1.0, 16.0, 3.0], np.inf, 1, 1, 1.0),
+            ([1.0, 9.0, 3.0, 16.0], np.inf, 1, 1, 0.4),
+            ([9.0, 1.0, 16.0, 3.0], np.inf, 0, 0, 1.0),
+            ([0.0, 1.0, 0.0, 3.0], np.inf, 1, 0, 1.0),
         ],
     )
-    def test_lamb_ratio(self, sums: list[float], adapt: int, clip: int, expected: float) -> None:
+    def test_lamb_ratio(
+        self, sums: list[float], most: float, adapt: int, clip: int, expected: float
+    ) -> None:
         ratio = np.zeros(1)
-        lamb.lamb_ratio(2, np.array(sums), ratio, adapt, clip)
+        lamb.lamb_ratio(2, np.array(sums), ratio, most, adapt, clip)
         assert ratio == pytest.approx(expected)
 
     def test_lamb_ratio_of_an_update_of_zero(self) -> None:
         ratio = np.zeros(1)
         # numpy divides by zero as a device does, and warns, where Python would raise.
         with np.errstate(divide="ignore"):
-            lamb.lamb_ratio(1, np.array([4.0, 0.0]), ratio, 1, 0)
+            lamb.lamb_ratio(1, np.array([4.0, 0.0]), ratio, np.inf, 1, 0)
         assert ratio == 1
 
     def test_sum_of_squares(self) -> None:

@@ -11,7 +11,8 @@ Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT i
 (2019), algorithm 2, with :math:`\phi` the identity, as in IPEX. The options are those of timm and
 apex: without ``bias_correction``, :math:`m_t` and :math:`v_t` are not divided; without
 ``grad_averaging``, :math:`g_t` is added to :math:`m` whole; ``trust_clip`` lets :math:`r_t` be at
-most 1; without ``always_adapt``, :math:`r_t` is 1 unless there is weight decay;
+most 1; ``max_param_norm`` bounds :math:`\lVert\theta\rVert` in it, as torch_optimizer's
+``clamp_value`` does; without ``always_adapt``, :math:`r_t` is 1 unless there is weight decay;
 ``decoupled_decay`` first replaces :math:`\theta_{t-1}` by :math:`(1-\gamma\lambda)\,\theta_{t-1}`
 and adds nothing to :math:`u_t`.
 """
@@ -38,6 +39,7 @@ def step(
     bias_correction: bool = True,
     grad_averaging: bool = True,
     trust_clip: bool = False,
+    max_param_norm: float | None = None,
     always_adapt: bool = True,
     decoupled_decay: bool = False,
     maximize: bool = False,
@@ -63,6 +65,8 @@ def step(
     param_norm, update_norm = torch.linalg.vector_norm(theta), torch.linalg.vector_norm(u)
     if param_norm == 0 or update_norm == 0:
         return theta - lr * u
+    if max_param_norm is not None:
+        param_norm = torch.clamp(param_norm, max=max_param_norm)
     ratio: Tensor = param_norm / update_norm
     if trust_clip:
         ratio = torch.clamp(ratio, max=1.0)
@@ -90,6 +94,7 @@ class ReferenceLamb(torch.optim.Optimizer):
         bias_correction: bool = True,
         grad_averaging: bool = True,
         trust_clip: bool = False,
+        max_param_norm: float | None = None,
         always_adapt: bool = True,
         decoupled_decay: bool = False,
         maximize: bool = False,

@@ -1,0 +1,247 @@
+"""Some parameters of an optimizer in two halves, the others whole."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
+from tests.fusedoptim.helpers import (
+    SideBySide,
+    assert_same_state,
+    exact_values,
+    make_params,
+    random_like,
+    snapshot,
+)
+from tests.optimizer_cases import CASES, OptimizerCase, configuration_id
+
+each_case = pytest.mark.parametrize(
+    "case", [case for case in CASES if not case.is_split], ids=configuration_id
+)
+LAYOUTS = ("17", "1000", "65537", "channels_last", "transposed", "strided", "0-d", "empty")
+
+
+def _pair(case: OptimizerCase, every: int = 2, steps: int = 0) -> SideBySide:
+    """An optimizer, every so many of whose parameters are split after so many steps."""
+    pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32, LAYOUTS))
+    for _ in range(steps):
+        pair.set_gradients()
+        pair.step()
+    pair.ours.split_params(pair.params[::every])
+    return pair
+
+
+def _trained(steps: int = 2) -> tuple[Any, list[Parameter]]:
+    params = [Parameter(torch.randn(n)) for n in (40, 3, 17)]
+    optimizer = FusedAdam(params, lr=0.01)
+    optimizer.split_params(params[:2])
+    for _ in range(steps):
+        _step(optimizer)
+    return optimizer, params
+
+
+def _step(*optimizers: Any) -> None:
+    """With equal gradients for all."""
+    grads = [random_like(p) for p in optimizers[0]._params()]
+    for optimizer in optimizers:
+        for p, grad in zip(optimizer._params(), grads):
+            p.grad = grad.clone()
+        optimizer.step()
+
+
+@each_case
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("every", [1, 2])
+def test_parity(case: OptimizerCase, every: int, steps: int) -> None:
+    pair = _pair(case, every, steps)
+    for _ in range(4):
+        pair.set_gradients()
+        pair.step()
+        pair.assert_equal()
+    for i, p in enumerate(pair.params):
+        assert p.dtype == (torch.float32 if i % every else torch.bfloat16)
+        assert ("trail" in pair.ours.state[p]) == pair.ours.is_split(p) == (i % every == 0)
+
+
+@each_case
+def test_merged_again(case: OptimizerCase) -> None:
+    pair = _pair(case)
+    pair.set_gradients()
+    pair.step()
+    values, strides = exact_values(pair.ours), [p.stride() for p in pair.params]
+    pair.ours.merge_params(pair.params[::2])
+    for p, value in values.items():
+        assert p.dtype == p.grad.dtype == torch.float32
+        assert torch.equal(p, value)
+        assert "trail" not in pair.ours.state[p]
+    assert [p.stride() for p in pair.params] == strides
+    pair.set_gradients()
+    pair.step()
+    pair.assert_equal()
+
+
+def test_untouched_parameters_have_no_state_when_merged() -> None:
+    p = Parameter(torch.randn(5))
+    optimizer = FusedAdam([p])
+    optimizer.split_params([p])
+    optimizer.merge_params([p])
+    assert p not in optimizer.state
+    assert not list(optimizer.halves)
+
+
+def test_splitting_twice_changes_nothing() -> None:
+    optimizer, params = _trained()
+    state, values = snapshot(optimizer), [p.detach().clone() for p in params]
+    optimizer.split_params(params[:2])
+    assert_same_state(optimizer, state)
+    assert all(torch.equal(p, value) for p, value in zip(params, values))
+
+
+def test_gradients_and_objects_stay() -> None:
+    p = Parameter(torch.randn(5))
+    p.grad = torch.randn(5)
+    grad = p.grad
+    optimizer = FusedSGD([p])
+    optimizer.split_params([p])
+    assert optimizer.param_groups[0]["params"] == [p]
+    assert torch.equal(p.grad, grad.bfloat16())
+
+
+def test_clipping_and_scaling_are_of_all_parameters() -> None:
+    params = make_params(torch.float32, ["17", "1000"])
+    pair = SideBySide(CASES[0], {"lr": 0.1}, params)
+    pair.ours.max_grad_norm = 0.5
+    pair.ours.split_params(params[:1])
+    pair.set_gradients()
+    torch.nn.utils.clip_grad_norm_(pair.references, 0.5)
+    pair.step()
+    pair.assert_equal()
+
+
+class TestBadInput:
+    def test_strange_parameter(self) -> None:
+        optimizer = FusedSGD([Parameter(torch.ones(2))])
+        with pytest.raises(ValueError, match=r"shape \(3,\) is none of the optimizer's"):
+            optimizer.split_params([Parameter(torch.ones(3))])
+
+    def test_dtype(self) -> None:
+        params = [Parameter(torch.ones(2)), Parameter(torch.ones(2, dtype=torch.float64))]
+        optimizer = FusedSGD(params)
+        with pytest.raises(TypeError, match="float64; split parameters"):
+            optimizer.split_params(params)
+        assert params[0].dtype == torch.float32
+        assert not list(optimizer.halves)
+
+    @pytest.mark.parametrize("chosen", [0, 1])
+    def test_memory_shared_with_one_that_stays(self, chosen: int) -> None:
+        whole = torch.ones(6)
+        params = [Parameter(whole[:4]), Parameter(whole[2:])]
+        with pytest.raises(RuntimeError, match="share memory"):
+            FusedSGD(params).split_params([params[chosen]])
+
+    def test_merging_what_is_not_split(self) -> None:
+        p = Parameter(torch.ones(2))
+        with pytest.raises(ValueError, match=r"cannot merge .*it is not split"):
+            FusedSGD([p]).merge_params([p])
+        with pytest.raises(ValueError, match=r"cannot merge .*all of the optimizer's are"):
+            SplitSGD([p]).merge_params([p])
+
+    def test_lost_trail(self) -> None:
+        optimizer, params = _trained()
+        optimizer.state.clear()
+        before = [p.detach().clone() for p in params]
+        for action in (lambda: _step(optimizer), lambda: optimizer.merge_params(params[:2])):
+            with pytest.raises(ValueError, match="lost its lower half"):
+                action()
+        assert all(torch.equal(p, value) for p, value in zip(params, before))
+
+    def test_converted_afterwards(self) -> None:
+        optimizer, params = _trained()
+        params[1].data = params[1].data.float()
+        with pytest.raises(TypeError, match="converted after it was split"):
+            _step(optimizer)
+
+
+class TestCheckpoints:
+    def test_goes_on_as_before(self) -> None:
+        optimizer, params = _trained()
+        twins = [Parameter(p.detach().clone()) for p in params]
+        twin = FusedAdam(twins)
+        twin.split_params(twins[:2])
+        twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        _step(optimizer, twin)
+        for a, b in zip(optimizer.master_params(), twin.master_params()):
+            assert torch.equal(a, b)
+
+    def test_damaged(self) -> None:
+        optimizer, _ = _trained()
+        checkpoint = copy.deepcopy(optimizer.state_dict())
+        del checkpoint["state"][1]["trail"]
+        state = snapshot(optimizer)
+        with pytest.raises(ValueError, match="lost the 'trail' of parameter 1"):
+            optimizer.load_state_dict(checkpoint)
+        assert_same_state(optimizer, state)
+
+    @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+    def test_copies(self, how: Any) -> None:
+        optimizer, _ = _trained()
+        twin = how(optimizer)
+        assert [twin.is_split(p) for p in twin._params()] == [True, True, False]
+        _step(optimizer, twin)
+        for a, b in zip(optimizer.master_params(), twin.master_params()):
+            assert torch.equal(a, b)
+
+
+class TestHalves:
+    """What a model holds of its optimizer."""
+
+    def test_copied_together(self) -> None:
+        optimizer, _ = _trained()
+        for order in ((optimizer, optimizer.halves), (optimizer.halves, optimizer)):
+            copies = copy.deepcopy(order)
+            (twin,) = (o for o in copies if isinstance(o, FusedAdam))
+            assert twin.halves in copies
+            _step(twin)
+            for p in twin.halves:
+                assert twin.halves.trail(p) is twin.state[p]["trail"]
+
+    def test_copied_alone(self) -> None:
+        optimizer, params = _trained()
+        values = [optimizer.halves.exact(p) for p in params[:2]]
+        halves = copy.deepcopy(optimizer.halves)
+        _step(optimizer)
+        assert all(torch.equal(halves.exact(p), value) for p, value in zip(halves, values))
+
+    def test_outlive_the_optimizer_without_its_moments(self) -> None:
+        optimizer, params = _trained()
+        halves, values = optimizer.halves, [optimizer.halves.exact(p) for p in params[:2]]
+        moment = weakref.ref(optimizer.state[params[0]]["exp_avg"])
+        del optimizer
+        assert moment() is None
+        assert all(torch.equal(halves.exact(p), value) for p, value in zip(halves, values))
+
+    def test_follow_a_state_that_is_replaced(self) -> None:
+        optimizer, params = _trained()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert optimizer.halves.trail(params[0]) is optimizer.state[params[0]]["trail"]
+
+
+def test_checkpoint_of_a_class_with_fewer_options() -> None:
+    """IPEX's Lamb has none of the options beyond the paper's."""
+    p = Parameter(torch.randn(5))
+    optimizer = FusedLamb([p], trust_clip=True)
+    _step(optimizer)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    (group,) = checkpoint["param_groups"]
+    for name in group.keys() - {"params", "lr", "betas", "eps", "weight_decay"}:
+        del group[name]
+    optimizer.load_state_dict(checkpoint)
+    assert optimizer.param_groups[0]["trust_clip"] is True
+    _step(optimizer)

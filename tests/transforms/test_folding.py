@@ -1,0 +1,535 @@
+"""BatchNorms folded: right where they are, and left alone where folding would be wrong."""
+
+from __future__ import annotations
+
+import copy
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from fusedoptim import transforms
+from tests.transforms.helpers import assert_right, randomise
+
+CONV, LINEAR = "conv_bn_folding", "linear_bn_folding"
+
+
+def optimize(model: nn.Module) -> tuple[nn.Module, transforms.Report]:
+    optimized = transforms.optimize(model, auto_channels_last=False)
+    return optimized, transforms.report(optimized)
+
+
+def images(channels: int = 3) -> Tensor:
+    return torch.randn(2, channels, 9, 9)
+
+
+FOLDED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+    "conv1d": (lambda: [nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8)], (2, 3, 9)),
+    "conv2d": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)], (2, 3, 9, 9)),
+    "conv3d": (lambda: [nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8)], (2, 3, 5, 6, 7)),
+    "no bias": (lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)], (2, 3, 9, 9)),
+    "no affine": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)], (2, 3, 9, 9)),
+    "no bias in the norm": (
+        lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, bias=False)],
+        (2, 3, 9, 9),
+    ),
+    "groups": (lambda: [nn.Conv2d(6, 8, 3, groups=2), nn.BatchNorm2d(8)], (2, 6, 9, 9)),
+    "depthwise": (lambda: [nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8)], (2, 8, 9, 9)),
+    "stride, dilation, reflection": (
+        lambda: [
+            nn.Conv2d(3, 8, 3, 2, 2, dilation=2, padding_mode="reflect"),
+            nn.BatchNorm2d(8, eps=0.1),
+        ],
+        (2, 3, 9, 9),
+    ),
+    "transposed 1d": (lambda: [nn.ConvTranspose1d(3, 8, 3), nn.BatchNorm1d(8)], (2, 3, 9)),
+    "transposed 2d": (
+        lambda: [nn.ConvTranspose2d(3, 8, 3, 2, 1, output_padding=1), nn.BatchNorm2d(8)],
+        (2, 3, 9, 9),
+    ),
+    "transposed, groups": (
+        lambda: [nn.ConvTranspose2d(6, 8, 3, groups=2, bias=False), nn.BatchNorm2d(8)],
+        (2, 6, 5, 5),
+    ),
+    "transposed 3d": (lambda: [nn.ConvTranspose3d(3, 8, 2), nn.BatchNorm3d(8)], (2, 3, 4, 5, 6)),
+    "linear": (lambda: [nn.Linear(5, 8), nn.BatchNorm1d(8)], (7, 5)),
+    "linear, no bias": (lambda: [nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8)], (7, 5)),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_sequence_is_folded(name: str) -> None:
+    make, shape = FOLDED[name]
+    model = randomise(nn.Sequential(*make()))
+    optimized, report = optimize(model)
+    assert isinstance(optimized[1], nn.Identity)
+    assert type(optimized[0]) is type(model[0])
+    assert [entry.where for entry in report.done(CONV) + report.done(LINEAR)] == ["1"]
+    assert sum(p.numel() for p in optimized[1].parameters()) == 0
+    assert_right(optimized, model, torch.randn(shape))
+
+
+def test_folded_weight_is_rounded_once() -> None:
+    model = randomise(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    conv, norm = model[0], model[1]
+    scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
+    weight = conv.weight.double() * scale.reshape(-1, 1, 1, 1)
+    bias = norm.bias.double() + scale * (conv.bias.double() - norm.running_mean.double())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        optimized = transforms.optimize(model, dtype=dtype)
+        assert torch.equal(optimized[0].weight, weight.to(dtype))
+        assert torch.equal(optimized[0].bias, bias.to(dtype))
+
+
+class Block(nn.Module):
+    """A convolution and a BatchNorm, used in some way."""
+
+    def __init__(self, channels: int = 3) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)).relu()
+
+
+class TwoConsumers(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.norm(y) + y
+
+
+class ReturnsBoth(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.conv(x)
+        return self.norm(y), y
+
+
+class ChangedBetween(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        y += 1
+        return self.norm(y)
+
+
+class ChangedInPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        y[0].zero_()
+        return self.norm(y)
+
+
+class KeepsOutput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.conv(x)
+        return self.norm(self.last)
+
+
+class KeepsInList(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.seen.clear()
+        y = self.conv(x)
+        self.seen.append(y)
+        return self.norm(y), self.seen[0]
+
+
+class KeepsInObject(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = types.SimpleNamespace()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.last = self.conv(x)
+        return self.norm(self.seen.last)
+
+
+class ReadsWeight(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)) + self.conv.weight.sum()
+
+
+class ReadsNorm(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)) + self.norm.running_mean.sum()
+
+
+class CalledTwice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)) + self.conv(x)
+
+
+class NormCalledTwice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)) + self.norm(x)
+
+
+class DependsOnArgument(Block):
+    def forward(self, x: Tensor, raw: Tensor | None = None) -> Tensor:
+        y = self.conv(x)
+        return self.norm(y) if raw is None else y + raw
+
+
+class DependsOnGivenArgument(Block):
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = self.conv(x)
+        return y if scale is None else self.norm(y) * scale
+
+
+class DependsOnType(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y + self.norm(y) if isinstance(x, Tensor) else self.norm(y)
+
+
+class DependsOnData(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.norm(y) if x.sum() > 0 else y
+
+
+class ReachesIn(nn.Module):
+    """Cannot be traced, and uses the convolution of its block by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        return self.block(x) + self.block.conv(x)
+
+
+class Iterates(nn.Module):
+    """Cannot be traced, and collects what each layer returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        outputs = []
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum() > -1e9:
+                outputs.append(x)
+        return outputs
+
+
+class NestedLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        outputs = []
+        for stage in self.stages:
+            for layer in stage:
+                x = layer(x)
+                if x.sum() > -1e9:
+                    outputs.append(x)
+        return outputs
+
+
+class CallsTwice(Block):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) + self.conv(x)
+
+
+class HoldsBesides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.extra = [self.block.conv]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        return self.block(x) + self.extra[0](x)
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        return self.block(x) + getattr(self, "block").conv(x)  # noqa: B009
+
+
+class OwnConv(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).abs()
+
+
+def _sequence(*modules: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*copy.deepcopy(modules))
+
+
+def _tied() -> nn.Module:
+    model = nn.Sequential(Block(), Block())
+    model[1].conv.weight = model[0].conv.weight
+    return model
+
+
+def _shared_conv() -> nn.Module:
+    conv = nn.Conv2d(3, 3, 3)
+    return nn.Sequential(conv, nn.BatchNorm2d(3), conv, nn.ReLU())
+
+
+def _shared_conv_two_norms() -> nn.Module:
+    conv = nn.Conv2d(3, 3, 3)
+    return nn.Sequential(conv, nn.BatchNorm2d(3), conv, nn.BatchNorm2d(3))
+
+
+def _shared_norm() -> nn.Module:
+    norm = nn.BatchNorm2d(3)
+    return nn.Sequential(nn.Conv2d(3, 3, 3), norm, nn.Conv2d(3, 3, 3), norm)
+
+
+def _hooked(register: str, where: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = Block()
+        getattr(getattr(model, where), register)(lambda *_: None)
+        return model
+
+    return make
+
+
+def _parametrized() -> nn.Module:
+    model = Block()
+    parametrizations.weight_norm(model.conv)
+    return model
+
+
+def _replaced_forward() -> nn.Module:
+    model = Block()
+    model.conv.forward = lambda x: x * 2
+    return model
+
+
+def _infinite() -> nn.Module:
+    model = Block()
+    model.norm.running_var.fill_(float("nan"))
+    return model
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "two consumers": (TwoConsumers, "also feeds"),
+    "returned too": (ReturnsBoth, "also feeds what forward returns"),
+    "changed between": (ChangedBetween, "follows"),
+    "changed in place": (ChangedInPlace, "also feeds"),
+    "kept": (KeepsOutput, "kept for others"),
+    "kept in a list": (KeepsInList, "also feeds|kept"),
+    "kept in an object": (KeepsInObject, "kept for others"),
+    "own __call__": (CallsTwice, "has a __call__ of its own"),
+    "in a list besides": (HoldsBesides, "cannot be traced and has it in extra too"),
+    "weight read": (ReadsWeight, "conv has tensors that forward uses directly"),
+    "norm read": (ReadsNorm, "norm has tensors that forward uses directly"),
+    "conv called twice": (CalledTwice, "also feeds"),
+    "norm called twice": (NormCalledTwice, "follows"),
+    "by argument": (DependsOnArgument, "also feeds"),
+    "by given argument": (DependsOnGivenArgument, "also feeds"),
+    "by type": (DependsOnType, "also feeds"),
+    "by data": (DependsOnData, "called by DependsOnData, whose forward cannot be traced"),
+    "reached into": (ReachesIn, "does more with block than call it"),
+    "reached by name": (ByName, "does more with block than call it"),
+    "iterated over": (Iterates, "does more with layers than call it"),
+    "iterated over in lists": (NestedLists, "does more with stages than call it"),
+    "weight tied": (_tied, "shares its weight"),
+    "conv shared": (_shared_conv, "also feeds"),
+    "conv shared by two norms": (_shared_conv_two_norms, "also feeds"),
+    "norm shared": (_shared_norm, "follows"),
+    "forward hook on conv": (_hooked("register_forward_hook", "conv"), "conv has hooks"),
+    "forward hook on norm": (_hooked("register_forward_hook", "norm"), "norm has hooks"),
+    "pre-hook on conv": (_hooked("register_forward_pre_hook", "conv"), "conv has hooks"),
+    "backward hook": (_hooked("register_full_backward_hook", "norm"), "norm has hooks"),
+    "parametrized": (_parametrized, "computed from others"),
+    "forward replaced": (_replaced_forward, "code of its own"),
+    "conv with code": (_sequence(OwnConv(3, 3, 3), nn.BatchNorm2d(3)), "follows abs"),
+    "no statistics": (
+        _sequence(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3, track_running_stats=False)),
+        "no running statistics",
+    ),
+    "norm first": (_sequence(nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3)), "follows the argument"),
+    "activation between": (
+        _sequence(nn.Conv2d(3, 3, 3), nn.ReLU(), nn.BatchNorm2d(3)),
+        r"follows 1 \(ReLU\)",
+    ),
+    "synchronised": (_sequence(nn.Conv2d(3, 3, 3), nn.SyncBatchNorm(3)), "code of its own"),
+    "mixed dtypes": (
+        _sequence(nn.Conv2d(3, 3, 3).bfloat16(), nn.BatchNorm2d(3)),
+        "differs in dtype",
+    ),
+    "not finite": (_infinite, "infinite or NaN"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.filterwarnings("ignore:SyncBatchNorm")
+def test_left_alone_and_why(name: str) -> None:
+    make, reason = LEFT[name]
+    model = make()
+    if name == "not finite":
+        model.eval()
+    else:
+        randomise(model)
+    optimized, report = optimize(model)
+    assert report.done(CONV) == []
+    reasons = " | ".join(entry.what for entry in report.left(CONV))
+    assert re.search(reason, reasons), reasons
+    if name not in ("synchronised", "not finite"):
+        x = images().bfloat16() if name == "mixed dtypes" else images()
+        with torch.no_grad():
+            _assert_equal(optimized(x), copy.deepcopy(model)(x))
+
+
+def _assert_equal(actual: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert torch.equal(actual, expected)
+    else:
+        for a, e in zip(actual, expected):
+            _assert_equal(a, e)
+
+
+def test_norm_in_training_mode_is_left() -> None:
+    model = randomise(Block())
+    model.norm.train()
+    _, report = optimize(model)
+    assert "in training mode" in report.left(CONV)[0].what
+
+
+def test_linear_and_a_norm_over_another_dimension() -> None:
+    """BatchNorm1d takes the channels of three dimensions from the middle one: never wrong."""
+    model = randomise(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    optimized, _ = optimize(model)
+    with pytest.raises(RuntimeError, match="linear_bn_folding=False"):
+        optimized(torch.randn(7, 8, 8))
+    kept = transforms.optimize(model, linear_bn_folding=False)
+    x = torch.randn(7, 8, 8)
+    assert torch.equal(kept(x), model(x))
+
+
+class Untraceable(nn.Module):
+    """What it only calls is folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.rest = nn.ModuleList([Block(), Block()])
+        self.tail = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.sum() > 1e9:
+            return x
+        for i, block in enumerate(self.rest):
+            if i < len(self.rest):
+                x = block(x)
+        return self.tail(x)
+
+
+def test_inside_what_cannot_be_traced() -> None:
+    model = randomise(nn.Sequential(Untraceable(), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2)))
+    optimized, report = optimize(model)
+    assert len(report.done(CONV)) == 5
+    assert report.left(CONV) == []
+    assert_right(optimized, model, images())
+
+
+def test_block_shared_whole_is_folded() -> None:
+    block = Block()
+    model = randomise(nn.Sequential(block, nn.ReLU(), block))
+    optimized, report = optimize(model)
+    assert len(report.done(CONV)) == 1
+    assert_right(optimized, model, images())
+
+
+def test_pair_across_containers() -> None:
+    model = randomise(
+        nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3)), nn.Sequential(nn.BatchNorm2d(4)))
+    )
+    optimized, report = optimize(model)
+    assert len(report.done(CONV)) == 1
+    assert_right(optimized, model, images())
+
+
+def test_hooks_of_containers_and_model_survive() -> None:
+    model = randomise(nn.Sequential(Block(), nn.Sequential(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4)))
+    seen: list[Tensor] = []
+    model.register_forward_hook(lambda m, i, o: seen.append(o))
+    model[1].register_forward_hook(lambda m, i, o: seen.append(o))
+    optimized, report = optimize(model)
+    assert seen == []  # tracing calls no hooks
+    assert [entry.where for entry in report.done(CONV)] == ["0.norm"]  # the other would show in [1]
+    x = images()
+    optimized(x)
+    before_norm, output = seen
+    assert_right(lambda _: before_norm, model[:2], x)
+    assert_right(lambda _: output, model, x)
+
+
+def test_held_elsewhere() -> None:
+    """A list of modules that torch does not know of holds the same modules afterwards."""
+
+    class Net(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = (self.conv, self.norm)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for step in self.steps:
+                x = step(x)
+            return x
+
+    model = randomise(Net())
+    optimized, report = optimize(model)
+    assert len(report.done(CONV)) == 1
+    assert_right(optimized, model, images())
+
+
+def test_training_an_optimized_model_raises() -> None:
+    optimized, _ = optimize(randomise(Block()))
+    with pytest.raises(RuntimeError, match=r"transforms.restore\(model\) before training"):
+        optimized.train()(images())
+
+
+def test_tracing_leaves_no_trace() -> None:
+    class Counts(Block):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.count += 1
+            return super().forward(x)
+
+    model = randomise(Counts())
+    transforms.optimize(model, inplace=True)
+    assert model.calls == 0
+    assert model.count == 0
+
+
+def test_inside_a_hooked_container() -> None:
+    model = randomise(nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))))
+    seen: list[Tensor] = []
+    model[0].register_forward_hook(lambda m, i, o: seen.append(o))
+    optimized, report = optimize(model)
+    assert len(report.done(CONV)) == 1
+    x = images()
+    assert_right(optimized, model, x)
+    assert len(seen) > 0

@@ -1,0 +1,227 @@
+"""The Lamb classes of other libraries get our step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from tests.fusedoptim.helpers import SideBySide, make_params, random_like
+from tests.optimizer_cases import LAMB, configuration_id
+from tests.transforms.others_lamb import Apexs, Timms, TorchOptimizers
+from tests.transforms.training_helpers import assert_same
+from transforms._fuse_step import fuse_update_step, unfuse_update_step
+
+Kwargs = dict[str, Any]
+_ADAPTIVE = {"always_adapt": True}
+
+# A class, its options, and those of tests.references.lamb that say the same; without clipping.
+CONFIGURATIONS: list[tuple[Any, Kwargs, Kwargs]] = [
+    (Timms, {}, {"weight_decay": 0.01, "always_adapt": False}),
+    (Timms, {"weight_decay": 0.0}, {"always_adapt": False}),
+    (Timms, {"always_adapt": True, "weight_decay": 0.0}, {}),
+    (Timms, {"trust_clip": True}, {"weight_decay": 0.01, "trust_clip": True}),
+    (Timms, {"decoupled_decay": True}, {"weight_decay": 0.01, "decoupled_decay": True}),
+    (Timms, {"bias_correction": False}, {"weight_decay": 0.01, "bias_correction": False}),
+    (Timms, {"grad_averaging": False}, {"weight_decay": 0.01, "grad_averaging": False}),
+    (Apexs, {}, {"weight_decay": 0.01, "always_adapt": False}),
+    (Apexs, {"weight_decay": 0.0}, {"always_adapt": False}),
+    (Apexs, {"weight_decay": 0.0, "use_nvlamb": True}, {}),
+    (TorchOptimizers, {}, {"bias_correction": False, "max_param_norm": 10.0}),
+    (
+        TorchOptimizers,
+        {"clamp_value": 0.5, "weight_decay": 0.1},
+        {"bias_correction": False, "max_param_norm": 0.5, "weight_decay": 0.1},
+    ),
+]
+each_class = pytest.mark.parametrize("cls", [Timms, Apexs, TorchOptimizers])
+
+
+def _without_clipping(cls: Any) -> Kwargs:
+    return {} if cls is TorchOptimizers else {"max_grad_norm": None}
+
+
+def _pair(cls: Any, theirs: Kwargs, references: Kwargs, params: list[Parameter]) -> SideBySide:
+    """Their class, converted, and the reference with the same meaning."""
+
+    class Converted:
+        def __new__(cls_: Any, params: Any, **_: Any) -> Any:
+            optimizer = cls(params, lr=0.1, **theirs)
+            fuse_update_step(optimizer)
+            return optimizer
+
+    case = dataclasses.replace(LAMB, cls=Converted)
+    return SideBySide(case, {"lr": 0.1, "eps": 1e-6, **references}, params)
+
+
+def _models(cls: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Two optimizers on equal parameters."""
+    params = [Parameter(torch.randn(8, 5)), Parameter(torch.randn(7))]
+    twins = [Parameter(p.detach().clone()) for p in params]
+    return cls(params, lr=0.1, **kwargs), cls(twins, lr=0.1, **kwargs)
+
+
+def _params(optimizer: Any) -> list[Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _step(*optimizers: Any) -> None:
+    for twins in zip(*map(_params, optimizers)):
+        grad = random_like(twins[0])
+        for p in twins:
+            p.grad = grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("cls", "theirs", "references"), CONFIGURATIONS, ids=configuration_id)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_parity(cls: Any, theirs: Kwargs, references: Kwargs, dtype: torch.dtype) -> None:
+    theirs = theirs | _without_clipping(cls)
+    pair = _pair(cls, theirs, references, make_params(dtype, ["17", "1000", "channels_last"]))
+    for _ in range(4):
+        pair.set_gradients()
+        pair.step()
+        for group in pair.torchs.param_groups:
+            for p in group["params"]:
+                steps = pair.torchs.state[p]["step"]
+                assert steps == float(pair.ours.param_groups[0].get("step", steps))
+        pair.assert_equal()
+
+
+@pytest.mark.parametrize(("cls", "theirs", "references"), CONFIGURATIONS, ids=configuration_id)
+def test_stand_in(cls: Any, theirs: Kwargs, references: Kwargs) -> None:
+    """The class itself is what the reference says, in float64."""
+    params = make_params(torch.float64, ["17", "3x4x5"])
+    twins = [Parameter(p.detach().clone()) for p in params]
+    optimizer = cls(params, lr=0.1, **theirs, **_without_clipping(cls))
+    reference = LAMB.reference(twins, lr=0.1, eps=1e-6, **references)
+    for _ in range(4):
+        _step(optimizer, reference)
+        for p, q in zip(params, twins):
+            torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-14)
+
+
+@each_class
+@pytest.mark.parametrize("kwargs", [{}, {"weight_decay": 0.0}], ids=configuration_id)
+def test_in_the_middle_and_back(cls: Any, kwargs: Kwargs) -> None:
+    """Clipping, counts and state as theirs; checkpoints in both directions."""
+    fused, plain = _models(cls, **kwargs)
+    for optimizer in (fused, plain):
+        for p in _params(optimizer):
+            p.data = p.data.double()
+    _step(fused, plain)
+    attributes = dict(vars(fused))
+    before = copy.deepcopy(fused.state_dict())
+    entry = fuse_update_step(fused)
+    assert entry.what.endswith("step is FusedLamb's")
+    assert_same(fused.state_dict(), before)
+    for _ in range(3):
+        _step(fused, plain)
+        _assert_close(fused, plain)
+    ours, theirs = (copy.deepcopy(o.state_dict()) for o in (fused, plain))
+    assert {k: v.keys() for k, v in ours["state"].items()} == {
+        k: v.keys() for k, v in theirs["state"].items()
+    }
+    assert ours["param_groups"][0].keys() == theirs["param_groups"][0].keys()
+    fused.load_state_dict(theirs)
+    plain.load_state_dict(ours)
+    _step(fused, plain)
+    _assert_close(fused, plain)
+    unfuse_update_step(fused)
+    assert type(fused) is cls
+    assert vars(fused).keys() == attributes.keys()
+    assert_same(
+        {k: {n: type(x) for n, x in v.items()} for k, v in fused.state_dict()["state"].items()},
+        {k: {n: type(x) for n, x in v.items()} for k, v in before["state"].items()},
+    )
+    _step(fused, plain)
+    _assert_close(fused, plain)
+
+
+def _assert_close(fused: Any, plain: Any) -> None:
+    for p, q in zip(_params(fused), _params(plain)):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-13)
+
+
+@each_class
+def test_parameter_without_gradient_counts_with_its_group(cls: Any) -> None:
+    fused, plain = _models(cls)
+    for optimizer in (fused, plain):
+        for p in _params(optimizer):
+            p.data = p.data.double()
+    fuse_update_step(fused)
+    for i in range(4):
+        for p, q in zip(_params(fused), _params(plain)):
+            p.grad = random_like(p)
+            q.grad = p.grad.clone()
+        if i < 2:
+            _params(fused)[1].grad = _params(plain)[1].grad = None
+        fused.step()
+        plain.step()
+    _assert_close(fused, plain)
+
+
+@each_class
+def test_scaler_that_skips_a_step(cls: Any) -> None:
+    fused, _ = _models(cls)
+    fuse_update_step(fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)  # type: ignore[attr-defined]
+    scaler.scale(torch.ones(()))
+    for p in _params(fused):
+        p.grad = torch.full_like(p, float("inf"))
+    scaler.step(fused)
+    scaler.update()
+    assert "step" not in fused.param_groups[0]
+    _step(fused)
+    assert fused.param_groups[0].get("step", 1) == 1
+
+
+@each_class
+def test_copy_has_what_the_class_keeps_in_the_object(cls: Any) -> None:
+    fused, _ = _models(cls)
+    fuse_update_step(fused)
+    twin = copy.deepcopy(fused)
+    _step(fused, twin)
+    for p, q in zip(_params(fused), _params(twin)):
+        assert torch.equal(p, q)
+
+
+REFUSED: list[tuple[Any, Kwargs, str]] = [
+    (Timms, {"caution": True}, r"caution=True: FusedLamb's step has no such thing"),
+    (Timms, {"corrected_weight_decay": True}, "corrected_weight_decay=True"),
+    (Timms, {"foreach": True}, "foreach=True: .*; leave the option away"),
+    (Apexs, {"adam_w_mode": False}, "adam_w_mode=False: .*no L2 penalty; use weight_decay=0"),
+    (TorchOptimizers, {"adam": True}, "adam=True: .*has a trust ratio"),
+    (TorchOptimizers, {"debias": True}, "debias=True: .*use fusedoptim.FusedLamb"),
+]
+
+
+@pytest.mark.parametrize(("cls", "kwargs", "message"), REFUSED, ids=configuration_id)
+def test_refused_options(cls: Any, kwargs: Kwargs, message: str) -> None:
+    optimizer, _ = _models(cls, **kwargs)
+    attributes = dict(vars(optimizer))
+    with pytest.raises(RuntimeError, match=message):
+        fuse_update_step(optimizer)
+    assert type(optimizer) is cls
+    assert vars(optimizer) == attributes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda defaults: defaults.update(cautious=1), "the option cautious is not known here"),
+        (lambda defaults: defaults.pop("trust_clip"), "no option trust_clip, which the class"),
+    ],
+)
+def test_other_versions(change: Callable[[Kwargs], Any], message: str) -> None:
+    optimizer, _ = _models(Timms)
+    change(optimizer.defaults)
+    with pytest.raises(RuntimeError, match=message):
+        fuse_update_step(optimizer)
+    assert type(optimizer) is Timms

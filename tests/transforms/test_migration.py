@@ -1,0 +1,111 @@
+"""docs/migrating-from-ipex.md: every call and every claim that can be made without IPEX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fusedoptim import transforms as ipex
+from tests.transforms.helpers import assert_same_state, randomise
+from transforms._options import IPEX_ONLY, LEVELS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migrating-from-ipex.md").read_text()
+
+
+def make() -> nn.Module:
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Flatten(), nn.Linear(8, 4)]
+    return nn.Sequential(*layers[:3], nn.AdaptiveAvgPool2d(1), *layers[3:])
+
+
+def rows(heading: str) -> dict[str, list[str]]:
+    """The table under a heading: its other cells by the first."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    cells = [
+        [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("|")
+    ]
+    return {row[0]: row[1:] for row in cells[2:]}
+
+
+def test_the_example() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {"torch": torch, "model": make(), "images": torch.randn(2, 3, 8, 8)}
+    exec(example, names)
+    assert names["output"].shape == (2, 4)
+
+
+def test_every_knob_is_in_the_table_with_its_defaults() -> None:
+    table = rows("Knobs")
+    for name, default in LEVELS["O1"].items():
+        assert table[name][:2] == ["off", "on"]
+        assert (LEVELS["O0"][name], default) == (False, True)
+    for name in IPEX_ONLY:
+        assert "NotImplementedError if True" in table[name][2]
+        with pytest.raises(NotImplementedError, match=name):
+            ipex.optimize(make().eval(), **{name: True})
+    assert set(table) == {*LEVELS["O1"], *IPEX_ONLY, "inplace", "sample_input"}
+
+
+def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_calls() -> None:
+    model, optimizer = _pair()
+    ipex.optimize(model, optimizer=optimizer)
+    ipex.optimize(model, optimizer)
+    model.eval()
+    for dtype in (None, torch.float32, torch.bfloat16, torch.float16):
+        optimized = ipex.optimize(model, dtype=dtype)
+        assert "Sequential for inference" in str(ipex.report(optimized))
+        ipex.restore(optimized)
+    ipex.enable_auto_channels_last()
+    ipex.disable_auto_channels_last()
+
+
+DIFFERENT: dict[str, tuple[type[Exception], Callable[[], object]]] = {
+    "training mode without an optimizer": (ValueError, lambda: ipex.optimize(make())),
+    "eval mode with an optimizer": (
+        ValueError,
+        lambda: ipex.optimize(make().eval(), _pair()[1]),
+    ),
+    "unknown `level": (ValueError, lambda: ipex.optimize(make().eval(), level="O3")),
+    "unknown `dtype": (ValueError, lambda: ipex.optimize(make().eval(), dtype=torch.int8)),
+    "optimizer of another model": (ValueError, lambda: ipex.optimize(make(), _pair()[1])),
+    "training with `torch.float16": (
+        ValueError,
+        lambda: ipex.optimize(*_pair(), dtype=torch.float16),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", DIFFERENT)
+def test_what_is_different(row: str) -> None:
+    error, call = DIFFERENT[row]
+    assert error.__name__ in rows("What is different")[row][1]
+    with pytest.raises(error):
+        call()
+
+
+def test_folded_model() -> None:
+    model = randomise(make())
+    model.register_forward_hook(lambda *_: None)
+    optimized = ipex.optimize(model, dtype=torch.bfloat16)
+    assert type(optimized) is nn.Sequential
+    assert len(optimized._forward_hooks) == 1
+    assert isinstance(optimized[1], nn.Identity)
+    assert_same_state(optimized.state_dict(), model.state_dict())
+    ipex.finalize(optimized)
+    assert ipex.report(optimized).kept_bytes == 0
+
+
+def test_channels_last_and_level_0() -> None:
+    assert ipex.report(ipex.optimize(make().eval(), level="O0")).passes == {}

@@ -1,0 +1,502 @@
+"""Weights as halves in the model and the optimizer, and nothing of them lost."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel
+
+from fusedoptim import FusedAdam, FusedSGD, SplitSGD
+from tests.fusedoptim.helpers import SideBySide, widened
+from tests.optimizer_cases import OptimizerCase
+from tests.transforms.training_helpers import assert_same, converted, each_class, task_and_kwargs
+from tests.transforms.training_models import TASKS
+from transforms._fuse_step import fuse_update_step, unfuse_update_step
+from transforms._split_weights import merge_master_weights, split_master_weights
+
+AUTOCAST = torch.autocast("cpu", dtype=torch.bfloat16)
+each_task = pytest.mark.parametrize("task", TASKS)
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)
+    )
+
+
+def _optimizer(model: nn.Module, case: OptimizerCase) -> Any:
+    return case.reference(model.parameters(), **case.kwargs[-1])
+
+
+def _split_pair(case: OptimizerCase) -> tuple[nn.Sequential, Any]:
+    model = _model()
+    optimizer = _optimizer(model, case)
+    fuse_update_step(optimizer)
+    split_master_weights(model, optimizer)
+    return model, optimizer
+
+
+def _train(model: nn.Module, optimizer: Any, steps: int = 2, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with AUTOCAST:
+            loss = model(torch.randn(6, 1, 4, 4, generator=generator)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+def _saved(*objects: Any) -> list[Any]:
+    """The state_dicts, through a file."""
+    file = io.BytesIO()
+    torch.save([o.state_dict() for o in objects], file)
+    file.seek(0)
+    states: list[Any] = torch.load(file)
+    return states
+
+
+class TestCheckpoints:
+    """Those of a split pair are those of the plain one, bit for bit, in both directions."""
+
+    @each_class
+    def test_at_the_split(self, case: OptimizerCase) -> None:
+        model = _model()
+        optimizer = _optimizer(model, case)
+        _train(model, optimizer)
+        before = _saved(model, optimizer)
+        params = dict(model.named_parameters())
+        fuse_update_step(optimizer)
+        split_master_weights(model, optimizer)
+        assert_same(_saved(model, optimizer), before)
+        assert {name for name, p in params.items() if p.dtype == torch.bfloat16} == {
+            *("0.weight", "0.bias", "4.weight", "4.bias")
+        }
+        assert dict(model.named_parameters()).keys() == params.keys()
+        assert all(p is params[name] for name, p in model.named_parameters())
+
+    @each_class
+    @pytest.mark.parametrize("first", ["model", "optimizer"])
+    def test_from_plain_to_split_and_back(self, case: OptimizerCase, first: str) -> None:
+        plain = _model()
+        its = _optimizer(plain, case)
+        _train(plain, its)
+        model, optimizer = _split_pair(case)
+        _train(model, optimizer, seed=1)
+
+        pairs = (plain, its), (model, optimizer)
+        for source, target in (pairs, pairs[::-1]):
+            _train(*source)
+            states = _saved(*source)
+            order = 1 if first == "model" else -1
+            for loaded, state in list(zip(target, states))[::order]:
+                loaded.load_state_dict(state)
+            assert_same(_saved(*target), states)
+            _train(*target)
+
+    @each_class
+    def test_resumed(self, case: OptimizerCase) -> None:
+        """As if there had been no checkpoint."""
+        model, optimizer = _split_pair(case)
+        _train(model, optimizer)
+        states = _saved(model, optimizer)
+        _train(model, optimizer, seed=2)
+        twin, its = _split_pair(case)
+        _train(twin, its, steps=1, seed=5)
+        twin.load_state_dict(states[0])
+        its.load_state_dict(states[1])
+        _train(twin, its, seed=2)
+        assert_same(_saved(twin, its), _saved(model, optimizer))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
+    def test_of_another_dtype(self, dtype: torch.dtype) -> None:
+        """Rounded once, to float32, as a plain model's copy_ does."""
+        source, plain = _model().to(dtype), _model()
+        model = _model()
+        split_master_weights(model, FusedSGD(model.parameters()))
+        for target in (plain, model):
+            target.load_state_dict(source.state_dict())
+        assert_same(model.state_dict(), plain.state_dict())
+
+    def test_of_a_submodule_with_prefix_and_destination(self) -> None:
+        model = _model()
+        expected = {k: v.clone() for k, v in model[4].state_dict(prefix="x.").items()}
+        split_master_weights(model, FusedSGD(model.parameters()))
+        destination: dict[str, Any] = {}
+        model[4].state_dict(destination=destination, prefix="x.", keep_vars=True)
+        assert_same(destination, expected)
+
+    def test_that_does_not_fit(self) -> None:
+        model = _model()
+        split_master_weights(model, FusedSGD(model.parameters()))
+        state = copy.deepcopy(model.state_dict())
+        state["4.weight"] = state["4.weight"][:3]
+        with pytest.raises(RuntimeError, match=r"size mismatch for 4\.weight"):
+            model.load_state_dict(state)
+        del state["4.weight"]
+        with pytest.raises(RuntimeError, match=r"Missing key.*4\.weight"):
+            model.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=r"assign=True would replace 0\.weight"):
+            model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+    def test_users_hooks_see_exact_values(self) -> None:
+        model = _model()
+        seen: list[torch.dtype] = []
+
+        def look(_: Any, state_dict: dict[str, Any], *__: Any) -> None:
+            seen.append(state_dict["4.weight"].dtype)
+
+        split_master_weights(model, FusedSGD(model.parameters()))
+        model.register_state_dict_post_hook(look)
+        model.state_dict()
+        assert seen == [torch.float32]
+
+
+class TestMerge:
+    @each_class
+    def test_restores_exactly(self, case: OptimizerCase) -> None:
+        model = _model()
+        optimizer = _optimizer(model, case)
+        _train(model, optimizer)
+        before, modules = _saved(model, optimizer), [dict(vars(m)) for m in model.modules()]
+        hooks = copy.deepcopy([{k: v for k, v in m.items() if "hooks" in k} for m in modules])
+        fuse_update_step(optimizer)
+        split_master_weights(model, optimizer)
+        entries = merge_master_weights(model, optimizer)
+        assert [entry.where for entry in entries] == ["0.weight", "0.bias", "4.weight", "4.bias"]
+        assert all(entry.done and entry.what == "float32 again" for entry in entries)
+        unfuse_update_step(optimizer)
+        assert_same(_saved(model, optimizer), before)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        for module, attributes in zip(model.modules(), modules):
+            assert vars(module).keys() == attributes.keys()
+        assert [
+            {k: v for k, v in vars(m).items() if "hooks" in k} for m in model.modules()
+        ] == hooks
+        _train(model, optimizer)
+
+    @each_class
+    def test_after_training(self, case: OptimizerCase) -> None:
+        model, optimizer = _split_pair(case)
+        _train(model, optimizer)
+        before = _saved(model, optimizer)
+        merge_master_weights(model, optimizer)
+        assert_same(_saved(model, optimizer), before)
+        unfuse_update_step(optimizer)
+        assert_same(_saved(model, optimizer), before)
+        model(torch.randn(2, 1, 4, 4))  # without autocast
+
+    def test_order(self) -> None:
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters())
+        fuse_update_step(optimizer)
+        split_master_weights(model, optimizer)
+        with pytest.raises(RuntimeError, match="merge them first"):
+            unfuse_update_step(optimizer)
+        with pytest.raises(
+            RuntimeError, match=r"FusedSGD: parameters are split .*merge them first"
+        ):
+            _ = optimizer._original_step
+        assert optimizer.fused  # type: ignore[attr-defined]
+
+    def test_what_was_not_split(self) -> None:
+        model = _model()
+        for optimizer in (torch.optim.SGD(model.parameters()), FusedSGD(model.parameters())):
+            assert merge_master_weights(model, optimizer) == []
+
+    def test_one_that_was_made_split_stays(self) -> None:
+        model = _model()
+        exact = copy.deepcopy(model.state_dict())
+        optimizer = SplitSGD(model.parameters())
+        assert not any(entry.done for entry in split_master_weights(model, optimizer))
+        assert_same(model.state_dict(), exact)
+        entries = merge_master_weights(model, optimizer)
+        assert {entry.what for entry in entries} == {
+            "bfloat16 still: the optimizer was made with split=True"
+        }
+        assert model.state_dict()["0.weight"].dtype == torch.bfloat16
+        assert "trail" in optimizer.state_dict()["state"][0]
+
+
+def test_twice_changes_nothing_more() -> None:
+    model = _model()
+    optimizer = FusedAdam(model.parameters())
+    first = split_master_weights(model, optimizer)
+    before, attributes = _saved(model, optimizer), [dict(vars(m)) for m in model.modules()]
+    second = split_master_weights(model, optimizer)
+    assert [entry.done for entry in first] == [True, True, False, False, True, True]
+    assert not any(entry.done for entry in second)
+    assert second[0].what == "split already"
+    assert_same(_saved(model, optimizer), before)
+    assert [dict(vars(m)) for m in model.modules()] == attributes
+    assert sum(entry.bytes_saved for entry in first) == 2 * sum(
+        p.numel() for p in model.parameters() if p.dtype == torch.bfloat16
+    )
+
+
+def test_clipping_of_gradients_of_both_dtypes() -> None:
+    model = _model()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    split_master_weights(model, optimizer)
+    with AUTOCAST:
+        model(torch.randn(6, 1, 4, 4)).float().square().mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+    assert torch.stack(squares).sum().sqrt() == pytest.approx(1e-3, rel=0.01)
+    assert norm > 1e-3
+    optimizer.step()
+
+
+def test_layers_added_later() -> None:
+    model = _model()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    split_master_weights(model, optimizer)
+    model.append(nn.Linear(5, 5))
+    optimizer.add_param_group({"params": list(model[5].parameters())})
+    assert model[5].weight.dtype == torch.float32
+    _train(model, optimizer)
+    exact = copy.deepcopy(model.state_dict())
+    entries = split_master_weights(model, optimizer)
+    assert [entry.where for entry in entries if entry.done] == ["5.weight", "5.bias"]
+    assert_same(model.state_dict(), exact)
+    _train(model, optimizer)
+
+
+class TestLeftAlone:
+    @staticmethod
+    def _reasons(model: nn.Module, optimizer: Any = None) -> dict[str, str]:
+        optimizer = optimizer or FusedSGD(model.parameters())
+        entries = split_master_weights(model, optimizer)
+        for entry in entries:
+            assert entry.done == (model.get_parameter(entry.where).dtype == torch.bfloat16)
+        return {entry.where: entry.what for entry in entries if not entry.done}
+
+    def test_norms_and_recurrent_layers(self) -> None:
+        reasons = self._reasons(
+            nn.ModuleList([nn.LayerNorm(3), nn.LSTM(3, 3), nn.PReLU(), nn.Linear(3, 3)])
+        )
+        assert {what for name, what in reasons.items() if name[0] == "1"} == {
+            "float32 still: LSTM has it"
+        }
+        assert reasons["0.weight"] == "float32 still: LayerNorm has it"
+        assert not any(name.startswith("3.") for name in reasons)
+
+    def test_shared_with_a_module_of_another_kind(self) -> None:
+        class Head(nn.Module):
+            def __init__(self, weight: nn.Parameter) -> None:
+                super().__init__()
+                self.weight = weight
+
+        table = nn.Embedding(5, 3)
+        linear = nn.Linear(3, 5)
+        linear.weight = table.weight
+        tied = nn.ModuleList([table, linear])
+        assert self._reasons(tied) == {}
+        table, linear = nn.Embedding(5, 3), nn.Linear(3, 5)
+        linear.weight = table.weight
+        reasons = self._reasons(nn.ModuleList([table, linear, Head(table.weight)]))
+        assert reasons == {"0.weight": "float32 still: Head has it"}
+
+    def test_subclasses(self) -> None:
+        class Own(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return x @ self.weight.log()
+
+        assert set(self._reasons(nn.Sequential(Own(3, 3)))) == {"0.weight", "0.bias"}
+
+    def test_computed_weights(self) -> None:
+        model = nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(3, 3)), prune.identity(nn.Linear(3, 3), "weight")
+        )
+        reasons = self._reasons(model)
+        assert reasons["1.weight_orig"] == "float32 still: a weight is computed from it"
+        assert len(reasons) == 4  # of the parametrized one, the bias too
+
+    def test_table_that_forward_passes_write_to(self) -> None:
+        reasons = self._reasons(nn.ModuleList([nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 3)]))
+        assert reasons == {"0.weight": "float32 still: a forward pass with max_norm writes to it"}
+
+    def test_what_the_optimizer_has_not(self) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        reasons = self._reasons(model, FusedSGD(model[0].parameters()))
+        assert set(reasons.values()) == {"float32 still: the optimizer has it not"}
+
+    def test_dtypes(self) -> None:
+        model = nn.Sequential(nn.Linear(3, 3).double(), nn.Linear(3, 3).bfloat16())
+        optimizer = FusedSGD(model.parameters())
+        what = [entry.what for entry in split_master_weights(model, optimizer)]
+        assert what == [
+            *["float64 still: only float32 is split"] * 2,
+            *["bfloat16 still: only float32 is split"] * 2,
+        ]
+
+    def test_shared_memory(self) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = nn.Parameter(model[0].weight.detach().t())
+        reasons = self._reasons(model)
+        assert reasons == dict.fromkeys(
+            ["0.weight", "1.weight"], "float32 still: its elements share memory"
+        )
+
+
+class TestForward:
+    @each_task
+    def test_under_autocast(self, task: str) -> None:
+        """Outputs are those of the plain model whose weights are truncated to bfloat16."""
+        make, loss, _ = TASKS[task]
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fuse_update_step(optimizer)
+        split_master_weights(model, optimizer)
+        plain = make()
+        plain.load_state_dict(_truncated(model))
+        with AUTOCAST:
+            losses = [loss(m, torch.Generator().manual_seed(0)) for m in (model, plain)]
+        assert losses[0].dtype == torch.float32
+        # An EmbeddingBag's sum is rounded to bfloat16, where the plain one's is float32.
+        rtol = torch.finfo(torch.bfloat16).eps if "dlrm" in task else 0.0
+        torch.testing.assert_close(losses[0], losses[1], rtol=rtol, atol=rtol)
+
+    @pytest.mark.parametrize(
+        ("module", "x"),
+        [
+            (nn.Linear(3, 2), torch.ones(4, 3)),
+            (nn.Conv1d(3, 2, 1), torch.ones(1, 3, 4)),
+            (nn.ConvTranspose2d(3, 2, 1), torch.ones(1, 3, 4, 4)),
+        ],
+    )
+    def test_without_autocast(self, module: nn.Module, x: Tensor) -> None:
+        optimizer = FusedSGD(module.parameters())
+        split_master_weights(module, optimizer)
+        name = type(module).__name__
+        with pytest.raises(
+            RuntimeError, match=rf"{name}'s weights are bfloat16 .* under torch\.autocast\('cpu'"
+        ):
+            module(x)
+        assert module(x.bfloat16()).dtype == torch.bfloat16
+        merge_master_weights(module, optimizer)
+        assert module(x).dtype == torch.float32
+
+    def test_embeddings_return_float32(self) -> None:
+        model = nn.ModuleList([nn.Embedding(5, 3), nn.EmbeddingBag(5, 3, mode="sum")])
+        split_master_weights(model, FusedSGD(model.parameters()))
+        tokens, weights = torch.tensor([[1, 2]]), torch.tensor([[0.5, 2.0]])
+        for output in (
+            model[0](tokens),
+            model[1](tokens),
+            model[1](tokens, per_sample_weights=weights),
+            model[1](tokens, None, weights),
+        ):
+            assert output.dtype == torch.float32
+            output.sum().backward()
+        assert model[0].weight.grad.dtype == torch.bfloat16
+
+
+def _truncated(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: model.get_parameter(name).detach().float()
+        if name in dict(model.named_parameters(remove_duplicate=False))
+        else value
+        for name, value in model.state_dict().items()
+    }
+
+
+class TestCopies:
+    @each_class
+    @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_of_the_pair(self, case: OptimizerCase, how: Any, order: int) -> None:
+        model, optimizer = _split_pair(case)
+        _train(model, optimizer)
+        twin, its = how((model, optimizer)[::order])[::order]
+        _train(twin, its, seed=3)
+        _train(model, optimizer, seed=3)
+        assert_same(_saved(twin, its), _saved(model, optimizer))
+        merge_master_weights(twin, its)
+        assert_same(twin.state_dict(), model.state_dict())
+        assert model[0].weight.dtype == torch.bfloat16
+
+    @each_class
+    def test_of_the_model_alone(self, case: OptimizerCase) -> None:
+        model, optimizer = _split_pair(case)
+        _train(model, optimizer)
+        before = copy.deepcopy(model.state_dict())
+        twin = copy.deepcopy(model)
+        average = AveragedModel(model)  # type: ignore[no-untyped-call]
+        _train(model, optimizer)
+        assert_same(twin.state_dict(), before)
+        assert_same(average.module.state_dict(), before)
+        exact = copy.deepcopy(model.state_dict())
+        twin.load_state_dict(exact)
+        assert_same(twin.state_dict(), exact)
+
+    def test_without_the_optimizer(self) -> None:
+        model = _model()
+        optimizer = FusedAdam(model.parameters())
+        split_master_weights(model, optimizer)
+        _train(model, optimizer)
+        before = copy.deepcopy(model.state_dict())
+        del optimizer
+        assert_same(model.state_dict(), before)
+
+    def test_two_optimizers_of_one_model(self) -> None:
+        model = _model()
+        optimizers = [FusedSGD(model[i].parameters(), lr=0.1) for i in (0, 4)]
+        exact = copy.deepcopy(model.state_dict())
+        for optimizer in optimizers:
+            split_master_weights(model, optimizer)
+        assert_same(model.state_dict(), exact)
+        merge_master_weights(model, optimizers[0])
+        assert [model[i].weight.dtype for i in (0, 4)] == [torch.float32, torch.bfloat16]
+        assert_same(model.state_dict(), exact)
+
+
+class TestBadInput:
+    def test_optimizer_that_is_not_fused(self) -> None:
+        model = _model()
+        with pytest.raises(RuntimeError, match=r"step of SGD is not fused.*fuse_update_step=True"):
+            split_master_weights(model, torch.optim.SGD(model.parameters()))
+
+    def test_optimizer_of_another_model(self) -> None:
+        model = _model()
+        with pytest.raises(ValueError, match="none of the model's parameters"):
+            split_master_weights(model, FusedSGD(_model().parameters()))
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+    def test_lost_halves(self) -> None:
+        model = _model()
+        optimizer = FusedSGD(model.parameters())
+        split_master_weights(model, optimizer)
+        optimizer.state.clear()
+        for action in (model.state_dict, lambda: merge_master_weights(model, optimizer)):
+            with pytest.raises(ValueError, match="lost its lower half"):
+                action()
+
+
+@each_task
+@each_class
+def test_steps_are_float32_exact(case: OptimizerCase, task: str) -> None:
+    """20 steps with the model's own bfloat16 gradients, against torch in float64."""
+    (make, loss, _), kwargs = task_and_kwargs(task, case)
+    model = make()
+    pair = SideBySide(converted(case), kwargs, list(model.parameters()))
+    split_master_weights(model, pair.ours)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        pair.ours.zero_grad()
+        with AUTOCAST:
+            value = loss(model, generator)
+        value.backward()
+        for p, reference in zip(pair.params, pair.references):
+            if p.grad is not None:
+                if p.grad.is_sparse:  # the order in which rows are summed is another test's
+                    p.grad = p.grad.coalesce()
+                reference.grad = widened(p.grad).to_dense()
+        pair.step()
+        pair.assert_equal()

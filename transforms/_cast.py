@@ -1,0 +1,148 @@
+"""Pass: the weights of convolutions, Linears and embeddings in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from transforms import _plain, _residue
+from transforms._fold_batch_norm import CONVOLUTION_KINDS, fold_of
+from transforms._modules import has_computed_tensors, owners, plain_kind
+from transforms._report import Entry
+
+_KINDS = (*CONVOLUTION_KINDS, nn.Linear, nn.Embedding, nn.EmbeddingBag)
+
+
+def cast(model: nn.Module, dtype: torch.dtype, undo: ExitStack) -> list[Entry]:
+    """Round the float32 weights and biases of the modules that gain by it to ``dtype``.
+
+    Normalization layers stay float32, which torch's kernels take with 16-bit inputs. Run the model
+    under ``torch.autocast``, which converts what lies between.
+
+    Args:
+        model: in eval mode.
+        dtype: bfloat16 or float16.
+        undo: gets what undoes each change.
+
+    Returns:
+        an entry for each module with a float32 weight of two dimensions or more.
+    """
+    sharers = owners(model)
+    reasons = {name: _objection(module, dtype) for name, module in model.named_modules()}
+    found = [(name, module, _float32(module)) for name, module in model.named_modules()]
+    lowered: dict[int, _Lowered] = {}
+    entries = []
+    for name, module, params in found:
+        if not any(p.dim() > 1 for p in params.values()):
+            continue
+        reason, fold = reasons[name], fold_of(module)
+        if reason is None and fold is not None:
+            undo.callback(fold.round_to, fold.dtype)
+            reason = fold.round_to(dtype)
+        elif reason is None:
+            others = {other for p in params.values() for other in sharers[id(p)] if reasons[other]}
+            if others:
+                reason = f"shares its weight with {', '.join(sorted(others))}, which stays float32"
+            else:
+                for p in params.values():
+                    if id(p) not in lowered:
+                        lowered[id(p)] = _Lowered(p, dtype)
+                        undo.callback(lowered[id(p)].lift)
+                        lowered[id(p)].lower()
+                undo.callback(_plain.detach, module)
+                _plain.attach(module, Cast(module, {n: lowered[id(p)] for n, p in params.items()}))
+        entries.append(
+            _entry(name, dtype, module) if reason is None else Entry(name, reason, done=False)
+        )
+    return entries
+
+
+def _entry(name: str, dtype: torch.dtype, module: nn.Module) -> Entry:
+    saved = sum(p.nbytes for p in module.parameters(recurse=False))  # as much as is left
+    return Entry(name, str(dtype).removeprefix("torch."), bytes_saved=saved)
+
+
+def _float32(module: nn.Module) -> dict[str, Parameter]:
+    return {
+        name: param
+        for name, param in module.named_parameters(recurse=False)
+        if param.dtype == torch.float32
+    }
+
+
+def _objection(module: nn.Module, dtype: torch.dtype) -> str | None:
+    """Why the module's own weights have to stay what they are."""
+    if plain_kind(module, _KINDS) is None:
+        return f"{type(module).__name__} is none of torch's layers that compute in 16 bits"
+    if has_computed_tensors(module):
+        return "has a weight that is computed from others (a parametrization)"
+    if getattr(module, "max_norm", None) is not None:
+        return "renormalizes its weight (max_norm), which 16 bits would wear out"
+    most = torch.finfo(dtype).max
+    if any(p.numel() and p.detach().abs().amax() > most for p in _float32(module).values()):
+        return f"has weights that overflow {dtype}"
+    return None
+
+
+class _Lowered:
+    """A float32 Parameter rounded to 16 bits, with what it lost; shared by all that share it."""
+
+    def __init__(self, param: Parameter, dtype: torch.dtype) -> None:
+        self.param = param
+        self._dtype = dtype
+        self._grad: Tensor | None = None
+        self.residue: _residue.Residue | None = None
+
+    def lower(self) -> None:
+        if self.param.dtype != torch.float32:
+            return
+        rounded, self.residue = _residue.split(self.param.data, self._dtype)
+        self._grad, self.param.grad = self.param.grad, None
+        self.param.data = rounded
+
+    def values(self) -> Tensor:
+        """In float32."""
+        if self.residue is None or self.param.dtype != self._dtype:
+            return self.param.data
+        return _residue.join(self.param.data, self.residue)
+
+    def lift(self) -> None:
+        if self.residue is not None:
+            values, self.residue = self.values(), None
+            self.param.data = values
+            self.param.grad, self._grad = self._grad, None
+
+
+class Cast:
+    """The parameters of one module in 16 bits: a :class:`transforms._plain.Rewrite`."""
+
+    def __init__(self, module: nn.Module, lowered: dict[str, _Lowered]) -> None:
+        self._module = module
+        self._lowered = lowered
+
+    def plain(self, module: nn.Module) -> Mapping[str, Tensor | None]:
+        """The tensors of a checkpoint."""
+        return {name: lowered.values() for name, lowered in self._lowered.items()}
+
+    def kept(self) -> Iterator[Tensor]:
+        """What rounding lost."""
+        for lowered in self._lowered.values():
+            if lowered.residue is not None:
+                yield from lowered.residue
+
+    def undo(self) -> None:
+        """Make the parameters float32."""
+        for lowered in self._lowered.values():
+            lowered.lift()
+
+    def redo(self) -> None:
+        """Round the parameters, which loading may have exchanged."""
+        for name, lowered in self._lowered.items():
+            param = self._module._parameters[name]
+            if param is not None and param is not lowered.param:
+                lowered.param = param
+            lowered.lower()

@@ -1,0 +1,225 @@
+"""Pass: convolutions' weights in channels_last, which makes their outputs so too.
+
+A convolution whose weight or input is channels_last computes in that layout, and torch's layers
+hand it on. What code after it might miss is the other layout's strides: ``x.view(...)`` of an
+output fails, ``x.reshape(...)`` does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from transforms._modules import has_computed_tensors, plain_kind
+from transforms._report import Entry
+from transforms._source import names_used
+
+_FORMATS = {
+    nn.Conv2d: torch.channels_last,
+    nn.ConvTranspose2d: torch.channels_last,
+    nn.Conv3d: torch.channels_last_3d,
+    nn.ConvTranspose3d: torch.channels_last_3d,
+}
+_STRIDES = "_fusedoptim_strides"
+_READS_STRIDES = {"view", "view_as", "as_strided", "is_contiguous"}
+_TURNS = 2
+_LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 2, 10, 0.5  # of each turn
+
+Convolutions = list[tuple[str, Any, torch.memory_format]]
+"""Names and modules, and the layout that suits them."""
+
+
+_default: bool | None = None
+
+
+def enable_auto_channels_last() -> None:
+    """Have :func:`transforms.optimize` use channels_last, whatever the device and the level.
+
+    Example:
+        >>> from fusedoptim import transforms
+        >>> transforms.enable_auto_channels_last()
+        >>> transforms.disable_auto_channels_last()
+    """
+    global _default
+    _default = True
+
+
+def disable_auto_channels_last() -> None:
+    """Have :func:`transforms.optimize` leave memory formats alone, unless a call asks for it."""
+    global _default
+    _default = False
+
+
+def default() -> bool | None:
+    """What a call gets that does not say: True, False, or None for the level's default."""
+    return _default
+
+
+def channels_last(
+    model: nn.Module, sample_input: Any, is_forced: bool, undo: ExitStack
+) -> list[Entry]:
+    """Lay out the weights of 2-d and 3-d convolutions, transposed ones too, channels last.
+
+    Args:
+        model: in any mode.
+        sample_input: a tensor, or a tuple of arguments; the model, in eval mode, is timed with it
+            in both layouts, and keeps the faster. None: taken for faster on the CPU.
+        is_forced: whatever the device, the timing, and the code of the model.
+        undo: gets what undoes each change.
+
+    Returns:
+        an entry for each convolution that was or could have been laid out anew.
+    """
+    entries: list[Entry] = []
+    changed: Convolutions = []
+    for name, module, layout in _convolutions(model):
+        reason = _objection(module)
+        if reason is None:
+            changed.append((name, module, layout))
+        else:
+            entries.append(Entry(name, reason, done=False))
+    if not changed:
+        return entries
+    why = None if is_forced else _no_gain(model)
+    if why is None and sample_input is not None and not is_forced and not model.training:
+        why = _slower(model, sample_input, changed)
+    if why is None:
+        undo.callback(_undo_all, changed)
+        _lay_out(changed)
+    what = why or "weight in channels_last"
+    return entries + [Entry(name, what, done=why is None) for name, *_ in changed]
+
+
+def undo(model: nn.Module) -> None:
+    """Give every weight the strides that it had, with the values that it has."""
+    for module in model.modules():
+        _undo(module)
+
+
+def _undo(module: nn.Module) -> None:
+    strides = vars(module).pop(_STRIDES, None)
+    weight = module._parameters.get("weight")
+    if strides is not None and weight is not None and weight.dim() == len(strides):
+        _put(weight, functools.partial(_strided, strides=strides))
+
+
+def _undo_all(convolutions: Convolutions) -> None:
+    for _, module, _ in convolutions:
+        _undo(module)
+
+
+def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_format]]:
+    """Those whose weight is not in channels_last already."""
+    for name, module in model.named_modules():
+        kind = next((kind for kind in _FORMATS if isinstance(module, kind)), None)
+        if kind is None:
+            continue
+        layout = _FORMATS[kind]
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.is_contiguous(memory_format=layout):
+            yield name, module, layout
+
+
+def _objection(module: nn.Module) -> str | None:
+    if has_computed_tensors(module):
+        return "has a weight that is computed from others (a parametrization)"
+    return None if plain_kind(module, tuple(_FORMATS)) else "has code of its own"
+
+
+def _lay_out(convolutions: Convolutions) -> None:
+    for _, module, _ in convolutions:  # first: two of them may share a weight
+        attributes: dict[str, Any] = module.__dict__
+        attributes[_STRIDES] = module.weight.stride()
+    for _, module, layout in convolutions:
+        _put(module.weight, functools.partial(torch.Tensor.contiguous, memory_format=layout))
+
+
+def _put(param: nn.Parameter, laid_out: Callable[[Tensor], Tensor]) -> None:
+    """Lay out a parameter and its gradient, which torch wants alike."""
+    grad, param.grad = param.grad, None
+    param.data = laid_out(param.data)
+    if grad is not None:
+        param.grad = laid_out(grad) if grad.layout is torch.strided else grad
+
+
+def _strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    result = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return result.copy_(tensor)
+
+
+def _no_gain(model: nn.Module) -> str | None:
+    """Why the layout is not taken for a gain, or for safe."""
+    device = next(model.parameters()).device.type
+    if device != "cpu":
+        return f"not known to gain on {device}; auto_channels_last=True does it all the same"
+    for cls in {type(module) for module in model.modules()}:
+        if used := sorted(names_used(cls) & _READS_STRIDES):
+            return (
+                f"{cls.__name__}.forward uses {used[0]}, which depends on the layout; "
+                "auto_channels_last=True does it all the same"
+            )
+    return None
+
+
+def _slower(model: nn.Module, sample_input: Any, changed: Convolutions) -> str | None:
+    """Why channels_last is not to be; the model is timed by turns in both layouts."""
+    before = after = math.inf
+    for _ in range(_TURNS):
+        before = min(before, _time(model, sample_input))
+        _lay_out(changed)
+        try:
+            after = min(after, _time(model, sample_input))
+        except RuntimeError as error:
+            return f"the sample fails in it: {error}"
+        finally:
+            _undo_all(changed)
+    if after < before:
+        return None
+    return f"slower on the sample: {after * 1e3:.3g} ms for {before * 1e3:.3g} ms"
+
+
+def _time(model: nn.Module, sample_input: Any) -> float:
+    """Seconds of the fastest of some forward passes, the first one not counted."""
+    call = _caller(model, sample_input)
+    seconds: list[float] = []
+    with torch.no_grad():
+        call()
+        while len(seconds) < _LEAST_PASSES or (
+            len(seconds) < _MOST_PASSES and sum(seconds) < _ENOUGH_SECONDS
+        ):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def check_sample(model: nn.Module, sample_input: Any) -> None:
+    """Raise what the model raises for the sample.
+
+    Raises:
+        ValueError: the sample does not fit.
+    """
+    try:
+        with torch.no_grad():
+            _caller(model, sample_input)()
+    except Exception as error:  # of any class: the model's own
+        raise ValueError(
+            f"sample_input: {type(model).__name__} fails with it ({error}); it is a tensor, "
+            "a tuple of arguments, or a dict of named ones"
+        ) from error
+
+
+def _caller(model: nn.Module, sample_input: Any) -> Callable[[], object]:
+    """Calls ``model`` with the sample."""
+    if isinstance(sample_input, Tensor):
+        return lambda: model(sample_input)
+    if isinstance(sample_input, dict):
+        return lambda: model(**sample_input)
+    return lambda: model(*sample_input)

@@ -1,0 +1,325 @@
+"""An existing optimizer gets our fused step, in place.
+
+What changes is the object's class: it becomes one that inherits our step from, say, FusedSGD and
+all else from the class that it had. So ``isinstance`` holds, hooks run, GradScaler, pickle and
+deepcopy work, and later calls of load_state_dict or add_param_group are ours too. A step function
+bound to the object would reach none of these: that is how IPEX's fused optimizers lost their hooks.
+Nothing is copied: state, groups and hooks are the same objects before and after.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+
+from fusedoptim import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
+from fusedoptim._optimizer import FusedOptimizer
+from fusedoptim._tensors import state_dtype
+from transforms._lamb import OthersLamb, lamb_for
+from transforms._report import Entry
+
+__all__ = [
+    "fuse_update_step",
+    "is_converted",
+    "is_fused",
+    "refuse_replaced_methods",
+    "unfuse_update_step",
+]
+
+_OURS: dict[type[Optimizer], type[FusedOptimizer]] = {
+    torch.optim.SGD: FusedSGD,
+    torch.optim.Adagrad: FusedAdagrad,
+    torch.optim.Adam: FusedAdam,
+    torch.optim.AdamW: FusedAdamW,
+}
+_INSTEAD = "or leave its step as it is with fuse_update_step=False"
+# What every class has of its own, a constructor, which has done its work, and texts.
+_HARMLESS = {"__init__", "__repr__", "__str__", *vars(type("_", (), {"__annotations__": {}}))} | {
+    *("__slots__", "__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl"),
+    *("__firstlineno__", "__static_attributes__", "__annotate_func__", "__annotations_cache__"),
+}
+
+
+class _Converted:
+    """What the class of a converted optimizer has besides ours and the one that it had."""
+
+    halves: Any
+    _plain: type[Any]
+    """The class that the optimizer had."""
+
+    @property
+    def _original_step(self) -> Callable[..., Any]:
+        """The step of that class, which computes from the state as it is now."""
+        if list(self.halves):
+            raise RuntimeError(
+                f"{type(self).__name__}: parameters are split in two halves, of which the original "
+                "step would update one; merge them first, as transforms.restore does"
+            )
+        return types.MethodType(self._plain.step, self)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _blank, (self._plain,), self.__getstate__()
+
+
+def _blank(plain: type[Any]) -> Optimizer:
+    """An object of the class that an optimizer of class ``plain`` gets, to be filled by pickle."""
+    fused: type[Optimizer] = _class_for(plain)
+    return object.__new__(fused)
+
+
+_classes: dict[type[Any], type[Any]] = {}
+
+
+def _class_for(plain: type[Any]) -> type[Any]:
+    """The class that an optimizer of class ``plain`` gets; always the same one."""
+    if plain not in _classes:
+        _classes[plain] = _make_class(plain)
+    return _classes[plain]
+
+
+def _make_class(plain: type[Any]) -> type[Any]:
+    _, ours = _implementation(plain)
+    bases = (_Converted, ours) if issubclass(ours, plain) else (_Converted, ours, plain)
+    name = ours.__name__ if issubclass(ours, plain) else f"Fused{plain.__name__}"
+    return type(name, bases, {"_plain": plain, "__module__": __name__, "__doc__": plain.__doc__})
+
+
+def _implementation(plain: type[Any]) -> tuple[type[Optimizer], type[FusedOptimizer]]:
+    """The class that ``plain`` is or is derived from, and ours for it."""
+    for cls in plain.__mro__:
+        ours = _OURS.get(cls) or lamb_for(cls)
+        if ours is not None:
+            return cls, ours
+    known = ", ".join(f"torch.optim.{cls.__name__}" for cls in _OURS)
+    raise TypeError(
+        f"no fused step for {_name(plain)}: there are those of {known}, and of the Lamb classes of "
+        f"timm, apex and torch_optimizer; use one of them or of fusedoptim, {_INSTEAD}"
+    )
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _ours_name(ours: type[FusedOptimizer]) -> str:
+    return "FusedLamb" if issubclass(ours, OthersLamb) else ours.__name__
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether the step of ``optimizer`` is ours, by conversion or from the start."""
+    return isinstance(optimizer, FusedOptimizer)
+
+
+def is_converted(optimizer: Optimizer) -> bool:
+    """Whether :func:`fuse_update_step` has given ``optimizer`` its step."""
+    return isinstance(optimizer, _Converted)
+
+
+def fuse_update_step(optimizer: Optimizer) -> Entry:
+    """Give an existing optimizer our fused step, in place.
+
+    The object stays the same, with its state, groups and hooks; schedulers, made before or after,
+    a GradScaler, pickle, deepcopy, ``load_state_dict``, ``add_param_group`` go on to work. It is
+    an instance of its class still, and of ours. ``optimizer.fused`` is True, and
+    ``optimizer._original_step`` the step of the class that it had.
+
+    Args:
+        optimizer: of torch.optim's SGD, Adagrad, Adam or AdamW, of the Lamb of timm or
+            torch_optimizer, of apex's FusedLAMB, or of a subclass that overrides nothing but the
+            constructor. One that is fused already is left as it is.
+
+    Returns:
+        what was done, for the report.
+
+    Raises:
+        TypeError: no fused step for this class, or for a parameter's dtype or layout.
+        RuntimeError: an option that asks for another step, a subclass or an object with methods of
+            its own, or a parameter that no kernel can update. Nothing was changed then.
+
+    Example:
+        >>> import torch
+        >>> from transforms._fuse_step import fuse_update_step
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> fuse_update_step(optimizer).what
+        "torch.optim.sgd.SGD's step is FusedSGD's"
+        >>> optimizer.fused, isinstance(optimizer, torch.optim.SGD)
+        (True, True)
+    """
+    if is_fused(optimizer):
+        return Entry("optimizer", "its step is fused already", done=False)
+    plain: type[Any] = type(optimizer)
+    base, ours = _implementation(plain)
+    _refuse_overrides(plain, base, ours)
+    refuse_replaced_methods(optimizer)
+    if taken := _own_attributes(ours) & vars(optimizer).keys():
+        raise RuntimeError(
+            f"the optimizer has attributes that the fused step has too: {', '.join(sorted(taken))};"
+            f" name them otherwise, {_INSTEAD}"
+        )
+    optimizer.__class__ = _class_for(plain)
+    assert isinstance(optimizer, FusedOptimizer)
+    try:
+        optimizer._set_up(optimizer.defaults.get("max_grad_norm"), split=False)
+        optimizer._check_groups()
+    except (TypeError, ValueError, RuntimeError) as error:
+        _become(optimizer, plain)
+        raise type(error)(f"{error}; {_INSTEAD}") from None
+    _track_calls_again(optimizer)
+    return Entry("optimizer", f"{_name(plain)}'s step is {_ours_name(ours)}'s")
+
+
+def unfuse_update_step(optimizer: Optimizer) -> Entry:
+    """Give a converted optimizer its own class and step again; the inverse of a conversion.
+
+    State made by fused steps stays; that of 16-bit parameters, float32 here, takes their dtype, as
+    torch's has.
+
+    Args:
+        optimizer: that :func:`fuse_update_step` has converted. Another is left as it is.
+
+    Returns:
+        what was done, for the report.
+
+    Raises:
+        RuntimeError: parameters are split in two halves, which only a fused step can update.
+            Nothing was changed then.
+
+    Example:
+        >>> import torch
+        >>> from transforms._fuse_step import fuse_update_step, unfuse_update_step
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> done = fuse_update_step(optimizer)
+        >>> unfuse_update_step(optimizer).what
+        "its step is torch.optim.adamw.AdamW's again"
+        >>> type(optimizer)
+        <class 'torch.optim.adamw.AdamW'>
+    """
+    this: Any = optimizer
+    if not isinstance(this, _Converted):
+        return Entry("optimizer", "its step was not fused here", done=False)
+    if list(this.halves):
+        raise RuntimeError(
+            "parameters are split in two halves, which only a fused step can update; merge them "
+            "first, as transforms.restore(model, optimizer) does"
+        )
+    plain = this._plain
+    for p, state in optimizer.state.items():
+        _as_torchs(p, state)
+    if isinstance(this, OthersLamb):
+        this.give_back_steps()
+    _become(optimizer, plain)
+    _track_calls_again(optimizer)
+    return Entry("optimizer", f"its step is {_name(plain)}'s again")
+
+
+def _become(optimizer: Optimizer, plain: type[Optimizer]) -> None:
+    """Give the optimizer its own class, and take away what ours added to the object."""
+    for name in _own_attributes(type(optimizer)):
+        vars(optimizer).pop(name, None)
+    optimizer.__class__ = plain
+
+
+def _own_attributes(fused: type[Any]) -> set[str]:
+    """What an object has when it is of the class ``fused``, and did not have before."""
+    probe: Any = object.__new__(fused)
+    probe._set_up(None, split=False)
+    return set(vars(probe))
+
+
+def _as_torchs(param: Tensor, state: dict[str, Any]) -> None:
+    """Bring the state of ``param`` into the form that torch's classes give it."""
+    for name, value in state.items():
+        if name == "step":
+            if isinstance(value, Tensor):
+                state[name] = value.clone()  # ours is one of many in a tensor
+        elif isinstance(value, Tensor) and value.dtype == state_dtype(param) != param.dtype:
+            state[name] = value.to(param.dtype)
+
+
+def _refuse_overrides(
+    plain: type[Optimizer], base: type[Optimizer], ours: type[FusedOptimizer]
+) -> None:
+    """Raise if ``plain`` changes anything of the class ``base`` that it is derived from."""
+    step = inspect.unwrap(base.step)
+    if step.__module__ not in {cls.__module__ for cls in base.__mro__}:
+        raise RuntimeError(
+            f"{_name(base)}.step was replaced by a function of {step.__module__}, which a fused "
+            f"step would not call; undo that, {_INSTEAD}"
+        )
+    for cls in plain.__mro__:
+        if cls in base.__mro__:
+            continue
+        changed = [
+            name
+            for name in vars(cls).keys() - _HARMLESS
+            if hasattr(base, name) or hasattr(ours, name)
+            # torch itself wraps the step of a class at the first construction.
+            if not (name == "step" and inspect.unwrap(vars(cls)[name]) is step)
+        ]
+        if changed:
+            raise RuntimeError(
+                f"{_name(cls)} overrides {', '.join(sorted(changed))} of {base.__name__}, so its "
+                f"step may be another; use {_name(base)} itself, {_INSTEAD}"
+            )
+
+
+def refuse_replaced_methods(optimizer: Optimizer) -> None:
+    """Raise if a method was replaced on the object itself; by a scheduler is fine.
+
+    Raises:
+        RuntimeError: so it was: what replaced it refers to the object and class as they are now.
+    """
+    for name, value in vars(optimizer).items():
+        if callable(getattr(type(optimizer), name, None)) and not _is_schedulers(optimizer, value):
+            raise RuntimeError(
+                f"optimizer.{name} was replaced on this object by "
+                f"{getattr(value, '__qualname__', value)!r}, which would go on to call the method "
+                "of before; call transforms.optimize first and wrap its result, or pass "
+                "fuse_update_step=False and inplace=True"
+            )
+
+
+def _is_schedulers(optimizer: Optimizer, step: Any) -> bool:
+    """Whether this is the step as a learning-rate scheduler wraps it, to see that it is called."""
+    return (
+        isinstance(step, types.FunctionType)
+        and hasattr(step, "_wrapped_by_lr_sched")
+        and (step.__globals__ is vars(lr_scheduler) or step.__globals__ is globals())
+        and inspect.unwrap(step) in _unwrapped_steps(optimizer)
+    )
+
+
+def _unwrapped_steps(optimizer: Optimizer) -> Iterator[Any]:
+    for cls in type(optimizer).__mro__:
+        if "step" in vars(cls):
+            yield inspect.unwrap(vars(cls)["step"])
+
+
+def _track_calls_again(optimizer: Optimizer) -> None:
+    """If a scheduler has wrapped the step, wrap the step of the class as it is now.
+
+    torch's own wrapper holds the function that was the class's step when the scheduler was made.
+    """
+    if "step" not in vars(optimizer):
+        return
+    step = type(optimizer).step
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        this: Any = reference()
+        this._opt_called = True
+        return step(this, *args, **kwargs)
+
+    wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = wrapper  # type: ignore[method-assign]

@@ -1,0 +1,357 @@
+"""Weights as bfloat16 halves in the model, their lower 16 bits in the optimizer's state.
+
+Forward and backward passes read 2 bytes of a weight instead of 4, and the pair of halves is the
+exact float32 weight: 4 bytes, where a bfloat16 weight with a float32 master copy has 6. The model's
+state_dict has the float32 weights, and takes them: a checkpoint does not tell whether a pair was
+split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fusedoptim._optimizer import FusedOptimizer
+from fusedoptim._split import Halves, merge_in_place
+from fusedoptim._tensors import has_shared_elements
+from transforms._report import Entry
+
+__all__ = [
+    "back_to_now",
+    "halves_in",
+    "merge_copies",
+    "merge_master_weights",
+    "split_master_weights",
+]
+
+SPLIT_ALREADY = "split already"
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_COMPUTING = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
+"""Modules that autocast runs in bfloat16."""
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_HOOKS = "_fusedoptim_split"
+"""The attribute of a module that lists its :class:`_Hooks`."""
+
+
+class _Hooks(NamedTuple):
+    """What was attached to a module for the halves of one optimizer."""
+
+    halves: Halves
+    handles: list[RemovableHandle]
+
+
+class _Use(NamedTuple):
+    """A parameter as a module has it."""
+
+    module: nn.Module
+    name: str
+    """the parameter's, in the model."""
+
+
+def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
+    """Make weights bfloat16 halves, in place, whose lower halves the optimizer keeps.
+
+    Those of Linear, Conv1d to Conv3d, ConvTranspose1d to ConvTranspose3d, Embedding and
+    EmbeddingBag, exact classes, if no other module has them too; the Parameter objects stay. The
+    rest stays float32. No bit is lost: ``model.state_dict()`` and ``optimizer.state_dict()`` are
+    those of the plain pair, and load into it, and its into this one, in any order.
+
+    The forward pass is to run under ``torch.autocast(device, dtype=torch.bfloat16)``, as IPEX's;
+    a Linear or convolution that gets float32 without it says so. What an embedding returns stays
+    float32. A copy of the model alone has the exact weights of when it was copied.
+
+    Args:
+        model: in training. Weights that are split already stay as they are.
+        optimizer: one with a fused step, of parameters of ``model``.
+
+    Returns:
+        what was done with each parameter, for the report.
+
+    Raises:
+        RuntimeError: the optimizer's step is not fused.
+        ValueError: the optimizer has none of the model's parameters. Nothing was changed then.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import FusedSGD
+        >>> from transforms._split_weights import split_master_weights
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+        >>> optimizer = FusedSGD(model.parameters(), lr=0.1)
+        >>> for entry in split_master_weights(model, optimizer):
+        ...     print(entry.where, "-", entry.what)
+        0.weight - float32 to bfloat16, lower halves in the optimizer
+        0.bias - float32 to bfloat16, lower halves in the optimizer
+        1.weight - float32 still: LayerNorm has it
+        1.bias - float32 still: LayerNorm has it
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     model(torch.ones(2, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> model[0].weight.dtype, model.state_dict()["0.weight"].dtype
+        (torch.bfloat16, torch.float32)
+    """
+    if not isinstance(optimizer, FusedOptimizer):
+        raise RuntimeError(
+            f"split_master_weight_for_bf16=True: the step of {type(optimizer).__name__} is not "
+            "fused, and no other can update halves; pass fuse_update_step=True"
+        )
+    uses = _uses(model)
+    updated = {p for group in optimizer.param_groups for p in group["params"]}
+    if updated.isdisjoint(uses):
+        raise ValueError(
+            "the optimizer has none of the model's parameters; make it from model.parameters()"
+        )
+    shared = _sharing_memory([*uses, *(updated - uses.keys())])
+    chosen: list[Tensor] = []
+    entries: list[Entry] = []
+    for param, users in uses.items():
+        name = users[0].name
+        reason = _why_not(param, users, shared) if param in updated else "the optimizer has it not"
+        if optimizer.is_split(param):
+            entries.append(Entry(name, SPLIT_ALREADY, done=False))
+        elif reason:
+            entries.append(Entry(name, f"{_text(param.dtype)} still: {reason}", done=False))
+        else:
+            chosen.append(param)
+            what = "float32 to bfloat16, lower halves in the optimizer"
+            entries.append(Entry(name, what, bytes_saved=2 * param.numel()))
+    optimizer.split_params(chosen)
+    _attach(model, optimizer.halves)
+    return entries
+
+
+def merge_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
+    """Make a model's halves float32 weights again, in place; the inverse of a split.
+
+    Args:
+        model: that :func:`split_master_weights` has split, or not.
+        optimizer: that has the lower halves. What was split by ``split=True`` stays so.
+
+    Returns:
+        what was done with each parameter, for the report.
+
+    Raises:
+        ValueError: the optimizer has lost a lower half. Nothing was changed then.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import FusedSGD
+        >>> from transforms._split_weights import merge_master_weights, split_master_weights
+        >>> model = torch.nn.Linear(3, 4)
+        >>> optimizer = FusedSGD(model.parameters(), lr=0.1)
+        >>> weight = model.weight.detach().clone()
+        >>> entries = split_master_weights(model, optimizer)
+        >>> entries = merge_master_weights(model, optimizer)
+        >>> torch.equal(model.weight, weight)
+        True
+    """
+    entries: list[Entry] = []
+    if isinstance(optimizer, FusedOptimizer):
+        halves = optimizer.halves
+        names = {p: users[0].name for p, users in _uses(model).items() if p in halves}
+        if not optimizer.split:
+            optimizer.merge_params(names)
+        what = "bfloat16 still: the optimizer was made with split=True"
+        done = Entry("", "float32 again") if not optimizer.split else Entry("", what, done=False)
+        entries += [done._replace(where=name) for name in names.values()]
+        _detach(model, halves)
+    return entries
+
+
+def halves_in(model: nn.Module) -> list[Halves]:
+    """Those of each optimizer, or copy, that weights of ``model`` are."""
+    found: dict[int, Halves] = {}
+    for module in model.modules():
+        for hooks in vars(module).get(_HOOKS, ()):
+            found[id(hooks.halves)] = hooks.halves
+    return list(found.values())
+
+
+def merge_copies(model: nn.Module) -> None:
+    """Make float32, in place, the halves of a model that was copied without its optimizer."""
+    for halves in halves_in(model):
+        if halves.is_alone:
+            own = [p for p in dict.fromkeys(model.parameters()) if p in halves]
+            for p, trail in [(p, halves.trail(p)) for p in own]:
+                merge_in_place(p, trail)
+                halves.remove(p)
+            _detach(model, halves)
+
+
+def back_to_now(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
+    """What merges, in place, the weights that will be split from now on."""
+    before = frozenset(optimizer.halves) if isinstance(optimizer, FusedOptimizer) else frozenset()
+    hooked = {id(module) for module in model.modules() if _HOOKS in vars(module)}
+    grads = [(p, p.grad) for p in model.parameters() if p not in before]
+
+    def undo() -> None:
+        if not isinstance(optimizer, FusedOptimizer):
+            return
+        if not optimizer.split:
+            optimizer.merge_params(p for p in optimizer.halves if p not in before)
+        _detach(model, optimizer.halves, hooked)
+        for p, grad in grads:  # which the halves' have rounded
+            p.grad = grad
+
+    return undo
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _uses(model: nn.Module) -> dict[Tensor, list[_Use]]:
+    """Each parameter of the model with the modules that have it."""
+    uses: dict[Tensor, list[_Use]] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            uses.setdefault(param, []).append(_Use(module, name))
+    return uses
+
+
+def _sharing_memory(params: list[Tensor]) -> set[Tensor]:
+    """Those whose memory another one has too: to convert one would part them."""
+    owners: dict[int, list[Tensor]] = {}
+    for p in params:
+        if p.layout is torch.strided and p.numel() and type(p) is nn.Parameter:
+            owners.setdefault(p.untyped_storage().data_ptr(), []).append(p)
+    return {p for sharing in owners.values() if len(sharing) > 1 for p in sharing}
+
+
+def _why_not(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | None:
+    """Why a parameter stays as it is, if it does."""
+    for module, name in users:
+        if type(module) not in (*_COMPUTING, *_TABLES):
+            return f"{type(module).__name__} has it"
+        if name.rpartition(".")[2] not in ("weight", "bias"):
+            return "a weight is computed from it"
+        if getattr(module, "max_norm", None) is not None:
+            return "a forward pass with max_norm writes to it"
+    if type(param) is not nn.Parameter:
+        return f"it is a {type(param).__name__}"
+    if param.dtype != torch.float32:
+        return "only float32 is split"
+    if param.device.type not in ("cpu", "xpu"):
+        return f"it is on {param.device.type!r}"
+    if param in shared or has_shared_elements(param):
+        return "its elements share memory"
+    return None
+
+
+def _attach(model: nn.Module, halves: Halves) -> None:
+    """Let the modules that have halves save and load exact values, and compute with them."""
+    for module in model.modules():
+        attached: list[_Hooks] = vars(module).get(_HOOKS, [])
+        own = module.parameters(recurse=False)
+        if not any(p in halves for p in own) or any(h.halves is halves for h in attached):
+            continue
+        handles: list[RemovableHandle] = [
+            module.register_state_dict_post_hook(_Saving(halves)),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_Loading(halves)),  # type: ignore[no-untyped-call]
+        ]
+        if type(module) in _COMPUTING:
+            handles.append(module.register_forward_pre_hook(_require_autocast))
+        elif type(module) in _TABLES:
+            handles.append(module.register_forward_hook(_return_float32))
+            handles.append(module.register_forward_pre_hook(_cast_weights, with_kwargs=True))
+        setattr(module, _HOOKS, [*attached, _Hooks(halves, handles)])
+        halves.in_model = True
+
+
+def _detach(model: nn.Module, halves: Halves, kept: Collection[int] = ()) -> None:
+    """Undo what :func:`_attach` did for these halves; another optimizer's stay.
+
+    So do those of the modules whose ids are in ``kept``.
+    """
+    halves.in_model = False
+    for module in model.modules():
+        if id(module) in kept:
+            own: list[_Hooks] = vars(module)[_HOOKS]
+            halves.in_model |= any(hooks.halves is halves for hooks in own)
+            continue
+        attached: list[_Hooks] = vars(module).pop(_HOOKS, [])
+        for hooks in attached:
+            if hooks.halves is halves:
+                for handle in hooks.handles:
+                    handle.remove()
+        if others := [hooks for hooks in attached if hooks.halves is not halves]:
+            setattr(module, _HOOKS, others)
+
+
+class _Saving:
+    """A hook of ``state_dict``: exact values for the halves of a module."""
+
+    def __init__(self, halves: Halves) -> None:
+        self._halves = halves
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        for key, param in _halves_of(module, prefix, self._halves):
+            if key in state_dict:
+                state_dict[key] = self._halves.exact(param)
+
+
+class _Loading:
+    """A hook of ``load_state_dict``: splits the values that come for the halves of a module."""
+
+    def __init__(self, halves: Halves) -> None:
+        self._halves = halves
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
+    ) -> None:
+        for key, param in _halves_of(module, prefix, self._halves):
+            value = state_dict.get(key)
+            if not isinstance(value, Tensor) or value.shape != param.shape:
+                continue  # torch says what is wrong
+            if metadata.get("assign_to_params_buffers"):
+                raise RuntimeError(
+                    f"assign=True would replace {key}, which is split in two halves and updated by "
+                    "an optimizer; load without it, or transforms.restore(model, optimizer) first"
+                )
+            exact = value.detach().to(param.device, torch.float32)
+            state_dict[key] = self._halves.write(param, exact)
+
+
+def _halves_of(module: nn.Module, prefix: str, halves: Halves) -> Iterator[tuple[str, Tensor]]:
+    """The module's own parameters that are halves still, with their keys in a state_dict."""
+    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        if param in halves and param.dtype == torch.bfloat16:
+            yield prefix + name, param
+
+
+def _require_autocast(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Raise if a module that is bfloat16 now gets float32 outside of autocast."""
+    if not args or args[0].dtype == torch.bfloat16:
+        return
+    device = args[0].device.type
+    if not torch.is_autocast_enabled(device):
+        raise RuntimeError(
+            f"{type(module).__name__}'s weights are bfloat16 halves and its input is "
+            f"{_text(args[0].dtype)}; run the forward pass under torch.autocast({device!r}, "
+            "dtype=torch.bfloat16), or transforms.restore(model, optimizer) first"
+        )
+
+
+def _return_float32(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """What follows an embedding goes on to compute in the dtype in which it did."""
+    return output.float()
+
+
+def _cast_weights(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """An EmbeddingBag's weights of samples have to be of the table's dtype."""
+    if kwargs.get("per_sample_weights") is not None:
+        weights = kwargs["per_sample_weights"].to(torch.bfloat16)
+        return args, {**kwargs, "per_sample_weights": weights}
+    if len(args) > 2 and args[2] is not None:  # after input and offsets
+        return (*args[:2], args[2].to(torch.bfloat16), *args[3:]), kwargs
+    return None
