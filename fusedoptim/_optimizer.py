@@ -448,22 +448,40 @@ class FusedOptimizer(Optimizer):
             del self.param_groups[before:]
             raise
         if self._is_complete:
-            self._convert(self.param_groups[before:])
+            try:
+                self._convert(self.param_groups[before:])
+            except MemoryError:
+                del self.param_groups[before:]
+                raise
 
     def _convert(self, groups: list[Group]) -> None:
         """Bring new parameters, and the state that torch made for them, into our form."""
+        if self.split:
+            self._split_all([p for group in groups for p in group["params"]])
         for group in groups:
             for p in group["params"]:
-                if self.split and p not in self.halves:  # a parameter may be given twice
-                    self._split(p)
                 dtype = state_dtype(p)
                 for name, value in self.state.get(p, {}).items():
                     if name not in (TRAIL, "step") and value.dtype != dtype:
                         self.state[p][name] = self._initial_state(group, name, p, dtype)
 
-    def _split(self, param: Tensor) -> None:
-        self.state[param][TRAIL] = _split.split_in_place(param)
-        self.halves.add(param)
+    def _split_all(self, params: Iterable[Tensor]) -> None:
+        """Split them all or, where there is no memory for that, none: bits would be lost else."""
+        were_whole: list[tuple[Tensor, bool]] = []
+        try:
+            for p in params:
+                if p not in self.halves:  # a parameter may be given twice
+                    is_whole = p.dtype == torch.float32
+                    self.state[p][TRAIL] = _split.split_in_place(p)
+                    self.halves.add(p)
+                    were_whole.append((p, is_whole))
+        except MemoryError:
+            for p, is_whole in were_whole:
+                self.halves.remove(p)
+                trail = self.state[p].pop(TRAIL)
+                if is_whole:
+                    _split.merge_in_place(p, trail)
+            raise
 
     def is_split(self, param: Tensor) -> bool:
         """Whether ``param`` is the upper half of float32 values."""
@@ -502,8 +520,7 @@ class FusedOptimizer(Optimizer):
         _split.check(name, chosen, own)
         with self._lock:
             self._forget_plans()
-            for p in chosen:
-                self._split(p)
+            self._split_all(chosen)
 
     def merge_params(self, params: Iterable[Tensor]) -> None:
         """Make split parameters float32 again, without losing a bit; the inverse of a split.

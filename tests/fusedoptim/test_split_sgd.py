@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedoptim import FusedSGD, SplitSGD
+from fusedoptim.allocator import OutOfMemoryError, Pool
 from tests.fusedoptim.helpers import (
     LAYOUTS,
     assert_same_state,
@@ -373,3 +374,20 @@ class TestCheckpoints:
             optimizer.step()
             twin.step()
         assert torch.equal(exact_values(twin)[q], exact_values(optimizer)[p])
+
+
+def test_without_memory_no_parameter_is_split() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(1000, 2000))
+    before = copy.deepcopy(model.state_dict())
+    pool = Pool("cpu", limit="3MiB")  # for the first one's halves, not for the second one's
+    with pool, pytest.raises(OutOfMemoryError):
+        FusedSGD(model.parameters(), lr=0.1, split=True)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    with pool, pytest.raises(OutOfMemoryError):
+        optimizer.split_params(model.parameters())
+    optimizer = FusedSGD(model[0].parameters(), lr=0.1, split=True)
+    with pool, pytest.raises(OutOfMemoryError):
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+    assert len(optimizer.param_groups) == 1
+    for name, value in model[1].state_dict().items():
+        assert torch.equal(value, before[f"1.{name}"])
