@@ -1,8 +1,8 @@
 """Prints, as JSON, the seconds and the memory that ``optimize(inplace=True)`` takes on BERT-base.
 
-``python -m benchmarks._optimize_memory float32|bfloat16``, in a process of its own each time. The
-memory is that of the model, as a multiple of the plain model's: at its peak, and afterwards. Linux
-only.
+``python -m benchmarks._optimize_memory inference|training float32|bfloat16``, in a process of its
+own each time. The memory is that of the model, as a multiple of the plain model's: at its peak, and
+afterwards; for training with an AdamW that has no state yet. Linux only.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import AdamW
 
 from benchmarks._memory import peak, reset_peak
 from benchmarks._models import bert_base
@@ -19,14 +22,19 @@ from fusedoptim import transforms
 
 
 def main() -> None:
-    dtype = getattr(torch, sys.argv[1])
-    small = torch.nn.Sequential(torch.nn.Linear(2000, 2000), torch.nn.Dropout()).eval()
-    transforms.optimize(small, dtype=dtype)  # what the first call of all loads
-    model = bert_base().eval()
+    is_training, dtype = sys.argv[1] == "training", getattr(torch, sys.argv[2])
+
+    def pair(model: nn.Module) -> tuple[Any, ...]:
+        return (model, AdamW(model.parameters())) if is_training else (model.eval(),)
+
+    small = pair(nn.Sequential(nn.Linear(2000, 2000), nn.Dropout()))
+    transforms.optimize(*small, dtype=dtype)  # what the first call of all loads
+    model = bert_base()
+    rewritten = pair(model)
     size = sum(p.nbytes for p in model.parameters())
     before = reset_peak()
     start = time.perf_counter()
-    transforms.optimize(model, dtype=dtype, inplace=True)
+    transforms.optimize(*rewritten, dtype=dtype, inplace=True)
     seconds = time.perf_counter() - start
     most = peak()
     after = reset_peak()

@@ -7,6 +7,7 @@ BERT-base, in seconds and in memory.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 
@@ -63,15 +64,15 @@ def inference(batch: int, rounds: int | None) -> Report:
 def optimize(rounds: int | None) -> Table:
     """Seconds and memory of ``optimize(inplace=True)``, each in a process of its own."""
     rows = []
-    for dtype in ("float32", "bfloat16"):
+    for purpose, dtype in itertools.product(("inference", "training"), ("float32", "bfloat16")):
         runs = [
-            json.loads(_processes.output("benchmarks._optimize_memory", dtype))
+            json.loads(_processes.output("benchmarks._optimize_memory", purpose, dtype))
             for _ in range(rounds or 3)
         ]
         best = min(runs, key=lambda facts: facts["seconds"])
         rows.append(
             [
-                f"bert-base, {dtype}",
+                f"bert-base, {purpose}, {dtype}",
                 format_seconds(best["seconds"]),
                 f"{best['peak']:.2f}",
                 f"{best['after']:.2f}",

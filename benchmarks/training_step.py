@@ -1,7 +1,7 @@
 """Times whole training steps, plain and fused: ``python -m benchmarks.training_step [--save]``.
 
 Forward, backward and update of small models, with an optimizer of torch as it comes, with torch's
-own fused one, and with the same optimizer converted by ``fuse_update_step``; and under bfloat16
+own fused one, and with the same optimizer converted by ``transforms.optimize``; and under bfloat16
 autocast, plain and with weights split in halves.
 """
 
@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from benchmarks import _command, _harness
 from benchmarks._harness import Contender, Report
-from transforms._fuse_step import fuse_update_step
-from transforms._split_weights import split_master_weights
+from fusedoptim import transforms
 
 _TIME_LIMIT = 100  # seconds
 LR = 1e-5  # training goes on for as long as the benchmark does
@@ -53,13 +52,17 @@ class Trainee:
 
     def fused(self) -> Trainee:
         """With our step."""
-        fuse_update_step(self.optimizer)
+        self._optimize()
         return self
+
+    def _optimize(self, **options: Any) -> None:
+        transforms.optimize(
+            self.model, self.optimizer, level="O0", inplace=True, fuse_update_step=True, **options
+        )
 
     def split(self) -> Trainee:
         """With our step and weights in halves."""
-        fuse_update_step(self.optimizer)
-        split_master_weights(self.model, self.optimizer)
+        self._optimize(dtype=torch.bfloat16, split_master_weight_for_bf16=True)
         return self
 
     def step(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedoptim._device import new_state
+from fusedoptim._giving_back import CHUNK, give_back, is_ours_alone
 from fusedoptim._tensors import (
     TRAIL,
     Candidate,
@@ -75,7 +76,7 @@ def split_in_place(param: Tensor) -> Tensor:
     with torch.no_grad():
         if param.dtype == torch.bfloat16:
             return new_state(param, torch.int16).zero_()
-        upper, trail = halves_of(param)
+        upper, trail = halves_of(param, is_ours_alone(param))
         _replace(param, upper)
         return trail
 
@@ -95,27 +96,56 @@ def _replace(param: Tensor, values: Tensor) -> None:
         param.grad = grad.to(values.dtype)
 
 
-def halves_of(values: Tensor) -> tuple[Tensor, Tensor]:
+def halves_of(values: Tensor, is_used_up: bool = False) -> tuple[Tensor, Tensor]:
     """The upper halves, bfloat16, and the lower ones, int16, of float32 values.
 
-    No memory is used but for the results: a model's largest table has a tenth of its weights.
+    No memory is used but for the results; and for those that of the values is given back, if they
+    are used up: a model's largest table has a fifth of its weights.
     """
-    values = _dense(values)
-    upper = torch.empty_like(values, dtype=torch.bfloat16)
-    lower = new_state(values, torch.int16)
-    words = _words(values).view(values.numel(), 2)  # of which the lower comes first
-    _words(lower).copy_(words[:, 0])
-    _words(upper).copy_(words[:, 1])
+    dense = _dense(values)
+    is_used_up &= dense.data_ptr() == values.data_ptr()
+    upper = torch.empty_like(dense, dtype=torch.bfloat16)
+    lower = new_state(dense, torch.int16)
+    pieces = _pieces(dense, lower, upper)
+    done = 0
+    try:
+        for piece, low, high in pieces:
+            words = piece.view(-1, 2)  # of which the lower comes first
+            low.copy_(words[:, 0])
+            high.copy_(words[:, 1])
+            done += 1
+            if is_used_up:
+                give_back(piece)
+    except BaseException:  # an interrupt
+        for piece, low, high in pieces[:done]:
+            _interleave(piece, low, high)
+        raise
     return upper, lower
+
+
+def _pieces(values: Tensor, lower: Tensor, upper: Tensor) -> list[tuple[Tensor, ...]]:
+    """Of as many elements each, as 16-bit words."""
+    return list(
+        zip(
+            torch.split(_words(values), 2 * CHUNK),
+            torch.split(_words(lower), CHUNK),
+            torch.split(_words(upper), CHUNK),
+        )
+    )
+
+
+def _interleave(words: Tensor, lower: Tensor, upper: Tensor) -> None:
+    words = words.view(-1, 2)
+    words[:, 0].copy_(lower)
+    words[:, 1].copy_(upper)
 
 
 def join(param: Tensor, trail: Tensor) -> Tensor:
     """The float32 values of which ``param`` is the upper half and ``trail`` the lower."""
     upper = _dense(param)
     result = torch.empty_like(upper, dtype=torch.float32)
-    words = _words(result).view(result.numel(), 2)
-    words[:, 0].copy_(_words(laid_out_like(upper, trail.to(upper.device))))
-    words[:, 1].copy_(_words(upper))
+    lower = laid_out_like(upper, trail.to(upper.device))
+    _interleave(_words(result), _words(lower), _words(upper))
     return result
 
 

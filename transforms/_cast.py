@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from fusedoptim._giving_back import is_ours_alone
 from transforms import _plain, _residue
 from transforms._fold_batch_norm import CONVOLUTION_KINDS, fold_of
 from transforms._modules import has_computed_tensors, owners, plain_kind
@@ -83,9 +84,15 @@ def _objection(module: nn.Module, dtype: torch.dtype) -> str | None:
     if getattr(module, "max_norm", None) is not None:
         return "renormalizes its weight (max_norm), which 16 bits would wear out"
     most = torch.finfo(dtype).max
-    if any(p.numel() and p.detach().abs().amax() > most for p in _float32(module).values()):
+    if any(p.numel() and _largest(p.detach()) > most for p in _float32(module).values()):
         return f"has weights that overflow {dtype}"
     return None
+
+
+def _largest(values: Tensor) -> float:
+    """The largest magnitude, without memory for all of them."""
+    least, most = values.aminmax()
+    return max(-least.item(), most.item())
 
 
 class _Lowered:
@@ -100,8 +107,9 @@ class _Lowered:
     def lower(self) -> None:
         if self.param.dtype != torch.float32:
             return
-        rounded, self.residue = _residue.split(self.param.data, self._dtype)
+        is_used_up = is_ours_alone(self.param)
         self._grad, self.param.grad = self.param.grad, None
+        rounded, self.residue = _residue.split(self.param.data, self._dtype, is_used_up)
         self.param.data = rounded
 
     def values(self) -> Tensor:
@@ -114,6 +122,7 @@ class _Lowered:
         if self.residue is not None:
             values, self.residue = self.values(), None
             self.param.data = values
+        if self._grad is not None:
             self.param.grad, self._grad = self._grad, None
 
 

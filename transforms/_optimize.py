@@ -224,15 +224,19 @@ def optimize(
     Args:
         model: a module on one device.
         optimizer: of the model's parameters; for training, and only then.
-        dtype: torch.bfloat16 or torch.float16 for the weights of convolutions, Linears and
-            embeddings; run the model under ``torch.autocast`` with it. None or float32: as is.
+        dtype: torch.bfloat16 or, for inference, torch.float16 for the weights of convolutions,
+            Linears and embeddings; run the model under ``torch.autocast`` with it. None or float32:
+            as is.
         level: "O1": all that is safe. "O0": what is asked for, and no more.
-        inplace: rewrite the model and the optimizer themselves, and not copies.
+        inplace: rewrite the model and the optimizer themselves, and not copies. A scheduler made
+            before is that of the given optimizer, so with False a new one is needed.
         conv_bn_folding: in eval mode, fold each BatchNorm into the convolution before it.
         linear_bn_folding: in eval mode, into the Linear before it.
         replace_dropout_with_identity: in eval mode, Dropouts of all kinds.
-        split_master_weight_for_bf16: in training with bfloat16, weights in two halves.
-        fuse_update_step: in training, the optimizer's step in one kernel.
+        split_master_weight_for_bf16: in training with bfloat16, which needs it: weights in two
+            halves, of which the optimizer has the lower ones.
+        fuse_update_step: in training, the optimizer's step in one kernel. None, level "O1": if its
+            class is SGD, Adagrad, Adam, AdamW or a known Lamb.
         auto_channels_last: convolutions' weights in channels_last. None, level "O1": on the CPU,
             if the code of the model does not depend on the layout and, in eval mode with
             a ``sample_input``, if it is faster. True: in any case.
@@ -248,10 +252,14 @@ def optimize(
         the model; with an optimizer, the model and the optimizer.
 
     Raises:
-        TypeError: a scripted, compiled or distributed model, or one that cannot be copied.
+        TypeError: a scripted, compiled or distributed model, or one that cannot be copied; an
+            optimizer for which there is no fused step, if the call needs one.
         ValueError: an unknown level or dtype, a knob of the other mode, training mode without an
-            optimizer or eval mode with one, an optimizer of other parameters, several devices.
-        NotImplementedError: a knob that does not exist here. Nothing was changed then.
+            optimizer or eval mode with one, an optimizer of other parameters, several devices; a
+            model that is optimized for the other mode or with another optimizer.
+        RuntimeError: an optimizer with a step of its own, if the call needs a fused one.
+        NotImplementedError: a knob that does not exist here. Whatever is raised, nothing that was
+            there before the call was changed.
 
     Example:
         >>> import torch
@@ -265,6 +273,19 @@ def optimize(
           (1): FoldedBatchNorm()
           (2): SkippedDropout()
         )
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> pair = transforms.optimize(model.train(), optimizer, dtype=torch.bfloat16)
+        >>> print(transforms.report(pair[0]))
+        Sequential for training
+        pass                          done  left  bytes saved
+        fuse_update_step                 1     0          0 B
+            torch.optim.adamw.AdamW's step is FusedAdamW's: optimizer
+        auto_channels_last               1     0          0 B
+            weight in channels_last: 0
+        split_master_weight_for_bf16     2     2        448 B
+            float32 to bfloat16, lower halves in the optimizer: 0.weight, 0.bias
+            left: 1.weight, 1.bias: float32 still: BatchNorm2d has it
+        kept for restore() and state_dict(): 0 B
 
     Signature and defaults: IPEX 2.8's ``optimize``, whose second argument was the dtype.
     """

@@ -17,7 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 20  # elements
+from fusedoptim._giving_back import CHUNK, give_back
+
+_MOST = torch.iinfo(torch.int16).max
 
 
 class Residue(NamedTuple):
@@ -36,31 +38,50 @@ class Residue(NamedTuple):
         return self.differences.nbytes + self.exceptions.nbytes + self.originals.nbytes
 
 
-def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Residue]:
+def split(values: Tensor, dtype: torch.dtype, is_used_up: bool = False) -> tuple[Tensor, Residue]:
     """``values`` rounded to ``dtype``, and what is lost.
 
     Args:
         values: float32, of any strides; overlapping ones are laid out anew.
         dtype: bfloat16 or float16.
+        is_used_up: give the memory of the values back, if they need not be laid out anew.
     """
-    dense = torch.empty_like(values)
-    if dense.stride() != values.stride():
-        values = dense.copy_(values)
+    if torch.empty_like(values, device="meta").stride() != values.stride():
+        values, is_used_up = torch.empty_like(values).copy_(values), False
     rounded = torch.empty_like(values, dtype=dtype)
     differences = torch.empty_like(values, dtype=torch.int16)
     exceptions, originals = [], []
-    start = 0
-    for exact, low, difference in zip(*_chunks(values, rounded, differences)):
-        low.copy_(exact)
-        distance = exact.view(torch.int32) - low.float().view(torch.int32)
-        difference.copy_(distance)  # wraps where it does not fit
-        (where,) = (difference != distance).nonzero(as_tuple=True)
-        exceptions.append(where + start)
-        originals.append(exact[where])
-        start += exact.numel()
+    # The same for each piece: one of its own each would leave a heap full of holes.
+    buffers = [
+        torch.empty(CHUNK, dtype=kind, device=values.device)
+        for kind in (torch.int32, torch.bool, torch.bool)
+    ]
+    pieces = list(zip(*_chunks(values, rounded, differences)))
+    done = 0
+    try:
+        for exact, low, difference in pieces:
+            low.copy_(exact)
+            distance, is_over, is_under = (buffer[: exact.numel()] for buffer in buffers)
+            distance.view(torch.float32).copy_(low)
+            torch.sub(exact.view(torch.int32), distance, out=distance)
+            difference.copy_(distance)  # wraps where it does not fit
+            torch.gt(distance, _MOST, out=is_over)
+            torch.lt(distance, -_MOST - 1, out=is_under)
+            (where,) = is_over.logical_or_(is_under).nonzero(as_tuple=True)
+            exceptions.append(where)
+            originals.append(exact[where])
+            done += 1
+            if is_used_up:
+                give_back(exact)
+    except BaseException:  # an interrupt
+        for (exact, low, difference), where, original in zip(pieces[:done], exceptions, originals):
+            exact.view(torch.int32).copy_(low.float().view(torch.int32) + difference)
+            exact[where] = original
+        raise
     none = values.new_empty(0)
+    places = [where + i * CHUNK for i, where in enumerate(exceptions)]
     return rounded, Residue(
-        differences, torch.cat([none.long(), *exceptions]), torch.cat([none, *originals])
+        differences, torch.cat([none.long(), *places]), torch.cat([none, *originals])
     )
 
 
@@ -86,7 +107,7 @@ def join(rounded: Tensor, residue: Residue) -> Tensor:
 
 def _chunks(*tensors: Tensor) -> list[Sequence[Tensor]]:
     """Each tensor's memory in pieces, so that what is computed of one needs little more."""
-    return [torch.split(_in_memory_order(tensor), _CHUNK) for tensor in tensors]
+    return [torch.split(_in_memory_order(tensor), CHUNK) for tensor in tensors]
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

@@ -62,6 +62,10 @@ def test_calls() -> None:
     model, optimizer = _pair()
     ipex.optimize(model, optimizer=optimizer)
     ipex.optimize(model, optimizer)
+    _, its = ipex.optimize(model, optimizer=optimizer, dtype=torch.bfloat16)
+    fused: Any = ipex.optimize(model, optimizer)[1]
+    assert its.fused is fused.fused is True  # type: ignore[attr-defined]
+    assert fused._original_step.__func__ is torch.optim.SGD.step
     model.eval()
     for dtype in (None, torch.float32, torch.bfloat16, torch.float16):
         optimized = ipex.optimize(model, dtype=dtype)
@@ -69,6 +73,12 @@ def test_calls() -> None:
         ipex.restore(optimized)
     ipex.enable_auto_channels_last()
     ipex.disable_auto_channels_last()
+
+
+def _without_fused_step(asked: bool | None) -> nn.Module:
+    model = make()
+    optimizer = torch.optim.RMSprop(model.parameters())
+    return ipex.optimize(model, optimizer, fuse_update_step=asked)[0]
 
 
 DIFFERENT: dict[str, tuple[type[Exception], Callable[[], object]]] = {
@@ -80,6 +90,11 @@ DIFFERENT: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     "unknown `level": (ValueError, lambda: ipex.optimize(make().eval(), level="O3")),
     "unknown `dtype": (ValueError, lambda: ipex.optimize(make().eval(), dtype=torch.int8)),
     "optimizer of another model": (ValueError, lambda: ipex.optimize(make(), _pair()[1])),
+    "optimizer without a fused step": (TypeError, lambda: _without_fused_step(True)),
+    "training with `torch.bfloat16` at level O0": (
+        ValueError,
+        lambda: ipex.optimize(*_pair(), dtype=torch.bfloat16, level="O0"),
+    ),
     "training with `torch.float16": (
         ValueError,
         lambda: ipex.optimize(*_pair(), dtype=torch.float16),
@@ -109,3 +124,23 @@ def test_folded_model() -> None:
 
 def test_channels_last_and_level_0() -> None:
     assert ipex.report(ipex.optimize(make().eval(), level="O0")).passes == {}
+
+
+def test_what_stays_in_training() -> None:
+    """Rows of the page; tests/transforms/test_distributed.py has DDP and FSDP."""
+    assert "no fused step" in str(ipex.report(_without_fused_step(None)))
+    model, optimizer = _pair()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    seen: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append("step"))
+    optimizer.extra = "kept"  # type: ignore[attr-defined]
+    new, its = ipex.optimize(model, optimizer, dtype=torch.bfloat16)
+    ipex.optimize(model, optimizer, inplace=True)
+    its.step()
+    optimizer.step()
+    scheduler.step()
+    assert seen == ["step", "step"]
+    assert its.extra == "kept"  # type: ignore[attr-defined]
+    assert optimizer.param_groups[0]["lr"] < its.param_groups[0]["lr"]
+    with pytest.raises(RuntimeError, match=r"torch\.autocast"):
+        new(torch.randn(2, 3, 8, 8))

@@ -525,6 +525,15 @@ def test_channels_last_in_three_dimensions_and_transposed(channels: int) -> None
     assert_right(optimized, model, torch.randn(2, channels, 6, 6, 6))
 
 
+def test_channels_last_of_a_shared_weight() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)).eval()
+    model[1].weight = model[0].weight
+    strides = model[0].weight.stride()
+    optimized = transforms.optimize(model)
+    assert optimized[1].weight.is_contiguous(memory_format=torch.channels_last)
+    assert transforms.restore(optimized)[1].weight.stride() == strides
+
+
 def test_weight_shared_with_what_stays_float32() -> None:
     linear = nn.Linear(6, 6)
     model = nn.Sequential(linear, _Mine(linear)).eval()

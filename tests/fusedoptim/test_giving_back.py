@@ -1,0 +1,158 @@
+"""Memory given back while values are converted: only if nobody sees it, and never a value lost."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusedoptim import _giving_back, _split, allocator
+from fusedoptim._giving_back import CHUNK, give_back, is_ours_alone
+from transforms import _residue
+
+SHAPE = (3, CHUNK + 100)
+
+
+def _param() -> nn.Parameter:
+    return nn.Parameter(torch.randn(SHAPE))
+
+
+def test_alone() -> None:
+    param = _param()
+    assert is_ours_alone(param)
+    assert is_ours_alone(param)
+    param.sum().backward()
+    assert is_ours_alone(param)
+
+
+HOLDERS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "detached": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "view": lambda p: p[1],
+    "state_dict": lambda p: nn.ParameterDict({"p": p}).state_dict(),
+    "storage": lambda p: p.untyped_storage(),
+    "numpy": lambda p: p.detach().numpy(),
+    "dlpack": lambda p: p.detach().__dlpack__(),
+    "graph": lambda p: (p.detach().requires_grad_() * torch.ones(SHAPE, requires_grad=True)).sum(),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_held_by(holder: str) -> None:
+    param = _param()
+    held = HOLDERS[holder](param)
+    assert not is_ours_alone(param)
+    del held
+    gc.collect()
+    assert is_ours_alone(param) or holder == "numpy"  # torch does not forget that one
+
+
+OTHERS: dict[str, Callable[[Path], Tensor]] = {
+    "numpy's": lambda _: torch.from_numpy(np.zeros(SHAPE, np.float32)),
+    "a buffer's": lambda _: torch.frombuffer(bytearray(8 * CHUNK), dtype=torch.float32),
+    "a file's": lambda path: torch.from_file(
+        str(path / "file"), shared=True, size=2 * CHUNK, dtype=torch.float32
+    ),
+    "shared": lambda _: torch.zeros(SHAPE).share_memory_(),
+    "the pool's": lambda _: allocator.default_pool("cpu").zeros(SHAPE, torch.float32),
+    "part of another's": lambda _: torch.zeros(2, *SHAPE)[0],
+    "small": lambda _: torch.zeros(100),
+    "on no device": lambda _: torch.zeros(SHAPE, device="meta"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_memory_of_others(other: str, tmp_path: Path) -> None:
+    assert not is_ours_alone(OTHERS[other](tmp_path))
+
+
+def test_without_torchs_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not public: it may go."""
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    _giving_back._madvise.cache_clear()
+    assert not is_ours_alone(_param())
+    monkeypatch.undo()
+    _giving_back._madvise.cache_clear()
+    assert is_ours_alone(_param())
+
+
+def test_the_neighbours_stay() -> None:
+    values = torch.ones(CHUNK)
+    give_back(values[1000:-1000])
+    assert values[:1000].eq(1).all()
+    assert values[-1000:].eq(1).all()
+    values.fill_(2)  # it is memory still
+    assert values.eq(2).all()
+
+
+def _residues_inverse(halves: Any) -> Tensor:
+    return _residue.join(*halves)
+
+
+CONVERSIONS: dict[str, tuple[Callable[[Tensor, bool], Any], Callable[[Any], Tensor]]] = {
+    "halves": (_split.halves_of, lambda halves: _split.join(*halves)),
+    "bfloat16": (lambda v, u: _residue.split(v, torch.bfloat16, u), _residues_inverse),
+    "float16": (lambda v, u: _residue.split(v, torch.float16, u), _residues_inverse),
+}
+each_conversion = pytest.mark.parametrize("conversion", CONVERSIONS)
+
+
+def _odd_values() -> Tensor:
+    """With those that no residue of 16 bits can hold."""
+    values = torch.randn(SHAPE)
+    values[:, ::1000] = torch.tensor(1 + 2.0**-8)  # halfway between two of bfloat16
+    values[:, 7::1000] = 1e-7
+    values[:, 9::1000] = float("inf")
+    return values
+
+
+@each_conversion
+@pytest.mark.parametrize("is_used_up", [False, True])
+def test_right(conversion: str, is_used_up: bool) -> None:
+    convert, inverse = CONVERSIONS[conversion]
+    values = _odd_values()
+    expected = values.clone()
+    result = convert(values, is_used_up)
+    assert torch.equal(inverse(result), expected)
+    assert torch.equal(values, expected) != is_used_up
+
+
+@each_conversion
+def test_interrupted(conversion: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the values are back."""
+    convert, _ = CONVERSIONS[conversion]
+    values = _odd_values()
+    expected = values.clone()
+    pieces: list[Tensor] = []
+
+    def interrupted(piece: Tensor) -> None:
+        give_back(piece)
+        pieces.append(piece)
+        if len(pieces) == 2:
+            raise KeyboardInterrupt
+
+    for module in ("fusedoptim._split", "transforms._residue"):
+        monkeypatch.setattr(f"{module}.give_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(values, True)
+    assert torch.equal(values, expected)
+    assert values.numel() > 2 * CHUNK
+
+
+@each_conversion
+def test_layouts(conversion: str) -> None:
+    convert, inverse = CONVERSIONS[conversion]
+    for values in (
+        torch.randn(SHAPE).t(),
+        torch.randn(2, 3, 300, 300).to(memory_format=torch.channels_last),
+        torch.randn(SHAPE)[:, ::2],
+        torch.randn(1, SHAPE[1]).expand(SHAPE),
+    ):
+        expected = values.clone()
+        assert torch.equal(inverse(convert(values, True)), expected)
