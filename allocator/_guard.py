@@ -205,7 +205,7 @@ class Guard(Hook):
             if is_outermost:
                 pool._drain()
                 _wait(pool)
-                for allocation in pool._store.in_use.values():
+                for allocation in list(pool._store.in_use.values()):  # a finalizer may add some
                     self._look_around(allocation)
                 for _, _, allocation in self._quarantine:
                     self._look_inside(allocation)

@@ -8,16 +8,14 @@ import gc
 import os
 import pickle
 import random
-import signal
-import sys
 import threading
-import time
 from typing import Any
 
 import pytest
 import torch
 
 from allocator import Budget, Hook, OutOfMemoryError, Pool
+from tests.allocator.interrupts import interrupted
 from tests.allocator.test_faults import FaultyDriver, check
 from tests.conftest import SEED
 
@@ -363,38 +361,19 @@ def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.Mon
     assert budget.used == 0
 
 
-def test_interrupts(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts(pool: Pool) -> None:
     """Wherever KeyboardInterrupt comes, the budget has its bytes back in the end."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)  # one of Memory.__del__
+    held: list[Any] = []
 
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
+    def step(choose: random.Random) -> None:
+        held.append(pool.allocate(choose.choice([8, 100, 5000])))
+        if len(held) > 20:
+            held.pop(choose.randrange(20))
 
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    choose, held, interrupts = random.Random(SEED), [], 0
-    gc.freeze()
-    budget = pool.budget(MIB)
-    try:
-        end = time.monotonic() + 2
-        with budget:
-            while time.monotonic() < end:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, choose.random() * 2e-3, 0.01)
-                    while True:
-                        held.append(pool.allocate(choose.choice([8, 100, 5000])))
-                        if len(held) > 20:
-                            held.pop(choose.randrange(20))
-                except KeyboardInterrupt:
-                    interrupts += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        gc.unfreeze()
-    assert interrupts > 100
-    held.clear()
-    gc.collect()
+    with pool.budget(MIB) as budget:
+        assert interrupted(step, 2, 2e-3) > 100
+        held.clear()
+        gc.collect()
     assert pool.memory_allocated() == 0
     assert budget.used == 0
     assert budget.peak <= MIB

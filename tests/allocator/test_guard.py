@@ -7,12 +7,10 @@ import gc
 import os
 import pickle
 import random
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +23,7 @@ from allocator import empty as current_empty
 from allocator._blocks import Heap
 from allocator._exports import _DELETER, Export
 from allocator._guard import IN_REDZONE, ON_ALLOCATION, ON_RELEASE, QUARANTINE, REDZONE
+from tests.allocator.interrupts import interrupted
 from tests.allocator.test_faults import FaultyDriver, check
 from tests.conftest import SEED
 
@@ -454,33 +453,17 @@ class TestNoFalseAlarm:
         pool.trim()
         assert pool.memory_reserved() == 0
 
-    def test_interrupts(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
-
-        def interrupt(number: int, frame: Any) -> None:
-            raise KeyboardInterrupt
-
-        previous = signal.signal(signal.SIGALRM, interrupt)
-        choose, held, interrupts = random.Random(SEED), [], 0
-        gc.freeze()
+    def test_interrupts(self, pool: Pool) -> None:
+        held: list[Any] = []
+        assert pool._guard is not None
         pool._guard.room = 100 * KIB
-        try:
-            end = time.monotonic() + 3
-            while time.monotonic() < end:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, choose.random() * 3e-3, 0.01)
-                    while True:
-                        held.append(pool.empty(choose.choice([8, 100, 5000])))
-                        if len(held) > 20:
-                            held.pop(choose.randrange(20))
-                except KeyboardInterrupt:
-                    interrupts += 1
-        finally:
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
-            gc.unfreeze()
-        assert interrupts > 100
+
+        def step(choose: random.Random) -> None:
+            held.append(pool.empty(choose.choice([8, 100, 5000])))
+            if len(held) > 20:
+                held.pop(choose.randrange(20))
+
+        assert interrupted(step, 3, 3e-3) > 100
         held.clear()
         gc.collect()
         pool.check()

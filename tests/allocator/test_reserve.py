@@ -8,10 +8,7 @@ import contextvars
 import gc
 import os
 import random
-import signal
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +16,7 @@ import pytest
 
 from allocator import OutOfMemoryError, Pool, Reservation
 from allocator._blocks import Heap
+from tests.allocator.interrupts import interrupted
 from tests.allocator.test_faults import FaultyDriver, check
 from tests.conftest import SEED
 
@@ -348,37 +346,17 @@ def test_many_threads(pool: Pool, driver: FaultyDriver) -> None:
     check(pool, driver)
 
 
-def test_interrupts(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts(pool: Pool) -> None:
     """An interrupt in a call of the pool costs no reservation, and none stays behind."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
 
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
+    def step(choose: random.Random) -> None:
+        with pool.reserve(MIB):
+            kept = [pool.allocate(choose.randrange(1, 8 * KIB)) for _ in range(3)]
+            del kept
 
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    choose, interrupts, lasting = random.Random(SEED), 0, pool.reserve(MIB)
-    gc.freeze()
-    try:
-        end = time.monotonic() + 2
-        with lasting:
-            while time.monotonic() < end:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, choose.random() * 1e-3, 0.01)
-                    while True:
-                        with contextlib.suppress(RuntimeError), pool.reserve(MIB):
-                            kept = [pool.allocate(choose.randrange(1, 8 * KIB)) for _ in range(3)]
-                            del kept
-                except KeyboardInterrupt:
-                    interrupts += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            assert lasting.left > 0
-    finally:
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        gc.unfreeze()
-    assert interrupts > 100
-    gc.collect()
+    with pool.reserve(MIB) as lasting:
+        assert interrupted(step, 2, 1e-3) > 100
+        assert lasting.left > 0
     assert held_blocks(pool) == 0
     pool.trim()
     assert pool.memory_reserved() == 0
