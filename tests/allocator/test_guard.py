@@ -278,7 +278,7 @@ class TestNoFalseAlarm:
         for n in (1, 100, 300_000):
             x = pool.full(n, 1.0)
             y = torch.from_dlpack(pool.array(n)).fill_(2)
-            z = numpy.from_dlpack(pool.array(n, "int32"))
+            z = numpy.asarray(pool.array(n, "int32"))
             z[:] = 3
             memory = pool.allocate(n)
             memory.copy_from_host(bytes(n))

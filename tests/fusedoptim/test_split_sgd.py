@@ -247,7 +247,7 @@ class TestStep:
             assert_same_state(optimizer, state)
 
     def test_four_bytes_a_weight(self) -> None:
-        p = Parameter(torch.randn(1000))
+        p = Parameter(torch.randn(1009))  # a shape of no other test's tensors
         optimizer = SplitSGD([p], lr=0.1)
         p.grad = torch.ones_like(p)
         optimizer.step()
