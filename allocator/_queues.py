@@ -32,7 +32,8 @@ def queue(device: str = "cpu") -> Any:
     """The in-order SYCL queue of ``device``, the same object at every call.
 
     Args:
-        device: a SYCL filter string such as "cpu", "gpu" or "level_zero:gpu:1".
+        device: a SYCL filter string such as "cpu", "gpu" or "level_zero:gpu:1". Where several
+            drivers serve the "cpu", it is Intel's.
 
     Returns:
         a ``dpctl.SyclQueue``.
@@ -108,7 +109,7 @@ def _new_queue(device: str) -> Any:
     limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
     with cpu_driver_registered():
         try:
-            found = dpctl.SyclDevice(device)
+            found = _found(device)
         except (ValueError, dpctl.SyclDeviceCreationError) as error:
             present = ", ".join(d.filter_string for d in dpctl.get_devices()) or "none"
             hint = _INSTALL_HINT["gpu" if "gpu" in device else "cpu"]
@@ -118,6 +119,21 @@ def _new_queue(device: str) -> Any:
                 f"no SYCL driver serves the device {device!r} (devices found: {present}); {hint}"
             ) from error
         return dpctl.SyclQueue(found, property="in_order")
+
+
+def _found(device: str) -> Any:
+    """The device of a filter string; of several CPU drivers, Intel's.
+
+    SYCL may rank another OpenCL driver of the system higher, such as PoCL, which does not build
+    the kernels (seen: PoCL 5.0).
+    """
+    dpctl = load_dpctl()
+    found = dpctl.SyclDevice(device)
+    if device == "cpu":
+        drivers = dpctl.get_devices(device_type="cpu")
+        intels = [other for other in drivers if "Intel" in other.sycl_platform.name]
+        return next(iter(intels), found)
+    return found
 
 
 def _check_one_sycl_runtime() -> None:

@@ -59,11 +59,7 @@ class Kernel:
             )
         self.queue = queue
         self.module = module
-        program = load_dpctl().program
-        # dpctl 0.22 renamed the function.
-        build = getattr(program, "create_kernel_bundle_from_spirv", None)
-        bundle = (build or program.create_program_from_spirv)(queue, module.spirv, "")
-        self.handle = bundle.get_sycl_kernel(module.name)
+        self.handle = _build(queue, module)
         self.on_host = device.is_cpu
         self.shape = _LAUNCH_SHAPES["cpu" if self.on_host else "gpu"]
         wide, narrow = "d", "f4x"  # a float32 takes the first half of its word
@@ -78,6 +74,23 @@ class Kernel:
     def in_order(self, values: Mapping[str, float]) -> tuple[float, ...]:
         """The head's values in the order of the kernel's arguments."""
         return tuple([values[name] for name in self._head_names])
+
+
+def _build(queue: Any, module: Module) -> Any:
+    """The kernel of ``module``, compiled by the device's driver."""
+    program = load_dpctl().program
+    # dpctl 0.22 renamed the function.
+    build = getattr(program, "create_kernel_bundle_from_spirv", None)
+    try:
+        bundle = (build or program.create_program_from_spirv)(queue, module.spirv, "")
+    except program.SyclProgramCompilationError as error:
+        device = queue.sycl_device
+        raise RuntimeError(
+            f"the driver of {device.name} ({device.sycl_platform.name}, version "
+            f"{device.driver_version}) cannot build the kernel {module.name}; kernels are for "
+            "Intel's drivers: pip install intel-opencl-rt, or update the GPU driver"
+        ) from error
+    return bundle.get_sycl_kernel(module.name)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import zlib
@@ -14,6 +15,15 @@ SEED = int(os.environ.get("FUSEDOPTIM_TEST_SEED", secrets.randbelow(2**31)))
 
 def pytest_report_header() -> str:
     return f"random inputs: FUSEDOPTIM_TEST_SEED={SEED}"
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported out of the garbage collector's sight.
+
+    Many tests collect, and the 400,000 objects of torch and the tests took 0.3 s each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

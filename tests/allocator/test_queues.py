@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +44,18 @@ def test_threads_get_the_same_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_device() -> None:
     with pytest.raises(allocator.DeviceNotFoundError, match=r"'level_zero:gpu:7'.*apt install"):
         allocator.queue("level_zero:gpu:7")
+
+
+@pytest.mark.parametrize("names", [["Portable Computing Language", "Intel(R) OpenCL"], ["Other"]])
+def test_another_cpu_driver_ranks_higher(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of devices stands for a system with PoCL, where this was seen."""
+    devices = [SimpleNamespace(sycl_platform=SimpleNamespace(name=name)) for name in names]
+    dpctl = SimpleNamespace(
+        SyclDevice=lambda device: devices[0], get_devices=lambda device_type: devices
+    )
+    monkeypatch.setattr(_queues, "load_dpctl", lambda: dpctl)
+    assert _queues._found("cpu") is devices[-1]
+    assert _queues._found("opencl:cpu:0") is devices[0]
 
 
 def test_fresh_process_finds_the_cpu_without_help() -> None:
