@@ -88,7 +88,8 @@ def _build(queue: Any, module: Module) -> Any:
         raise RuntimeError(
             f"the driver of {device.name} ({device.sycl_platform.name}, version "
             f"{device.driver_version}) cannot build the kernel {module.name}; kernels are for "
-            "Intel's drivers: pip install intel-opencl-rt, or update the GPU driver"
+            "Intel's drivers: pip install intel-opencl-rt and unset OCL_ICD_FILENAMES, or update "
+            "the GPU driver"
         ) from error
     return bundle.get_sycl_kernel(module.name)
 
