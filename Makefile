@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JIT := .venv-jit/bin
 
-.PHONY: demo convergence test test-jit check kernels kernels-verify kernels-validate bench clean
+.PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench clean
 
 demo: .venv/installed  ## train a network on real data with torch's SGD and with ours
 	$(BIN)/python examples/digits.py
@@ -23,6 +23,10 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/python -m fusedoptim.kernels check
 	$(BIN)/python -m benchmarks.traffic check
+	$(BIN)/python -m tools.reference check
+
+docs: .venv/installed  ## build docs/reference/ from the docstrings
+	$(BIN)/python -m tools.reference build
 
 kernels: .venv-jit/installed  ## compile fusedoptim/kernels/ to fusedoptim/spirv/
 	$(JIT)/python -m fusedoptim.kernels build

@@ -40,7 +40,7 @@ class Candidate(NamedTuple):
 class Advice:
     """How much memory a trace needs, and what a pool would take for it.
 
-    It prints as a table, in a terminal and in a notebook.
+    Made by :func:`advise`. It prints as a table, in a terminal and in a notebook.
     """
 
     tried: tuple[Candidate, ...]

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class Allocation:
-    """Memory in use, until the pool has it back."""
+    """Memory in use, until the pool has it back.
+
+    Made by :class:`Pool`, whose hooks see it.
+    """
 
     __slots__ = (
         "address",
@@ -38,6 +41,7 @@ class Allocation:
         self.heap: Heap | None = None
         """that the block is of; None if the driver gave the memory for this allocation alone."""
         self.block: Block | None = None
+        """that it has of the heap."""
         self.handle: Any = None
         """the driver's, where there is no block."""
         self.queues: list[Any] = []
@@ -78,7 +82,12 @@ class Allocation:
         return f"{frame['filename']}:{frame['line']}({frame['name']})"
 
     def note(self, key: Any, value: Any) -> None:
-        """Keep ``value`` for the hook ``key``."""
+        """Keep something for a hook until the release.
+
+        Args:
+            key: that the hook finds it by in :attr:`notes`, such as itself.
+            value: what is kept.
+        """
         if self.notes is None:
             self.notes = {}
         self.notes[key] = value

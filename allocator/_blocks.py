@@ -51,7 +51,15 @@ class Upstream(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """The constants of the policy, in bytes where nothing else is said."""
+    """The constants of the policy, in bytes where nothing else is said.
+
+    Example:
+        >>> from allocator import Pool
+        >>> pool = Pool("cpu", rules=Rules(slack=0))
+        >>> x = pool.empty(1000)
+        >>> pool.memory_reserved()
+        2097152
+    """
 
     rounding: int = 512
     """Block sizes and offsets are multiples of it."""

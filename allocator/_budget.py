@@ -33,6 +33,8 @@ class Budget(Hook):
     and after it. Of nested budgets all are charged. Other threads and tasks are not, unless they
     were started in the block with its context, as asyncio starts tasks.
 
+    Made by :meth:`Pool.budget`.
+
     Example:
         >>> from allocator import Pool
         >>> pool = Pool("cpu")

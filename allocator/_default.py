@@ -46,6 +46,12 @@ def default_pool(device: Any = "cpu", kind: str = "device") -> Pool:
 def named_pool(name: str, device: Any = "cpu", kind: str = "device", **options: Any) -> Pool:
     """The pool of this name, made at the first call with the other arguments.
 
+    Args:
+        name: of the pool, in reports too.
+        device: a SYCL filter string such as "cpu" or "gpu", or a ``dpctl.SyclQueue``.
+        kind: "device", "shared" or "host".
+        options: what else :class:`Pool` takes.
+
     Raises:
         ValueError: it exists, and is of another device or kind, or options are given again.
 
@@ -72,6 +78,9 @@ def named_pool(name: str, device: Any = "cpu", kind: str = "device", **options: 
 def current_pool(device: Any = "cpu") -> Pool:
     """The pool of the innermost ``with pool:`` of this device, else the default one.
 
+    Args:
+        device: a SYCL filter string such as "cpu" or "gpu", or a ``dpctl.SyclQueue``.
+
     Example:
         >>> with named_pool("activations") as pool:
         ...     current_pool() is pool
@@ -85,19 +94,50 @@ def current_pool(device: Any = "cpu") -> Pool:
 
 
 def empty(shape: Any, dtype: torch.dtype | None = None, device: Any = "cpu") -> torch.Tensor:
-    """A torch tensor of the current pool; see :meth:`Pool.empty`."""
+    """A torch tensor of the current pool, with whatever values are there; see :meth:`Pool.empty`.
+
+    Args:
+        shape: an integer or a sequence of them.
+        dtype: torch's default dtype if None.
+        device: as :func:`current_pool` takes it.
+
+    Example:
+        >>> empty((2, 3)).shape
+        torch.Size([2, 3])
+    """
     return current_pool(device).empty(shape, dtype)
 
 
 def zeros(shape: Any, dtype: torch.dtype | None = None, device: Any = "cpu") -> torch.Tensor:
-    """A torch tensor of zeros of the current pool."""
+    """A torch tensor of zeros of the current pool; see :meth:`Pool.zeros`.
+
+    Args:
+        shape: an integer or a sequence of them.
+        dtype: torch's default dtype if None.
+        device: as :func:`current_pool` takes it.
+
+    Example:
+        >>> zeros(3)
+        tensor([0., 0., 0.])
+    """
     return current_pool(device).zeros(shape, dtype)
 
 
 def full(
     shape: Any, value: Any, dtype: torch.dtype | None = None, device: Any = "cpu"
 ) -> torch.Tensor:
-    """A torch tensor of the current pool, whose elements are ``value``."""
+    """A torch tensor of the current pool, whose elements are one value; see :meth:`Pool.full`.
+
+    Args:
+        shape: an integer or a sequence of them.
+        value: a number.
+        dtype: by the kind of ``value`` if None, as ``torch.full`` has it.
+        device: as :func:`current_pool` takes it.
+
+    Example:
+        >>> full(3, 7)
+        tensor([7, 7, 7])
+    """
     return current_pool(device).full(shape, value, dtype)
 
 

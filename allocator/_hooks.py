@@ -31,20 +31,55 @@ class Hook:
     """
 
     def before_allocate(self, pool: Pool, nbytes: int) -> None:
-        """So many bytes are asked for; raise to refuse them."""
+        """So many bytes are asked for; raise to refuse them.
+
+        Args:
+            pool: that is asked.
+            nbytes: asked for.
+        """
 
     def allocated(self, pool: Pool, allocation: Allocation) -> None:
-        """They were found. If this raises, they go back, and the caller gets the error."""
+        """They were found. If this raises, they go back, and the caller gets the error.
+
+        Args:
+            pool: that was asked.
+            allocation: what it found.
+        """
 
     def released(self, pool: Pool, allocation: Allocation) -> None:
-        """Memory came back. An error here is reported through :data:`sys.unraisablehook`."""
+        """Memory came back. An error here is reported through :data:`sys.unraisablehook`.
+
+        Args:
+            pool: that has it back.
+            allocation: that is over; its fields are as they were.
+        """
 
     def grown(self, pool: Pool, address: int, nbytes: int) -> None:
-        """The driver gave a segment."""
+        """The driver gave a segment.
+
+        Args:
+            pool: that asked for it.
+            address: of its first byte.
+            nbytes: of it.
+        """
 
     def shrunk(self, pool: Pool, address: int, nbytes: int) -> None:
-        """The driver got a segment back."""
+        """The driver got a segment back.
+
+        Args:
+            pool: that had it.
+            address: of its first byte.
+            nbytes: of it.
+        """
 
     def out_of_memory(self, pool: Pool, nbytes: int) -> bool:
-        """So many bytes cannot be had; drop something and return True for another try."""
+        """So many bytes cannot be had; drop something and return True for another try.
+
+        Args:
+            pool: that has no room.
+            nbytes: asked for.
+
+        Returns:
+            whether to try again.
+        """
         return False

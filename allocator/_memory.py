@@ -44,6 +44,8 @@ class Memory:
     torch, numpy, dpnp and dpctl take it without a copy: it has ``__dlpack__``,
     ``__sycl_usm_array_interface__`` and, where Python can read the memory, the buffer protocol.
 
+    Made by :meth:`Pool.allocate`.
+
     Example:
         >>> from allocator import Pool
         >>> memory = Pool("cpu").allocate(4096)
@@ -64,6 +66,7 @@ class Memory:
         "pool",
     )
     is_read_only = False
+    """never; :func:`from_dlpack` may lend memory that is."""
 
     def __init__(self, pool: Pool, allocation: Allocation) -> None:
         self.pool = pool
@@ -216,6 +219,8 @@ class Array:
     It computes nothing: ``torch.from_dlpack``, ``numpy.from_dlpack`` and ``dpctl.tensor.asarray``
     take it without a copy, and ``dpnp.asarray`` what the last one gives; by itself that copies. It
     has the buffer protocol where Python can read the memory and numpy has such an element type.
+
+    Made by :meth:`Pool.array`, :meth:`Memory.array` and :func:`from_dlpack`.
     """
 
     __slots__ = ("address", "dtype", "is_read_only", "memory", "shape", "strides")

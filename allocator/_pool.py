@@ -205,7 +205,12 @@ class Pool(Reports):
             raise
 
     def zeros(self, shape: Any, dtype: torch.dtype | None = None) -> Tensor:
-        """A torch tensor of zeros; see :meth:`empty`."""
+        """A torch tensor of zeros; see :meth:`empty`.
+
+        Args:
+            shape: an integer or a sequence of them.
+            dtype: torch's default dtype if None.
+        """
         return self.empty(shape, dtype).zero_()
 
     def full(self, shape: Any, value: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -213,13 +218,23 @@ class Pool(Reports):
 
         The dtype is that of ``torch.full``: the default one for floats, int64 and bool for
         Python's integers and booleans.
+
+        Args:
+            shape: an integer or a sequence of them.
+            value: a number.
+            dtype: of the tensor.
         """
         if dtype is None:
             dtype = self._torch().full((), value).dtype
         return self.empty(shape, dtype).fill_(value)
 
     def empty_strided(self, shape: Any, strides: Any, dtype: torch.dtype | None = None) -> Tensor:
-        """A torch tensor with these strides, in elements; see :meth:`empty`.
+        """A torch tensor with given strides; see :meth:`empty`.
+
+        Args:
+            shape: an integer or a sequence of them.
+            strides: in elements, one for each dimension.
+            dtype: torch's default dtype if None.
 
         Raises:
             ValueError: elements would share memory, or a stride is negative.
@@ -228,12 +243,22 @@ class Pool(Reports):
         return self._strided_tensor(sizes, as_strides(strides, sizes), dtype)
 
     def empty_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A torch tensor of the shape and, where it is dense, the layout of ``tensor``."""
+        """A torch tensor of the shape and, where it is dense, the layout of another.
+
+        Args:
+            tensor: the other, on any device.
+            dtype: that of ``tensor`` if None.
+        """
         like = self._torch().empty_like(tensor, device="meta")  # torch's own rule for the strides
         return self._strided_tensor(tuple(like.shape), like.stride(), dtype or tensor.dtype)
 
     def zeros_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A torch tensor of zeros of the shape and layout of ``tensor``."""
+        """A torch tensor of zeros of the shape and layout of another; see :meth:`empty_like`.
+
+        Args:
+            tensor: the other, on any device.
+            dtype: that of ``tensor`` if None.
+        """
         return self.empty_like(tensor, dtype).zero_()
 
     # ------------------------------------------------------------------ memory and arrays
@@ -305,6 +330,10 @@ class Pool(Reports):
 
         A limit below what is in use is accepted: new allocations fail until enough was released.
 
+        Args:
+            limit: bytes, as 4096 or "64MiB".
+            fraction: of the device's memory, above 0 and at most 1.
+
         Raises:
             ValueError: both are given, the limit is negative, or the fraction not in (0, 1]; or
                 the pool has ``stable_addresses``, which are its limit.
@@ -320,7 +349,10 @@ class Pool(Reports):
             self._give_back_free(allowed)
 
     def trim(self, target: int | str = 0) -> int:
-        """Give free segments back until the driver's share is at most ``target`` bytes.
+        """Give free segments back until the pool holds at most so much of the driver's memory.
+
+        Args:
+            target: bytes, as 4096 or "64MiB"; what is in use stays, whatever the target.
 
         Returns:
             the bytes given back.
@@ -370,7 +402,10 @@ class Pool(Reports):
         return Reservation(self, nbytes)
 
     def offset_of(self, memory: Any) -> int:
-        """Bytes from the start of the arena to a tensor's memory, an array's or :class:`Memory`.
+        """Bytes from the start of the arena to the first one of some memory.
+
+        Args:
+            memory: a tensor of this pool, an array or :class:`Memory`.
 
         Raises:
             ValueError: the pool has no ``stable_addresses``, or the memory is not of this pool.
@@ -423,7 +458,11 @@ class Pool(Reports):
 
     @contextlib.contextmanager
     def hook(self, hook: Hook) -> Iterator[Hook]:
-        """Tell ``hook`` of what the pool does, in the block."""
+        """Tell a hook of what the pool does, in the ``with`` block.
+
+        Args:
+            hook: an object with the methods of :class:`Hook`.
+        """
         self.add_hook(hook)
         try:
             yield hook
@@ -431,7 +470,11 @@ class Pool(Reports):
             self.remove_hook(hook)
 
     def add_hook(self, hook: Hook) -> None:
-        """Tell ``hook`` of what the pool does from now on."""
+        """Tell a hook of what the pool does from now on.
+
+        Args:
+            hook: an object with the methods of :class:`Hook`.
+        """
         with self._lock, self._section as is_outermost:
             self._shelves_by_dtype.clear()  # tensors that come back are no longer given unseen
             if is_outermost:
@@ -439,7 +482,11 @@ class Pool(Reports):
             self._hooks = (*self._hooks, hook)
 
     def remove_hook(self, hook: Hook) -> None:
-        """Tell it no more."""
+        """Tell a hook no more.
+
+        Args:
+            hook: one that was added; another changes nothing.
+        """
         with self._lock:
             self._hooks = tuple(h for h in self._hooks if h is not hook)
 
@@ -473,9 +520,11 @@ class Pool(Reports):
     def close(self, *, force: bool = False) -> None:
         """Give everything back; the pool gives nothing more.
 
+        Args:
+            force: close also while memory is in use, which stays until it dies.
+
         Raises:
-            RuntimeError: something is still in use. With ``force``, its memory stays until it
-                dies, and the rest goes back.
+            RuntimeError: something is still in use, and ``force`` is False.
         """
         self._check_process()
         self._drain_if_idle(with_unclaimed=True)

@@ -65,6 +65,11 @@ def borrowed_queue(address: int) -> Any:
     Raises:
         RuntimeError: the process holds SYCL runtimes of two major versions, between which a
             queue cannot be passed; or it was forked from one that already used a device.
+
+    Example:
+        >>> own = queue("cpu")
+        >>> borrowed_queue(own.addressof_ref()).sycl_device == own.sycl_device
+        True
     """
     check_not_forked()
     with _lock:
@@ -84,6 +89,9 @@ def check_not_forked() -> None:
 
     Raises:
         RuntimeError: with the cure.
+
+    Example:
+        >>> check_not_forked()
     """
     if is_forked():
         raise RuntimeError(
@@ -100,7 +108,12 @@ def note_driver_runs() -> None:
 
 
 def is_forked() -> bool:
-    """Whether this process was forked from one whose driver was running."""
+    """Whether this process was forked from one whose driver was running.
+
+    Example:
+        >>> is_forked()
+        False
+    """
     return _forked
 
 

@@ -28,9 +28,11 @@ class Replay(NamedTuple):
     peak_reserved: int
     """The most bytes that the pool held of the driver's."""
     allocations: int
+    """How many there were."""
     hits: int
     """Allocations of which the driver saw nothing."""
     driver_calls: int
+    """Segments that the driver gave and got back."""
     seconds: float
     """The only figure that is not the same every time."""
 

@@ -170,7 +170,11 @@ class Reports:
         return Timeline(self._pool, max_entries)
 
     def dump_snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Write a :meth:`snapshot` to a file for https://pytorch.org/memory_viz."""
+        """Write a :meth:`snapshot` to a file for https://pytorch.org/memory_viz.
+
+        Args:
+            path: of the file, which is overwritten.
+        """
         with open(path, "wb") as file:
             pickle.dump(self.snapshot(), file, protocol=4)  # the newest that the page reads
 

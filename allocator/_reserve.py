@@ -23,6 +23,8 @@ class Reservation:
     threads and tasks get nothing of it, unless they were started in the block with its context, as
     asyncio starts tasks.
 
+    Made by :meth:`Pool.reserve`.
+
     Example:
         >>> from allocator import Pool
         >>> pool = Pool("cpu")
@@ -88,7 +90,12 @@ class Reservation:
             self.heap.free(block)
 
     def cut(self, nbytes: int, alignment: int) -> Block | None:
-        """An allocated block without a tag from the end of what is held, if so much is left."""
+        """An allocated block without a tag from the end of what is held, if so much is left.
+
+        Args:
+            nbytes: asked for; the block has them rounded up to 512.
+            alignment: of its address, a power of two.
+        """
         block = self._held
         if block is None:
             return None

@@ -124,6 +124,12 @@ def load_compiler() -> ModuleType:
 
     Raises:
         ImportError: the extra is not installed.
+
+    Example:
+        >>> try:
+        ...     compiler = load_compiler()
+        ... except ImportError:  # in the base environment
+        ...     compiler = None
     """
     with _lock:
         load_dpctl()

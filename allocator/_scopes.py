@@ -33,9 +33,13 @@ class Usage(NamedTuple):
     peak_bytes: int
     """The most of that at once."""
     total_bytes: int
+    """Of all allocations, released or not."""
     current_count: int
+    """Allocations not released yet."""
     peak_count: int
+    """The most of them at once."""
     total_count: int
+    """All allocations."""
 
 
 class _Counter:
@@ -71,8 +75,9 @@ class _Record:
 
 
 class Scope(Hook):
-    """Counts allocations from its ``with`` block, made by :func:`statistics`.
+    """Counts allocations from its ``with`` block.
 
+    Made by :func:`statistics`.
     Those that other threads make are not its own, though whoever releases its memory is heard of.
     """
 
@@ -197,7 +202,13 @@ def statistics_report() -> str:
 
 
 def reset_statistics_report() -> None:
-    """Forget the blocks that are over."""
+    """Forget the blocks that are over.
+
+    Example:
+        >>> reset_statistics_report()
+        >>> len(statistics_report().splitlines())
+        1
+    """
     with _lock:
         _records.clear()
 

@@ -34,6 +34,8 @@ class Timeline(Hook):
 
     Memory that was released counts as in use until the pool's next call takes it back.
 
+    Made by :meth:`Pool.timeline`.
+
     Example:
         >>> from allocator import Pool
         >>> pool = Pool("cpu")

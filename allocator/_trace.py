@@ -77,6 +77,9 @@ class Trace(Sequence[Event]):
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """The trace in a file of RAPIDS RMM's logging, or of :meth:`save`.
 
+        Args:
+            path: of the file.
+
         Raises:
             ValueError: a line has other columns, an unknown action or a bad number, frees what
                 is not allocated, or allocates what is; the message has the line's number.
@@ -118,7 +121,11 @@ class Trace(Sequence[Event]):
         return trace
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a CSV file as RAPIDS RMM's logging does, which its replay benchmark reads too."""
+        """Write a CSV file as RAPIDS RMM's logging does, which its replay benchmark reads too.
+
+        Args:
+            path: of the file, which is overwritten.
+        """
         with open(path, "w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(_COLUMNS)
@@ -126,7 +133,12 @@ class Trace(Sequence[Event]):
                 writer.writerow([thread, _clock(now), action, hex(pointer), size, stream])
 
     def replay(self, target: Pool | Rules | None = None, *, touch: bool = False) -> Replay:
-        """Ask a pool for the same again; see :func:`replay`."""
+        """Ask a pool for the same again; see :func:`replay`.
+
+        Args:
+            target: a pool, or the rules of one; the default rules if None.
+            touch: write to all memory; for pools only.
+        """
         return replay(self, target, touch=touch)
 
     @property

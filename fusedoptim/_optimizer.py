@@ -429,6 +429,9 @@ class FusedOptimizer(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, as ``torch.optim.Optimizer.add_param_group`` does.
 
+        Args:
+            param_group: a dict with ``params`` and what is to differ from the defaults.
+
         Raises:
             RuntimeError: the group asks for ``foreach``, ``differentiable``, ``capturable`` or
                 ``fused=False``.
@@ -484,7 +487,11 @@ class FusedOptimizer(Optimizer):
             raise
 
     def is_split(self, param: Tensor) -> bool:
-        """Whether ``param`` is the upper half of float32 values."""
+        """Whether a parameter is the upper half of float32 values.
+
+        Args:
+            param: of this optimizer.
+        """
         return self.split or param in self.halves
 
     def split_params(self, params: Iterable[Tensor]) -> None:
@@ -621,6 +628,9 @@ class FusedOptimizer(Optimizer):
         torch.optim casts the state to the parameter's dtype; ours is float32 for 16-bit parameters,
         and a float32 checkpoint is loaded without losing a bit. Split parameters keep their lower
         halves where the checkpoint, one of torch's, has none.
+
+        Args:
+            state_dict: what :meth:`state_dict` of either class returned.
 
         Raises:
             ValueError: the checkpoint does not fit the groups, or has lost some of its lower

@@ -52,7 +52,12 @@ def enable_auto_channels_last() -> None:
 
 
 def disable_auto_channels_last() -> None:
-    """Have :func:`transforms.optimize` leave memory formats alone, unless a call asks for it."""
+    """Have :func:`transforms.optimize` leave memory formats alone, unless a call asks for it.
+
+    Example:
+        >>> from fusedoptim import transforms
+        >>> transforms.disable_auto_channels_last()
+    """
     global _default
     _default = False
 

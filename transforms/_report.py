@@ -25,6 +25,7 @@ class Entry(NamedTuple):
     what: str
     """what was done to it, or why it was left alone."""
     done: bool = True
+    """whether it was changed."""
     bytes_saved: int = 0
     """fewer bytes that a forward pass or a step reads from memory."""
 
@@ -45,15 +46,27 @@ class Report(NamedTuple):
     """whether that memory was freed."""
 
     def done(self, knob: str) -> list[Entry]:
-        """What the pass changed; nothing if it was off."""
+        """What a pass changed; nothing if it was off.
+
+        Args:
+            knob: the name of the pass in :attr:`passes`, such as "conv_bn_folding".
+        """
         return [entry for entry in self.passes.get(knob, ()) if entry.done]
 
     def left(self, knob: str) -> list[Entry]:
-        """What the pass looked at and left alone."""
+        """What a pass looked at and left alone.
+
+        Args:
+            knob: the name of the pass in :attr:`passes`, such as "conv_bn_folding".
+        """
         return [entry for entry in self.passes.get(knob, ()) if not entry.done]
 
     def bytes_saved(self, knob: str) -> int:
-        """By all that the pass changed."""
+        """Fewer bytes that a forward pass or a step reads, by all that a pass changed.
+
+        Args:
+            knob: the name of the pass in :attr:`passes`, such as "dtype".
+        """
         return sum(entry.bytes_saved for entry in self.done(knob))
 
     def __str__(self) -> str:

@@ -1,0 +1,143 @@
+"""The public names of the packages, and the page on which each is described."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import griffe
+
+PACKAGES = ("allocator", "fusedoptim", "transforms")
+# Sources of the kernels that the package ships: CONTRIBUTING.md is their reader's guide.
+_NOT_AN_INTERFACE = ("fusedoptim.kernels",)
+_OPTIONS = {
+    "warnings": False,  # our own check says more
+    "returns_multiple_items": False,
+    "returns_named_value": False,
+}
+
+
+class Page(NamedTuple):
+    """A public module and the names that are described there."""
+
+    module: griffe.Module
+    names: dict[str, griffe.Object]
+    """by public name; a name that an earlier page describes is not among them."""
+    bases: dict[str, griffe.Class]
+    """private base classes with public members, which the classes of ``names`` share."""
+    lost: list[str]
+    """names in ``__all__`` that nothing defines."""
+
+
+class NoListError(Exception):
+    """A public module does not say which of its names are public."""
+
+
+def read(root: Path) -> list[Page]:
+    """The pages for the packages under ``root``, those of whole packages first.
+
+    Args:
+        root: the folder that holds the packages.
+
+    Raises:
+        NoListError: a public module has no ``__all__``.
+    """
+    loader = griffe.GriffeLoader(
+        search_paths=[root],
+        allow_inspection=False,
+        docstring_parser=griffe.Parser.google,
+        docstring_options=_OPTIONS,  # type: ignore[arg-type]
+    )
+    packages = [resolved(loader.load(name, try_relative_path=False)) for name in PACKAGES]
+    loader.resolve_aliases(implicit=False, external=False)
+    modules = [module for package in packages for module in _public_modules(package)]
+    described: set[str] = set()
+    pages = []
+    for module in sorted(modules, key=lambda module: (module.path.count("."), module.path)):
+        page = _page(module, described)
+        if page.names or page.lost:
+            pages.append(page)
+            described |= {item.path for item in page.names.values()}
+    return pages
+
+
+def _public_modules(module: griffe.Object) -> Iterator[griffe.Module]:
+    assert isinstance(module, griffe.Module)
+    if module.path in _NOT_AN_INTERFACE:
+        return
+    yield module
+    for name, child in module.modules.items():
+        if not name.startswith("_") and not child.is_alias:
+            yield from _public_modules(resolved(child))
+
+
+def _page(module: griffe.Module, described: set[str]) -> Page:
+    if module.exports is None:
+        raise NoListError(f"{module.path} is a public module but has no __all__; give it one")
+    names: dict[str, griffe.Object] = {}
+    lost = []
+    for name in map(str, module.exports):
+        try:
+            item = resolved(module.members[name])
+        except (KeyError, griffe.AliasResolutionError):
+            lost.append(name)
+            continue
+        if not item.is_module and item.path not in described:
+            names[name] = item
+    bases = {}
+    shown = {item.path for item in names.values()}
+    for item in names.values():
+        for base in own_bases(item):
+            if base.path not in shown | described and list(members(base)):
+                bases[base.name] = base
+    return Page(module, names, bases, lost)
+
+
+def resolved(item: griffe.Object | griffe.Alias) -> griffe.Object:
+    """What an imported name stands for."""
+    return item.final_target if isinstance(item, griffe.Alias) else item
+
+
+def own_bases(item: griffe.Object) -> list[griffe.Class]:
+    """The base classes of a class that are ours, nearest first."""
+    return item.mro() if isinstance(item, griffe.Class) else []
+
+
+def members(cls: griffe.Class) -> Iterator[griffe.Object]:
+    """The public attributes, properties and methods that a class itself defines."""
+    for name, member in cls.members.items():
+        if not name.startswith("_") and not member.is_alias and not member.is_class:
+            yield resolved(member)
+
+
+def parameters(item: griffe.Object) -> dict[str, griffe.Parameter]:
+    """What a function takes, or a class of which users make objects, without ``self``."""
+    function = item
+    if isinstance(item, griffe.Class):
+        if is_made_by_us(item):
+            return {}
+        makers = [cls for cls in (item, *own_bases(item)) if "__init__" in cls.members]
+        if not makers:
+            return {}
+        function = resolved(makers[0].members["__init__"])
+    if not isinstance(function, griffe.Function):
+        return {}
+    found = {parameter.name: parameter for parameter in function.parameters}
+    is_bound = function.parent is not None and function.parent.is_class
+    if is_bound and "staticmethod" not in function.labels:
+        found.pop(next(iter(found)))
+    return found
+
+
+def is_made_by_us(cls: griffe.Class) -> bool:
+    """Whether users get objects of the class from us alone: errors, and those that say so."""
+    is_error = any(name.endswith(("Error", "Exception", "Warning")) for name in base_names(cls))
+    text = cls.docstring.value if cls.docstring is not None else ""
+    return is_error or re.search(r"^Made by :\w+:`", text, re.MULTILINE) is not None
+
+
+def base_names(item: griffe.Object) -> list[str]:
+    """The base classes of a class, as its source names them."""
+    return [str(base) for base in item.bases] if isinstance(item, griffe.Class) else []

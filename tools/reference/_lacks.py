@@ -1,0 +1,93 @@
+"""What public docstrings lack."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import griffe
+
+from tools.reference._inventory import (
+    Page,
+    base_names,
+    is_made_by_us,
+    members,
+    own_bases,
+    parameters,
+)
+
+
+def lacks(pages: Iterable[Page]) -> Iterator[str]:
+    """What is missing from the docstrings, one line for each thing, or nothing.
+
+    Args:
+        pages: all public names.
+    """
+    for page in pages:
+        if page.module.docstring is None:
+            yield f"{page.module.path} has no docstring"
+        for name in page.lost:
+            yield f"{page.module.path}.{name} is in __all__, but no source defines it"
+        for item in page.names.values():
+            yield from _of(item, parameters(item))
+            if _needs_example(item) and ">>>" not in _text(item):
+                yield f"{_where(item)} has no Example"
+        for item in page.bases.values():
+            yield from _of(item, [])
+        for item in [*page.names.values(), *page.bases.values()]:
+            if isinstance(item, griffe.Class):
+                for member in members(item):
+                    yield from _of(
+                        member, [] if _is_documented_above(member) else parameters(member)
+                    )
+
+
+def _of(item: griffe.Object, taken: Collection[str]) -> Iterator[str]:
+    if item.docstring is None:
+        yield f"{_where(item)} has no docstring"
+        return
+    described = _arguments(item.docstring)
+    for name in taken:
+        if name not in described and not _is_documented_field(item, name):
+            yield f"{_where(item)}: Args lacks {name}"
+    for name in described:
+        if taken and name not in taken:
+            yield f"{_where(item)}: Args has {name}, which is no parameter"
+
+
+def _where(item: griffe.Object) -> str:
+    return f"{item.relative_package_filepath}:{item.lineno}: {item.path}"
+
+
+def _text(item: griffe.Object) -> str:
+    return item.docstring.value if item.docstring is not None else ""
+
+
+def _arguments(docstring: griffe.Docstring) -> list[str]:
+    return [
+        parameter.name.lstrip("*")
+        for section in docstring.parsed
+        if section.kind is griffe.DocstringSectionKind.parameters
+        for parameter in section.value
+    ]
+
+
+def _is_documented_field(item: griffe.Object, name: str) -> bool:
+    """Whether it is a field of a dataclass, with a docstring where it stands."""
+    field = item.members.get(name) if "dataclass" in item.labels else None
+    return field is not None and field.docstring is not None
+
+
+def _is_documented_above(member: griffe.Object) -> bool:
+    """Whether it redefines a method of one of our classes, which says what it takes."""
+    return member.parent is not None and any(
+        member.name in base.members for base in own_bases(member.parent)
+    )
+
+
+def _needs_example(item: griffe.Object) -> bool:
+    """Whether users call it: a function, or a class that is no error and no record of ours."""
+    if isinstance(item, griffe.Class):
+        passive = ("Exception", "Error", "Warning", "NamedTuple", "Protocol")
+        is_passive = any(name.endswith(passive) for name in base_names(item))
+        return not (is_passive or is_made_by_us(item))
+    return isinstance(item, griffe.Function)
