@@ -54,6 +54,8 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
         >>> optimizer.step()
 
     Semantics, signature and state are those of torch 2.13's Adagrad; a state_dict moves both ways.
+    Source: Duchi et al., "Adaptive Subgradient Methods for Online Learning and Stochastic
+    Optimization" (2011).
     """
 
     def __init__(

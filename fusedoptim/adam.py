@@ -90,6 +90,8 @@ class FusedAdam(_Adam, torch.optim.Adam):
         >>> optimizer.step()
 
     Semantics, signature and state are those of torch 2.13's Adam; a state_dict moves both ways.
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); ``amsgrad``: Reddi
+    et al., "On the Convergence of Adam and Beyond" (2018).
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class FusedAdamW(_Adam, torch.optim.AdamW):
         >>> optimizer.step()
 
     Semantics, signature and state are those of torch 2.13's AdamW; a state_dict moves both ways.
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
     """
 
     def __init__(

@@ -46,6 +46,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         ValueError: a hyper-parameter out of range.
         RuntimeError: ``foreach=True``, ``differentiable=True`` or ``fused=False``, each of which
             asks for another implementation.
+        TypeError: with ``split``, a parameter is neither float32 nor bfloat16.
 
     Example:
         >>> import torch
@@ -57,6 +58,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         >>> optimizer.zero_grad()
 
     Semantics, signature and state are those of torch 2.13's SGD; a state_dict moves both ways.
+    Source: Sutskever et al., "On the importance of initialization and momentum in deep learning"
+    (2013), with torch's placement of the learning rate.
     """
 
     _sparse_state = ("momentum_buffer",)

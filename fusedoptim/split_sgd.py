@@ -13,6 +13,13 @@ __all__ = ["SplitSGD"]
 class SplitSGD(FusedSGD):
     r"""SGD on bfloat16 parameters, exact as on float32 ones.
 
+    .. math::
+        \theta &\leftarrow p \mathbin{\Vert} t \quad (\text{upper and lower 16 bits}) \\
+        g &\leftarrow \pm \nabla f(p) + \lambda\,\theta \\
+        b &\leftarrow \mu\,b + (1-\tau)\,g \quad (b \leftarrow g \text{ at first}) \\
+        p \mathbin{\Vert} t &\leftarrow \theta - \gamma\,b \quad
+            (\theta - \gamma\,(g + \mu\,b) \text{ with Nesterov})
+
     A parameter is the upper half of a float32 value :math:`\theta`; the lower half is the state
     ``trail``. Forward and backward passes use the bfloat16 half. A step joins the halves, updates
     :math:`\theta` in float32 as :class:`FusedSGD` does, and splits it again, so that updates too
@@ -22,10 +29,10 @@ class SplitSGD(FusedSGD):
     Args:
         params: bfloat16 parameters, whose trail begins at zero, or float32 ones, which are
             converted in place, the same Parameter objects, without losing a bit.
-        lr: learning rate, a number or a one-element tensor.
-        momentum: factor of the momentum, which is float32.
-        dampening: of the momentum.
-        weight_decay: L2 penalty.
+        lr: learning rate :math:`\gamma`, a number or a one-element tensor.
+        momentum: factor :math:`\mu` of the momentum, which is float32.
+        dampening: :math:`\tau`; from a parameter's second step on.
+        weight_decay: L2 penalty :math:`\lambda`.
         nesterov: Nesterov momentum; needs a momentum and no dampening.
         maximize: ascend instead.
         foreach: None or False.
