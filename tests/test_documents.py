@@ -163,6 +163,13 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("index", ["docs/README.md", "docs/design/README.md"])
+def test_every_page_is_in_its_index(index: str) -> None:
+    path = ROOT / index
+    linked = {(path.parent / str(t.attrs["href"])).resolve() for t in inlines(path) if t.attrs}
+    assert set(path.parent.glob("*.md")) - {path} <= linked
+
+
 @functools.cache
 def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))

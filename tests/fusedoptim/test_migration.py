@@ -1,0 +1,99 @@
+"""What docs/migrating-from-torch-optim.md says that its blocks do not run."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedoptim
+from fusedoptim import FusedAdamW
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migrating-from-torch-optim.md").read_text()
+NAMES = ["SGD", "Adagrad", "Adam", "AdamW"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_has_every_argument(name: str) -> None:
+    ours = list(inspect.signature(getattr(fusedoptim, f"Fused{name}")).parameters)
+    theirs = list(inspect.signature(getattr(torch.optim, name)).parameters)
+    assert [argument for argument in ours if argument in theirs] == theirs
+    assert ours[-2:] == ["max_grad_norm", "split"]
+    assert set(ours) - set(theirs) == {"max_grad_norm", "split"}
+    assert [argument for argument in ours if f"`{argument}`" not in PAGE] == []
+
+
+def test_a_step_in_a_whole_graph_is_refused() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedAdamW([param])
+    param.grad = torch.ones(3)
+    compiled = torch.compile(optimizer.step, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="should not be traced"):
+        compiled()
+    assert param.eq(1).all()
+
+
+SEVERAL_PROCESSES = """
+import sys
+import warnings
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedoptim import FusedAdamW
+
+warnings.filterwarnings("ignore", module="torch.*")
+torch.distributed.init_process_group(
+    "gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1
+)
+
+
+def trained(wrap, make):
+    torch.manual_seed(0)
+    model = wrap(torch.nn.Linear(3, 2))
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).square().sum().backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def zero(params):
+    return ZeroRedundancyOptimizer(params, optimizer_class=FusedAdamW, lr=1e-3)
+
+
+def fsdp(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+plain = trained(lambda model: model, torch.optim.AdamW)
+for wrap, make in [
+    (DistributedDataParallel, FusedAdamW), (DistributedDataParallel, zero), (fsdp, FusedAdamW)
+]:
+    for theirs, ours in zip(plain, trained(wrap, make)):
+        torch.testing.assert_close(ours, theirs)
+try:
+    trained(lambda m: fully_shard(m, mesh=init_device_mesh("cpu", (1,))), FusedAdamW)
+except TypeError as error:
+    assert "DTensor" in str(error) and "use the torch.optim class" in str(error), error
+else:
+    raise AssertionError("accepted")
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_several_processes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL_PROCESSES, str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
