@@ -31,18 +31,11 @@ class Page(NamedTuple):
     """names in ``__all__`` that nothing defines."""
 
 
-class NoListError(Exception):
-    """A public module does not say which of its names are public."""
-
-
 def read(root: Path) -> list[Page]:
     """The pages for the packages under ``root``, those of whole packages first.
 
     Args:
         root: the folder that holds the packages.
-
-    Raises:
-        NoListError: a public module has no ``__all__``.
     """
     loader = griffe.GriffeLoader(
         search_paths=[root],
@@ -57,7 +50,7 @@ def read(root: Path) -> list[Page]:
     pages = []
     for module in sorted(modules, key=lambda module: (module.path.count("."), module.path)):
         page = _page(module, described)
-        if page.names or page.lost:
+        if page.names or page.lost or module.exports is None:
             pages.append(page)
             described |= {item.path for item in page.names.values()}
     return pages
@@ -74,11 +67,9 @@ def _public_modules(module: griffe.Object) -> Iterator[griffe.Module]:
 
 
 def _page(module: griffe.Module, described: set[str]) -> Page:
-    if module.exports is None:
-        raise NoListError(f"{module.path} is a public module but has no __all__; give it one")
     names: dict[str, griffe.Object] = {}
     lost = []
-    for name in map(str, module.exports):
+    for name in map(str, module.exports or ()):
         try:
             item = resolved(module.members[name])
         except (KeyError, griffe.AliasResolutionError):

@@ -25,6 +25,8 @@ def lacks(pages: Iterable[Page]) -> Iterator[str]:
     for page in pages:
         if page.module.docstring is None:
             yield f"{page.module.path} has no docstring"
+        if page.module.exports is None:
+            yield f"{page.module.path} is a public module, but has no __all__"
         for name in page.lost:
             yield f"{page.module.path}.{name} is in __all__, but no source defines it"
         for item in page.names.values():

@@ -36,6 +36,7 @@ def render(pages: list[Page]) -> dict[str, str]:
     Args:
         pages: what there is to describe.
     """
+    pages = [page for page in pages if page.names]
     links = _Links(pages)
     texts = {_file(page): _Writer(page, links).text() for page in pages}
     index = [
