@@ -293,6 +293,12 @@ class Pool(Reports):
             shape: an integer or a sequence of them.
             dtype: of torch or numpy, or a name.
             strides: in elements; contiguous by default.
+
+        Raises:
+            TypeError: a shape that is not of integers, or no dtype.
+            ValueError: a negative dimension, or elements that would share memory.
+            OutOfMemoryError: there is no room.
+            RuntimeError: the pool was closed, or belongs to another process.
         """
         sizes, kind = as_shape(shape), as_dtype(dtype)
         steps = contiguous_strides(sizes) if strides is None else as_strides(strides, sizes)
@@ -386,6 +392,10 @@ class Pool(Reports):
             name: in messages.
             on_exceed: is called with the budget and the bytes asked for when they have no room; it
                 may drop something and return True for another try, until they do.
+
+        Raises:
+            TypeError: ``limit`` is no size, or ``on_exceed`` no function.
+            ValueError: ``limit`` is negative or cannot be read.
         """
         return Budget(self, limit, name, on_exceed)
 

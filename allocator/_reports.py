@@ -166,6 +166,10 @@ class Reports:
 
         Args:
             max_entries: moments that are kept, the last ones.
+
+        Raises:
+            TypeError: it is no integer.
+            ValueError: it is less than 1.
         """
         return Timeline(self._pool, max_entries)
 
