@@ -20,9 +20,11 @@ from allocator._default_statistics import (
     reset_accumulated_memory_stats,
     reset_peak_memory_stats,
 )
+from allocator._devices import Device, Devices, devices
 from allocator._errors import OutOfMemoryError
 from allocator._guard import MemoryCorruptionError
 from allocator._hooks import Hook
+from allocator._isa import ISA_LEVELS, highest_isa, loaded_isa
 from allocator._memory import Array, Memory, from_dlpack
 from allocator._plan import Plan
 from allocator._pool import Pool
@@ -35,7 +37,7 @@ from allocator._queues import (
 )
 from allocator._replay import Replay, replay
 from allocator._reserve import Reservation
-from allocator._runtime import load_compiler, load_dpctl
+from allocator._runtime import load_compiler, load_dpctl, load_opencl_compiler
 from allocator._scopes import (
     Scope,
     Usage,
@@ -50,11 +52,14 @@ from allocator._trace import Event, Trace
 __fusedoptim__ = "0.1.0"  # what `fusedoptim.allocator` knows us by, should the name be shadowed
 
 __all__ = [
+    "ISA_LEVELS",
     "Advice",
     "Allocation",
     "Array",
     "Budget",
+    "Device",
     "DeviceNotFoundError",
+    "Devices",
     "Event",
     "Health",
     "Hook",
@@ -75,12 +80,16 @@ __all__ = [
     "check_not_forked",
     "current_pool",
     "default_pool",
+    "devices",
     "empty",
     "from_dlpack",
     "full",
+    "highest_isa",
     "is_forked",
     "load_compiler",
     "load_dpctl",
+    "load_opencl_compiler",
+    "loaded_isa",
     "max_memory_allocated",
     "max_memory_reserved",
     "memory_allocated",

@@ -7,6 +7,7 @@ import os
 import threading
 from typing import Any
 
+from allocator._isa import DRIVER_VARIABLE, VARIABLE, check_isa
 from allocator._runtime import cpu_driver_registered, load_dpctl
 
 _lock = threading.RLock()  # a finalizer or signal handler may ask in the middle of a call
@@ -40,7 +41,9 @@ def queue(device: str = "cpu") -> Any:
 
     Raises:
         DeviceNotFoundError: no driver serves such a device; the message says what to install.
-        RuntimeError: this process was forked from one that already used a device.
+        RuntimeError: this process was forked from one that already used a device, or
+            FUSEDOPTIM_ISA was set after the CPU driver had started.
+        ValueError: FUSEDOPTIM_ISA names no level of this machine.
 
     Example:
         >>> queue("cpu") is queue("cpu")
@@ -50,7 +53,9 @@ def queue(device: str = "cpu") -> Any:
     with _lock:
         if device not in _queues:
             _queues[device] = _new_queue(device)
-        return _queues[device]
+        found = _queues[device]
+    check_isa(found.sycl_device)
+    return found
 
 
 def borrowed_queue(address: int) -> Any:
@@ -131,7 +136,16 @@ def _new_queue(device: str) -> Any:
             raise DeviceNotFoundError(
                 f"no SYCL driver serves the device {device!r} (devices found: {present}); {hint}"
             ) from error
-        return dpctl.SyclQueue(found, property="in_order")
+        try:
+            return dpctl.SyclQueue(found, property="in_order")
+        except dpctl.SyclQueueCreationError as error:
+            target = os.environ.get(DRIVER_VARIABLE)
+            if target is None or not found.is_cpu:
+                raise
+            raise DeviceNotFoundError(
+                f"the CPU driver refuses to start with {DRIVER_VARIABLE}={target!r}; unset it, or "
+                f"use {VARIABLE}, which names the levels that it has"
+            ) from error
 
 
 def _found(device: str) -> Any:

@@ -18,12 +18,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+from allocator._isa import DRIVER_VARIABLE, driver_target
+
 # (distribution, library), each after what it needs.
-_SYCL_LIBRARIES = [
+_INTEL_LIBRARIES = [
     ("intel-cmplr-lib-rt", "libintlc.so.5"),
     ("intel-cmplr-lib-rt", "libirng.so"),
     ("intel-cmplr-lib-rt", "libimf.so"),
     ("intel-cmplr-lib-rt", "libsvml.so"),
+]
+_SYCL_LIBRARIES = [
+    *_INTEL_LIBRARIES,
     ("intel-opencl-rt", "libOpenCL.so.1"),
     ("tbb", "libtbb.so.12"),
     ("tbb", "libtbbmalloc.so.2"),
@@ -73,21 +78,32 @@ def _preload(libraries: Iterable[tuple[str, str]]) -> None:
 
 @contextlib.contextmanager
 def cpu_driver_registered() -> Iterator[None]:
-    """Tell the OpenCL loader, which reads it once, where pip put the CPU driver.
+    """Tell the OpenCL loader where pip put the CPU driver, and the driver its instruction set.
 
     The loader adds ``OCL_ICD_FILENAMES`` to the drivers that the system registers, so GPUs stay
-    visible. A value that the user set is left alone. The variable is taken back afterwards: a
-    child process may run another environment with another driver.
+    visible. Both read their variables once, when the first device and the first context are made.
+    A value that the user set is left alone. The variables are taken back afterwards: a child
+    process may run another environment with another driver.
+
+    Raises:
+        ValueError: FUSEDOPTIM_ISA cannot be had.
     """
     driver = _installed_file("intel-opencl-rt", "libintelocl.so")
-    if driver is None or "OCL_ICD_FILENAMES" in os.environ:
-        yield
-        return
-    os.environ["OCL_ICD_FILENAMES"] = str(driver)
+    variables = {
+        "OCL_ICD_FILENAMES": None if driver is None else str(driver),
+        DRIVER_VARIABLE: driver_target(),
+    }
+    ours = {
+        name: value
+        for name, value in variables.items()
+        if value is not None and name not in os.environ
+    }
+    os.environ.update(ours)
     try:
         yield
     finally:
-        del os.environ["OCL_ICD_FILENAMES"]
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def load_dpctl() -> ModuleType:
@@ -114,6 +130,31 @@ def load_dpctl() -> ModuleType:
         importlib.import_module("dpctl.program")
         importlib.import_module("dpctl.memory")
         return dpctl
+
+
+def load_opencl_compiler() -> ctypes.CDLL:
+    """Load the OpenCL C compiler that comes with the CPU driver.
+
+    Returns:
+        the library of ``opencl-clang``, whose one function is ``Compile``.
+
+    Raises:
+        ImportError: the CPU driver was not installed by pip.
+
+    Example:
+        >>> load_opencl_compiler().Compile.__name__
+        'Compile'
+    """
+    with _lock:
+        path = _installed_file("intel-opencl-rt", "libcommon_clang.so")
+        if path is None:
+            raise ImportError(
+                "the OpenCL C compiler, a part of the CPU driver, is not installed: "
+                "pip install intel-opencl-rt"
+            )
+        # That of 2024 looks for these beside the build machine's.
+        _preload([*_INTEL_LIBRARIES, ("intel-cmplr-lib-rt", "libonnxruntime.1.12.22.721.so")])
+        return ctypes.CDLL(str(path))
 
 
 def load_compiler() -> ModuleType:
