@@ -1,16 +1,24 @@
 """Fused PyTorch optimizers for Intel GPUs and x86 CPUs.
 
 Each optimizer is a drop-in for its ``torch.optim`` namesake whose step is one launch of a kernel
-written in Python. Importing the package touches no device.
+written in Python. Importing the package touches no device, and loads torch when a class is first
+asked for: ``python -m fusedoptim`` works where torch does not.
 """
 
-from fusedoptim._modules import ModuleError
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fusedoptim._version import __version__
-from fusedoptim.adagrad import FusedAdagrad
-from fusedoptim.adam import FusedAdam, FusedAdamW
-from fusedoptim.lamb import FusedLamb
-from fusedoptim.sgd import FusedSGD
-from fusedoptim.split_sgd import SplitSGD
+
+if TYPE_CHECKING:
+    from fusedoptim._modules import ModuleError
+    from fusedoptim.adagrad import FusedAdagrad
+    from fusedoptim.adam import FusedAdam, FusedAdamW
+    from fusedoptim.lamb import FusedLamb
+    from fusedoptim.sgd import FusedSGD
+    from fusedoptim.split_sgd import SplitSGD
 
 __all__ = [
     "FusedAdagrad",
@@ -22,3 +30,25 @@ __all__ = [
     "SplitSGD",
     "__version__",
 ]
+
+_HOMES = {
+    "FusedAdagrad": "adagrad",
+    "FusedAdam": "adam",
+    "FusedAdamW": "adam",
+    "FusedLamb": "lamb",
+    "FusedSGD": "sgd",
+    "ModuleError": "_modules",
+    "SplitSGD": "split_sgd",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"fusedoptim.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -24,6 +24,20 @@ def import_own(name: str) -> ModuleType:
     Raises:
         ImportError: the name leads to another file, or to other code in our file's place.
     """
+    path = own_file(name)
+    module = importlib.import_module(name)
+    marker = getattr(module, "__fusedoptim__", None)
+    if marker != __version__:
+        raise ImportError(overwritten(name, path, marker))
+    return module
+
+
+def own_file(name: str) -> Path:
+    """The file that ``import name`` would run, if it is ours; nothing is imported.
+
+    Raises:
+        ImportError: the name leads to another file.
+    """
     loaded = sys.modules.get(name)
     spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(name)
     origin = getattr(loaded, "__file__", None) or (spec.origin if spec is not None else None)
@@ -36,12 +50,13 @@ def import_own(name: str) -> ModuleType:
             f"{origin or ', '.join(folders) or 'nothing'}; "
             "rename or move that, or put its folder later on sys.path"
         )
-    module = importlib.import_module(name)
-    marker = getattr(module, "__fusedoptim__", None)
-    if marker != __version__:
-        raise ImportError(
-            f"{expected} is not that of fusedoptim {__version__} (its mark is {marker!r}): "
-            f"another distribution named {name!r} was installed over it; uninstall that one, "
-            "then pip install --force-reinstall --no-deps fusedoptim"
-        )
-    return module
+    return expected
+
+
+def overwritten(name: str, path: Path, marker: str | None) -> str:
+    """What to say of a package in our package's place, which ``marker`` tells apart."""
+    return (
+        f"{path} is not that of fusedoptim {__version__} (its mark is {marker!r}): "
+        f"another distribution named {name!r} was installed over it; uninstall that one, "
+        "then pip install --force-reinstall --no-deps fusedoptim"
+    )

@@ -18,14 +18,16 @@ import functools
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from fusedoptim._modules import Module, load_module
 from fusedoptim.allocator import default_pool, is_forked, load_dpctl
 from fusedoptim.kernels.language import Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
