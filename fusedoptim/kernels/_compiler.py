@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -177,18 +177,27 @@ def _loop(call: str, sums: int) -> list[str]:
 
 
 @global_compiler_lock  # type: ignore[untyped-decorator]
-def _llvm_module(entry_point: Callable[[int], None], name: str) -> Any:
-    """The optimized LLVM module of one kernel, whose only visible symbol is ``name``."""
-    options = {
+def llvm_module(
+    function: Callable[..., None], arguments: Sequence[types.Type], name: str, **options: Any
+) -> Any:
+    """The optimized LLVM module of one kernel, whose only visible symbol is ``name``.
+
+    Args:
+        function: the kernel.
+        arguments: their types.
+        name: of the entry point.
+        options: further ones of numba's.
+    """
+    options |= {
         "_compilation_mode": CompilationMode.KERNEL,
         "inline_threshold": _INLINE_THRESHOLD,
     }
-    dispatcher = SPIRVKernelDispatcher(entry_point, targetoptions=options)
+    dispatcher = SPIRVKernelDispatcher(function, targetoptions=options)
     with target_override(SPIRV_TARGET_NAME):
-        compiled = dispatcher._compiler._compile_core((types.int64,), types.void)
+        compiled = dispatcher._compiler._compile_core(tuple(arguments), types.void)
     library = compiled.library
-    function = library.get_function(compiled.fndesc.llvm_func_name)
-    wrapper = compiled.target_context.prepare_spir_kernel(function, compiled.fndesc.argtypes)
+    definition = library.get_function(compiled.fndesc.llvm_func_name)
+    wrapper = compiled.target_context.prepare_spir_kernel(definition, compiled.fndesc.argtypes)
     library.inline_threshold = _INLINE_THRESHOLD
     library.finalize()
 
@@ -219,11 +228,21 @@ def compile_kernel(kernel: Callable[..., Any], dtype: str, name: str) -> bytes:
     Returns:
         the binary module; its only entry point takes one int64, the address of a row.
     """
-    module = _llvm_module(_entry_point(kernel, dtype), name)
+    return to_spirv(llvm_module(_entry_point(kernel, dtype), [types.int64], name))
+
+
+def to_spirv(module: Any, *options: str) -> bytes:
+    """Translate an LLVM module, with further options of the translator.
+
+    Raises:
+        RuntimeError: it cannot, for what it says.
+    """
     with tempfile.TemporaryDirectory() as folder:
         bitcode, spirv = Path(folder, "kernel.bc"), Path(folder, "kernel.spv")
         bitcode.write_bytes(module.as_bitcode())
         translator = dpcpp_llvm_spirv.get_llvm_spirv_path()
-        command = [translator, _SPIRV_VERSION, str(bitcode), "-o", str(spirv)]
-        subprocess.run(command, check=True)
+        command = [translator, _SPIRV_VERSION, *options, str(bitcode), "-o", str(spirv)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"llvm-spirv cannot translate the kernel: {done.stderr.strip()}")
         return spirv.read_bytes()

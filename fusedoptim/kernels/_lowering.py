@@ -47,11 +47,11 @@ class _PointerModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, pointer, ir.ArrayType(_I64, addresses))
 
 
-def _device_intrinsic(function: Callable[..., Any]) -> Any:
+def device_intrinsic(function: Callable[..., Any]) -> Any:
     return intrinsic(target=SPIRV_TARGET_NAME)(function)
 
 
-def _call(
+def call_builtin(
     builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value], pure: bool = True
 ) -> ir.Value:
     """Call the OpenCL C built-in with this mangled name."""
@@ -66,10 +66,10 @@ def _call(
 # numba-dpex reads work-item ids from a builtin vector in the wrong address space, on which
 # Intel's GPU compiler aborts; the OpenCL functions compile and run everywhere.
 def _work_item_function(mangled: str) -> Any:
-    @_device_intrinsic
+    @device_intrinsic
     def work_item_function(context: Any) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-            return _call(builder, mangled, _I64, [_I32(0)])
+            return call_builtin(builder, mangled, _I64, [_I32(0)])
 
         return types.int64(), generate
 
@@ -91,14 +91,15 @@ def _lanes_overload() -> Any:
     return lambda: _lanes()
 
 
-@_device_intrinsic
+@device_intrinsic
 def _fma(context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
-    mangled = {types.float32: "_Z3fmafff", types.float64: "_Z3fmaddd"}[a]
+    real = types.float64 if types.float64 in (a, b, c) else types.float32
+    mangled = {types.float32: "_Z3fmafff", types.float64: "_Z3fmaddd"}[real]
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return _call(builder, mangled, args[0].type, list(args))
+        return call_builtin(builder, mangled, args[0].type, list(args))
 
-    return a(a, a, a), generate
+    return real(real, real, real), generate
 
 
 @overload(language.fma, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
@@ -106,7 +107,7 @@ def _fma_overload(a: Any, b: Any, c: Any) -> Any:
     return lambda a, b, c: _fma(a, b, c)
 
 
-@_device_intrinsic
+@device_intrinsic
 def _group_sum(context: Any, value: types.Type) -> Any:
     mangled = {
         types.float32: "_Z21work_group_reduce_addf",
@@ -114,7 +115,7 @@ def _group_sum(context: Any, value: types.Type) -> Any:
     }[value]
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return _call(builder, mangled, args[0].type, list(args), pure=False)
+        return call_builtin(builder, mangled, args[0].type, list(args), pure=False)
 
     return value(value), generate
 
@@ -194,14 +195,14 @@ def _truncated(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(value, _I16)
 
 
-def _as_is(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def as_is(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return value
 
 
 # element: type in memory, its alignment, and the conversions from and to arithmetic
-_FORMATS: dict[str, tuple[ir.Type, int, Any, Any]] = {
-    "f32": (_F32, 4, _as_is, _as_is),
-    "f64": (_F64, 8, _as_is, _as_is),
+FORMATS: dict[str, tuple[ir.Type, int, Any, Any]] = {
+    "f32": (_F32, 4, as_is, as_is),
+    "f64": (_F64, 8, as_is, as_is),
     "bf16": (_I16, 2, _bf16_to_f32, _f32_to_bf16),
     "f16": (_I16, 2, _f16_to_f32, _f32_to_f16),
     "half": (_I16, 2, _zero_extended, _truncated),  # of a split value, as an integer
@@ -214,19 +215,19 @@ def _element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, memory: 
 
 
 def _load_one(builder: ir.IRBuilder, element: str, address: ir.Value, index: ir.Value) -> ir.Value:
-    memory, align, widen, _ = _FORMATS[element]
+    memory, align, widen, _ = FORMATS[element]
     return widen(builder, builder.load(_element(builder, address, index, memory), align=align))
 
 
 def _store_one(
     builder: ir.IRBuilder, element: str, address: ir.Value, index: ir.Value, value: ir.Value
 ) -> None:
-    memory, align, _, narrow = _FORMATS[element]
+    memory, align, _, narrow = FORMATS[element]
     target = _element(builder, address, index, memory)
     builder.store(narrow(builder, value), target, align=align)
 
 
-@_device_intrinsic
+@device_intrinsic
 def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         addresses, i = args
@@ -241,7 +242,7 @@ def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
     return pointer.value(pointer, types.int64), generate
 
 
-@_device_intrinsic
+@device_intrinsic
 def _store(context: Any, pointer: Pointer, index: types.Type, value: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         addresses, i, value = args
@@ -277,7 +278,7 @@ def argument_reader(result: types.Type) -> Any:
     if isinstance(result, Pointer):
         memory = ir.ArrayType(_I64, 2 if result.element == "split" else 1)
 
-    @_device_intrinsic
+    @device_intrinsic
     def read(context: Any, address: types.Type) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
             return builder.load(_element(builder, args[0], _I64(0), memory), align=8)

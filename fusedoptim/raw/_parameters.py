@@ -1,0 +1,349 @@
+"""Parameters such as "float32 x, raw T y" of elementwise and reduction kernels, and their C."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedoptim._device import SERVED
+
+Scalar = bool | int | float
+
+
+class Dtype(NamedTuple):
+    """A number's type: in torch, in memory, and in a kernel's arithmetic."""
+
+    torch: torch.dtype
+    memory: str
+    arithmetic: str
+    load: str = ""
+    store: str = ""
+    """C functions between the two, "" where they are the same."""
+
+
+DTYPES = {
+    "bool": Dtype(torch.bool, "uchar", "bool", "(bool)", "(uchar)"),
+    "int8": Dtype(torch.int8, "char", "char"),
+    "int16": Dtype(torch.int16, "short", "short"),
+    "int32": Dtype(torch.int32, "int", "int"),
+    "int64": Dtype(torch.int64, "long", "long"),
+    "uint8": Dtype(torch.uint8, "uchar", "uchar"),
+    "float32": Dtype(torch.float32, "float", "float"),
+    "float64": Dtype(torch.float64, "double", "double"),
+    "float16": Dtype(torch.float16, "half", "float", "from_half", "to_half"),
+    "bfloat16": Dtype(torch.bfloat16, "bfloat16", "float", "from_bfloat16", "to_bfloat16"),
+}
+_BY_TORCH = {dtype.torch: dtype for dtype in DTYPES.values()}
+_PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float32}
+_PLANS = 512
+_KEYWORDS = frozenset(
+    """
+    auto break case char const continue default do double else enum extern float for goto half if
+    inline int long register restrict return short signed sizeof static struct switch typedef union
+    unsigned void volatile while bool uchar ushort uint ulong size_t kernel global local constant
+    private generic pipe read_only write_only read_write uniform
+    """.split()  # noqa: SIM905
+)
+_RESERVED = ("i", "n", "a", "b")  # names that operations use
+
+# Round to nearest even, in integers: see fusedoptim/kernels/_lowering.py. A half is read as a
+# ushort, as OpenCL C has no other way without the extension for its arithmetic.
+CONVERSIONS = """
+typedef ushort bfloat16;
+static inline float from_bfloat16(ushort bits) { return as_float((uint)bits << 16); }
+static inline ushort to_bfloat16(float value) {
+    uint bits = as_uint(value);
+    return isnan(value) ? 0x7FC0 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+}
+static inline float from_half(ushort bits) {
+    uint magnitude = bits & 0x7FFF, sign = (uint)(bits & 0x8000) << 16;
+    uint normal = (magnitude << 13) + ((127 - 15) << 23);
+    normal = magnitude >= 0x7C00 ? normal | 0x7F800000 : normal;
+    uint tiny = as_uint((float)magnitude * 0x1p-24f);
+    return as_float((magnitude < 0x0400 ? tiny : normal) | sign);
+}
+static inline ushort to_half(float value) {
+    uint bits = as_uint(value), magnitude = bits & 0x7FFFFFFF, sign = (bits >> 16) & 0x8000;
+    uint normal = (magnitude - ((127 - 15) << 23) + 0x0FFF + ((magnitude >> 13) & 1)) >> 13;
+    uint tiny = as_uint(as_float(magnitude) + 0.5f) - 0x3F000000;
+    uint result = magnitude < 0x38800000 ? tiny : normal;
+    result = magnitude >= 0x47800000 ? 0x7C00 : result;
+    return (magnitude > 0x7F800000 ? 0x7E00 : result) | sign;
+}
+"""
+
+
+class Param(NamedTuple):
+    """One parameter, as the user declares it."""
+
+    type: str
+    """a name of DTYPES, or a capital letter that stands for any of them."""
+    name: str
+    raw: bool
+    """whether the operation indexes it itself."""
+
+
+class Operand(NamedTuple):
+    """One parameter and what it is in a call."""
+
+    param: Param
+    dtype: Dtype
+    value: Tensor | Scalar
+
+    @property
+    def name(self) -> str:
+        """The parameter's."""
+        return self.param.name
+
+    @property
+    def tensor(self) -> Tensor:
+        """The value, which is a tensor."""
+        assert isinstance(self.value, Tensor)
+        return self.value
+
+    @property
+    def is_element(self) -> bool:
+        """Whether it is a tensor of which the operation sees one element at a time."""
+        return isinstance(self.value, Tensor) and not self.param.raw
+
+    def declaration(self, const: bool) -> str:
+        """The kernel's parameter in C."""
+        if not isinstance(self.value, Tensor):
+            return f"const {self.dtype.arithmetic.replace('bool', 'uchar')} {self.name}"
+        qualifier = "const " if const else ""
+        place = self.name if self.param.raw else f"{self.name}_memory_"
+        return f"global {qualifier}{self.dtype.memory} *{place}"
+
+    def load(self, index: str, const: bool) -> str:
+        """C that makes a variable of the element at ``index``."""
+        qualifier = "const " if const else ""
+        value = f"{self.dtype.load}({self._place(const)}[{index}])"
+        return f"{qualifier}{self.dtype.arithmetic} {self.name} = {value};"
+
+    def store(self, index: str) -> str:
+        """C that stores the variable at ``index``."""
+        return f"{self._place(const=False)}[{index}] = {self.dtype.store}({self.name});"
+
+    def _place(self, const: bool) -> str:
+        place = f"{self.name}_memory_"
+        qualifier = "const " if const else ""
+        return f"((global {qualifier}ushort *){place})" if self.dtype.memory == "half" else place
+
+
+def parse(text: str, what: str) -> tuple[Param, ...]:
+    """The parameters that ``text`` declares, such as "float32 x, raw T y".
+
+    Args:
+        text: the declarations.
+        what: the argument that it is, for errors.
+    """
+    params = []
+    for declaration in filter(None, map(str.strip, text.split(","))):
+        match = re.fullmatch(r"(raw\s+)?(\w+)\s+([A-Za-z]\w*)", declaration)
+        if match is None:
+            raise ValueError(f'{what}: {declaration!r} is not like "float32 x" or "raw T x"')
+        raw, type_, name = match.groups()
+        if type_ not in DTYPES and re.fullmatch("[A-Z]", type_) is None:
+            raise ValueError(
+                f"{what}: {type_!r} of {declaration!r} is no type; there are "
+                f"{', '.join(DTYPES)}, and capital letters for any of them"
+            )
+        if name in _RESERVED or name.endswith("_"):
+            raise ValueError(
+                f"{what}: {name!r} is a name of the generated kernel, as are "
+                f"{', '.join(_RESERVED)} and those that end with _; choose another"
+            )
+        if name in _KEYWORDS:
+            raise ValueError(f"{what}: {name!r} is a word of OpenCL C; choose another name")
+        params.append(Param(type_, name, raw is not None))
+    return tuple(params)
+
+
+def check_names(kernel: str, params: Sequence[Param]) -> None:
+    """Raise ValueError unless the kernel's name is one of C, and no two parameters share one."""
+    if re.fullmatch(r"[A-Za-z]\w*", kernel) is None or kernel in _KEYWORDS:
+        raise ValueError(f"name: {kernel!r} cannot be the name of a function in OpenCL C")
+    names = [param.name for param in params]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two parameters have the name {name!r}")
+
+
+def bind(kernel: str, params: Sequence[Param], values: Sequence[Any]) -> dict[str, Dtype]:
+    """What each of the parameters' types is in a call, from the arguments that there are.
+
+    A number takes the type that tensors give its letter; alone, it is an int64, a float32 or a
+    bool.
+
+    Raises:
+        TypeError: an argument is of another type, or no tensor and no number.
+    """
+    found = dict(DTYPES)
+    numbers = []
+    for param, value in zip(params, values):
+        if isinstance(value, Tensor):
+            _bind_tensor(kernel, param, value.dtype, found)
+        elif type(value) in _PYTHON and not param.raw:
+            numbers.append((param, value))
+        else:
+            raise TypeError(
+                f"{kernel}: argument {param.name!r} is a {type(value).__name__}; pass a torch "
+                f"tensor{'' if param.raw else ' or a number'}"
+            )
+    for param, value in numbers:
+        dtype = found.setdefault(param.type, _BY_TORCH[_PYTHON[type(value)]])
+        if isinstance(value, float) and not dtype.torch.is_floating_point:
+            raise TypeError(
+                f"{kernel}: argument {param.name!r} is {value!r} and must be a number of "
+                f"{dtype.torch}"
+            )
+    return found
+
+
+def _bind_tensor(kernel: str, param: Param, dtype: torch.dtype, found: dict[str, Dtype]) -> None:
+    if dtype not in _BY_TORCH:
+        raise TypeError(
+            f"{kernel}: argument {param.name!r} is of {dtype}; there are {', '.join(DTYPES)}"
+        )
+    bound = found.setdefault(param.type, _BY_TORCH[dtype])
+    if bound.torch != dtype:
+        letter = "" if param.type in DTYPES else f", which {param.type} is in this call"
+        raise TypeError(
+            f"{kernel}: argument {param.name!r} is of {dtype} and must be of {bound.torch}{letter}"
+            f"; convert it with .to({bound.torch})"
+        )
+
+
+class Made(NamedTuple):
+    """An output that a call makes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self) -> Tensor:
+        """A new one, with whatever values are there."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+    def stand_in(self) -> Tensor:
+        """One without memory."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+def prepared(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    """The arguments, and for each all that a call depends on besides memory and numbers.
+
+    Raises:
+        RuntimeError: one requires a gradient.
+        ValueError: one is sparse.
+    """
+    values: list[Any] = []
+    forms: list[Any] = []
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{kernel}: an argument requires a gradient, and autograd does not see a "
+                    "kernel; call it under torch.no_grad(), or pass tensor.detach()"
+                )
+            if value.layout is not torch.strided:
+                raise ValueError(f"{kernel}: an argument is {value.layout}; pass its .to_dense()")
+            forms.append((value.dtype, value.shape, value.stride(), value.device))
+        else:
+            if isinstance(value, np.generic):
+                value = value.item()
+            forms.append(type(value))
+        values.append(value)
+    return values, tuple(forms)
+
+
+def keep(plans: dict[Any, Any], key: Any, plan: Any) -> None:
+    """Remember a plan, of the last few hundred."""
+    if len(plans) >= _PLANS:
+        plans.clear()
+    plans[key] = plan
+
+
+def check_count(kernel: str, inputs: int, outputs: int, values: Sequence[Any]) -> None:
+    """Raise unless there are as many arguments as parameters, with or without the outputs."""
+    if len(values) not in (inputs, inputs + outputs):
+        raise TypeError(
+            f"{kernel} takes {inputs} inputs and then its {outputs} outputs or none; "
+            f"{len(values)} were given"
+        )
+    devices = {str(value.device) for value in values if isinstance(value, Tensor)}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{kernel}: the tensors are on {' and '.join(sorted(devices))}; move them to one device"
+        )
+    for device in devices:
+        if torch.device(device).type not in SERVED:
+            raise RuntimeError(
+                f"{kernel}: the tensors are on {device}, which SYCL does not serve; move them to "
+                "'cpu' or 'xpu'"
+            )
+
+
+def common_shape(kernel: str, operands: Sequence[Operand]) -> tuple[torch.Size, torch.device]:
+    """The shape to which tensors that are not raw are broadcast, and their device.
+
+    Raises:
+        ValueError: there is none.
+    """
+    elements = [operand.tensor for operand in operands if operand.is_element]
+    if not elements:
+        raise ValueError(f"{kernel}: no argument gives a shape; pass a tensor that is not raw")
+    try:
+        shape = torch.broadcast_shapes(*[t.shape for t in elements])  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ValueError(f"{kernel}: the arguments' shapes do not fit: {error}") from error
+    return shape, elements[0].device
+
+
+def check_output(kernel: str, operand: Operand, shape: torch.Size) -> None:
+    """Raise ValueError unless an output has this shape, and memory of its own for each element."""
+    tensor = operand.tensor
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{kernel}: the output {operand.name!r} has shape {tuple(tensor.shape)}, and the "
+            f"result's is {tuple(shape)}"
+        )
+    if any(stride == 0 < size - 1 for stride, size in zip(tensor.stride(), shape)):
+        raise ValueError(
+            f"{kernel}: elements of the output {operand.name!r} share memory; pass its .clone()"
+        )
+
+
+def output_dtype(kernel: str, param: Param, found: dict[str, Dtype]) -> Dtype:
+    """The type of an output that is to be made."""
+    if param.type not in found:
+        raise TypeError(
+            f"{kernel}: no input says what {param.type} of the output {param.name!r} is; pass the "
+            "output, or declare its type"
+        )
+    return found[param.type]
+
+
+def head(n: int, found: dict[str, Dtype]) -> str:
+    """C before all else: types of indices, conversions, and the arithmetic types by letter.
+
+    An index is 64 bits wide: of a narrower one, which may wrap, the CPU driver cannot see that
+    neighbouring work items have neighbouring elements, and gathers them. What divides an index to
+    ``n`` is narrower where it can be, as that is three times as fast.
+    """
+    narrow = "uint" if n < 2**32 else "ulong"
+    letters = sorted(found.keys() - DTYPES.keys())
+    lines = [f"typedef {found[letter].arithmetic} {letter};" for letter in letters]
+    kinds = f"typedef ulong index_t;\ntypedef {narrow} narrow_t;{CONVERSIONS}"
+    return "\n".join([kinds, *lines, ""])
+
+
+def declared_name(declaration: str) -> str:
+    """The name that a declaration in C declares."""
+    return declaration.split()[-1].lstrip("*")

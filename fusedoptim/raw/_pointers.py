@@ -1,0 +1,286 @@
+"""What a caller may pass for a kernel's pointer: memory, checked and as an address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter as TorchParameter
+
+from fusedoptim.allocator import Array, Memory
+from fusedoptim.raw._spirv import Parameter
+
+PLAIN = frozenset((Tensor, TorchParameter))
+"""Classes whose tensors have memory of their own."""
+_TORCH = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in (
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.bool, torch.complex64, torch.complex128),
+    )
+}
+_NUMPY = {
+    np.dtype(name): name for name in _TORCH.values() if name != "bfloat16"
+}  # numpy computes a dtype's name anew each time
+# The dtypes that a pointer takes, by what it points to. OpenCL C has no bfloat16, whose bits are a
+# ushort, and a complex number is a vector of two.
+_DTYPES = {
+    "f16": ("float16",),
+    "f32": ("float32",),
+    "f64": ("float64",),
+    "bf16": ("bfloat16",),
+    "f32x2": ("float32", "complex64"),
+    "f64x2": ("float64", "complex128"),
+    "i16": ("int16",),
+    "i32": ("int32",),
+    "i64": ("int64",),
+    "u16": ("uint16", "bfloat16"),
+    "u32": ("uint32",),
+    "u64": ("uint64",),
+    "int16": ("int16", "uint16", "bfloat16", "float16"),
+    "int32": ("int32", "uint32"),
+    "int64": ("int64", "uint64"),
+}
+
+
+class Uses:
+    """What the pointers of one call use, and where it is."""
+
+    __slots__ = ("elements", "host", "is_elsewhere", "queues", "written", "xpu")
+
+    def __init__(self) -> None:
+        self.host: int | None = None
+        """the first argument in the host's memory."""
+        self.is_elsewhere = False
+        """whether there is memory that is not the host's."""
+        self.xpu: tuple[int, torch.device] | None = None
+        """the first torch XPU tensor, and its device."""
+        self.queues: list[tuple[int, Any]] = []
+        """arguments in SYCL memory, and the queues that they belong to."""
+        self.written: list[int] = []
+        """arguments that are tensors which the kernel may write."""
+        self.elements = 0
+        """of those in the host's memory."""
+
+
+Accept = Callable[[Any, Uses], int]
+"""From what a caller passes to an address; TypeError, ValueError or RuntimeError with what is
+wrong and the cure."""
+
+
+def pointer(parameter: Parameter, index: int) -> Accept:
+    """What takes the values of a pointer, the argument of this ``index``."""
+    names = _accepted(parameter.dtype)
+    dtypes = (
+        None if names is None else frozenset(dtype for dtype in _TORCH if _TORCH[dtype] in names)
+    )
+    aligned = alignment(parameter)
+    is_written = not parameter.is_const
+
+    def accept(value: Any, uses: Uses) -> int:
+        if type(value) not in PLAIN:
+            if not isinstance(value, Tensor):
+                return accept_other(value, uses)
+            value = _without_subclass(value)
+        if dtypes is not None and value.dtype not in dtypes:
+            raise TypeError(_wrong_dtype(value.dtype, parameter, names))
+        if value.is_cpu:
+            uses.host = index
+        elif value.is_xpu:
+            _note_xpu(value.device, index, uses)
+        else:
+            raise RuntimeError(
+                f"the tensor is on {value.device}, which SYCL does not serve; "
+                "move it to 'cpu' or 'xpu'"
+            )
+        if value.layout is not torch.strided:
+            raise ValueError(
+                f"the tensor's layout is {value.layout}, which has no one address; make it dense"
+            )
+        if not value.is_contiguous():
+            raise ValueError(_not_contiguous(value))
+        if is_written:
+            if value.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    "the kernel may write to a tensor that requires grad, of which autograd would "
+                    "know nothing; call it under torch.no_grad(), pass value.detach(), or declare "
+                    "the parameter const"
+                )
+            uses.written.append(index)
+            uses.elements += value.numel() if value.is_cpu else 0
+        if value.is_neg() or value.is_conj():
+            raise ValueError(
+                "the tensor's values are the negatives or conjugates of what is in memory; "
+                "pass value.resolve_neg().resolve_conj()"
+            )
+        address: int = value.data_ptr()
+        if address % aligned:
+            raise ValueError(_misaligned(address, parameter))
+        if not address and value.numel():
+            raise TypeError(f"a {type(value).__name__} with no memory of its own")
+        return address
+
+    def accept_other(value: Any, uses: Uses) -> int:
+        if value is None:
+            return 0
+        address, dtype, is_read_only = _memory(value, index, uses)
+        if names is not None and dtype is not None and dtype not in names:
+            raise TypeError(_wrong_dtype(dtype, parameter, names))
+        if is_read_only and is_written:
+            raise ValueError(
+                "the array is read-only, and the kernel may write to it; pass a copy, or declare "
+                "the parameter const"
+            )
+        if address % aligned:
+            raise ValueError(_misaligned(address, parameter))
+        return address
+
+    return accept
+
+
+def alignment(parameter: Parameter) -> int:
+    """What an address must be a multiple of: elsewhere, instructions on vectors fault."""
+    return parameter.size if "x" in parameter.dtype else 1
+
+
+def _accepted(pointee: str) -> tuple[str, ...] | None:
+    """The dtypes for a pointer to ``pointee``, or None if all are taken."""
+    if pointee in _DTYPES:
+        return _DTYPES[pointee]
+    scalar, _, lanes = pointee.rpartition("x")
+    return _DTYPES.get(scalar) if lanes else None
+
+
+def _note_xpu(device: torch.device, index: int, uses: Uses) -> None:
+    uses.is_elsewhere = True
+    if uses.xpu is None:
+        uses.xpu = index, device
+    elif uses.xpu[1] != device:
+        raise RuntimeError(
+            f"the tensor is on {device}, and argument {uses.xpu[0]} on {uses.xpu[1]}; "
+            "move them to one device"
+        )
+
+
+def _note_queue(queue: Any, index: int, uses: Uses) -> None:
+    uses.is_elsewhere = True
+    uses.queues.append((index, queue))
+
+
+def _memory(value: Any, index: int, uses: Uses) -> tuple[int, str | None, bool]:
+    """The address, the dtype if it has one, and whether it is read-only, of what is no tensor."""
+    if isinstance(value, np.ndarray):
+        if not value.flags.c_contiguous:
+            raise ValueError(
+                f"the array of strides {value.strides} (bytes) is not contiguous, and a kernel "
+                "gets no strides; pass numpy.ascontiguousarray(value)"
+            )
+        uses.host = index
+        dtype = _NUMPY.get(value.dtype) or value.dtype.str
+        address, is_read_only = value.__array_interface__["data"]
+        return address, dtype, is_read_only
+    if isinstance(value, Array):
+        return _array(value, index, uses)
+    try:
+        interface = value.__sycl_usm_array_interface__
+    except AttributeError:
+        raise TypeError(_unknown(value)) from None
+    _note_queue(_queue(interface["syclobj"]), index, uses)
+    untyped = isinstance(value, Memory) or not hasattr(value, "dtype")
+    dtype = np.dtype(interface["typestr"])
+    offset = interface.get("offset") or 0
+    strides = interface.get("strides")
+    if strides is not None and not _is_contiguous(interface["shape"], strides):
+        raise ValueError(
+            f"the array of shape {interface['shape']} and strides {strides} is not contiguous, and "
+            "a kernel gets no strides; pass a contiguous copy"
+        )
+    address, is_read_only = interface["data"]
+    if untyped:  # dpctl's memory always says that it is read-only
+        return address, None, False
+    return address + offset * dtype.itemsize, dtype.name, is_read_only
+
+
+def _array(value: Array, index: int, uses: Uses) -> tuple[int, str, bool]:
+    """Of an array of :mod:`allocator`, which has element types that numpy has not."""
+    if not value.is_contiguous:
+        raise ValueError(
+            f"the array of strides {value.strides} is not contiguous, and a kernel gets no strides"
+        )
+    memory = value.memory
+    if isinstance(memory, Memory):
+        if memory.is_released:
+            raise ValueError(f"the memory of the array at {value.address:#x} was released")
+        if memory.sycl_queue is not None:
+            _note_queue(memory.sycl_queue, index, uses)
+    elif value.__dlpack_device__()[0] != 1:  # DLPack's number of the host
+        raise TypeError("the array is another library's device memory; pass that library's object")
+    else:
+        uses.host = index
+    return value.address, value.dtype.name, value.is_read_only
+
+
+def _queue(syclobj: Any) -> Any:
+    """The queue that an array interface names, which may say so in several ways."""
+    from fusedoptim.allocator import load_dpctl
+
+    queue_class = load_dpctl().SyclQueue
+    return syclobj if isinstance(syclobj, queue_class) else queue_class(syclobj)
+
+
+def _is_contiguous(shape: Any, strides: Any) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(strides)):
+        if size > 1 and step != expected:
+            return 0 in shape
+        expected *= size
+    return True
+
+
+def _without_subclass(value: Tensor) -> Tensor:
+    """A tensor of a subclass as a plain one over the same memory."""
+    if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"a {type(value).__name__} has no memory of its own; pass the tensor inside of it "
+            "(of a DTensor: value.to_local())"
+        )
+    return value.as_subclass(Tensor)
+
+
+def _wrong_dtype(dtype: object, parameter: Parameter, names: tuple[str, ...] | None) -> str:
+    wanted = " or ".join(names or ())
+    hint = ""
+    if str(dtype) in ("torch.complex64", "torch.complex128"):
+        hint = ", or torch.view_as_real(value)"
+    return (
+        f"its dtype is {dtype}, and the kernel reads {wanted}; "
+        f"convert it, declare another pointer{hint}"
+    )
+
+
+def _not_contiguous(value: Tensor) -> str:
+    return (
+        f"the tensor of shape {tuple(value.shape)} and strides {value.stride()} is not contiguous, "
+        "and a kernel gets no strides; pass value.contiguous() (a copy: what the kernel writes is "
+        "there), or the contiguous tensor that it is a view of, with the strides as integers"
+    )
+
+
+def _misaligned(address: int, parameter: Parameter) -> str:
+    return (
+        f"it starts at {address:#x}, and a {parameter.dtype} lies at a multiple of "
+        f"{parameter.size} bytes; pass a clone(), or declare a pointer to scalars"
+    )
+
+
+def _unknown(value: Any) -> str:
+    return (
+        f"{type(value).__name__} {value!r:.60}, where a torch tensor, a numpy array, an array or "
+        "memory with __sycl_usm_array_interface__ (dpctl, dpnp, a pool) or None is wanted; "
+        "torch.from_dlpack(value) may make one"
+    )

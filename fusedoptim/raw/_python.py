@@ -1,0 +1,303 @@
+"""A raw kernel that is written in Python: its arguments, its identity, and its SPIR-V.
+
+Compiling needs the ``[jit]`` extra. It is deterministic: one :func:`identity`, one module.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+import fusedoptim.kernels.language
+from fusedoptim.raw import language
+from fusedoptim.raw._errors import KernelCompileError
+from fusedoptim.raw.language import Element, Global, Local
+
+_TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
+_FOLDER = Path(__file__).parents[1]
+_SOURCES = (
+    *("raw/language.py", "raw/_lowering.py", "raw/_python.py"),
+    *("kernels/_lowering.py", "kernels/_compiler.py"),
+)
+_LANGUAGES = (language.__name__, fusedoptim.kernels.language.__name__)
+_NUMBERS = (bool, int, float, str, type(None), np.generic)
+_BUILTINS = {"abs", "bool", "divmod", "float", "int", "max", "min", "pow", "range", "round"}
+_C_NAMES = {
+    "i8": "char",
+    "i16": "short",
+    "i32": "int",
+    "i64": "long",
+    "u8": "uchar",
+    "u16": "ushort",
+    "u32": "uint",
+    "u64": "ulong",
+    "f32": "float",
+    "f64": "double",
+    "f16": "half",
+    "bf16": "bfloat16",
+}
+# The module then says the arguments' types in OpenCL C's words: SPIR-V's have no signs.
+_KEEP_TYPES = "--preserve-ocl-kernel-arg-type-metadata-through-string"
+
+
+class Argument(NamedTuple):
+    """One argument of a kernel, as its annotation says."""
+
+    name: str
+    element: str
+    """the type of the number, or of those in memory, such as "f32"."""
+    memory: type[Any] | None
+    """Global, Local, or None for a number."""
+
+    @property
+    def c_type(self) -> str:
+        """The type in OpenCL C."""
+        return _C_NAMES[self.element] + ("*" if self.memory else "")
+
+
+def identity(function: Callable[..., None]) -> bytes:
+    """A hash of all that decides what ``function`` compiles to.
+
+    That is its code and annotations, the numbers and functions that it uses, and the versions of
+    the tools.
+
+    Raises:
+        ImportError: the compiler is not installed.
+        TypeError: ``function`` is no kernel, or uses something that a kernel cannot.
+    """
+    function = _plain(function)
+    whole = (_tools(), arguments(function), _description(function, ()))
+    return hashlib.sha256(repr(whole).encode()).digest()
+
+
+def compile_python(function: Callable[..., None], options: Sequence[str] = ()) -> bytes:
+    """Compile a Python function to a SPIR-V module, whose entry point has the function's name.
+
+    Args:
+        function: annotated with types of :mod:`fusedoptim.raw.language`.
+        options: none; numba has no options that a kernel could use.
+
+    Raises:
+        ImportError: the compiler is not installed.
+        KernelCompileError: numba cannot compile the function, for the reason in the message.
+        TypeError: ``function`` is no kernel, or uses something that a kernel cannot.
+        ValueError: there are options.
+    """
+    if options:
+        raise ValueError(f"a kernel written in Python takes no options, and got {list(options)!r}")
+    function = _plain(function)
+    found = arguments(function)
+    _description(function, ())  # refuses what numba would explain less well, or pass over
+    _tools()
+    # numba takes 3 s to import.
+    from numba.core.errors import NumbaError
+
+    from fusedoptim.kernels._compiler import llvm_module, to_spirv
+    from fusedoptim.raw._lowering import VALUES, Pointer
+
+    types = [
+        VALUES[a.element] if a.memory is None else Pointer(a.element, local=a.memory is Local)
+        for a in found
+    ]
+    real = np.float64 if any(a.element == "f64" for a in found) else np.float32
+    try:
+        # numpy's: a division by zero is no error, which nobody would see.
+        kernel = _prepared(function, real)
+        module = llvm_module(kernel, types, function.__name__, error_model="numpy")
+        return to_spirv(_with_arguments(module, function.__name__, found), _KEEP_TYPES)
+    except (NumbaError, RuntimeError) as error:
+        raise KernelCompileError(
+            f"the kernel {function.__name__} does not compile:\n{error}", str(error)
+        ) from error
+
+
+def arguments(function: FunctionType) -> tuple[Argument, ...]:
+    """What the annotations of ``function`` say.
+
+    Raises:
+        TypeError: an argument has no type of the language, or one that it cannot have.
+    """
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise TypeError(
+            f"{function.__name__}: an annotation cannot be read ({error}); import the types of "
+            "fusedoptim.raw.language at the top of the module"
+        ) from error
+    found = []
+    for parameter in inspect.signature(function).parameters.values():
+        argument = _argument(parameter.name, hints.get(parameter.name))
+        _check_argument(function.__name__, parameter, argument)
+        assert argument is not None
+        found.append(argument)
+    if hints.get("return", type(None)) is not type(None):
+        raise TypeError(f"{function.__name__}: a kernel returns None; store results in a Global")
+    return tuple(found)
+
+
+def _argument(name: str, hint: Any) -> Argument | None:
+    memory = get_origin(hint)
+    if memory not in (Global, Local):
+        memory = None
+    (inner,) = get_args(hint) if memory else (hint,)
+    elements = [m for m in getattr(inner, "__metadata__", ()) if isinstance(m, Element)]
+    return Argument(name, elements[0].dtype, memory) if elements else None
+
+
+def _check_argument(kernel: str, parameter: inspect.Parameter, argument: Argument | None) -> None:
+    name = parameter.name
+    if argument is None:
+        cure = "annotate it with Int64, Float32, Global[Float32] or another"
+        if name in ("item", "nd_item") or "Item" in str(parameter.annotation):
+            cure = (
+                f"leave {name!r} out and call global_id(0) for {name}.get_id(0) or "
+                f"{name}.get_global_id(0), local_id(0) for {name}.get_local_id(0), and annotate "
+                "the other arguments, such as x: Global[Float32]"
+            )
+        raise TypeError(
+            f"{kernel}: argument {name!r} has no type of fusedoptim.raw.language; {cure}"
+        )
+    if argument.memory is None and argument.element in ("f16", "bf16"):
+        raise TypeError(f"{kernel}: argument {name!r} is a 16-bit number; make it a Float32")
+    if parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY:
+        raise TypeError(
+            f"{kernel}: argument {name!r} has a default or no place; a launch passes all "
+            "arguments, in order"
+        )
+
+
+def _plain(function: Any) -> FunctionType:
+    """The Python function behind a decorator of numba's or numba-dpex's."""
+    function = getattr(function, "py_func", function)
+    if not isinstance(function, FunctionType) or not function.__name__.isidentifier():
+        raise TypeError(f"a kernel is a function made with def, not {function!r}")
+    return function
+
+
+@functools.cache
+def _tools() -> tuple[str, ...]:
+    """The versions of all that compiles."""
+    try:
+        versions = [importlib.metadata.version(tool) for tool in _TOOLS]
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ImportError(
+            f"{error.name} is not installed, which compiles kernels that are written in Python: "
+            "pip install 'fusedoptim[jit]' in an environment of its own, with CPython 3.10 or "
+            "3.11; or compile the kernel there (python -m fusedoptim aot build) and load the "
+            "bundle here"
+        ) from error
+    sources = [hashlib.sha256((_FOLDER / name).read_bytes()).hexdigest() for name in _SOURCES]
+    return (platform.python_version(), *versions, *sources)
+
+
+def _names(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The globals and variables of enclosing functions that ``function`` uses."""
+    for name in sorted(_operands(function.__code__, "LOAD_GLOBAL")):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        yield name, cell.cell_contents
+
+
+def _operands(code: CodeType, *operations: str) -> set[str]:
+    return {op.argval for op in dis.get_instructions(code) if op.opname in operations}
+
+
+def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> Any:
+    """What ``function`` is, in a form whose repr is the same in every process.
+
+    Raises:
+        TypeError: it uses something that a kernel cannot.
+    """
+    code, name = function.__code__, function.__name__
+    if function in callers:
+        raise TypeError(f"{name} calls itself, which no device can do: write a loop")
+    if _operands(code, "RAISE_VARARGS"):
+        raise TypeError(
+            f"{name} raises an exception or asserts, which nobody would see: store a flag in a "
+            "Global[Int32] and look at it after the launch"
+        )
+    builtin = _operands(code, "LOAD_GLOBAL") - function.__globals__.keys()
+    if unknown := sorted(builtin.intersection(vars(builtins)) - _BUILTINS):
+        raise TypeError(
+            f"{name} uses {unknown[0]}; of Python's built-ins, a kernel can use "
+            f"{', '.join(sorted(_BUILTINS))}"
+        )
+    attributes = _operands(code, "LOAD_ATTR", "LOAD_METHOD")
+
+    def describe(used: str, value: Any) -> Any:
+        value = getattr(value, "py_func", value)
+        if isinstance(value, _NUMBERS):
+            return type(value).__name__, repr(value)
+        if isinstance(value, tuple):
+            return tuple([describe(used, item) for item in value])
+        if isinstance(value, ModuleType):
+            held = [(a, getattr(value, a)) for a in sorted(attributes) if hasattr(value, a)]
+            compiled = [(a, v) for a, v in held if isinstance(v, _NUMBERS) or hasattr(v, "py_func")]
+            return value.__name__, [(a, describe(a, v)) for a, v in compiled]
+        if isinstance(value, FunctionType) and value.__module__ not in _LANGUAGES:
+            return _description(value, (*callers, function))
+        if isinstance(value, (FunctionType, BuiltinFunctionType, type, np.ufunc)):
+            return getattr(value, "__module__", "numpy"), value.__name__
+        raise TypeError(
+            f"{name} uses {used!r}, of type {type(value).__name__}; of what is outside of it, a "
+            "kernel can use numbers, tuples of numbers, functions and modules"
+        )
+
+    consts = [describe("a constant", v) for v in code.co_consts if not isinstance(v, CodeType)]
+    used = [(key, describe(key, value)) for key, value in _names(function)]
+    return name, code.co_code.hex(), code.co_names, code.co_varnames, consts, used
+
+
+def _prepared(function: FunctionType, real: type[np.floating[Any]]) -> FunctionType:
+    """``function`` with its real numbers as ``real``, and the functions it calls compiled with it.
+
+    A bare literal would be a float64, and make what it meets one: slow, and impossible on a GPU
+    without float64 units.
+    """
+    from numba_dpex import device_func
+
+    def prepare(value: Any) -> Any:
+        value = getattr(value, "py_func", value)
+        if type(value) is float:
+            return real(value)
+        if type(value) is tuple:
+            return tuple(map(prepare, value))
+        if isinstance(value, FunctionType) and value.__module__ not in _LANGUAGES:
+            return device_func(_prepared(value, real))
+        return value
+
+    code = function.__code__
+    names = {name: prepare(value) for name, value in _names(function)}
+    return FunctionType(
+        code.replace(co_consts=prepare(code.co_consts)),
+        function.__globals__ | names,
+        function.__name__,
+        function.__defaults__,
+        tuple([CellType(names[name]) for name in code.co_freevars]),
+    )
+
+
+def _with_arguments(module: Any, name: str, found: Sequence[Argument]) -> Any:
+    """``module`` with the names and types of its kernel's arguments, for those who read it."""
+    import llvmlite.binding as llvm
+
+    for argument, value in zip(found, module.get_function(name).arguments):
+        value.name = argument.name
+    types = ", ".join(f'!"{argument.c_type}"' for argument in found)
+    lines = str(module).splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("define spir_kernel "))
+    new = f"!{sum(line.startswith('!') for line in lines)}"  # no number so far is as large
+    lines[head] = lines[head].removesuffix("{") + f"!kernel_arg_type {new} {{"
+    return llvm.parse_assembly("\n".join([*lines, f"{new} = !{{{types}}}", ""]))

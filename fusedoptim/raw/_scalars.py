@@ -1,0 +1,129 @@
+"""Values of a kernel's parameters that are passed by value, checked and as bytes of a launch."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fusedoptim.raw._spirv import Parameter
+
+Convert = Callable[[Any], Any]
+"""From what a caller passes to what :mod:`struct` packs; TypeError, ValueError or OverflowError
+with what is wrong and the cure."""
+
+_INTEGERS = {8: "bB", 16: "hH", 32: "iI", 64: "qQ"}
+_FLOATS = {"f16": "e", "f32": "f", "f64": "d"}
+_FLOAT_NAMES = {"f16": "half", "f32": "float", "f64": "double"}
+_VECTOR = re.compile(r"(\w+?)x(\d+)")
+
+
+def scalar(parameter: Parameter) -> tuple[str, Convert]:
+    """How :mod:`struct` packs a parameter that is passed by value, and what converts to it."""
+    dtype = parameter.dtype
+    if dtype in _FLOATS:
+        return _FLOATS[dtype], _real(dtype)
+    if match := re.fullmatch(r"(i|u|int)(8|16|32|64)", dtype):
+        return _integer(match[1], int(match[2]))
+    return f"{parameter.size}s", _bytes(parameter)
+
+
+def _integer(sign: str, bits: int) -> tuple[str, Convert]:
+    low = 0 if sign == "u" else -(1 << bits - 1)
+    high = (1 << bits - 1) - 1 if sign == "i" else (1 << bits) - 1
+    mask = (1 << bits) - 1 if sign == "int" else -1
+    names = {"i": [f"int{bits}"], "u": [f"uint{bits}"]}.get(sign, [f"int{bits}", f"uint{bits}"])
+
+    def convert(value: Any) -> int:
+        if type(value) is not int:
+            value = _as_int(value, names)
+        if low <= value <= high:
+            return int(value) & mask if mask != -1 else value
+        raise OverflowError(f"{value} is not in {' or '.join(names)}'s range, {low} to {high}")
+
+    return _INTEGERS[bits][sign != "i"], convert
+
+
+def _as_int(value: Any, names: list[str]) -> int:
+    if isinstance(value, int):  # True and False too
+        return int(value)
+    wanted = " or ".join(names)
+    if isinstance(value, np.integer):
+        if value.dtype.name in names:
+            return int(value)
+        raise TypeError(
+            f"a numpy {value.dtype.name}, where {wanted} is wanted; "
+            f"pass int(value) or numpy.{names[-1]}(value)"
+        )
+    if isinstance(value, (float, np.floating)):
+        raise TypeError(f"the float {value!r}, where {wanted} is wanted; pass int(value)")
+    raise TypeError(f"{_kind(value)}, where {wanted} is wanted")
+
+
+def _real(dtype: str) -> Convert:
+    name = f"float{dtype[1:]}"
+    most = float(np.finfo(name).max)
+
+    def convert(value: Any) -> float:
+        number: float = value if type(value) is float else _as_float(value, name)
+        if -most <= number <= most or number - number != 0:  # infinities and NaN are in any
+            return number
+        raise OverflowError(f"{number} is larger than any {_FLOAT_NAMES[dtype]}")
+
+    return convert
+
+
+def _as_float(value: Any, name: str) -> float:
+    if isinstance(value, np.generic):
+        if value.dtype.name == name:
+            return float(value)
+        raise TypeError(
+            f"a numpy {value.dtype.name}, where {name} is wanted; "
+            f"pass float(value) or numpy.{name}(value)"
+        )
+    if isinstance(value, (float, int)):
+        return float(value)  # OverflowError: an integer too large for any
+    raise TypeError(f"{_kind(value)}, where {name} is wanted")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        cure = "; pass value.item()" if value.numel() == 1 else ""
+        return f"a tensor of shape {tuple(value.shape)}{cure}"
+    if value is None:
+        return "None, which only a pointer may be"
+    return f"{type(value).__name__} {value!r}"
+
+
+def _bytes(parameter: Parameter) -> Convert:
+    """Of a vector or a struct: bytes, or what has them, or a vector's numbers."""
+    size = parameter.size
+    match = _VECTOR.fullmatch(parameter.dtype)
+
+    def convert(value: Any) -> bytes:
+        if match is not None and isinstance(value, (tuple, list)):
+            return _vector(parameter, match[1], int(match[2]), value)
+        try:
+            data = memoryview(value).tobytes()
+        except TypeError:
+            wanted = f"bytes, a numpy or a ctypes value of {size} bytes"
+            if match is not None:
+                wanted = f"a tuple of {match[2]} numbers, or {wanted}"
+            raise TypeError(f"{_kind(value)}, where {wanted} is wanted") from None
+        if len(data) != size:
+            raise ValueError(f"a value of {len(data)} bytes, where {size} are wanted")
+        return data
+
+    return convert
+
+
+def _vector(parameter: Parameter, dtype: str, count: int, values: Any) -> bytes:
+    if len(values) != count:
+        raise ValueError(f"{len(values)} numbers, where {count} are wanted")
+    code, convert = scalar(Parameter("", "scalar", dtype, 0, False))
+    data = struct.pack(f"<{count}{code}", *map(convert, values))
+    return data.ljust(parameter.size, b"\0")  # three take the room of four

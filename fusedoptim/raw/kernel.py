@@ -1,0 +1,552 @@
+"""Kernels of the user's own, launched on torch tensors: RawKernel and RawModule.
+
+OpenCL C text, SPIR-V, or a Python function (``[jit]``) becomes SPIR-V, and the device's driver
+compiles that. The conventions are CuPy's: ``kernel(global_size, local_size, args)``.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fusedoptim._device import queue_of
+from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
+from fusedoptim.allocator import check_not_forked, load_dpctl, queue
+from fusedoptim.raw import _cache
+from fusedoptim.raw._arguments import LocalMemory, Signature
+from fusedoptim.raw._build import build
+from fusedoptim.raw._built import Built, Size
+from fusedoptim.raw._opencl_c import (
+    DRIVER_OPTIONS,
+    as_options,
+    check_options,
+    compile_opencl_c,
+    compiler_version,
+)
+from fusedoptim.raw._pointers import Uses
+from fusedoptim.raw._python import compile_python, identity
+from fusedoptim.raw._spirv import ModuleFacts, Parameter, read_module
+
+Source = str | bytes | Path | Callable[..., Any]
+
+
+class RawModule:
+    """Kernels that are compiled together.
+
+    Args:
+        source: OpenCL C text, SPIR-V bytes, a :class:`pathlib.Path` of a ``.cl`` or ``.spv`` file,
+            or a Python function in the language of :mod:`fusedoptim.raw.language`, which needs the
+            ``[jit]`` extra.
+        options: of OpenCL C: ``-DNAME=value``, ``-I/folder``, ``-cl-std=CL2.0`` (1.2 if none is
+            named), ``-cl-fast-relaxed-math`` and so on; of SPIR-V: those that its driver takes; of
+            a Python function: none.
+        device: where launches run whose arguments do not say: a SYCL filter string such as "cpu",
+            "gpu", or "level_zero:gpu:1"; "xpu", for torch's current stream; or a
+            ``dpctl.SyclQueue``.
+
+    Nothing is compiled before a kernel is called, or something is asked of it. Text becomes SPIR-V
+    in 20 to 50 ms (a process's first in 0.1 to 0.2 s), which is kept on the disk unless it includes
+    other files: ``FUSEDOPTIM_CACHE_DIR`` names the folder, empty it keeps none, and without it that
+    is ``~/.cache/fusedoptim``. The driver compiles the SPIR-V in each process that uses it: the
+    CPU's takes 10 to 40 ms for a small kernel, and 0.2 s for a process's first.
+
+    Raises:
+        TypeError: ``source`` or ``options`` is of another type.
+        ValueError: a string that is a file's name, a file of another kind, an option unknown.
+
+    Example:
+        >>> import torch
+        >>> module = RawModule('''
+        ... kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }
+        ... kernel void square(global float *x) { x[get_global_id(0)] *= x[get_global_id(0)]; }
+        ... ''')
+        >>> module.names
+        ('twice', 'square')
+        >>> x = torch.arange(4.0)
+        >>> module["twice"](4, None, (x,))
+        >>> module["square"](4, None, (x,))
+        >>> x
+        tensor([ 0.,  4., 16., 36.])
+    """
+
+    def __init__(self, source: Source, options: Sequence[str] = (), *, device: Any = "cpu") -> None:
+        self.kind, self._source = _read(source)
+        """of the source: "OpenCL C", "SPIR-V" or "Python"."""
+        self.source = source
+        """as it was given."""
+        self.options = _check_options(self.kind, options)
+        """of the compiler."""
+        self.device = _check_device(device)
+        """where launches run whose arguments do not say."""
+
+    @functools.cached_property
+    def _program(self) -> _Program:
+        return _program(self.kind, self._source, self.options)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kernels, in the order of the source."""
+        return tuple(self._program.facts.entries)
+
+    @property
+    def spirv(self) -> bytes:
+        """The module that the device's driver gets."""
+        return self._program.spirv
+
+    def get_function(self, name: str) -> RawKernel:
+        """The kernel ``name``.
+
+        Raises:
+            KeyError: there is none of this name; the message lists those that there are.
+        """
+        return RawKernel(self, name)
+
+    def __getitem__(self, name: str) -> RawKernel:
+        return self.get_function(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"<RawModule of {self.kind}: {', '.join(self.names)}>"
+
+    def __reduce__(self) -> Any:
+        return _restored_module, (self.source, self.options, self.device)
+
+
+def _restored_module(source: Source, options: Sequence[str], device: Any) -> RawModule:
+    return RawModule(source, options, device=device)
+
+
+class RawKernel:
+    """A kernel of the user's own: ``kernel(global_size, local_size, args)``.
+
+    Args:
+        source: as of :class:`RawModule`, or such a module.
+        name: of the kernel; may be left out where there is only one.
+        options: as of :class:`RawModule`.
+        device: as of :class:`RawModule`.
+
+    Raises:
+        TypeError: ``source`` or ``options`` is of another type.
+        ValueError: a string that is a file's name, a file of another kind, an option unknown.
+
+    Errors of compilation are raised when the kernel is first called, or at :meth:`compile`.
+
+    Example:
+        >>> import torch
+        >>> saxpy = RawKernel('''
+        ... kernel void saxpy(ulong n, float a, global const float *x, global float *y) {
+        ...     size_t i = get_global_id(0);
+        ...     if (i < n) y[i] += a * x[i];
+        ... }''')
+        >>> x, y = torch.ones(1000), torch.ones(1000)
+        >>> saxpy(1024, 16, (1000, 0.5, x, y))
+        >>> y[:3]
+        tensor([1.5000, 1.5000, 1.5000])
+    """
+
+    def __init__(
+        self,
+        source: Source | RawModule,
+        name: str | None = None,
+        options: Sequence[str] = (),
+        *,
+        device: Any = "cpu",
+    ) -> None:
+        if isinstance(source, RawModule):
+            if options:
+                raise ValueError(f"options={options!r}: the module was given its own")
+            self._module = source
+        else:
+            self._module = RawModule(source, options, device=device)
+        self._asked = name
+        self._signature: Signature | None = None
+        self._lock = threading.Lock()
+        self._built: dict[Any, Built] = {}
+        self._on_cpu: Built | None = None
+        if isinstance(source, RawModule):
+            self._find()
+
+    def __call__(
+        self,
+        global_size: Size,
+        local_size: Size | None,
+        args: Sequence[Any],
+        *,
+        wait: bool | None = None,
+    ) -> None:
+        """Launch the kernel.
+
+        It runs where its arguments are: torch XPU tensors on torch's current stream, arrays in SYCL
+        memory on their queue, the host's memory on the CPU device. Tensors and arrays are passed as
+        the address of their first element, without a copy, and what the kernel writes is in them.
+        Autograd is told that they changed, but not how: no gradient flows through a kernel.
+
+        What a kernel does wrong is not undone. On the CPU, one that reads or writes outside of its
+        arguments ends the process where there is no memory, and hits other data where there is; an
+        integer divided by zero is some number, or ends the process. On a GPU the SYCL runtime
+        reports a fault where the kernel's end is waited for; dpctl then ends the process.
+
+        Args:
+            global_size: work items in all, in 1 to 3 dimensions; the first is that of
+                ``get_global_id(0)``. Zero launches nothing.
+            local_size: of them in a work-group, which the global size must be a multiple of; None
+                lets the driver choose.
+            args: a value for each parameter. Of a pointer: a torch tensor, a numpy array, an array
+                or memory of a pool, of dpctl or dpnp, contiguous and of the dtype it points to, or
+                None. Of a ``local`` pointer: :class:`LocalMemory`. Else a number, or bytes.
+            wait: for the kernel's end; None is to wait on the CPU device, whose results are the
+                host's memory, and to return at once elsewhere, where torch's stream keeps order.
+
+        Raises:
+            KernelCompileError: the source does not compile, at the first call.
+            TypeError: a wrong number of arguments, or one of a wrong type or dtype.
+            ValueError: sizes that cannot be launched, or an argument that cannot be passed.
+            OverflowError: an integer that does not fit its parameter.
+            RuntimeError: tensors of two devices, or one that requires grad and may be written; a
+                call in a process that was forked after its parent used a device.
+        """
+        if torch.compiler.is_compiling():
+            return _untraced(self, global_size, local_size, args, wait)
+        signature = self._signature
+        if signature is None:
+            signature = self._find()
+        frame, uses = signature.bind(args)
+        built = self._on_cpu
+        if built is None or uses.is_elsewhere:
+            built = self._built_for(self._queue(uses))
+        else:
+            check_not_forked()
+        shape = built.shape(global_size, local_size)
+        if signature.needs_local_memory:
+            self._check_local_memory(args, built)
+        if shape.is_empty:
+            return None
+        if uses.elements >= WORTH_RELEASING:
+            release_spinning_threads()
+        if wait is None:
+            wait = built.on_host
+        if uses.is_elsewhere or not built.in_order:
+            wait = _wait_for_others(uses, built) or wait
+        # torch's memory is in the order of its stream; other memory is kept until the end.
+        kept = None if uses.host is None and not uses.queues else args
+        for i in uses.written:
+            increment_version(args[i])
+        built.launch(shape, signature, frame, wait, kept)
+        return None
+
+    def compile(self) -> RawKernel:
+        """Compile now, for the kernel's own device, rather than at the first call.
+
+        Returns:
+            the kernel.
+
+        Raises:
+            KernelCompileError: the source does not compile.
+            KeyError: it has no kernel of this name.
+            ValueError: no name was given, and it has several kernels.
+        """
+        self._own()
+        return self
+
+    @property
+    def name(self) -> str:
+        """Of the kernel in its source."""
+        return self._asked if self._asked is not None else self._found_name()
+
+    @property
+    def kind(self) -> str:
+        """Of the source: "OpenCL C", "SPIR-V" or "Python"."""
+        return self._module.kind
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of the compiler."""
+        return self._module.options
+
+    @property
+    def device(self) -> Any:
+        """Where launches run whose arguments do not say."""
+        return self._module.device
+
+    @property
+    def spirv(self) -> bytes:
+        """The module that the device's driver gets."""
+        return self._module.spirv
+
+    @property
+    def signature(self) -> tuple[Parameter, ...]:
+        """The parameters."""
+        return (self._signature or self._find()).parameters
+
+    @property
+    def num_args(self) -> int:
+        """Number of parameters."""
+        return len(self.signature)
+
+    @property
+    def max_work_group_size(self) -> int:
+        """The most work items that a group of this kernel may have on its device."""
+        return int(self._own().handle.work_group_size)
+
+    @property
+    def preferred_work_group_size_multiple(self) -> int:
+        """What a group's size is best a multiple of on its device."""
+        return int(self._own().handle.preferred_work_group_size_multiple)
+
+    @property
+    def private_mem_size(self) -> int:
+        """Bytes that each work item needs on its device."""
+        return int(self._own().handle.private_mem_size)
+
+    def __repr__(self) -> str:
+        if self._signature is None:
+            return f"<RawKernel {self._asked or ''} of {self.kind}, not compiled>"
+        return f"<RawKernel {self.name}({', '.join(map(str, self.signature))})>"
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the parameters, and what the device allows."""
+        rows = "".join(
+            f"<tr><td>{i}</td><td>{html.escape(parameter.name)}</td>"
+            f"<td>{html.escape(_type_text(parameter))}</td></tr>"
+            for i, parameter in enumerate(self.signature)
+        )
+        own = self._own()
+        facts = (
+            f"{self.kind}, {len(self.spirv):,} bytes of SPIR-V; {own.queue.sycl_device.name}: "
+            f"at most {self.max_work_group_size:,} work items a group, best multiples of "
+            f"{self.preferred_work_group_size_multiple}; {self.private_mem_size:,} bytes an item"
+        )
+        return (
+            f"<table><caption><b>{html.escape(self.name)}</b></caption>"
+            "<tr><th></th><th>parameter</th><th>type</th></tr>"
+            f"{rows}</table><p>{html.escape(facts)}</p>"
+        )
+
+    def __reduce__(self) -> Any:
+        return RawKernel, (self._module, self._asked)
+
+    def _found_name(self) -> str:
+        names = self._module.names
+        if len(names) != 1:
+            raise ValueError(f"name=None, and there are several kernels: {', '.join(names)}")
+        return names[0]
+
+    def _find(self) -> Signature:
+        """The kernel's signature, once the source was compiled."""
+        program, name = self._module._program, self.name
+        entry = program.facts.entries.get(name)
+        if entry is None:
+            names = ", ".join(program.facts.entries)
+            raise KeyError(f"the {self.kind} has no kernel {name!r}; there are {names}")
+        self._signature = Signature(name, entry.parameters)
+        return self._signature
+
+    def _own(self) -> Built:
+        """The kernel for its own device."""
+        return self._built_for(_device_queue(self.device))
+
+    def _queue(self, uses: Uses) -> Any:
+        """Where the arguments are."""
+        cpu, queues = self._on_cpu, uses.queues
+        if cpu is not None and uses.xpu is None and all(q is cpu.queue for _, q in queues):
+            return cpu.queue
+        if uses.xpu is not None:
+            index, device = uses.xpu
+            chosen, where = queue_of(device), f"argument {index}, on {device}"
+        elif uses.queues:
+            index, chosen = uses.queues[0]
+            where = f"argument {index}, on {chosen.sycl_device.name}"
+        else:
+            chosen, where = _device_queue(self.device), f"device={self.device!r}"
+        for index, other in uses.queues:
+            if other.sycl_context != chosen.sycl_context:
+                raise RuntimeError(
+                    f"{self.name}: argument {index} is in the SYCL context of "
+                    f"{other.sycl_device.name}, another than that of {where}; copy it there"
+                )
+        if uses.host is not None and not chosen.sycl_device.is_cpu:
+            raise RuntimeError(
+                f"{self.name}: argument {uses.host} is in the host's memory, which "
+                f"{chosen.sycl_device.name} ({where}) cannot read; move it there, as tensor.to("
+                "'xpu') does, or use device='cpu' and arguments on the host alone"
+            )
+        return chosen
+
+    def _built_for(self, chosen: Any) -> Built:
+        check_not_forked()
+        built = self._built.get(chosen)
+        if built is None:
+            if self._signature is None:
+                self._find()
+            with self._lock:
+                program = self._module._program
+                handle = program.bundle(chosen).get_sycl_kernel(self.name)
+                entry = program.facts.entries[self.name]
+                built = self._built.setdefault(chosen, Built(chosen, handle, self.name, entry))
+                if isinstance(self.device, str) and self.device == "cpu" and chosen is queue("cpu"):
+                    self._on_cpu = built
+        return built
+
+    def _check_local_memory(self, args: Sequence[Any], built: Built) -> None:
+        asked = sum(value.nbytes for value in args if isinstance(value, LocalMemory))
+        if asked > built.local_memory:
+            raise ValueError(
+                f"{self.name}: LocalMemory of {asked:,} bytes in all, and "
+                f"{built.queue.sycl_device.name} has {built.local_memory:,} for a group"
+            )
+
+
+def _wait_for_others(uses: Uses, built: Built) -> bool:
+    """Wait for what other queues were asked to do with the arguments.
+
+    Returns:
+        whether they must find the kernel ended.
+    """
+    others = [other for _, other in uses.queues if other != built.queue or not built.in_order]
+    for other in others:
+        other.wait()
+    return bool(others) or not built.in_order
+
+
+def _type_text(parameter: Parameter) -> str:
+    return str(parameter).removesuffix(parameter.name).strip()
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # untyped
+def _untraced(
+    kernel: RawKernel, global_size: Any, local_size: Any, args: Any, wait: bool | None
+) -> None:
+    """A call out of a function that torch.compile traces."""
+    kernel(global_size, local_size, args, wait=wait)
+
+
+class _Program:
+    """A SPIR-V module, and what was built from it."""
+
+    def __init__(self, spirv: bytes, options: Sequence[str]) -> None:
+        self.spirv = spirv
+        self.facts: ModuleFacts = read_module(spirv)
+        self._options = options
+        self._bundles: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+
+    def bundle(self, chosen: Any) -> Any:
+        """The bundle for the device of a queue, built at the first call."""
+        key = chosen.sycl_context, chosen.sycl_device
+        with self._lock:
+            if key not in self._bundles:
+                self._bundles[key] = build(chosen, self.spirv, self.facts, self._options)
+            return self._bundles[key]
+
+
+class _Identified(NamedTuple):
+    """A Python function, the same as another that compiles to the same."""
+
+    identity: bytes
+    function: Callable[..., Any]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identified) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+
+def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> _Program:
+    """What a source compiles to."""
+    if kind == "SPIR-V":
+        spirv = source
+    elif kind == "Python":
+        parts = ("Python", source.identity.hex())
+        spirv = _cache.cached(parts, lambda: compile_python(source.function, options))
+    elif _includes(source):
+        spirv = compile_opencl_c(source, options)
+    else:
+        parts = ("OpenCL C", compiler_version(), *options, source)
+        spirv = _cache.cached(parts, lambda: compile_opencl_c(source, options))
+    return _Program(spirv, [option for option in options if option in DRIVER_OPTIONS])
+
+
+_shared = functools.lru_cache(maxsize=256)(_compiled)
+"""What a source compiles to, once for all kernels of the same source."""
+
+
+def _program(kind: str, source: Any, options: tuple[str, ...]) -> _Program:
+    # Files that a source includes may change.
+    if kind == "Python":
+        source = _Identified(identity(source), source)
+    includes = kind == "OpenCL C" and _includes(source)
+    return (_compiled if includes else _shared)(kind, source, options)
+
+
+def _includes(source: str) -> bool:
+    return "include" in source
+
+
+def _read(source: Any) -> tuple[str, Any]:
+    """The kind of a source, and its text, bytes or function."""
+    if isinstance(source, Path):
+        if source.suffix == ".cl":
+            return "OpenCL C", source.read_text()
+        if source.suffix == ".spv":
+            return "SPIR-V", source.read_bytes()
+        raise ValueError(f"source={source} is neither a .cl nor a .spv file")
+    if isinstance(source, str):
+        if "\n" not in source and "{" not in source and source.endswith((".cl", ".spv")):
+            raise ValueError(
+                f"source={source!r} is text, and looks like a file's name; "
+                f"pass pathlib.Path({source!r})"
+            )
+        return "OpenCL C", source
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return "SPIR-V", bytes(source)
+    if inspect.isroutine(source):
+        return "Python", source
+    raise TypeError(
+        f"source is a {type(source).__name__}; pass OpenCL C text, SPIR-V bytes, a pathlib.Path or "
+        "a Python function"
+    )
+
+
+def _check_options(kind: str, options: Sequence[str]) -> tuple[str, ...]:
+    if kind == "OpenCL C":
+        return check_options(options)
+    known = DRIVER_OPTIONS if kind == "SPIR-V" else ()
+    options = as_options(options)
+    for option in options:
+        if option not in known:
+            listed = ", ".join(known) or "none"
+            raise ValueError(f"a kernel from {kind} has no option {option!r}; there are: {listed}")
+    return options
+
+
+def _check_device(device: Any) -> Any:
+    if isinstance(device, (str, torch.device)):
+        return str(device)
+    if not isinstance(device, load_dpctl().SyclQueue):
+        raise TypeError(f"device={device!r} is neither a SYCL filter string nor a dpctl.SyclQueue")
+    return device
+
+
+def _device_queue(device: Any) -> Any:
+    if not isinstance(device, str):
+        return device
+    if device.startswith("xpu"):
+        return queue_of(torch.device(device))
+    return queue(device)

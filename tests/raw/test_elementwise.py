@@ -1,0 +1,240 @@
+"""ElementwiseKernel: against torch's operators in float64, and bit for bit where they are exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fusedoptim.raw import ElementwiseKernel, KernelCompileError
+from tests.fusedoptim.helpers import assert_within
+from tests.tolerances import ARITHMETIC, Bounded
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+squared_difference = ElementwiseKernel("T x, T y", "T z", "z = (x - y) * (x - y)", "squared")
+difference = ElementwiseKernel("T x, T y", "T z", "z = x - y", "difference")
+index = ElementwiseKernel("T x", "int64 z", "z = i * 10 + (x > 0)", "index")
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [0, 1, 17, 5000, 70_000])
+def test_sizes_and_dtypes(dtype: torch.dtype, n: int) -> None:
+    x, y = _randn(n, dtype=dtype), _randn(n, dtype=dtype)
+    z = squared_difference(x, y)
+    assert z.dtype == dtype
+    a, b = (Bounded(v.double(), 0.0, ARITHMETIC[dtype]) for v in (x, y))
+    expected = ((a - b) * (a - b)).stored(dtype)
+    assert_within(z, expected.value, expected.error, "z")
+
+
+_X = torch.randn(6, 1, 5, 7)
+LAYOUTS: dict[str, tuple[Tensor, Tensor]] = {
+    "0-d": (torch.randn(()), torch.randn(())),
+    "0-d with 1-d": (torch.randn(()), torch.randn(9)),
+    "row": (torch.randn(40, 30), torch.randn(30)),
+    "column": (torch.randn(40, 30), torch.randn(40, 1)),
+    "outer": (torch.randn(40, 1), torch.randn(30)),
+    "both": (_X, torch.randn(4, 5, 1)),
+    "strided": (torch.randn(80, 90)[::2, 1::3], torch.randn(40, 60)[:, ::2]),
+    "transposed": (torch.randn(30, 40).t(), torch.randn(40, 30)),
+    "both transposed": (torch.randn(30, 40).t(), torch.randn(30, 40).t()),
+    "channels last": (
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ),
+    "permuted": (torch.randn(4, 5, 6).permute(2, 0, 1), torch.randn(6, 4, 5)),
+    "empty": (torch.randn(3, 0), torch.randn(1)),
+    "expanded": (torch.randn(1, 30).expand(40, 30), torch.randn(40, 30)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    """Against torch bit for bit, of which the result has the shape and the strides."""
+    x, y = LAYOUTS[layout]
+    expected = torch.sub(x, y)
+    z = difference(x, y)
+    assert torch.equal(z, expected)
+    assert z.shape == expected.shape
+    if x.shape == expected.shape and "expanded" not in layout:
+        assert z.stride() == torch.empty_like(x).stride()
+    out = torch.empty(expected.shape[::-1]).permute(tuple(range(expected.dim()))[::-1])
+    assert difference(x, y, out) is out
+    assert torch.equal(out, expected)
+    before = out.clone()
+    assert torch.equal(difference(out, y, out), before - y)  # in place
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8], ids=str
+)
+def test_integers(dtype: torch.dtype) -> None:
+    low = torch.iinfo(dtype).min
+    x = torch.randint(low, torch.iinfo(dtype).max, (100,)).to(dtype)
+    assert torch.equal(difference(x, x.flip(0)), x - x.flip(0))
+    assert torch.equal(difference(x, 3), x - 3)
+
+
+def test_bool() -> None:
+    both = ElementwiseKernel("bool x, bool y", "bool z", "z = x && !y")
+    x, y = torch.rand(50) < 0.5, torch.rand(50) < 0.5
+    assert torch.equal(both(x, y), x & ~y)
+    assert torch.equal(both(x, True), torch.zeros(50, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_all_16_bit_numbers(dtype: torch.dtype) -> None:
+    """Every one is read, and float32 between them is rounded, as torch does both."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    x = bits.view(dtype)
+    widen = ElementwiseKernel("T x", "float32 y", "y = x", "widen")
+    narrow = ElementwiseKernel("float32 x", "T y", "y = x", "narrow")
+    wide = x.float()
+    assert torch.equal(widen(x).nan_to_num(7), wide.nan_to_num(7))
+    between = torch.cat([wide, wide * (1 + 2**-9), wide * (1 - 2**-12), wide * 1.5, wide + 1e-7])
+    expected = between.to(dtype)
+    result = narrow(between, torch.empty_like(expected))
+    assert torch.equal(result.isnan(), expected.isnan())
+    numbers = ~expected.isnan()
+    assert torch.equal(result[numbers].view(torch.int16), expected[numbers].view(torch.int16))
+
+
+def test_index_raw_and_size() -> None:
+    x = torch.tensor([[1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]]).t()
+    assert index(x).tolist() == [[1, 10, 21], [30, 41, 51]]  # as they are numbered in the shape
+    reverse = ElementwiseKernel("raw T x, T scale", "T y", "y = x[n - 1 - i] * scale", "reverse")
+    values = torch.arange(5.0)
+    assert reverse(values, 2.0, size=5).tolist() == [8, 6, 4, 2, 0]
+    scatter = ElementwiseKernel("int64 at, T x", "raw T y", "y[at] = x", "scatter")
+    y = torch.zeros(4)
+    assert scatter(torch.tensor([3, 0]), torch.tensor([5.0, 6.0]), y) is y
+    assert y.tolist() == [6, 0, 0, 5]
+    gather = ElementwiseKernel(
+        "raw bfloat16 x, int32 at", "float32 y", "y = from_bfloat16(x[at])", "gather"
+    )
+    assert gather(values.bfloat16(), torch.tensor([4, 1], dtype=torch.int32)).tolist() == [4, 1]
+
+
+def test_outputs_preamble_and_numbers() -> None:
+    both = ElementwiseKernel(
+        "T x, float64 k",
+        "T larger, int32 sign",
+        "larger = twice(x) * (T)k; if (x < 0) { sign = -1; } else { sign = 1; }",
+        "both",
+        preamble="static float twice(float x) { return FACTOR * x; }",
+        options=("-DFACTOR=2",),
+    )
+    larger, sign = both(torch.tensor([1.5, -2.0]), np.float32(3.0))
+    assert larger.tolist() == [9.0, -12.0]
+    assert sign.tolist() == [1, -1]
+    assert sign.dtype == torch.int32
+    add = ElementwiseKernel("T x", "T y", "y += x", "add")  # an output that is passed is read
+    y = torch.ones(3)
+    add(torch.arange(3.0), y)
+    assert y.tolist() == [1, 2, 3]
+    numbered = ElementwiseKernel("", "float32 y", "y = i", "numbered")
+    assert numbered(torch.empty(2, 2)).tolist() == [[0, 1], [2, 3]]
+    assert numbered(size=3).tolist() == [0, 1, 2]
+
+
+def test_under_no_grad_and_version() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        assert difference(x, 1.0).tolist() == [0, 0, 0]
+    out = torch.zeros(3)
+    before = out._version
+    difference(out, 1.0, out)
+    assert out._version > before  # autograd notices what was saved before
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("in_params", "message"),
+        [
+            ("float x", "'float' of 'float x' is no type"),
+            ("float32", "'float32' is not like"),
+            ("float32 x y", "is not like"),
+            ("float32 i", "'i' is a name of the generated kernel"),
+            ("float32 x_", "'x_' is a name of the generated kernel"),
+            ("float32 global", "'global' is a word of OpenCL C"),
+            ("float32 z", "two parameters have the name 'z'"),
+        ],
+    )
+    def test_declarations(self, in_params: str, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            ElementwiseKernel(in_params, "float32 z", "z = 0")
+
+    def test_names_and_outputs(self) -> None:
+        with pytest.raises(ValueError, match="'two words' cannot be the name"):
+            ElementwiseKernel("T x", "T y", "y = x", "two words")
+        with pytest.raises(ValueError, match="'constant' cannot be the name"):
+            ElementwiseKernel("T x", "T y", "y = x", "constant")
+        with pytest.raises(ValueError, match="declares no output"):
+            ElementwiseKernel("T x", "", "x")
+
+    def test_types(self) -> None:
+        x = torch.ones(3)
+        with pytest.raises(
+            TypeError, match=r"'y' is of torch\.float64 and must be of torch\.float32"
+        ):
+            difference(x, x.double())
+        with pytest.raises(TypeError, match=r"'x' is a ndarray; pass a torch tensor or a number"):
+            difference(np.ones(3), x)
+        with pytest.raises(TypeError, match=r"'x' is of torch\.complex64; there are bool, int8"):
+            difference(x + 1j, x)
+        with pytest.raises(TypeError, match=r"'y' is 0\.5 and must be a number of torch\.int64"):
+            difference(torch.arange(3), 0.5)
+        with pytest.raises(
+            TypeError, match="takes 2 inputs and then its 1 outputs or none; 1 were given"
+        ):
+            difference(x)
+        raw = ElementwiseKernel("raw T x, T y", "T z", "z = x[0] + y")
+        with pytest.raises(TypeError, match=r"'x' is a float; pass a torch tensor$"):
+            raw(1.0, x)
+        unbound = ElementwiseKernel("float32 x", "T y", "y = x")
+        with pytest.raises(TypeError, match="no input says what T of the output 'y' is"):
+            unbound(x)
+        with pytest.raises(OverflowError):
+            difference(x.to(torch.int8), 1000)
+
+    def test_shapes(self) -> None:
+        x = torch.ones(3)
+        with pytest.raises(ValueError, match="shapes do not fit"):
+            difference(x, torch.ones(4))
+        with pytest.raises(ValueError, match=r"'z' has shape \(4,\), and the result's is \(3,\)"):
+            difference(x, x, torch.ones(4))
+        with pytest.raises(ValueError, match="elements of the output 'z' share memory"):
+            difference(x, x, torch.ones(1).expand(3))
+        with pytest.raises(ValueError, match="size=3, beside tensors"):
+            difference(x, x, size=3)
+        numbered = ElementwiseKernel("", "float32 y", "y = i")
+        with pytest.raises(ValueError, match="size=-1 is not a number of elements"):
+            numbered(size=-1)
+        with pytest.raises(ValueError, match="no argument gives a shape"):
+            numbered()
+        scatter = ElementwiseKernel("T x", "raw T y", "y[i] = x")
+        with pytest.raises(ValueError, match="the raw output 'y' must be passed"):
+            scatter(x)
+        with pytest.raises(ValueError, match="not contiguous"):
+            scatter(x, torch.ones(6)[::2])
+
+    def test_gradients_layouts_and_devices(self) -> None:
+        x = torch.ones(3)
+        with pytest.raises(RuntimeError, match="autograd does not see a kernel"):
+            difference(x.clone().requires_grad_(), x)
+        with pytest.raises(ValueError, match=r"torch\.sparse_coo; pass its \.to_dense"):
+            difference(x.to_sparse(), x)
+        with pytest.raises(ValueError, match="are on cpu and meta"):
+            difference(x, x.to("meta"))
+        with pytest.raises(RuntimeError, match="on meta"):
+            difference(x.to("meta"), x.to("meta"))
+
+    def test_operation(self) -> None:
+        broken = ElementwiseKernel("T x", "T y", "y = x;\ny += unknown")
+        with pytest.raises(KernelCompileError, match=r"operation:2:\d+: error: use of undeclared"):
+            broken(torch.ones(3))

@@ -1,0 +1,58 @@
+"""Raw kernels and the life of a process: imports, faults, output, exit and fork."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+PRELUDE = """
+import os, sys, torch
+from fusedoptim.raw import RawKernel
+"""
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + script], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_import_print_fork_and_exit() -> None:
+    done = run("""
+loaded = {"dpctl", "numba", "numba_dpex", "dpnp", "llvmlite"} & set(sys.modules)
+assert not loaded, loaded
+kernel = RawKernel('kernel void f(global int *x) { x[0] += 1; printf("x is %d\\\\n", x[0]); }')
+x = torch.zeros(1, dtype=torch.int32)
+if os.fork() == 0:  # before the driver runs, a child may use it
+    kernel(1, 1, (x,))
+    os._exit(0)
+os.wait()
+kernel(1, 1, (x,))
+if os.fork() == 0:
+    try:
+        kernel(1, 1, (x,))
+    except RuntimeError as error:
+        print(error, x.item(), flush=True)
+    os._exit(0)
+os.wait()
+kernel(1, 1, (x,))
+kernel(1, 1, (torch.zeros(1, dtype=torch.int32),), wait=False)
+""")
+    assert done.stderr == ""
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert sorted(lines[:2]) == ["x is 1", "x is 1"]
+    assert "set_start_method('spawn')" in lines[2]
+    assert lines[2].endswith(" 1")
+    assert lines[3:] == ["x is 2", "x is 1"]
+
+
+def test_a_write_outside_of_all_memory_ends_the_process() -> None:
+    done = run("""
+kernel = RawKernel("kernel void f(global float *x, ulong i) { x[get_global_id(0) + i] = 1; }")
+kernel(16, 16, (torch.zeros(16), 1 << 44))
+print("went on")
+""")
+    assert done.returncode == -signal.SIGSEGV
+    assert "went on" not in done.stdout

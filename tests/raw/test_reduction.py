@@ -1,0 +1,190 @@
+"""ReductionKernel: against torch in float64, with the bound of a sum that is added in any order."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedoptim.raw import KernelCompileError, ReductionKernel
+from tests.fusedoptim.helpers import assert_within
+from tests.tolerances import ARITHMETIC, additions, unit_roundoff
+
+total = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", "total")
+norm = ReductionKernel("T x", "T y", "x * x", "a + b", "y = sqrt(a)", "0", "norm")
+largest = ReductionKernel("T x", "T y", "x", "max(a, b)", "y = a", "-INFINITY", "largest")
+dot = ReductionKernel("T x, T y", "T z", "x * y", "a + b", "z = a", "0", "dot")
+
+
+def _assert_sum(result: Tensor, terms: Tensor, axis: Sequence[int], keepdims: bool = False) -> None:
+    """That ``result`` is the sum of ``terms``, which are float64."""
+    dtype = result.dtype
+    expected, magnitude = terms, terms.abs()
+    for d in sorted(axis, reverse=True):
+        expected = expected.sum(d, keepdim=keepdims)
+        magnitude = magnitude.sum(d, keepdim=keepdims)
+    n = terms.numel() // max(expected.numel(), 1)
+    u = unit_roundoff(ARITHMETIC[dtype])
+    error = (additions([n]) + 1) * u * magnitude
+    error = error + unit_roundoff(dtype) * (expected.abs() + error)
+    assert result.shape == expected.shape
+    assert_within(result, expected, error, "sum")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+@pytest.mark.parametrize("n", [0, 1, 17, 5000, 300_000])
+def test_sizes_and_dtypes(dtype: torch.dtype, n: int) -> None:
+    x = torch.rand(n, dtype=torch.float64).to(dtype) * 0.01
+    result = total(x)
+    assert result.dtype == dtype
+    _assert_sum(result, x.double(), [0])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "permuted", "strided", "expanded"])
+def test_axes(layout: str) -> None:
+    x, axes = {
+        "contiguous": (torch.randn(13, 40, 3), [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)]),
+        "permuted": (torch.randn(13, 40, 3).permute(1, 2, 0), [(0,), (0, 1), (0, 1, 2)]),
+        "strided": (torch.randn(26, 41, 5)[::2, 1:, ::2], [(1,), (0, 2)]),
+        "expanded": (torch.randn(13, 1, 3).expand(13, 40, 3), [(1,), (0, 1)]),
+    }[layout]
+    for axis in axes:
+        _assert_sum(total(x, axis=axis), x.double(), axis)
+
+
+def test_axes_kept_negative_and_all() -> None:
+    x = torch.randn(13, 40, 3)
+    _assert_sum(total(x, axis=1, keepdims=True), x.double(), [1], keepdims=True)
+    _assert_sum(total(x, axis=[-1, 0]), x.double(), [0, 2])
+    _assert_sum(total(x, keepdims=True), x.double(), [0, 1, 2], keepdims=True)
+
+
+@pytest.mark.parametrize("shape", [(1000, 40), (40, 1000), (3000, 5), (5, 70_000), (70_000, 33)])
+def test_long_axes(shape: tuple[int, int]) -> None:
+    """Results that are reduced in several chunks, side by side and one after the other."""
+    x = torch.randn(shape)
+    for axis in (0, 1):
+        _assert_sum(total(x, axis=axis), x.double(), [axis])
+        assert torch.equal(largest(x, axis=axis), x.amax(axis))
+
+
+def test_broadcast_numbers_and_outputs() -> None:
+    x, y = torch.randn(30, 20), torch.randn(20)
+    _assert_sum(dot(x, y, axis=1), x.double() * y.double(), [1])
+    _assert_sum(dot(x, 2.0), x.double() * 2, [0, 1])
+    out = torch.empty(2, 30)[0]
+    assert dot(x, y, out, axis=1) is out
+    _assert_sum(out, x.double() * y.double(), [1])
+    strided = torch.empty(60)[::2]
+    dot(x, y, strided, axis=1)
+    assert torch.equal(strided, out)
+
+
+def test_norm() -> None:
+    x = torch.randn(70_000)
+    expected = torch.linalg.vector_norm(x.double())
+    relative = (additions([70_000]) / 2 + 6) * unit_roundoff(torch.float32)
+    assert_within(norm(x), expected, relative * expected, "norm")
+
+
+def test_index_mean_and_two_outputs() -> None:
+    first = ReductionKernel(
+        "T x", "int64 at", "x > 0 ? (long)i : n", "min(a, b)", "at = a", "LONG_MAX", "first"
+    )
+    x = -torch.ones(4, 50)
+    x[torch.arange(4), torch.tensor([7, 0, 49, 3])] = 1
+    assert first(x, axis=1).tolist() == [7, 0, 49, 3]
+    assert first(-torch.ones(9)).item() == 9
+    moments = ReductionKernel(
+        "T x, float32 k",
+        "T mean, float64 scaled",
+        "x",
+        "a + b",
+        "mean = a / n; scaled = a * k",
+        "0",
+        "moments",
+        reduce_type="float64",
+    )
+    values = torch.arange(8.0)
+    mean, scaled = moments(values, 10.0)
+    assert (mean.item(), scaled.item(), scaled.dtype) == (3.5, 280.0, torch.float64)
+
+
+def test_integers_and_bool() -> None:
+    x = torch.randint(-100, 100, (300, 7), dtype=torch.int32)
+    assert torch.equal(total(x, axis=0), x.sum(0, dtype=torch.int32))
+    wide = ReductionKernel("int32 x", "int64 y", "x", "a + b", "y = a", "0", "wide")
+    assert torch.equal(wide(x), x.sum())
+    any_true = ReductionKernel("bool x", "bool y", "x", "a || b", "y = a", "false", "any_true")
+    flags = torch.rand(70_000, 2) < 1e-4
+    assert torch.equal(any_true(flags, axis=0), flags.any(0))
+
+
+_SUMS = """
+import hashlib
+import torch
+from fusedoptim.raw import ReductionKernel
+
+torch.manual_seed(0)
+total = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", "total")
+x = torch.randn(1_000_000)
+sums = [total(x).view(1), total(x.view(1000, 1000), axis=0), total(x.view(-1, 4), axis=0)]
+found = hashlib.sha256(torch.cat(sums).numpy().tobytes()).hexdigest()
+print(found)
+"""
+
+
+def test_same_bits_whatever_the_number_of_threads() -> None:
+    namespace: dict[str, str] = {}
+    exec(_SUMS, namespace)
+    one_core = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    command = [sys.executable, "-c", one_core + _SUMS]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.strip() == namespace["found"]
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("axis", [2, -3, (0, 5), 0.5, True])
+    def test_axis(self, axis: object) -> None:
+        with pytest.raises(ValueError, match="and there are 2 dimensions"):
+            total(torch.ones(3, 4), axis=axis)  # type: ignore[arg-type]
+
+    def test_axis_twice(self) -> None:
+        with pytest.raises(ValueError, match="has a dimension twice"):
+            total(torch.ones(3, 4), axis=(0, -2))
+
+    def test_declarations(self) -> None:
+        with pytest.raises(ValueError, match="needs an output, and no raw one"):
+            ReductionKernel("T x", "raw T y", "x", "a + b", "y = a", "0")
+        with pytest.raises(ValueError, match="identity='' is no C expression"):
+            ReductionKernel("T x", "T y", "x", "a + b", "y = a", "")
+        with pytest.raises(ValueError, match="reduce_type='float' is none of bool, int8"):
+            ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", reduce_type="float")
+
+    def test_arguments(self) -> None:
+        x = torch.ones(3, 4)
+        with pytest.raises(
+            TypeError, match="takes 1 inputs and then its 1 outputs or none; 0 were given"
+        ):
+            total()
+        with pytest.raises(ValueError, match="no argument gives a shape"):
+            total(1.0)
+        with pytest.raises(ValueError, match=r"shape \(3,\), and the result's is \(4,\)"):
+            total(x, torch.ones(3), axis=0)
+        with pytest.raises(RuntimeError, match="autograd does not see"):
+            total(x.requires_grad_())
+
+    def test_expressions(self) -> None:
+        broken = ReductionKernel("T x", "T y", "x", "a + c", "y = a", "0")
+        with pytest.raises(
+            KernelCompileError, match=r"reduce_expr:1:\d+: error: use of undeclared"
+        ):
+            broken(torch.ones(3))
