@@ -81,6 +81,11 @@ def load_module(kernel: str, dtype: str) -> Module:
     return Module(name, dtype, arguments, entry["sums"], spirv)
 
 
+def shipped() -> list[tuple[str, str]]:
+    """The kernel and the dtype of every module, in the order of the manifest."""
+    return [(kernel, dtype) for kernel, _, dtype in (n.rpartition("_") for n in _manifest())]
+
+
 @functools.cache
 def _manifest() -> dict[str, Any]:
     try:

@@ -1,0 +1,229 @@
+"""The file: SPIR-V modules, device binaries, and a manifest about them, in one zip archive.
+
+A zip has an index and a checksum of each entry, is read by Python alone, and every system can list
+and unpack it. Entries are stored as they are, in a fixed order with a fixed date: the same modules
+make the same bytes, whatever the clock and the version of zlib.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fusedoptim._version import __version__
+from fusedoptim.raw import InvalidModuleError, RawKernel, RawModule
+from fusedoptim.raw._opencl_c import DRIVER_OPTIONS
+
+SUFFIX = ".fob"
+ABI = 1
+"""of the manifest's layout and of how kernels take their arguments."""
+_FORMAT = "fusedoptim bundle"
+_MANIFEST = "manifest.json"
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip can say
+
+
+class BundleError(RuntimeError):
+    """A bundle that is truncated, altered, or of another version, or is none at all."""
+
+
+class Module(NamedTuple):
+    """One module of a bundle: what was compiled from one source."""
+
+    spirv: bytes
+    kernels: dict[str, list[str]]
+    """the parameters of each kernel, such as ``["const f32 *x", "u32 n"]``."""
+    kind: str
+    """of the source: "OpenCL C", "SPIR-V" or "Python"."""
+    source: str
+    """as it was named, without its folder."""
+    source_sha256: str
+    """of the source's file."""
+    options: list[str]
+    """of the compiler."""
+    tools: dict[str, str]
+    """the versions of what compiled it."""
+    binaries: dict[str, bytes]
+    """machine code for GPUs, by the name under which ocloc knows each."""
+    ocloc: str
+    """the version of the compiler that made them, "" if there are none."""
+
+    @property
+    def driver_options(self) -> tuple[str, ...]:
+        """The options that concern the device's driver too."""
+        return tuple(option for option in self.options if option in DRIVER_OPTIONS)
+
+
+def write(path: Path, modules: list[Module]) -> None:
+    """Write a bundle, whole or not at all."""
+    files: dict[str, bytes] = {}
+    entries = []
+    for module in sorted(modules, key=lambda module: list(module.kernels)):
+        name = next(iter(module.kernels))
+        entry = module._asdict()
+        entry["spirv"] = _added(files, f"{name}.spv", module.spirv)
+        entry["binaries"] = {
+            device: _added(files, f"{name}.{device.replace(':', '-')}.bin", binary)
+            for device, binary in sorted(module.binaries.items())
+        }
+        entries.append(entry)
+    manifest = {"format": _FORMAT, "abi": ABI, "fusedoptim": __version__, "modules": entries}
+    files[_MANIFEST] = (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
+            for name in sorted(files):
+                archive.writestr(_zip_entry(name), files[name])
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _added(files: dict[str, bytes], name: str, content: bytes) -> dict[str, str]:
+    """What the manifest says of a file, which is added to the others."""
+    files[name] = content
+    return {"file": name, "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _zip_entry(name: str) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(name, _EPOCH)
+    entry.create_system = 3  # else the system's own
+    entry.external_attr = 0o644 << 16
+    return entry
+
+
+def read(path: Path) -> list[Module]:
+    """The modules of a bundle, each held against its checksum.
+
+    Raises:
+        BundleError: the file is no bundle, is damaged, or of another version.
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            files = {name: archive.read(name) for name in archive.namelist()}
+    except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+        raise BundleError(
+            f"{path} is no bundle, or is truncated or damaged ({error}); {_CURE}"
+        ) from error
+    return _modules(path, files)
+
+
+_CURE = "make it again: python -m fusedoptim aot build"
+
+
+def _modules(path: Path, files: dict[str, bytes]) -> list[Module]:
+    try:
+        manifest = json.loads(files[_MANIFEST])
+        is_bundle = manifest["format"] == _FORMAT
+    except (KeyError, TypeError, ValueError):
+        is_bundle = False
+    if not is_bundle:
+        raise BundleError(f"{path} is a zip archive without a bundle's {_MANIFEST}; {_CURE}")
+    if manifest.get("abi") != ABI:
+        raise BundleError(
+            f"{path} is of ABI {manifest.get('abi')!r}, made by fusedoptim "
+            f"{manifest.get('fusedoptim')}, and fusedoptim {__version__} reads ABI {ABI}; {_CURE}"
+        )
+    try:
+        return [_module(path, files, entry) for entry in manifest["modules"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BundleError(f"the {_MANIFEST} of {path} is damaged ({error!r}); {_CURE}") from error
+
+
+def _module(path: Path, files: dict[str, bytes], entry: dict[str, Any]) -> Module:
+    content = functools.partial(_content, path, files)
+    binaries = {device: content(binary) for device, binary in entry["binaries"].items()}
+    return Module(**(entry | {"spirv": content(entry["spirv"]), "binaries": binaries}))
+
+
+def _content(path: Path, files: dict[str, bytes], described: dict[str, str]) -> bytes:
+    name = described["file"]
+    if name not in files:
+        raise BundleError(f"{path} lacks {name}, of which its manifest speaks; {_CURE}")
+    if hashlib.sha256(files[name]).hexdigest() != described["sha256"]:
+        raise BundleError(f"{name} in {path} is not what was built: its SHA-256 differs; {_CURE}")
+    return files[name]
+
+
+class Bundle(Mapping[str, RawKernel]):
+    """The kernels of a bundle, by name.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from fusedoptim import aot
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> source = folder / "twice.cl"
+        >>> code = "kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }"
+        >>> _ = source.write_text(code)
+        >>> _ = aot.build([source], folder / "mine.fob")
+        >>> bundle = aot.load(folder / "mine.fob")
+        >>> bundle.names
+        ('twice',)
+        >>> x = torch.ones(3)
+        >>> bundle["twice"](3, None, (x,))
+        >>> x
+        tensor([2., 2., 2.])
+    """
+
+    def __init__(self, path: Path, modules: list[Module], device: Any) -> None:
+        self.path = path
+        """the file."""
+        self.modules = modules
+        """what it holds."""
+        self._kernels: dict[str, RawKernel] = {}
+        for module in modules:
+            raw = RawModule(module.spirv, module.driver_options, device=device)
+            try:
+                self._kernels |= {name: RawKernel(raw, name) for name in module.kernels}
+            except (KeyError, InvalidModuleError) as error:
+                raise BundleError(f"{path} is damaged ({error.args[0]}); {_CURE}") from error
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kernels."""
+        return tuple(self._kernels)
+
+    def __getitem__(self, name: str) -> RawKernel:
+        try:
+            return self._kernels[name]
+        except KeyError:
+            names = ", ".join(self._kernels)
+            raise KeyError(f"{self.path} has no kernel {name!r}; there are {names}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kernels)
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+    def __repr__(self) -> str:
+        return f"<Bundle {self.path}: {', '.join(self._kernels)}>"
+
+
+def load(path: str | os.PathLike[str], *, device: Any = "cpu") -> Bundle:
+    """The kernels of a bundle. No compiler of Python or OpenCL C is needed.
+
+    Args:
+        path: of the file.
+        device: where launches run whose arguments do not say, as of
+            :class:`fusedoptim.raw.RawKernel`.
+
+    Returns:
+        a mapping from names to kernels, which the driver compiles when each is first called, or in
+        :func:`warmup`.
+
+    Raises:
+        BundleError: the file is no bundle, is truncated or altered, or is of another ABI.
+        FileNotFoundError: there is no such file.
+    """
+    return Bundle(Path(path), read(Path(path)), device)

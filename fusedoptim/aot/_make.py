@@ -1,0 +1,92 @@
+"""From sources to a bundle."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fusedoptim.aot._bundle import SUFFIX, Module, write
+from fusedoptim.aot._devices import compile_for, ocloc_version, parse_devices
+from fusedoptim.aot._sources import compile_source
+
+
+class Compiled(NamedTuple):
+    """One compilation of a module."""
+
+    kernels: tuple[str, ...]
+    target: str
+    """"SPIR-V", or a GPU."""
+    size: int
+    """bytes."""
+    seconds: float
+
+
+def build(
+    sources: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    options: Sequence[str] = (),
+    devices: str | Sequence[str] = (),
+) -> list[Compiled]:
+    """Compile kernels and write them to a bundle, which :func:`load` reads.
+
+    Args:
+        sources: each a ``.cl`` file of OpenCL C, a ``.spv`` file, or a Python function, as
+            ``module.py:function`` or ``package.module:function`` (``[jit]``).
+        output: the bundle to write, a ``.fob`` file.
+        options: of the compiler, for every source, as of :class:`fusedoptim.raw.RawKernel`.
+        devices: Intel GPUs for which to compile too, as ocloc names them: "skl,dg2,pvc". A name may
+            be a family, "gen9", or a range, "dg1:acm-g10".
+
+    Returns:
+        what was compiled, its size, and the time that it took.
+
+    Raises:
+        ValueError: a source of no known kind, one kernel's name in two sources, or options that a
+            source does not have.
+        FileNotFoundError: a source or the folder of ``output`` is not there.
+        ImportError: a Python source or the compiler cannot be imported.
+        fusedoptim.raw.KernelCompileError: a source does not compile.
+        fusedoptim.raw.InvalidModuleError: a ``.spv`` file has no SPIR-V, or no kernels.
+        DeviceError: ocloc is not installed, does not know a device, or fails to compile for it.
+
+    Nothing is written unless all of it compiled.
+    """
+    path = Path(output)
+    if path.suffix != SUFFIX:
+        raise ValueError(f"output={str(path)!r} is no {SUFFIX} file, which is what is written")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"output={str(path)!r}: there is no folder {path.parent}")
+    if not sources:
+        raise ValueError("sources is empty: name a .cl or .spv file or a Python function")
+    names = parse_devices(devices)
+    compiled: list[Compiled] = []
+    modules: list[Module] = []
+    for source in sources:
+        began = time.perf_counter()
+        module = compile_source(source, options)
+        compiled.append(_compiled(module, "SPIR-V", module.spirv, began))
+        _check_names(module, modules)
+        for name in names:
+            began = time.perf_counter()
+            module.binaries[name] = compile_for(name, module.spirv, module.driver_options)
+            compiled.append(_compiled(module, name, module.binaries[name], began))
+        modules.append(module._replace(ocloc=ocloc_version()) if names else module)
+    write(path, modules)
+    return compiled
+
+
+def _compiled(module: Module, target: str, binary: bytes, began: float) -> Compiled:
+    return Compiled(tuple(module.kernels), target, len(binary), time.perf_counter() - began)
+
+
+def _check_names(module: Module, others: list[Module]) -> None:
+    for other in others:
+        for name in sorted(module.kernels.keys() & other.kernels.keys()):
+            raise ValueError(
+                f"both {other.source} and {module.source} have a kernel {name!r}; rename one, or "
+                "make two bundles"
+            )

@@ -1,0 +1,112 @@
+"""What is compiled: OpenCL C, SPIR-V and Python, from files and modules."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fusedoptim.aot._bundle import Module
+from fusedoptim.raw import RawModule
+from fusedoptim.raw._opencl_c import compile_opencl_c, compiler_version
+from fusedoptim.raw._spirv import read_signatures
+
+_KINDS = "a .cl or .spv file, module.py:function or package.module:function"
+_PYTHON_TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
+
+
+class _Source(NamedTuple):
+    kind: str
+    name: str
+    content: bytes
+    """of the file."""
+    function: Callable[..., Any] | None
+    """of Python."""
+
+
+def compile_source(source: str | os.PathLike[str], options: Sequence[str]) -> Module:
+    """The module of one source.
+
+    Raises:
+        ValueError: the source is of no kind that is known, or has no such options.
+        FileNotFoundError: there is no such file.
+        ImportError: of Python: the module or the compiler cannot be imported.
+        fusedoptim.raw.KernelCompileError: the source does not compile.
+        fusedoptim.raw.InvalidModuleError: the file is no SPIR-V with kernels.
+    """
+    found = _read(os.fspath(source))
+    # Not RawModule's cached SPIR-V: what is built is built by the tools of which it says so.
+    if found.kind == "OpenCL C":
+        spirv = compile_opencl_c(_text(found), options)
+        tools = {"intel-opencl-rt": compiler_version()}
+    elif found.function is not None:
+        spirv = RawModule(found.function, options).spirv
+        tools = {tool: importlib.metadata.version(tool) for tool in _PYTHON_TOOLS}
+    else:
+        spirv = RawModule(found.content, options).spirv
+        tools = {}
+    return Module(
+        spirv=spirv,
+        kernels={
+            name: [str(parameter) for parameter in parameters]
+            for name, parameters in read_signatures(spirv).items()
+        },
+        kind=found.kind,
+        source=found.name,
+        source_sha256=hashlib.sha256(found.content).hexdigest(),
+        options=list(options),
+        tools=tools,
+        binaries={},
+        ocloc="",
+    )
+
+
+def _text(source: _Source) -> str:
+    try:
+        return source.content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source.name} is no text in UTF-8 ({error})") from error
+
+
+def _read(source: str) -> _Source:
+    path = Path(source)
+    if path.suffix == ".cl":
+        return _Source("OpenCL C", path.name, path.read_bytes(), None)
+    if path.suffix == ".spv":
+        return _Source("SPIR-V", path.name, path.read_bytes(), None)
+    module, colon, function = source.rpartition(":")
+    if not colon or not function.isidentifier():
+        raise ValueError(f"source={source!r} is none of {_KINDS}")
+    if module.endswith(".py"):
+        imported = _module_of_file(Path(module))
+    elif all(part.isidentifier() for part in module.split(".")):
+        imported = importlib.import_module(module)
+    else:
+        raise ValueError(f"source={source!r} is none of {_KINDS}")
+    found = getattr(imported, function, None)
+    if not callable(found):
+        raise ValueError(f"source={source!r}: {module} has no function {function!r}")
+    file = Path(str(imported.__file__))
+    return _Source("Python", f"{file.name}:{function}", file.read_bytes(), found)
+
+
+def _module_of_file(path: Path) -> Any:
+    """The module of a file, which may import its neighbours, as a script may."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module

@@ -1,0 +1,69 @@
+"""Whether a bundle holds what it says, and runs here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fusedoptim.aot._bundle import BundleError, Module, load
+from fusedoptim.raw import InvalidModuleError, KernelCompileError
+from fusedoptim.raw._spirv import read_signatures
+
+
+def verify(path: str | os.PathLike[str], *, device: Any = "cpu") -> list[str]:
+    """What is wrong with a bundle; an empty list if nothing is.
+
+    Every file in it is held against its SHA-256, the kernels' parameters are read from the SPIR-V
+    again and held against the manifest's, ``device`` builds each kernel, and spirv-val checks each
+    module, where it is installed (apt install spirv-tools).
+
+    Args:
+        path: of the bundle.
+        device: that builds the kernels, as of :class:`fusedoptim.raw.RawKernel`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        fusedoptim.allocator.DeviceNotFoundError: there is no such device.
+    """
+    try:
+        bundle = load(path, device=device)
+    except BundleError as error:
+        return [str(error)]
+    problems = []
+    for module in bundle.modules:
+        problems += _check_signatures(module)
+        problems += _check_with_spirv_val(module)
+    for name, kernel in bundle.items():
+        try:
+            kernel.compile()
+        except (KernelCompileError, InvalidModuleError) as error:
+            problems.append(f"{name}: {error}")
+    return problems
+
+
+def _check_signatures(module: Module) -> list[str]:
+    found = read_signatures(module.spirv)
+    texts = {name: [str(parameter) for parameter in found[name]] for name in found}
+    return [
+        f"{name}: the SPIR-V has the parameters {texts.get(name)}, and the manifest says "
+        f"{module.kernels.get(name)}"
+        for name in sorted(texts.keys() | module.kernels.keys())
+        if texts.get(name) != module.kernels.get(name)
+    ]
+
+
+def _check_with_spirv_val(module: Module) -> list[str]:
+    program = shutil.which("spirv-val")
+    if program is None:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "module.spv")
+        file.write_bytes(module.spirv)
+        done = subprocess.run([program, str(file)], capture_output=True, text=True)
+    if done.returncode == 0:
+        return []
+    return [f"{', '.join(module.kernels)}: spirv-val: {done.stdout}{done.stderr}".strip()]

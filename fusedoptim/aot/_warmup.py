@@ -1,0 +1,86 @@
+"""The driver's compilation, ahead of the first step."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from fusedoptim._device import queue_of
+from fusedoptim._launch import kernel_for
+from fusedoptim._modules import shipped
+from fusedoptim.allocator import queue
+from fusedoptim.aot._bundle import Bundle, load
+
+
+class Warmed(NamedTuple):
+    """A kernel that the driver compiled."""
+
+    name: str
+    seconds: float
+
+
+def warmup(
+    bundle: Bundle | str | os.PathLike[str] | None = None, *, device: str | None = None
+) -> list[Warmed]:
+    """Have the driver compile kernels now, in this process, rather than in the first step.
+
+    Args:
+        bundle: whose kernels; None for those of the optimizers of this package, in all dtypes that
+            the device has.
+        device: where; "cpu" for None, or, of a :class:`Bundle`, the one that it was loaded for;
+            "xpu" is torch's current stream.
+
+    Returns:
+        the time of each kernel, in the order in which they were compiled: next to nothing for one
+        that the process had compiled before, or of which a sibling was compiled.
+
+    Raises:
+        BundleError: the file is no bundle, is damaged, or is of another ABI.
+        FileNotFoundError: there is no such file.
+        ValueError: ``device`` was given with a :class:`Bundle`, which has its own.
+        fusedoptim.raw.KernelCompileError: the driver refuses a kernel of the bundle.
+        fusedoptim.allocator.DeviceNotFoundError: there is no such device.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from fusedoptim import aot
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> code = "kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }"
+        >>> _ = (folder / "twice.cl").write_text(code)
+        >>> _ = aot.build([folder / "twice.cl"], folder / "mine.fob")
+        >>> for name, seconds in aot.warmup(folder / "mine.fob"):
+        ...     print(f"{name} {1e3 * seconds:.0f} ms")
+        twice ... ms
+    """
+    if bundle is None:
+        return list(_shipped(device or "cpu"))
+    if not isinstance(bundle, Bundle):
+        bundle = load(bundle, device=device or "cpu")
+    elif device is not None:
+        raise ValueError(
+            f"device={device!r}: the bundle was loaded for a device; load(path, device={device!r})"
+        )
+    return list(_of(bundle))
+
+
+def _of(bundle: Bundle) -> Iterator[Warmed]:
+    for name, kernel in bundle.items():
+        began = time.perf_counter()
+        kernel.compile()
+        yield Warmed(name, time.perf_counter() - began)
+
+
+def _shipped(device: str) -> Iterator[Warmed]:
+    chosen = queue_of(torch.device(device)) if device.startswith("xpu") else queue(device)
+    has_float64 = chosen.sycl_device.has_aspect_fp64
+    for kernel, dtype in shipped():
+        if dtype == "f64" and not has_float64:
+            continue  # such a step raises on this device
+        began = time.perf_counter()
+        kernel_for(chosen, kernel, dtype)
+        yield Warmed(f"{kernel}_{dtype}", time.perf_counter() - began)

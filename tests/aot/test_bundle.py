@@ -1,0 +1,200 @@
+"""A bundle gives the kernels that were built, or says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedoptim import FusedAdam, _launch, aot
+from fusedoptim._modules import shipped
+from fusedoptim.aot import BundleError, _warmup
+from fusedoptim.raw import RawKernel
+
+
+def altered(path: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
+    """The bundle with other files in it."""
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    change(files)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def with_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    def rewrite(files: dict[str, bytes]) -> None:
+        manifest = json.loads(files["manifest.json"])
+        change(manifest)
+        files["manifest.json"] = json.dumps(manifest).encode()
+
+    return altered(path, rewrite)
+
+
+def test_kernels_by_name(built: Path) -> None:
+    bundle = aot.load(built)
+    assert bundle.names == ("saxpy", "twice", "sgd_f32")
+    assert list(bundle) == list(bundle.names)
+    assert len(bundle) == 3
+    assert "twice" in bundle
+    assert isinstance(bundle["twice"], RawKernel)
+    assert repr(bundle) == f"<Bundle {built}: saxpy, twice, sgd_f32>"
+
+
+def test_kernels_compute(built: Path) -> None:
+    bundle = aot.load(built)
+    x, y = torch.randn(1000), torch.randn(1000)
+    expected = 2 * (y.double() + 0.5 * x.double())
+    bundle["saxpy"](1024, 16, (1000, 0.5, x, y))
+    bundle["twice"](1000, None, (y,))
+    torch.testing.assert_close(y, expected.float())
+
+
+def test_kernel_that_is_not_there(built: Path) -> None:
+    with pytest.raises(KeyError, match="has no kernel 'thrice'; there are saxpy, twice, sgd_f32"):
+        aot.load(built)["thrice"]
+
+
+def test_loads_where_no_compiler_is(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise ImportError("no compiler is installed")
+
+    monkeypatch.setattr("fusedoptim.raw._opencl_c.load_opencl_compiler", none)
+    for name in ("fusedoptim.raw._python", "numba_dpex", "numba", "llvmlite"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for kernel in aot.load(built).values():
+        kernel.compile()
+
+
+def test_same_sources_make_the_same_bytes(sources: list[Path], built: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.fob"
+    aot.build(list(reversed(sources)), again)
+    assert again.read_bytes() == built.read_bytes()
+
+
+def test_manifest_says_where_modules_come_from(built: Path, sources: list[Path]) -> None:
+    saxpy, sgd = aot.load(built).modules
+    assert saxpy.kernels["saxpy"] == ["u32 n", "f32 a", "const f32 *x", "f32 *y"]
+    assert (saxpy.kind, saxpy.source, saxpy.options) == ("OpenCL C", "saxpy.cl", [])
+    assert list(saxpy.tools) == ["intel-opencl-rt"]
+    assert (sgd.kind, sgd.source, sgd.tools) == ("SPIR-V", "sgd_f32.spv", {})
+    assert sgd.spirv == sources[1].read_bytes()
+    manifest = json.loads(zipfile.ZipFile(built).read("manifest.json"))
+    assert manifest["abi"] == 1
+    assert str(sources[0].parent) not in json.dumps(manifest)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.fob"):
+        aot.load(tmp_path / "none.fob")
+
+
+@pytest.mark.parametrize("size", [0, 10, 1000, -30])
+def test_truncated(copy: Path, size: int) -> None:
+    copy.write_bytes(copy.read_bytes()[:size])
+    with pytest.raises(BundleError, match=r"is no bundle, or is truncated or damaged .*aot build"):
+        aot.load(copy)
+
+
+def test_flipped_bit_in_a_module(copy: Path) -> None:
+    content = bytearray(copy.read_bytes())
+    content[content.index(b"\x03\x02\x23\x07") + 100] ^= 1
+    copy.write_bytes(content)
+    with pytest.raises(BundleError, match=r"damaged .*CRC"):
+        aot.load(copy)
+
+
+def test_other_module_put_in(copy: Path) -> None:
+    altered(copy, lambda files: files.update({"saxpy.spv": files["sgd_f32.spv"]}))
+    with pytest.raises(BundleError, match=r"saxpy\.spv in .* is not what was built: its SHA-256"):
+        aot.load(copy)
+
+
+def test_module_taken_out(copy: Path) -> None:
+    altered(copy, lambda files: files.pop("saxpy.spv") and None)
+    with pytest.raises(BundleError, match=r"lacks saxpy\.spv"):
+        aot.load(copy)
+
+
+def test_another_abi(copy: Path) -> None:
+    with_manifest(copy, lambda manifest: manifest.update(abi=0, fusedoptim="0.0.9"))
+    with pytest.raises(BundleError, match=r"of ABI 0, made by fusedoptim 0\.0\.9, .* reads ABI 1"):
+        aot.load(copy)
+
+
+def test_some_other_zip(copy: Path) -> None:
+    altered(copy, lambda files: files.update({"manifest.json": b"[]"}))
+    with pytest.raises(BundleError, match="a zip archive without a bundle's manifest"):
+        aot.load(copy)
+
+
+def test_manifest_that_lacks_things(copy: Path) -> None:
+    with_manifest(copy, lambda manifest: manifest["modules"][0].pop("tools"))
+    with pytest.raises(BundleError, match=r"is damaged .*tools"):
+        aot.load(copy)
+
+
+def test_manifest_names_a_kernel_that_the_module_lacks(copy: Path) -> None:
+    with_manifest(copy, lambda manifest: manifest["modules"][0]["kernels"].update(thrice=[]))
+    with pytest.raises(BundleError, match=r"damaged .*no kernel 'thrice'"):
+        aot.load(copy)
+
+
+def test_verify(built: Path) -> None:
+    assert aot.verify(built) == []
+
+
+def test_verify_finds_another_signature(copy: Path) -> None:
+    with_manifest(copy, lambda manifest: manifest["modules"][0]["kernels"].update(twice=["f64 x"]))
+    (problem,) = aot.verify(copy)
+    assert problem == (
+        "twice: the SPIR-V has the parameters ['f32 *x'], and the manifest says ['f64 x']"
+    )
+
+
+def test_verify_of_a_damaged_file(copy: Path) -> None:
+    copy.write_bytes(b"")
+    (problem,) = aot.verify(copy)
+    assert "truncated or damaged" in problem
+
+
+def test_verify_reports_what_the_tools_say(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "spirv-val"
+    tool.write_text("#!/bin/sh\necho 'error: line 7: bad' >&2\nexit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    problems = aot.verify(built)
+    assert problems == [
+        "saxpy, twice: spirv-val: error: line 7: bad",
+        "sgd_f32: spirv-val: error: line 7: bad",
+    ]
+
+
+def test_warmup_of_a_bundle(built: Path) -> None:
+    bundle = aot.load(built)
+    warmed = aot.warmup(bundle)
+    assert [each.name for each in warmed] == list(bundle.names)
+    assert all(bundle[name]._built for name in bundle)
+    assert [each.name for each in aot.warmup(built)] == list(bundle.names)
+    with pytest.raises(ValueError, match=r"load\(path, device='gpu'\)"):
+        aot.warmup(bundle, device="gpu")
+
+
+def test_warmup_of_the_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = [(kernel, dtype) for kernel, dtype in shipped() if dtype == "f32"]
+    assert len(ours) * 5 == len(shipped())
+    monkeypatch.setattr(_warmup, "shipped", lambda: ours)
+    assert [each.name for each in aot.warmup()] == [f"{kernel}_f32" for kernel, _ in ours]
+    param = torch.nn.Parameter(torch.ones(10))
+    param.grad = torch.ones(10)
+    monkeypatch.delattr(_launch.Kernel, "__init__")  # a step that compiles fails
+    FusedAdam([param]).step()
