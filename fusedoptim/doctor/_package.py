@@ -1,0 +1,100 @@
+"""This package itself: are its compiled kernels as shipped, and are its names its own?"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fusedoptim import _modules
+from fusedoptim._facade import overwritten, own_file
+from fusedoptim._modules import ModuleError
+from fusedoptim._version import __version__
+from fusedoptim.doctor._report import Problem, Section, error, warning
+
+_NAMES = ("allocator", "transforms")
+_MARKER = re.compile(r"""^__fusedoptim__ = ["'](.*?)["']""", re.MULTILINE)
+REINSTALL = "pip install --force-reinstall --no-deps fusedoptim (in a clone: git checkout .)"
+
+
+def check_kernels() -> Section:
+    """Each shipped module against its hash in the manifest."""
+    try:
+        entries = _modules._manifest.__wrapped__()  # as it is now, not when it was first read
+    except ModuleError as failure:
+        return Section("kernels", {}, [error(str(failure).rpartition(";")[0], REINSTALL)])
+    manifest = json.loads(_modules.MANIFEST.read_text())
+    states = {name: _state(entry) for name, entry in entries.items()}
+    facts: dict[str, Any] = {
+        "folder": str(_modules.FOLDER),
+        "manifest": f"version {manifest['version']}",
+        "compiled by": dict(manifest["tools"]),
+        "as shipped": f"{list(states.values()).count('')} of {len(states)}",
+    }
+    problems = [
+        error(f"the compiled kernel {name} {state}", REINSTALL)
+        for name, state in states.items()
+        if state
+    ]
+    listed = {entry["file"] for entry in entries.values()}
+    for path in sorted(_modules.FOLDER.glob("*.spv")):
+        if path.name not in listed:
+            problems.append(warning(f"{path} is of no kernel that the manifest has", REINSTALL))
+    hashes = {name: entry["sha256"] for name, entry in entries.items()}
+    return Section("kernels", facts, problems, {"sha256": hashes})
+
+
+def _state(entry: dict[str, Any]) -> str:
+    """What is wrong with a module's file, or nothing."""
+    try:
+        spirv = (_modules.FOLDER / entry["file"]).read_bytes()
+    except OSError as failure:
+        return f"cannot be read ({failure})"
+    digest = hashlib.sha256(spirv).hexdigest()
+    if digest == entry["sha256"]:
+        return ""
+    return f"is not the one that was shipped (sha256 {digest[:12]}..., not {entry['sha256'][:12]})"
+
+
+def check_names() -> Section:
+    """Where our packages' names lead, and who else has installed them."""
+    root = Path(_modules.FOLDER).parents[1]
+    facts: dict[str, Any] = {"fusedoptim": str(root / "fusedoptim")}
+    problems: list[Problem] = []
+    for name in _NAMES:
+        try:
+            path = own_file(name)
+            marker = _MARKER.search(path.read_text())
+            if marker is None or marker[1] != __version__:
+                raise ImportError(overwritten(name, path, marker and marker[1]))
+            facts[name] = str(path.parent)
+        except ImportError as failure:
+            facts[name] = "not ours"
+            message, _, cure = str(failure).partition("; ")
+            problems.append(error(message, cure))
+    return Section("packages", facts, [*problems, *_other_distributions()])
+
+
+def _other_distributions() -> Iterator[Problem]:
+    for name in _NAMES:
+        for found in importlib.metadata.distributions(name=name):
+            yield error(
+                f"the distribution {name} {found.version}, which is not ours, is installed in the "
+                f"folder {found.locate_file('')}; its files replace some of ours",
+                f"pip uninstall {name}, then pip install --force-reinstall --no-deps fusedoptim",
+            )
+    # A clone that was installed is found twice, by its own folder too.
+    ours = {
+        d.version: str(d.locate_file(""))
+        for d in importlib.metadata.distributions(name="fusedoptim")
+    }
+    if len(ours) > 1:
+        text = ", ".join(f"{version} in {folder}" for version, folder in ours.items())
+        yield warning(
+            f"several fusedoptim are installed: {text}",
+            "pip uninstall fusedoptim until none is left, then install one",
+        )

@@ -1,0 +1,173 @@
+"""What an examination found: facts, and problems with their cures."""
+
+from __future__ import annotations
+
+import html
+import json
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fusedoptim._version import __version__
+
+SCHEMA = 1
+_WIDTH = 88  # of a line of facts; paths may be longer
+
+
+class Problem(NamedTuple):
+    """Something that is wrong, or will surprise, and what to do about it."""
+
+    level: str
+    """"error" if steps fail or compute wrongly, else "warning"."""
+    message: str
+    """what is wrong, with the values."""
+    cure: str
+    """what to do, as a command where there is one."""
+
+
+def error(message: str, cure: str) -> Problem:
+    """A problem with which steps fail or compute wrongly."""
+    return Problem("error", message, cure)
+
+
+def warning(message: str, cure: str) -> Problem:
+    """A problem with which everything works, slower or otherwise than expected."""
+    return Problem("warning", message, cure)
+
+
+class Section(NamedTuple):
+    """What one check found."""
+
+    name: str
+    """of the check."""
+    facts: dict[str, Any]
+    """by name: strings, numbers, lists or dicts of them."""
+    problems: list[Problem]
+    details: Mapping[str, Any] = MappingProxyType({})
+    """facts that are too long to print, for JSON"""
+
+
+class Report:
+    """What :func:`examine` found; it prints as a page, in a terminal and in a notebook."""
+
+    def __init__(self, sections: Iterable[Section], seconds: float) -> None:
+        self.sections = tuple(sections)
+        self.seconds = seconds
+        """that the examination took."""
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """All problems, errors first; one that several checks met, once."""
+        found = dict.fromkeys(p for section in self.sections for p in section.problems)
+        return tuple(sorted(found, key=lambda problem: problem.level != "error"))
+
+    @property
+    def verdict(self) -> str:
+        """Return "ok", "warning" or "error": the worst problem's level."""
+        return self.problems[0].level if self.problems else "ok"
+
+    @property
+    def exit_code(self) -> int:
+        """Return 1 if there is an error, else 0."""
+        return int(self.verdict == "error")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON has it.
+
+        Returns:
+            ``schema`` (1; counts up when a key changes its meaning), ``fusedoptim`` (the version),
+            ``verdict``, ``seconds``, ``sections``: by name, each a dict of facts by name, and
+            ``problems``: a list of dicts with ``section``, ``level``, ``message`` and ``cure``.
+        """
+        return {
+            "schema": SCHEMA,
+            "fusedoptim": __version__,
+            "verdict": self.verdict,
+            "seconds": round(self.seconds, 2),
+            "sections": {
+                section.name: {**section.facts, **section.details} for section in self.sections
+            },
+            "problems": [
+                {"section": section.name, **problem._asdict()}
+                for section in self.sections
+                for problem in section.problems
+            ],
+        }
+
+    def json(self) -> str:
+        """:meth:`as_dict`, as text."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __repr__(self) -> str:
+        lines = []
+        for section in self.sections:
+            rows = [(name, line) for name, line in _rows(section.facts)]
+            width = max((len(name) for name, _ in rows), default=0)
+            lines += [section.name, *(f"  {name:<{width}}  {line}" for name, line in rows), ""]
+        for problem in self.problems:
+            lines += [f"{problem.level}: {problem.message}", f"  cure: {problem.cure}", ""]
+        return "\n".join([*lines, self._summary()])
+
+    def _summary(self) -> str:
+        count = dict.fromkeys(("error", "warning"), 0)
+        for problem in self.problems:
+            count[problem.level] += 1
+        parts = [f"{n} {level}{'s' * (n > 1)}" for level, n in count.items() if n]
+        return f"{' and '.join(parts) or 'no problems'} ({self.seconds:.1f} s)"
+
+    def _repr_html_(self) -> str:
+        problems = "".join(
+            f"<li><b>{problem.level}</b>: {html.escape(problem.message)}<br>"
+            f"cure: <code>{html.escape(problem.cure)}</code></li>"
+            for problem in self.problems
+        )
+        sections = "".join(
+            f"<details><summary>{html.escape(section.name)}</summary><table>"
+            + "".join(
+                f"<tr><td>{html.escape(name)}</td><td>{html.escape(line)}</td></tr>"
+                for name, line in _rows(section.facts)
+            )
+            + "</table></details>"
+            for section in self.sections
+        )
+        return f"<p>{self._summary()}</p><ul>{problems}</ul>{sections}"
+
+
+def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Facts as lines: a long list goes on in lines of its own, a dict's entries too."""
+    rows: list[tuple[str, str]] = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            texts = [f"{key}: {_text(part)}" for key, part in value.items()]
+        elif isinstance(value, list):
+            texts = list(map(_text, value))
+        else:
+            texts = [_text(value)]
+        lines = [""]
+        for text in texts or ["none"]:
+            if lines[-1] and len(lines[-1]) + len(text) > _WIDTH:
+                lines.append("")
+            lines[-1] += f", {text}" if lines[-1] else text
+        rows += zip([name, *[""] * (len(lines) - 1)], lines)
+    return rows
+
+
+def _text(value: Any) -> str:
+    if value is None or value in ("", []):
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)
+
+
+def guarded(name: str, check: Callable[[], Section]) -> Section:
+    """What ``check`` finds; if it fails itself, that is the problem."""
+    try:
+        return check()
+    except Exception as failure:
+        line = traceback.format_exception_only(failure)[-1].strip()
+        return Section(name, {}, [error(f"the check of {name} failed: {line}", REPORT_IT)])
+
+
+REPORT_IT = "report it with the output of `python -m fusedoptim doctor --json`"

@@ -1,0 +1,141 @@
+"""Versions: of the packages, of Python and of the system, and which of them do not fit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fusedoptim._version import __version__
+from fusedoptim.doctor._report import Problem, Section, error, warning
+
+_ALWAYS = ("torch", "numpy", "dpctl", "intel-opencl-rt", "intel-sycl-rt", "intel-cmplr-lib-ur")
+_IF_INSTALLED = (
+    "intel-cmplr-lib-rt",
+    "tbb",
+    "umf",
+    "mkl",
+    "dpnp",
+    "numba-dpex",
+    "numba",
+    "intel-extension-for-pytorch",
+)
+# Their libraries call one another by names that change from year to year.
+_ONE_RELEASE = ("intel-sycl-rt", "intel-cmplr-lib-ur")
+REINSTALL_RUNTIME = "pip install --force-reinstall dpctl intel-opencl-rt"
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def installed_file(distribution: str, pattern: str) -> Path | None:
+    """A file that pip installed with ``distribution`` and that is there, or None."""
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        path = Path(str(file.locate()))
+        if file.match(pattern) and path.exists():
+            return path.resolve()
+    return None
+
+
+def check() -> Section:
+    """Versions, and those that our requirements or one another exclude."""
+    facts = {
+        "fusedoptim": __version__,
+        **{name: version_of(name) for name in _ALWAYS},
+        **{name: version for name in _IF_INSTALLED if (version := version_of(name))},
+        "Python": platform.python_version(),
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),
+    }
+    return Section("versions", facts, [*_unmet(), *_mixed_releases(), *_missing_runtime()])
+
+
+def _unmet() -> Iterator[Problem]:
+    """Requirements of ours that the environment does not meet."""
+    try:
+        requirements = importlib.metadata.requires("fusedoptim") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield warning(
+            "fusedoptim is not installed, only found in a folder on sys.path, so nothing says "
+            "which versions it requires",
+            "pip install . (or --editable .) in the folder of the clone",
+        )
+        return
+    for requirement in requirements:
+        if ";" in requirement:  # of an extra
+            continue
+        name, bounds = _parsed(requirement)
+        version = version_of(name)
+        cure = f"pip install {requirement.replace(' ', '')!r}"
+        if version is None:
+            yield error(f"{name} is not installed", cure)
+        elif not _meets(version, bounds):
+            yield error(f"{name} is {version}, and fusedoptim requires {requirement}", cure)
+
+
+def _parsed(requirement: str) -> tuple[str, list[tuple[str, str]]]:
+    """The name of "name>=1,<2", and its bounds."""
+    match = re.match(r"[\w.-]+", requirement)
+    name = match.group() if match else requirement
+    return name, re.findall(r"(>=|<=|==|!=|<|>)\s*([\w.]+)", requirement)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers of "2.13.0+cpu" that count, of "2.13.0rc1" those of the release."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = list(map(int, match.group().split("."))) if match else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _meets(version: str, bounds: Sequence[tuple[str, str]]) -> bool:
+    have = _numbers(version)
+    return all(
+        {
+            ">=": have >= _numbers(bound),
+            "<=": have <= _numbers(bound),
+            ">": have > _numbers(bound),
+            "<": have < _numbers(bound),
+            "==": have == _numbers(bound),
+            "!=": have != _numbers(bound),
+        }[operator]
+        for operator, bound in bounds
+    )
+
+
+def _mixed_releases() -> Iterator[Problem]:
+    """Runtime packages of two releases, of which pip has upgraded one."""
+    found = {name: version for name in _ONE_RELEASE if (version := version_of(name))}
+    if len({version.split(".")[0] for version in found.values()}) > 1:
+        text = " and ".join(f"{name} {version}" for name, version in found.items())
+        yield error(f"the SYCL runtime is of two oneAPI releases: {text}", REINSTALL_RUNTIME)
+
+
+def _missing_runtime() -> Iterator[Problem]:
+    """A dpctl whose libsycl is not the one that is installed."""
+    interface = installed_file("dpctl", "libDPCTLSyclInterface.so*")
+    if interface is None:
+        return
+    needed = sorted(set(re.findall(rb"libsycl\.so\.(\d+)", interface.read_bytes())))
+    for major in map(bytes.decode, needed):
+        if installed_file("intel-sycl-rt", f"libsycl.so.{major}"):
+            continue
+        other = installed_file("intel-sycl-rt", "libsycl.so.*")
+        yield error(
+            f"dpctl {version_of('dpctl')} needs libsycl.so.{major}, and intel-sycl-rt "
+            f"{version_of('intel-sycl-rt') or 'is not installed'}"
+            + (f" has {other.name}" if other else ""),
+            REINSTALL_RUNTIME,
+        )

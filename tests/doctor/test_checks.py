@@ -1,0 +1,498 @@
+"""Each check in a world where something is broken: it names the problem and the cure."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusedoptim import _modules
+from fusedoptim.doctor import _devices, _drivers, _environment, _machine, _package, _versions
+from fusedoptim.doctor._devices import Outcome
+from fusedoptim.doctor._report import Problem, Section
+
+
+def only(problems: Sequence[Problem], text: str) -> Problem:
+    """The one problem whose message has this text."""
+    (found,) = (problem for problem in problems if text in problem.message)
+    return found
+
+
+class TestVersions:
+    @pytest.fixture
+    def versions(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+        """Versions that stand for the installed ones."""
+        changed: dict[str, str | None] = {}
+        installed = _versions.version_of
+
+        def version_of(name: str) -> str | None:
+            return changed[name] if name in changed else installed(name)
+
+        monkeypatch.setattr(_versions, "version_of", version_of)
+        return changed
+
+    @pytest.mark.parametrize("version", ["0.16.9", "0.23.0", "1.0"])
+    def test_dpctl_out_of_range(self, version: str, versions: dict[str, str | None]) -> None:
+        versions["dpctl"] = version
+        problem = only(_versions.check().problems, "dpctl is " + version)
+        assert problem.level == "error"
+        assert "requires dpctl<0.23,>=0.17" in problem.message
+        assert problem.cure == "pip install 'dpctl<0.23,>=0.17'"
+
+    @pytest.mark.parametrize("version", ["0.17", "0.17.0", "0.22.9rc1", "0.22.1+local"])
+    def test_dpctl_in_range(self, version: str, versions: dict[str, str | None]) -> None:
+        versions["dpctl"] = version
+        assert not [p for p in _versions.check().problems if p.message.startswith("dpctl is")]
+
+    def test_missing_torch(self, versions: dict[str, str | None]) -> None:
+        versions["torch"] = None
+        section = _versions.check()
+        assert section.facts["torch"] is None
+        assert only(section.problems, "torch is not installed").cure == "pip install 'torch>=2.13'"
+
+    def test_runtime_of_two_releases(self, versions: dict[str, str | None]) -> None:
+        versions["intel-sycl-rt"], versions["intel-cmplr-lib-ur"] = "2024.2.1", "2026.2.0"
+        problem = only(_versions.check().problems, "two oneAPI releases")
+        assert "intel-sycl-rt 2024.2.1 and intel-cmplr-lib-ur 2026.2.0" in problem.message
+        assert "pip install --force-reinstall" in problem.cure
+
+    def test_another_libsycl(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        interface = tmp_path / "libDPCTLSyclInterface.so"
+        interface.write_bytes(b"\x7fELF\0libsycl.so.5\0")
+        installed = _versions.installed_file
+        monkeypatch.setattr(
+            _versions,
+            "installed_file",
+            lambda name, pattern: interface if name == "dpctl" else installed(name, pattern),
+        )
+        problem = only(_versions.check().problems, "needs libsycl.so.5")
+        assert "has libsycl.so." in problem.message
+        assert "pip install" in problem.cure
+
+    def test_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def missing(name: str) -> list[str]:
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(importlib.metadata, "requires", missing)
+        assert "pip install" in only(_versions.check().problems, "not installed").cure
+
+    def test_this_environment(self) -> None:
+        assert _versions.check().problems == []
+
+
+class TestKernels:
+    @pytest.fixture
+    def folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        """A copy of the shipped kernels, which are taken from there."""
+        folder = tmp_path / "spirv"
+        shutil.copytree(_modules.FOLDER, folder)
+        monkeypatch.setattr(_modules, "FOLDER", folder)
+        monkeypatch.setattr(_modules, "MANIFEST", folder / "manifest.json")
+        return folder
+
+    def test_damaged(self, folder: Path) -> None:
+        with open(folder / "adam_f32.spv", "ab") as module:
+            module.write(b"\0")
+        section = _package.check_kernels()
+        (problem,) = section.problems
+        assert "kernel adam_f32 is not the one that was shipped" in problem.message
+        assert "pip install --force-reinstall --no-deps fusedoptim" in problem.cure
+        assert section.facts["as shipped"] == "44 of 45"
+
+    def test_missing(self, folder: Path) -> None:
+        (folder / "sgd_f64.spv").unlink()
+        (problem,) = _package.check_kernels().problems
+        assert "sgd_f64 cannot be read" in problem.message
+
+    def test_surplus(self, folder: Path) -> None:
+        (folder / "old.spv").write_bytes(b"")
+        (problem,) = _package.check_kernels().problems
+        assert (problem.level, "old.spv" in problem.message) == ("warning", True)
+
+    @pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}', "\xff"])
+    def test_manifest(self, text: str, folder: Path) -> None:
+        (folder / "manifest.json").write_bytes(text.encode("latin-1"))
+        (problem,) = _package.check_kernels().problems
+        assert problem.level == "error"
+        assert f"the manifest {folder / 'manifest.json'} " in problem.message
+        assert "--force-reinstall" in problem.cure
+
+    def test_no_manifest(self, folder: Path) -> None:
+        (folder / "manifest.json").unlink()
+        (problem,) = _package.check_kernels().problems
+        assert "No such file" in problem.message
+
+
+class TestNames:
+    def test_shadowed(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "transforms.py").write_text("raise SystemExit('foreign code ran')\n")
+        monkeypatch.delitem(sys.modules, "transforms", raising=False)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        section = _package.check_names()
+        (problem,) = section.problems
+        assert str(tmp_path / "transforms.py") in problem.message
+        assert problem.cure.startswith("rename or move that")
+        assert section.facts["transforms"] == "not ours"
+
+    def test_overwritten(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        foreign = tmp_path / "__init__.py"
+        foreign.write_text("__version__ = '1.2.0'\n")
+        monkeypatch.setattr(_package, "own_file", lambda name: foreign)
+        problems = _package.check_names().problems
+        assert "(its mark is None)" in only(problems, "'allocator' was installed over it").message
+        assert all("uninstall that one" in problem.cure for problem in problems)
+
+    def test_another_distribution(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        other = SimpleNamespace(version="1.2.0", locate_file=lambda name: "/site")
+        monkeypatch.setattr(
+            importlib.metadata,
+            "distributions",
+            lambda name: [other] if name == "allocator" else [],
+        )
+        (problem,) = _package.check_names().problems
+        assert "the distribution allocator 1.2.0, which is not ours" in problem.message
+        assert problem.cure.startswith("pip uninstall allocator")
+
+    def test_two_of_ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        two = [
+            SimpleNamespace(version=version, locate_file=lambda name: "/site")
+            for version in ("0.1", "0.2")
+        ]
+        monkeypatch.setattr(
+            importlib.metadata,
+            "distributions",
+            lambda name: two if name == "fusedoptim" else [],
+        )
+        (problem,) = _package.check_names().problems
+        assert "0.1 in /site, 0.2 in /site" in problem.message
+
+    def test_this_environment(self) -> None:
+        assert _package.check_names().problems == []
+
+
+class TestMachine:
+    def test_group_of_version_2(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "cpu.max").write_text("150000 100000\n")
+        monkeypatch.setattr(_machine, "_CGROUPS", tmp_path)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
+        section = _machine.check()
+        assert section.facts["limit of the control group"] == "1.5 processors"
+        problem = only(section.problems, "control group allows 1.5")
+        assert "starts 64 threads" in problem.message
+        assert "taskset -c 0-1" in problem.cure
+
+    @pytest.mark.parametrize(("quota", "limit"), [("-1", None), ("400000", 4.0)])
+    def test_group_of_version_1(
+        self, quota: str, limit: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / "cpu").mkdir()
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
+        (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
+        monkeypatch.setattr(_machine, "_CGROUPS", tmp_path)
+        assert _machine.cpu_limit() == limit
+
+    def test_little_shared_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20, total=64 << 20)
+        )
+        problem = only(_machine.check().problems, "/dev/shm has 64 MiB free")
+        assert "--shm-size" in problem.cure
+
+    @pytest.mark.parametrize(
+        ("flags", "text"), [("fpu sse4_2 avx", "no AVX2"), ("fpu", "no SSE4.2")]
+    )
+    def test_old_processor(
+        self, flags: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        cpuinfo = tmp_path / "cpuinfo"
+        cpuinfo.write_text(f"model name\t: Old: One\nflags\t\t: {flags}\n\nmodel name\t: x\n")
+        monkeypatch.setattr(_machine, "_CPUINFO", cpuinfo)
+        section = _machine.check()
+        assert section.facts["processor"] == "Old: One"
+        assert "virtual" in only(section.problems, text).cure
+
+    def test_forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        forked = SimpleNamespace(is_forked=lambda: True)
+        monkeypatch.setitem(sys.modules, "fusedoptim.allocator", forked)
+        problem = only(_machine.check().problems, "was forked after")
+        assert "set_start_method('spawn')" in problem.cure
+
+
+class TestEnvironment:
+    @pytest.mark.parametrize(
+        ("name", "value", "text", "cure"),
+        [
+            ("ONEAPI_DEVICE_SELECTOR", "opencl:cpu", "backend opencl finds none", "'*:cpu'"),
+            ("SYCL_DEVICE_FILTER", "cpu", "has no effect", "unset SYCL_DEVICE_FILTER"),
+            ("CL_CONFIG_USE_FAST_RELAXED_MATH", "True", "approximate", "unset CL_CONFIG_USE_FAST"),
+            ("CL_CONFIG_USE_VECTORIZER", "False", "kernels are slow", "unset CL_CONFIG_USE_VECT"),
+            ("CL_CONFIG_DUMP_BIN", "true", "writes files", "unset CL_CONFIG_DUMP_BIN"),
+            ("SYCL_UR_TRACE", "-1", "prints every call", "unset SYCL_UR_TRACE"),
+        ],
+    )
+    def test_surprises(
+        self, name: str, value: str, text: str, cure: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(name, value)
+        section = _environment.check()
+        assert cure in only(section.problems, text).cure
+        assert repr(value) in section.facts[name]
+
+    def test_others_are_explained(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KMP_BLOCKTIME", "1")
+        monkeypatch.setenv("CL_CONFIG_DUMP_BIN", "False")
+        section = _environment.check()
+        assert section.facts["KMP_BLOCKTIME"] == "'1': " + _environment.meaning("KMP_BLOCKTIME")
+        assert section.problems == []
+
+
+class TestDrivers:
+    @pytest.fixture(autouse=True)
+    def _no_gpu(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "OCL_ICD_FILENAMES"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(_drivers, "_DRM", tmp_path / "drm")
+        monkeypatch.setattr(_drivers, "_DEVICES", tmp_path / "dri")
+        monkeypatch.setattr(_drivers, "_VENDORS", tmp_path / "vendors")
+
+    @pytest.fixture
+    def gpu(self, tmp_path: Path) -> Path:
+        """The node of an Intel GPU, beside one that is another company's."""
+        for node, vendor in (("renderD128", "0x8086"), ("renderD129", "0x10de")):
+            (tmp_path / "drm" / node / "device").mkdir(parents=True)
+            (tmp_path / "drm" / node / "device" / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / "dri").mkdir()
+        node = tmp_path / "dri" / "renderD128"
+        node.touch()
+        return node
+
+    def test_this_environment(self) -> None:
+        section = _drivers.check()
+        assert section.problems == []
+        assert "/libintelocl.so" in section.facts["CPU driver"]
+
+    def test_no_cpu_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_drivers, "installed_file", lambda name, pattern: None)
+        problem = only(_drivers.check().problems, "libintelocl.so of intel-opencl-rt")
+        assert problem.cure == "pip install --force-reinstall intel-opencl-rt"
+
+    def test_list_of_drivers_to_nowhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OCL_ICD_FILENAMES", "/nonexistent.so:by_name.so")
+        problem = only(_drivers.check().problems, "OCL_ICD_FILENAMES names /nonexistent.so")
+        assert problem.cure == "unset OCL_ICD_FILENAMES"
+
+    def test_rest_of_a_driver(self, tmp_path: Path) -> None:
+        (tmp_path / "vendors").mkdir()
+        (tmp_path / "vendors" / "old.icd").write_text("/gone/libold.so\n")
+        (tmp_path / "vendors" / "named.icd").write_text("libnamed.so\n")
+        section = _drivers.check()
+        (problem,) = section.problems
+        assert "registers /gone/libold.so, which does not exist" in problem.message
+        assert f"delete {tmp_path / 'vendors' / 'old.icd'}" in problem.cure
+        assert section.facts["OpenCL drivers of the system"]["named.icd"] == "libnamed.so"
+
+    def test_stale_runtime(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "libsycl.so.7").touch()
+        own = _versions.installed_file("intel-sycl-rt", "libsycl.so")
+        assert own is not None
+        monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}:/nonexistent:{own.parent}")
+        (problem,) = _drivers.check().problems
+        assert f"LD_LIBRARY_PATH has {tmp_path}, whose libsycl.so.7" in problem.message
+        assert "unset LD_LIBRARY_PATH" in problem.cure
+
+    def test_preload_to_nowhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LD_PRELOAD", "/nonexistent/libjemalloc.so")
+        assert "unset LD_PRELOAD" in only(_drivers.check().problems, "LD_PRELOAD names").cure
+
+    def test_gpu(self, gpu: Path) -> None:
+        section = _drivers.check()
+        assert section.facts["Intel GPUs"] == ["renderD128"]
+        assert not [p for p in section.problems if "may not open" in p.message]
+
+    def test_gpu_outside_of_the_container(self, gpu: Path) -> None:
+        gpu.unlink()
+        assert "--device /dev/dri" in only(_drivers.check().problems, "not in this container").cure
+
+    def test_gpu_of_others(self, gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "access", lambda path, mode: path != gpu)
+        assert "usermod -aG render" in only(_drivers.check().problems, "may not open").cure
+
+    def test_gpu_without_a_driver(self, gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_drivers, "_SYSTEM_FOLDERS", ())
+        problem = only(_drivers.check().problems, "no driver for computing")
+        assert "apt install intel-opencl-icd" in problem.cure
+
+
+CPU = {
+    "filter_string": "opencl:cpu:0",
+    "name": "A CPU",
+    "driver": "1",
+    "memory": 2**30,
+    "kinds": ["host"],
+    "units": 2,
+    "has_float64": True,
+    "has_float16": False,
+}
+
+
+def result(kernel: str, problem: str | None) -> dict[str, Any]:
+    """What a worker says of a kernel that it has tested."""
+    return {"tested": kernel, "device": "opencl:cpu:0", "problem": problem}
+
+
+def devices(
+    *said: dict[str, Any], end: str = "", found: Sequence[Any] = (CPU,), gpus: int = 0
+) -> Section:
+    lines = [{"devices": list(found)}, {"devices": list(found)}, *said]  # as of two workers
+    return _devices.describe_devices([Outcome(lines, end)], gpus)
+
+
+class TestDevices:
+    def test_healthy(self) -> None:
+        section = devices({"loaded": ["/a/libsycl.so.9"]})
+        assert section.problems == []
+        assert section.facts["opencl:cpu:0"]["memory"] == "1.0 GiB"
+
+    def test_crash(self) -> None:
+        """A driver that faults, in a process of its own."""
+        line = json.dumps({"at": "tests adam_f32 on opencl:cpu:0"})
+        process = subprocess.Popen(
+            ["sh", "-c", f"echo '{line}'; printf '{{\"cut'; kill -SEGV $$"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        outcome = _devices._outcome(process, time.monotonic())
+        assert process.returncode == -signal.SIGSEGV
+        (problem,) = _devices.describe_devices([outcome, outcome], 0).problems
+        assert problem.level == "error"
+        assert problem.message == (
+            "a process that tests adam_f32 on opencl:cpu:0 was killed by SIGSEGV"
+        )
+        assert "another version of the driver" in problem.cure
+
+    def test_hang(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_devices, "_SECONDS", 1)
+        process = subprocess.Popen(
+            ["sleep", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        outcome = _devices._outcome(process, time.monotonic())
+        assert outcome.end == "hung: it did not end within 1 s"
+        assert process.returncode is not None
+
+    def test_end_with_a_message(self) -> None:
+        process = subprocess.Popen(
+            ["sh", "-c", "echo first >&2; echo last >&2; exit 3"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert _devices._outcome(process, time.monotonic()).end == "ended: last"
+
+    def test_no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SYCL_DEVICE_ALLOWLIST", "DeviceName:x")
+        (problem,) = devices(found=()).problems
+        assert "no driver serves the CPU (devices found: none)" in problem.message
+        assert "unset SYCL_DEVICE_ALLOWLIST=DeviceName:x" in problem.cure
+        assert "pip install --force-reinstall intel-opencl-rt" in problem.cure
+
+    def test_gpu_that_no_driver_shows(self) -> None:
+        (problem,) = devices(gpus=1).problems
+        assert "(devices found: opencl:cpu:0)" in problem.message
+        assert "apt install" in problem.cure
+        gpu = CPU | {"filter_string": "level_zero:gpu:0"}
+        assert devices(found=(CPU, gpu), gpus=1).problems == []
+
+    @pytest.mark.parametrize(
+        ("failed", "message", "cure"),
+        [
+            ("a.DeviceNotFoundError: no x; unset y", "no x", "unset y"),
+            ("ImportError: dpctl is gone", "dpctl is gone", "pip install --force-reinstall dpctl"),
+            ("fusedoptim._modules.ModuleError: no k; reinstall", "no k", "reinstall"),
+            ("ValueError: SOME_VAR='x' is none", "SOME_VAR='x' is none", "unset SOME_VAR"),
+            ("RuntimeError: odd", "fails: RuntimeError: odd", "doctor --json"),
+        ],
+    )
+    def test_failures(self, failed: str, message: str, cure: str) -> None:
+        (problem,) = devices({"failed": failed}).problems
+        assert message in problem.message
+        assert cure in problem.cure
+
+    def test_two_runtimes(self) -> None:
+        loaded = ["/a/libsycl.so.8", "/a/libsycl.so.9", "/b/libsycl.so.9.0.0"]
+        (problem,) = devices({"loaded": loaded}).problems
+        assert "different major versions: /a/libsycl.so.8 and /a/libsycl.so.9" in problem.message
+        assert "pip show torch" in problem.cure
+
+
+class TestKernelsOnDevices:
+    def test_wrong_kernels(self) -> None:
+        said = [
+            {"planned": 4},
+            result("a", ""),
+            result("b", "is off"),
+            result("c", "is off"),
+            result("d", None),
+        ]
+        section = _devices.describe_kernels([Outcome(said, "")])
+        assert section.facts["opencl:cpu:0"] == (
+            "1 of 4 kernels agree with their formulas in float64; "
+            "1 need float64, which the device lacks"
+        )
+        (problem,) = section.problems
+        assert problem.message == "b, c on opencl:cpu:0 is off"
+        assert section.details["results"]["opencl:cpu:0"]["d"] == "no float64"
+
+    def test_many_wrong_kernels(self) -> None:
+        said = [result(f"k{i}", "is off") for i in range(45)]
+        (problem,) = _devices.describe_kernels([Outcome(said, "")]).problems
+        assert problem.message == "k0, k1, k2, k3, k4 and 40 more kernels on opencl:cpu:0 is off"
+
+    def test_kernels_that_were_not_reached(self) -> None:
+        outcomes = [Outcome([{"planned": 3}, result("a", "")], "was killed by SIGSEGV")]
+        outcomes += [Outcome([result("b", "")], "")]
+        assert _devices.describe_kernels(outcomes).facts["opencl:cpu:0"].startswith("2 of 3")
+
+
+class TestTorch:
+    def test_healthy(self) -> None:
+        said = [{"torch": "2.13.0", "places": ["cpu"]}, {"updated": "cpu", "problem": ""}]
+        section = _devices.describe_torch([Outcome(said, "")])
+        assert section.problems == []
+        assert section.facts["version"] == "2.13.0"
+
+    def test_cannot_be_imported(self) -> None:
+        said = [{"torch_failed": "ImportError: libtorch.so is gone"}]
+        (problem,) = _devices.describe_torch([Outcome(said, "")]).problems
+        assert problem.message == "torch cannot be imported: ImportError: libtorch.so is gone"
+        assert problem.cure == "pip install --force-reinstall torch"
+
+    def test_wrong_update(self) -> None:
+        said = [{"updated": "xpu:0", "problem": "is off by up to 0.5"}]
+        (problem,) = _devices.describe_torch([Outcome(said, "")]).problems
+        assert problem.message == "an update of its tensors on xpu:0 is off by up to 0.5"
+
+    def test_no_queue(self) -> None:
+        failed = "RuntimeError: torch and dpctl brought two; install the dpctl"
+        (problem,) = devices({"failed": failed}).problems
+        assert problem.message.endswith("fails: RuntimeError: torch and dpctl brought two")
+        assert problem.cure == "install the dpctl"
+
+    def test_two_runtimes(self) -> None:
+        """Each in a process of its own is no problem."""
+        torchs, dpctls = ({"loaded": [f"/{i}/libsycl.so.{i}"]} for i in (8, 9))
+        outcomes = [Outcome([{"devices": [CPU]}, torchs], ""), Outcome([dpctls], "")]
+        assert _devices.describe_devices(outcomes, 0).problems == []
+        (problem,) = devices(torchs, dpctls).problems
+        assert "/8/libsycl.so.8 and /9/libsycl.so.9" in problem.message
