@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 JIT := .venv-jit/bin
 
-.PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench clean
+.PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench \
+        notebooks lab clean
 
 demo: .venv/installed  ## train a network on real data with torch's SGD and with ours
 	$(BIN)/python examples/digits.py
@@ -24,6 +25,7 @@ check: .venv/installed
 	$(BIN)/python -m fusedoptim.kernels check
 	$(BIN)/python -m benchmarks.traffic check
 	$(BIN)/python -m tools.reference check
+	$(BIN)/python -m notebooks check
 
 docs: .venv/installed  ## build docs/reference/ from the docstrings
 	$(BIN)/python -m tools.reference build
@@ -42,12 +44,22 @@ kernels-validate: .venv/installed  ## spirv-val and ocloc (apt install spirv-too
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
 
+notebooks: .venv/installed  ## execute the notebooks with small parameters, to out/notebooks/
+	$(BIN)/python -m notebooks run --jobs 2
+
+lab: .venv/installed-lab  ## open the notebooks in JupyterLab
+	cd notebooks && ../$(BIN)/jupyter lab quickstart.ipynb
+
 clean:
 	rm -rf .venv .venv-jit build dist out *.egg-info
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+.venv/installed-lab: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[dev,lab]'
 	touch $@
 
 .venv-jit/installed: pyproject.toml

@@ -1,0 +1,1 @@
+"""The notebooks, and the commands that keep and run them: ``python -m notebooks``."""
