@@ -37,7 +37,7 @@ class Device(NamedTuple):
 class Devices(tuple[Device, ...]):
     """Devices, in the order in which the drivers name them.
 
-    It prints as a table, in a terminal and in a notebook.
+    Made by :func:`devices`. It prints as a table, in a terminal and in a notebook.
     """
 
     __slots__ = ()

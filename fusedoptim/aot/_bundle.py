@@ -157,6 +157,8 @@ def _content(path: Path, files: dict[str, bytes], described: dict[str, str]) -> 
 class Bundle(Mapping[str, RawKernel]):
     """The kernels of a bundle, by name.
 
+    Made by :func:`load`.
+
     Example:
         >>> import tempfile, torch
         >>> from pathlib import Path
@@ -225,5 +227,16 @@ def load(path: str | os.PathLike[str], *, device: Any = "cpu") -> Bundle:
     Raises:
         BundleError: the file is no bundle, is truncated or altered, or is of another ABI.
         FileNotFoundError: there is no such file.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from fusedoptim import aot
+        >>> source = Path(tempfile.mkdtemp()) / "twice.cl"
+        >>> code = "kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }"
+        >>> _ = source.write_text(code)
+        >>> _ = aot.build([source], source.with_suffix(".fob"))
+        >>> list(aot.load(source.with_suffix(".fob")))
+        ['twice']
     """
     return Bundle(Path(path), read(Path(path)), device)

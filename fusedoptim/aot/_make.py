@@ -17,11 +17,13 @@ class Compiled(NamedTuple):
     """One compilation of a module."""
 
     kernels: tuple[str, ...]
+    """the names of those in the module."""
     target: str
     """"SPIR-V", or a GPU."""
     size: int
     """bytes."""
     seconds: float
+    """that it took."""
 
 
 def build(
@@ -54,6 +56,16 @@ def build(
         DeviceError: ocloc is not installed, does not know a device, or fails to compile for it.
 
     Nothing is written unless all of it compiled.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> source = Path(tempfile.mkdtemp()) / "twice.cl"
+        >>> code = "kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }"
+        >>> _ = source.write_text(code)
+        >>> (compiled,) = build([source], source.with_suffix(".fob"))
+        >>> compiled.kernels, compiled.target
+        (('twice',), 'SPIR-V')
     """
     path = Path(output)
     if path.suffix != SUFFIX:

@@ -28,6 +28,17 @@ def verify(path: str | os.PathLike[str], *, device: Any = "cpu") -> list[str]:
     Raises:
         FileNotFoundError: there is no such file.
         fusedoptim.allocator.DeviceNotFoundError: there is no such device.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from fusedoptim import aot
+        >>> source = Path(tempfile.mkdtemp()) / "twice.cl"
+        >>> code = "kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }"
+        >>> _ = source.write_text(code)
+        >>> _ = aot.build([source], source.with_suffix(".fob"))
+        >>> aot.verify(source.with_suffix(".fob"))
+        []
     """
     try:
         bundle = load(path, device=device)

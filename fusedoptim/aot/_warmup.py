@@ -20,7 +20,9 @@ class Warmed(NamedTuple):
     """A kernel that the driver compiled."""
 
     name: str
+    """of the kernel."""
     seconds: float
+    """that it took."""
 
 
 def warmup(

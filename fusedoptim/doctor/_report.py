@@ -44,15 +44,20 @@ class Section(NamedTuple):
     facts: dict[str, Any]
     """by name: strings, numbers, lists or dicts of them."""
     problems: list[Problem]
+    """what is wrong, each with its cure."""
     details: Mapping[str, Any] = MappingProxyType({})
     """facts that are too long to print, for JSON"""
 
 
 class Report:
-    """What :func:`examine` found; it prints as a page, in a terminal and in a notebook."""
+    """What was found; it prints as a page, in a terminal and in a notebook.
+
+    Made by :func:`examine`.
+    """
 
     def __init__(self, sections: Iterable[Section], seconds: float) -> None:
         self.sections = tuple(sections)
+        """one for each check."""
         self.seconds = seconds
         """that the examination took."""
 

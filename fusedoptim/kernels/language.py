@@ -116,5 +116,10 @@ def fma(a: float, b: float, c: float) -> float:
     their results do not depend on the device's compiler; written out, a fused multiply-add is as
     reproducible and costs one instruction where the pair costs two. It decided the speed of SGD
     with momentum: 4.5 ms against 5.0 ms for 16.8 M parameters in cache, on two cores.
+
+    Args:
+        a: a factor.
+        b: the other.
+        c: what their product is added to.
     """
     return a * b + c

@@ -17,6 +17,8 @@ from fusedoptim.raw._parameters import Made, Operand, Param, Scalar
 from fusedoptim.raw._walk import LANES, Walk, chunk_of, memory, walk
 from fusedoptim.raw.kernel import RawKernel
 
+__all__ = ["ElementwiseKernel"]
+
 # A row is a run of elements that lie at equal distances in each tensor; a group walks a chunk of a
 # row, or some short rows. What a row's elements start at is the same for all work items.
 _SOURCE = """
@@ -105,6 +107,7 @@ class ElementwiseKernel:
         if not self._outputs:
             raise ValueError("out_params declares no output")
         self.name = name
+        """of the kernel, as errors have it."""
         self._operation = operation
         self._preamble = preamble
         self._options = tuple(options)

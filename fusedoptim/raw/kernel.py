@@ -35,6 +35,8 @@ from fusedoptim.raw._pointers import Uses
 from fusedoptim.raw._python import compile_python, identity
 from fusedoptim.raw._spirv import ModuleFacts, Parameter, read_module
 
+__all__ = ["RawKernel", "RawModule"]
+
 Source = str | bytes | Path | Callable[..., Any]
 
 
@@ -103,6 +105,9 @@ class RawModule:
 
     def get_function(self, name: str) -> RawKernel:
         """The kernel ``name``.
+
+        Args:
+            name: in the source.
 
         Raises:
             KeyError: there is none of this name; the message lists those that there are.

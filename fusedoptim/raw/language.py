@@ -22,6 +22,15 @@ is Float64, and an integer and a float32 make a float32. The other conversions a
 quotient of integers, ``float(i)`` and ``math.sqrt(i)`` are float64 (write ``numpy.float32(i)``).
 A division by zero gives infinity or NaN, of integers by ``//`` and ``%`` 0.
 
+A kernel in it (to launch it takes the ``[jit]`` extra)::
+
+    def saxpy(n: Int64, a: Float32, x: Global[Float32], y: Global[Float32]) -> None:
+        i = global_id(0)
+        if i < n:
+            y[i] = fma(a, x[i], y[i])
+
+    RawKernel(saxpy)(1024, 16, (1000, 0.5, x, y))
+
 Source: numba (https://numba.readthedocs.io) compiles the function, and numba-dpex makes it SPIR-V.
 """
 
@@ -30,6 +39,30 @@ from __future__ import annotations
 from typing import Annotated, Generic, NamedTuple, NoReturn, TypeVar
 
 from fusedoptim.kernels.language import fma as fma
+
+__all__ = [
+    "BFloat16",
+    "Float16",
+    "Float32",
+    "Float64",
+    "Global",
+    "Int8",
+    "Int16",
+    "Int32",
+    "Int64",
+    "Local",
+    "UInt8",
+    "UInt16",
+    "UInt32",
+    "UInt64",
+    "barrier",
+    "fma",
+    "global_id",
+    "global_size",
+    "group_id",
+    "local_id",
+    "local_size",
+]
 
 Number = TypeVar("Number", int, float)
 
@@ -42,17 +75,29 @@ class Element(NamedTuple):
 
 
 Int8 = Annotated[int, Element("i8")]
+"""an integer of 8 bits."""
 Int16 = Annotated[int, Element("i16")]
+"""an integer of 16 bits."""
 Int32 = Annotated[int, Element("i32")]
+"""an integer of 32 bits."""
 Int64 = Annotated[int, Element("i64")]
+"""an integer of 64 bits."""
 UInt8 = Annotated[int, Element("u8")]
+"""an integer of 8 bits without sign."""
 UInt16 = Annotated[int, Element("u16")]
+"""an integer of 16 bits without sign."""
 UInt32 = Annotated[int, Element("u32")]
+"""an integer of 32 bits without sign."""
 UInt64 = Annotated[int, Element("u64")]
+"""an integer of 64 bits without sign."""
 Float32 = Annotated[float, Element("f32")]
+"""a real number of 32 bits."""
 Float64 = Annotated[float, Element("f64")]
+"""a real number of 64 bits."""
 Float16 = Annotated[float, Element("f16")]
+"""a real number of 16 bits, in memory only."""
 BFloat16 = Annotated[float, Element("bf16")]
+"""the upper half of a float32, in memory only."""
 
 
 class _Memory(Generic[Number]):
@@ -74,27 +119,47 @@ class Local(_Memory[Number]):
 
 
 def global_id(dimension: int = 0) -> int:
-    """Index of this work item among all."""
+    """Index of this work item among all.
+
+    Args:
+        dimension: 0, 1 or 2; 0 is the first of ``global_size``.
+    """
     _on_device_only()
 
 
 def local_id(dimension: int = 0) -> int:
-    """Index of this work item in its group."""
+    """Index of this work item in its group.
+
+    Args:
+        dimension: 0, 1 or 2; 0 is the first of ``global_size``.
+    """
     _on_device_only()
 
 
 def group_id(dimension: int = 0) -> int:
-    """Index of this work item's group."""
+    """Index of this work item's group.
+
+    Args:
+        dimension: 0, 1 or 2; 0 is the first of ``global_size``.
+    """
     _on_device_only()
 
 
 def global_size(dimension: int = 0) -> int:
-    """Number of work items."""
+    """Number of work items.
+
+    Args:
+        dimension: 0, 1 or 2; 0 is the first of ``global_size``.
+    """
     _on_device_only()
 
 
 def local_size(dimension: int = 0) -> int:
-    """Number of work items in a group."""
+    """Number of work items in a group.
+
+    Args:
+        dimension: 0, 1 or 2; 0 is the first of ``global_size``.
+    """
     _on_device_only()
 
 

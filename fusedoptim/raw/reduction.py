@@ -16,6 +16,8 @@ from fusedoptim.raw._parameters import DTYPES, Made, Operand, Param, Scalar
 from fusedoptim.raw._walk import LANES, Walk, chunk_of, memory, walk
 from fusedoptim.raw.kernel import RawKernel, RawModule
 
+__all__ = ["ReductionKernel"]
+
 _SOURCE = """
 static inline reduced_t {name}_reduce(const reduced_t a, const reduced_t b) {{
 #line 1 "reduce_expr"
@@ -161,6 +163,7 @@ class ReductionKernel:
         if not isinstance(identity, str) or not identity.strip():
             raise ValueError(f"identity={identity!r} is no C expression, such as '0'")
         self.name = name
+        """of the kernel, as errors have it."""
         self._expressions = {
             "map": map_expr,
             "reduce": reduce_expr,
