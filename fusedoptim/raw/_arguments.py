@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +70,8 @@ class Frame:
 class _Known(NamedTuple):
     """The pointers' tensors of a call that were found good."""
 
-    facts: Any
-    """all that was checked of them, but for their addresses."""
+    is_same: Callable[..., bool]
+    """compares all that was checked of them, but for their addresses, with that of others."""
     uses: Uses
     needs_no_grad: bool
     """whether one that requires grad may be written."""
@@ -115,6 +115,8 @@ class Signature:
             self._places.append(place)
             code += f"{packing}{-size % _WORD}x"
         self._pack = struct.Struct(code)
+        self._indices = tuple(i for i, _ in self._pointers)
+        self._pointed = _getter(self._indices)
         self._aligned = [alignment(self.parameters[i]) for i, _ in self._pointers]
         self._has_vectors = max(self._aligned, default=1) > 1
         self.types = (ctypes.c_int * max(len(types), 1))(*types)
@@ -143,7 +145,7 @@ class Signature:
             )
         if len(arguments) != self.count:
             raise TypeError(self._wrong_count(len(arguments)))
-        pointed = [arguments[i] for i, _ in self._pointers]
+        pointed = self._pointed(arguments)
         uses, addresses = self._remembered(pointed) or self._checked(pointed)
         try:
             values = [convert(arguments[i]) for i, convert in self._values]
@@ -154,16 +156,16 @@ class Signature:
         except IndexError:
             frame = Frame(self._pack.size, self._places)
         table = frame.table
-        for (i, _), address in zip(self._pointers, addresses):
+        for i, address in zip(self._indices, addresses):
             table[i] = address
         self._pack.pack_into(frame.buffer, 0, *table, *values)
         return frame, uses
 
-    def _remembered(self, pointed: list[Any]) -> tuple[Uses, list[int]] | None:
+    def _remembered(self, pointed: Sequence[Any]) -> tuple[Uses, list[int]] | None:
         """What the pointers use, and their addresses, if such tensors were found good before."""
-        for known in self._known:
-            if known.facts.check(*pointed):
-                if known.needs_no_grad and torch.is_grad_enabled():
+        for is_same, uses, needs_no_grad in self._known:
+            if is_same(*pointed):
+                if needs_no_grad and torch.is_grad_enabled():
                     return None
                 addresses = list(map(_ADDRESS, pointed))
                 if 0 in addresses:  # one has lost its memory
@@ -171,10 +173,10 @@ class Signature:
                 if self._has_vectors and any(map(operator.mod, addresses, self._aligned)):
                     return None
                 self._misses = 0
-                return known.uses, addresses
+                return uses, addresses
         return None
 
-    def _checked(self, pointed: list[Any]) -> tuple[Uses, list[int]]:
+    def _checked(self, pointed: Sequence[Any]) -> tuple[Uses, list[int]]:
         """What the pointers use, and their addresses."""
         uses = Uses()
         addresses = []
@@ -189,7 +191,7 @@ class Signature:
             self._remember(pointed, uses)
         return uses, addresses
 
-    def _remember(self, pointed: list[Any], uses: Uses) -> None:
+    def _remember(self, pointed: Sequence[Any], uses: Uses) -> None:
         """Keep what was found of these pointers, if all are plain tensors."""
         if not pointed or not all(type(value) in PLAIN for value in pointed):
             return
@@ -198,7 +200,7 @@ class Signature:
             for value, (i, _) in zip(pointed, self._pointers)
             if i in uses.written
         )
-        known = _Known(facts_of(pointed), uses, requires_grad)
+        known = _Known(facts_of(pointed).check, uses, requires_grad)
         self._known = [known, *self._known[: _MOST_KNOWN - 1]]
 
     def _refused_value(self, arguments: Sequence[Any]) -> Exception:
@@ -243,6 +245,13 @@ class Signature:
     def _wrong_count(self, count: int) -> str:
         listed = ", ".join(map(str, self.parameters)) or "none"
         return f"{self._kernel} takes {self.count} arguments ({listed}), and {count} were given"
+
+
+def _getter(indices: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What takes the arguments at these places out of all."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda arguments: [arguments[i] for i in indices]
 
 
 def _by_value(parameter: Parameter) -> tuple[int, str, Any]:

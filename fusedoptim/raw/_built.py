@@ -20,12 +20,12 @@ _LARGEST = 1 << 31  # work items in all, from where SYCL refuses a launch
 class Shape(NamedTuple):
     """Checked sizes of a launch, as dpctl's C library takes them."""
 
-    dimensions: int
-    items: Any
-    """work items in each dimension, the last of OpenCL's first."""
-    group: Any
-    """of them in a work-group, or None for the driver's choice."""
     is_empty: bool
+    """whether there are no work items."""
+    submit: Any
+    """the function that submits a kernel so."""
+    arguments: tuple[Any, ...]
+    """its last ones: the sizes, and that there is nothing to wait for."""
 
 
 class Built:
@@ -46,9 +46,7 @@ class Built:
         self.on_host = bool(device.is_cpu)
         self.in_order = bool(queue.is_in_order)
         self._shapes: dict[tuple[tuple[int, ...], tuple[int, ...] | None], Shape] = {}
-        library = functions()
-        self._submit, self._submit_groups = library.submit, library.submit_groups
-        self._wait, self._delete = library.wait, library.delete
+        self._wait, self._delete = functions().wait, functions().delete
 
     def shape(self, global_size: Any, local_size: Any) -> Shape:
         """Sizes checked against what the device and the kernel allow.
@@ -82,13 +80,10 @@ class Built:
             group = self._required[: len(items)]
         if group is not None:
             self._check_group(items, group)
-        return Shape(
-            len(items),
-            # SYCL's last dimension is the one that OpenCL calls 0.
-            (ctypes.c_size_t * 3)(*reversed(items)),
-            None if group is None else (ctypes.c_size_t * 3)(*reversed(group)),
-            0 in items,
-        )
+        # SYCL's last dimension is the one that OpenCL calls 0.
+        sizes = [(ctypes.c_size_t * 3)(*reversed(size)) for size in (items, group) if size]
+        submit = functions().submit if group is None else functions().submit_groups
+        return Shape(0 in items, submit, (*sizes, len(items), None, 0))
 
     def _check_group(self, items: tuple[int, ...], group: tuple[int, ...]) -> None:
         what = f"{self._name}: local_size={group}"
@@ -125,13 +120,14 @@ class Built:
         """Submit the kernel, and wait for its end or keep what it uses until then."""
         made = signature.make_raw(frame) if signature.has_raw else ()
         try:
-            what = self._kernel_ref, self._queue_ref, frame.buffer, signature.types, signature.count
-            if shape.group is None:
-                event = self._submit(*what, shape.items, shape.dimensions, None, 0)
-            else:
-                event = self._submit_groups(
-                    *what, shape.items, shape.group, shape.dimensions, None, 0
-                )
+            event = shape.submit(
+                self._kernel_ref,
+                self._queue_ref,
+                frame.buffer,
+                signature.types,
+                signature.count,
+                *shape.arguments,
+            )
             if wait and event:
                 self._wait(event)
         except BaseException:

@@ -161,6 +161,11 @@ def compiler_version() -> str:
 
 
 @functools.cache
+def _library() -> ctypes.CDLL:
+    return load_opencl_compiler()
+
+
+@functools.cache
 def _extra_options() -> list[str]:
     """What the compiler is told besides the user's options."""
     common = [
@@ -176,7 +181,7 @@ def _extra_options() -> list[str]:
 def _compile(source: str, options: Sequence[str], extra: Sequence[str]) -> tuple[int, bytes, str]:
     """The compiler's status, zero if all went well, its SPIR-V, and what it said."""
     result = ctypes.c_void_p()
-    status = load_opencl_compiler().Compile(
+    status = _library().Compile(
         ctypes.c_char_p(source.encode()),
         None,  # headers in memory: their texts, how many, and their names
         ctypes.c_uint(0),

@@ -217,6 +217,8 @@ class RawKernel:
                 None. Of a ``local`` pointer: :class:`LocalMemory`. Else a number, or bytes.
             wait: for the kernel's end; None is to wait on the CPU device, whose results are the
                 host's memory, and to return at once elsewhere, where torch's stream keeps order.
+                After False on the CPU, ``allocator.queue("cpu").wait()`` does, or a later call
+                without it: launches run in order.
 
         Raises:
             KernelCompileError: the source does not compile, at the first call.

@@ -21,6 +21,7 @@ from fusedoptim.raw import (
     LocalMemory,
     RawKernel,
     RawModule,
+    _opencl_c,
     kernel,
 )
 from fusedoptim.raw._build import check_capabilities
@@ -288,6 +289,19 @@ def test_compile_errors_show_the_line() -> None:
     with pytest.raises(KernelCompileError, match="Symbols not found: \\[ g \\]") as raised:
         RawKernel("float g(float); kernel void f(global float *x) { x[0] = g(1); }").compile()
     assert "Failed to build device program" in raised.value.log
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ImportError("the OpenCL C compiler is not installed: pip install intel-opencl-rt")
+
+    monkeypatch.setattr(_opencl_c, "_library", missing)
+    with pytest.raises(ImportError, match="pip install intel-opencl-rt"):
+        RawKernel("kernel void without_a_compiler() {}").compile()
+    monkeypatch.undo()
+    monkeypatch.setattr("allocator._runtime._installed_file", lambda *names: None)
+    with pytest.raises(ImportError, match="pip install intel-opencl-rt"):
+        allocator.load_opencl_compiler()
 
 
 def test_compile_warnings_are_shown() -> None:

@@ -15,8 +15,7 @@ from tools.reference._inventory import (
     parameters,
 )
 
-
-# Words of a kernel, which mean nothing outside of one: the module's docstring has one kernel of them.
+# Words of a kernel mean nothing outside of one: the module's docstring has one of them.
 _SHOWN_TOGETHER = ("fusedoptim.raw.language",)
 
 
