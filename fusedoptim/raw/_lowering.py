@@ -137,7 +137,11 @@ def _barrier_overload() -> Any:
 
 
 def _mix(mixed: Callable[..., Any]) -> None:
-    """Have an operator take an integer and a float32 as C does, in float32; numba's is float64."""
+    """Have an operator take an integer and a float32 as C does, in float32; numba's is float64.
+
+    Whatever is compiled later in the process sees this. The package's own kernels mix no types in
+    arithmetic, and so stay the same; they compare with the number 0, so comparing is left alone.
+    """
 
     @overload(mixed, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
     def meaning(a: Any, b: Any) -> Any:
@@ -149,8 +153,6 @@ def _mix(mixed: Callable[..., Any]) -> None:
 
 
 for _name in ("add", "sub", "mul", "truediv", "iadd", "isub", "imul", "itruediv"):
-    _mix(getattr(operator, _name))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     _mix(getattr(operator, _name))
 
 

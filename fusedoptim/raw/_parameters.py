@@ -87,6 +87,9 @@ class Param(NamedTuple):
     raw: bool
     """whether the operation indexes it itself."""
 
+    def __str__(self) -> str:
+        return f"{'raw ' if self.raw else ''}{self.type} {self.name}"
+
 
 class Operand(NamedTuple):
     """One parameter and what it is in a call."""
@@ -236,6 +239,11 @@ class Made(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
+def signature(name: str, inputs: Sequence[Param], outputs: Sequence[Param]) -> str:
+    """Such as "norm(T x) -> T y"."""
+    return f"{name}({', '.join(map(str, inputs))}) -> {', '.join(map(str, outputs))}"
+
+
 def prepared(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
     """The arguments, and for each all that a call depends on besides memory and numbers.
 
@@ -261,6 +269,12 @@ def prepared(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ..
             forms.append(type(value))
         values.append(value)
     return values, tuple(forms)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # untyped
+def untraced(kernel: Any, *args: Any, **options: Any) -> Any:
+    """A call out of a function that torch.compile traces."""
+    return kernel(*args, **options)
 
 
 def keep(plans: dict[Any, Any], key: Any, plan: Any) -> None:

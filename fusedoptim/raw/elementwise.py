@@ -72,7 +72,8 @@ class ElementwiseKernel:
     index, ``n`` the number of elements. Inputs are broadcast as torch's operators do. A parameter
     declared ``raw`` is a pointer to a contiguous tensor, which the operation indexes. A capital
     letter is a type that a call decides, of the parameters and in the operation. bfloat16 and
-    float16 are float32 in the operation (a raw bfloat16: ``from_bfloat16(x[i])``).
+    float16 are float32 in the operation (a raw bfloat16: ``from_bfloat16(x[i])``). An output may be
+    an input, element for element; memory that overlaps otherwise gives any result.
 
     Args:
         in_params: such as ``"float32 x, raw T y, int64 k"``; types as torch names them.
@@ -116,6 +117,11 @@ class ElementwiseKernel:
         self._kernels: dict[Any, RawKernel] = {}
         self._plans: dict[Any, _Plan] = {}
 
+    def __repr__(self) -> str:
+        return (
+            f"<ElementwiseKernel {_parameters.signature(self.name, self._inputs, self._outputs)}>"
+        )
+
     def __call__(self, *args: Tensor | Scalar, size: int | None = None) -> Any:
         """Compute the outputs.
 
@@ -133,6 +139,8 @@ class ElementwiseKernel:
             RuntimeError: an argument requires a gradient.
             KernelCompileError: the operation does not compile.
         """
+        if torch.compiler.is_compiling():
+            return _parameters.untraced(self, *args, size=size)
         values, forms = _parameters.prepared(self.name, args)
         plan = self._plans.get((forms, size))
         if plan is None:

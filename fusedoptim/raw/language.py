@@ -18,9 +18,10 @@ The function runs once for each work item, which finds itself by :func:`global_i
 ``if``, ``for``, ``while``, arithmetic, ``abs``, ``min``, ``max``, the functions of ``math``,
 numbers of its module and closure, and plain functions, which are compiled with it. It returns
 nothing and raises nothing. A number such as ``0.5`` is a float32 unless an argument of the kernel
-is Float64, and an integer and a float32 make a float32. The other conversions are numba's: a
-quotient of integers, ``float(i)`` and ``math.sqrt(i)`` are float64 (write ``numpy.float32(i)``).
-A division by zero gives infinity or NaN, of integers by ``//`` and ``%`` 0.
+is Float64, and ``+``, ``-``, ``*`` and ``/`` of an integer and a float32 give a float32. The other
+conversions are numba's: a quotient of integers, ``float(i)``, ``math.sqrt(i)`` and comparing a
+variable integer with a float32 are float64 (write ``numpy.float32(i)``). A division by zero gives
+infinity or NaN, of integers by ``//`` and ``%`` 0.
 
 A kernel in it (to launch it takes the ``[jit]`` extra)::
 

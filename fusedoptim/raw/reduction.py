@@ -176,6 +176,9 @@ class ReductionKernel:
         self._kernels: dict[Any, tuple[RawKernel, RawKernel]] = {}
         self._plans: dict[Any, _Plan] = {}
 
+    def __repr__(self) -> str:
+        return f"<ReductionKernel {_parameters.signature(self.name, self._inputs, self._outputs)}>"
+
     def __call__(
         self,
         *args: Tensor | Scalar,
@@ -200,6 +203,8 @@ class ReductionKernel:
             RuntimeError: an argument requires a gradient.
             KernelCompileError: an expression does not compile.
         """
+        if torch.compiler.is_compiling():
+            return _parameters.untraced(self, *args, axis=axis, keepdims=keepdims)
         values, forms = _parameters.prepared(self.name, args)
         key = forms, tuple(axis) if isinstance(axis, list) else axis, keepdims
         plan = self._plans.get(key)

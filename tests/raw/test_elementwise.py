@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fusedoptim.raw import ElementwiseKernel, KernelCompileError
+from fusedoptim.raw import ElementwiseKernel, KernelCompileError, ReductionKernel
 from tests.fusedoptim.helpers import assert_within
 from tests.tolerances import ARITHMETIC, Bounded
 
@@ -150,6 +153,20 @@ def test_under_no_grad_and_version() -> None:
     before = out._version
     difference(out, 1.0, out)
     assert out._version > before  # autograd notices what was saved before
+
+
+def test_compiled_copied_and_shown() -> None:
+    total = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", "total")
+
+    def both(x: Tensor) -> Tensor:
+        return difference(x * 2, 1.0) + total(x, axis=0)
+
+    x = torch.randint(-9, 9, (20,)).float()
+    assert torch.equal(torch.compile(both, backend="eager")(x), x * 2 - 1 + x.sum())
+    assert torch.equal(copy.deepcopy(difference)(x, x), torch.zeros(20))
+    assert torch.equal(pickle.loads(pickle.dumps(total))(x), x.sum())
+    assert repr(difference) == "<ElementwiseKernel difference(T x, T y) -> T z>"
+    assert repr(total) == "<ReductionKernel total(T x) -> T y>"
 
 
 class TestBadInput:

@@ -15,6 +15,8 @@ import numpy
 import pytest
 import torch
 
+from fusedoptim._modules import load_module
+from fusedoptim.kernels import lamb, sgd
 from fusedoptim.raw import KernelCompileError, LocalMemory, RawKernel, language
 from fusedoptim.raw._python import arguments, compile_python, identity
 from fusedoptim.raw.language import (
@@ -54,7 +56,9 @@ def saxpy(n: Int64, a: Float32, x: Global[Float32], y: Global[Float32]) -> None:
 
 
 def clipped(value: float) -> float:
-    return max(min(value, 1.0), -1.0) * GAIN
+    if value > 1:
+        return GAIN
+    return max(value, -1.0) * GAIN
 
 
 def mixed(n: Int64, x: Global[Float32], y: Global[BFloat16], z: Global[Float16]) -> None:
@@ -230,6 +234,15 @@ class TestModules:
         monkeypatch.setitem(globals(), "GAIN", 0.5)  # which mixed uses through clipped
         assert identity(mixed) != before[0]
         assert identity(saxpy) == before[1]
+
+    def test_the_packages_own_kernels_stay_the_same(self) -> None:
+        """The raw language's rules are registered for the whole process."""
+        from fusedoptim.kernels._compiler import compile_kernel
+
+        compile_python(mixed)
+        for kernel in (sgd.sgd_momentum, lamb.lamb_ratio):
+            module = load_module(kernel.__name__, "f32")
+            assert compile_kernel(kernel, "f32", module.name) == module.spirv
 
     @pytest.mark.skipif(
         shutil.which("spirv-val") is None or shutil.which("ocloc") is None,
