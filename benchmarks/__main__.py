@@ -11,7 +11,7 @@ from benchmarks import _command, _processes
 
 NAMES = (
     *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
-    *("inference", "training_step", "fragmentation", "pool", "raw"),
+    *("inference", "training_step", "fragmentation", "pool", "raw", "elementwise"),
 )
 
 
