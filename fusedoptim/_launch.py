@@ -81,10 +81,8 @@ class Kernel:
 def _build(queue: Any, module: Module) -> Any:
     """The kernel of ``module``, compiled by the device's driver."""
     program = load_dpctl().program
-    # dpctl 0.22 renamed the function.
-    build = getattr(program, "create_kernel_bundle_from_spirv", None)
     try:
-        bundle = (build or program.create_program_from_spirv)(queue, module.spirv, "")
+        bundle = program.create_program_from_spirv(queue, module.spirv, "")
     except program.SyclProgramCompilationError as error:
         device = queue.sycl_device
         raise RuntimeError(

@@ -38,12 +38,9 @@ def build(queue: Any, spirv: bytes, facts: ModuleFacts, options: Sequence[str]) 
     """
     check_capabilities(facts, queue.sycl_device)
     program = load_dpctl().program
-    # dpctl 0.22 renamed the function.
-    create = getattr(program, "create_kernel_bundle_from_spirv", None)
-    create = create or program.create_program_from_spirv
     try:
-        return create(queue, spirv, " ".join(options))
-    except Exception as error:  # dpctl 0.22 renamed its class
+        return program.create_program_from_spirv(queue, spirv, " ".join(options))
+    except program.SyclProgramCompilationError as error:
         log = _driver_log(queue.sycl_device, spirv, options)
         raise KernelCompileError(
             f"the driver of {queue.sycl_device.name} does not build the module:\n{log or error}",
