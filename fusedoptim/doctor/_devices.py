@@ -150,6 +150,9 @@ def describe_devices(outcomes: Sequence[Outcome], gpus: int) -> Section:
             "float16": device["has_float16"],
         }
     names = list(facts)
+    for line in _lines(outcomes, "unused"):
+        if line["unused"]:
+            facts["not used"] = f"{', '.join(line['unused'])}, as Intel's CPU driver is there"
     for line in _lines(outcomes, "compiled_for"):
         facts["CPU kernels are for"] = line["compiled_for"]
     for line in _lines(outcomes, "highest"):
@@ -235,8 +238,9 @@ def describe_kernels(outcomes: Sequence[Outcome]) -> Section:
         }
         wrong: dict[str, list[str]] = {}
         for line in lines:
-            if line["problem"]:
-                wrong.setdefault(line["problem"], []).append(line["tested"])
+            if line["problem"]:  # said of one kernel
+                reason = line["problem"].replace(f" {line['tested']};", ";")
+                wrong.setdefault(reason, []).append(line["tested"])
         for problem, names in wrong.items():
             message, _, cure = problem.partition("; ")
             problems.append(error(f"{_listed(names)} on {device} {message}", cure or _WRONG))

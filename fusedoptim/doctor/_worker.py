@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 _MAPS = "/proc/self/maps"  # the files that this process has loaded
@@ -68,7 +69,8 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
         _say(lines, devices=[d._asdict() for d in found.values()], planned=len(kernels))
         if any("cpu" in name for name in found):
             _say(lines, compiled_for=isa.level())
-    chosen = list(found) if device is None else [queue(device).sycl_device.filter_string]
+        _say(lines, unused=[name for name in found if name not in _used(found)])
+    chosen = _used(found) if device is None else [queue(device).sycl_device.filter_string]
     queues = {}
     for name in chosen:
         try:
@@ -87,6 +89,15 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
                 except Exception as failure:
                     problem = f"cannot be run: {_last_line(failure)}"
             _say(lines, tested=kernel, device=name, problem=problem)
+
+
+def _used(found: Iterable[str]) -> list[str]:
+    """Devices without those of CPU drivers that another is preferred to."""
+    from fusedoptim.allocator import queue
+
+    cpus = [name for name in found if "cpu" in name]
+    ours = [queue("cpu").sycl_device.filter_string] if len(cpus) > 1 else cpus
+    return [name for name in found if name not in cpus or name in ours]
 
 
 def _try_torch(lines: TextIO) -> None:

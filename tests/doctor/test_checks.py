@@ -435,6 +435,10 @@ class TestDevices:
         assert "different major versions: /a/libsycl.so.8 and /a/libsycl.so.9" in problem.message
         assert "pip show torch" in problem.cure
 
+    def test_another_cpu_driver_is_not_used(self) -> None:
+        section = devices({"unused": ["opencl:cpu:0"]})
+        assert section.facts["not used"] == "opencl:cpu:0, as Intel's CPU driver is there"
+
 
 class TestKernelsOnDevices:
     def test_wrong_kernels(self) -> None:
@@ -458,6 +462,12 @@ class TestKernelsOnDevices:
         said = [result(f"k{i}", "is off") for i in range(45)]
         (problem,) = _devices.describe_kernels([Outcome(said, "")]).problems
         assert problem.message == "k0, k1, k2, k3, k4 and 40 more kernels on opencl:cpu:0 is off"
+
+    def test_a_driver_that_builds_none(self) -> None:
+        said = [result(k, f"cannot build the kernel {k}; change the driver") for k in ("a", "b")]
+        (problem,) = _devices.describe_kernels([Outcome(said, "")]).problems
+        assert problem.message == "a, b on opencl:cpu:0 cannot build the kernel"
+        assert problem.cure == "change the driver"
 
     def test_kernels_that_were_not_reached(self) -> None:
         outcomes = [Outcome([{"planned": 3}, result("a", "")], "was killed by SIGSEGV")]
