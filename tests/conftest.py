@@ -6,6 +6,8 @@ import gc
 import os
 import secrets
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,15 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Raw kernels are compiled anew in each run, and nothing of them stays on the disk."""
+    folder = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(folder))
+        yield folder
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.core.errors import TypingError
 from numba.extending import models, overload, register_model
+from numba_dpex.kernel_api_impl.spirv.dispatcher import SPIRVKernelDispatcher
 from numba_dpex.kernel_api_impl.spirv.target import SPIRV_TARGET_NAME
 
 from fusedoptim.kernels._lowering import FORMATS, as_is, call_builtin, device_intrinsic
@@ -56,6 +57,10 @@ class _PointerModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, pointer: Pointer) -> None:
         memory = _format(pointer.element)[0]
         super().__init__(manager, pointer, ir.PointerType(memory, pointer.address_space))
+
+
+# numba-dpex copies the models when it first compiles, which may have been before this.
+SPIRVKernelDispatcher.targetdescr.target_context.data_model_manager.register(Pointer, _PointerModel)
 
 
 @device_intrinsic

@@ -1,9 +1,6 @@
-"""Kernels that are compiled once for all tests; nothing of them stays on the disk."""
+"""Kernels that are compiled once for all tests."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -53,14 +50,6 @@ kernel void typed(global half *e, global float *f, global double *d, global shor
 kernel void image(read_only image2d_t picture, global int *x) {}
 kernel void nothing() {}
 """
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("kernels")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(folder))
-        yield folder
 
 
 @pytest.fixture(scope="session")

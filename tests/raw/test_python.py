@@ -6,6 +6,7 @@ import importlib.util
 import math
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -355,6 +356,20 @@ def test_the_language_means_something_in_a_kernel_only() -> None:
         Global[float]()[0]
     with pytest.raises(RuntimeError, match="in a kernel only"):
         Local[float]()[0] = 1.0
+
+
+@needs_compiler
+def test_numba_dpex_has_compiled_before() -> None:
+    """It copies what it knows of types when it first compiles."""
+    script = (
+        "from fusedoptim.kernels import _compiler, sgd\n"
+        "_compiler.compile_kernel(sgd.sgd, 'f32', 'sgd_f32')\n"
+        "from fusedoptim.raw._python import compile_python\n"
+        "from tests.raw.test_python import saxpy\n"
+        "assert compile_python(saxpy)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stderr, done.returncode) == ("", 0)
 
 
 @pytest.mark.skipif(HAS_COMPILER, reason="the compiler is installed")
