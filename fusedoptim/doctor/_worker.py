@@ -69,8 +69,10 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
         _say(lines, devices=[d._asdict() for d in found.values()], planned=len(kernels))
         if any("cpu" in name for name in found):
             _say(lines, compiled_for=isa.level())
-        _say(lines, unused=[name for name in found if name not in _used(found)])
-    chosen = _used(found) if device is None else [queue(device).sycl_device.filter_string]
+    used = _used(found)
+    if describe:
+        _say(lines, unused=[name for name in found if name not in used])
+    chosen = used if device is None else [queue(device).sycl_device.filter_string]
     queues = {}
     for name in chosen:
         try:
