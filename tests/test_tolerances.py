@@ -64,6 +64,15 @@ def test_errors_of_operands_are_handed_on() -> None:
         assert bool(((function(shifted[0]) - result.value).abs() <= result.error).all())
 
 
+def test_no_bound_is_nan() -> None:
+    """Nothing can be said of what is made of a quotient whose divisor may be zero."""
+    divisor = Bounded(torch.tensor([1.0, 1e-9], dtype=torch.float64), 1e-8, torch.float32)
+    quotient = _bounded(torch.zeros(2)) / divisor
+    for result in (quotient, 0.1 * quotient, quotient * quotient, 1 - quotient):
+        assert result.error.isfinite().tolist() == [True, False]
+        assert not bool(result.error.isnan().any())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stored(dtype: torch.dtype) -> None:
     a = torch.randn(10_000)

@@ -25,8 +25,9 @@ And Adam computes ``m + (1-b) (g-m)`` for ``b m + (1-b) g``: it errs by at most
 ``u (2 (1-b) (|g| + |m|) + |m'|)`` and the formula by ``u (2 (1-b) |g| + 2 b |m| + |m'|)``, which is
 no less as long as ``b >= 1/2``.
 
-Where a divisor may be zero within its bound, nothing can be said, and the bound is infinite; with
-gradients that are not tiny (``helpers.random_like``) there is no such element.
+Where a divisor may be zero within its bound, nothing can be said, and the bound is infinite. No
+gradient is tiny (``helpers.random_like``), but weight decay may cancel one, about once in a million
+elements where clipping has made the gradients as small as the decay.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Bounded:
 
     def __mul__(self, other: Bounded | float) -> Bounded:
         a, b = self._with(other)
-        inherited = a.value.abs() * b.error + a.error * (b.value.abs() + b.error)
+        inherited = _product(a.value.abs(), b.error) + _product(a.error, b.value.abs() + b.error)
         return a._rounded(a.value * b.value, inherited)
 
     __radd__, __rmul__ = __add__, __mul__
@@ -137,7 +138,8 @@ class Bounded:
         a, b = self._with(other)
         value = a.value / b.value
         least = (b.value.abs() - b.error).clamp(min=0)
-        inherited = (a.error + value.abs() * b.error) / least
+        inherited = (a.error + _product(value.abs(), b.error)) / least
+        inherited = torch.where(least > 0, inherited, math.inf)
         return a._rounded(value, inherited, _QUOTIENT[a.arithmetic])
 
     def __rtruediv__(self, other: float) -> Bounded:
@@ -186,6 +188,11 @@ class Bounded:
         relative = k * self._u / (1 - k * self._u) / 2
         inherited = inherited + relative * (value + inherited)
         return self._rounded(value, inherited, _ROOT[self.arithmetic])
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Of what is exactly zero and a bound that is infinite, zero."""
+    return torch.where((a == 0) | (b == 0), 0.0, a * b)
 
 
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Bounded]] = {
