@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fusedoptim._modules import Module, load_module
-from fusedoptim.allocator import default_pool, is_forked, load_dpctl
+from fusedoptim._program import BuildError, build
+from fusedoptim.allocator import default_pool, is_forked
 from fusedoptim.kernels.language import Role
 
 if TYPE_CHECKING:
@@ -80,10 +81,9 @@ class Kernel:
 
 def _build(queue: Any, module: Module) -> Any:
     """The kernel of ``module``, compiled by the device's driver."""
-    program = load_dpctl().program
     try:
-        bundle = program.create_program_from_spirv(queue, module.spirv, "")
-    except program.SyclProgramCompilationError as error:
+        program = build(queue, module.spirv)
+    except BuildError as error:
         device = queue.sycl_device
         raise RuntimeError(
             f"the driver of {device.name} ({device.sycl_platform.name}, version "
@@ -91,7 +91,7 @@ def _build(queue: Any, module: Module) -> Any:
             "Intel's drivers: pip install intel-opencl-rt and unset OCL_ICD_FILENAMES, or update "
             "the GPU driver"
         ) from error
-    return bundle.get_sycl_kernel(module.name)
+    return program.get_sycl_kernel(module.name)
 
 
 @functools.cache

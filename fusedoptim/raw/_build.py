@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fusedoptim.allocator import load_dpctl
+from fusedoptim import _program
 from fusedoptim.raw._errors import InvalidModuleError, KernelCompileError
 from fusedoptim.raw._spirv import ModuleFacts
 
@@ -28,7 +28,7 @@ def check_capabilities(facts: ModuleFacts, device: Any) -> None:
 
 
 def build(queue: Any, spirv: bytes, facts: ModuleFacts, options: Sequence[str]) -> Any:
-    """Dpctl's bundle of a module for the device of ``queue``.
+    """Dpctl's program of a module for the device of ``queue``.
 
     This is where the driver compiles: the CPU's takes some 40 ms for a small kernel.
 
@@ -37,10 +37,9 @@ def build(queue: Any, spirv: bytes, facts: ModuleFacts, options: Sequence[str]) 
         KernelCompileError: the driver refuses it; the message has the driver's log.
     """
     check_capabilities(facts, queue.sycl_device)
-    program = load_dpctl().program
     try:
-        return program.create_program_from_spirv(queue, spirv, " ".join(options))
-    except program.SyclProgramCompilationError as error:
+        return _program.build(queue, spirv, " ".join(options))
+    except _program.BuildError as error:
         log = _driver_log(queue.sycl_device, spirv, options)
         raise KernelCompileError(
             f"the driver of {queue.sycl_device.name} does not build the module:\n{log or error}",

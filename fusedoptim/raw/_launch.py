@@ -10,11 +10,11 @@ import atexit
 import collections
 import ctypes
 import functools
-import os
 import threading
 from typing import Any, NamedTuple
 
-from fusedoptim.allocator import is_forked, load_dpctl
+from fusedoptim._program import dpctl_library
+from fusedoptim.allocator import is_forked
 
 # Of the enumeration DPCTLKernelArgType, the same in dpctl 0.17 to 0.22. What is passed by value is
 # bytes to the driver, so the type says no more than how many.
@@ -40,9 +40,8 @@ class _Functions(NamedTuple):
 
 @functools.cache
 def functions() -> _Functions:
-    """Dpctl's C library."""
-    folder = os.path.dirname(str(load_dpctl().__file__))
-    library = ctypes.CDLL(os.path.join(folder, "libDPCTLSyclInterface.so"))
+    """Those of dpctl's C library that a launch needs."""
+    library = dpctl_library()
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
 
     def function(name: str, result: Any, *arguments: Any) -> Any:

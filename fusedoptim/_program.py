@@ -1,0 +1,71 @@
+"""SPIR-V compiled by a device's driver, through dpctl's C library.
+
+``dpctl.program.create_program_from_spirv`` does the same and keeps all other threads waiting: 60 ms
+for a kernel, 300 ms for a process's first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from fusedoptim.allocator import load_dpctl
+
+
+class BuildError(Exception):
+    """The driver does not compile a module."""
+
+
+@functools.cache
+def dpctl_library() -> ctypes.CDLL:
+    """The C library that dpctl is made of."""
+    folder = os.path.dirname(str(load_dpctl().__file__))
+    return ctypes.CDLL(os.path.join(folder, "libDPCTLSyclInterface.so"))
+
+
+def build(queue: Any, spirv: bytes, options: str = "") -> Any:
+    """Compile a module for the device of ``queue``.
+
+    Args:
+        queue: a dpctl.SyclQueue.
+        spirv: the module.
+        options: for the driver's compiler.
+
+    Returns:
+        a dpctl.program.SyclProgram.
+
+    Raises:
+        BuildError: the driver refuses the module.
+    """
+    library = dpctl_library()
+    create = library.DPCTLKernelBundle_CreateFromSpirv
+    create.restype = ctypes.c_void_p
+    bundle = create(
+        ctypes.c_void_p(queue.sycl_context.addressof_ref()),
+        ctypes.c_void_p(queue.sycl_device.addressof_ref()),
+        spirv,
+        ctypes.c_size_t(len(spirv)),
+        options.encode(),
+    )
+    if bundle is None:
+        raise BuildError("the driver does not say why")
+    try:
+        return _program_maker()(bundle)
+    finally:
+        library.DPCTLKernelBundle_Delete(ctypes.c_void_p(bundle))
+
+
+@functools.cache
+def _program_maker() -> Callable[[int], Any]:
+    """``SyclProgram_Make`` of dpctl's C API for Python: it copies the handle that it is given."""
+    capsule = load_dpctl().program._program.__pyx_capi__["SyclProgram_Make"]
+    python = ctypes.pythonapi
+    name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", python))
+    address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", python)
+    )
+    make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
+    return make(address_of(capsule, name_of(capsule)))
