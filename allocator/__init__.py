@@ -25,6 +25,7 @@ from allocator._errors import OutOfMemoryError
 from allocator._guard import MemoryCorruptionError
 from allocator._hooks import Hook
 from allocator._isa import ISA_LEVELS, highest_isa, loaded_isa
+from allocator._maps import loaded_files
 from allocator._memory import Array, Memory, from_dlpack
 from allocator._plan import Plan
 from allocator._pool import Pool
@@ -89,6 +90,7 @@ __all__ = [
     "load_compiler",
     "load_dpctl",
     "load_opencl_compiler",
+    "loaded_files",
     "loaded_isa",
     "max_memory_allocated",
     "max_memory_reserved",

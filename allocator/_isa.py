@@ -13,9 +13,11 @@ import os
 import re
 from typing import Any, NamedTuple
 
+from allocator._maps import loaded_files
+
 VARIABLE = "FUSEDOPTIM_ISA"
 DRIVER_VARIABLE = "CL_CONFIG_CPU_TARGET_ARCH"
-_MAPS = "/proc/self/maps"  # the files that this process has loaded
+_BUILTINS = re.compile(r"clbltfn([a-z]\d)\.rtl")  # the driver's library of functions
 
 
 class _Level(NamedTuple):
@@ -80,8 +82,8 @@ def loaded_isa() -> str | None:
     """
     global _loaded
     if _loaded is None:
-        with open(_MAPS) as maps:
-            marks = set(re.findall(r"/clbltfn([a-z]\d)\.rtl$", maps.read(), re.MULTILINE))
+        names = map(os.path.basename, loaded_files())
+        marks = {found[1] for name in names if (found := _BUILTINS.fullmatch(name))}
         _loaded = next((name for name in _LEVELS if _LEVELS[name].library in marks), None)
     return _loaded
 

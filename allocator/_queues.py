@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 from allocator._isa import DRIVER_VARIABLE, VARIABLE, check_isa
+from allocator._maps import loaded_files
 from allocator._runtime import cpu_driver_registered, load_dpctl
 
 _lock = threading.RLock()  # a finalizer or signal handler may ask in the middle of a call
@@ -15,7 +16,6 @@ _queues: dict[str, Any] = {}
 _borrowed: dict[int, Any] = {}
 _runs = False
 _forked = False
-_MAPS = "/proc/self/maps"  # the files that this process has loaded
 
 # Environment variables that choose among drivers and devices.
 _LIMITS = ("ONEAPI_DEVICE_SELECTOR", "OCL_ICD_FILENAMES", "SYCL_DEVICE_ALLOWLIST")
@@ -164,9 +164,8 @@ def _found(device: str) -> Any:
 
 
 def _check_one_sycl_runtime() -> None:
-    with open(_MAPS) as maps:
-        names = {os.path.basename(line.split()[-1]) for line in maps if "/libsycl.so." in line}
-    majors = sorted({name.split(".so.")[1].split(".")[0] for name in names})
+    names = map(os.path.basename, loaded_files())
+    majors = sorted({name.split(".")[2] for name in names if name.startswith("libsycl.so.")})
     if len(majors) > 1:
         raise RuntimeError(
             "torch and dpctl brought SYCL runtimes of different major versions "

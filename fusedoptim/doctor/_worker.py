@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-_MAPS = "/proc/self/maps"  # the files that this process has loaded
 _LOADED = ("libOpenCL.", "libsycl.", "libur_", "libze_", "libintelocl", "libigdrcl", "libtbb.")
 
 
@@ -53,20 +52,20 @@ def _last_line(failure: BaseException) -> str:
 
 def _loaded() -> list[str]:
     """The runtime's and the drivers' libraries that this process has loaded."""
-    with open(_MAPS) as maps:
-        paths = {line.split()[-1] for line in maps if "/" in line}
-    return sorted(path for path in paths if os.path.basename(path).startswith(_LOADED))
+    from fusedoptim.allocator import loaded_files
+
+    return sorted(path for path in loaded_files() if os.path.basename(path).startswith(_LOADED))
 
 
 def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool) -> None:
     """Test the kernels that are claimed, on each device."""
     from fusedoptim import isa
-    from fusedoptim._modules import _manifest
+    from fusedoptim._modules import shipped
     from fusedoptim.allocator import devices, queue
     from fusedoptim.doctor._self_test import kernel_problem
 
     found = {d.filter_string: d for d in devices()}
-    kernels = list(_manifest())
+    kernels = [f"{kernel}_{dtype}" for kernel, dtype in shipped()]
     if describe:
         _say(lines, devices=[d._asdict() for d in found.values()], planned=len(kernels))
         if any("cpu" in name for name in found):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import allocator
-from allocator import _queues, _runtime
+from allocator import _maps, _queues, _runtime
 
 
 def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -113,7 +113,7 @@ def test_two_sycl_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     maps = "7f00 r-xp 0 0 0 /a/libsycl.so.8.0.0\n7f01 r-xp 0 0 0 /b/libsycl.so.9.0.0\n"
     path = tmp_path / "maps"
     path.write_text(maps)
-    monkeypatch.setattr(_queues, "_MAPS", str(path))
+    monkeypatch.setattr(_maps, "_MAPS", str(path))
     with pytest.raises(RuntimeError, match=r"different major versions \(8, 9\)"):
         _queues._check_one_sycl_runtime()
 

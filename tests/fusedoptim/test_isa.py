@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import allocator
-from allocator import _isa
+from allocator import _isa, _maps
 from fusedoptim import isa
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +177,7 @@ def test_contradicts_the_drivers_own_variable(wanted: pytest.MonkeyPatch) -> Non
 
 def test_driver_of_another_make(wanted: pytest.MonkeyPatch) -> None:
     wanted.setattr(_isa, "_loaded", None)
-    wanted.setattr(_isa, "_MAPS", os.devnull)
+    wanted.setattr(_maps, "_MAPS", os.devnull)
     with pytest.raises(RuntimeError, match="does not show its instruction set"):
         isa.level()
     wanted.setenv("FUSEDOPTIM_ISA", "sse4.2")
