@@ -199,8 +199,8 @@ class FusedOptimizer(Optimizer):
     """Names of the state that a sparse gradient makes, and that is sparse then, as torch's."""
     _plans: list[_Plan]
     _elements: int
-    _state_ids: list[int] | None
-    """Of the keys and dicts in ``state``, when last seen; a load or a reset makes new ones."""
+    _state_seen: tuple[list[Tensor], list[dict[str, Any]]] | None
+    """The keys and dicts of ``state`` when last seen; a load or a reset makes new ones."""
 
     def __init__(
         self,
@@ -296,14 +296,19 @@ class FusedOptimizer(Optimizer):
                     self._launch(bucket, group, values, common, launched)
         finally:
             self._finish(launched)
-        if self._state_ids is None:
-            self._state_ids = self._ids_of_state()
+        if self._state_seen is None:
+            self._state_seen = list(self.state), list(self.state.values())
 
     def _begin_update(self) -> None:
         """Called when a step is sure to be taken, before anything is launched."""
 
-    def _ids_of_state(self) -> list[int]:
-        return [*map(id, self.state), *map(id, self.state.values())]
+    def _has_state_seen(self) -> bool:
+        if self._state_seen is None or len(self.state) != len(self._state_seen[0]):
+            return False
+        params, states = self._state_seen
+        return all(map(operator.is_, self.state, params)) and all(
+            map(operator.is_, self.state.values(), states)
+        )
 
     def _launch(
         self,
@@ -354,17 +359,17 @@ class FusedOptimizer(Optimizer):
 
     def _current_plans(self) -> list[_Plan]:
         """The plan of each group, made anew where it no longer fits; writes no user's tensor."""
-        if self._ids_of_state() != self._state_ids:
+        if not self._has_state_seen():
             self._forget_plans()
         for i, group in enumerate(self.param_groups):
             kernels = self._kernels(group)
             if i == len(self._plans) or not self._plans[i].refresh(group, kernels):
                 self._check_options(group)
-                self._state_ids = None  # the step will make state
+                self._state_seen = None  # the step will make state
                 with torch.no_grad():
                     self._plans[i : i + 1] = [_Plan(group, kernels, self)]
         del self._plans[len(self.param_groups) :]
-        if self._state_ids is None:
+        if self._state_seen is None:
             self._elements = sum(plan.elements for plan in self._plans)
         return self._plans
 
@@ -372,7 +377,7 @@ class FusedOptimizer(Optimizer):
         with self._lock:
             self._plans = []
             self._elements = 0
-            self._state_ids = None
+            self._state_seen = None
 
     def _candidates(self, group: Group) -> Iterator[Candidate]:
         """The group's parameters that have a gradient, with what an error would call them."""
