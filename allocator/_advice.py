@@ -11,6 +11,7 @@ from allocator._blocks import Rules
 from allocator._plan import Plan, planned
 from allocator._replay import Replay
 from allocator._sizes import size_text
+from allocator._tables import as_html, as_text
 
 if TYPE_CHECKING:
     from allocator._trace import Trace
@@ -74,22 +75,13 @@ class Advice:
         return -(-(peak + peak // _MARGIN) // _MIB) * _MIB
 
     def __repr__(self) -> str:
-        rows = [_HEADER, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        table = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in rows
-        ]
-        return "\n".join([self._bound(), *table, self._cure()])
+        table = as_text(_HEADER, self._rows(), str.rjust)
+        return "\n".join([self._bound(), table, self._cure()])
 
     def _repr_html_(self) -> str:
-        head, *rows = (
-            "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-            for tag, row in [("th", _HEADER), *(("td", row) for row in self._rows())]
-        )
         return (
             f"<p>{html.escape(self._bound())}</p>"
-            f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+            f"{as_html(_HEADER, self._rows())}"
             f"<p>{html.escape(self._cure())}</p>"
         )
 

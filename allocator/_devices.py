@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from typing import Any, NamedTuple
 
 from allocator._queues import check_not_forked, note_driver_runs
 from allocator._runtime import cpu_driver_registered, load_dpctl
 from allocator._sizes import size_text
+from allocator._tables import as_html, as_text
 
 _KINDS = ("device", "shared", "host")
 _HEADER = ("device", "name", "driver", "memory", "kinds", "units", "float64", "float16")
@@ -43,19 +43,10 @@ class Devices(tuple[Device, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        rows = [_HEADER, *map(_cells, self)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        return "\n".join(lines) if self else _NONE
+        return as_text(_HEADER, map(_cells, self), str.ljust) if self else _NONE
 
     def _repr_html_(self) -> str:
-        if not self:
-            return f"<p>{_NONE}</p>"
-        head, *rows = (
-            "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-            for tag, cells in [("th", _HEADER), *(("td", _cells(device)) for device in self)]
-        )
-        return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+        return as_html(_HEADER, map(_cells, self)) if self else f"<p>{_NONE}</p>"
 
 
 _NONE = "no SYCL device: no driver was found"
