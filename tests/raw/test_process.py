@@ -13,9 +13,8 @@ from fusedoptim.raw import RawKernel
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PRELUDE + script], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-u", "-c", PRELUDE + script]  # C's standard output, too, at once
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_import_print_fork_and_exit() -> None:
