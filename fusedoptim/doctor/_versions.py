@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import fnmatch
 import importlib.metadata
 import platform
 import re
@@ -38,13 +40,15 @@ def version_of(distribution: str) -> str | None:
 def installed_file(distribution: str, pattern: str) -> Path | None:
     """A file that pip installed with ``distribution`` and that is there, or None."""
     try:
-        files = importlib.metadata.files(distribution) or []
+        installed = importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-    for file in files:
-        path = Path(str(file.locate()))
-        if file.match(pattern) and path.exists():
-            return path.resolve()
+    # importlib.metadata.files takes 80 ms for the 2,450 files of intel-sycl-rt.
+    for path, *_ in csv.reader((installed.read_text("RECORD") or "").splitlines()):
+        if fnmatch.fnmatchcase(path.rpartition("/")[2], pattern):
+            file = Path(str(installed.locate_file(path)))
+            if file.exists():
+                return file.resolve()
     return None
 
 
@@ -132,7 +136,7 @@ def _missing_runtime() -> Iterator[Problem]:
     for major in map(bytes.decode, needed):
         if installed_file("intel-sycl-rt", f"libsycl.so.{major}"):
             continue
-        other = installed_file("intel-sycl-rt", "libsycl.so.*")
+        other = installed_file("intel-sycl-rt", "libsycl.so.[0-9]*[0-9]")
         yield error(
             f"dpctl {version_of('dpctl')} needs libsycl.so.{major}, and intel-sycl-rt "
             f"{version_of('intel-sycl-rt') or 'is not installed'}"
