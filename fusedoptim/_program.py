@@ -20,10 +20,20 @@ class BuildError(Exception):
 
 
 @functools.cache
-def dpctl_library() -> ctypes.CDLL:
-    """The C library that dpctl is made of."""
+def dpctl_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the C library that dpctl is made of, or None where this dpctl has none such.
+
+    Args:
+        name: of the function.
+        result: ctypes' type of what it returns.
+        arguments: ctypes' types of what it takes.
+    """
     folder = os.path.dirname(str(load_dpctl().__file__))
-    return ctypes.CDLL(os.path.join(folder, "libDPCTLSyclInterface.so"))
+    library = ctypes.CDLL(os.path.join(folder, "libDPCTLSyclInterface.so"))
+    found = getattr(library, name, None)
+    if found is not None:
+        found.restype, found.argtypes = result, arguments
+    return found
 
 
 def build(queue: Any, spirv: bytes, options: str = "") -> Any:
@@ -40,22 +50,20 @@ def build(queue: Any, spirv: bytes, options: str = "") -> Any:
     Raises:
         BuildError: the driver refuses the module.
     """
-    library = dpctl_library()
-    create = library.DPCTLKernelBundle_CreateFromSpirv
-    create.restype = ctypes.c_void_p
+    pointer, text = ctypes.c_void_p, ctypes.c_char_p
+    takes = pointer, pointer, text, ctypes.c_size_t, text
+    create = dpctl_function("DPCTLKernelBundle_CreateFromSpirv", pointer, *takes)
+    delete = dpctl_function("DPCTLKernelBundle_Delete", None, pointer)
+    context, device = queue.sycl_context, queue.sycl_device
     bundle = create(
-        ctypes.c_void_p(queue.sycl_context.addressof_ref()),
-        ctypes.c_void_p(queue.sycl_device.addressof_ref()),
-        spirv,
-        ctypes.c_size_t(len(spirv)),
-        options.encode(),
+        context.addressof_ref(), device.addressof_ref(), spirv, len(spirv), options.encode()
     )
     if bundle is None:
         raise BuildError("the driver does not say why")
     try:
         return _program_maker()(bundle)
     finally:
-        library.DPCTLKernelBundle_Delete(ctypes.c_void_p(bundle))
+        delete(bundle)
 
 
 @functools.cache

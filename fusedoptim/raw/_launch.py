@@ -13,7 +13,7 @@ import functools
 import threading
 from typing import Any, NamedTuple
 
-from fusedoptim._program import dpctl_library
+from fusedoptim._program import dpctl_function
 from fusedoptim.allocator import is_forked
 
 # Of the enumeration DPCTLKernelArgType, the same in dpctl 0.17 to 0.22. What is passed by value is
@@ -41,28 +41,20 @@ class _Functions(NamedTuple):
 @functools.cache
 def functions() -> _Functions:
     """Those of dpctl's C library that a launch needs."""
-    library = dpctl_library()
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-
-    def function(name: str, result: Any, *arguments: Any) -> Any:
-        found = getattr(library, name, None)
-        if found is not None:
-            found.restype, found.argtypes = result, arguments
-        return found
-
     submission = [pointer, pointer, pointer, pointer, size]
     return _Functions(
-        submit=function(
+        submit=dpctl_function(
             "DPCTLQueue_SubmitRange", pointer, *submission, pointer, size, pointer, size
         ),
-        submit_groups=function(
+        submit_groups=dpctl_function(
             "DPCTLQueue_SubmitNDRange", pointer, *submission, pointer, pointer, size, pointer, size
         ),
-        wait=function("DPCTLEvent_Wait", None, pointer),
-        status=function("DPCTLEvent_GetCommandExecutionStatus", ctypes.c_int, pointer),
-        delete=function("DPCTLEvent_Delete", None, pointer),
-        raw_argument=function("DPCTLRawKernelArg_Create", pointer, pointer, size),
-        delete_raw_argument=function("DPCTLRawKernelArg_Delete", None, pointer),
+        wait=dpctl_function("DPCTLEvent_Wait", None, pointer),
+        status=dpctl_function("DPCTLEvent_GetCommandExecutionStatus", ctypes.c_int, pointer),
+        delete=dpctl_function("DPCTLEvent_Delete", None, pointer),
+        raw_argument=dpctl_function("DPCTLRawKernelArg_Create", pointer, pointer, size),
+        delete_raw_argument=dpctl_function("DPCTLRawKernelArg_Delete", None, pointer),
     )
 
 
