@@ -201,7 +201,7 @@ class Memory:
             self.pool._released.append(allocation)
 
 
-class _HostMemory(Buffered, Memory):  # type: ignore[misc]
+class _HostMemory(Buffered, Memory):  # type: ignore[misc]  # a C type is Any to mypy
     """Memory with the buffer protocol; while it is not released."""
 
     __slots__ = ()
@@ -464,7 +464,7 @@ class Array:
         return _lent_on.public_capsule(export, self.memory)
 
 
-class _HostArray(Buffered, Array):  # type: ignore[misc]
+class _HostArray(Buffered, Array):  # type: ignore[misc]  # a C type is Any to mypy
     """An array with the buffer protocol."""
 
     __slots__ = ()
@@ -531,7 +531,7 @@ class Borrowed:
         return self.nbytes
 
 
-class _HostBorrowed(Buffered, Borrowed):  # type: ignore[misc]
+class _HostBorrowed(Buffered, Borrowed):  # type: ignore[misc]  # a C type is Any to mypy
     """Memory that the host can read: its own, or a CPU's as a SYCL device."""
 
     __slots__ = ()

@@ -986,7 +986,7 @@ def _call(hook: Hook, method: Callable[..., None], *args: Any) -> None:
     """Call a hook's method, which cannot stop what has happened."""
     try:
         method(*args)
-    except Exception as error:
+    except Exception as error:  # the user's code may raise anything
         report(error, "Exception ignored in a pool's hook", hook)
 
 

@@ -53,7 +53,7 @@ def _with_hooks(step: _Step) -> _Step:
     torch.compile must not trace into a step: it would take the addresses for constants.
     """
     hooked = Optimizer.profile_hook_step(step)
-    untraced = torch._disable_dynamo(hooked)  # type: ignore[attr-defined]
+    untraced = torch._disable_dynamo(hooked)  # type: ignore[attr-defined]  # as torch's steps do
 
     @functools.wraps(step)
     def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def _with_hooks(step: _Step) -> _Step:
             return hooked(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
-    wrapper.hooked = True  # type: ignore[attr-defined]
+    wrapper.hooked = True  # type: ignore[attr-defined]  # functions have no such one to mypy
     return cast(_Step, wrapper)
 
 

@@ -4,7 +4,7 @@ from fusedoptim._facade import import_own as _import_own
 
 _import_own("allocator")
 
-from allocator import (  # noqa: E402
+from allocator import (  # noqa: E402 - once it is known to be ours
     ISA_LEVELS,
     Advice,
     Allocation,

@@ -110,6 +110,7 @@ def read(path: Path) -> list[Module]:
     try:
         with zipfile.ZipFile(path) as archive:
             files = {name: archive.read(name) for name in archive.namelist()}
+    # A damaged header may name a compression that zipfile has not: NotImplementedError.
     except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
         raise BundleError(
             f"{path} is no bundle, or is truncated or damaged ({error}); {_CURE}"

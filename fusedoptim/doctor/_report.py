@@ -170,7 +170,7 @@ def guarded(name: str, check: Callable[[], Section]) -> Section:
     """What ``check`` finds; if it fails itself, that is the problem."""
     try:
         return check()
-    except Exception as failure:
+    except Exception as failure:  # a defect of the check must not hide what the others find
         line = traceback.format_exception_only(failure)[-1].strip()
         return Section(name, {}, [error(f"the check of {name} failed: {line}", REPORT_IT)])
 

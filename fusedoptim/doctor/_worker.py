@@ -1,5 +1,7 @@
 """What the doctor's own processes do: they may crash, and tell by lines of JSON how far they came.
 
+What is raised is a finding, of whatever class: it is told, and the next thing is examined.
+
 Run as ``python -c "from fusedoptim.doctor._worker import main; main(...)"`` by
 :mod:`fusedoptim.doctor._devices`.
 """
@@ -17,7 +19,7 @@ _LOADED = ("libOpenCL.", "libsycl.", "libur_", "libze_", "libintelocl", "libigdr
 
 
 def main(device: str | None, claims: int, with_torch: bool) -> None:
-    """Examine torch or list the devices; then test kernels, until all are claimed.
+    """Examine torch or list the devices; test kernels, until all are claimed; end the process.
 
     Args:
         device: a SYCL filter string, or None for all devices.
