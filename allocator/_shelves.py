@@ -49,7 +49,7 @@ class Shelf:
         self.ready: list[Export] = []
         """at rest; their memory is free for others as soon as the pool would have to grow."""
         self.given: list[Export] = []
-        """those given last that may have come back, though nobody has looked yet."""
+        """those given last that may have come back, though nobody has looked yet; each once."""
         self.last: Export = _NEVER
         """given last."""
         self.before_last: Export = _NEVER
@@ -91,7 +91,7 @@ class Shelf:
         return (self.size, self.is_small) == (allocation.size, allocation.is_small)
 
     def forget(self, export: Export) -> None:
-        """The export is about to become another tensor."""
+        """The export came back, so it must not be given unseen; it may become another tensor."""
         if self.last is export:
             self.last = _NEVER
         if self.before_last is export:
@@ -153,7 +153,9 @@ class Shelves:
 
     def put(self, export: Export) -> None:
         """Keep a tensor ready."""
-        export.shelf.ready.append(export)
+        shelf = export.shelf
+        shelf.forget(export)  # or it would be among the given twice when it is given again
+        shelf.ready.append(export)
         self.held += 1
 
     def clear(self) -> list[Shelf]:

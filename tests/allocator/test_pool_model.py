@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from allocator import OutOfMemoryError, Pool
+from tests.allocator.test_shelves import check_shelves
 from tests.allocator.test_stable import AligningDriver
 
 KIB = 2**10
@@ -228,6 +229,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         if self.driver is not None:
             assert reserved == self.driver.reserved
         self.pool.tally()
+        check_shelves(self.pool)
         for heap in self.pool._store.heaps.values():
             blocks = [block for block in heap.blocks() if not block.is_free]
             assert heap.live == sum(block.size for block in blocks)

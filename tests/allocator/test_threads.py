@@ -48,6 +48,7 @@ class Worker(threading.Thread):
                 keeper: Any = self.pool.allocate(8 * size)
             else:
                 keeper = self.pool.empty(size, torch.int64)
+                assert keeper.shape == (size,)
             held.append(self.marked(keeper, size))
             if choose() < 0.1:
                 other = self.handed[int(choose() * THREADS)]
