@@ -3,7 +3,7 @@
 What is raised is a finding, of whatever class: it is told, and the next thing is examined.
 
 Run as ``python -c "from fusedoptim.doctor._worker import main; main(...)"`` by
-:mod:`fusedoptim.doctor._devices`.
+:mod:`fusedoptim.doctor._workers`.
 """
 
 from __future__ import annotations

@@ -18,9 +18,17 @@ from typing import Any
 import pytest
 
 from fusedoptim import _modules
-from fusedoptim.doctor import _devices, _drivers, _environment, _machine, _package, _versions
-from fusedoptim.doctor._devices import Outcome
+from fusedoptim.doctor import (
+    _devices,
+    _drivers,
+    _environment,
+    _machine,
+    _package,
+    _versions,
+    _workers,
+)
 from fusedoptim.doctor._report import Problem, Section
+from fusedoptim.doctor._workers import Outcome, _outcome
 
 
 def only(problems: Sequence[Problem], text: str) -> Problem:
@@ -373,7 +381,7 @@ class TestDevices:
             stderr=subprocess.PIPE,
             text=True,
         )
-        outcome = _devices._outcome(process, time.monotonic())
+        outcome = _outcome(process, time.monotonic())
         assert process.returncode == -signal.SIGSEGV
         (problem,) = _devices.describe_devices([outcome, outcome], 0).problems
         assert problem.level == "error"
@@ -383,11 +391,11 @@ class TestDevices:
         assert "another version of the driver" in problem.cure
 
     def test_hang(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_devices, "_SECONDS", 1)
+        monkeypatch.setattr(_workers, "_SECONDS", 1)
         process = subprocess.Popen(
             ["sleep", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        outcome = _devices._outcome(process, time.monotonic())
+        outcome = _outcome(process, time.monotonic())
         assert outcome.end == "hung: it did not end within 1 s"
         assert process.returncode is not None
 
@@ -398,7 +406,7 @@ class TestDevices:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert _devices._outcome(process, time.monotonic()).end == "ended: last"
+        assert _outcome(process, time.monotonic()).end == "ended: last"
 
     def test_no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SYCL_DEVICE_ALLOWLIST", "DeviceName:x")
