@@ -260,8 +260,9 @@ class Exporter:
             is_ours = sys.getrefcount(capsule) == _ONLY_OURS
             if not is_valid(capsule, export.name):
                 self._public.pop(export, None)  # a consumer has it
-            elif is_ours and self._public.pop(export, None) is not None:
-                export.drop()
+            elif is_ours:
+                export.drop()  # first: an interrupt in between has it dropped again
+                self._public.pop(export, None)
         found = []
         for slab, start, stop in self._ranges(everything):
             for slot in slab.changed(start, stop):
@@ -293,17 +294,18 @@ class Exporter:
         """Have those come back again that an exception kept from being dealt with."""
         for export in self.exports:
             if export.owner is not None and export.is_lost():
-                if export.shelf is not None and export in export.shelf.ready:
-                    export.shelf.ready.remove(export)
+                if export.shelf is not None:
+                    export.shelf.remove(export)  # which would give it before it is settled again
+                    export.shelf = None
                 export.is_held = True
                 export.drop()
 
     def reclaim(self, export: Export) -> Any:
         """Leave an export at rest to another view; what it kept alive."""
-        owner, export.owner = export.owner, None
-        shelf, export.shelf = export.shelf, None
-        if shelf is not None:
-            shelf.forget(export)
+        if export.shelf is not None:
+            export.shelf.forget(export)
+            export.shelf = None
+        owner, export.owner = export.owner, None  # last: until then it comes back again
         self._idle.setdefault(export.key, deque()).append(export)
         return owner
 

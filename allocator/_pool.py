@@ -190,8 +190,9 @@ class Pool(Reports):
         if words[first] <= GIVEN:
             export = shelf.before_last
             words, first = export.words, export.first
-        # In one line, as a debugger may let other threads run between two.
-        if words[first] > GIVEN: words[first], is_taken = GIVEN, True  # noqa: E701  # fmt: skip
+        # In one line, as a debugger may let other threads run between two. They may have made
+        # another tensor of it meanwhile.
+        if words[first] > GIVEN and export.shelf is shelf: words[first], is_taken = GIVEN, True  # noqa: E701  # fmt: skip
         if not is_taken:
             return self._next_tensor(shelf, shape, kind)
         if export is not shelf.last:
@@ -344,6 +345,7 @@ class Pool(Reports):
             ValueError: both are given, the limit is negative, or the fraction not in (0, 1]; or
                 the pool has ``stable_addresses``, which are its limit.
         """
+        self._check_process()
         allowed = self._limit_of(limit, fraction)
         if allowed is not None and isinstance(self._store, StableStore):
             raise ValueError(
@@ -550,6 +552,7 @@ class Pool(Reports):
                 f"{self.name} has open reservations; leave their blocks first, or close(force=True)"
             )
         self._is_closed = self._store.is_closed = True  # before trim() empties the shelves
+        self._shelves_by_dtype.clear()  # by trim() only if this is not inside one of our own calls
         if self._decay is not None:
             self._decay.stop()
         self.trim(0)
@@ -679,7 +682,7 @@ class Pool(Reports):
         with self._lock, self._section as is_outermost:
             if not is_outermost:
                 return self._store.take_alone(self, nbytes, alignment)
-            self._drain(everything=False)
+            self._drain(everything=self._is_watched)
             self._discharge()
             reserved = take_reserved(self, nbytes, alignment, queue)
             if reserved is not None:
@@ -724,6 +727,7 @@ class Pool(Reports):
                 item.give_back()
         self._store.take_back_finished()
         if self._is_closed:
+            self._flush_shelves()
             self._store.trim(0)
             self._tell_of_segments()
 
@@ -933,6 +937,8 @@ class Pool(Reports):
 
     def _drain_if_idle(self, *, with_unclaimed: bool = False) -> None:
         """Drain unless someone is inside, in this thread or another."""
+        if self._process != os.getpid():
+            return
         try:
             if self._lock.acquire(blocking=False):
                 with self._section as is_outermost:
@@ -941,8 +947,11 @@ class Pool(Reports):
                         if with_unclaimed:
                             self._take_unclaimed_back()
         finally:
-            with contextlib.suppress(RuntimeError):  # not acquired; an interrupt knows no better
+            # Nothing in Python before the release: an interrupt there would leave the lock locked.
+            try:  # noqa: SIM105
                 self._lock.release()
+            except RuntimeError:  # not acquired; an interrupt knows no better
+                pass
 
     def _abandon(self) -> None:
         """In a fork: give and take no more."""

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-_HARMLESS = (MemoryError, ValueError, BufferError)  # raised with everything as it was
-
 
 class Section:
     """Tells who holds a pool's re-entrant lock whether he is the first.
@@ -50,7 +48,8 @@ class Section:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if self._owner is not sys._getframe(1):
             return
-        if error is not None and not isinstance(error, _HARMLESS):
+        # No memory is what the driver or a limit says, with everything as it was.
+        if error is not None and not isinstance(error, MemoryError):
             self._is_hurt = True
         self._owner = None
 

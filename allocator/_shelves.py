@@ -77,14 +77,28 @@ class Shelf:
         """One that came back, given again; no lock is needed."""
         for export in self.given:
             words, first, is_taken = export.words, export.first, False
-            # In one line, as a debugger may let other threads run between two.
-            if words[first] > GIVEN: words[first], is_taken = GIVEN, True  # noqa: E701  # fmt: skip
+            if self.is_gone:  # another thread was here at the loop's last turn
+                return None
+            # In one line, as a debugger may let other threads run between two. They may have made
+            # another tensor of it meanwhile.
+            if words[first] > GIVEN and export.shelf is self: words[first], is_taken = GIVEN, True  # noqa: E701  # fmt: skip
             if is_taken:
                 export.capsule_name[0] = NAME_ADDRESS
                 self.before_last, self.last = self.last, export
                 self.reused += 1
                 return export
         return None
+
+    def remove(self, export: Export) -> None:
+        """The export is neither given nor ready any more."""
+        self.forget(export)
+        if export in self.ready:
+            self.ready.remove(export)
+
+    def close(self) -> None:
+        """Give nothing any more; what is ready is for the pool to free."""
+        self.is_gone = True
+        self.given, self.last, self.before_last = [], _NEVER, _NEVER
 
     def is_for(self, allocation: Allocation) -> bool:
         """Whether its tensors take as much; one that a reservation gave may take less."""
@@ -123,13 +137,14 @@ class Shelves:
         shelves = self.by_dtype.setdefault(dtype, {})
         shelf = shelves.get(shape)
         if shelf is not None and not shelf.is_for(allocation):
-            shelf.is_gone = True
+            shelf.close()
             shelf = None
         if shelf is None:
-            shelf = shelves[shape] = Shelf(allocation.size, allocation.nbytes, allocation.is_small)
+            shelf = Shelf(allocation.size, allocation.nbytes, allocation.is_small)
+            self._all.append(shelf)  # first: what nobody finds, should we be interrupted, is none
+            shelves[shape] = shelf
             if len(shape) == 1:
                 shelves[shape[0]] = shelf
-            self._all.append(shelf)
         return shelf
 
     def find(self, shape: tuple[int, ...], dtype: Any) -> Shelf | None:
@@ -161,7 +176,7 @@ class Shelves:
     def clear(self) -> list[Shelf]:
         """Forget all shelves; they are the caller's."""
         for shelf in self._all:
-            shelf.is_gone = True  # first: what they hold is not ready, should we be interrupted
+            shelf.close()  # first: what they hold is not ready, should we be interrupted
         gone, self._all = self._all, []
         self.held = 0
         self.by_dtype.clear()

@@ -127,12 +127,15 @@ class Store:
         """The allocation is over; its block is free once no other queue uses it."""
         if allocation.pool is None:  # it was on its way to a shelf
             self.free_shelved(allocation)
-        elif self.in_use.pop(allocation.address, None) is allocation:
-            self.tally.got_back(allocation.size, allocation.nbytes, allocation.is_small)
+        elif self.in_use.get(allocation.address) is allocation:
             if allocation.queues:
+                # First: without the barriers, or in no book for a moment, it would be given again
+                # while a queue uses it.
                 events = [queue.submit_barrier() for queue in allocation.queues]
                 self._awaiting.append((allocation, events))
-            else:
+            self._strike(allocation)
+            self.tally.got_back(allocation.size, allocation.nbytes, allocation.is_small)
+            if not allocation.queues:
                 self.make_free(self.leaving(allocation))
 
     def make_free(self, allocations: Iterable[Allocation]) -> None:
@@ -142,22 +145,16 @@ class Store:
 
     def take_back_finished(self) -> None:
         """Make free what other queues are done with."""
-        if not self._awaiting:
-            return
-        waiting, self._awaiting = self._awaiting, []
-        for allocation, events in waiting:
+        for waiting in list(self._awaiting):
+            allocation, events = waiting
             if all(_is_complete(event) for event in events):
+                self._awaiting.remove(waiting)
                 self._make_free(allocation)
-            else:
-                self._awaiting.append((allocation, events))
 
     def shelve(self, allocation: Allocation) -> None:
         """Count the allocation as free, while its block stays as it is."""
         allocation.pool = None  # which may die with tensors on its shelves
-        if self.in_use.pop(allocation.address, None) is allocation:
-            size, is_small = allocation.size, allocation.is_small
-            self.tally.got_back(size, allocation.nbytes, is_small)
-            self.tally.is_free(size, is_small)
+        self._count_as_free(allocation)
 
     def unshelve(self, pool: Pool, allocation: Allocation) -> None:
         """Count it as in use again."""
@@ -167,7 +164,7 @@ class Store:
 
     def free_shelved(self, allocation: Allocation) -> None:
         """Make the block of a shelved allocation free."""
-        self.in_use.pop(allocation.address, None)
+        self._count_as_free(allocation)  # if it was interrupted on its way to the shelf
         self._free_block(allocation)
 
     def trim(self, target: int) -> int:
@@ -223,6 +220,8 @@ class Store:
             kept: the ids of allocations that may be over but keep their blocks.
             quarantined: those that are over, and whose blocks cannot be given yet.
         """
+        for awaited, _ in self._awaiting:
+            self._strike(awaited)
         kept = {*kept, *map(id, quarantined), *map(id, self.holders)}
         for heap in self.heaps.values():
             heap.repair()
@@ -267,6 +266,19 @@ class Store:
         is_in_use = self.in_use.get(allocation.address) is allocation
         return not (is_in_use or is_awaited or id(allocation) in kept)
 
+    def _strike(self, allocation: Allocation) -> bool:
+        """It is in use no more; whether it was, and its place not another one's by now."""
+        was_in_use = self.in_use.get(allocation.address) is allocation
+        if was_in_use:
+            del self.in_use[allocation.address]
+        return was_in_use
+
+    def _count_as_free(self, allocation: Allocation) -> None:
+        if self._strike(allocation):
+            size, is_small = allocation.size, allocation.is_small
+            self.tally.got_back(size, allocation.nbytes, is_small)
+            self.tally.is_free(size, is_small)
+
     def _heap_of(self, queue: Any) -> Heap:
         if queue not in self.heaps:
             self.heaps[queue] = Heap(self.source, self.rules)
@@ -304,7 +316,7 @@ _ONCE = _referenced({0: object()})[0][1]
 
 
 def _is_staggered(nbytes: int, alignment: int) -> bool:
-    return nbytes > STAGGERED and alignment < _PAGE
+    return nbytes > STAGGERED and alignment <= ROUNDING
 
 
 def _alone(allocation: Allocation) -> tuple[Allocation, ...]:

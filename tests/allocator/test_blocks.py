@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from allocator import _blocks
+from allocator import Pool, _blocks
 from allocator._blocks import Block, Heap, Rules, Segment
 
 KIB = 2**10
@@ -228,6 +228,14 @@ def test_alignment(heap: Heap, upstream: Upstream, nbytes: int, alignment: int) 
         heap.free(block)
     check(heap, upstream)
     assert all(map(is_whole, heap.segments))
+
+
+@pytest.mark.parametrize("alignment", [512, 1024, 2 * KIB, 4 * KIB, 2 * MIB])
+def test_alignment_of_large_memory(alignment: int) -> None:
+    """Large allocations start at different offsets within their pages, but for an alignment."""
+    pool = Pool("cpu")
+    kept = [pool.allocate(2 * MIB + 100, alignment=alignment) for _ in range(9)]
+    assert all(memory.address % alignment == 0 for memory in kept)
 
 
 def test_alignment_looks_beyond_the_best_fit(heap: Heap) -> None:

@@ -74,7 +74,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     def size_of(self, nbytes: int, alignment: int) -> int:
         """Bytes of the block."""
-        is_staggered = nbytes > MIB and alignment < PAGE
+        is_staggered = nbytes > MIB and alignment <= 512
         front = -(-self.margin // alignment) * alignment
         room = front + nbytes + self.margin + (PAGE - 512 if is_staggered else 0)
         return -(-room // 512) * 512
@@ -133,7 +133,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
                 del x, y
 
     @precondition(lambda self: len(self.held) < MOST_HELD)
-    @rule(nbytes=sizes, alignment=st.sampled_from([512, 512, PAGE, 2 * MIB]))
+    @rule(nbytes=sizes, alignment=st.sampled_from([512, 512, 2 * KIB, PAGE, 2 * MIB]))
     def allocate(self, nbytes: int, alignment: int) -> None:
         with self.allowing_refusal():
             memory = self.pool.allocate(nbytes, alignment=alignment)

@@ -132,6 +132,19 @@ def test_the_same_calls_find_the_same_offsets(driver: AligningDriver) -> None:
     assert walk(Pool(driver=AligningDriver(), stable_addresses=ARENA), 400, SEED + 1) != first
 
 
+def test_whatever_the_number_of_tensors(driver: AligningDriver) -> None:
+    """Releases are seen at once also where there are too many exports to look at in each call."""
+    pool = Pool(driver=driver, stable_addresses=2 * ARENA)
+    small = [pool.empty(1, torch.uint8) for _ in range(2000)]
+    tensors = [pool.empty(1000) for _ in range(100)]
+    offsets = [pool.offset_of(x) for x in tensors]
+    for i in reversed(range(100)):
+        del tensors[i]
+        tensors.insert(i, pool.empty(1000))
+    assert [pool.offset_of(x) for x in tensors] == offsets
+    del small
+
+
 @pytest.mark.usefixtures("quick_collections")
 def test_whatever_watches(driver: AligningDriver) -> None:
     expected = walk(Pool(driver=driver, stable_addresses=ARENA), 60)

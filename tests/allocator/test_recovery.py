@@ -1,0 +1,393 @@
+"""Exceptions from outside at the worst of places: no memory is given twice, none is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from allocator import Pool, load_dpctl
+from allocator._exports import Exporter
+from allocator._pool import Pool as Books
+from allocator._shelves import Shelves
+from tests.allocator.interrupts import interrupted
+from tests.allocator.test_faults import FaultyDriver
+from tests.allocator.test_shelves import check_shelves
+
+MANY = 1400
+"""Exports, of which a quick look sees some only."""
+SHAPES = (1000, 100, 64, (10, 10), (40, 25), 2000)
+
+
+@contextlib.contextmanager
+def interrupt_in(owner: type, method: str, *, after: bool) -> Iterator[None]:
+    """Interrupt the first call of a method, before or after its work."""
+    original = getattr(owner, method)
+
+    def call(*args: Any, **options: Any) -> Any:
+        setattr(owner, method, original)
+        if after:
+            original(*args, **options)
+        raise KeyboardInterrupt
+
+    setattr(owner, method, call)
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
+
+
+@contextlib.contextmanager
+def stopping_at(condition: Callable[[FrameType, str], bool], stop: Callable[[], None]) -> Any:
+    """Call ``stop`` at the first traced event for which ``condition`` holds."""
+    before = sys.gettrace()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if condition(frame, event):
+            sys.settrace(before)
+            stop()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def check_apart(*tensors: torch.Tensor) -> None:
+    """No two of them share memory."""
+    for i, x in enumerate(tensors):
+        x.fill_(i)
+    assert all((x == i).all() for i, x in enumerate(tensors))
+
+
+def test_lost_export_among_many() -> None:
+    """It came back, and nobody was told: it is not given before the books know."""
+    pool = Pool("cpu")
+    keep = [pool.empty(10) for _ in range(MANY)]
+    x = pool.empty(1000)
+    del x
+    with interrupt_in(Exporter, "come_back", after=True), pytest.raises(KeyboardInterrupt):
+        pool.tally()
+    memory = pool.allocate(100)  # mends, and looks at some of the exports only
+    x = pool.empty(1000)
+    pool.tally()
+    check_apart(x, pool.empty(1000), pool.empty((10, 100)))
+    del keep, memory, x
+    assert pool.memory_allocated() == 0
+
+
+def test_block_that_was_freed_twice_among_many() -> None:
+    """What another has by now stays in the books."""
+    pool = Pool("cpu")
+    keep = [pool.empty(10) for _ in range(MANY)]
+    x = pool.empty(1000)
+    address = x.data_ptr()
+    del x
+    pool.tally()
+    with interrupt_in(Exporter, "reclaim", after=False), pytest.raises(KeyboardInterrupt):
+        pool.empty_cache()
+    taken = [pool.allocate(4000) for _ in range(2)]
+    assert address in {memory.address for memory in taken}
+    pool.tally()
+    with interrupt_in(Books, "_drain", after=False), pytest.raises(KeyboardInterrupt):
+        pool.tally()
+    addresses = {memory.address for memory in taken}
+    assert not addresses & {pool.empty(1000).data_ptr(), pool.empty((10, 100)).data_ptr()}
+    del keep, taken
+    assert pool.memory_allocated() == 0
+
+
+class Event:
+    """Of work that has not ended."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+
+    @property
+    def execution_status(self) -> Any:
+        if self.queue.fails:
+            self.queue.fails = False
+            raise KeyboardInterrupt
+        status = load_dpctl().event_status_type
+        return status.complete if self.queue.is_done else status.running
+
+
+class Queue:
+    """One whose barriers can fail."""
+
+    fails = is_done = False
+
+    def __init__(self, error: type[BaseException] | None = None) -> None:
+        self.error = error
+
+    def submit_barrier(self) -> Event:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return Event(self)
+
+
+class TestOtherQueues:
+    """Memory that another queue uses waits for it, whatever comes between."""
+
+    def test_interrupt_where_it_is_looked_at(self) -> None:
+        pool, queue = Pool("cpu"), Queue()
+        x = pool.empty(1000)
+        pool.record_queue(x, queue)
+        address = x.data_ptr()
+        del x
+        pool.tally()
+        queue.fails = True
+        with pytest.raises(KeyboardInterrupt):
+            pool.tally()
+        assert pool.empty(1000).data_ptr() != address
+        queue.is_done = True
+        pool.tally()
+        pool.close()
+        assert pool.memory_reserved() == 0
+
+    @pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyboardInterrupt])
+    def test_no_barrier(self, error: type[BaseException]) -> None:
+        pool, queue = Pool("cpu"), Queue(error)
+        x = pool.empty(1000)
+        others = [pool.empty(1000) for _ in range(3)]
+        pool.record_queue(x, queue)
+        address = x.data_ptr()
+        del x, others
+        with pytest.raises(error):
+            pool.tally()
+        kept = [pool.empty(1000) for _ in range(10)]
+        assert address not in {x.data_ptr() for x in kept}
+        del kept
+        queue.is_done = True
+        with contextlib.suppress(RuntimeError):
+            pool.close()  # finds what nobody has, and asks again
+        pool.close()
+        assert pool.memory_reserved() == 0
+
+
+def test_lock_is_released() -> None:
+    """An interrupt at any call in a look between other work."""
+    pool = Pool("cpu")
+    array = pool.array(10)
+    code = Books._drain_if_idle.__code__
+    for n in range(4):
+        calls = itertools.count()
+
+        def is_nth(frame: FrameType, event: str, n: int = n, calls: Any = calls) -> bool:
+            is_call = event == "call" and frame.f_back is not None and frame.f_back.f_code is code
+            return is_call and next(calls) == n
+
+        with contextlib.suppress(KeyboardInterrupt), stopping_at(is_nth, interrupt):
+            torch.from_dlpack(array)
+        other = threading.Thread(target=pool.tally)
+        other.start()
+        other.join(20)
+        assert not other.is_alive(), n
+
+
+def test_public_capsule() -> None:
+    """Its memory comes back, also after an interrupt where it is found that nobody has it."""
+    pool = Pool("cpu")
+    array = pool.array(10)
+    capsule = array.__dlpack__(max_version=(1, 0))
+    del capsule, array
+    code = Exporter.come_back.__code__
+
+    def is_there(frame: FrameType, event: str) -> bool:
+        return frame.f_back is not None and frame.f_back.f_code is code and event == "call"
+
+    for _ in range(6):
+        with contextlib.suppress(KeyboardInterrupt), stopping_at(is_there, interrupt):
+            pool.tally()
+    assert pool.memory_allocated() == 0
+
+
+def test_shelf_that_was_not_finished() -> None:
+    """What is ready on it is free when it is asked for."""
+    code = Shelves.shelf.__code__
+    for line in sorted({line for _, _, line in code.co_lines() if line})[1:]:
+        pool = Pool("cpu")
+
+        def is_there(frame: FrameType, event: str, line: int = line) -> bool:
+            return frame.f_code is code and event == "line" and frame.f_lineno == line
+
+        with contextlib.suppress(KeyboardInterrupt), stopping_at(is_there, interrupt):
+            pool.empty(1000)
+        kept = [pool.empty(1000) for _ in range(8)]
+        del kept
+        pool.empty_cache()
+        pool.close()
+        assert pool.memory_reserved() == 0
+
+
+def test_threads_between_two_lines() -> None:
+    """A debugger stops a thread there, and others make another tensor of what it looked at."""
+    pool = Pool("cpu")
+    x = pool.empty(1000)
+    del x
+    code = Books.empty.__code__
+
+    def is_there(frame: FrameType, event: str) -> bool:
+        line = linecache.getline(code.co_filename, frame.f_lineno)
+        return frame.f_code is code and event == "line" and "if words[first] > GIVEN" in line
+
+    def meanwhile() -> None:
+        first = pool.empty(1000)
+        others = [pool.empty(1000) for _ in range(8)]
+        del others
+        pool.tally()
+        del first  # of which its shelf has enough
+        pool.tally()
+        small = [pool.empty(100) for _ in range(20)]
+        del small
+
+    def in_another_thread() -> None:
+        thread = threading.Thread(target=meanwhile)
+        thread.start()
+        thread.join()
+
+    with stopping_at(is_there, in_another_thread):
+        x = pool.empty(1000)
+    assert x.shape == (1000,)
+
+
+def test_flush_before_a_shelf_is_looked_at() -> None:
+    """A tensor of a shelf that is gone by then is counted, too."""
+    pool = Pool("cpu")
+    held = [pool.empty(1000) for _ in range(4)]
+    code = Books._next_tensor.__code__
+
+    def meanwhile() -> None:
+        pool.empty_cache()
+        held.pop(0)
+
+    with stopping_at(lambda frame, event: frame.f_code is code, meanwhile):
+        held.append(pool.empty(1000))
+    assert pool.memory_stats()["allocation.all.allocated"] == 5
+
+
+def test_limit_in_a_fork() -> None:
+    driver = FaultyDriver()
+    pool = Pool(driver=driver)
+    x = pool.empty(1000)
+    del x
+    pool.tally()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(RuntimeError):
+            pool.set_limit(0)
+            status = 2
+        os._exit(0 if status == 1 and driver.held else status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_close_inside_the_pools_own_work() -> None:
+    """As by a signal's handler."""
+    pool = Pool("cpu")
+    for n in (1000, 500, 1000):
+        x = pool.empty(n)
+        del x
+    with pool._lock, pool._section:
+        (lambda: pool.close(force=True))()
+    with pytest.raises(RuntimeError, match="was closed"):
+        pool.empty(1000)
+    pool.tally()
+    assert pool.memory_reserved() == 0
+
+
+def a_little_of_all(pool: Pool) -> None:
+    """What the pool does with tensors, arrays and bytes that come and go."""
+    tensors = [pool.empty(n) for n in (1000, 1000, 100, 300_000)]
+    del tensors[1:]
+    pool.tally()
+    tensors += [pool.empty(1000), pool.empty(100)]
+    array = pool.array(10)
+    tensors.append(torch.from_dlpack(array))
+    capsule = array.__dlpack__(max_version=(1, 0))
+    del tensors[0], capsule
+    pool.allocate(5000).release()
+    queue = Queue()
+    queue.is_done = True
+    x = pool.empty(1000)
+    pool.record_queue(x, queue)
+    del x
+    pool.empty_cache()
+    check_apart(*[pool.empty(n) for n in (1000, 1000, 100)])
+
+
+def test_an_interrupt_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first line of every function of the package, wherever it is called from."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)  # one of a finalizer
+    folder = os.path.dirname(sys.modules["allocator"].__file__ or "")
+    was_interrupted, n = True, 0
+    while was_interrupted:
+        pool, calls, was_interrupted = Pool("cpu"), itertools.count(), False
+
+        def is_nth(frame: FrameType, event: str, n: int = n, calls: Any = calls) -> bool:
+            is_call = event == "call" and frame.f_code.co_filename.startswith(folder)
+            return is_call and next(calls) == n
+
+        try:
+            with stopping_at(is_nth, interrupt):
+                a_little_of_all(pool)
+        except KeyboardInterrupt:
+            was_interrupted = True
+        pool._drain_if_idle(with_unclaimed=True)  # as after a collection of garbage
+        assert pool.memory_allocated() == 0, n
+        assert not pool._store.in_use, n
+        check_shelves(pool)
+        check_apart(*[pool.empty(n) for n in (1000, 1000, 100)])
+        pool.close()
+        assert pool.memory_reserved() == 0, n
+        n += 1
+    assert n > 300
+
+
+@pytest.mark.parametrize("keep", [0, MANY])
+def test_no_two_share_memory(keep: int) -> None:
+    """Some thousand interrupts, of a few shapes in any order."""
+    pool = Pool("cpu")
+    kept = [pool.empty(3) for _ in range(keep)]
+    held: dict[int, torch.Tensor] = {}
+    steps = 0
+
+    def step(choose: random.Random) -> None:
+        nonlocal steps
+        steps += 1
+        shape = choose.choice(SHAPES)
+        x = pool.empty(shape)
+        assert x.shape == (shape if isinstance(shape, tuple) else (shape,))
+        held[steps] = x.fill_(steps)
+        if len(held) > 40:
+            mark = choose.choice(list(held))
+            assert (held.pop(mark) == mark).all()
+        if choose.random() < 0.05:
+            for mark in list(held)[::2]:
+                held.pop(mark, None)
+        if choose.random() < 0.05:
+            choose.choice([pool.tally, pool.empty_cache, lambda: pool.allocate(100)])()
+
+    assert interrupted(step, seconds=3, most=1.5e-3) > 100
+    assert len({x.data_ptr() for x in held.values()}) == len(held)
+    held.clear()
+    kept.clear()
+    assert pool.memory_allocated() == 0
+    pool.close()
