@@ -253,7 +253,8 @@ def optimize(
 
     Raises:
         TypeError: a scripted, compiled or distributed model, or one that cannot be copied; an
-            optimizer for which there is no fused step, if the call needs one.
+            optimizer for which there is no fused step, if the call needs one; an option that is
+            no bool.
         ValueError: an unknown level or dtype, a knob of the other mode, training mode without an
             optimizer or eval mode with one, an optimizer of other parameters, several devices; a
             model that is optimized for the other mode or with another optimizer.
@@ -290,6 +291,8 @@ def optimize(
     Signature and defaults: IPEX 2.8's ``optimize``, whose second argument was the dtype.
     """
     check_model(model)
+    if not isinstance(inplace, bool):
+        raise TypeError(f"inplace={inplace!r} is neither True nor False")
     options = resolve(
         level,
         dtype,

@@ -231,6 +231,12 @@ def test_refused_and_unchanged(name: str, inplace: bool) -> None:
         assert fingerprint(model) == before
 
 
+@pytest.mark.parametrize("inplace", ["no", 1, None])
+def test_inplace_of_another_type(inplace: Any) -> None:
+    with pytest.raises(TypeError, match=f"inplace={inplace!r} is neither True nor False"):
+        transforms.optimize(Net().eval(), inplace=inplace)
+
+
 @pytest.mark.parametrize("knob", sorted(IPEX_ONLY))
 @pytest.mark.parametrize("value", [None, False])
 def test_knobs_of_ipex_may_be_off(knob: str, value: bool | None) -> None:
