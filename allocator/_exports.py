@@ -199,6 +199,12 @@ class Export:
         is_ready = shelf is not None and not shelf.is_gone and self in shelf.ready
         return self._armed[self._slot] == AT_REST and not is_ready
 
+    def leave_shelf(self) -> None:
+        """Be given by no shelf any more."""
+        if self.shelf is not None:
+            self.shelf.forget(self)
+            self.shelf = None
+
     def end(self) -> bool:
         """Note that the consumer is done; False if one was before, and its deleter called twice."""
         was_held, self.is_held = self.is_held, False
@@ -294,17 +300,13 @@ class Exporter:
         """Have those come back again that an exception kept from being dealt with."""
         for export in self.exports:
             if export.owner is not None and export.is_lost():
-                if export.shelf is not None:
-                    export.shelf.remove(export)  # which would give it before it is settled again
-                    export.shelf = None
+                export.leave_shelf()  # which would give it before it is settled again
                 export.is_held = True
                 export.drop()
 
     def reclaim(self, export: Export) -> Any:
         """Leave an export at rest to another view; what it kept alive."""
-        if export.shelf is not None:
-            export.shelf.forget(export)
-            export.shelf = None
+        export.leave_shelf()
         owner, export.owner = export.owner, None  # last: until then it comes back again
         self._idle.setdefault(export.key, deque()).append(export)
         return owner
@@ -312,9 +314,8 @@ class Exporter:
     def unshelve(self, owner: Any) -> None:
         """Have its exports come back to the books when their consumers are done."""
         for export in self.exports:
-            if export.owner is owner and export.shelf is not None:
-                export.shelf.forget(export)
-                export.shelf = None
+            if export.owner is owner:
+                export.leave_shelf()
 
     def public_capsule(self, export: Export, owner: Any) -> Any:
         """A capsule for anyone, who may also drop it; ``owner`` lives meanwhile.

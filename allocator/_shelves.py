@@ -89,12 +89,6 @@ class Shelf:
                 return export
         return None
 
-    def remove(self, export: Export) -> None:
-        """The export is neither given nor ready any more."""
-        self.forget(export)
-        if export in self.ready:
-            self.ready.remove(export)
-
     def close(self) -> None:
         """Give nothing any more; what is ready is for the pool to free."""
         self.is_gone = True
@@ -105,13 +99,14 @@ class Shelf:
         return (self.size, self.is_small) == (allocation.size, allocation.is_small)
 
     def forget(self, export: Export) -> None:
-        """The export came back, so it must not be given unseen; it may become another tensor."""
+        """The export is neither given nor ready; it may become another tensor."""
         if self.last is export:
             self.last = _NEVER
         if self.before_last is export:
             self.before_last = _NEVER
-        if export in self.given:
-            self.given.remove(export)
+        for exports in (self.given, self.ready):
+            if export in exports:
+                exports.remove(export)
 
 
 class Shelves:
@@ -141,7 +136,7 @@ class Shelves:
             shelf = None
         if shelf is None:
             shelf = Shelf(allocation.size, allocation.nbytes, allocation.is_small)
-            self._all.append(shelf)  # first: what nobody finds, should we be interrupted, is none
+            self._all.append(shelf)  # first, or one that is found might never be flushed
             shelves[shape] = shelf
             if len(shape) == 1:
                 shelves[shape[0]] = shelf

@@ -18,7 +18,6 @@ import torch
 
 from allocator import Pool, load_dpctl
 from allocator._exports import Exporter
-from allocator._pool import Pool as Books
 from allocator._shelves import Shelves
 from tests.allocator.interrupts import interrupted
 from tests.allocator.test_faults import FaultyDriver
@@ -30,25 +29,9 @@ SHAPES = (1000, 100, 64, (10, 10), (40, 25), 2000)
 
 
 @contextlib.contextmanager
-def interrupt_in(owner: type, method: str, *, after: bool) -> Iterator[None]:
-    """Interrupt the first call of a method, before or after its work."""
-    original = getattr(owner, method)
-
-    def call(*args: Any, **options: Any) -> Any:
-        setattr(owner, method, original)
-        if after:
-            original(*args, **options)
-        raise KeyboardInterrupt
-
-    setattr(owner, method, call)
-    try:
-        yield
-    finally:
-        setattr(owner, method, original)
-
-
-@contextlib.contextmanager
-def stopping_at(condition: Callable[[FrameType, str], bool], stop: Callable[[], None]) -> Any:
+def stopping_at(
+    condition: Callable[[FrameType, str], bool], stop: Callable[[], None]
+) -> Iterator[None]:
     """Call ``stop`` at the first traced event for which ``condition`` holds."""
     before = sys.gettrace()
 
@@ -63,6 +46,11 @@ def stopping_at(condition: Callable[[FrameType, str], bool], stop: Callable[[], 
         yield
     finally:
         sys.settrace(before)
+
+
+def at(function: Callable[..., Any], event: str) -> Callable[[FrameType, str], bool]:
+    """A condition: the start of a function, its "call", or its "return"."""
+    return lambda frame, found: frame.f_code is function.__code__ and found == event
 
 
 def interrupt() -> None:
@@ -82,7 +70,7 @@ def test_lost_export_among_many() -> None:
     keep = [pool.empty(10) for _ in range(MANY)]
     x = pool.empty(1000)
     del x
-    with interrupt_in(Exporter, "come_back", after=True), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.come_back, "return"), interrupt):
         pool.tally()
     memory = pool.allocate(100)  # mends, and looks at some of the exports only
     x = pool.empty(1000)
@@ -100,12 +88,12 @@ def test_block_that_was_freed_twice_among_many() -> None:
     address = x.data_ptr()
     del x
     pool.tally()
-    with interrupt_in(Exporter, "reclaim", after=False), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.reclaim, "call"), interrupt):
         pool.empty_cache()
     taken = [pool.allocate(4000) for _ in range(2)]
     assert address in {memory.address for memory in taken}
     pool.tally()
-    with interrupt_in(Books, "_drain", after=False), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), stopping_at(at(Pool._drain, "call"), interrupt):
         pool.tally()
     addresses = {memory.address for memory in taken}
     assert not addresses & {pool.empty(1000).data_ptr(), pool.empty((10, 100)).data_ptr()}
@@ -186,7 +174,7 @@ def test_lock_is_released() -> None:
     """An interrupt at any call in a look between other work."""
     pool = Pool("cpu")
     array = pool.array(10)
-    code = Books._drain_if_idle.__code__
+    code = Pool._drain_if_idle.__code__
     for n in range(4):
         calls = itertools.count()
 
@@ -242,7 +230,7 @@ def test_threads_between_two_lines() -> None:
     pool = Pool("cpu")
     x = pool.empty(1000)
     del x
-    code = Books.empty.__code__
+    code = Pool.empty.__code__
 
     def is_there(frame: FrameType, event: str) -> bool:
         line = linecache.getline(code.co_filename, frame.f_lineno)
@@ -272,13 +260,12 @@ def test_flush_before_a_shelf_is_looked_at() -> None:
     """A tensor of a shelf that is gone by then is counted, too."""
     pool = Pool("cpu")
     held = [pool.empty(1000) for _ in range(4)]
-    code = Books._next_tensor.__code__
 
     def meanwhile() -> None:
         pool.empty_cache()
         held.pop(0)
 
-    with stopping_at(lambda frame, event: frame.f_code is code, meanwhile):
+    with stopping_at(at(Pool._next_tensor, "call"), meanwhile):
         held.append(pool.empty(1000))
     assert pool.memory_stats()["allocation.all.allocated"] == 5
 
