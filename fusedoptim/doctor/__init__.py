@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import time
 
+from fusedoptim.doctor import _devices, _drivers, _environment, _machine, _package, _versions
 from fusedoptim.doctor._report import Problem, Report, Section, guarded
 from fusedoptim.doctor._workers import Workers
 
 __all__ = ["Problem", "Report", "Section", "examine"]
+
+_CHECKS = {
+    "versions": _versions.check,
+    "packages": _package.check_names,
+    "kernels": _package.check_kernels,
+    "machine": _machine.check,
+    "environment": _environment.check,
+    "drivers": _drivers.check,
+}
 
 
 def examine(device: str | None = None) -> Report:
@@ -40,24 +50,6 @@ def examine(device: str | None = None) -> Report:
         raise TypeError(f"device={device!r} is neither a SYCL filter string nor None")
     started = time.monotonic()
     with Workers(device) as workers:  # they run while this process looks at files
-        # Here, as the workers need none of it and all have to wait for it.
-        from fusedoptim.doctor import (
-            _devices,
-            _drivers,
-            _environment,
-            _machine,
-            _package,
-            _versions,
-        )
-
-        checks = {
-            "versions": _versions.check,
-            "packages": _package.check_names,
-            "kernels": _package.check_kernels,
-            "machine": _machine.check,
-            "environment": _environment.check,
-            "drivers": _drivers.check,
-        }
-        sections = [guarded(name, check) for name, check in checks.items()]
+        sections = [guarded(name, check) for name, check in _CHECKS.items()]
         sections += _devices.sections(workers)
     return Report(sections, time.monotonic() - started)
