@@ -28,6 +28,7 @@ from fusedoptim._sparse import SparseBucket
 from fusedoptim._tensors import (
     TRAIL,
     Candidate,
+    are_same_objects,
     check_candidate,
     check_param,
     describe,
@@ -129,7 +130,7 @@ class _Plan:
     def __init__(self, group: Group, kernels: tuple[str, ...], optimizer: FusedOptimizer) -> None:
         self._kernels = kernels
         self._options = _options(group)
-        self._ids = list(map(id, group["params"]))
+        self._params = list(group["params"])
         self._idle = [p for p in group["params"] if p.grad is None]
         recipe = _GroupRecipe(optimizer, group, kernels)
         candidates: list[Candidate] = []
@@ -167,7 +168,7 @@ class _Plan:
         """Read this step's gradients; False if the plan no longer fits the group."""
         if kernels != self._kernels or _options(group) != self._options or self.later:
             return False
-        if list(map(id, group["params"])) != self._ids:
+        if not are_same_objects(group["params"], self._params):
             return False
         for p in self._idle:
             if p.grad is not None:
@@ -303,11 +304,11 @@ class FusedOptimizer(Optimizer):
         """Called when a step is sure to be taken, before anything is launched."""
 
     def _has_state_seen(self) -> bool:
-        if self._state_seen is None or len(self.state) != len(self._state_seen[0]):
+        if self._state_seen is None:
             return False
         params, states = self._state_seen
-        return all(map(operator.is_, self.state, params)) and all(
-            map(operator.is_, self.state.values(), states)
+        return are_same_objects(self.state, params) and are_same_objects(
+            self.state.values(), states
         )
 
     def _launch(

@@ -8,7 +8,7 @@ anything is written.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -218,6 +218,11 @@ class TensorRun:
             and list(map(Tensor.data_ptr, self.targets)) == self.addresses
             and self._has_same_state()
         )
+
+
+def are_same_objects(some: Collection[object], others: Collection[object]) -> bool:
+    """Whether both hold the same objects in the same order; tensors have an ``==`` of their own."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def facts_of(tensors: Sequence[Tensor]) -> TensorGuards:
