@@ -97,7 +97,10 @@ def _build(queue: Any, module: Module) -> Any:
 @functools.cache
 def kernel_for(queue: Any, name: str, dtype: str) -> Kernel:
     """The kernel ``name`` for parameters of ``dtype`` on ``queue``, built at the first call."""
-    return Kernel(queue, load_module(name, dtype))
+    module = load_module(name, dtype)
+    if module.dtype != dtype:
+        return kernel_for(queue, name, module.dtype)
+    return Kernel(queue, module)
 
 
 def row_places(values: Tensor, rows: Indices | None = None, dims: int = 1) -> Indices:

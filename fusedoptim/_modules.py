@@ -16,7 +16,7 @@ from fusedoptim.kernels.language import Role
 
 FOLDER = Path(__file__).parent / "spirv"
 MANIFEST = FOLDER / "manifest.json"
-MANIFEST_VERSION = 2  # of the manifest's layout and of the launch block's
+MANIFEST_VERSION = 3  # of the manifest's layout and of the launch block's
 
 
 class ModuleError(RuntimeError):
@@ -36,7 +36,7 @@ class Module(NamedTuple):
     name: str
     """of the entry point, such as "sgd_momentum_f32"."""
     dtype: str
-    """of the parameters: "f32", "f64", "bf16", "f16" or "split"."""
+    """of the parameters: "f32", "f64", "bf16", "f16" or "split"; of several, the first."""
     arguments: tuple[Argument, ...]
     """in the order of the launch block's words."""
     sums: int
@@ -61,13 +61,15 @@ _CURE = "reinstall the package: pip install --force-reinstall --no-deps fusedopt
 def load_module(kernel: str, dtype: str) -> Module:
     """The module of ``kernel`` for parameters of ``dtype``, checked against the manifest.
 
+    One that touches no parameter, such as the ratio of two norms, serves all of one arithmetic.
+
     Raises:
         ModuleError: the manifest or the module is missing, damaged or of another version.
     """
-    name = f"{kernel}_{dtype}"
-    entry = _manifest().get(name)
-    if entry is None:
-        raise ModuleError(f"{MANIFEST} has no kernel {name!r}; {_CURE}")
+    name = _serving().get((kernel, dtype))
+    if name is None:
+        raise ModuleError(f"{MANIFEST} has no kernel '{kernel}_{dtype}'; {_CURE}")
+    entry = _manifest()[name]
     path = FOLDER / entry["file"]
     try:
         spirv = path.read_bytes()
@@ -78,12 +80,18 @@ def load_module(kernel: str, dtype: str) -> Module:
     if hashlib.sha256(spirv).hexdigest() != entry["sha256"]:
         raise ModuleError(f"the compiled kernel {path} is not the one that was shipped; {_CURE}")
     arguments = tuple(Argument(name, Role(role)) for name, role in entry["arguments"])
-    return Module(name, dtype, arguments, entry["sums"], spirv)
+    return Module(name, entry["dtypes"][0], arguments, entry["sums"], spirv)
 
 
 def shipped() -> list[tuple[str, str]]:
-    """The kernel and the dtype of every module, in the order of the manifest."""
-    return [(kernel, dtype) for kernel, _, dtype in (n.rpartition("_") for n in _manifest())]
+    """The kernel and the (first) dtype of every module, in the order of the manifest."""
+    return [(entry["kernel"], entry["dtypes"][0]) for entry in _manifest().values()]
+
+
+def _serving() -> dict[tuple[str, str], str]:
+    """The module's name for each kernel and dtype of parameters."""
+    entries = _manifest().items()
+    return {(entry["kernel"], dtype): name for name, entry in entries for dtype in entry["dtypes"]}
 
 
 @functools.cache

@@ -45,18 +45,23 @@ def source_hash(path: Path) -> str:
 
 def _compile_all() -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest, and each module by its file name."""
-    from fusedoptim.kernels._compiler import compile_kernel, signature
+    from fusedoptim.kernels._compiler import argument_types, compile_kernel, signature
 
     entries, files = {}, {}
     for path in kernel_files():
         source = importlib.import_module(f"fusedoptim.kernels.{path.stem}")
         for kernel in (getattr(source, name) for name in source.__all__):
+            alike: dict[Any, list[str]] = {}
             for dtype in DTYPES:
-                shape = signature(kernel, dtype)
-                name = f"{kernel.__name__}_{dtype}"
-                spirv = compile_kernel(kernel, dtype, name)
+                alike.setdefault(argument_types(kernel, dtype), []).append(dtype)
+            for dtypes in alike.values():
+                shape = signature(kernel, dtypes[0])
+                name = f"{kernel.__name__}_{dtypes[0]}"
+                spirv = compile_kernel(kernel, dtypes[0], name)
                 files[f"{name}.spv"] = spirv
                 entries[name] = {
+                    "kernel": kernel.__name__,
+                    "dtypes": dtypes,
                     "file": f"{name}.spv",
                     "sha256": hashlib.sha256(spirv).hexdigest(),
                     "source": path.name,

@@ -86,6 +86,11 @@ def signature(kernel: Callable[..., Any], dtype: str) -> Signature:
     return Signature(words, found, sums)
 
 
+def argument_types(kernel: Callable[..., Any], dtype: str) -> tuple[types.Type, ...]:
+    """What the arguments of ``kernel`` are compiled as: for dtypes that agree, so is the kernel."""
+    return tuple(_numba_type(role, dtype) for _, role in signature(kernel, dtype).arguments)
+
+
 def _numba_type(role: Role, dtype: str) -> types.Type:
     wide = "f64" if dtype == "f64" else "f32"
     if role is Role.PARAM:

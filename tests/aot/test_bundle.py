@@ -191,7 +191,7 @@ def test_warmup_of_a_bundle(built: Path) -> None:
 
 def test_warmup_of_the_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = [(kernel, dtype) for kernel, dtype in shipped() if dtype == "f32"]
-    assert len(ours) * 5 == len(shipped())
+    assert {kernel for kernel, _ in ours} == {kernel for kernel, _ in shipped()}
     monkeypatch.setattr(_warmup, "shipped", lambda: ours)
     assert [each.name for each in aot.warmup()] == [f"{kernel}_f32" for kernel, _ in ours]
     param = torch.nn.Parameter(torch.ones(10))

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from fusedoptim import _modules
+from fusedoptim._modules import load_module, shipped
 from fusedoptim.kernels import __main__ as build_tool
 from fusedoptim.kernels import adagrad, adam, lamb, language, norm, sgd
+from fusedoptim.kernels.language import Role
 
 HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
 
@@ -255,6 +257,20 @@ class TestValidate:
         assert build_tool.validate() == [
             "not found: spirv-val, ocloc (apt install spirv-tools intel-opencl-icd)"
         ]
+
+
+@pytest.mark.parametrize("dtype", build_tool.DTYPES)
+@pytest.mark.parametrize("kernel", dict.fromkeys(kernel for kernel, _ in shipped()))
+def test_module_for_each_dtype(kernel: str, dtype: str) -> None:
+    module = load_module(kernel, dtype)
+    assert (kernel, module.dtype) in shipped()
+    of_parameter = {Role.PARAM, Role.STORAGE}.intersection(role for _, role in module.arguments)
+    if of_parameter == {Role.STORAGE} and dtype == "split":
+        assert module.dtype == "bf16"  # what the gradients of a split parameter are
+    elif of_parameter:
+        assert module.dtype == dtype
+    else:
+        assert module.dtype == ("f64" if dtype == "f64" else "f32")
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="pip install 'fusedoptim[jit]'")
