@@ -101,7 +101,6 @@ class Bucket:
         ]
         self._held = held
         self._set_states(self._uncommitted)
-        self._launched = False
         self.copies = any(run.copied for run in self._runs)
         """Whether a launch updates copies of parameters, made as it starts."""
 
@@ -198,27 +197,27 @@ class Bucket:
                 self._pipeline.write(column, by_chunk)
         self._grad_factor = grad_factor  # kept until the launch has ended
         self._pipeline.write_head({**numbers, "grad_factor": grad_factor.data_ptr()})
-        self._launched = True
         self._pipeline.launch()
         # Autograd must know of writes that it did not see; on the CPU the kernel runs meanwhile.
         torch.autograd.graph.increment_version(self._params)
 
     def finish(self, states: MutableMapping[Tensor, State]) -> None:
-        """Wait if on the CPU, and add to the optimizer's ``states`` what the launch made."""
-        if not self._launched:
+        """Wait if on the CPU, and add to the optimizer's ``states`` what the launch made.
+
+        Nothing happens if nothing was launched. If this is interrupted, it can be called again.
+        """
+        if not self._pipeline.is_launched:
             return
-        self._launched = False
-        try:
-            self._pipeline.wait_on_host()
-        finally:  # an interrupt arrives when the kernel has ended
-            for run in self._runs:
-                for param, target in run.copied:
-                    param.detach().copy_(target)
-                run.grads = []
-            if self._steps is not None:
-                self._steps.count_up()
-            if self._uncommitted is not None:
-                self._commit(states, self._uncommitted)
+        self._pipeline.finish()
+        for run in self._runs:
+            for param, target in run.copied:
+                param.detach().copy_(target)
+            run.grads = []
+        if self._steps is not None:
+            self._steps.count_up()
+        if self._uncommitted is not None:
+            self._commit(states, self._uncommitted)
+        self._pipeline.settle()
 
     def _commit(self, states: MutableMapping[Tensor, State], made: list[State]) -> None:
         if self._steps is not None:

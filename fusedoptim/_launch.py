@@ -147,7 +147,8 @@ class LaunchBlock:
         """
         self.kernel = kernel
         self.rows = len(lengths)
-        self._event: Any = None
+        self._events: Sequence[Any] = ()
+        """of the latest launches; the last is kept until it has happened."""
         self._head_values: tuple[float, ...] = ()
         columns = 1 + len(kernel.row_names)
         head = kernel.head.size
@@ -185,17 +186,30 @@ class LaunchBlock:
         self._finish()
         self._column[column][:rows] = values
 
-    def launch(self, rows: slice = _ALL) -> None:
-        """Submit the kernel for a run of rows; on a GPU, return while it runs."""
+    def launch(self, rows: slice = _ALL, events: list[Any] | None = None) -> None:
+        """Submit the kernel for a run of rows; on a GPU, return while it runs.
+
+        Args:
+            rows: which.
+            events: to which the launch's is added, in the same call of C that submits it: whatever
+                interrupts this function, an event is there if and only if the kernel runs.
+        """
         first, end, _ = rows.indices(self.rows)
         if first == end:
             return
         kernel = self.kernel
-        self._event = kernel.queue.submit_async(
-            kernel.handle,
-            [ctypes.c_int64(self._first_row + first * self._row_size)],
-            [(end - first) * kernel.shape.lanes],
-            self._local_size,
+        address = ctypes.c_int64(self._first_row + first * self._row_size)
+        items = (end - first) * kernel.shape.lanes
+        events = [] if events is None else events
+        self._events = events
+        events.extend(
+            map(
+                kernel.queue.submit_async,
+                (kernel.handle,),
+                ([address],),
+                ([items],),
+                (self._local_size,),
+            )
         )
 
     def wait_on_host(self) -> None:
@@ -205,10 +219,10 @@ class LaunchBlock:
 
     def __del__(self) -> None:
         # A kernel may still read the block's memory. In a forked child there is none to wait for.
-        if getattr(self, "_event", None) is not None and not is_forked():
+        if getattr(self, "_events", ()) and not is_forked():
             self._finish()
 
     def _finish(self) -> None:
-        if self._event is not None:
-            self._event.wait()
-            self._event = None
+        if self._events:
+            self._events[-1].wait()
+            self._events = ()

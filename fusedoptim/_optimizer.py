@@ -287,18 +287,31 @@ class FusedOptimizer(Optimizer):
             release_spinning_threads()
         launched: list[Bucket | SparseBucket] = []
         try:
-            for group, plan, values in zip(self.param_groups, plans, numbers):
-                for bucket in plan.buckets:
-                    self._launch(bucket, group, values, common, launched)
-                recipe = _GroupRecipe(self, group, self._kernels(group))
-                for members, planned, _ in plan.later:  # from what the turn before them made
-                    self._finish(launched)
-                    bucket = _bucket(recipe, members, self.state, planned.fresh)
-                    self._launch(bucket, group, values, common, launched)
-        finally:
-            self._finish(launched)
+            try:
+                self._launch_all(plans, numbers, common, launched)
+            finally:
+                self._finish(launched)
+        except BaseException:
+            self._finish(launched)  # an interrupt may have kept it from some of them
+            raise
         if self._state_seen is None:
             self._state_seen = list(self.state), list(self.state.values())
+
+    def _launch_all(
+        self,
+        plans: list[_Plan],
+        numbers: list[Numbers],
+        common: Tensor | None,
+        launched: list[Bucket | SparseBucket],
+    ) -> None:
+        for group, plan, values in zip(self.param_groups, plans, numbers):
+            for bucket in plan.buckets:
+                self._launch(bucket, group, values, common, launched)
+            recipe = _GroupRecipe(self, group, self._kernels(group))
+            for members, planned, _ in plan.later:  # from what the turn before them made
+                self._finish(launched)
+                bucket = _bucket(recipe, members, self.state, planned.fresh)
+                self._launch(bucket, group, values, common, launched)
 
     def _begin_update(self) -> None:
         """Called when a step is sure to be taken, before anything is launched."""

@@ -50,7 +50,7 @@ class Pipeline:
             device: of the tensors.
         """
         self._chunks = chunks
-        self._batches = (
+        batches = (
             list(self._in_batches(_BATCH // bytes_per_element)) if len(kernels) > 1 else [_ALL]
         )
         self._stages: list[_Stage] = []
@@ -74,6 +74,16 @@ class Pipeline:
             if Role.ROW_RESULT in roles:
                 block.write(roles[Role.ROW_RESULT], row_places(results)[chunks.owner])
         self._scratch = (sums, results)
+        self._launches = [
+            (block, rows)
+            for tensors, chunks in batches
+            for block, by_tensor in self._stages
+            for rows in (tensors if by_tensor else chunks,)
+            if range(*rows.indices(block.rows))
+        ]
+        self._has_begun = False
+        self._events: list[Any] = []
+        """of this step's launches so far."""
 
     def _in_batches(self, most: int) -> Iterator[tuple[slice, slice]]:
         """Tensors and their chunks, in portions of so many elements or one tensor."""
@@ -99,11 +109,25 @@ class Pipeline:
 
     def launch(self) -> None:
         """Submit all kernels; on a GPU, return while they run."""
-        for tensors, chunks in self._batches:
-            for block, by_tensor in self._stages:
-                block.launch(tensors if by_tensor else chunks)
+        self._events = []
+        self._has_begun = True
+        self._submit()
 
-    def wait_on_host(self) -> None:
-        """On the CPU device, return when the last kernel has ended."""
+    def _submit(self) -> None:
+        for block, rows in self._launches[len(self._events) :]:
+            block.launch(rows, self._events)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether something was launched, or there is nothing to launch, since the last settle."""
+        return self._has_begun and (bool(self._events) or not self._launches)
+
+    def finish(self) -> None:
+        """Submit what an interrupt kept back; on the CPU device, return when all has ended."""
+        self._submit()
         for block, _ in self._stages:
             block.wait_on_host()
+
+    def settle(self) -> None:
+        """Count the step as taken."""
+        self._has_begun = False

@@ -97,7 +97,8 @@ class SparseBucket:
         self._row_flags = [name for name, role in row if role is Role.ROW_FLAG]
         self.fresh: Sequence[bool] | None = None
         self._block: LaunchBlock | None = None
-        self._launched = False
+        self._events: list[Any] = []
+        self._has_no_rows = False
         self._is_committed = False
         self._read_gradient(candidate.grad)
 
@@ -155,8 +156,8 @@ class SparseBucket:
         head = {**numbers, "grad_factor": grad_factor.data_ptr()}
         block.write_head(self._kernel.in_order(head))
         self._grad_factor = grad_factor  # kept until the launch has ended
-        self._launched = True
-        block.launch(slice(count))
+        self._has_no_rows = count == 0
+        block.launch(slice(count), self._events)
         torch.autograd.graph.increment_version([self._param])
 
     def _gather_sparse_state(self) -> bool:
@@ -225,27 +226,25 @@ class SparseBucket:
         )
 
     def finish(self, states: MutableMapping[Tensor, State]) -> None:
-        """Wait if on the CPU, and add to the optimizer's ``states`` what the launch made."""
-        if not self._launched:
+        """See :meth:`fusedoptim._bucket.Bucket.finish`."""
+        if self._block is None or not (self._events or self._has_no_rows):
             return
-        self._launched = False
-        try:
-            if self._block is not None:
-                self._block.wait_on_host()
-        finally:
-            if self.copies:
-                self._param.detach().copy_(self._target)
-            made: State = dict(self._dense)
-            for name, values in self._new.items():
-                made[name] = self._of_rows(self._rows, values)
-            if self._steps is not None:
-                self._steps.count_up()
-                (made[KEY],) = self._steps.views
-            if made:
-                self._held = states[self._param]
-                self._held.update(made)
-            self._sparse = {name: made[name] for name in self._sparse}
-            self._is_committed = True
+        self._block.wait_on_host()
+        if self.copies:
+            self._param.detach().copy_(self._target)
+        made: State = dict(self._dense)
+        for name, values in self._new.items():
+            made[name] = self._of_rows(self._rows, values)
+        if self._steps is not None:
+            self._steps.count_up()
+            (made[KEY],) = self._steps.views
+        if made:
+            self._held = states[self._param]
+            self._held.update(made)
+        self._sparse = {name: made[name] for name in self._sparse}
+        self._is_committed = True
+        self._events = []
+        self._has_no_rows = False
 
 
 def _spread(values: Tensor, numbers: Indices, among: Indices) -> Tensor:

@@ -41,11 +41,12 @@ class StepCounts:
 
     def next(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """The counts after the coming step; one for all, where they are equal."""
-        counts = self._packed.numpy()  # anew: share_memory_() of a view moves the memory of all
+        # The memory anew: share_memory_() of a view moves that of all.
+        self._next = counts = self._packed.numpy() + 1
         if (counts == counts[0]).all():
             counts = counts[:1]
-        return counts.astype(np.float64) + 1
+        return counts.astype(np.float64)
 
     def count_up(self) -> None:
-        """Count the step that was taken."""
-        self._packed += 1
+        """Count the step that :meth:`next` was asked of; once, however often this is called."""
+        self._packed.copy_(torch.from_numpy(self._next))

@@ -1,0 +1,150 @@
+"""KeyboardInterrupt wherever Python looks for one in a launch: the step is taken, or not."""
+
+from __future__ import annotations
+
+import inspect
+import opcode
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import fusedoptim.sgd
+from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
+
+PACKAGE = str(Path(fusedoptim.__file__).parent)
+POLLING = {"CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
+"""Opcodes after which CPython looks for signals; it also does when a function starts."""
+
+MAKE: dict[str, Callable[[list[Parameter]], Any]] = {
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.1),
+    "FusedLamb": lambda params: FusedLamb(params, lr=0.1),
+    "SplitSGD": lambda params: SplitSGD(params, lr=0.1, momentum=0.9),
+}
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th of those places, from the first launch on."""
+
+    def __init__(self, n: int) -> None:
+        self._left = n
+        self._is_in_launch = False
+        self._last: dict[FrameType, str] = {}
+        self.has_raised = False
+
+    def __enter__(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        # What is raised in __del__ Python ignores.
+        is_ours = code.co_filename.startswith(PACKAGE) and code.co_name != "__del__"
+        if self.has_raised or not is_ours or code.co_flags & inspect.CO_GENERATOR:
+            return None
+        if event == "call":
+            self._is_in_launch |= code.co_name == "_launch_all"
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            self._last.pop(frame.f_back, None)  # type: ignore[arg-type]  # a call from Python
+            self._look()
+        elif event == "opcode":
+            if self._last.pop(frame, "") in POLLING:
+                self._look()
+            self._last[frame] = opcode.opname[code.co_code[frame.f_lasti]]
+        return self._trace
+
+    def _look(self) -> None:
+        if not self._is_in_launch:
+            return
+        if self._left == 0:
+            self.has_raised = True
+            raise KeyboardInterrupt
+        self._left -= 1
+
+
+def new_params() -> list[Parameter]:
+    torch.manual_seed(0)
+    return [Parameter(torch.randn(7)), Parameter(torch.randn(3, 4)[:, ::2])]
+
+
+def make_gradients(params: list[Parameter], seed: int) -> None:
+    torch.manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape).to(p.dtype)
+
+
+def everything(optimizer: Any) -> list[dict[str, Tensor]]:
+    """A copy of each parameter and its state."""
+    params = optimizer.param_groups[0]["params"]
+    return [
+        {"param": p.detach().clone(), **{k: v.clone() for k, v in optimizer.state[p].items()}}
+        for p in params
+    ]
+
+
+def is_same(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> bool:
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        for a, b in zip(some, others)
+    )
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("name", MAKE)
+def test_step_is_taken_or_not(
+    name: str, steps_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then, and after the next one."""
+    new_state = fusedoptim.sgd.new_state
+    # Memory that nobody has written to holds anything.
+    monkeypatch.setattr(
+        fusedoptim.sgd, "new_state", lambda *arguments: new_state(*arguments).fill_(777)
+    )
+
+    def run(seeds: list[int]) -> Any:
+        params = new_params()
+        optimizer = MAKE[name](params)
+        for seed in seeds:
+            make_gradients(params, seed)
+            optimizer.step()
+        return optimizer
+
+    before = list(range(1, steps_before + 1))
+    expected = {
+        is_taken: [everything(run(seeds)), everything(run([*seeds, 9]))]
+        for is_taken, seeds in ((False, before), (True, [*before, 8]))
+    }
+    outcomes = set()
+    for n in range(10_000):
+        optimizer = run(before)
+        params = optimizer.param_groups[0]["params"]
+        make_gradients(params, 8)
+        interrupt = InterruptAt(n)
+        try:
+            with interrupt:
+                optimizer.step()
+        except KeyboardInterrupt:
+            pass
+        if not interrupt.has_raised:
+            break
+        now = everything(optimizer)
+        make_gradients(params, 9)
+        optimizer.step()
+        result = [now, everything(optimizer)]
+        (is_taken,) = [
+            key for key, states in expected.items() if all(map(is_same, result, states))
+        ] or [None]
+        assert is_taken is not None, f"the interrupt at place {n} left a step half taken"
+        outcomes.add(is_taken)
+    assert n > 40
+    assert outcomes == {False, True}
