@@ -144,6 +144,7 @@ class Bucket:
     def _write_gradients(self) -> None:
         addresses = [a for run in self._runs for a in run.grad_addresses]
         if addresses != self._grad_addresses:
+            self._grad_addresses = []  # whatever is written if this is interrupted
             self._write_addresses("grad", addresses)
             if self._norm is not None:
                 self._norm.write("grad", self._in_chunks("grad", addresses))
@@ -167,10 +168,11 @@ class Bucket:
         """The squares of all gradients' elements, summed: a 0-d float64 or float32 tensor."""
         if self._norm is None or self._squares is None:
             kernel = kernel_for(self._queue, "sum_of_squares", self._variant)
-            self._norm = LaunchBlock(kernel, self._chunks.lengths)
-            self._norm.write("grad", self._in_chunks("grad", self._grad_addresses))
-            self._squares = torch.empty(self._norm.rows, dtype=self.real, device=self.device)
-            self._norm.write("sums", row_places(self._squares))
+            norm = LaunchBlock(kernel, self._chunks.lengths)
+            norm.write("grad", self._in_chunks("grad", self._grad_addresses))
+            self._squares = torch.empty(norm.rows, dtype=self.real, device=self.device)
+            norm.write("sums", row_places(self._squares))
+            self._norm = norm  # last, for an interrupt leaves nothing that is half written
         self._norm.launch()
         self._norm.wait_on_host()
         return self._squares.sum()

@@ -178,6 +178,7 @@ class LaunchBlock:
         if values != self._head_values:
             packed = self.kernel.head.pack(*values)
             self._finish()
+            self._head_values = ()  # whatever is written if this is interrupted
             self._bytes[: len(packed)] = packed
             self._head_values = values
 

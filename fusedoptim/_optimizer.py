@@ -131,10 +131,12 @@ class _Plan:
         self._kernels = kernels
         self._options = _options(group)
         self._params = list(group["params"])
-        self._idle = [p for p in group["params"] if p.grad is None]
+        found = list(optimizer._candidates(group))
+        with_gradient = {id(candidate.param) for candidate in found}
+        self._idle = [p for p in self._params if id(p) not in with_gradient]
         recipe = _GroupRecipe(optimizer, group, kernels)
         candidates: list[Candidate] = []
-        for candidate in optimizer._candidates(group):
+        for candidate in found:
             check_candidate(recipe.name, candidate)
             if optimizer.is_split(candidate.param):
                 _split.check_half(recipe.name, candidate)
@@ -396,8 +398,9 @@ class FusedOptimizer(Optimizer):
     def _candidates(self, group: Group) -> Iterator[Candidate]:
         """The group's parameters that have a gradient, with what an error would call them."""
         for p, name in self._named(group):
-            if p.grad is not None:
-                yield Candidate(p, p.grad, name)
+            grad = p.grad  # once: another thread's zero_grad() may take it away
+            if grad is not None:
+                yield Candidate(p, grad, name)
 
     def _named(self, group: Group) -> Iterator[tuple[Tensor, str]]:
         """The group's parameters with what an error would call them."""
@@ -472,7 +475,7 @@ class FusedOptimizer(Optimizer):
         if self._is_complete:
             try:
                 self._convert(self.param_groups[before:])
-            except MemoryError:
+            except BaseException:
                 del self.param_groups[before:]
                 raise
 
@@ -497,7 +500,7 @@ class FusedOptimizer(Optimizer):
                     self.state[p][TRAIL] = _split.split_in_place(p)
                     self.halves.add(p)
                     were_whole.append((p, is_whole))
-        except MemoryError:
+        except BaseException:  # torch's is a RuntimeError
             for p, is_whole in were_whole:
                 self.halves.remove(p)
                 trail = self.state[p].pop(TRAIL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import opcode
 import sys
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fusedoptim.sgd
-from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
+from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD, _split
 
 PACKAGE = str(Path(fusedoptim.__file__).parent)
 POLLING = {"CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
@@ -31,16 +32,18 @@ MAKE: dict[str, Callable[[list[Parameter]], Any]] = {
 
 
 class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th of those places, from the first launch on."""
+    """Raises KeyboardInterrupt at the n-th of those places from the start of a function on."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, function: str) -> None:
         self._left = n
-        self._is_in_launch = False
+        self._function = function
+        self._has_begun = False
         self._last: dict[FrameType, str] = {}
         self.has_raised = False
 
     def __enter__(self) -> None:
         self._before = sys.gettrace()
+        gc.disable()  # of what is raised in a finalizer Python only warns
         sys.settrace(self._trace)
 
     def __exit__(self, *exception: object) -> None:
@@ -48,12 +51,11 @@ class InterruptAt:
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        # What is raised in __del__ Python ignores.
         is_ours = code.co_filename.startswith(PACKAGE) and code.co_name != "__del__"
         if self.has_raised or not is_ours or code.co_flags & inspect.CO_GENERATOR:
             return None
         if event == "call":
-            self._is_in_launch |= code.co_name == "_launch_all"
+            self._has_begun |= code.co_name == self._function
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
             self._last.pop(frame.f_back, None)  # type: ignore[arg-type]  # a call from Python
             self._look()
@@ -64,7 +66,7 @@ class InterruptAt:
         return self._trace
 
     def _look(self) -> None:
-        if not self._is_in_launch:
+        if not self._has_begun:
             return
         if self._left == 0:
             self.has_raised = True
@@ -129,7 +131,7 @@ def test_step_is_taken_or_not(
         optimizer = run(before)
         params = optimizer.param_groups[0]["params"]
         make_gradients(params, 8)
-        interrupt = InterruptAt(n)
+        interrupt = InterruptAt(n, "_launch_all")
         try:
             with interrupt:
                 optimizer.step()
@@ -148,3 +150,86 @@ def test_step_is_taken_or_not(
         outcomes.add(is_taken)
     assert n > 40
     assert outcomes == {False, True}
+
+
+@pytest.mark.parametrize("name", ["FusedSGD", "FusedLamb"])
+def test_nothing_of_an_interrupted_step_is_taken_for_the_next_ones(name: str) -> None:
+    """It has the gradients' memory and the learning rate of the step before."""
+
+    def run(steps: list[str], n: int = -1) -> tuple[Any, bool]:
+        params = new_params()
+        optimizer = MAKE[name](params)
+        make_gradients(params, 1)
+        first = [p.grad for p in params]
+        make_gradients(params, 2)
+        second = [p.grad for p in params]
+        has_raised = False
+        for step in steps:
+            optimizer.max_grad_norm = None if step == "before" else 1.0
+            optimizer.param_groups[0]["lr"] = 0.5 if step == "interrupted" else 0.1
+            for p, *grads in zip(params, first, second):
+                p.grad = grads[step == "interrupted"]
+            interrupt = InterruptAt(n if step == "interrupted" else -1, "_update")
+            try:
+                with interrupt:
+                    optimizer.step()
+            except KeyboardInterrupt:
+                has_raised = True
+        return everything(optimizer), has_raised
+
+    expected = [run(["before", "after"])[0], run(["before", "interrupted", "after"])[0]]
+    for n in range(10_000):
+        result, has_raised = run(["before", "interrupted", "after"], n)
+        if not has_raised:
+            break
+        assert any(is_same(result, states) for states in expected), f"wrong after place {n}"
+    assert n > 80
+
+
+class OddParameter(Parameter):
+    """One whose gradient is gone when it is asked for again, as if a thread had taken it away."""
+
+    @property
+    def grad(self) -> Any:
+        grad = Tensor.grad.__get__(self)
+        if self.is_taken_away:
+            Tensor.grad.__set__(self, None)
+        return grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        Tensor.grad.__set__(self, value)
+
+
+def test_gradient_that_another_thread_takes_away() -> None:
+    params = [OddParameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = FusedSGD(params, lr=1.0)
+    for steps in range(1, 4):
+        for p in params:
+            p.grad = torch.ones(3)
+            p.is_taken_away = p is params[1] and steps == 1
+        optimizer.step()
+        assert params[0].tolist() == [-steps] * 3
+        assert params[1].tolist() in ([-steps] * 3, [1.0 - steps] * 3)
+
+
+def test_no_memory_for_one_of_several_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says so by a RuntimeError."""
+    split_in_place = _split.split_in_place
+    params = [Parameter(torch.randn(5)) for _ in range(3)]
+    values = [p.detach().clone() for p in params]
+
+    def fails_at_last(param: Tensor) -> Tensor:
+        if param is params[-1]:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return split_in_place(param)
+
+    monkeypatch.setattr(_split, "split_in_place", fails_at_last)
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        FusedAdam(params, split=True)
+    assert all(torch.equal(p, value) for p, value in zip(params, values))
+    optimizer = SplitSGD([Parameter(torch.randn(5))], lr=0.1)
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        optimizer.add_param_group({"params": params})
+    assert all(torch.equal(p, value) for p, value in zip(params, values))
+    assert len(optimizer.param_groups) == 1
