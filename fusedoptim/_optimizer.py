@@ -200,6 +200,8 @@ class FusedOptimizer(Optimizer):
     """Added to the norm that ``max_grad_norm`` is divided by."""
     _sparse_state: tuple[str, ...] = ()
     """Names of the state that a sparse gradient makes, and that is sparse then, as torch's."""
+    _to_restore: Sequence[tuple[Tensor, Group, Tensor | None]] = ()
+    """While a checkpoint is loaded: each parameter's state in it, and the trail that it has."""
     _plans: list[_Plan]
     _elements: int
     _state_seen: tuple[list[Tensor], list[dict[str, Any]]] | None
@@ -600,6 +602,8 @@ class FusedOptimizer(Optimizer):
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for p, saved, trail in self._to_restore:  # before it is the optimizer's
+            _restore_state(state["state"], p, saved, trail)
         # torch's classes take all state for that of a parameter that has taken a step.
         unstepped = {p: s for p, s in state["state"].items() if s.keys() == {TRAIL}}
         for p in unstepped:
@@ -658,28 +662,20 @@ class FusedOptimizer(Optimizer):
             ValueError: the checkpoint does not fit the groups, or has lost some of its lower
                 halves. Nothing was changed then.
         """
-        loaded: dict[str, Any] = {}
         trails = {p: self.state[p][TRAIL] for p in self._params() if TRAIL in self.state.get(p, {})}
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:
-            loaded.update(final)
-            saved = [(i, p, s) for i, (p, s) in enumerate(self._saved(final)) if self.is_split(p)]
-            _split.check_checkpoint(type(self).__name__, saved)
+            saved = self._saved(final)
+            halves = [(i, p, s) for i, (p, s) in enumerate(saved) if self.is_split(p)]
+            _split.check_checkpoint(type(self).__name__, halves)
+            self._to_restore = [(p, s, trails.get(p)) for p, s in saved]
 
-        def restore(_: Optimizer) -> None:
-            for p, saved in self._saved(loaded):
-                self._restore_state(p, saved)
-                if p in trails and TRAIL not in saved:
-                    self.state[p][TRAIL] = trails[p]
-
-        # Last before torch reads the dict, first after: users' hooks see the right state.
-        before = self.register_load_state_dict_pre_hook(check)
-        after = self.register_load_state_dict_post_hook(restore, prepend=True)
+        handle = self.register_load_state_dict_pre_hook(check)  # the last before torch reads it
         try:
             super().load_state_dict(state_dict)
         finally:
-            before.remove()
-            after.remove()
+            self._to_restore = ()
+            handle.remove()
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -689,11 +685,24 @@ class FusedOptimizer(Optimizer):
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         return [(p, state_dict["state"].get(i, {})) for i, p in zip(ids, self._params())]
 
-    def _restore_state(self, param: Tensor, saved: dict[str, Any]) -> None:
-        for key, value in saved.items() if isinstance(saved, dict) else ():
-            if key == TRAIL:
-                self.state[param][key] = value.to(param.device, torch.int16, copy=True)
-            elif isinstance(value, Tensor) and key != "step" and value.is_floating_point():
-                dtype = state_dtype(param)
-                if dtype != param.dtype:
-                    self.state[param][key] = value.to(param.device, dtype, copy=True)
+
+def _restore_state(
+    states: dict[Tensor, Any], param: Tensor, saved: Group, trail: Tensor | None
+) -> None:
+    """Put into ``states`` as it was ``saved`` what torch has cast to the parameter's dtype.
+
+    Args:
+        states: about to be an optimizer's.
+        param: one of its parameters.
+        saved: the parameter's state in a checkpoint.
+        trail: the parameter's, which it keeps if the checkpoint has none.
+    """
+    if trail is not None and TRAIL not in saved:
+        states[param][TRAIL] = trail
+    for key, value in saved.items() if isinstance(saved, dict) else ():
+        if key == TRAIL:
+            states[param][key] = value.to(param.device, torch.int16, copy=True)
+        elif isinstance(value, Tensor) and key != "step" and value.is_floating_point():
+            dtype = state_dtype(param)
+            if dtype != param.dtype:
+                states[param][key] = value.to(param.device, dtype, copy=True)

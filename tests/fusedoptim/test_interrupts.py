@@ -186,6 +186,38 @@ def test_nothing_of_an_interrupted_step_is_taken_for_the_next_ones(name: str) ->
     assert n > 80
 
 
+@pytest.mark.parametrize("name", ["FusedAdam", "SplitSGD"])
+def test_checkpoint_is_loaded_or_not(name: str) -> None:
+    def new(seed: int) -> Any:
+        params = [Parameter(p.detach().bfloat16()) for p in new_params()]
+        optimizer = MAKE[name](params)
+        make_gradients(params, seed)
+        optimizer.step()
+        return optimizer
+
+    checkpoint = new(2).state_dict()
+    old, loaded = new(1), new(1)
+    loaded.load_state_dict(checkpoint)
+    expected = [everything(old), everything(loaded)]
+    outcomes = set()
+    for n in range(10_000):
+        optimizer = new(1)
+        interrupt = InterruptAt(n, "load_state_dict")
+        try:
+            with interrupt:
+                optimizer.load_state_dict(checkpoint)
+        except KeyboardInterrupt:
+            pass
+        if not interrupt.has_raised:
+            break
+        result = everything(optimizer)
+        (which,) = [i for i, states in enumerate(expected) if is_same(result, states)]
+        outcomes.add(which)
+        make_gradients(optimizer.param_groups[0]["params"], 3)
+        optimizer.step()
+    assert outcomes == {0, 1}
+
+
 class OddParameter(Parameter):
     """One whose gradient is gone when it is asked for again, as if a thread had taken it away."""
 
