@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._tensors import State
+from fusedoptim._tensors import State, are_same_objects
 
 KEY = "step"
 
@@ -35,7 +35,7 @@ class StepCounts:
     def are_held_by(self, states: Sequence[State]) -> bool:
         """Whether each state's count still is the one of here."""
         try:
-            return all(map(operator.is_, map(_COUNT, states), self.views))
+            return are_same_objects(list(map(_COUNT, states)), self.views)
         except KeyError:
             return False
 
