@@ -674,7 +674,7 @@ class FusedOptimizer(Optimizer):
         try:
             super().load_state_dict(state_dict)
         finally:
-            self._to_restore = ()
+            vars(self).pop("_to_restore", None)
             handle.remove()
 
     def _params(self) -> list[Tensor]:
