@@ -49,6 +49,10 @@ class Recipe(Protocol):
     def name(self) -> str:
         """What errors call the optimizer."""
 
+    @property
+    def optional_state(self) -> frozenset[str]:
+        """Names of the state that a parameter may lack though it has taken steps."""
+
 
 class Bucket:
     """Parameters of one device and dtype with their gradients and state, ready to launch."""
@@ -92,6 +96,8 @@ class Bucket:
         targets = [target for run in self._runs for target in run.targets]
         self.fresh = fresh or [any(state.get(name) is None for name in names) for state in held]
         self._steps = StepCounts(held) if has_steps else None
+        for candidate, state in zip(candidates, held):
+            check_whole(recipe, candidate.name, state, [*names, KEY] if has_steps else names)
         self._uncommitted: list[State] | None = [
             {
                 name: state_tensor(recipe, candidate.name, name, state, target, state_dtype)
@@ -214,7 +220,7 @@ class Bucket:
         for run in self._runs:
             for param, target in run.copied:
                 param.detach().copy_(target)
-            run.grads = []
+            run.release()
         if self._steps is not None:
             self._steps.count_up()
         if self._uncommitted is not None:
@@ -251,6 +257,21 @@ def check_shape(recipe: Recipe, owner: str, name: str, state: Tensor, shape: tor
         )
 
 
+def check_whole(recipe: Recipe, owner: str, state: State, names: Sequence[str]) -> None:
+    """Raise if some of the state of these names is there and some is not.
+
+    Raises:
+        KeyError: so it is, as torch's classes find: an update would begin half of it anew.
+    """
+    needed = set(names) - {TRAIL}
+    lost = sorted(needed - state.keys() - recipe.optional_state)
+    if lost and not needed.isdisjoint(state):
+        raise KeyError(
+            f"{recipe.name}: the state of {owner} has no {lost[0]!r}, and other state of earlier "
+            "steps; load a whole state_dict, or delete optimizer.state[parameter] to begin it anew"
+        )
+
+
 def state_tensor(
     recipe: Recipe, owner: str, name: str, state: State, target: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -261,6 +282,11 @@ def state_tensor(
     if value is None:
         return recipe.initial_state(name, target, dtype)
     check_shape(recipe, owner, name, value, target.shape)
+    if name == TRAIL and value.dtype != dtype:
+        raise ValueError(
+            f"{recipe.name}: the state {TRAIL!r} of {owner}, a lower half, is {value.dtype} and "
+            f"not {dtype}; load a state_dict by this optimizer's own load_state_dict"
+        )
     if value.layout is not torch.strided:
         value = value.to_dense()
     return laid_out_like(target, value.to(target.device, dtype))

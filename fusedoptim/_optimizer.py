@@ -104,6 +104,10 @@ class _GroupRecipe(NamedTuple):
         return self.optimizer.is_split(param)
 
     @property
+    def optional_state(self) -> frozenset[str]:
+        return self.optimizer._optional_state
+
+    @property
     def sparse_state(self) -> tuple[str, ...]:
         return self.optimizer._sparse_state
 
@@ -124,10 +128,36 @@ def _bucket(
     return SparseBucket(recipe, candidate, states)
 
 
+class _Later(NamedTuple):
+    """Parameters of a group that share memory with some that are updated before them."""
+
+    members: list[Candidate]
+    planned: Bucket | SparseBucket
+    """What would update them now."""
+    is_repeated: bool
+    """Whether they are those themselves."""
+    fresh: Sequence[bool] | None
+    """Whether the state of each counts as just made; None if it has to be looked at then."""
+
+
 class _Plan:
     """One group's parameters as they were at some step, sorted into buckets."""
 
-    def __init__(self, group: Group, kernels: tuple[str, ...], optimizer: FusedOptimizer) -> None:
+    def __init__(
+        self,
+        group: Group,
+        kernels: tuple[str, ...],
+        optimizer: FusedOptimizer,
+        given_before: set[int],
+    ) -> None:
+        """Check all parameters that have a gradient, and lay out their updates.
+
+        Args:
+            group: of the optimizer.
+            kernels: that update it.
+            optimizer: whose state the buckets hold.
+            given_before: ids of its parameters that a group before it has too.
+        """
         self._kernels = kernels
         self._options = _options(group)
         self._params = list(group["params"])
@@ -146,24 +176,26 @@ class _Plan:
                     candidate = candidate._replace(grad=candidate.grad.to_dense())
             candidates.append(candidate)
         members: dict[Any, list[Candidate]] = {}
-        met: set[int] = set()
+        met = set(given_before)
         for candidate, turn in zip(candidates, turns([c.param for c in candidates])):
             p = candidate.param
             alone = len(met) if candidate.grad.layout is not torch.strided else -1
-            key = (turn, id(p) in met, alone, p.device, p.dtype, optimizer.is_split(p))
+            is_known = id(p) in given_before
+            key = (turn, id(p) in met, is_known, alone, p.device, p.dtype, optimizer.is_split(p))
             members.setdefault(key, []).append(candidate)
             met.add(id(p))
         self.buckets: list[Bucket | SparseBucket] = []
-        self.later: list[tuple[list[Candidate], Bucket | SparseBucket, bool]] = []
-        """Parameters that share memory with some of ``buckets``, in order of their turns; what
-        would update them now; and whether they are in an earlier turn themselves."""
+        self.later: list[_Later] = []
+        """In order of their turns."""
         for key in sorted(members, key=operator.itemgetter(0)):
-            turn, is_repeated, *_ = key
+            turn, is_repeated, is_known, *_ = key
             bucket = _bucket(recipe, members[key], optimizer.state)
             if turn == 0 and not is_repeated:
                 self.buckets.append(bucket)
             else:
-                self.later.append((members[key], bucket, is_repeated))
+                # torch looks at the state of a whole group before it updates any of it.
+                fresh = None if is_known else bucket.fresh
+                self.later.append(_Later(members[key], bucket, is_repeated, fresh))
         self.elements = sum(bucket.elements for bucket in self.buckets)
 
     def refresh(self, group: Group, kernels: tuple[str, ...]) -> bool:
@@ -200,6 +232,8 @@ class FusedOptimizer(Optimizer):
     """Added to the norm that ``max_grad_norm`` is divided by."""
     _sparse_state: tuple[str, ...] = ()
     """Names of the state that a sparse gradient makes, and that is sparse then, as torch's."""
+    _optional_state: frozenset[str] = frozenset()
+    """Names of the state that a parameter may lack though it has other state of earlier steps."""
     _to_restore: Sequence[tuple[Tensor, Group, Tensor | None]] = ()
     """While a checkpoint is loaded: each parameter's state in it, and the trail that it has."""
     _plans: list[_Plan]
@@ -312,9 +346,9 @@ class FusedOptimizer(Optimizer):
             for bucket in plan.buckets:
                 self._launch(bucket, group, values, common, launched)
             recipe = _GroupRecipe(self, group, self._kernels(group))
-            for members, planned, _ in plan.later:  # from what the turn before them made
+            for later in plan.later:  # from what the turn before them made
                 self._finish(launched)
-                bucket = _bucket(recipe, members, self.state, planned.fresh)
+                bucket = _bucket(recipe, later.members, self.state, later.fresh)
                 self._launch(bucket, group, values, common, launched)
 
     def _begin_update(self) -> None:
@@ -360,7 +394,7 @@ class FusedOptimizer(Optimizer):
             for plan in plans:
                 squares += [bucket.sum_of_squares() for bucket in plan.buckets]
                 squares += [
-                    bucket.sum_of_squares() for _, bucket, repeated in plan.later if not repeated
+                    later.planned.sum_of_squares() for later in plan.later if not later.is_repeated
                 ]
         return multiplier(grad_scale, squares, self.max_grad_norm, self._clip_eps)
 
@@ -379,17 +413,34 @@ class FusedOptimizer(Optimizer):
         """The plan of each group, made anew where it no longer fits; writes no user's tensor."""
         if not self._has_state_seen():
             self._forget_plans()
+        given_before: list[set[int]] = []
         for i, group in enumerate(self.param_groups):
             kernels = self._kernels(group)
             if i == len(self._plans) or not self._plans[i].refresh(group, kernels):
                 self._check_options(group)
                 self._state_seen = None  # the step will make state
+                given_before = given_before or self._given_before()
                 with torch.no_grad():
-                    self._plans[i : i + 1] = [_Plan(group, kernels, self)]
+                    self._plans[i : i + 1] = [_Plan(group, kernels, self, given_before[i])]
+                if any(given_before):  # perhaps by this group now
+                    del self._plans[i + 1 :]
         del self._plans[len(self.param_groups) :]
         if self._state_seen is None:
             self._elements = sum(plan.elements for plan in self._plans)
         return self._plans
+
+    def _given_before(self) -> list[set[int]]:
+        """For each group, the ids of its parameters that a group before it has too.
+
+        torch refuses to make such groups, but they may be edited.
+        """
+        met: set[int] = set()
+        repeated = []
+        for group in self.param_groups:
+            params = set(map(id, group["params"]))
+            repeated.append(params & met)
+            met |= params
+        return repeated
 
     def _forget_plans(self) -> None:
         with self._lock:
@@ -467,47 +518,40 @@ class FusedOptimizer(Optimizer):
             self._check_options(whole)
             self._check_numbers({k: v for k, v in whole.items() if k != "params"})
         before = len(self.param_groups)
-        super().add_param_group(param_group)
         try:
+            super().add_param_group(param_group)
             if self.split:
                 _split.check(type(self).__name__, self._params())
-        except (TypeError, RuntimeError):
+            if self._is_complete:
+                self._convert(self.param_groups[before:])
+        except BaseException:
             del self.param_groups[before:]
             raise
-        if self._is_complete:
-            try:
-                self._convert(self.param_groups[before:])
-            except BaseException:
-                del self.param_groups[before:]
-                raise
 
     def _convert(self, groups: list[Group]) -> None:
         """Bring new parameters, and the state that torch made for them, into our form."""
-        if self.split:
-            self._split_all([p for group in groups for p in group["params"]])
         for group in groups:
             for p in group["params"]:
                 dtype = state_dtype(p)
                 for name, value in self.state.get(p, {}).items():
                     if name not in (TRAIL, "step") and value.dtype != dtype:
                         self.state[p][name] = self._initial_state(group, name, p, dtype)
+        if self.split:
+            self._split_all(p for group in groups for p in group["params"])
 
     def _split_all(self, params: Iterable[Tensor]) -> None:
-        """Split them all or, where there is no memory for that, none: bits would be lost else."""
-        were_whole: list[tuple[Tensor, bool]] = []
+        """Split all that are not yet or, where there is no memory for that, none."""
+        chosen = [p for p in dict.fromkeys(params) if p not in self.halves]
+        whole = {p for p in chosen if p.dtype == torch.float32}
         try:
-            for p in params:
-                if p not in self.halves:  # a parameter may be given twice
-                    is_whole = p.dtype == torch.float32
-                    self.state[p][TRAIL] = _split.split_in_place(p)
-                    self.halves.add(p)
-                    were_whole.append((p, is_whole))
+            for p in chosen:
+                self.halves.split(p)
         except BaseException:  # torch's is a RuntimeError
-            for p, is_whole in were_whole:
-                self.halves.remove(p)
-                trail = self.state[p].pop(TRAIL)
-                if is_whole:
-                    _split.merge_in_place(p, trail)
+            for p in chosen:
+                if p in self.halves and p in whole:
+                    self.halves.merge(p)
+                else:
+                    self.halves.forget(p)
             raise
 
     def is_split(self, param: Tensor) -> bool:
@@ -528,7 +572,8 @@ class FusedOptimizer(Optimizer):
         Raises:
             ValueError: a parameter is not of this optimizer.
             TypeError: a parameter is neither float32 nor bfloat16, or not strided.
-            RuntimeError: parameters share memory. Nothing was converted then.
+            RuntimeError: parameters share memory, or a gradient does not fit. Nothing was
+                converted then.
 
         Example:
             >>> import torch
@@ -569,15 +614,16 @@ class FusedOptimizer(Optimizer):
             if self.split or p not in self.halves:
                 why = "all of the optimizer's are split" if self.split else "it is not split"
                 raise ValueError(f"{name}: cannot merge one of shape {tuple(p.shape)}: {why}")
-        trails = [self.halves.trail(p) for p in chosen]
+        for p in chosen:
+            self.halves.trail(p)  # raises if it is lost
         with self._lock:
             self._forget_plans()
-            for p, trail in zip(chosen, trails):
-                _split.merge_in_place(p, trail)
-                self.halves.remove(p)
-                del self.state[p][TRAIL]
-                if not self.state[p]:  # torch's classes take any state for that of a step
-                    del self.state[p]
+            try:
+                for p in chosen:
+                    self.halves.merge(p)
+            except BaseException:
+                self._split_all(chosen)  # those that are merged already
+                raise
 
     def master_params(self) -> Iterator[Tensor]:
         """The parameters' exact values, as float32 copies of the split ones; in order of groups.

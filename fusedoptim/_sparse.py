@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._bucket import Recipe, check_shape, state_tensor, variant_of
+from fusedoptim._bucket import Recipe, check_shape, check_whole, state_tensor, variant_of
 from fusedoptim._device import queue_of
 from fusedoptim._launch import Chunks, Indices, LaunchBlock, kernel_for, row_places
 from fusedoptim._sparse_gradient import SparseGradient, row_numbers
@@ -82,6 +82,7 @@ class SparseBucket:
         self._steps = (
             StepCounts([held]) if any(role is Role.ROW_SCALAR for _, role in row) else None
         )
+        check_whole(recipe, candidate.name, held, names if self._steps is None else [*names, KEY])
         self._dense = {
             name: state_tensor(recipe, candidate.name, name, held, self._target, self._state_dtype)
             for name in names

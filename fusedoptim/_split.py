@@ -8,7 +8,7 @@ two bytes where a bfloat16 parameter with a float32 master copy takes two and fo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ def check(optimizer: str, params: Sequence[Tensor], others: Sequence[Tensor] = (
 
     Raises:
         TypeError: a parameter is neither float32 nor bfloat16, or not strided.
-        RuntimeError: parameters share memory, which a conversion would end.
+        RuntimeError: parameters share memory, which a conversion would end; or a gradient to be
+            converted does not fit.
     """
     for i, p in enumerate(params):
         what = f"{optimizer}: parameter {i} (shape {tuple(p.shape)})"
@@ -50,6 +51,11 @@ def check(optimizer: str, params: Sequence[Tensor], others: Sequence[Tensor] = (
             raise TypeError(
                 f"{what} is {p.dtype}; split parameters are bfloat16, or float32 to be converted: "
                 "convert the model with model.float() or model.bfloat16()"
+            )
+        if p.dtype == torch.float32 and p.grad is not None and p.grad.shape != p.shape:
+            raise RuntimeError(
+                f"{what} has a gradient of another shape, {tuple(p.grad.shape)}; call zero_grad() "
+                "after changing a parameter"
             )
     once = list(dict.fromkeys(params))
     known = [p for p in dict.fromkeys(others) if p not in set(once)]
@@ -71,29 +77,15 @@ def check_half(optimizer: str, candidate: Candidate) -> None:
         )
 
 
-def split_in_place(param: Tensor) -> Tensor:
-    """Make a float32 ``param`` its upper half, and return the trail; a bfloat16's is zero."""
-    with torch.no_grad():
-        if param.dtype == torch.bfloat16:
-            return new_state(param, torch.int16).zero_()
-        upper, trail = halves_of(param, is_ours_alone(param))
-        _replace(param, upper)
-        return trail
-
-
-def merge_in_place(param: Tensor, trail: Tensor) -> None:
-    """Make an upper half the float32 parameter that it stands for."""
-    with torch.no_grad():
-        _replace(param, join(param, trail))
-
-
-def _replace(param: Tensor, values: Tensor) -> None:
-    """Give ``param`` these values, and its gradient their dtype."""
-    grad = param.grad
-    param.grad = None
+def _replace(param: Tensor, values: Tensor, grad: Tensor | None) -> None:
+    """Give ``param`` these values, and a gradient of their dtype."""
     param.data = values
-    if grad is not None:
-        param.grad = grad.to(values.dtype)
+    if param.grad is not grad:  # torch lets one be kept that does not fit, but not be set
+        param.grad = grad
+
+
+def _converted_grad(param: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return None if param.grad is None else param.grad.to(dtype)
 
 
 def halves_of(values: Tensor, is_used_up: bool = False) -> tuple[Tensor, Tensor]:
@@ -117,8 +109,7 @@ def halves_of(values: Tensor, is_used_up: bool = False) -> tuple[Tensor, Tensor]
             if is_used_up:
                 give_back(piece)
     except BaseException:  # an interrupt
-        for piece, low, high in pieces[:done]:
-            _interleave(piece, low, high)
+        _join_pieces(pieces[:done])
         raise
     return upper, lower
 
@@ -132,6 +123,11 @@ def _pieces(values: Tensor, lower: Tensor, upper: Tensor) -> list[tuple[Tensor, 
             torch.split(_words(upper), CHUNK),
         )
     )
+
+
+def _join_pieces(pieces: Iterable[tuple[Tensor, ...]]) -> None:
+    for piece, low, high in pieces:
+        _interleave(piece, low, high)
 
 
 def _interleave(words: Tensor, lower: Tensor, upper: Tensor) -> None:
@@ -175,7 +171,7 @@ class Halves:
     def __init__(self, optimizer: Optimizer) -> None:
         self._trails: dict[Tensor, Tensor | None] = {}
         """By parameter; None while an optimizer has them."""
-        self._state: Mapping[Tensor, Any] = {}
+        self._state: MutableMapping[Tensor, Any] = {}
         """The optimizer's."""
         self.belong_to(optimizer)
 
@@ -211,14 +207,63 @@ class Halves:
         self._state = {}
         self._trails, self.in_model = state
 
-    def add(self, param: Tensor) -> None:
-        """Count ``param``, whose trail is in the optimizer's state, among the halves."""
-        self._trails[param] = None
-        self._look()
+    def split(self, param: Tensor) -> None:
+        """Make a float32 or bfloat16 ``param`` an upper half; its trail joins the state.
 
-    def remove(self, param: Tensor) -> None:
-        """Count ``param`` no more."""
-        del self._trails[param]
+        After an error or an interrupt, everything is as it was.
+        """
+        self._look()
+        is_used_up = param.dtype == torch.float32 and is_ours_alone(param)
+        values, grad = param.data, param.grad
+        halves: tuple[Tensor, Tensor] | None = None
+        try:
+            with torch.no_grad():
+                if param.dtype == torch.bfloat16:
+                    halves = values, new_state(values, torch.int16).zero_()
+                else:
+                    halves = halves_of(values, is_used_up)
+                upper, trail = halves
+                rounded = _converted_grad(param, torch.bfloat16)
+                self._trails[param] = None
+                self._state[param][TRAIL] = trail
+                _replace(param, upper, rounded)
+        except BaseException:
+            if is_used_up and halves is not None:
+                upper, trail = halves
+                _join_pieces(_pieces(values, trail, upper))
+            _replace(param, values, grad)
+            self.forget(param)
+            raise
+
+    def merge(self, param: Tensor) -> None:
+        """Make an upper half the float32 parameter that it stands for, which is none of these.
+
+        After an error or an interrupt, everything is as it was.
+
+        Raises:
+            ValueError: the optimizer has lost the lower half.
+        """
+        trail, copied = self.trail(param), self._trails[param]
+        values, grad = param.data, param.grad
+        try:
+            with torch.no_grad():
+                whole, exact = join(values, trail), _converted_grad(param, torch.float32)
+                _replace(param, whole, exact)
+                self.forget(param)
+        except BaseException:
+            _replace(param, values, grad)
+            self._trails[param] = copied
+            if copied is None:
+                self._state[param][TRAIL] = trail
+            raise
+
+    def forget(self, param: Tensor) -> None:
+        """Count ``param`` no more, if it was counted, and drop its trail."""
+        self._trails.pop(param, None)
+        state = self._state.get(param, {})
+        state.pop(TRAIL, None)
+        if not state:  # torch's classes take any state for that of a step
+            self._state.pop(param, None)
 
     def _look(self) -> None:
         """Take the optimizer's state, which a user may have replaced, if there is an optimizer."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._tensors import State, are_same_objects
+from fusedoptim._tensors import State
 
 KEY = "step"
 
@@ -31,13 +31,18 @@ class StepCounts:
         self._packed = torch.tensor(counts, dtype=torch.float32, device="cpu")
         self.views: list[Tensor] = list(self._packed.unbind()) if counts else []
         """Each parameter's count, a 0-d float32 tensor on the CPU."""
+        self._addresses: list[int] = []
 
     def are_held_by(self, states: Sequence[State]) -> bool:
-        """Whether each state's count still is the one of here."""
+        """Whether each state's count still is in the memory that is counted up here."""
         try:
-            return are_same_objects(list(map(_COUNT, states)), self.views)
-        except KeyError:
+            addresses = list(map(Tensor.data_ptr, map(_COUNT, states)))
+        except (KeyError, TypeError):  # it is gone, or a number
             return False
+        start, size = self._packed.data_ptr(), self._packed.element_size()
+        if self._addresses[:1] != [start]:  # not yet known, or share_memory_() has moved them
+            self._addresses = list(range(start, start + len(self.views) * size, size))
+        return addresses == self._addresses
 
     def next(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """The counts after the coming step; one for all, where they are equal."""

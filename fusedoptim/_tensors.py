@@ -172,6 +172,8 @@ class TensorRun:
         self._lay_out(grads)
         self.grads = grads
         """What a launch reads; kept until it has, as another thread may drop the gradients."""
+        self._held_states: list[list[Tensor]] = []
+        """What a launch updates; kept likewise."""
         self.numels = [p.numel() for p in self.params]
         self.addresses = list(map(Tensor.data_ptr, self.targets))
         self.grad_addresses = list(map(Tensor.data_ptr, grads))
@@ -188,7 +190,13 @@ class TensorRun:
             self.state_addresses[name] = list(map(Tensor.data_ptr, tensors))
             self._state_facts[name] = facts_of(tensors)
 
+    def release(self) -> None:
+        """Keep nothing alive that only the launch needed."""
+        self.grads = []
+        self._held_states = []
+
     def _has_same_state(self) -> bool:
+        self._held_states = []
         for name, addresses in self.state_addresses.items():
             try:
                 now = list(map(operator.itemgetter(name), self._states))
@@ -198,6 +206,7 @@ class TensorRun:
                 return False
             if list(map(Tensor.data_ptr, now)) != addresses:
                 return False
+            self._held_states.append(now)
         return True
 
     def _lay_out(self, grads: list[Tensor]) -> None:

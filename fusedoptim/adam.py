@@ -15,6 +15,8 @@ __all__ = ["FusedAdam", "FusedAdamW"]
 class _Adam(FusedOptimizer):
     """What Adam and AdamW ask of their kernel; a group says which of the two it is."""
 
+    _optional_state = frozenset({"max_exp_avg_sq"})  # amsgrad may be switched on later
+
     def _kernels(self, group: Group) -> tuple[str, ...]:
         return ("adam_amsgrad",) if group["amsgrad"] else ("adam",)
 

@@ -66,6 +66,7 @@ class _CountingByGroup(OthersLamb):
     """Steps are counted in ``group["step"]``, for all parameters of the group."""
 
     _clip_eps = 0.0
+    _optional_state = frozenset({_STEP})
 
     def _first_count(self) -> Any:
         raise NotImplementedError

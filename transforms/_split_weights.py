@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fusedoptim._optimizer import FusedOptimizer
-from fusedoptim._split import Halves, merge_in_place
+from fusedoptim._split import Halves
 from fusedoptim._tensors import has_shared_elements
 from transforms._report import Entry
 
@@ -177,10 +177,9 @@ def merge_copies(model: nn.Module) -> None:
     """Make float32, in place, the halves of a model that was copied without its optimizer."""
     for halves in halves_in(model):
         if halves.is_alone:
-            own = [p for p in dict.fromkeys(model.parameters()) if p in halves]
-            for p, trail in [(p, halves.trail(p)) for p in own]:
-                merge_in_place(p, trail)
-                halves.remove(p)
+            for p in model.parameters():
+                if p in halves:
+                    halves.merge(p)
             _detach(model, halves)
 
 

@@ -119,7 +119,7 @@ def test_steps_are_counted_for_each_parameter(case: OptimizerCase) -> None:
 
 @each_case
 def test_step_set_by_the_user(case: OptimizerCase) -> None:
-    """In place, as another tensor, and as a number, as old checkpoints have it."""
+    """In place, as another tensor or memory, and as a number, as old checkpoints have it."""
     params = [Parameter(torch.randn(5)) for _ in range(3)]
     pair = SideBySide(case, case.kwargs[-1], params)
     for count in (torch.tensor(40.0), torch.tensor(7.0, dtype=torch.float64)):
@@ -131,6 +131,12 @@ def test_step_set_by_the_user(case: OptimizerCase) -> None:
         pair.set_gradients()
         pair.step()
         pair.assert_equal()
+    for optimizer, ps in ((pair.ours, pair.params), (pair.torchs, pair.references)):
+        optimizer.state[ps[0]]["step"].data = torch.tensor(5.0)
+        optimizer.state[ps[2]]["step"].set_(torch.tensor(9.0))
+    pair.set_gradients()
+    pair.step()
+    pair.assert_equal()
     pair.ours.state[params[0]]["step"] = 3
     pair.torchs.state[pair.references[0]]["step"] = torch.tensor(3.0)
     pair.set_gradients()

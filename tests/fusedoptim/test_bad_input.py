@@ -54,6 +54,54 @@ def test_integer_parameter(case: OptimizerCase) -> None:
     _assert_refused(case, bad, TypeError, "parameter 1 .*int64.* none of float32")
 
 
+def test_split_with_a_gradient_that_does_not_fit() -> None:
+    params = [Parameter(torch.randn(2, 3)) for _ in range(2)]
+    optimizer = fusedoptim.FusedSGD(params, lr=0.1)
+    grad = params[1].grad = torch.ones(2, 3)
+    params[1].data = torch.randn(3, 2)
+    values = [p.detach().clone() for p in params]
+    with pytest.raises(RuntimeError, match=r"parameter 1 .*shape, \(2, 3\); call zero_grad"):
+        optimizer.split_params(params)
+    assert all(map(torch.equal, params, values))
+    assert params[1].grad is grad
+    assert list(optimizer.halves) == []
+
+
+@each_case
+def test_some_of_the_state_is_gone(case: OptimizerCase) -> None:
+    """torch's classes raise KeyError too; the others could only begin half of it anew."""
+    params = [Parameter(torch.randn(10)) for _ in range(2)]
+    optimizer = case.make(params, **case.kwargs[-1])
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    needed = [key for key in case.state_keys if key not in ("trail", "max_exp_avg_sq")]
+    for key in needed if len(needed) > 1 else []:
+        value = optimizer.state[params[1]].pop(key)
+        before = [p.detach().clone() for p in params], snapshot(optimizer)
+        with pytest.raises(KeyError, match=f"parameter 1 has no '{key}'.*delete"):
+            optimizer.step()
+        assert all(map(torch.equal, params, before[0]))
+        assert_same_state(optimizer, before[1])
+        optimizer.state[params[1]][key] = value
+        optimizer.step()
+    del optimizer.state[params[1]]
+    if not case.is_split:
+        optimizer.step()
+
+
+def test_trail_of_another_dtype() -> None:
+    """torch's own load_state_dict casts it to the parameter's."""
+    p = Parameter(torch.randn(10))
+    optimizer = fusedoptim.SplitSGD([p], lr=0.1)
+    p.grad = torch.ones_like(p)
+    torch.optim.Optimizer.load_state_dict(optimizer, optimizer.state_dict())
+    with pytest.raises(
+        ValueError, match=r"'trail' of parameter 0.* is torch\.bfloat16 .*load_state"
+    ):
+        optimizer.step()
+
+
 @each_case
 def test_sparse_parameter(case: OptimizerCase) -> None:
     bad = torch.eye(3).to_sparse().requires_grad_()

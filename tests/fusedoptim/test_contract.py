@@ -8,6 +8,7 @@ import inspect
 import io
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -195,6 +196,29 @@ class TestGradients:
             return
         pair.step()
         pair.assert_equal()
+
+    @each_case
+    def test_state_is_kept_until_the_kernel_has_ended(
+        self, case: OptimizerCase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Though another thread clears it meanwhile; and no longer."""
+        (p,) = make_params(torch.float32, ["1000"])
+        optimizer = case.make([p], **case.kwargs[-1])
+        for _ in range(2):
+            p.grad = torch.randn_like(p)
+            optimizer.step()
+        state = optimizer.state[p]
+        kernels = [weakref.ref(state[key]) for key in case.state_keys if key != "step"]
+        marks_written = torch.autograd.graph.increment_version
+
+        def clear(params: Any) -> None:
+            state.clear()
+            assert all(tensor() is not None for tensor in kernels)
+            marks_written(params)
+
+        monkeypatch.setattr(torch.autograd.graph, "increment_version", clear)
+        optimizer.step()
+        assert all(tensor() is None for tensor in kernels)
 
     @each_case_and_split
     def test_state_moved_to_shared_memory(self, case: OptimizerCase) -> None:
@@ -430,6 +454,22 @@ class TestTorchContract:
         with pytest.warns(UserWarning, match="duplicate parameters"):
             optimizer = case.make([p, p], lr=0.1)
         assert torch.equal(exact_values(optimizer)[p], before)
+
+    @each_case
+    def test_parameter_in_two_groups(self, case: OptimizerCase) -> None:
+        """Which torch refuses to make; after an edit it updates one group after the other."""
+        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32, ["1000", "17", "3x0"]))
+        for optimizer, params in ((pair.ours, pair.params), (pair.torchs, pair.references)):
+            (group,) = optimizer.param_groups
+            optimizer.param_groups.append({**group, "lr": 0.02, "params": [params[1]]})
+        for step in range(6):
+            for optimizer, params in ((pair.ours, pair.params), (pair.torchs, pair.references)):
+                first, second = optimizer.param_groups
+                first["params"] = params if step < 4 else params[:1]
+                second["params"] = params[1:] if step < 2 else params
+            pair.set_gradients()
+            pair.step()
+        pair.assert_equal()
 
     @each_case
     def test_hyper_parameters_changed_between_steps(self, case: OptimizerCase) -> None:

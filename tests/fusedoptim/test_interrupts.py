@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fusedoptim.sgd
-from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD, _split
+from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
+from fusedoptim._giving_back import is_ours_alone
+from fusedoptim._split import Halves
 
 PACKAGE = str(Path(fusedoptim.__file__).parent)
 POLLING = {"CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
@@ -218,6 +220,78 @@ def test_checkpoint_is_loaded_or_not(name: str) -> None:
     assert outcomes == {0, 1}
 
 
+def _params(numel: int = 7) -> list[Parameter]:
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(numel)), Parameter(torch.randn(3, 4)[:, ::2])]
+    make_gradients(params, 1)
+    return params
+
+
+def _constructor() -> tuple[list[Parameter], Any, Callable[[], Any]]:
+    params = _params()
+    return params, None, lambda: FusedAdam(params, split=True)
+
+
+def _add_param_group() -> tuple[list[Parameter], Any, Callable[[], Any]]:
+    params = _params()
+    optimizer = SplitSGD([Parameter(torch.zeros(1))], lr=0.1)
+    return params, optimizer, lambda: optimizer.add_param_group({"params": params})
+
+
+def _split_params() -> tuple[list[Parameter], Any, Callable[[], Any]]:
+    params = _params(300_000)
+    assert is_ours_alone(params[0])  # so its memory is given back
+    optimizer = FusedSGD(params, lr=0.1)
+    return params, optimizer, lambda: optimizer.split_params(params)
+
+
+def _merge_params() -> tuple[list[Parameter], Any, Callable[[], Any]]:
+    params = _params()
+    optimizer = FusedSGD(params, lr=0.1)
+    optimizer.split_params(params)
+    return params, optimizer, lambda: optimizer.merge_params(params)
+
+
+def _exact(params: list[Parameter], halves: Halves | None) -> list[Tensor]:
+    """The float32 values; of those in ``halves``, exactly their dtype."""
+    assert all((p.dtype == torch.bfloat16) == (halves is not None and p in halves) for p in params)
+    return [
+        p.detach().clone() if halves is None or p not in halves else halves.exact(p) for p in params
+    ]
+
+
+@pytest.mark.parametrize("new", [_constructor, _add_param_group, _split_params, _merge_params])
+def test_parameters_are_converted_or_not(
+    new: Callable[[], tuple[list[Parameter], Any, Callable[[], Any]]],
+) -> None:
+    """All of them, and none has lost a bit or its gradient."""
+    for n in range(10_000):
+        params, optimizer, convert = new()
+        halves = None if optimizer is None else optimizer.halves
+        values, dtype = _exact(params, halves), params[0].dtype
+        groups = 0 if optimizer is None else len(optimizer.param_groups)
+        interrupt = InterruptAt(n, "__init__" if new is _constructor else new.__name__[1:])
+        try:
+            with interrupt:
+                converted = convert()
+        except KeyboardInterrupt:
+            pass
+        else:
+            halves = (optimizer or converted).halves
+        assert len({p.dtype for p in params}) == 1
+        assert all(map(torch.equal, _exact(params, halves), values)), f"lost at place {n}"
+        assert all(p.grad is not None and p.grad.dtype == p.dtype for p in params)
+        if not interrupt.has_raised:
+            break
+        if optimizer is not None and params[0].dtype == dtype:
+            assert len(optimizer.param_groups) == groups
+            convert()
+            assert params[0].dtype != dtype
+        if optimizer is not None:
+            optimizer.step()
+    assert n > 60
+
+
 class OddParameter(Parameter):
     """One whose gradient is gone when it is asked for again, as if a thread had taken it away."""
 
@@ -247,16 +321,16 @@ def test_gradient_that_another_thread_takes_away() -> None:
 
 def test_no_memory_for_one_of_several_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch says so by a RuntimeError."""
-    split_in_place = _split.split_in_place
+    split = Halves.split
     params = [Parameter(torch.randn(5)) for _ in range(3)]
     values = [p.detach().clone() for p in params]
 
-    def fails_at_last(param: Tensor) -> Tensor:
+    def fails_at_last(halves: Halves, param: Tensor) -> None:
         if param is params[-1]:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return split_in_place(param)
+        split(halves, param)
 
-    monkeypatch.setattr(_split, "split_in_place", fails_at_last)
+    monkeypatch.setattr(Halves, "split", fails_at_last)
     with pytest.raises(RuntimeError, match="can't allocate"):
         FusedAdam(params, split=True)
     assert all(torch.equal(p, value) for p, value in zip(params, values))
