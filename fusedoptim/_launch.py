@@ -17,12 +17,13 @@ import ctypes
 import functools
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fusedoptim._modules import Module, load_module
+from fusedoptim._opencl import OpenCLLauncher, driver_of
 from fusedoptim._program import BuildError, build
 from fusedoptim.allocator import default_pool, is_forked
 from fusedoptim.kernels.language import Role
@@ -62,7 +63,6 @@ class Kernel:
             )
         self.queue = queue
         self.module = module
-        self.handle = _build(queue, module)
         self.on_host = device.is_cpu
         self.shape = _LAUNCH_SHAPES["cpu" if self.on_host else "gpu"]
         wide, narrow = "d", "f4x"  # a float32 takes the first half of its word
@@ -73,25 +73,58 @@ class Kernel:
         self.row_names = [argument.name for argument in module.row]
         self.real = np.dtype(np.float64 if module.dtype == "f64" else np.float32)
         """The arithmetic dtype."""
+        self.new_launcher = _build(queue, module, self.shape.lanes)
+        """Makes what one launch block is launched by."""
 
     def in_order(self, values: Mapping[str, float]) -> tuple[float, ...]:
         """The head's values in the order of the kernel's arguments."""
         return tuple([values[name] for name in self._head_names])
 
 
-def _build(queue: Any, module: Module) -> Any:
-    """The kernel of ``module``, compiled by the device's driver."""
+class Launcher(Protocol):
+    """Submits a kernel whose one argument is an address."""
+
+    def submit(self, address: int, items: int, events: list[Any]) -> None:
+        """Submit the kernel, and add its event to ``events`` in the same call of C."""
+
+    def wait(self, event: Any) -> None:
+        """Return when the kernel of this event has ended."""
+
+
+class _SyclLauncher:
+    """Submits a kernel to a SYCL queue."""
+
+    def __init__(self, queue: Any, handle: Any, lanes: int) -> None:
+        self._submit = queue.submit_async
+        self._handle = handle
+        self._local_size = [lanes]
+
+    def submit(self, address: int, items: int, events: list[Any]) -> None:
+        argument = ctypes.c_int64(address)
+        sizes = ([items],), (self._local_size,)
+        events.extend(map(self._submit, (self._handle,), ([argument],), *sizes))
+
+    def wait(self, event: Any) -> None:
+        event.wait()
+
+
+def _build(queue: Any, module: Module, lanes: int) -> Callable[[], Launcher]:
+    """Have the device's driver compile ``module``; returns what makes a launcher of its kernel."""
+    device = queue.sycl_device
+    driver = driver_of(device) if device.is_cpu else None
     try:
-        program = build(queue, module.spirv)
+        if driver is not None:
+            program = driver.program(module.spirv)
+            return functools.partial(OpenCLLauncher, queue, driver, program, module.name, lanes)
+        handle = build(queue, module.spirv).get_sycl_kernel(module.name)
+        return functools.partial(_SyclLauncher, queue, handle, lanes)
     except BuildError as error:
-        device = queue.sycl_device
         raise RuntimeError(
             f"the driver of {device.name} ({device.sycl_platform.name}, version "
             f"{device.driver_version}) cannot build the kernel {module.name}; kernels are for "
             "Intel's drivers: pip install intel-opencl-rt and unset OCL_ICD_FILENAMES, or update "
             "the GPU driver"
         ) from error
-    return program.get_sycl_kernel(module.name)
 
 
 @functools.cache
@@ -171,20 +204,20 @@ class LaunchBlock:
         self.write("length", lengths)
         self._first_row = address + head
         self._row_size = columns * _WORD
-        self._local_size = [kernel.shape.lanes]
+        self._launcher = kernel.new_launcher()
 
     def write_head(self, values: tuple[float, ...]) -> None:
         """Set the launch's scalars, flags and addresses, in the kernel's order."""
         if values != self._head_values:
             packed = self.kernel.head.pack(*values)
-            self._finish()
+            self.wait()
             self._head_values = ()  # whatever is written if this is interrupted
             self._bytes[: len(packed)] = packed
             self._head_values = values
 
     def write(self, column: str, values: Any, rows: int | None = None) -> None:
         """Set one argument of every row, or of the first ``rows``: one value, or one for each."""
-        self._finish()
+        self.wait()
         self._column[column][:rows] = values
 
     def launch(self, rows: slice = _ALL, events: list[Any] | None = None) -> None:
@@ -198,32 +231,26 @@ class LaunchBlock:
         first, end, _ = rows.indices(self.rows)
         if first == end:
             return
-        kernel = self.kernel
-        address = ctypes.c_int64(self._first_row + first * self._row_size)
-        items = (end - first) * kernel.shape.lanes
         events = [] if events is None else events
         self._events = events
-        events.extend(
-            map(
-                kernel.queue.submit_async,
-                (kernel.handle,),
-                ([address],),
-                ([items],),
-                (self._local_size,),
-            )
+        self._launcher.submit(
+            self._first_row + first * self._row_size,
+            (end - first) * self.kernel.shape.lanes,
+            events,
         )
 
     def wait_on_host(self) -> None:
         """On the CPU device, return when the kernel has ended: its results are torch's memory."""
         if self.kernel.on_host:
-            self._finish()
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the kernel has ended."""
+        if self._events:
+            self._launcher.wait(self._events[-1])
+            self._events = ()
 
     def __del__(self) -> None:
         # A kernel may still read the block's memory. In a forked child there is none to wait for.
         if getattr(self, "_events", ()) and not is_forked():
-            self._finish()
-
-    def _finish(self) -> None:
-        if self._events:
-            self._events[-1].wait()
-            self._events = ()
+            self.wait()

@@ -30,7 +30,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Raw kernels are compiled anew in each run, and nothing of them stays on the disk."""
+    """Kernels are compiled anew in each run, and nothing of them stays on the disk."""
     folder = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(folder))

@@ -13,9 +13,9 @@ A device's machine code shows that a kernel compiles for it, and can be unpacked
 not what runs: dpctl, Python's way to SYCL, loads SPIR-V alone, and the driver compiles that.
 """
 _CACHE_NOTE = """\
-This lasts as long as its process: call fusedoptim.aot.warmup() in yours. The CPU driver keeps
-nothing on the disk. Intel's GPU driver does, says its documentation, in NEO_CACHE_DIR and unless
-NEO_CACHE_PERSISTENT=0: there the next process is warm too.
+What the CPU driver makes of the optimizers' kernels is kept on the disk: later processes are warm
+too. Of a bundle's it lasts as long as the process: call fusedoptim.aot.warmup() in yours. Intel's
+GPU driver keeps all, says its documentation, in NEO_CACHE_DIR and unless NEO_CACHE_PERSISTENT=0.
 """
 
 

@@ -26,7 +26,7 @@ _MEANINGS = {
     "CL_CONFIG_DUMP_IR_AFTER_OPTIMIZER": "the CPU driver writes files to the current folder",
     "CL_CONFIG_DUMP_IR_BEFORE_OPTIMIZER": "the CPU driver writes files to the current folder",
     "CUDA_VISIBLE_DEVICES": "nothing here: it hides NVIDIA's devices",
-    "FUSEDOPTIM_CACHE_DIR": "where raw kernels that were compiled are kept; empty: nowhere",
+    "FUSEDOPTIM_CACHE_DIR": "where kernels that were compiled are kept; empty: nowhere",
     "FUSEDOPTIM_ISA": "highest instruction set that kernels are compiled for on the CPU",
     "FUSEDOPTIM_NOTEBOOK_SMALL": "the notebooks run with small parameters",
     "FUSEDOPTIM_TEST_SEED": "seed of the tests' random inputs",

@@ -285,7 +285,7 @@ class _Trial:
         }
         block.write_head(self._kernel.in_order(head))
         block.launch()
-        self._queue.wait()
+        block.wait()
 
 
 def kernel_problem(queue: Any, name: str, *, in_usm: bool) -> str:

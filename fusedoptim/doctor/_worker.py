@@ -147,7 +147,7 @@ def _update_problem(device: Any) -> str:
     numbers = {"grad_factor": factor.data_ptr(), "lr": 0.5, "weight_decay": 0.0}
     block.write_head(block.kernel.in_order(numbers))
     block.launch()
-    block.kernel.queue.wait()
+    block.wait()
     error = (param.cpu().double() - expected).abs().max().item()
     # Values below 1, an exact product, and a sum that is rounded once.
     return "" if error <= torch.finfo(torch.float32).eps / 2 else f"is off by up to {error!s}"

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
+from fusedoptim._cache import cached
 from fusedoptim._device import queue_of
 from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
-from fusedoptim.raw import _cache
 from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import build
 from fusedoptim.raw._built import Built, Size
@@ -481,12 +481,12 @@ def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> _Program:
         spirv = source
     elif kind == "Python":
         parts = ("Python", source.identity.hex())
-        spirv = _cache.cached(parts, lambda: compile_python(source.function, options))
+        spirv = cached(parts, lambda: compile_python(source.function, options))
     elif _includes(source):
         spirv = compile_opencl_c(source, options)
     else:
         parts = ("OpenCL C", compiler_version(), *options, source)
-        spirv = _cache.cached(parts, lambda: compile_opencl_c(source, options))
+        spirv = cached(parts, lambda: compile_opencl_c(source, options))
     return _Program(spirv, [option for option in options if option in DRIVER_OPTIONS])
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fusedoptim.raw import RawKernel, _cache, kernel
-from fusedoptim.raw._cache import cached
+from fusedoptim import _cache
+from fusedoptim._cache import cached
+from fusedoptim.raw import RawKernel, kernel
 
 PARTS = ("kind", "source")
 

@@ -1,4 +1,4 @@
-"""The disk cache of compiled kernels: SPIR-V, which a device's driver still compiles.
+"""The disk cache of compiled kernels: raw ones' SPIR-V, and what the CPU driver makes of ours.
 
 A file holds a line about itself, then the module. Its name is the hash of all that the module
 depends on. It is written whole or not at all, and read only if it is what was written.
@@ -36,15 +36,31 @@ def folder() -> Path | None:
     return Path(base) / "fusedoptim"
 
 
-def cached(parts: tuple[str, ...], build: Callable[[], bytes]) -> bytes:
+@functools.cache
+def warn_of(place: Path, reason: str) -> None:
+    """Warn once that nothing can be kept."""
+    warnings.warn(
+        f"compiled kernels cannot be kept in {place} ({reason}); set FUSEDOPTIM_CACHE_DIR to a "
+        "folder that can be written to, or to nothing to keep none",
+        RuntimeWarning,
+        stacklevel=6,
+    )
+
+
+def cached(
+    parts: tuple[str, ...],
+    build: Callable[[], bytes],
+    unkept: Callable[[Path, str], None] = warn_of,
+) -> bytes:
     """What ``build`` makes, from the disk if it was made before.
 
     A damaged file is made again, with a warning; where nothing can be written it is made anew in
-    each process, with one warning.
+    each process.
 
     Args:
         parts: all that the result depends on, besides the version of this package.
         build: makes it.
+        unkept: called with the folder and the reason where nothing can be written.
     """
     place = folder()
     if place is None:
@@ -55,7 +71,10 @@ def cached(parts: tuple[str, ...], build: Callable[[], bytes]) -> bytes:
     module = _read(path)
     if module is None:
         module = build()
-        _write(path, module)
+        try:
+            _write(path, module)
+        except OSError as error:
+            unkept(place, str(error))
     return module
 
 
@@ -82,19 +101,16 @@ def _head(module: bytes) -> bytes:
 
 
 def _write(path: Path, module: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_head(module) + b"\n" + module)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-        _drop_oldest(path.parent)
-    except OSError as error:
-        _warn_of(path.parent, str(error))
+        with os.fdopen(handle, "wb") as file:
+            file.write(_head(module) + b"\n" + module)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    _drop_oldest(path.parent)
 
 
 def _drop_oldest(place: Path) -> None:
@@ -111,14 +127,3 @@ def _drop_oldest(place: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         total -= size
-
-
-@functools.cache
-def _warn_of(place: Path, reason: str) -> None:
-    """Warn once that nothing can be kept."""
-    warnings.warn(
-        f"compiled kernels cannot be kept in {place} ({reason}); set FUSEDOPTIM_CACHE_DIR to a "
-        "folder that can be written to, or to nothing to keep none",
-        RuntimeWarning,
-        stacklevel=6,
-    )

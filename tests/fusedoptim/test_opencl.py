@@ -1,0 +1,243 @@
+"""Kernels by OpenCL's interface: compiled once for all processes, ordered with SYCL's work."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from fusedoptim import FusedSGD, _launch, _opencl
+from fusedoptim._launch import LaunchBlock, kernel_for
+from fusedoptim._modules import load_module
+from fusedoptim._opencl import Driver, OpenCLLauncher, driver_of
+from fusedoptim._program import BuildError
+from fusedoptim.allocator import queue
+from fusedoptim.raw import RawKernel
+from tests.fusedoptim.helpers import SideBySide, make_params
+from tests.optimizer_cases import CASES, OptimizerCase, configuration_id
+
+SGD = load_module("sgd", "f32")
+
+
+@pytest.fixture
+def driver() -> Driver:
+    driver = driver_of(queue("cpu").sycl_device)
+    assert driver is not None
+    return driver
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What the driver compiles."""
+    seen: list[bytes] = []
+    compile_now = Driver._compiled
+
+    def counting(driver: Driver, spirv: bytes) -> Any:
+        seen.append(spirv)
+        return compile_now(driver, spirv)
+
+    monkeypatch.setattr(Driver, "_compiled", counting)
+    return seen
+
+
+def _step(driver: Driver, program: Any) -> list[float]:
+    """The parameters 0 to 4 after a step of 0.5 with gradients of 1, by a kernel of ``program``."""
+    kernel = kernel_for(queue("cpu"), "sgd", "f32")
+    block = LaunchBlock(kernel, np.array([5]))
+    launcher = OpenCLLauncher(queue("cpu"), driver, program, SGD.name, kernel.shape.lanes)
+    block._launcher = launcher
+    param, grad, factor = torch.arange(5.0), torch.ones(5), torch.ones(())
+    block.write("param", param.data_ptr())
+    block.write("grad", grad.data_ptr())
+    numbers = {"grad_factor": factor.data_ptr(), "lr": 0.5, "weight_decay": 0.0}
+    block.write_head(kernel.in_order(numbers))
+    block.launch()
+    block.wait()
+    result: list[float] = param.tolist()
+    return result
+
+
+class TestKept:
+    def test_compiled_once(self, driver: Driver, place: Path, compiled: list[bytes]) -> None:
+        for _ in range(3):
+            assert _step(driver, driver.program(SGD.spirv)) == [-0.5, 0.5, 1.5, 2.5, 3.5]
+        assert compiled == [SGD.spirv]
+        assert len(list(place.iterdir())) == 1
+
+    def test_for_another_process(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Which then compiles nothing, unless it is for another instruction set."""
+        script = (
+            "import torch\n"
+            "from fusedoptim import FusedAdam, _opencl\n"
+            "compiled = []\n"
+            "compile_now = _opencl.Driver._compiled\n"
+            "_opencl.Driver._compiled = lambda *a: compiled.append(a) or compile_now(*a)\n"
+            "p = torch.nn.Parameter(torch.ones(1000))\n"
+            "p.grad = torch.linspace(-1, 1, 1000)\n"
+            "optimizer = FusedAdam([p], max_grad_norm=1.0)\n"
+            "optimizer.step()\n"
+            "print(len(compiled), p.detach().view(torch.int32).sum().item())\n"
+        )
+        outputs = []
+        for isa in ("", "", "avx2", "avx2"):
+            monkeypatch.setenv("FUSEDOPTIM_ISA", isa)
+            run = subprocess.run(
+                [sys.executable, "-c", script], check=True, capture_output=True, text=True
+            )
+            outputs.append(run.stdout.split())
+        assert [count for count, _ in outputs] == ["2", "0", "2", "0"]
+        assert outputs[0][1] == outputs[1][1]
+
+    @pytest.mark.parametrize("of", ["driver", "processor"])
+    def test_for_the_same_machine_only(
+        self, of: str, driver: Driver, place: Path, compiled: list[bytes]
+    ) -> None:
+        driver.program(SGD.spirv)
+        platform, name, version, *target, features = driver._identity
+        if of == "driver":
+            version += ".1"
+        else:
+            features += " avx1024"
+        identity = (platform, name, version, *target, features)
+        Driver(driver.opencl, driver._device, identity).program(SGD.spirv)
+        assert len(compiled) == 2
+
+    def test_not_while_the_driver_has_settings(
+        self, driver: Driver, place: Path, compiled: list[bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They may have it compile otherwise, or write what it compiles to files."""
+        monkeypatch.setenv("CL_CONFIG_DUMP_ASM", "False")
+        for _ in range(2):
+            driver.program(SGD.spirv)
+        assert len(compiled) == 2
+        assert not place.exists()
+
+    def test_damaged(self, driver: Driver, place: Path, compiled: list[bytes]) -> None:
+        driver.program(SGD.spirv)
+        (file,) = place.iterdir()
+        file.write_bytes(file.read_bytes()[:-1])
+        with pytest.warns(RuntimeWarning, match="truncated or damaged"):
+            program = driver.program(SGD.spirv)
+        assert _step(driver, program)[0] == -0.5
+        assert len(compiled) == 2
+
+    def test_nowhere(
+        self, driver: Driver, tmp_path: Path, compiled: list[bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without a warning: torch's optimizers have none, and a step works all the same."""
+        (tmp_path / "file").touch()
+        for place in ("", str(tmp_path / "file" / "cache")):
+            monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", place)
+            assert _step(driver, driver.program(SGD.spirv))[0] == -0.5
+        assert len(compiled) == 2
+
+
+def test_processor_features() -> None:
+    assert " sse4_2 " in _opencl._processor_features()
+
+
+def test_driver_says_why(driver: Driver) -> None:
+    source = driver.opencl.make(
+        *("clCreateProgramWithSource", driver._context, 1),
+        *(_pointer_to(b"kernel void wrong() { no_such_function(); }"), None),
+    )
+    with pytest.raises(BuildError, match="no_such_function"):
+        driver._build(source)
+
+
+def _pointer_to(text: bytes) -> Any:
+    return ctypes.byref(ctypes.c_char_p(text))
+
+
+def test_refused_launch(driver: Driver) -> None:
+    lanes = 1 << 20  # more than any device has in a group
+    launcher = OpenCLLauncher(queue("cpu"), driver, driver.program(SGD.spirv), SGD.name, lanes)
+    events = ["of another"]
+    with pytest.raises(RuntimeError, match=r"clEnqueueNDRangeKernel failed with OpenCL's error -"):
+        launcher.submit(0, lanes, events)
+    assert events == ["of another"]
+
+
+def test_step_after_a_raw_kernel_that_nobody_waits_for() -> None:
+    """Launches run in order, by whichever interface."""
+    text = """
+    kernel void slow(global float *grad) {
+        float x = 0;
+        for (int i = 0; i < 30000000; i++) x = x * 0.5f + 1;
+        grad[get_global_id(0)] = x;
+    }
+    """
+    slow = RawKernel(text)
+    p = Parameter(torch.zeros(16))
+    p.grad = torch.zeros(16)
+    optimizer = FusedSGD([p], lr=1.0)
+    optimizer.step()
+    slow(16, 16, (p.grad,), wait=False)
+    optimizer.step()
+    assert p.tolist() == [-2.0] * 16
+
+
+@pytest.fixture
+def by_sycl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are built and launched as on a GPU."""
+    kernel_for.cache_clear()
+    monkeypatch.setattr(_launch, "driver_of", lambda device: None)
+    yield
+    kernel_for.cache_clear()
+
+
+@pytest.mark.usefixtures("by_sycl")
+@pytest.mark.parametrize("case", CASES, ids=configuration_id)
+@pytest.mark.parametrize("kwargs", [{}, {"max_grad_norm": 1.0}], ids=["", "clipped"])
+def test_by_sycl(case: OptimizerCase, kwargs: dict[str, Any]) -> None:
+    dtypes = case.dtypes[-1:] if case.is_split else (torch.float32, torch.float64, torch.bfloat16)
+    for dtype in dtypes:
+        params = make_params(dtype)
+        if kwargs:
+            optimizer = case.make(params, **case.kwargs[-1], **kwargs)
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+            assert isinstance(_launcher(optimizer), _launch._SyclLauncher)
+            continue
+        pair = SideBySide(case, case.kwargs[-1], params)
+        for _ in range(3):
+            pair.set_gradients()
+            pair.step()
+        pair.assert_equal()
+        assert isinstance(_launcher(pair.ours), _launch._SyclLauncher)
+
+
+def _launcher(optimizer: Any) -> Any:
+    bucket = optimizer._plans[0].buckets[0]
+    return bucket._pipeline._stages[0].block._launcher
+
+
+def test_a_device_that_opencl_does_not_have() -> None:
+    assert _opencl._driver("Level-Zero", "Data Center GPU", "1.6") is None
+
+
+def test_exit_with_optimizers_alive(place: Path) -> None:
+    """Kernels' handles are released, or not, without a crash."""
+    script = (
+        "import sys, torch\n"
+        "from fusedoptim import FusedSGD\n"
+        "p = torch.nn.Parameter(torch.ones(1000)); p.grad = torch.ones(1000)\n"
+        "sys.kept = FusedSGD([p]); sys.kept.step()\n"
+        "sys.kept.cycle = sys.kept\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
