@@ -135,6 +135,15 @@ class TestKept:
         assert _step(driver, program)[0] == -0.5
         assert len(compiled) == 2
 
+    def test_of_another_driver(
+        self, driver: Driver, place: Path, compiled: list[bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Which has the same name and version, and takes no such program."""
+        monkeypatch.setattr(Driver, "_binary", lambda *_: b"a program of another driver")
+        driver.program(SGD.spirv)
+        assert _step(driver, driver.program(SGD.spirv))[0] == -0.5
+        assert len(compiled) == 2
+
     def test_nowhere(
         self, driver: Driver, tmp_path: Path, compiled: list[bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
