@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fusedoptim import _modules
+from fusedoptim import _cache, _modules
 from fusedoptim._facade import overwritten, own_file
 from fusedoptim._modules import ModuleError
 from fusedoptim._version import __version__
@@ -34,6 +35,7 @@ def check_kernels() -> Section:
         "manifest": f"version {manifest['version']}",
         "compiled by": dict(manifest["tools"]),
         "as shipped": f"{list(states.values()).count('')} of {len(states)}",
+        "compiled ones kept in": str(_cache.folder() or "no folder: FUSEDOPTIM_CACHE_DIR is empty"),
     }
     problems = [
         error(f"the compiled kernel {name} {state}", REINSTALL)
@@ -44,6 +46,7 @@ def check_kernels() -> Section:
     for path in sorted(_modules.FOLDER.glob("*.spv")):
         if path.name not in listed:
             problems.append(warning(f"{path} is of no kernel that the manifest has", REINSTALL))
+    problems += _unkept(_cache.folder())
     hashes = {name: entry["sha256"] for name, entry in entries.items()}
     return Section("kernels", facts, problems, {"sha256": hashes})
 
@@ -58,6 +61,18 @@ def _state(entry: dict[str, Any]) -> str:
     if digest == entry["sha256"]:
         return ""
     return f"is not the one that was shipped (sha256 {digest[:12]}..., not {entry['sha256'][:12]})"
+
+
+def _unkept(folder: Path | None) -> Iterator[Problem]:
+    """That nothing can be kept, which optimizers do not tell."""
+    if folder is None:
+        return
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        yield warning(
+            f"compiled kernels cannot be kept in {folder}: each process compiles them anew",
+            "set FUSEDOPTIM_CACHE_DIR to a folder that can be written to",
+        )
 
 
 def check_names() -> Section:

@@ -136,6 +136,20 @@ class TestKernels:
         assert f"the manifest {folder / 'manifest.json'} " in problem.message
         assert "--force-reinstall" in problem.cure
 
+    def test_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where an optimizer cannot keep what the driver compiles, it says nothing."""
+        file = tmp_path / "file"
+        file.touch()
+        places = {"": 0, str(tmp_path / "new" / "cache"): 0, str(file / "cache"): 1, str(file): 1}
+        for place, count in places.items():
+            monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", place)
+            section = _package.check_kernels()
+            problems = [
+                (p.level, f"cannot be kept in {place}:" in p.message) for p in section.problems
+            ]
+            assert problems == [("warning", True)] * count
+            assert (place or "no folder") in section.facts["compiled ones kept in"]
+
     def test_no_manifest(self, folder: Path) -> None:
         (folder / "manifest.json").unlink()
         (problem,) = _package.check_kernels().problems
