@@ -54,6 +54,11 @@ class Recipe(Protocol):
         """Names of the state that a parameter may lack though it has taken steps."""
 
 
+# Chunks whose addresses are written one by one: 2 us for one, where numpy takes 9 us for any number
+# up to a hundred, and between other work 7 us where numpy takes 29.
+_FEW = 16
+
+
 class Bucket:
     """Parameters of one device and dtype with their gradients and state, ready to launch."""
 
@@ -113,7 +118,9 @@ class Bucket:
         components = 2 if first.is_complex() else 1
         numels = [components * n for run in self._runs for n in run.numels]
         self.elements = sum(numels)
-        self._chunks = Chunks(numels, kernels[0].shape.chunk)
+        self._chunks = chunks = Chunks(numels, kernels[0].shape.chunk)
+        is_few = len(chunks.owner) <= _FEW
+        self._few = list(zip(chunks.owner.tolist(), chunks.start.tolist())) if is_few else None
         self._widths = {
             "param": first.element_size() // components,
             "grad": first.element_size() // components,
@@ -135,7 +142,12 @@ class Bucket:
         self._write_gradients()
 
     def _write_addresses(self, column: str, addresses: Sequence[int]) -> None:
-        self._pipeline.write(column, self._in_chunks(column, addresses))
+        if self._few is None:
+            self._pipeline.write(column, self._in_chunks(column, addresses))
+        else:
+            width = self._widths[column]
+            places = [addresses[i] + start * width for i, start in self._few]
+            self._pipeline.write_few(column, places)
 
     def _in_chunks(self, column: str, addresses: Sequence[int]) -> Any:
         base = np.array(addresses, dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63

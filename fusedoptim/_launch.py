@@ -197,6 +197,8 @@ class LaunchBlock:
         address = self._memory.address
         words[:, 0] = address
         roles = [argument.role for argument in kernel.module.row]
+        self._words = self._bytes[head : head + words.nbytes].cast("Q")
+        self._columns = columns
         self._column = {
             name: (reals if role is Role.ROW_SCALAR else words)[:, i]
             for i, (name, role) in enumerate(zip(kernel.row_names, roles), start=1)
@@ -219,6 +221,14 @@ class LaunchBlock:
         """Set one argument of every row, or of the first ``rows``: one value, or one for each."""
         self.wait()
         self._column[column][:rows] = values
+
+    def write_few(self, column: str, addresses: Sequence[int]) -> None:
+        """As :meth:`write`, an address for each row: quicker for a few, which are in no array."""
+        self.wait()
+        place = 1 + self.kernel.row_names.index(column)
+        for address in addresses:
+            self._words[place] = address
+            place += self._columns
 
     def launch(self, rows: slice = _ALL, events: list[Any] | None = None) -> None:
         """Submit the kernel for a run of rows; on a GPU, return while it runs.

@@ -74,6 +74,10 @@ class Pipeline:
             if Role.ROW_RESULT in roles:
                 block.write(roles[Role.ROW_RESULT], row_places(results)[chunks.owner])
         self._scratch = (sums, results)
+        self._with_column: dict[str, list[LaunchBlock]] = {}
+        for block, by_tensor in self._stages:
+            for name in () if by_tensor else block.kernel.row_names:
+                self._with_column.setdefault(name, []).append(block)
         self._launches = [
             (block, rows)
             for tensors, chunks in batches
@@ -98,9 +102,13 @@ class Pipeline:
 
     def write(self, column: str, values: Any) -> None:
         """Set one argument of all chunks, to one value or one for each, in each kernel with it."""
-        for block, by_tensor in self._stages:
-            if not by_tensor and column in block.kernel.row_names:
-                block.write(column, values)
+        for block in self._with_column[column]:
+            block.write(column, values)
+
+    def write_few(self, column: str, addresses: Sequence[int]) -> None:
+        """Set one argument of few chunks, to an address for each, in each kernel with it."""
+        for block in self._with_column[column]:
+            block.write_few(column, addresses)
 
     def write_head(self, values: Mapping[str, Any]) -> None:
         """Set the arguments that are the same for all chunks."""

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from fusedoptim._progress import unwaited
 from fusedoptim.raw._arguments import Frame, Signature
 from fusedoptim.raw._launch import functions, in_flight
 from fusedoptim.raw._spirv import Entry
@@ -119,6 +120,8 @@ class Built:
     ) -> None:
         """Submit the kernel, and wait for its end or keep what it uses until then."""
         made = signature.make_raw(frame) if signature.has_raw else ()
+        if self.on_host and not wait:
+            unwaited.submit()
         try:
             event = shape.submit(
                 self._kernel_ref,

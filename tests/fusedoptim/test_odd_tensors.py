@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedoptim import FusedSGD, _bucket
-from fusedoptim._launch import LaunchBlock, kernel_for
+from fusedoptim._launch import kernel_for
 from fusedoptim.allocator import queue
 
 
@@ -229,18 +229,17 @@ def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch
     assert all(p.unique().tolist() == [-1.0] for p in params)
 
 
-def test_address_beyond_2_to_the_63(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As GPUs hand out."""
+@pytest.mark.parametrize("few", [0, 2])
+def test_address_beyond_2_to_the_63(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs hand out; whether or not rows are few enough to be written one by one."""
+    monkeypatch.setattr(_bucket, "_FEW", few)
     p = Parameter(torch.zeros(40_000))  # two rows
     p.grad = torch.zeros(40_000)
     optimizer = FusedSGD([p], lr=1.0)
     optimizer.step()
-    written = []
-    monkeypatch.setattr(LaunchBlock, "write", lambda block, *what: written.append(what))
     (bucket,) = optimizer._plans[0].buckets
     address = 0xFF00_FFFF_FFE0_0000
     bucket._write_addresses("param", [address])
-    ((column, values),) = written
-    assert column == "param"
     second = address + 4 * kernel_for(queue("cpu"), "sgd", "f32").shape.chunk
-    assert values.astype("uint64").tolist() == [address, second]
+    column = bucket._pipeline._stages[0].block._column["param"]
+    assert column.astype("uint64").tolist() == [address, second]

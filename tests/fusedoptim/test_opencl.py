@@ -200,6 +200,36 @@ def test_step_after_a_raw_kernel_that_nobody_waits_for() -> None:
     assert p.tolist() == [-2.0] * 16
 
 
+def test_one_group_runs_on_the_calling_thread(driver: Driver) -> None:
+    """And not before what another one, which is longer, was asked for."""
+    assert driver.own_thread is not None
+    small, large = Parameter(torch.zeros(8)), Parameter(torch.zeros(2_000_000))
+    optimizer = FusedSGD([{"params": [large], "lr": 1.0}, {"params": [small], "lr": 1.0}])
+    for _ in range(20):
+        small.grad, large.grad = torch.ones(8), torch.ones(2_000_000)
+        optimizer.step()
+    assert driver.progress.is_idle
+    latest = driver.progress.latest
+    large.grad = None
+    optimizer.step()
+    assert driver.progress.latest is latest  # nothing was asked of the other threads
+    assert small.tolist() == [-21.0] * 8
+    assert large.eq(-20).all()
+
+
+def test_overlapping_parameters_of_two_groups() -> None:
+    """The long launch comes first, though the short one could be run at once."""
+    whole = Parameter(torch.zeros(4_000_000))
+    part = Parameter(torch.zeros(0))
+    part.data = whole.data[-8:]
+    optimizer = FusedSGD([{"params": [whole], "lr": 1.0}, {"params": [part], "lr": 0.5}])
+    whole.grad, part.grad = torch.ones(4_000_000), torch.ones(8)
+    for _ in range(50):
+        optimizer.step()
+    assert part.tolist() == [-75.0] * 8
+    assert whole[:-8].eq(-50).all()
+
+
 @pytest.fixture
 def by_sycl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels are built and launched as on a GPU."""
