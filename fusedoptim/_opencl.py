@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _OUT_OF_ORDER, _ON_CALLING_THREAD = 1 << 0, 1 << 31  # the latter by cl_intel_ex
 _SETTINGS = "CL_CONFIG_"
 """Begins the environment variables that the driver reads; some have it print what it compiles."""
 _Handle = ctypes.c_void_p
+_lock = threading.RLock()  # a finalizer or a signal handler may take a step in the middle of a call
 
 
 class OpenCL:
@@ -265,6 +267,8 @@ class OpenCLLauncher:
             self._may_run = True
             driver.progress.submit()
         events.extend(map(self._opencl.enqueue, (queue,), *self._arguments))
+        if queue is driver.queue:
+            driver.progress.submit()  # again: a thread may have seen the end of all before
         if events[-1] != _SUCCESS:
             check(events.pop(), "clEnqueueNDRangeKernel")
 
@@ -291,7 +295,8 @@ def driver_of(device: Any) -> Driver | None:
     Returns:
         None if OpenCL does not have the device.
     """
-    return _driver(device.sycl_platform.name, device.name, device.driver_version)
+    with _lock:  # the kernels of one update are ordered by the queue that they share
+        return _driver(device.sycl_platform.name, device.name, device.driver_version)
 
 
 @functools.cache

@@ -18,7 +18,11 @@ class Progress:
         self._latest = self._ended = object()
 
     def submit(self) -> None:
-        """Note that something is about to be submitted."""
+        """Note that something is about to be submitted; and, afterwards, that it was.
+
+        Once is too little: between the note and the submission another thread may see the end of
+        all before it.
+        """
         self._latest = object()
 
     @property

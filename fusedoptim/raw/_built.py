@@ -131,6 +131,8 @@ class Built:
                 signature.count,
                 *shape.arguments,
             )
+            if self.on_host and not wait:
+                unwaited.submit()  # again: a step may have waited for all before
             if wait and event:
                 self._wait(event)
         except BaseException:

@@ -19,6 +19,7 @@ from fusedoptim._launch import LaunchBlock, kernel_for
 from fusedoptim._modules import load_module
 from fusedoptim._opencl import Driver, OpenCLLauncher, driver_of
 from fusedoptim._program import BuildError
+from fusedoptim._progress import Progress
 from fusedoptim.allocator import queue
 from fusedoptim.raw import RawKernel
 from tests.fusedoptim.helpers import SideBySide, make_params
@@ -228,6 +229,55 @@ def test_overlapping_parameters_of_two_groups() -> None:
         optimizer.step()
     assert part.tolist() == [-75.0] * 8
     assert whole[:-8].eq(-50).all()
+
+
+def test_one_queue_for_all_threads() -> None:
+    """By which Lamb's three kernels are ordered, whichever thread built each."""
+    script = (
+        "import threading, time\n"
+        "from fusedoptim import _opencl\n"
+        "from fusedoptim.allocator import queue\n"
+        "cpus = _opencl.OpenCL.cpus\n"
+        "_opencl.OpenCL.cpus = lambda self: time.sleep(0.2) or cpus(self)\n"
+        "device = queue('cpu').sycl_device\n"
+        "found = []\n"
+        "work = lambda: found.append(_opencl.driver_of(device))\n"
+        "threads = [threading.Thread(target=work) for _ in range(4)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n"
+        "assert len(found) == 4 and len(set(map(id, found))) == 1, found\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_end_that_is_seen_between_note_and_submission(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, which takes what is about to be submitted for ended."""
+    submit, seen = Progress.submit, []
+
+    def seen_at_once(progress: Progress) -> None:
+        submit(progress)
+        if not seen:
+            progress.end(progress.latest)
+        seen.append(progress)
+
+    p = Parameter(torch.zeros(4_000_000))
+    p.grad = torch.ones(4_000_000)
+    optimizer = FusedSGD([p], lr=1.0)
+    optimizer.step()
+    monkeypatch.setattr(Progress, "submit", seen_at_once)
+    states = []
+    marks = torch.autograd.graph.increment_version
+
+    def look(params: Any) -> None:
+        states.append(driver.progress.is_idle)
+        marks(params)
+
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", look)
+    optimizer.step()
+    assert p.eq(-2).all()
+    assert states == [False]
 
 
 @pytest.fixture
