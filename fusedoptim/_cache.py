@@ -108,7 +108,8 @@ def _write(path: Path, module: bytes) -> None:
             file.write(_head(module) + b"\n" + module)
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        with contextlib.suppress(FileNotFoundError):  # an interrupt may come after the exchange
+            os.unlink(name)
         raise
     _drop_oldest(path.parent)
 

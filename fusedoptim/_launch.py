@@ -188,7 +188,9 @@ class LaunchBlock:
         self._memory = default_pool(kernel.queue, "host").allocate(
             max(head + self.rows * columns * _WORD, _WORD)
         )
-        self._bytes = memoryview(self._memory)
+        # Not memoryview(memory): Python 3.11 loses an interrupt that comes within.
+        in_c = (ctypes.c_char * self._memory.nbytes).from_address(self._memory.address)
+        self._bytes = memoryview(in_c).cast("B")
         words = np.frombuffer(
             self._bytes, dtype=np.int64, count=self.rows * columns, offset=head
         ).reshape(self.rows, columns)

@@ -110,6 +110,21 @@ def test_a_write_that_fails_leaves_nothing(place: Path, monkeypatch: pytest.Monk
     assert not list(place.iterdir())
 
 
+def test_an_interrupt_after_the_exchange(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = os.replace
+
+    def interrupted(*args: str) -> None:
+        exchange(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_cache.os, "replace", interrupted)
+    build = Builds()
+    with pytest.raises(KeyboardInterrupt):
+        cached(PARTS, build)
+    assert cached(PARTS, build) == b"module"
+    assert build.count == 1
+
+
 def test_the_longest_unused_go_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cache, "LIMIT", 3 * 1200)
     builds = [Builds(bytes(1000)) for _ in range(4)]
