@@ -2,7 +2,7 @@
 
 ``launch``: a kernel of four arguments on 1,024 elements and its end, 100 times; a contender's time
 is that of all. The base is dpctl's ``queue.submit_async`` of the same kernel on USM memory, and the
-wait for its event.
+wait for its event. "By turns" gives it two tensors and two others.
 ``SAXPY``: 64 M elements (``y += a x``, 12 bytes each), in four shapes: a work item for each
 element, in groups of the driver's choice or of 16, or groups of 16 lanes that walk over a chunk of
 64 Ki. Beside them torch's, and the kernel of pure traffic on as many bytes, which reads 12 of 20.
@@ -11,6 +11,7 @@ element, in groups of the driver's choice or of 16, or groups of 16 lanes that w
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,7 @@ def launch(rounds: int | None) -> Report:
     x, y = torch.randn(_SMALL), torch.randn(_SMALL)
     weight = Parameter(torch.randn(_SMALL))
     arguments = (_SMALL, 0.5, x, y)
+    others = itertools.cycle([arguments, (_SMALL, 0.5, torch.randn(_SMALL), torch.randn(_SMALL))])
 
     def on_parameter() -> None:
         with torch.no_grad():
@@ -71,6 +73,7 @@ def launch(rounds: int | None) -> Report:
     contenders = [
         Contender("queue.submit, wait", _repeated(_submit(kernel))),
         Contender("RawKernel", _repeated(lambda: kernel(_SMALL, _LANES, arguments))),
+        Contender("RawKernel, by turns", _repeated(lambda: kernel(_SMALL, _LANES, next(others)))),
         Contender(
             "RawKernel, the driver's group", _repeated(lambda: kernel(_SMALL, None, arguments))
         ),
@@ -86,7 +89,7 @@ def _submit(kernel: RawKernel) -> Callable[[], None]:
     memory = load_dpctl().memory
     x, y = (memory.as_usm_memory(pool.allocate(4 * _SMALL)) for _ in range(2))
     arguments = [ctypes.c_uint64(_SMALL), ctypes.c_float(0.5), x, y]
-    handle: Any = kernel._own().handle
+    handle: Any = kernel._own().by_sycl.handle
 
     def submit() -> None:
         cpu.submit_async(handle, arguments, [_SMALL], [_LANES]).wait()

@@ -18,12 +18,13 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fusedoptim._launchers import Launcher, OpenCLLauncher, SyclLauncher
 from fusedoptim._modules import Module, load_module
-from fusedoptim._opencl import OpenCLLauncher, driver_of
+from fusedoptim._opencl import driver_of
 from fusedoptim._program import BuildError, build
 from fusedoptim.allocator import default_pool, is_forked
 from fusedoptim.kernels.language import Role
@@ -81,33 +82,6 @@ class Kernel:
         return tuple([values[name] for name in self._head_names])
 
 
-class Launcher(Protocol):
-    """Submits a kernel whose one argument is an address."""
-
-    def submit(self, address: int, items: int, events: list[Any]) -> None:
-        """Submit the kernel, and add its event to ``events`` in the same call of C."""
-
-    def wait(self, event: Any) -> None:
-        """Return when the kernel of this event has ended."""
-
-
-class _SyclLauncher:
-    """Submits a kernel to a SYCL queue."""
-
-    def __init__(self, queue: Any, handle: Any, lanes: int) -> None:
-        self._submit = queue.submit_async
-        self._handle = handle
-        self._local_size = [lanes]
-
-    def submit(self, address: int, items: int, events: list[Any]) -> None:
-        argument = ctypes.c_int64(address)
-        sizes = ([items],), (self._local_size,)
-        events.extend(map(self._submit, (self._handle,), ([argument],), *sizes))
-
-    def wait(self, event: Any) -> None:
-        event.wait()
-
-
 def _build(queue: Any, module: Module, lanes: int) -> Callable[[], Launcher]:
     """Have the device's driver compile ``module``; returns what makes a launcher of its kernel."""
     device = queue.sycl_device
@@ -117,7 +91,7 @@ def _build(queue: Any, module: Module, lanes: int) -> Callable[[], Launcher]:
             program = driver.program(module.spirv)
             return functools.partial(OpenCLLauncher, queue, driver, program, module.name, lanes)
         handle = build(queue, module.spirv).get_sycl_kernel(module.name)
-        return functools.partial(_SyclLauncher, queue, handle, lanes)
+        return functools.partial(SyclLauncher, queue, handle, lanes)
     except BuildError as error:
         raise RuntimeError(
             f"the driver of {device.name} ({device.sycl_platform.name}, version "

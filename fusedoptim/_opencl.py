@@ -1,9 +1,9 @@
 """The CPU driver by OpenCL's C interface, which hands out what the driver has compiled.
 
 The driver compiles a kernel in 40 to 70 ms, and a process's first in 200 ms; it reads what it has
-compiled before in 1.2 ms. SYCL's interface cannot keep a compiled program, so on the CPU the
-optimizers' kernels are built, kept on the disk and launched here. To submit a kernel and wait for
-it takes 21 us between other work, where it takes 31 us by SYCL.
+compiled before in 1.2 ms. SYCL cannot keep a compiled program, so on the CPU kernels are
+built, kept on the disk and launched here. To submit a kernel and wait for it takes 21 us between
+other work, where it takes 31 us by SYCL.
 
 Only addresses are passed, as integers, so the memory of SYCL and that of torch are alike here.
 """
@@ -15,20 +15,21 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusedoptim._cache import cached
 from fusedoptim._program import BuildError
-from fusedoptim._progress import Progress, unwaited
+from fusedoptim._progress import Progress
 from fusedoptim.allocator import is_forked, loaded_files, loaded_isa
 
 # Of OpenCL's headers, the same in all its versions.
-_SUCCESS = 0
-_DEVICE_TYPE_CPU = ctypes.c_uint64(2)
+SUCCESS = 0
+_ALL_DEVICES = ctypes.c_uint64(0xFFFFFFFF)
 _PLATFORM_NAME, _DEVICE_NAME, _DRIVER_VERSION = 0x0902, 0x102B, 0x102D
 _BINARY_SIZES, _BINARIES, _BUILD_LOG = 0x1165, 0x1166, 0x1183
+_WORK_GROUP_SIZE, _MULTIPLE, _PRIVATE_MEMORY = 0x11B0, 0x11B3, 0x11B4
 
 _OUT_OF_ORDER, _ON_CALLING_THREAD = 1 << 0, 1 << 31  # the latter by cl_intel_exec_by_local_thread
 
@@ -53,6 +54,8 @@ class OpenCL:
         pointer, count = ctypes.c_void_p, ctypes.c_uint
         self.set_argument = short.clSetKernelArg
         self.set_argument.argtypes = (pointer, count, ctypes.c_size_t, pointer)
+        self.set_pointer = short.clSetKernelArgSVMPointer
+        self.set_pointer.argtypes = (pointer, count, pointer)
         self.enqueue = short.clEnqueueNDRangeKernel
         self.enqueue.argtypes = (
             *(pointer, pointer, count, pointer, pointer, pointer),
@@ -62,6 +65,8 @@ class OpenCL:
         self.finish.argtypes = (pointer,)
         self.release_kernel = short.clReleaseKernel
         self.release_kernel.argtypes = (pointer,)
+        self.release_program = self._library.clReleaseProgram
+        self.release_program.argtypes = (pointer,)
 
     def call(self, function: str, *arguments: Any) -> None:
         """Call a function that returns a status.
@@ -92,19 +97,20 @@ class OpenCL:
         self.call(function, *arguments, size, buffer, None)
         return buffer.value.decode(errors="replace")
 
-    def cpus(self) -> Iterator[tuple[str, ctypes.c_void_p]]:
-        """Each CPU device, after the name of its platform."""
+    def devices(self) -> Iterator[tuple[str, ctypes.c_void_p]]:
+        """Each device, after the name of its platform."""
+        for platform in self._listed("clGetPlatformIDs"):
+            name = self.text("clGetPlatformInfo", platform, _PLATFORM_NAME)
+            for device in self._listed("clGetDeviceIDs", platform, _ALL_DEVICES):
+                yield name, device
+
+    def _listed(self, function: str, *arguments: Any) -> list[ctypes.c_void_p]:
         count = ctypes.c_uint()
-        self.call("clGetPlatformIDs", 0, None, ctypes.byref(count))
-        platforms = (_Handle * count.value)()
-        self.call("clGetPlatformIDs", count, platforms, None)
-        for platform in map(_Handle, platforms):
-            device = _Handle()
-            found = self._library.clGetDeviceIDs(
-                platform, _DEVICE_TYPE_CPU, 1, ctypes.byref(device), None
-            )
-            if found == _SUCCESS:  # others have no CPU
-                yield self.text("clGetPlatformInfo", platform, _PLATFORM_NAME), device
+        if self._library[function](*arguments, 0, None, ctypes.byref(count)) != SUCCESS:
+            return []  # there are none
+        handles = (_Handle * count.value)()
+        self.call(function, *arguments, count, handles, None)
+        return [_Handle(handle) for handle in handles]
 
 
 def check(status: int, function: str) -> None:
@@ -113,12 +119,42 @@ def check(status: int, function: str) -> None:
     Raises:
         RuntimeError: so it has.
     """
-    if status != _SUCCESS:
+    if status != SUCCESS:
         raise RuntimeError(f"the CPU driver's {function} failed with OpenCL's error {status}")
 
 
+class Owned:
+    """Something that the driver has made, released with this object."""
+
+    def __init__(self, handle: ctypes.c_void_p, release: Callable[[ctypes.c_void_p], int]) -> None:
+        """Take the handle.
+
+        Args:
+            handle: of it.
+            release: OpenCL's function that releases it.
+        """
+        self.handle = handle
+        self._release = release
+
+    def __del__(self) -> None:
+        # In a forked child there is no driver.
+        if hasattr(self, "_release") and not is_forked():
+            self._release(self.handle)
+
+
+class Limits(NamedTuple):
+    """What a device says of a kernel."""
+
+    work_group_size: int
+    """work items that a group may have."""
+    preferred_work_group_size_multiple: int
+    """what a group's size is best a multiple of."""
+    private_mem_size: int
+    """bytes that each work item needs."""
+
+
 class Driver:
-    """A CPU device with a context and an in-order queue of its own."""
+    """A device with a context and an in-order queue of its own."""
 
     def __init__(self, opencl: OpenCL, device: ctypes.c_void_p, identity: tuple[str, ...]) -> None:
         """Make the context and the queue.
@@ -148,146 +184,105 @@ class Driver:
             "clCreateCommandQueue", self._context, self._device, ctypes.c_uint64(properties)
         )
 
-    def program(self, spirv: bytes) -> ctypes.c_void_p:
+    def program(self, spirv: bytes, options: str = "") -> Owned:
         """A module compiled for the device, from the disk if it was compiled before.
+
+        Args:
+            spirv: the module.
+            options: for the driver's compiler.
 
         Raises:
             BuildError: the driver refuses the module.
         """
         if any(name.startswith(_SETTINGS) for name in os.environ):
-            return self._compiled(spirv)
-        made: list[ctypes.c_void_p] = []
+            return self.compiled(spirv, options)
+        made: list[Owned] = []
 
         def compile_now() -> bytes:
-            made.append(self._compiled(spirv))
+            made.append(self.compiled(spirv, options))
             return self._binary(made[0])
 
-        parts = ("CPU driver", *self._identity, hashlib.sha256(spirv).hexdigest())
+        parts = ("CPU driver", *self._identity, options, hashlib.sha256(spirv).hexdigest())
         binary = cached(parts, compile_now, unkept=lambda place, reason: None)
         if made:
             return made[0]
         try:
-            return self._read(binary)
-        except (RuntimeError, BuildError):  # another driver, which calls itself the same
-            return self._compiled(spirv)
+            return self._read(binary, options)
+        except BuildError:  # another driver, which calls itself the same
+            return self.compiled(spirv, options)
 
-    def _compiled(self, spirv: bytes) -> ctypes.c_void_p:
-        program = self.opencl.make(
-            "clCreateProgramWithIL", self._context, spirv, ctypes.c_size_t(len(spirv))
-        )
-        self._build(program)
-        return program
+    def compiled(self, spirv: bytes, options: str = "") -> Owned:
+        """A module compiled now.
 
-    def _read(self, binary: bytes) -> ctypes.c_void_p:
-        program = self.opencl.make(
-            "clCreateProgramWithBinary",
+        Raises:
+            BuildError: the driver refuses the module.
+        """
+        arguments = self._context, spirv, ctypes.c_size_t(len(spirv))
+        return self._built("clCreateProgramWithIL", arguments, options)
+
+    def _read(self, binary: bytes, options: str) -> Owned:
+        arguments = (
             *(self._context, 1, ctypes.byref(self._device)),
             ctypes.byref(ctypes.c_size_t(len(binary))),
             ctypes.byref(ctypes.c_char_p(binary)),
             None,
         )
-        self._build(program)
+        return self._built("clCreateProgramWithBinary", arguments, options)
+
+    def _built(self, function: str, arguments: tuple[Any, ...], options: str) -> Owned:
+        """The program that ``function`` makes of its arguments."""
+        opencl = self.opencl
+        try:
+            program = Owned(opencl.make(function, *arguments), opencl.release_program)
+        except RuntimeError as error:
+            raise BuildError(str(error)) from error
+        device = ctypes.byref(self._device)
+        try:
+            opencl.call("clBuildProgram", program.handle, 1, device, options.encode(), None, None)
+        except RuntimeError as error:
+            log = opencl.text("clGetProgramBuildInfo", program.handle, self._device, _BUILD_LOG)
+            log = log.strip()
+            raise BuildError(f"{error}: {log or 'it does not say why'}", log) from error
         return program
 
-    def _build(self, program: ctypes.c_void_p) -> None:
-        try:
-            self.opencl.call(
-                "clBuildProgram", program, 1, ctypes.byref(self._device), b"", None, None
-            )
-        except RuntimeError as error:
-            log = self.opencl.text("clGetProgramBuildInfo", program, self._device, _BUILD_LOG)
-            raise BuildError(f"{error}: {log.strip() or 'it does not say why'}") from error
-
-    def _binary(self, program: ctypes.c_void_p) -> bytes:
+    def _binary(self, program: Owned) -> bytes:
         size = ctypes.c_size_t()
-        room = ctypes.c_size_t(ctypes.sizeof(size))
-        self.opencl.call("clGetProgramInfo", program, _BINARY_SIZES, room, ctypes.byref(size), None)
+        room, call, handle = ctypes.c_size_t(ctypes.sizeof(size)), self.opencl.call, program.handle
+        call("clGetProgramInfo", handle, _BINARY_SIZES, room, ctypes.byref(size), None)
         binary = ctypes.create_string_buffer(size.value)
         place = _Handle(ctypes.addressof(binary))
-        self.opencl.call("clGetProgramInfo", program, _BINARIES, room, ctypes.byref(place), None)
+        call("clGetProgramInfo", handle, _BINARIES, room, ctypes.byref(place), None)
         return binary.raw
 
-
-class OpenCLLauncher:
-    """Submits one kernel. OpenCL keeps arguments with a kernel's handle, so this has its own."""
-
-    def __init__(
-        self, queue: Any, driver: Driver, program: ctypes.c_void_p, name: str, lanes: int
-    ) -> None:
-        """Make the handle.
-
-        Args:
-            queue: the device's SYCL queue.
-            driver: that has the program.
-            program: that has the kernel.
-            name: of the kernel.
-            lanes: work items in a group.
-        """
-        self._wait_for_sycl = queue.wait
-        self._driver = driver
-        self._opencl = opencl = driver.opencl
-        self._kernel = opencl.make("clCreateKernel", program, name.encode())
-        self._release = opencl.release_kernel
-        self._address = ctypes.c_int64()
-        self._set_address: int | None = None
-        self._items = (ctypes.c_size_t * 1)()
-        self._lanes = lanes
-        sizes = (None,), (self._items,), ((ctypes.c_size_t * 1)(lanes),)
-        self._arguments = (self._kernel,), (1,), *sizes, (0,), (None,), (None,)
-        self._may_run = False
-
-    def submit(self, address: int, items: int, events: list[Any]) -> None:
-        """Submit the kernel, and add the driver's answer to ``events`` in the same call of C.
-
-        Args:
-            address: the kernel's argument.
-            items: work items in all.
-            events: of this step's launches.
+    def kernel(self, program: Owned, name: str) -> Owned:
+        """A kernel of a program, with room for its arguments: for one launch at a time.
 
         Raises:
-            RuntimeError: the driver refuses it; then ``events`` is as it was.
+            RuntimeError: the program has none of this name.
         """
-        if address != self._set_address:
-            self._set_address = None  # whatever is set if this is interrupted
-            self._address.value = address
-            place = ctypes.byref(self._address)
-            check(self._opencl.set_argument(self._kernel, 0, 8, place), "clSetKernelArg")
-            self._set_address = address
-        self._items[0] = items
-        if not unwaited.is_idle:  # raw kernels, which may write what this one reads
-            latest = unwaited.latest
-            self._wait_for_sycl()
-            unwaited.end(latest)
-        driver = self._driver
-        # One group uses one thread: this one has the tensors in its cache. 18 us for 22.
-        if items == self._lanes and driver.own_thread is not None and driver.progress.is_idle:
-            queue = driver.own_thread
-        else:
-            queue = driver.queue
-            self._may_run = True
-            driver.progress.submit()
-        events.extend(map(self._opencl.enqueue, (queue,), *self._arguments))
-        if queue is driver.queue:
-            driver.progress.submit()  # again: a thread may have seen the end of all before
-        if events[-1] != _SUCCESS:
-            check(events.pop(), "clEnqueueNDRangeKernel")
+        handle = self.opencl.make("clCreateKernel", program.handle, name.encode())
+        return Owned(handle, self.opencl.release_kernel)
 
-    def wait(self, event: Any) -> None:
-        """Return when the kernel has ended, and all that were submitted before."""
-        if self._may_run:
-            latest = self._driver.progress.latest
-            check(self._opencl.finish(self._driver.queue), "clFinish")
-            self._driver.progress.end(latest)
-            self._may_run = False
+    def finish(self) -> None:
+        """Return when all has ended that was submitted to ``queue``."""
+        check(self.opencl.finish(self.queue), "clFinish")
 
-    def __del__(self) -> None:
-        # In a forked child there is no driver.
-        if hasattr(self, "_release") and not is_forked():
-            self._release(self._kernel)
+    def limits(self, kernel: Owned) -> Limits:
+        """What the device says of a kernel."""
+        facts = _WORK_GROUP_SIZE, _MULTIPLE, _PRIVATE_MEMORY
+        return Limits(*[self._number(kernel, fact) for fact in facts])
+
+    def _number(self, kernel: Owned, fact: int) -> int:
+        number = ctypes.c_uint64()  # size_t and cl_ulong are alike
+        size, place = ctypes.c_size_t(ctypes.sizeof(number)), ctypes.byref(number)
+        self.opencl.call(
+            "clGetKernelWorkGroupInfo", kernel.handle, self._device, fact, size, place, None
+        )
+        return number.value
 
 
 def driver_of(device: Any) -> Driver | None:
-    """OpenCL's driver of a CPU.
+    """OpenCL's driver of a device.
 
     Args:
         device: a dpctl.SyclDevice, after its queue was made.
@@ -304,7 +299,7 @@ def _driver(platform: str, name: str, version: str) -> Driver | None:
     loaders = [p for p in loaded_files() if os.path.basename(p).startswith("libOpenCL.so")]
     for loader in loaders:
         opencl = OpenCL(loader)
-        for found, device in opencl.cpus():
+        for found, device in opencl.devices():
             described = [
                 opencl.text("clGetDeviceInfo", device, fact)
                 for fact in (_DEVICE_NAME, _DRIVER_VERSION)

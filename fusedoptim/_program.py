@@ -16,7 +16,11 @@ from fusedoptim.allocator import load_dpctl
 
 
 class BuildError(Exception):
-    """The driver does not compile a module."""
+    """The driver does not compile a module; ``log`` is what it said, "" where that is not known."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
 
 
 @functools.cache

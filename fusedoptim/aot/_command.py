@@ -13,9 +13,9 @@ A device's machine code shows that a kernel compiles for it, and can be unpacked
 not what runs: dpctl, Python's way to SYCL, loads SPIR-V alone, and the driver compiles that.
 """
 _CACHE_NOTE = """\
-What the CPU driver makes of the optimizers' kernels is kept on the disk: later processes are warm
-too. Of a bundle's it lasts as long as the process: call fusedoptim.aot.warmup() in yours. Intel's
-GPU driver keeps all, says its documentation, in NEO_CACHE_DIR and unless NEO_CACHE_PERSISTENT=0.
+What the CPU driver makes of the kernels is kept on the disk: later processes are warm too. Intel's
+GPU driver does likewise, says its documentation, in NEO_CACHE_DIR and unless
+NEO_CACHE_PERSISTENT=0.
 """
 
 

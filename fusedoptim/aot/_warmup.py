@@ -30,8 +30,8 @@ def warmup(
 ) -> list[Warmed]:
     """Have the driver compile kernels now, in this process, rather than in the first step.
 
-    What the CPU driver makes of this package's kernels is kept on the disk: later processes, too,
-    have it compiled then.
+    What the CPU driver makes of them is kept on the disk: later processes, too, have it compiled
+    then.
 
     Args:
         bundle: whose kernels; None for those of the optimizers of this package, in all dtypes that

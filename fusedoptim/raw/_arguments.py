@@ -1,8 +1,9 @@
-"""A kernel's arguments, checked against its signature, as dpctl's C library takes them."""
+"""A kernel's arguments, checked against its signature, as C functions take them."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import operator
 import struct
 from collections.abc import Callable, Sequence
@@ -10,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusedoptim._opencl import OpenCL, Owned, check
 from fusedoptim._tensors import facts_of
-from fusedoptim.raw._launch import ANY_SIZE, BY_SIZE, LOCAL_MEMORY, POINTER, functions
+from fusedoptim.raw._dpctl import ANY_SIZE, BY_SIZE, LOCAL_MEMORY, POINTER, functions
 from fusedoptim.raw._pointers import PLAIN, Uses, alignment, pointer
 from fusedoptim.raw._scalars import scalar
 from fusedoptim.raw._spirv import Parameter
@@ -53,7 +55,7 @@ class LocalMemory:
 class Frame:
     """The memory that a launch's arguments lie in while it is submitted."""
 
-    __slots__ = ("buffer", "table")
+    __slots__ = ("buffer", "given", "kernel", "table")
 
     def __init__(self, size: int, places: Sequence[int | None]) -> None:
         """Lay out a table of where each argument is, and the values that it leads to.
@@ -65,6 +67,10 @@ class Frame:
         self.buffer = ctypes.create_string_buffer(max(size, 1))
         base = ctypes.addressof(self.buffer)
         self.table = [0 if place is None else base + place for place in places]
+        self.kernel: Owned | None = None
+        """OpenCL's, which keeps the arguments that it is given."""
+        self.given: bytes | None = None
+        """the memory as it was when they were given."""
 
 
 class _Known(NamedTuple):
@@ -97,7 +103,9 @@ class Signature:
         self._pointers: list[tuple[int, Any]] = []  # index, and what takes it
         self._values: list[tuple[int, Any]] = []
         self._raw: list[tuple[int, int, int]] = []  # index, place and size
+        self._local: list[tuple[int, int]] = []  # index and place
         self._places: list[int | None] = []
+        by_value, sizes = [], []
         types, code = [], f"<{self.count}Q"
         for i, parameter in enumerate(self.parameters):
             if parameter.kind in ("pointer", "opaque"):
@@ -111,19 +119,26 @@ class Signature:
             types.append(kind)
             if kind == ANY_SIZE:
                 self._raw.append((i, place, size))
+            if kind == LOCAL_MEMORY:
+                self._local.append((i, place))
+            else:
+                by_value.append(i)
+                sizes.append(size)
             self._values.append((i, convert))
             self._places.append(place)
             code += f"{packing}{-size % _WORD}x"
         self._pack = struct.Struct(code)
         self._indices = tuple(i for i, _ in self._pointers)
         self._pointed = _getter(self._indices)
+        self._by_value = _getter(tuple(by_value))
+        self._sizes = by_value, sizes
         self._aligned = [alignment(self.parameters[i]) for i, _ in self._pointers]
         self._has_vectors = max(self._aligned, default=1) > 1
         self.types = (ctypes.c_int * max(len(types), 1))(*types)
         """of the arguments, as dpctl numbers them."""
         self.has_raw = bool(self._raw)
         """whether there are values of other than 1, 2, 4 or 8 bytes."""
-        self.needs_local_memory = LOCAL_MEMORY in types
+        self.needs_local_memory = bool(self._local)
         """whether there are pointers to memory of the work-group."""
         self._known: list[_Known] = []
         self._misses = 0
@@ -212,6 +227,30 @@ class Signature:
                 return self._refusal(error, i)
         raise AssertionError("a value was refused once and taken the second time")
 
+    def give(self, frame: Frame, opencl: OpenCL, kernel: Owned) -> None:
+        """Give a kernel of OpenCL's the arguments in a frame that it does not have yet.
+
+        Raises:
+            RuntimeError: it refuses one.
+        """
+        now, before = frame.buffer.raw, frame.given
+        if now == before:
+            return
+        frame.given = None  # whatever it has if this is interrupted
+        handle, table = itertools.repeat(kernel.handle), frame.table
+        end = _WORD * self.count  # of the table
+        statuses: list[int] = []
+        if before is None or now[:end] != before[:end]:
+            statuses += map(opencl.set_pointer, handle, self._indices, self._pointed(table))
+        if before is None or now[end:] != before[end:]:
+            statuses += map(opencl.set_argument, handle, *self._sizes, self._by_value(table))
+            for i, place in self._local:
+                nbytes = _LOCAL.unpack_from(frame.buffer, place)[2]
+                statuses.append(opencl.set_argument(kernel.handle, i, nbytes, None))
+        for status in filter(None, statuses):
+            check(status, "clSetKernelArg")
+        frame.given = now
+
     def release(self, frame: Frame) -> None:
         """Take back the frame of a launch that was submitted, which copied it."""
         self._frames.append(frame)
@@ -224,7 +263,8 @@ class Signature:
             if make is None:
                 raise RuntimeError(
                     f"{self._what(i)}: this dpctl passes only values of 1, 2, 4 or 8 bytes, and "
-                    f"this one has {size}; pass a pointer to it, or install dpctl 0.21 or newer"
+                    f"this one has {size}; pass a pointer to it, wait for the kernel on the CPU, "
+                    "or install dpctl 0.21 or newer"
                 )
             made.append(make(ctypes.addressof(frame.buffer) + place, size))
             struct.pack_into("<Q", frame.buffer, _WORD * i, made[-1])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from fusedoptim import _program
+from fusedoptim._opencl import Driver, Owned, driver_of
+from fusedoptim._program import BuildError
 from fusedoptim.raw._errors import InvalidModuleError, KernelCompileError
-from fusedoptim.raw._spirv import ModuleFacts
+from fusedoptim.raw._spirv import ModuleFacts, read_module
 
 # SPIR-V's capabilities that devices lack: the aspect of SYCL that has them, and the way out.
 _ASPECTS = {
@@ -17,6 +18,79 @@ _ASPECTS = {
     10: ("fp64", "float64 arithmetic", "compute in float"),
     12: ("atomic64", "64-bit atomics", "use 32-bit ones"),
 }
+
+
+class Program:
+    """A SPIR-V module, and what was built from it."""
+
+    def __init__(self, spirv: bytes, options: Sequence[str]) -> None:
+        """Read the module.
+
+        Args:
+            spirv: the module.
+            options: for the drivers' compilers.
+        """
+        self.spirv = spirv
+        self.facts: ModuleFacts = read_module(spirv)
+        self._options = " ".join(options)
+        self._built: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+
+    def by_sycl(self, queue: Any) -> Any:
+        """Dpctl's program for the device of ``queue``, built at the first call.
+
+        This is where the driver compiles: the CPU's takes some 40 ms for a small kernel.
+
+        Raises:
+            InvalidModuleError: the module needs what the device lacks.
+            KernelCompileError: the driver refuses it; the message has the driver's log.
+        """
+        device = queue.sycl_device
+
+        def build() -> Any:
+            try:
+                return _program.build(queue, self.spirv, self._options)
+            except BuildError as error:
+                raise _refusal(device, self._log(device)) from error
+
+        return self._once((queue.sycl_context, device), device, build)
+
+    def by_opencl(self, driver: Driver, device: Any) -> Owned:
+        """OpenCL's program for the same device, from the disk if it was compiled before.
+
+        Raises:
+            InvalidModuleError: the module needs what the device lacks.
+            KernelCompileError: the driver refuses it; the message has the driver's log.
+        """
+
+        def build() -> Owned:
+            try:
+                return driver.program(self.spirv, self._options)
+            except BuildError as error:
+                raise _refusal(device, error.log) from error
+
+        program: Owned = self._once(driver, device, build)
+        return program
+
+    def _once(self, key: Any, device: Any, build: Callable[[], Any]) -> Any:
+        with self._lock:
+            if key not in self._built:
+                check_capabilities(self.facts, device)
+                self._built[key] = build()
+            return self._built[key]
+
+    def _log(self, device: Any) -> str:
+        """What the driver says as it builds the module once more; dpctl keeps it to itself.
+
+        "" where the device is not OpenCL's or it says nothing.
+        """
+        driver = driver_of(device)
+        try:
+            if driver is not None:
+                driver.compiled(self.spirv, self._options)
+        except BuildError as error:
+            return error.log
+        return ""
 
 
 def check_capabilities(facts: ModuleFacts, device: Any) -> None:
@@ -27,91 +101,8 @@ def check_capabilities(facts: ModuleFacts, device: Any) -> None:
             raise InvalidModuleError(f"the module needs {what}, which {device.name} lacks; {cure}")
 
 
-def build(queue: Any, spirv: bytes, facts: ModuleFacts, options: Sequence[str]) -> Any:
-    """Dpctl's program of a module for the device of ``queue``.
-
-    This is where the driver compiles: the CPU's takes some 40 ms for a small kernel.
-
-    Raises:
-        InvalidModuleError: the module needs what the device lacks.
-        KernelCompileError: the driver refuses it; the message has the driver's log.
-    """
-    check_capabilities(facts, queue.sycl_device)
-    try:
-        return _program.build(queue, spirv, " ".join(options))
-    except _program.BuildError as error:
-        log = _driver_log(queue.sycl_device, spirv, options)
-        raise KernelCompileError(
-            f"the driver of {queue.sycl_device.name} does not build the module:\n{log or error}",
-            log,
-        ) from error
-
-
-_PLATFORM_NAME, _DEVICE_NAME, _BUILD_LOG, _ALL_DEVICES = 0x0902, 0x102B, 0x1183, 0xFFFFFFFF
-
-
-def _driver_log(device: Any, spirv: bytes, options: Sequence[str]) -> str:
-    """What the driver says as it builds the module once more; dpctl keeps it to itself.
-
-    "" where the device is not OpenCL's or it says nothing.
-    """
-    if device.backend.name != "opencl":
-        return ""
-    try:
-        opencl = ctypes.CDLL("libOpenCL.so.1", mode=os.RTLD_NOLOAD)  # the one that SYCL loaded
-    except OSError:
-        return ""
-    for name in ("clCreateContext", "clCreateProgramWithIL"):
-        getattr(opencl, name).restype = ctypes.c_void_p
-    handle = _opencl_device(opencl, device)
-    if handle is None:
-        return ""
-    status = ctypes.c_int()
-    context = ctypes.c_void_p(
-        opencl.clCreateContext(None, 1, ctypes.byref(handle), None, None, ctypes.byref(status))
+def _refusal(device: Any, log: str) -> KernelCompileError:
+    said = log or "it does not say why"
+    return KernelCompileError(
+        f"the driver of {device.name} does not build the module:\n{said}", log
     )
-    program = ctypes.c_void_p(
-        opencl.clCreateProgramWithIL(
-            context, spirv, ctypes.c_size_t(len(spirv)), ctypes.byref(status)
-        )
-    )
-    text = ""
-    if program:
-        flags = " ".join(options).encode()
-        opencl.clBuildProgram(program, 1, ctypes.byref(handle), flags, None, None)
-        text = _text(opencl.clGetProgramBuildInfo, program, handle, ctypes.c_uint(_BUILD_LOG))
-        opencl.clReleaseProgram(program)
-    if context:
-        opencl.clReleaseContext(context)
-    return text
-
-
-def _opencl_device(opencl: ctypes.CDLL, device: Any) -> ctypes.c_void_p | None:
-    """The OpenCL device of the same platform and name."""
-    platforms = _handles(opencl.clGetPlatformIDs)
-    for platform in platforms:
-        if _text(opencl.clGetPlatformInfo, platform, ctypes.c_uint(_PLATFORM_NAME)) != (
-            device.sycl_platform.name
-        ):
-            continue
-        for handle in _handles(opencl.clGetDeviceIDs, platform, ctypes.c_ulong(_ALL_DEVICES)):
-            if _text(opencl.clGetDeviceInfo, handle, ctypes.c_uint(_DEVICE_NAME)) == device.name:
-                return handle
-    return None
-
-
-def _handles(function: Callable[..., int], *arguments: Any) -> list[ctypes.c_void_p]:
-    count = ctypes.c_uint()
-    if function(*arguments, 0, None, ctypes.byref(count)):
-        return []
-    handles = (ctypes.c_void_p * count.value)()
-    function(*arguments, count, handles, None)
-    return [ctypes.c_void_p(handle) for handle in handles]
-
-
-def _text(function: Callable[..., int], *arguments: Any) -> str:
-    size = ctypes.c_size_t()
-    function(*arguments, ctypes.c_size_t(0), None, ctypes.byref(size))
-    buffer = ctypes.create_string_buffer(size.value + 1)
-    function(*arguments, size, buffer, None)
-    return buffer.value.decode(errors="replace").strip()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fusedoptim._progress import unwaited
+from fusedoptim._opencl import driver_of
+from fusedoptim.allocator import queue as queue_of
 from fusedoptim.raw._arguments import Frame, Signature
-from fusedoptim.raw._launch import functions, in_flight
-from fusedoptim.raw._spirv import Entry
+from fusedoptim.raw._build import Program
+from fusedoptim.raw._dpctl import functions
+from fusedoptim.raw._launch import SyclKernel
+from fusedoptim.raw._pointers import Uses
+from fusedoptim.raw._waited import WaitedKernel
 
 Size = int | Sequence[int]
 _MOST_SHAPES = 1024  # sizes that are remembered
@@ -19,35 +24,62 @@ _LARGEST = 1 << 31  # work items in all, from where SYCL refuses a launch
 
 
 class Shape(NamedTuple):
-    """Checked sizes of a launch, as dpctl's C library takes them."""
+    """Checked sizes of a launch, as functions in C take them."""
 
     is_empty: bool
     """whether there are no work items."""
-    submit: Any
-    """the function that submits a kernel so."""
-    arguments: tuple[Any, ...]
-    """its last ones: the sizes, and that there is nothing to wait for."""
+    by_sycl: tuple[Any, tuple[Any, ...]]
+    """dpctl's function that submits a kernel so, and its last arguments."""
+    by_opencl: tuple[Any, ...]
+    """the last arguments of OpenCL's function."""
 
 
 class Built:
     """A kernel for one queue."""
 
-    def __init__(self, queue: Any, handle: Any, name: str, entry: Entry) -> None:
+    def __init__(self, queue: Any, program: Program, name: str) -> None:
+        """Have the driver build it.
+
+        Args:
+            queue: a dpctl.SyclQueue.
+            program: that has the kernel.
+            name: of the kernel.
+
+        Raises:
+            InvalidModuleError: the module needs what the device lacks.
+            KernelCompileError: the driver refuses it.
+        """
         device = queue.sycl_device
         self.queue = queue
-        self.handle = handle
-        self._queue_ref = queue.addressof_ref()
-        self._kernel_ref = handle.addressof_ref()
+        self._program = program
         self._name = name
         self._device = device.name
-        self._required = entry.local_size
-        self._most = int(handle.work_group_size)
+        self._required = program.facts.entries[name].local_size
+        self._waited = self._by_opencl()
+        self.limits = self.by_sycl.limits if self._waited is None else self._waited.limits
         self._most_each = tuple(map(int, reversed(device.max_work_item_sizes3d)))
         self.local_memory = int(device.local_mem_size)
         self.on_host = bool(device.is_cpu)
         self.in_order = bool(queue.is_in_order)
         self._shapes: dict[tuple[tuple[int, ...], tuple[int, ...] | None], Shape] = {}
-        self._wait, self._delete = functions().wait, functions().delete
+
+    def _by_opencl(self) -> WaitedKernel | None:
+        """What launches the kernel and waits for its end, on the CPU's own queue."""
+        device = self.queue.sycl_device
+        if not device.is_cpu or self.queue is not queue_of("cpu"):
+            return None
+        driver = driver_of(device)
+        if driver is None:
+            return None
+        program = self._program.by_opencl(driver, device)
+        return WaitedKernel(self.queue, driver, program, self._name, self._refusal)
+
+    @property
+    def _refusal(self) -> str:
+        return (
+            f"{self._name}: the driver of {self._device} refused the launch, as it does if a "
+            "kernel needs more local memory or registers than there are"
+        )
 
     def shape(self, global_size: Any, local_size: Any) -> Shape:
         """Sizes checked against what the device and the kernel allow.
@@ -81,10 +113,13 @@ class Built:
             group = self._required[: len(items)]
         if group is not None:
             self._check_group(items, group)
+        nothing_to_wait_for = 0, None
+        by_opencl = len(items), None, _in_c(items), _in_c(group), *nothing_to_wait_for, None
         # SYCL's last dimension is the one that OpenCL calls 0.
-        sizes = [(ctypes.c_size_t * 3)(*reversed(size)) for size in (items, group) if size]
+        sizes = [_in_c(size[::-1]) for size in (items, group) if size]
         submit = functions().submit if group is None else functions().submit_groups
-        return Shape(0 in items, submit, (*sizes, len(items), None, 0))
+        by_sycl = submit, (*sizes, len(items), None, 0)
+        return Shape(0 in items, by_sycl, by_opencl)
 
     def _check_group(self, items: tuple[int, ...], group: tuple[int, ...]) -> None:
         what = f"{self._name}: local_size={group}"
@@ -103,10 +138,10 @@ class Built:
             raise ValueError(
                 f"{what}, and {self._device} allows at most {self._most_each[: len(group)]}"
             )
-        if math.prod(group) > self._most:
+        if math.prod(group) > self.limits.work_group_size:
             raise ValueError(
                 f"{what} are {math.prod(group)} work items, and {self._device} allows this kernel "
-                f"{self._most} in a group"
+                f"{self.limits.work_group_size} in a group"
             )
         if any(size % part for size, part in zip(items, group)):
             rounded = tuple(-(-size // part) * part for size, part in zip(items, group))
@@ -115,43 +150,27 @@ class Built:
                 f"launch {rounded}, and have the kernel return where get_global_id(0) is too large"
             )
 
+    @functools.cached_property
+    def by_sycl(self) -> SyclKernel:
+        """What launches the kernel on the queue."""
+        handle = self._program.by_sycl(self.queue).get_sycl_kernel(self._name)
+        return SyclKernel(self.queue, handle, self._refusal)
+
     def launch(
-        self, shape: Shape, signature: Signature, frame: Frame, wait: bool, used: Any
+        self, shape: Shape, signature: Signature, frame: Frame, uses: Uses, wait: bool, used: Any
     ) -> None:
         """Submit the kernel, and wait for its end or keep what it uses until then."""
-        made = signature.make_raw(frame) if signature.has_raw else ()
-        if self.on_host and not wait:
-            unwaited.submit()
-        try:
-            event = shape.submit(
-                self._kernel_ref,
-                self._queue_ref,
-                frame.buffer,
-                signature.types,
-                signature.count,
-                *shape.arguments,
-            )
-            if self.on_host and not wait:
-                unwaited.submit()  # again: a step may have waited for all before
-            if wait and event:
-                self._wait(event)
-        except BaseException:
-            self.queue.wait()  # an interrupt must not leave a kernel with memory that goes
-            raise
-        finally:
-            if made:
-                signature.delete_raw(made)
-        signature.release(frame)
-        if not event:
-            raise RuntimeError(
-                f"{self._name}: the driver of {self._device} refused the launch, as it does if a "
-                "kernel needs more local memory or registers than there are; with "
-                "DPCTL_VERBOSITY=error in the environment dpctl shows what it said"
-            )
-        if wait or used is None:
-            self._delete(event)
+        if wait and self._waited is not None:
+            if uses.queues:  # of which SYCL may have been asked something
+                self.queue.wait()
+            self._waited.run(shape.by_opencl, signature, frame)
         else:
-            in_flight.keep(event, used)
+            self.by_sycl.launch(*shape.by_sycl, signature, frame, wait, used)
+        signature.release(frame)
+
+
+def _in_c(size: tuple[int, ...] | None) -> Any:
+    return None if size is None else (ctypes.c_size_t * 3)(*size)
 
 
 def _as_size(size: Any, argument: str) -> tuple[int, ...]:

@@ -1,61 +1,84 @@
-"""Submission of a kernel through dpctl's C library.
-
-dpctl's Python takes no host pointer as a kernel's argument; its C library, which it is made of,
-takes any, and the CPU device reads any.
-"""
+"""Launches on a SYCL queue."""
 
 from __future__ import annotations
 
 import atexit
 import collections
-import ctypes
-import functools
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
-from fusedoptim._program import dpctl_function
+from fusedoptim._opencl import Limits
+from fusedoptim._progress import unwaited
 from fusedoptim.allocator import is_forked
-
-# Of the enumeration DPCTLKernelArgType, the same in dpctl 0.17 to 0.22. What is passed by value is
-# bytes to the driver, so the type says no more than how many.
-BY_SIZE = {1: 1, 2: 3, 4: 5, 8: 7}
-POINTER, LOCAL_MEMORY = 10, 11
-ANY_SIZE = 13  # a raw kernel argument, of dpctl 0.21 and newer
-
-_COMPLETE = 3  # of DPCTLSyclEventStatusType
+from fusedoptim.raw._arguments import Frame, Signature
+from fusedoptim.raw._dpctl import COMPLETE, functions
 
 
-class _Functions(NamedTuple):
-    """Functions of dpctl's C library."""
+class SyclKernel:
+    """A kernel that is launched on a SYCL queue, its end waited for or not."""
 
-    submit: Any
-    submit_groups: Any
-    wait: Any
-    status: Any
-    delete: Any
-    raw_argument: Any
-    """makes an argument of any size, None where dpctl has none."""
-    delete_raw_argument: Any
+    def __init__(self, queue: Any, handle: Any, refusal: str) -> None:
+        """Prepare launches.
 
+        Args:
+            queue: a dpctl.SyclQueue.
+            handle: a dpctl.program.SyclKernel.
+            refusal: what an error says where the driver refuses a launch.
+        """
+        self.handle = handle
+        self.limits = Limits(
+            int(handle.work_group_size),
+            int(handle.preferred_work_group_size_multiple),
+            int(handle.private_mem_size),
+        )
+        self._queue = queue
+        self._queue_ref = queue.addressof_ref()
+        self._kernel_ref = handle.addressof_ref()
+        self._on_host = bool(queue.sycl_device.is_cpu)
+        self._refusal = refusal
+        self._wait, self._delete = functions().wait, functions().delete
 
-@functools.cache
-def functions() -> _Functions:
-    """Those of dpctl's C library that a launch needs."""
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    submission = [pointer, pointer, pointer, pointer, size]
-    return _Functions(
-        submit=dpctl_function(
-            "DPCTLQueue_SubmitRange", pointer, *submission, pointer, size, pointer, size
-        ),
-        submit_groups=dpctl_function(
-            "DPCTLQueue_SubmitNDRange", pointer, *submission, pointer, pointer, size, pointer, size
-        ),
-        wait=dpctl_function("DPCTLEvent_Wait", None, pointer),
-        status=dpctl_function("DPCTLEvent_GetCommandExecutionStatus", ctypes.c_int, pointer),
-        delete=dpctl_function("DPCTLEvent_Delete", None, pointer),
-        raw_argument=dpctl_function("DPCTLRawKernelArg_Create", pointer, pointer, size),
-        delete_raw_argument=dpctl_function("DPCTLRawKernelArg_Delete", None, pointer),
-    )
+    def launch(
+        self,
+        submit: Any,
+        sizes: tuple[Any, ...],
+        signature: Signature,
+        frame: Frame,
+        wait: bool,
+        used: Any,
+    ) -> None:
+        """Submit the kernel, and wait for its end or keep what it uses until then."""
+        made = signature.make_raw(frame) if signature.has_raw else ()
+        if self._on_host and not wait:
+            unwaited.submit()
+        try:
+            event = submit(
+                self._kernel_ref,
+                self._queue_ref,
+                frame.buffer,
+                signature.types,
+                signature.count,
+                *sizes,
+            )
+            if self._on_host and not wait:
+                unwaited.submit()  # again: a step may have waited for all before
+            if wait and event:
+                self._wait(event)
+        except BaseException:
+            self._queue.wait()  # an interrupt must not leave a kernel with memory that goes
+            raise
+        finally:
+            if made:
+                signature.delete_raw(made)
+        if not event:
+            raise RuntimeError(
+                f"{self._refusal}; with DPCTL_VERBOSITY=error in the environment dpctl shows what "
+                "it said"
+            )
+        if wait or used is None:
+            self._delete(event)
+        else:
+            in_flight.keep(event, used)
 
 
 class InFlight:
@@ -71,7 +94,7 @@ class InFlight:
         if not self._lock.acquire(blocking=False):
             return  # another thread looks
         try:
-            while self._kept and functions().status(self._kept[0][0]) == _COMPLETE:
+            while self._kept and functions().status(self._kept[0][0]) == COMPLETE:
                 functions().delete(self._kept.popleft()[0])
         finally:
             self._lock.release()

@@ -22,7 +22,7 @@ from fusedoptim._device import queue_of
 from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
 from fusedoptim.raw._arguments import LocalMemory, Signature
-from fusedoptim.raw._build import build
+from fusedoptim.raw._build import Program
 from fusedoptim.raw._built import Built, Size
 from fusedoptim.raw._opencl_c import (
     DRIVER_OPTIONS,
@@ -33,7 +33,7 @@ from fusedoptim.raw._opencl_c import (
 )
 from fusedoptim.raw._pointers import Uses
 from fusedoptim.raw._python import compile_python, identity
-from fusedoptim.raw._spirv import ModuleFacts, Parameter, read_module
+from fusedoptim.raw._spirv import Parameter
 
 __all__ = ["RawKernel", "RawModule"]
 
@@ -57,8 +57,9 @@ class RawModule:
     Nothing is compiled before a kernel is called, or something is asked of it. Text becomes SPIR-V
     in 20 to 50 ms (a process's first in 0.1 to 0.2 s), which is kept on the disk unless it includes
     other files: ``FUSEDOPTIM_CACHE_DIR`` names the folder, empty it keeps none, and without it that
-    is ``~/.cache/fusedoptim``. The driver compiles the SPIR-V in each process that uses it: the
-    CPU's takes 10 to 40 ms for a small kernel, and 0.2 s for a process's first.
+    is ``~/.cache/fusedoptim``. The driver compiles the SPIR-V: the CPU's takes 10 to 40 ms for a
+    small kernel, and 0.2 s for a process's first, and what it makes is kept there too. Of a
+    ``dpctl.SyclQueue`` of your own, and for ``wait=False``, it compiles in each process.
 
     Raises:
         TypeError: ``source`` or ``options`` is of another type.
@@ -90,7 +91,7 @@ class RawModule:
         """where launches run whose arguments do not say."""
 
     @functools.cached_property
-    def _program(self) -> _Program:
+    def _program(self) -> Program:
         return _program(self.kind, self._source, self.options)
 
     @property
@@ -254,7 +255,7 @@ class RawKernel:
         kept = None if uses.host is None and not uses.queues else args
         for i in uses.written:
             increment_version(args[i])
-        built.launch(shape, signature, frame, wait, kept)
+        built.launch(shape, signature, frame, uses, wait, kept)
         return None
 
     def compile(self) -> RawKernel:
@@ -309,17 +310,17 @@ class RawKernel:
     @property
     def max_work_group_size(self) -> int:
         """The most work items that a group of this kernel may have on its device."""
-        return int(self._own().handle.work_group_size)
+        return self._own().limits.work_group_size
 
     @property
     def preferred_work_group_size_multiple(self) -> int:
         """What a group's size is best a multiple of on its device."""
-        return int(self._own().handle.preferred_work_group_size_multiple)
+        return self._own().limits.preferred_work_group_size_multiple
 
     @property
     def private_mem_size(self) -> int:
         """Bytes that each work item needs on its device."""
-        return int(self._own().handle.private_mem_size)
+        return self._own().limits.private_mem_size
 
     def __repr__(self) -> str:
         if self._signature is None:
@@ -402,10 +403,8 @@ class RawKernel:
             if self._signature is None:
                 self._find()
             with self._lock:
-                program = self._module._program
-                handle = program.bundle(chosen).get_sycl_kernel(self.name)
-                entry = program.facts.entries[self.name]
-                built = self._built.setdefault(chosen, Built(chosen, handle, self.name, entry))
+                built = Built(chosen, self._module._program, self.name)
+                built = self._built.setdefault(chosen, built)
                 if isinstance(self.device, str) and self.device == "cpu" and chosen is queue("cpu"):
                     self._on_cpu = built
         return built
@@ -443,25 +442,6 @@ def _untraced(
     kernel(global_size, local_size, args, wait=wait)
 
 
-class _Program:
-    """A SPIR-V module, and what was built from it."""
-
-    def __init__(self, spirv: bytes, options: Sequence[str]) -> None:
-        self.spirv = spirv
-        self.facts: ModuleFacts = read_module(spirv)
-        self._options = options
-        self._bundles: dict[Any, Any] = {}
-        self._lock = threading.Lock()
-
-    def bundle(self, chosen: Any) -> Any:
-        """The bundle for the device of a queue, built at the first call."""
-        key = chosen.sycl_context, chosen.sycl_device
-        with self._lock:
-            if key not in self._bundles:
-                self._bundles[key] = build(chosen, self.spirv, self.facts, self._options)
-            return self._bundles[key]
-
-
 class _Identified(NamedTuple):
     """A Python function, the same as another that compiles to the same."""
 
@@ -475,7 +455,7 @@ class _Identified(NamedTuple):
         return hash(self.identity)
 
 
-def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> _Program:
+def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> Program:
     """What a source compiles to."""
     if kind == "SPIR-V":
         spirv = source
@@ -487,14 +467,14 @@ def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> _Program:
     else:
         parts = ("OpenCL C", compiler_version(), *options, source)
         spirv = cached(parts, lambda: compile_opencl_c(source, options))
-    return _Program(spirv, [option for option in options if option in DRIVER_OPTIONS])
+    return Program(spirv, [option for option in options if option in DRIVER_OPTIONS])
 
 
 _shared = functools.lru_cache(maxsize=256)(_compiled)
 """What a source compiles to, once for all kernels of the same source."""
 
 
-def _program(kind: str, source: Any, options: tuple[str, ...]) -> _Program:
+def _program(kind: str, source: Any, options: tuple[str, ...]) -> Program:
     # Files that a source includes may change.
     if kind == "Python":
         source = _Identified(identity(source), source)

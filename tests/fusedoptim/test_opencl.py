@@ -16,8 +16,9 @@ from torch.nn import Parameter
 
 from fusedoptim import FusedSGD, _launch, _opencl
 from fusedoptim._launch import LaunchBlock, kernel_for
+from fusedoptim._launchers import OpenCLLauncher, SyclLauncher
 from fusedoptim._modules import load_module
-from fusedoptim._opencl import Driver, OpenCLLauncher, driver_of
+from fusedoptim._opencl import Driver, driver_of
 from fusedoptim._program import BuildError
 from fusedoptim._progress import Progress
 from fusedoptim.allocator import queue
@@ -45,13 +46,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What the driver compiles."""
     seen: list[bytes] = []
-    compile_now = Driver._compiled
+    compile_now = Driver.compiled
 
-    def counting(driver: Driver, spirv: bytes) -> Any:
+    def counting(driver: Driver, spirv: bytes, options: str = "") -> Any:
         seen.append(spirv)
-        return compile_now(driver, spirv)
+        return compile_now(driver, spirv, options)
 
-    monkeypatch.setattr(Driver, "_compiled", counting)
+    monkeypatch.setattr(Driver, "compiled", counting)
     return seen
 
 
@@ -85,8 +86,8 @@ class TestKept:
             "import torch\n"
             "from fusedoptim import FusedAdam, _opencl\n"
             "compiled = []\n"
-            "compile_now = _opencl.Driver._compiled\n"
-            "_opencl.Driver._compiled = lambda *a: compiled.append(a) or compile_now(*a)\n"
+            "compile_now = _opencl.Driver.compiled\n"
+            "_opencl.Driver.compiled = lambda *a: compiled.append(a) or compile_now(*a)\n"
             "p = torch.nn.Parameter(torch.ones(1000))\n"
             "p.grad = torch.linspace(-1, 1, 1000)\n"
             "optimizer = FusedAdam([p], max_grad_norm=1.0)\n"
@@ -161,16 +162,11 @@ def test_processor_features() -> None:
 
 
 def test_driver_says_why(driver: Driver) -> None:
-    source = driver.opencl.make(
-        *("clCreateProgramWithSource", driver._context, 1),
-        *(_pointer_to(b"kernel void wrong() { no_such_function(); }"), None),
-    )
-    with pytest.raises(BuildError, match="no_such_function"):
-        driver._build(source)
-
-
-def _pointer_to(text: bytes) -> Any:
-    return ctypes.byref(ctypes.c_char_p(text))
+    text = ctypes.c_char_p(b"kernel void wrong() { no_such_function(); }")
+    source = driver._context, 1, ctypes.byref(text), None
+    with pytest.raises(BuildError, match="no_such_function") as raised:
+        driver._built("clCreateProgramWithSource", source, "")
+    assert "no_such_function" in raised.value.log
 
 
 def test_refused_launch(driver: Driver) -> None:
@@ -237,8 +233,8 @@ def test_one_queue_for_all_threads() -> None:
         "import threading, time\n"
         "from fusedoptim import _opencl\n"
         "from fusedoptim.allocator import queue\n"
-        "cpus = _opencl.OpenCL.cpus\n"
-        "_opencl.OpenCL.cpus = lambda self: time.sleep(0.2) or cpus(self)\n"
+        "devices = _opencl.OpenCL.devices\n"
+        "_opencl.OpenCL.devices = lambda self: time.sleep(0.2) or devices(self)\n"
         "device = queue('cpu').sycl_device\n"
         "found = []\n"
         "work = lambda: found.append(_opencl.driver_of(device))\n"
@@ -301,14 +297,14 @@ def test_by_sycl(case: OptimizerCase, kwargs: dict[str, Any]) -> None:
             for p in params:
                 p.grad = torch.randn_like(p)
             optimizer.step()
-            assert isinstance(_launcher(optimizer), _launch._SyclLauncher)
+            assert isinstance(_launcher(optimizer), SyclLauncher)
             continue
         pair = SideBySide(case, case.kwargs[-1], params)
         for _ in range(3):
             pair.set_gradients()
             pair.step()
         pair.assert_equal()
-        assert isinstance(_launcher(pair.ours), _launch._SyclLauncher)
+        assert isinstance(_launcher(pair.ours), SyclLauncher)
 
 
 def _launcher(optimizer: Any) -> Any:

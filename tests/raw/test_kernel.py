@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 
 from fusedoptim import allocator
-from fusedoptim.raw import LocalMemory, RawKernel, RawModule
+from fusedoptim.raw import LocalMemory, RawKernel, RawModule, _built
 from tests.fusedoptim.helpers import assert_within
 from tests.tolerances import Bounded, number
+
+
+@pytest.fixture(params=["OpenCL", "SYCL"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By whose interface the CPU's kernels are built and launched; a GPU's are by SYCL's."""
+    if request.param == "SYCL":
+        monkeypatch.setattr(_built, "driver_of", lambda device: None)
+    way: str = request.param
+    return way
 
 
 def saxpy_bound(a: float, x: Tensor, y: Tensor) -> Bounded:
@@ -99,13 +108,13 @@ def test_scalars(module: RawModule) -> None:
     assert out[10].isnan()
 
 
-def test_vectors_and_structs(module: RawModule) -> None:
+def test_vectors_and_structs(module: RawModule, way: str) -> None:
     out = torch.zeros(5, dtype=torch.float64)
     module["vectors"](1, 1, (out, (-1, 2), np.array([0.5, 4], np.float32)))
     assert out.tolist() == [-1, 2, 0.5, 4, 0]
     record = np.array([(7, 8, 0.1)], dtype="i4,f4,f8")
     arguments = (out, (1, 2, 3, 4.5), [5, 6, 7], record)
-    if hasattr(allocator.load_dpctl(), "RawKernelArg"):
+    if way == "OpenCL" or hasattr(allocator.load_dpctl(), "RawKernelArg"):
         module["wide"](1, 1, arguments)
         assert out.tolist() == [1, 4.5, 7, 7, 0.1]
     else:
@@ -168,6 +177,15 @@ def test_dpctl_and_dpnp_arrays(module: RawModule) -> None:
         module["saxpy"](5, None, (5, 2, x[::2], y))
     with pytest.raises(TypeError, match="dtype is int64, and the kernel reads float32"):
         module["saxpy"](5, None, (5, 2, tensors.astype(x, "i8"), y))
+
+
+def test_null_pointers() -> None:
+    text = "kernel void f(global int *x, global float *y, constant float *z)"
+    kernel = RawKernel(text + "{ *x = (y == 0) + 2 * (z == 0); }")
+    x, some = torch.zeros((), dtype=torch.int32), torch.ones(4)
+    for y, z, expected in [(None, None, 3), (some, some, 0), (None, some, 1), (some, None, 2)]:
+        kernel(1, None, (x, y, z))
+        assert x == expected
 
 
 def test_queues_of_others(module: RawModule) -> None:

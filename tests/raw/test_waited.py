@@ -1,0 +1,170 @@
+"""Launches by OpenCL's interface: kept programs, arguments that change, order with SYCL's work."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedoptim import allocator
+from fusedoptim._opencl import driver_of
+from fusedoptim.raw import LocalMemory, RawKernel, RawModule, kernel
+from fusedoptim.raw._launch import SyclKernel
+
+SLOW = """
+kernel void slow(global float *x) {
+    float v = 0;
+    for (int i = 0; i < 30000000; i++) v = v * 0.5f + 1;
+    x[get_global_id(0)] = v;
+}
+kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }
+"""
+
+
+@pytest.fixture
+def by_sycl(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each launch by SYCL is waited for."""
+    launches: list[bool] = []
+    launch = SyclKernel.launch
+
+    def noting(self: SyclKernel, *arguments: Any) -> None:
+        launches.append(arguments[4])
+        launch(self, *arguments)
+
+    monkeypatch.setattr(SyclKernel, "launch", noting)
+    return launches
+
+
+def test_what_is_launched_by_sycl(module: RawModule, by_sycl: list[bool]) -> None:
+    """What nobody waits for, and what has a queue of its own."""
+    x, y = torch.ones(16), torch.zeros(16)
+    for wait in (None, True):
+        module["saxpy"](16, None, (16, 1, x, y), wait=wait)
+    assert by_sycl == []
+    module["saxpy"](16, None, (16, 1, x, y), wait=False)
+    ours = allocator.queue("cpu")
+    queue = allocator.load_dpctl().SyclQueue(ours.sycl_context, ours.sycl_device)
+    RawKernel(SLOW, "twice", device=queue)(16, None, (x,))
+    assert by_sycl == [False, True]
+    module["saxpy"](16, None, (16, 1, x, y))
+    assert by_sycl == [False, True]
+    assert y.tolist() == [5.0] * 16
+
+
+def test_after_a_launch_that_nobody_waits_for() -> None:
+    module = RawModule(SLOW)
+    x = torch.zeros(16)
+    module["slow"](16, 16, (x,), wait=False)
+    module["twice"](16, 16, (x,))
+    assert x.tolist() == [4.0] * 16
+
+
+def test_after_what_sycl_was_asked() -> None:
+    """dpctl and dpnp submit to the queue and do not wait."""
+    module = RawModule(SLOW)
+    queue = allocator.queue("cpu")
+    memory = allocator.load_dpctl().memory.MemoryUSMShared(64, queue=queue)
+    slow = module["slow"]._own().by_sycl.handle
+    event = queue.submit_async(slow, [memory], [16], [16])
+    module["twice"](16, 16, (memory,))
+    assert memoryview(memory).cast("f").tolist() == [4.0] * 16
+    event.wait()
+
+
+def test_arguments_that_change(module: RawModule) -> None:
+    """One at a time: OpenCL keeps those that were given before."""
+    tensors = [torch.randn(64) for _ in range(4)]
+    saxpy = module["saxpy"]
+    for n, a, i, j in [(64, 1.0, 0, 1), (64, 1.0, 0, 2), (64, 2.0, 0, 2), (9, 2.0, 0, 2)] * 2:
+        x, y = tensors[i], tensors[j]
+        expected = y.clone()
+        expected[:n] += a * x[:n]
+        saxpy(64, 16, (n, a, x, y))
+        assert torch.equal(y, expected)
+    backwards, out = module["reversed"], torch.zeros(32)
+    for group in (8, 16, 8, 32):
+        backwards(32, group, (out, LocalMemory(group * 4)))
+        expected = torch.arange(32.0).view(-1, group).flip(1).flatten()
+        assert torch.equal(out, expected)
+
+
+def test_arguments_given_half(module: RawModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a call that is interrupted; the next one has the arguments of the one before."""
+    saxpy = module["saxpy"]
+    x, y, z = torch.ones(16), torch.zeros(16), torch.zeros(16)
+    saxpy(16, 16, (16, 1, x, y))
+    frames = saxpy._signature._frames
+    (frame,) = frames
+
+    def interrupted(*arguments: Any) -> int:
+        set_pointer(*arguments)
+        if arguments[1] == 3:
+            raise KeyboardInterrupt
+        return 0
+
+    driver = driver_of(allocator.queue("cpu").sycl_device)
+    assert driver is not None
+    set_pointer = driver.opencl.set_pointer
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.opencl, "set_pointer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saxpy(16, 16, (16, 1, x, z))
+    frames[:] = [frame]
+    saxpy(16, 16, (16, 1, x, y))
+    assert y.tolist() == [2.0] * 16
+    assert z.tolist() == [0.0] * 16
+
+
+def test_compiled_once_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(tmp_path))
+    script = """
+import sys, torch
+from fusedoptim import _opencl
+from fusedoptim.raw import RawKernel
+compiled = []
+compile_now = _opencl.Driver.compiled
+_opencl.Driver.compiled = lambda *a: compiled.append(a) or compile_now(*a)
+text = 'kernel void f(global int *x) { x[0] += 1; printf("x is %d\\\\n", x[0]); }'
+x = torch.zeros(1, dtype=torch.int32)
+RawKernel(text, options=sys.argv[1:])(1, None, (x,))
+print(len(compiled), flush=True)
+"""
+    command = [sys.executable, "-u", "-c", script]
+    outputs = []
+    for options in ([], [], ["-cl-mad-enable"], ["-cl-mad-enable"]):
+        run = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+        outputs.append(sorted(run.stdout.splitlines()))
+    assert outputs == [["1", "x is 1"], ["0", "x is 1"]] * 2
+
+
+def test_programs_go_with_their_kernels() -> None:
+    twice = RawKernel(SLOW, "twice")
+    twice(16, 16, (torch.ones(16),))
+    waited = twice._own()._waited
+    assert waited is not None
+    program = weakref.ref(waited._program)
+    del twice, waited
+    kernel._shared.cache_clear()
+    gc.collect()
+    assert program() is None
+
+
+def test_refused_launch(module: RawModule) -> None:
+    """Nothing is wrong with the kernel afterwards."""
+    saxpy, x, y = module["saxpy"], torch.ones(16), torch.zeros(16)
+    saxpy(16, 16, (16, 1, x, y))
+    built = saxpy._own()
+    shape = built.shape(16, 16)
+    nine_dimensions = 9, *shape.by_opencl[1:]
+    built._shapes[(16,), (16,)] = shape._replace(by_opencl=nine_dimensions)
+    with pytest.raises(RuntimeError, match=r"saxpy: .* refused .* \(OpenCL's error -53\)"):
+        saxpy(16, 16, (16, 1, x, y))
+    built._shapes.clear()
+    saxpy(16, 16, (16, 1, x, y))
+    assert y.tolist() == [2.0] * 16
