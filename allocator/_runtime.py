@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from allocator._isa import DRIVER_VARIABLE, driver_target
+from allocator._signals import signal_handlers_kept
 
 # (distribution, library), each after what it needs.
 _INTEL_LIBRARIES = [
@@ -83,7 +84,7 @@ def cpu_driver_registered() -> Iterator[None]:
     The loader adds ``OCL_ICD_FILENAMES`` to the drivers that the system registers, so GPUs stay
     visible. Both read their variables once, when the first device and the first context are made.
     A value that the user set is left alone. The variables are taken back afterwards: a child
-    process may run another environment with another driver.
+    process may run another environment with another driver. So are the signals that it handles.
 
     Raises:
         ValueError: FUSEDOPTIM_ISA cannot be had.
@@ -100,7 +101,8 @@ def cpu_driver_registered() -> Iterator[None]:
     }
     os.environ.update(ours)
     try:
-        yield
+        with signal_handlers_kept():
+            yield
     finally:
         for name in ours:
             os.environ.pop(name, None)

@@ -34,7 +34,7 @@ class Program:
         self.facts: ModuleFacts = read_module(spirv)
         self._options = " ".join(options)
         self._built: dict[Any, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may launch a kernel in the middle
 
     def by_sycl(self, queue: Any) -> Any:
         """Dpctl's program for the device of ``queue``, built at the first call.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fusedoptim._opencl import driver_of
-from fusedoptim.allocator import queue as queue_of
+from fusedoptim.allocator import queue as default_queue
 from fusedoptim.raw._arguments import Frame, Signature
 from fusedoptim.raw._build import Program
 from fusedoptim.raw._dpctl import functions
@@ -66,7 +66,7 @@ class Built:
     def _by_opencl(self) -> WaitedKernel | None:
         """What launches the kernel and waits for its end, on the CPU's own queue."""
         device = self.queue.sycl_device
-        if not device.is_cpu or self.queue is not queue_of("cpu"):
+        if not device.is_cpu or self.queue is not default_queue("cpu"):
             return None
         driver = driver_of(device)
         if driver is None:

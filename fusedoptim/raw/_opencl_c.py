@@ -72,7 +72,7 @@ DRIVER_OPTIONS = (
 _COMPILER_OPTIONS = ("-cl-single-precision-constant", "-cl-strict-aliasing", "-w", "-Werror")
 _STANDARDS = ("CL1.0", "CL1.1", "CL1.2", "CL2.0", "CL3.0")
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may compile in the middle
 
 
 def check_options(options: Sequence[str]) -> tuple[str, ...]:

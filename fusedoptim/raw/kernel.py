@@ -182,7 +182,7 @@ class RawKernel:
             self._module = RawModule(source, options, device=device)
         self._asked = name
         self._signature: Signature | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may launch it in the middle
         self._built: dict[Any, Built] = {}
         self._on_cpu: Built | None = None
         if isinstance(source, RawModule):

@@ -83,6 +83,25 @@ def test_environment_is_left_as_it_was() -> None:
     assert (done.stderr, done.returncode) == ("", 0)
 
 
+def test_signal_handlers_are_left_as_they_were() -> None:
+    """The driver has some of its own, and keeps SIGUSR1 to itself."""
+    done = run(
+        "import os, signal, torch, fusedoptim.raw\n"
+        "seen = []\n"
+        "numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP]\n"
+        "for number in numbers: signal.signal(number, lambda number, frame: seen.append(number))\n"
+        "p = torch.nn.Parameter(torch.ones(4)); p.grad = torch.ones(4)\n"
+        "fusedoptim.FusedSGD([p]).step()\n"
+        "fusedoptim.raw.RawKernel('kernel void f() {}')(1, 1, ())\n"
+        "for number in numbers * 2: os.kill(os.getpid(), number)\n"
+        "assert seen == numbers * 2, seen\n"
+        "try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "except KeyboardInterrupt: print('interrupted')\n",
+        FUSEDOPTIM_CACHE_DIR="",  # so that all is compiled
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
+
+
 def test_drivers_of_the_system_are_kept(tmp_path: Path) -> None:
     """Our driver is added to the system's list: what that names is still loaded."""
     vendors = Path("/etc/OpenCL/vendors")

@@ -55,3 +55,23 @@ print("went on")
 """)
     assert done.returncode == -signal.SIGSEGV
     assert "went on" not in done.stdout
+
+
+def test_a_signal_handler_launches_what_is_being_built() -> None:
+    done = run("""
+import signal
+from fusedoptim.raw import _build
+x = torch.zeros(1, dtype=torch.int32)
+kernel = RawKernel('kernel void f(global int *x) { x[0] += 1; }')
+check = _build.check_capabilities
+def signalled(*arguments):
+    _build.check_capabilities = check
+    os.kill(os.getpid(), signal.SIGUSR1)
+    check(*arguments)
+_build.check_capabilities = signalled
+signal.signal(signal.SIGUSR1, lambda *_: kernel(1, 1, (x,)))
+kernel(1, 1, (x,))
+print(x.item())
+""")
+    assert done.stderr == ""
+    assert done.stdout == "2\n"
