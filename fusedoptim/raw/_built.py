@@ -68,6 +68,8 @@ class Built:
         device = self.queue.sycl_device
         if not device.is_cpu or self.queue is not default_queue("cpu"):
             return None
+        if self._program.facts.has_globals:  # which launches by SYCL must see too
+            return None
         driver = driver_of(device)
         if driver is None:
             return None

@@ -17,6 +17,7 @@ _STRING, _NAME, _ENTRY_POINT, _EXECUTION_MODE, _CAPABILITY, _DECORATE = 7, 5, 15
 _TYPE_VOID, _TYPE_BOOL, _TYPE_INT, _TYPE_FLOAT, _TYPE_VECTOR = 19, 20, 21, 22, 23
 _TYPE_ARRAY, _TYPE_STRUCT, _TYPE_OPAQUE, _TYPE_POINTER, _TYPE_FUNCTION = 28, 30, 31, 32, 33
 _CONSTANT, _FUNCTION, _FUNCTION_PARAMETER, _FUNCTION_END, _CALL = 43, 54, 55, 56, 57
+_VARIABLE = 59
 _UNKNOWN: tuple[int, list[int]] = (0, [])  # a type of which nothing is known here
 _KERNEL = 6  # an execution model
 _LOCAL_SIZE = 17  # an execution mode
@@ -81,6 +82,8 @@ class ModuleFacts(NamedTuple):
     """its kernels, by name."""
     capabilities: frozenset[int]
     """what it needs, by SPIR-V's numbers."""
+    has_globals: bool
+    """whether it has variables that outlive a launch."""
 
 
 def read_signatures(spirv: bytes) -> dict[str, tuple[Parameter, ...]]:
@@ -153,6 +156,7 @@ class _Reader:
         self._local_sizes: dict[int, tuple[int, ...]] = {}
         self._texts: list[str] = []
         self._capabilities: set[int] = set()
+        self._has_globals = False
         self._open_functions = 0
         self._called: set[int] = set()
         for opcode, operands in self._instructions():
@@ -191,6 +195,8 @@ class _Reader:
             self._packed.add(operands[0])
         elif _TYPE_VOID <= opcode <= _TYPE_FUNCTION:
             self._types[operands[0]] = (opcode, operands[1:])
+        elif opcode == _VARIABLE and operands[2] == _CROSS_WORKGROUP:
+            self._has_globals = True
         elif opcode == _CONSTANT:
             self._constants[operands[1]] = operands[2]
         elif opcode == _FUNCTION:
@@ -210,7 +216,7 @@ class _Reader:
             if function not in self._functions:
                 raise InvalidModuleError(f"the SPIR-V module lacks the function of kernel {name!r}")
             entries[name] = Entry(self._signature(function, name), self._local_sizes.get(function))
-        return ModuleFacts(entries, frozenset(self._capabilities))
+        return ModuleFacts(entries, frozenset(self._capabilities), self._has_globals)
 
     def _signature(self, function: int, kernel: str) -> tuple[Parameter, ...]:
         _, operands = self._types[self._functions[function]]

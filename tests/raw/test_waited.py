@@ -143,6 +143,18 @@ print(len(compiled), flush=True)
     assert outputs == [["1", "x is 1"], ["0", "x is 1"]] * 2
 
 
+def test_variables_that_outlive_a_launch(by_sycl: list[bool]) -> None:
+    """Are the same for all launches."""
+    text = "global int n = 0; kernel void count(global int *x) { *x = ++n; }"
+    count = RawKernel(text, options=["-cl-std=CL2.0"])
+    x = torch.zeros((), dtype=torch.int32)
+    for i, wait in enumerate((True, False, True, None, False), start=1):
+        count(1, 1, (x,), wait=wait)
+        allocator.queue("cpu").wait()
+        assert x == i
+    assert by_sycl == [True, False, True, True, False]
+
+
 def test_programs_go_with_their_kernels() -> None:
     twice = RawKernel(SLOW, "twice")
     twice(16, 16, (torch.ones(16),))
