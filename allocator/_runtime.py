@@ -129,8 +129,8 @@ def load_dpctl() -> ModuleType:
         except ImportError:
             _preload(_SYCL_LIBRARIES)
             dpctl = importlib.import_module("dpctl")
-        importlib.import_module("dpctl.program")
-        importlib.import_module("dpctl.memory")
+        for name in ("program", "memory"):  # which an interrupted import leaves without the names
+            setattr(dpctl, name, importlib.import_module(f"dpctl.{name}"))
         return dpctl
 
 

@@ -65,9 +65,7 @@ def cached(
     place = folder()
     if place is None:
         return build()
-    # Each part with its length, as ("ab", "c") is not ("a", "bc").
-    text = "".join(f"{len(part)}:{part}" for part in (__version__, *parts))
-    path = place / (hashlib.sha256(text.encode()).hexdigest() + _SUFFIX)
+    path = place / _name(parts)
     module = _read(path)
     if module is None:
         module = build()
@@ -76,6 +74,20 @@ def cached(
         except OSError as error:
             unkept(place, str(error))
     return module
+
+
+def forget(parts: tuple[str, ...]) -> None:
+    """Have :func:`cached` make anew what it made of these parts."""
+    place = folder()
+    if place is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(place / _name(parts))
+
+
+def _name(parts: tuple[str, ...]) -> str:
+    # Each part with its length, as ("ab", "c") is not ("a", "bc").
+    text = "".join(f"{len(part)}:{part}" for part in (__version__, *parts))
+    return hashlib.sha256(text.encode()).hexdigest() + _SUFFIX
 
 
 def _read(path: Path) -> bytes | None:

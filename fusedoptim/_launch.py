@@ -89,7 +89,7 @@ def _build(queue: Any, module: Module, lanes: int) -> Callable[[], Launcher]:
     try:
         if driver is not None:
             program = driver.program(module.spirv)
-            return functools.partial(OpenCLLauncher, queue, driver, program, module.name, lanes)
+            return functools.partial(OpenCLLauncher, driver, program, module.name, lanes)
         handle = build(queue, module.spirv).get_sycl_kernel(module.name)
         return functools.partial(SyclLauncher, queue, handle, lanes)
     except BuildError as error:

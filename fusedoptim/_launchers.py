@@ -48,17 +48,15 @@ class SyclLauncher:
 class OpenCLLauncher:
     """Submits a kernel to a driver's queue. It has a handle, and so arguments, of its own."""
 
-    def __init__(self, queue: Any, driver: Driver, program: Owned, name: str, lanes: int) -> None:
+    def __init__(self, driver: Driver, program: Owned, name: str, lanes: int) -> None:
         """Make the handle.
 
         Args:
-            queue: the device's SYCL queue.
             driver: that has the program.
             program: that has the kernel.
             name: of the kernel.
             lanes: work items in a group.
         """
-        self._wait_for_sycl = queue.wait
         self._driver = driver
         self._opencl = driver.opencl
         self._kernel = driver.kernel(program, name)
@@ -88,7 +86,7 @@ class OpenCLLauncher:
             check(self._opencl.set_argument(self._kernel.handle, 0, 8, place), "clSetKernelArg")
             self._set_address = address
         self._items[0] = items
-        unwaited.wait(self._wait_for_sycl)  # raw kernels, which may write what this one reads
+        unwaited.wait()  # raw kernels, which may write what this one reads
         driver = self._driver
         # One group uses one thread: this one has the tensors in its cache. 18 us for 22.
         if items == self._lanes and driver.own_thread is not None and driver.progress.is_idle:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusedoptim._cache import cached
+from fusedoptim._cache import cached, forget
 from fusedoptim._program import BuildError
 from fusedoptim._progress import Progress
 from fusedoptim.allocator import is_forked, loaded_files, loaded_isa
@@ -208,8 +208,9 @@ class Driver:
             return made[0]
         try:
             return self._read(binary, options)
-        except BuildError:  # another driver, which calls itself the same
-            return self.compiled(spirv, options)
+        except BuildError:  # of another driver, which calls itself the same
+            forget(parts)
+            return self.program(spirv, options)
 
     def compiled(self, spirv: bytes, options: str = "") -> Owned:
         """A module compiled now.

@@ -299,14 +299,19 @@ class FusedOptimizer(Optimizer):
         Raises:
             TypeError: a parameter of a dtype or layout that cannot be updated.
             ValueError: a hyper-parameter is NaN.
-            RuntimeError: a parameter on a device that SYCL does not serve, or a gradient that
-                does not fit its parameter. Nothing was written then.
+            RuntimeError: a parameter on a device that SYCL does not serve, a gradient that does
+                not fit its parameter, or a call in the middle of another. Nothing was written then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         check_not_forked()  # before the lock, which a thread of the parent may have held
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+            raise RuntimeError(
+                f"{type(self).__name__}: step() was called in the middle of a step of the same "
+                "optimizer, as by a signal handler; call it when that has returned"
+            )
         with self._lock:
             self._update()
         return loss

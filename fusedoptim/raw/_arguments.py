@@ -21,6 +21,7 @@ from fusedoptim.raw._spirv import Parameter
 _WORD = 8
 _BYTE_TYPE = 1  # of the elements of memory of a work-group
 _LOCAL = struct.Struct("<5Q")  # dimensions, type, and the size in each
+_MOST_BYTES = 1 << 63
 
 
 class LocalMemory:
@@ -308,6 +309,8 @@ def _local(value: Any) -> bytes:
             f"a {type(value).__name__}, where memory of the work-group is wanted; "
             "pass LocalMemory(nbytes)"
         )
+    if value.nbytes >= _MOST_BYTES:
+        raise ValueError(f"{value!r} is more than any device has")
     return _LOCAL.pack(1, _BYTE_TYPE, value.nbytes, 1, 1)
 
 

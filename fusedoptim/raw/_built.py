@@ -74,7 +74,7 @@ class Built:
         if driver is None:
             return None
         program = self._program.by_opencl(driver, device)
-        return WaitedKernel(self.queue, driver, program, self._name, self._refusal)
+        return WaitedKernel(driver, program, self._name, self._refusal)
 
     @property
     def _refusal(self) -> str:

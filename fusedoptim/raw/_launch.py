@@ -49,8 +49,10 @@ class SyclKernel:
     ) -> None:
         """Submit the kernel, and wait for its end or keep what it uses until then."""
         made = signature.make_raw(frame) if signature.has_raw else ()
-        if self._on_host and not wait:
-            unwaited.submit()
+        if self._on_host:
+            unwaited.wait_elsewhere(self._queue)
+            if not wait:
+                unwaited.submit(self._queue)
         try:
             event = submit(
                 self._kernel_ref,
@@ -61,7 +63,7 @@ class SyclKernel:
                 *sizes,
             )
             if self._on_host and not wait:
-                unwaited.submit()  # again: a step may have waited for all before
+                unwaited.submit(self._queue)  # again: a step may have waited for all before
             if wait and event:
                 self._wait(event)
         except BaseException:

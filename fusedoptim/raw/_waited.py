@@ -15,17 +15,15 @@ from fusedoptim.raw._arguments import Frame, Signature
 class WaitedKernel:
     """A kernel on the driver's queue. It has ended when a launch returns."""
 
-    def __init__(self, queue: Any, driver: Driver, program: Owned, name: str, refusal: str) -> None:
+    def __init__(self, driver: Driver, program: Owned, name: str, refusal: str) -> None:
         """Prepare launches.
 
         Args:
-            queue: the device's SYCL queue.
             driver: that has the program.
             program: that has the kernel.
             name: of the kernel.
             refusal: what an error says where the driver refuses a launch.
         """
-        self._wait_for_sycl = queue.wait
         self._driver = driver
         self._program = program
         self._name = name
@@ -39,7 +37,7 @@ class WaitedKernel:
         if kernel is None:
             kernel = frame.kernel = driver.kernel(self._program, self._name)
         signature.give(frame, driver.opencl, kernel)
-        unwaited.wait(self._wait_for_sycl)
+        unwaited.wait()
         try:
             status = driver.opencl.enqueue(driver.queue, kernel.handle, *sizes)
             driver.finish()

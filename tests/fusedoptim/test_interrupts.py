@@ -19,6 +19,7 @@ from torch.nn import Parameter
 import fusedoptim.sgd
 from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
 from fusedoptim._giving_back import is_ours_alone
+from fusedoptim._launch import LaunchBlock
 from fusedoptim._split import Halves
 
 PACKAGE = str(Path(fusedoptim.__file__).parent)
@@ -339,3 +340,28 @@ def test_no_memory_for_one_of_several_halves(monkeypatch: pytest.MonkeyPatch) ->
         optimizer.add_param_group({"params": params})
     assert all(torch.equal(p, value) for p, value in zip(params, values))
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("optimizer_class", [FusedSGD, FusedAdam, FusedLamb])
+def test_step_in_the_middle_of_a_step(
+    optimizer_class: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a signal handler may call it: refused, and the step under way is whole."""
+    p, other = Parameter(torch.ones(100)), Parameter(torch.ones(100))
+    optimizer, alone = optimizer_class([p], lr=0.1), optimizer_class([other], lr=0.1)
+    launch, refusals = LaunchBlock.launch, []
+
+    def launch_and_step(block: LaunchBlock, *arguments: Any) -> None:
+        launch(block, *arguments)
+        monkeypatch.setattr(LaunchBlock, "launch", launch)
+        with pytest.raises(RuntimeError, match="in the middle of a step of the same") as refusal:
+            optimizer.step()
+        refusals.append(refusal)
+
+    for _ in range(3):
+        p.grad = other.grad = torch.randn(100)
+        alone.step()
+        monkeypatch.setattr(LaunchBlock, "launch", launch_and_step)
+        optimizer.step()
+        assert torch.equal(p, other)
+    assert len(refusals) == 3

@@ -253,6 +253,12 @@ def test_more_local_memory_than_there_is() -> None:
         RawKernel(source)(16, 16, (torch.zeros(16),))
 
 
+def test_more_local_memory_than_a_number_can_tell(module: RawModule) -> None:
+    for nbytes in (2**63, 2**70):
+        with pytest.raises(ValueError, match=r"reversed: argument 1, .* than any device has"):
+            module["reversed"](8, 8, (torch.zeros(8), LocalMemory(nbytes)))
+
+
 def test_host_memory_where_the_device_cannot_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device = types.SimpleNamespace(name="A", is_cpu=False)
     elsewhere = types.SimpleNamespace(sycl_device=device)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import Parameter
 
-from fusedoptim import allocator
+from fusedoptim import FusedSGD, allocator
 from fusedoptim._opencl import driver_of
 from fusedoptim.raw import LocalMemory, RawKernel, RawModule, kernel
 from fusedoptim.raw._launch import SyclKernel
@@ -63,6 +64,28 @@ def test_after_a_launch_that_nobody_waits_for() -> None:
     module["slow"](16, 16, (x,), wait=False)
     module["twice"](16, 16, (x,))
     assert x.tolist() == [4.0] * 16
+
+
+@pytest.mark.parametrize("first_is_ours", [True, False])
+def test_after_a_launch_on_another_queue(first_is_ours: bool) -> None:
+    ours = allocator.queue("cpu")
+    dpctl = allocator.load_dpctl()
+    other = dpctl.SyclQueue(ours.sycl_context, ours.sycl_device, property="in_order")
+    modules = [RawModule(SLOW), RawModule(SLOW, device=other)]
+    first, second = modules if first_is_ours else modules[::-1]
+    for name in ("slow", "twice"):
+        first[name].compile(), second[name].compile()
+    x = torch.zeros(16)
+    first["slow"](16, 16, (x,), wait=False)
+    second["twice"](16, 16, (x,))
+    assert x.tolist() == [4.0] * 16
+    p = Parameter(torch.zeros(16))
+    p.grad = torch.ones(16)
+    optimizer = FusedSGD([p], lr=1.0)
+    optimizer.step()
+    first["slow"](16, 16, (p.grad,), wait=False)
+    optimizer.step()
+    assert p.tolist() == [-3.0] * 16
 
 
 def test_after_what_sycl_was_asked() -> None:
