@@ -367,7 +367,7 @@ class RawKernel:
 
     def _own(self) -> Built:
         """The kernel for its own device."""
-        return self._built_for(_device_queue(self.device))
+        return self._built_for(device_queue(self.device))
 
     def _queue(self, uses: Uses) -> Any:
         """Where the arguments are."""
@@ -381,7 +381,7 @@ class RawKernel:
             index, chosen = uses.queues[0]
             where = f"argument {index}, on {chosen.sycl_device.name}"
         else:
-            chosen, where = _device_queue(self.device), f"device={self.device!r}"
+            chosen, where = device_queue(self.device), f"device={self.device!r}"
         for index, other in uses.queues:
             if other.sycl_context != chosen.sycl_context:
                 raise RuntimeError(
@@ -531,7 +531,8 @@ def _check_device(device: Any) -> Any:
     return device
 
 
-def _device_queue(device: Any) -> Any:
+def device_queue(device: Any) -> Any:
+    """The queue of what a kernel's ``device`` says."""
     if not isinstance(device, str):
         return device
     if device.startswith("xpu"):
