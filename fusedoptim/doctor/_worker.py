@@ -38,7 +38,7 @@ def main(device: str | None, claims: int, with_torch: bool) -> None:
         _say(lines, at="asks the driver")
         _try_kernels(lines, device, claims, describe=not with_torch)
         _say(lines, loaded=_loaded())
-    except Exception as failure:
+    except Exception as failure:  # whatever it is, the report says it
         _say(lines, failed=_last_line(failure))
     sys.stderr.flush()
     os._exit(0)  # torch takes half a second to be torn down
