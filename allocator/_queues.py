@@ -9,7 +9,7 @@ from typing import Any
 
 from allocator._isa import DRIVER_VARIABLE, VARIABLE, check_isa
 from allocator._maps import loaded_files
-from allocator._runtime import cpu_driver_registered, load_dpctl
+from allocator._runtime import cpu_driver, cpu_driver_registered, load_dpctl
 
 _lock = threading.RLock()  # a finalizer or signal handler may ask in the middle of a call
 _queues: dict[str, Any] = {}
@@ -130,11 +130,9 @@ def _new_queue(device: str) -> Any:
             found = _found(device)
         except (ValueError, dpctl.SyclDeviceCreationError) as error:
             present = ", ".join(d.filter_string for d in dpctl.get_devices()) or "none"
-            hint = _INSTALL_HINT["gpu" if "gpu" in device else "cpu"]
-            if limits:
-                hint = f"unset {' and '.join(limits)}, which may hide it, or {hint}"
             raise DeviceNotFoundError(
-                f"no SYCL driver serves the device {device!r} (devices found: {present}); {hint}"
+                f"no SYCL driver serves the device {device!r} (devices found: {present}); "
+                f"{_cure(device, limits)}"
             ) from error
         try:
             return dpctl.SyclQueue(found, property="in_order")
@@ -146,6 +144,21 @@ def _new_queue(device: str) -> Any:
                 f"the CPU driver refuses to start with {DRIVER_VARIABLE}={target!r}; unset it, or "
                 f"use {VARIABLE}, which names the levels that it has"
             ) from error
+
+
+def _cure(device: str, limits: list[str]) -> str:
+    """What may bring a device that was not found, where the user has set ``limits``."""
+    hint = _INSTALL_HINT["gpu" if "gpu" in device else "cpu"]
+    if limits:
+        return f"unset {' and '.join(limits)}, which may hide it, or {hint}"
+    is_loaded = any(os.path.basename(p).startswith("libintelocl.so") for p in loaded_files())
+    if device == "cpu" and cpu_driver() is not None and not is_loaded:
+        return (
+            "intel-opencl-rt is installed, but something had OpenCL look for drivers before this "
+            "package could name it; restart Python, and call allocator.queue() before dpctl is "
+            "asked for devices"
+        )
+    return hint
 
 
 def _found(device: str) -> Any:

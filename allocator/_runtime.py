@@ -77,6 +77,11 @@ def _preload(libraries: Iterable[tuple[str, str]]) -> None:
             libc.dlopen(os.fsencode(path), os.RTLD_LAZY | os.RTLD_GLOBAL)
 
 
+def cpu_driver() -> Path | None:
+    """Where pip put Intel's CPU driver, or None if it is not installed."""
+    return _installed_file("intel-opencl-rt", "libintelocl.so")
+
+
 @contextlib.contextmanager
 def cpu_driver_registered() -> Iterator[None]:
     """Tell the OpenCL loader where pip put the CPU driver, and the driver its instruction set.
@@ -89,7 +94,7 @@ def cpu_driver_registered() -> Iterator[None]:
     Raises:
         ValueError: FUSEDOPTIM_ISA cannot be had.
     """
-    driver = _installed_file("intel-opencl-rt", "libintelocl.so")
+    driver = cpu_driver()
     variables = {
         "OCL_ICD_FILENAMES": None if driver is None else str(driver),
         DRIVER_VARIABLE: driver_target(),

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from fusedoptim._launch import Chunks, Kernel, LaunchBlock
 from fusedoptim._modules import Argument, Module
-from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
 from fusedoptim.allocator import queue
 from fusedoptim.kernels.__main__ import source_hash
 from fusedoptim.kernels.language import Index, Param, Role, State, Storage
@@ -59,7 +58,6 @@ class Traffic:
         """
         self._params = params
         self._momentum = [torch.zeros_like(p, requires_grad=False) for p in params]
-        self._elements = sum(p.numel() for p in params)
         kernel = _kernel()
         self._chunks = Chunks([p.numel() for p in params], kernel.shape.chunk)
         self._block = LaunchBlock(kernel, self._chunks.lengths)
@@ -76,8 +74,6 @@ class Traffic:
 
     def step(self) -> None:
         """Launch the kernel and wait for its end."""
-        if self._elements >= WORTH_RELEASING:
-            release_spinning_threads()
         self._block.launch()
         self._block.wait_on_host()
 

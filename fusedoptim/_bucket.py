@@ -117,7 +117,6 @@ class Bucket:
 
         components = 2 if first.is_complex() else 1
         numels = [components * n for run in self._runs for n in run.numels]
-        self.elements = sum(numels)
         self._chunks = chunks = Chunks(numels, kernels[0].shape.chunk)
         is_few = len(chunks.owner) <= _FEW
         self._few = list(zip(chunks.owner.tolist(), chunks.start.tolist())) if is_few else None

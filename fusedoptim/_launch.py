@@ -96,8 +96,8 @@ def _build(queue: Any, module: Module, lanes: int) -> Callable[[], Launcher]:
         raise RuntimeError(
             f"the driver of {device.name} ({device.sycl_platform.name}, version "
             f"{device.driver_version}) cannot build the kernel {module.name}; kernels are for "
-            "Intel's drivers: pip install intel-opencl-rt and unset OCL_ICD_FILENAMES, or update "
-            "the GPU driver"
+            "Intel's drivers: pip install intel-opencl-rt, unset OCL_ICD_FILENAMES, and call "
+            "allocator.queue() before dpctl is asked for devices, or update the GPU driver"
         ) from error
 
 
@@ -179,7 +179,7 @@ class LaunchBlock:
             name: (reals if role is Role.ROW_SCALAR else words)[:, i]
             for i, (name, role) in enumerate(zip(kernel.row_names, roles), start=1)
         }
-        self.write("length", lengths)
+        self.write_lengths(lengths)
         self._first_row = address + head
         self._row_size = columns * _WORD
         self._launcher = kernel.new_launcher()
@@ -197,6 +197,11 @@ class LaunchBlock:
         """Set one argument of every row, or of the first ``rows``: one value, or one for each."""
         self.wait()
         self._column[column][:rows] = values
+
+    def write_lengths(self, lengths: Indices | int, rows: int | None = None) -> None:
+        """Set the length of every row, or of the first ``rows``, which are all that matter then."""
+        self.write("length", lengths, rows)
+        self._elements = int(self._column["length"][:rows].sum())
 
     def write_few(self, column: str, addresses: Sequence[int]) -> None:
         """As :meth:`write`, an address for each row: quicker for a few, which are in no array."""
@@ -222,6 +227,7 @@ class LaunchBlock:
         self._launcher.submit(
             self._first_row + first * self._row_size,
             (end - first) * self.kernel.shape.lanes,
+            self._elements,
             events,
         )
 

@@ -12,8 +12,18 @@ from fusedoptim._progress import unwaited
 class Launcher(Protocol):
     """Submits a kernel whose one argument is an address."""
 
-    def submit(self, address: int, items: int, events: list[Any]) -> None:
-        """Submit the kernel, and add its event to ``events`` in the same call of C."""
+    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> None:
+        """Submit the kernel, and add its event to ``events`` in the same call of C.
+
+        Args:
+            address: the kernel's argument.
+            items: work items in all.
+            elements: of the tensors that they go through.
+            events: of this step's launches.
+
+        Raises:
+            RuntimeError: the driver refuses it; then ``events`` is as it was.
+        """
 
     def wait(self, event: Any) -> None:
         """Return when the kernel of this event has ended."""
@@ -34,8 +44,8 @@ class SyclLauncher:
         self._handle = handle
         self._local_size = [lanes]
 
-    def submit(self, address: int, items: int, events: list[Any]) -> None:
-        """Submit the kernel, and add its event to ``events`` in the same call of C."""
+    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> None:
+        """See :meth:`Launcher.submit`."""
         argument = ctypes.c_int64(address)
         sizes = ([items],), (self._local_size,)
         events.extend(map(self._submit, (self._handle,), ([argument],), *sizes))
@@ -68,17 +78,8 @@ class OpenCLLauncher:
         self._arguments = (self._kernel.handle,), (1,), *sizes, (0,), (None,), (None,)
         self._may_run = False
 
-    def submit(self, address: int, items: int, events: list[Any]) -> None:
-        """Submit the kernel, and add the driver's answer to ``events`` in the same call of C.
-
-        Args:
-            address: the kernel's argument.
-            items: work items in all.
-            events: of this step's launches.
-
-        Raises:
-            RuntimeError: the driver refuses it; then ``events`` is as it was.
-        """
+    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> None:
+        """See :meth:`Launcher.submit`; an event is the driver's answer."""
         if address != self._set_address:
             self._set_address = None  # whatever is set if this is interrupted
             self._address.value = address
@@ -94,6 +95,7 @@ class OpenCLLauncher:
         else:
             queue = driver.queue
             self._may_run = True
+            driver.elements += elements
             driver.progress.submit()
         events.extend(map(self._opencl.enqueue, (queue,), *self._arguments))
         if queue is driver.queue:

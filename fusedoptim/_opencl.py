@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusedoptim._cache import cached, forget
+from fusedoptim._openmp import WORTH_SLEEPING, call_with_threads_asleep
 from fusedoptim._program import BuildError
 from fusedoptim._progress import Progress
 from fusedoptim.allocator import is_forked, loaded_files, loaded_isa
@@ -171,6 +172,9 @@ class Driver:
         self.queue = self._new_queue(0)
         self.progress = Progress()
         """Of ``queue``."""
+        self.elements = 0
+        """Of the tensors that the launches on ``queue`` go through whose end is not known yet."""
+        self._finish = functools.partial(opencl.finish, self.queue)
         self.own_thread: ctypes.c_void_p | None
         """A queue whose kernels run at once on the calling thread, if the driver has such."""
         try:
@@ -266,7 +270,9 @@ class Driver:
 
     def finish(self) -> None:
         """Return when all has ended that was submitted to ``queue``."""
-        check(self.opencl.finish(self.queue), "clFinish")
+        is_long = self.elements >= WORTH_SLEEPING
+        self.elements = 0
+        check(call_with_threads_asleep(self._finish) if is_long else self._finish(), "clFinish")
 
     def limits(self, kernel: Owned) -> Limits:
         """What the device says of a kernel."""

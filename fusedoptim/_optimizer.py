@@ -23,7 +23,6 @@ from fusedoptim import _split
 from fusedoptim._bucket import Bucket
 from fusedoptim._device import new_state
 from fusedoptim._gradients import constant, multiplier
-from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
 from fusedoptim._sparse import SparseBucket
 from fusedoptim._tensors import (
     TRAIL,
@@ -196,7 +195,6 @@ class _Plan:
                 # torch looks at the state of a whole group before it updates any of it.
                 fresh = None if is_known else bucket.fresh
                 self.later.append(_Later(members[key], bucket, is_repeated, fresh))
-        self.elements = sum(bucket.elements for bucket in self.buckets)
 
     def refresh(self, group: Group, kernels: tuple[str, ...]) -> bool:
         """Read this step's gradients; False if the plan no longer fits the group."""
@@ -237,7 +235,6 @@ class FusedOptimizer(Optimizer):
     _to_restore: Sequence[tuple[Tensor, Group, Tensor | None]] = ()
     """While a checkpoint is loaded: each parameter's state in it, and the trail that it has."""
     _plans: list[_Plan]
-    _elements: int
     _state_seen: tuple[list[Tensor], list[dict[str, Any]]] | None
     """The keys and dicts of ``state`` when last seen; a load or a reset makes new ones."""
 
@@ -326,8 +323,6 @@ class FusedOptimizer(Optimizer):
             return
         self._begin_update()
         common = self._common_multiplier(plans)
-        if self._elements >= WORTH_RELEASING:
-            release_spinning_threads()
         launched: list[Bucket | SparseBucket] = []
         try:
             try:
@@ -430,8 +425,6 @@ class FusedOptimizer(Optimizer):
                 if any(given_before):  # perhaps by this group now
                     del self._plans[i + 1 :]
         del self._plans[len(self.param_groups) :]
-        if self._state_seen is None:
-            self._elements = sum(plan.elements for plan in self._plans)
         return self._plans
 
     def _given_before(self) -> list[set[int]]:
@@ -450,7 +443,6 @@ class FusedOptimizer(Optimizer):
     def _forget_plans(self) -> None:
         with self._lock:
             self._plans = []
-            self._elements = 0
             self._state_seen = None
 
     def _candidates(self, group: Group) -> Iterator[Candidate]:

@@ -112,7 +112,6 @@ class SparseBucket:
                     f"{buffer.sparse_dim()}; compute all gradients of a parameter in the same way"
                 )
         self._grad = SparseGradient(grad)
-        self.elements = self._grad.values.numel()
 
     def refresh(self) -> bool:
         """Take this step's gradient; False if anything is not as it was when checked."""
@@ -206,7 +205,7 @@ class SparseBucket:
             size = array.element_size() // self._components
             block.write(column, places[owner] + start * size, count)
 
-        block.write("length", lengths, count)
+        block.write_lengths(lengths, count)
         write("grad", grad.values, grad_places)
         for name, array in {"param": self._target, **self._dense}.items():
             write(name, array, row_places(array, rows, grad.sparse_dim))

@@ -165,7 +165,7 @@ class Built:
         if wait and self._waited is not None:
             if uses.queues:  # of which SYCL may have been asked something
                 self.queue.wait()
-            self._waited.run(shape.by_opencl, signature, frame)
+            self._waited.run(shape.by_opencl, signature, frame, uses.elements)
         else:
             self.by_sycl.launch(*shape.by_sycl, signature, frame, wait, used)
         signature.release(frame)

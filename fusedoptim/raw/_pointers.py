@@ -65,7 +65,7 @@ class Uses:
         self.written: list[int] = []
         """arguments that are tensors which the kernel may write."""
         self.elements = 0
-        """of those in the host's memory."""
+        """of those of them that are in the host's memory."""
 
 
 Accept = Callable[[Any, Uses], int]

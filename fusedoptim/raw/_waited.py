@@ -30,14 +30,17 @@ class WaitedKernel:
         self._refusal = refusal
         self.limits = driver.limits(driver.kernel(program, name))
 
-    def run(self, sizes: tuple[Any, ...], signature: Signature, frame: Frame) -> None:
-        """Launch the kernel, and return when it has ended."""
+    def run(
+        self, sizes: tuple[Any, ...], signature: Signature, frame: Frame, elements: int
+    ) -> None:
+        """Launch the kernel, which writes so many elements, and return when it has ended."""
         driver = self._driver
         kernel = frame.kernel
         if kernel is None:
             kernel = frame.kernel = driver.kernel(self._program, self._name)
         signature.give(frame, driver.opencl, kernel)
         unwaited.wait()
+        driver.elements += elements
         try:
             status = driver.opencl.enqueue(driver.queue, kernel.handle, *sizes)
             driver.finish()

@@ -19,7 +19,6 @@ from torch.autograd.graph import increment_version
 
 from fusedoptim._cache import cached
 from fusedoptim._device import queue_of
-from fusedoptim._openmp import WORTH_RELEASING, release_spinning_threads
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
 from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Program
@@ -245,8 +244,6 @@ class RawKernel:
             self._check_local_memory(args, built)
         if shape.is_empty:
             return None
-        if uses.elements >= WORTH_RELEASING:
-            release_spinning_threads()
         if wait is None:
             wait = built.on_host
         if uses.is_elsewhere or not built.in_order:

@@ -259,3 +259,21 @@ assert torch.equal(p, torch.ones(3))
     )
     assert "no SYCL driver serves the device 'cpu'" in done.stdout
     assert "pip install intel-opencl-rt" in done.stdout
+
+
+def test_opencl_had_looked_for_drivers_before() -> None:
+    script = """
+from allocator import DeviceNotFoundError, queue
+from allocator._runtime import load_dpctl
+assert not load_dpctl().get_devices(device_type="cpu")
+try:
+    queue()
+except DeviceNotFoundError as error:
+    print(error)
+"""
+    env = os.environ | {"OCL_ICD_VENDORS": "/nonexistent"}  # where the system registers drivers
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+    )
+    assert "had OpenCL look for drivers before this package could name it" in done.stdout
+    assert "pip install" not in done.stdout

@@ -176,7 +176,7 @@ def test_refused_launch(driver: Driver) -> None:
     launcher = OpenCLLauncher(driver, driver.program(SGD.spirv), SGD.name, lanes)
     events = ["of another"]
     with pytest.raises(RuntimeError, match=r"clEnqueueNDRangeKernel failed with OpenCL's error -"):
-        launcher.submit(0, lanes, events)
+        launcher.submit(0, lanes, 5, events)
     assert events == ["of another"]
 
 

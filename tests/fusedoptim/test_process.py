@@ -62,7 +62,7 @@ def test_fork_before_the_first_step() -> None:
 
 
 def test_openmp_works_after_a_large_step() -> None:
-    """A large step ends torch's idle OpenMP threads; torch makes new ones."""
+    """A large step has torch's idle OpenMP threads sleep; torch's next operation wakes them."""
     done = run(
         "q = torch.nn.Parameter(torch.ones(2_000_000)); q.grad = torch.ones_like(q)\n"
         "large = FusedSGD([q], lr=0.5)\n"
