@@ -948,7 +948,7 @@ class Pool(Reports):
                             self._take_unclaimed_back()
         finally:
             # Nothing in Python before the release: an interrupt there would leave the lock locked.
-            try:  # noqa: SIM105 - suppress() would be such Python
+            try:  # noqa: SIM105 - suppress() runs Python before the release
                 self._lock.release()
             except RuntimeError:  # not acquired; an interrupt knows no better
                 pass

@@ -28,7 +28,7 @@ class _Bottleneck(nn.Module):
 def _conv_and_norm(width_in: int, width: int, kernel: int, stride: int = 1) -> list[nn.Module]:
     norm = nn.BatchNorm2d(width)
     with torch.no_grad():
-        nn.init.uniform_(norm.running_var, 0.5, 1.5)  # type: ignore[arg-type]  # it has one
+        nn.init.uniform_(norm.running_var, 0.5, 1.5)  # type: ignore[arg-type]  # None only without running statistics
     return [nn.Conv2d(width_in, width, kernel, stride, kernel // 2, bias=False), norm]
 
 

@@ -95,5 +95,5 @@ def time_table(workload: str, rounds: int | None) -> Report:
 
 if __name__ == "__main__":
     # The default, without the warning that torch's Adagrad leads to.
-    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # torch's
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # untyped in torch
     _command.run("sparse", __doc__, {w: functools.partial(time_table, w) for w in REPEATS})

@@ -72,7 +72,7 @@ class Trainee:
         with self._precision:
             outputs = self.model(inputs)
         loss = cross_entropy(outputs.float(), labels)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         start = time.perf_counter()
         self.optimizer.step()
         self.optimizer_seconds.append(time.perf_counter() - start)

@@ -80,7 +80,7 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes none
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it never calls a closure
         """Update each parameter that has a gradient."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -318,7 +318,7 @@ def train(
             outputs = outputs_of(model, task.train_inputs[batch], autocast)
             loss = loss_of(task, outputs, task.train_targets[batch])
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's
+            loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
             before = current_weights(optimizer) if epoch == task.epochs - 1 else []
             step_seconds.append(timed_step(optimizer))
             if before:

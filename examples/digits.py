@@ -122,7 +122,7 @@ def train(
             for batch in torch.split(torch.randperm(len(digits.train_labels)), BATCH):
                 loss = cross_entropy(model(digits.train_images[batch]), digits.train_labels[batch])
                 optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]  # torch's
+                loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
                 result.step_seconds.append(timed_step(optimizer))
                 scheduler.step()
                 result.losses.append(loss.item())

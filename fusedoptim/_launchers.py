@@ -18,7 +18,7 @@ class Launcher(Protocol):
         Args:
             address: the kernel's argument.
             items: work items in all.
-            elements: of the tensors that they go through.
+            elements: of the tensors that they go through, or of more in a launch of some rows.
             events: of this step's launches.
 
         Raises:

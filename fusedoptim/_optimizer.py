@@ -261,6 +261,8 @@ class FusedOptimizer(Optimizer):
         self.halves = _split.Halves(self)
         self._is_complete = True
 
+    # What raises here each subclass has, but for _row_numbers where no kernel has a ROW_SCALAR, as
+    # in SGD; an ABC would ask for that too.
     def _kernels(self, group: Group) -> tuple[str, ...]:
         """The names of the kernels that update ``group``, in order."""
         raise NotImplementedError
