@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +10,7 @@ from allocator._blocks import Rules
 from allocator._plan import Plan, planned
 from allocator._replay import Replay
 from allocator._sizes import size_text
-from allocator._tables import as_html, as_text
+from allocator._tables import as_html, as_text, escaped
 
 if TYPE_CHECKING:
     from allocator._trace import Trace
@@ -80,9 +79,9 @@ class Advice:
 
     def _repr_html_(self) -> str:
         return (
-            f"<p>{html.escape(self._bound())}</p>"
+            f"<p>{escaped(self._bound())}</p>"
             f"{as_html(_HEADER, self._rows())}"
-            f"<p>{html.escape(self._cure())}</p>"
+            f"<p>{escaped(self._cure())}</p>"
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:

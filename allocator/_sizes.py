@@ -6,7 +6,6 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -43,7 +42,8 @@ def parse_size(size: int | str, argument: str) -> int:
             raise ValueError(f"{argument}={size!r} is no size; write it as 4096 or '64MiB'")
         power = " KMGT".index(match[2].upper() or " ")
         base = 1024 if match[3] or not match[2] else 1000
-        return int(Fraction(match[1]) * base**power)
+        whole, _, decimals = match[1].partition(".")
+        return int(int(whole + decimals) * base**power // 10 ** len(decimals))
     if size != size:
         raise ValueError(f"{argument}={size!r} is no size; write it as 4096 or '64MiB'")
     if isinstance(size, bool):

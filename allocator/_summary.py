@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from allocator._sizes import size_text
 from allocator._statistics import FACTS, TIERS, Tally
+from allocator._tables import escaped
 
 if TYPE_CHECKING:
     from allocator._statistics import Health
@@ -59,7 +59,7 @@ def summary_html(title: str, health: Health, segments: Sequence[dict[str, Any]])
     hidden = len(segments) - len(largest)
     more = f"<div>and {hidden} smaller segments</div>" if hidden else ""
     return (
-        f"<div><b>{html.escape(title)}</b>"
+        f"<div><b>{escaped(title)}</b>"
         f'<table style="{_TABLE_STYLE}"><tr>{heads}</tr><tr>{cells}</tr></table>{bars}{more}</div>'
     )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allocator._hooks import Hook
 from allocator._sizes import size_text
+from allocator._tables import escaped
 
 if TYPE_CHECKING:
     from allocator._allocation import Allocation
@@ -128,7 +128,7 @@ class Timeline(Hook):
         )
         peak = max((row.allocated for row in rows), default=0)
         return (
-            f"<div><b>{html.escape(self._pool.name)}</b>: at most {size_text(peak)} allocated, "
+            f"<div><b>{escaped(self._pool.name)}</b>: at most {size_text(peak)} allocated, "
             f"{size_text(top if rows else 0)} reserved, in {last:.3g} s"
             f'<svg viewBox="0 -2 {_WIDTH} {_HEIGHT + 4}" width="{_WIDTH}" '
             f'style="display:block">{curves}</svg></div>'
