@@ -6,6 +6,7 @@ import ctypes
 from typing import Any, Protocol
 
 from fusedoptim._opencl import SUCCESS, Driver, Owned, check
+from fusedoptim._openmp import wake
 from fusedoptim._progress import unwaited
 
 
@@ -18,7 +19,7 @@ class Launcher(Protocol):
         Args:
             address: the kernel's argument.
             items: work items in all.
-            elements: of the tensors that they go through, or of more in a launch of some rows.
+            elements: of the tensors that they go through, about.
             events: of this step's launches.
 
         Raises:
@@ -91,20 +92,25 @@ class OpenCLLauncher:
         driver = self._driver
         # One group uses one thread: this one has the tensors in its cache. 18 us for 22.
         if items == self._lanes and driver.own_thread is not None and driver.progress.is_idle:
-            queue = driver.own_thread
-        else:
-            queue = driver.queue
-            self._may_run = True
-            driver.elements += elements
+            self._enqueue(driver.own_thread, events)
+            return
+        self._may_run = True
+        try:
+            driver.expect(elements)
             driver.progress.submit()
-        events.extend(map(self._opencl.enqueue, (queue,), *self._arguments))
-        if queue is driver.queue:
+            self._enqueue(driver.queue, events)
             driver.progress.submit()  # again: a thread may have seen the end of all before
+        except BaseException:
+            wake()
+            raise
+
+    def _enqueue(self, queue: ctypes.c_void_p, events: list[Any]) -> None:
+        events.extend(map(self._opencl.enqueue, (queue,), *self._arguments))
         if events[-1] != SUCCESS:
             check(events.pop(), "clEnqueueNDRangeKernel")
 
     def wait(self, event: Any) -> None:
         """Return when the kernel has ended, and all that were submitted before."""
         if self._may_run:
-            self._driver.progress.wait(self._driver.finish)
+            self._driver.wait()
             self._may_run = False

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusedoptim._cache import cached, forget
-from fusedoptim._openmp import WORTH_SLEEPING, call_with_threads_asleep
+from fusedoptim._openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
 from fusedoptim._program import BuildError
 from fusedoptim._progress import Progress
 from fusedoptim.allocator import is_forked, loaded_files, loaded_isa
@@ -172,8 +172,7 @@ class Driver:
         self.queue = self._new_queue(0)
         self.progress = Progress()
         """Of ``queue``."""
-        self.elements = 0
-        """Of the tensors that the launches on ``queue`` go through whose end is not known yet."""
+        self._elements = 0  # of launches whose end is not known yet
         self._finish = functools.partial(opencl.finish, self.queue)
         self.own_thread: ctypes.c_void_p | None
         """A queue whose kernels run at once on the calling thread, if the driver has such."""
@@ -268,11 +267,27 @@ class Driver:
         handle = self.opencl.make("clCreateKernel", program.handle, name.encode())
         return Owned(handle, self.opencl.release_kernel)
 
+    def expect(self, elements: int) -> None:
+        """Make way for a kernel that is about to be submitted to ``queue``, if it is a long one.
+
+        The thread that calls this calls :meth:`finish` or :meth:`wait` afterwards.
+
+        Args:
+            elements: of the tensors that it goes through, about.
+        """
+        if self._elements < WORTH_SLEEPING <= self._elements + elements:
+            put_to_sleep()
+        self._elements += elements
+
     def finish(self) -> None:
         """Return when all has ended that was submitted to ``queue``."""
-        is_long = self.elements >= WORTH_SLEEPING
-        self.elements = 0
-        check(call_with_threads_asleep(self._finish) if is_long else self._finish(), "clFinish")
+        self._elements = 0
+        check(call_and_wake(self._finish), "clFinish")
+
+    def wait(self) -> None:
+        """As :meth:`finish`, unless all is known to have ended."""
+        self.progress.wait(self.finish)
+        wake()  # another thread may have seen the end
 
     def limits(self, kernel: Owned) -> Limits:
         """What the device says of a kernel."""

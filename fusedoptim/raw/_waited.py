@@ -40,8 +40,8 @@ class WaitedKernel:
             kernel = frame.kernel = driver.kernel(self._program, self._name)
         signature.give(frame, driver.opencl, kernel)
         unwaited.wait()
-        driver.elements += elements
         try:
+            driver.expect(elements)
             status = driver.opencl.enqueue(driver.queue, kernel.handle, *sizes)
             driver.finish()
         except BaseException:

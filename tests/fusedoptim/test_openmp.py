@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import random
 import subprocess
@@ -15,8 +14,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from allocator import queue
 from fusedoptim import FusedSGD
-from fusedoptim._openmp import WORTH_SLEEPING, call_with_threads_asleep
+from fusedoptim._opencl import driver_of
+from fusedoptim._openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
 from tests.allocator.interrupts import interrupted
 from tests.fusedoptim.test_interrupts import InterruptAt
 
@@ -36,8 +37,8 @@ def long_step(lr: float = 0.5) -> tuple[Parameter, FusedSGD]:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing spins")
 def test_threads_sleep_meanwhile() -> None:
     script = """
-    import ctypes, functools, os, time, torch
-    from fusedoptim._openmp import call_with_threads_asleep
+    import os, time, torch
+    from fusedoptim._openmp import put_to_sleep, wake
     before = set(os.listdir("/proc/self/task"))
     torch.ones(1_000_000).add(1)
     threads = set(os.listdir("/proc/self/task")) - before
@@ -46,16 +47,15 @@ def test_threads_sleep_meanwhile() -> None:
         lines = [open(f"/proc/self/task/{thread}/stat").read() for thread in threads]
         return [line.rpartition(")")[2].split()[0] for line in lines]
 
-    @ctypes.CFUNCTYPE(ctypes.c_int)
-    def look():
-        end = time.monotonic() + 60
-        while states() != ["S"] and time.monotonic() < end:
-            time.sleep(0.001)
-        seen.extend(states())
-        return 7
-
     seen = states()
-    assert call_with_threads_asleep(functools.partial(look)) == 7
+    put_to_sleep()
+    end = time.monotonic() + 60
+    while states() != ["S"] and time.monotonic() < end:
+        time.sleep(0.001)
+    seen += states()
+    assert torch.ones(1_000_000).sum() == 1_000_000  # by this thread alone
+    seen += states()
+    wake()
     assert torch.ones(1_000_000).sum() == 1_000_000
     seen += states()
     print(*seen)
@@ -67,7 +67,47 @@ def test_threads_sleep_meanwhile() -> None:
         text=True,
         timeout=120,
     )
-    assert (done.stdout, done.stderr, done.returncode) == ("R S R\n", "", 0)
+    assert (done.stdout, done.stderr, done.returncode) == ("R S S R\n", "", 0)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing spins")
+@pytest.mark.parametrize("policy", ["active", "passive"])
+def test_threads_that_sleep_already_are_left_alone(policy: str) -> None:
+    script = """
+    import os, time, torch
+    from fusedoptim import _openmp
+    from tests.fusedoptim.test_openmp import long_step
+    before = set(os.listdir("/proc/self/task"))
+    torch.ones(1_000_000).add(1)
+    (thread,) = set(os.listdir("/proc/self/task")) - before
+
+    def sleeps():
+        lines = open(f"/proc/self/task/{thread}/status").read().splitlines()
+        (line,) = [line for line in lines if line.startswith("voluntary_ctxt_switches")]
+        return int(line.split()[1])
+
+    param, optimizer = long_step()
+    optimizer.step()
+    time.sleep(0.01)
+    before = sleeps()
+    for _ in range(20):
+        print(_openmp._spins(int(thread)), _openmp._team.worker == int(thread))
+        optimizer.step()
+        time.sleep(0.01)
+    print("put to sleep" if sleeps() > before else "left alone")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": policy},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    expected = {
+        "active": 20 * "True True\n" + "put to sleep\n",
+        "passive": 20 * "False True\n" + "left alone\n",
+    }
+    assert (done.stdout, done.stderr, done.returncode) == (expected[policy], "", 0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
@@ -76,26 +116,46 @@ def test_any_number_of_threads(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         for _ in range(20):
-            assert call_with_threads_asleep(functools.partial(SEVEN)) == 7
+            put_to_sleep()
+            if threads < 7:  # more threads than cores do not spin
+                assert is_in_region() == (threads == 2)
+            assert call_and_wake(SEVEN) == 7
+            assert not is_in_region()
             assert torch.ones(1_000_000).sum() == 1_000_000
     finally:
         torch.set_num_threads(before)
     assert not is_in_region()
 
 
-def test_a_call_within_a_call() -> None:
+def test_a_step_while_the_threads_sleep() -> None:
     """A finalizer may run in the middle, and use torch or take a step."""
-    ran = []
-
-    @ctypes.CFUNCTYPE(ctypes.c_int)
-    def work() -> int:
-        ran.append(float(torch.ones(1_000_000).sum()))
-        ran.append(call_with_threads_asleep(functools.partial(SEVEN)))
-        return 3
-
-    assert call_with_threads_asleep(functools.partial(work)) == 3
-    assert ran == [1_000_000, 7]
+    param, optimizer = long_step()
+    torch.ones(1_000_000).add(1)  # from here on the threads spin
+    put_to_sleep()
+    optimizer.step()
     assert not is_in_region()
+    wake()
+    assert call_and_wake(SEVEN) == 7
+    assert (param == -0.5).all()
+
+
+def test_refused_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer = long_step()
+    optimizer.step()
+    torch.ones(1_000_000).add(1)
+
+    def refused(*arguments: object) -> int:
+        assert is_in_region() == (torch.get_num_threads() > 1)
+        return -5  # out of resources
+
+    driver = driver_of(queue("cpu").sycl_device)
+    assert driver is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.opencl, "enqueue", refused)
+        with pytest.raises(RuntimeError, match="clEnqueueNDRangeKernel failed"):
+            optimizer.step()
+    assert not is_in_region()
+    optimizer.step()
 
 
 def test_steps_in_threads_of_their_own() -> None:
@@ -120,14 +180,17 @@ def test_interrupted_wherever_python_looks_for_it() -> None:
     optimizer.step()
     for n in range(1000):
         before = float(param.detach()[0, 0])
-        interrupt = InterruptAt(n, "call_with_threads_asleep")
+        torch.ones(1_000_000).add(1)
+        interrupt = InterruptAt(n, "submit")
         try:
             with interrupt:
                 optimizer.step()
         except KeyboardInterrupt:
             pass
         assert not is_in_region()
-        assert (param == before - 0.5).all()  # what was launched is taken
+        after = float(param.detach()[0, 0])
+        assert after in (before, before - 0.5)
+        assert (param == after).all()
         if not interrupt.has_raised:
             break
     assert 3 < n < 1000
@@ -138,6 +201,7 @@ def test_interrupted_at_any_moment() -> None:
 
     def step(choose: random.Random) -> None:
         assert not is_in_region()
+        torch.ones(1_000_000).add(1)
         optimizer.step()
 
     assert interrupted(step, seconds=2, most=1e-3) > 100
