@@ -127,7 +127,7 @@ class Bucket:
         }
         if TRAIL in self._widths:
             self._widths[TRAIL] = 2
-        self._pipeline = Pipeline(kernels, self._chunks, sum(self._widths.values()), self.device)
+        self._pipeline = Pipeline(kernels, self._chunks, self.device)
         self._norm: LaunchBlock | None = None
         self._squares: Tensor | None = None
         self._write_addresses("param", [a for run in self._runs for a in run.addresses])

@@ -7,8 +7,8 @@ The launch block is one allocation that the device can read, in 8-byte words::
 
 A row is a chunk of a tensor: its length, the address of its first element in each array, and
 values of its own. One work-group walks one row, so one launch serves any number of tensors of any
-size, and any run of rows can be launched by itself. The kernel has one argument, the first row's
-address: each further argument would cost 0.65 us a launch, of 6 us in all.
+size. The kernel has one argument, the first row's address: each further argument would cost
+0.65 us a launch, of 6 us in all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 _WORD = 8
-_ALL = slice(None)
 
 
 class LaunchShape(NamedTuple):
@@ -117,9 +116,9 @@ def row_places(values: Tensor, rows: Indices | None = None, dims: int = 1) -> In
     """
     if rows is None:
         rows = np.arange(len(values), dtype=np.int64)
-    size = math.prod(values.shape[dims:]) * values.element_size()
-    base = np.array([values.data_ptr()], dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
-    return np.asarray(base + rows * size)
+    places = rows * (math.prod(values.shape[dims:]) * values.element_size())
+    places += ctypes.c_int64(values.data_ptr()).value  # a GPU's may pass 2^63
+    return places
 
 
 class Chunks:
@@ -179,9 +178,9 @@ class LaunchBlock:
             name: (reals if role is Role.ROW_SCALAR else words)[:, i]
             for i, (name, role) in enumerate(zip(kernel.row_names, roles), start=1)
         }
-        self.write_lengths(lengths)
+        self.write("length", lengths)
+        self._elements = int(lengths.sum())
         self._first_row = address + head
-        self._row_size = columns * _WORD
         self._launcher = kernel.new_launcher()
 
     def write_head(self, values: tuple[float, ...]) -> None:
@@ -198,11 +197,6 @@ class LaunchBlock:
         self.wait()
         self._column[column][:rows] = values
 
-    def write_lengths(self, lengths: Indices | int, rows: int | None = None) -> None:
-        """Set the length of every row, or of the first ``rows``, which are all that matter then."""
-        self.write("length", lengths, rows)
-        self._elements = int(self._column["length"][:rows].sum())
-
     def write_few(self, column: str, addresses: Sequence[int]) -> None:
         """As :meth:`write`, an address for each row: quicker for a few, which are in no array."""
         self.wait()
@@ -211,23 +205,23 @@ class LaunchBlock:
             self._words[place] = address
             place += self._columns
 
-    def launch(self, rows: slice = _ALL, events: list[Any] | None = None) -> None:
-        """Submit the kernel for a run of rows; on a GPU, return while it runs.
+    def launch(self, events: list[Any] | None = None, rows: int | None = None) -> None:
+        """Submit the kernel; on a GPU, return while it runs.
 
         Args:
-            rows: which.
             events: to which the launch's is added, in the same call of C that submits it: whatever
                 interrupts this function, an event is there if and only if the kernel runs.
+            rows: how many, from the first on; all by default.
         """
-        first, end, _ = rows.indices(self.rows)
-        if first == end:
+        rows = self.rows if rows is None else rows
+        if rows == 0:
             return
         events = [] if events is None else events
         self._events = events
         self._launcher.submit(
-            self._first_row + first * self._row_size,
-            (end - first) * self.kernel.shape.lanes,
-            self._elements,
+            self._first_row,
+            rows * self.kernel.shape.lanes,
+            self._elements * rows // self.rows,
             events,
         )
 

@@ -7,7 +7,7 @@ block. Rows that occur more than once in the gradient are summed first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,18 @@ class SparseRecipe(Recipe, Protocol):
     @property
     def sparse_state(self) -> tuple[str, ...]:
         """Names of the state that has only the rows that some gradient touched."""
+
+
+class _Rows(NamedTuple):
+    """A launch block for rows of one width, and how they are cut."""
+
+    block: LaunchBlock
+    chunks: Chunks
+    width: int
+
+    def fit(self, rows: int, width: int) -> bool:
+        """Whether there are that many rows of this width."""
+        return rows <= len(self.chunks.numels) and width == self.width
 
 
 class SparseBucket:
@@ -97,7 +109,7 @@ class SparseBucket:
         self._dense_facts = facts_of(list(self._dense.values())) if self._dense else None
         self._row_flags = [name for name, role in row if role is Role.ROW_FLAG]
         self.fresh: Sequence[bool] | None = None
-        self._block: LaunchBlock | None = None
+        self._laid_out: _Rows | None = None
         self._events: list[Any] = []
         self._has_no_rows = False
         self._is_committed = False
@@ -157,7 +169,7 @@ class SparseBucket:
         block.write_head(self._kernel.in_order(head))
         self._grad_factor = grad_factor  # kept until the launch has ended
         self._has_no_rows = count == 0
-        block.launch(slice(count), self._events)
+        block.launch(self._events, count)
         torch.autograd.graph.increment_version([self._param])
 
     def _gather_sparse_state(self) -> bool:
@@ -188,30 +200,27 @@ class SparseBucket:
             grad_places = np.full(len(rows), row_places(self._no_grad[None])[0], dtype=np.int64)
             grad_places[np.searchsorted(rows, grad.rows)] = grad.places
 
-        width = self._no_grad.numel() * self._components
-        chunk = self._kernel.shape.chunk
-        owner = np.arange(len(rows), dtype=np.int64)
-        start: Indices | int = 0
-        lengths: Indices | int = width
-        if width > chunk:
-            chunks = Chunks([width] * len(rows), chunk)
-            owner, start, lengths = chunks.owner, chunks.start, chunks.lengths
-        count = len(owner)
-        if self._block is None or self._block.rows < count:
-            self._block = LaunchBlock(self._kernel, np.zeros(_GROWTH * count, dtype=np.int64))
-        block = self._block
+        block, chunks, _ = self._rows_for(len(rows), self._no_grad.numel() * self._components)
+        count = int(chunks.counts[: len(rows)].sum())
 
         def write(column: str, array: Tensor, places: Indices) -> None:
-            size = array.element_size() // self._components
-            block.write(column, places[owner] + start * size, count)
+            if count != len(rows):
+                size = array.element_size() // self._components
+                places = places[chunks.owner[:count]] + chunks.start[:count] * size
+            block.write(column, places, count)
 
-        block.write_lengths(lengths, count)
         write("grad", grad.values, grad_places)
         for name, array in {"param": self._target, **self._dense}.items():
             write(name, array, row_places(array, rows, grad.sparse_dim))
         for name, array in self._new.items():
             write(name, array, row_places(array))
         return block, count
+
+    def _rows_for(self, rows: int, width: int) -> _Rows:
+        if self._laid_out is None or not self._laid_out.fit(rows, width):
+            chunks = Chunks([width] * (_GROWTH * rows), self._kernel.shape.chunk)
+            self._laid_out = _Rows(LaunchBlock(self._kernel, chunks.lengths), chunks, width)
+        return self._laid_out
 
     def _of_rows(self, rows: Indices, values: Tensor) -> Tensor:
         """A coalesced tensor of the parameter's shape with ``values`` in these rows."""
@@ -227,9 +236,9 @@ class SparseBucket:
 
     def finish(self, states: MutableMapping[Tensor, State]) -> None:
         """See :meth:`fusedoptim._bucket.Bucket.finish`."""
-        if self._block is None or not (self._events or self._has_no_rows):
+        if self._laid_out is None or not (self._events or self._has_no_rows):
             return
-        self._block.wait_on_host()
+        self._laid_out.block.wait_on_host()
         if self.copies:
             self._param.detach().copy_(self._target)
         made: State = dict(self._dense)

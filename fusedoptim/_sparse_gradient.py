@@ -14,37 +14,45 @@ from fusedoptim._launch import Indices, row_places
 class SparseGradient:
     """A sparse COO gradient, each of whose rows has one place in memory.
 
-    Most rows occur once, and stay where they are; the others are summed. Making the whole gradient
-    coalesced takes 2.0 ms for 10,000 rows of 64 elements, this 0.6 ms.
+    Rows that rise, as a coalesced gradient's do, are taken as they are. Of others most occur once,
+    and stay where they are; those that occur again are summed. Making the whole gradient coalesced
+    takes 2.0 ms for 10,000 rows of 64 elements, this 0.6 ms.
     """
 
     def __init__(self, grad: Tensor) -> None:
-        """Sort the rows.
+        """Find each row's place.
 
         Raises:
             IndexError: an index lies beyond the gradient's shape.
         """
-        grad = grad.detach()
         self.sparse_dim = grad.sparse_dim()
-        self.values = grad._values().resolve_conj().resolve_neg().contiguous()
-        numbers, self._order = _sorted(row_numbers(grad._indices(), grad.shape))
-        self._is_first = np.empty(len(numbers), dtype=bool)
-        self._is_first[:1] = True
-        np.not_equal(numbers[1:], numbers[:-1], out=self._is_first[1:])
-        self.rows = numbers[self._is_first]
-        """Numbers of the rows, in rising order."""
-        self.places = row_places(self.values, self._order[self._is_first])
-        """The address of each row's gradient."""
+        self.values = grad._values().detach().resolve_conj().resolve_neg().contiguous()
         self._sums = self.values[:0]
-        if len(self.rows) < len(numbers):
-            self._sum_repeated()
+        self._once: Indices | None = None
+        """Of the values, those of rows that occur once; None if all do."""
+        numbers = row_numbers(grad._indices(), grad.shape)
+        if (numbers[1:] > numbers[:-1]).all():
+            self.rows = numbers
+            """Numbers of the rows, in rising order."""
+            self.places = row_places(self.values)
+            """The address of each row's gradient."""
+            return
+        order = stable_order(numbers)
+        numbers = numbers[order]
+        firsts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
+        self.rows = numbers[firsts]
+        self.places = row_places(self.values, order[firsts])
+        if len(firsts) < len(numbers):
+            self._sum_repeated(order, firsts)
 
-    def _sum_repeated(self) -> None:
+    def _sum_repeated(self, order: Indices, firsts: Indices) -> None:
         """Sum the rows that occur more than once, in the order in which they came."""
-        counts = np.diff(np.flatnonzero(self._is_first), append=len(self._order))
-        repeated = np.flatnonzero(counts > 1)
-        parts = torch.from_numpy(self._order[np.repeat(counts > 1, counts)])
-        starts = torch.from_numpy(np.cumsum(counts[repeated]) - counts[repeated])
+        counts = np.diff(firsts, append=len(order))
+        occurs_again = counts > 1
+        self._once = order[firsts[~occurs_again]]
+        parts = torch.from_numpy(order[np.repeat(occurs_again, counts)])
+        counts = counts[occurs_again]
+        starts = torch.from_numpy(np.cumsum(counts) - counts)
         is_complex, device = self.values.is_complex(), self.values.device
         values = torch.view_as_real(self.values) if is_complex else self.values
         # A sum of gathered rows is what a bag of embeddings is: half the time of index_add_.
@@ -53,37 +61,47 @@ class SparseGradient:
             values.reshape(len(values), math.prod(values.shape[1:])),
             starts.to(device),
             mode="sum",
-        ).reshape(len(repeated), *values.shape[1:])
+        ).reshape(len(starts), *values.shape[1:])
         self._sums = torch.view_as_complex(sums) if is_complex else sums
-        self.places[repeated] = row_places(self._sums)
+        self.places[occurs_again] = row_places(self._sums)
 
     def sum_of_squares(self, dtype: torch.dtype) -> Tensor:
         """The squares of the elements, repeated rows summed first, added up in ``dtype``."""
-        occurs_again = np.zeros_like(self._is_first)
-        occurs_again[:-1] = ~self._is_first[1:]
-        once = torch.from_numpy(self._order[self._is_first & ~occurs_again])
-        values = torch.cat([self.values[once.to(self.values.device)], self._sums])
+        values = self.values
+        if self._once is not None:
+            once = torch.from_numpy(self._once).to(values.device)
+            values = torch.cat([values[once], self._sums])
         reals = torch.view_as_real(values) if values.is_complex() else values
         return reals.to(dtype).square().sum()
 
 
-def _sorted(numbers: Indices) -> tuple[Indices, Indices]:
-    """``numbers`` in rising order, and where each was; equal ones stay in order.
+def stable_order(numbers: Indices) -> Indices:
+    """Where each number is, from the least to the greatest; equal ones stay in order.
 
-    numpy sorts 10,000 int64 values in 0.1 ms, and takes 1.0 ms for a stable argsort.
+    numpy sorts 16 bits by their radix. 20,000 numbers below a million take 0.2 ms, where a stable
+    argsort of int64 takes 1.0 ms.
     """
-    bits = len(numbers).bit_length()
-    keys = np.sort(numbers << bits | np.arange(len(numbers)))
-    return keys >> bits, keys & ((1 << bits) - 1)
+    order = np.argsort(numbers.astype(np.uint16), kind="stable")
+    for shift in range(16, int(numbers.max()).bit_length(), 16):
+        digits = (numbers >> shift).astype(np.uint16)
+        order = order[np.argsort(digits[order], kind="stable")]
+    return order
 
 
 def row_numbers(indices: Tensor, shape: torch.Size) -> Indices:
-    """The number of each row that ``indices`` name, counted over all sparse dimensions."""
-    try:
-        numbers = np.ravel_multi_index(tuple(indices.cpu().numpy()), shape[: len(indices)])
-    except ValueError:
-        raise IndexError(
-            f"a sparse gradient of shape {tuple(shape)} has an index beyond it; see that the "
-            "indices given to the embedding are below its number of rows"
-        ) from None
-    return np.asarray(numbers)
+    """The number of each row that ``indices`` name, counted over all sparse dimensions.
+
+    Raises:
+        IndexError: one lies beyond ``shape``.
+    """
+    by_dimension = indices.cpu().numpy()
+    for of, size in zip(by_dimension, shape):
+        if len(of) and not 0 <= of.min() <= of.max() < size:
+            raise IndexError(
+                f"a sparse gradient of shape {tuple(shape)} has an index beyond it; see that the "
+                "indices given to the embedding are below its number of rows"
+            )
+    numbers: Indices = by_dimension[0]
+    for of, size in zip(by_dimension[1:], shape[1:]):
+        numbers = numbers * size + of
+    return numbers

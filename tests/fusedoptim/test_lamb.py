@@ -156,14 +156,13 @@ class TestRatio:
         torch.testing.assert_close(params[1].detach(), torch.full((1000,), 4 - 0.25 * 2 * 2))
 
 
-def test_batches_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors go through the three kernels in portions that fit into a cache."""
+def test_three_launches_for_any_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
     launch = LaunchBlock.launch
     monkeypatch.setattr(
         LaunchBlock,
         "launch",
-        lambda block, *rows: (launches.append(block.kernel.module.name), launch(block, *rows)),
+        lambda block, *events: (launches.append(block.kernel.module.name), launch(block, *events)),
     )
     sizes = [0, 200_000, 70_000, 1, 0, 300_000, 17, 200_000, 0]
     pair = SideBySide(LAMB, LAMB.kwargs[-1], [Parameter(torch.randn(n)) for n in sizes])
@@ -172,9 +171,7 @@ def test_batches_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         pair.set_gradients()
         pair.step()
         pair.assert_equal()
-    batch = ["lamb_moments_f32", "lamb_ratio_f32", "lamb_update_f32"]
-    assert len(launches) > 3
-    assert launches == batch * (len(launches) // 3)
+        assert launches == ["lamb_moments_f32", "lamb_ratio_f32", "lamb_update_f32"]
 
 
 def test_nothing_but_empty_tensors() -> None:

@@ -241,5 +241,5 @@ def test_address_beyond_2_to_the_63(few: int, monkeypatch: pytest.MonkeyPatch) -
     address = 0xFF00_FFFF_FFE0_0000
     bucket._write_addresses("param", [address])
     second = address + 4 * kernel_for(queue("cpu"), "sgd", "f32").shape.chunk
-    column = bucket._pipeline._stages[0].block._column["param"]
+    column = bucket._pipeline._blocks[0]._column["param"]
     assert column.astype("uint64").tolist() == [address, second]

@@ -311,7 +311,7 @@ def test_by_sycl(case: OptimizerCase, kwargs: dict[str, Any]) -> None:
 
 def _launcher(optimizer: Any) -> Any:
     bucket = optimizer._plans[0].buckets[0]
-    return bucket._pipeline._stages[0].block._launcher
+    return bucket._pipeline._blocks[0]._launcher
 
 
 def test_a_device_that_opencl_does_not_have() -> None:
