@@ -347,9 +347,9 @@ class FusedOptimizer(Optimizer):
         for group, plan, values in zip(self.param_groups, plans, numbers):
             for bucket in plan.buckets:
                 self._launch(bucket, group, values, common, launched)
-            recipe = _GroupRecipe(self, group, self._kernels(group))
             for later in plan.later:  # from what the turn before them made
                 self._finish(launched)
+                recipe = _GroupRecipe(self, group, self._kernels(group))
                 bucket = _bucket(recipe, later.members, self.state, later.fresh)
                 self._launch(bucket, group, values, common, launched)
 
