@@ -31,6 +31,7 @@ from fusedoptim._tensors import (
     check_candidate,
     check_param,
     describe,
+    set_grad_enabled,
     state_dtype,
     turns,
 )
@@ -422,8 +423,12 @@ class FusedOptimizer(Optimizer):
                 self._check_options(group)
                 self._state_seen = None  # the step will make state
                 given_before = given_before or self._given_before()
-                with torch.no_grad():
+                is_grad_enabled = torch.is_grad_enabled()
+                try:
+                    set_grad_enabled(False)
                     self._plans[i : i + 1] = [_Plan(group, kernels, self, given_before[i])]
+                finally:
+                    set_grad_enabled(is_grad_enabled)
                 if any(given_before):  # perhaps by this group now
                     del self._plans[i + 1 :]
         del self._plans[len(self.param_groups) :]

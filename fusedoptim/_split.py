@@ -26,6 +26,7 @@ from fusedoptim._tensors import (
     is_dense,
     is_lazy,
     laid_out_like,
+    set_grad_enabled,
     turns,
 )
 
@@ -216,17 +217,18 @@ class Halves:
         is_used_up = param.dtype == torch.float32 and is_ours_alone(param)
         values, grad = param.data, param.grad
         halves: tuple[Tensor, Tensor] | None = None
+        is_grad_enabled = torch.is_grad_enabled()
         try:
-            with torch.no_grad():
-                if param.dtype == torch.bfloat16:
-                    halves = values, new_state(values, torch.int16).zero_()
-                else:
-                    halves = halves_of(values, is_used_up)
-                upper, trail = halves
-                rounded = _converted_grad(param, torch.bfloat16)
-                self._trails[param] = None
-                self._state[param][TRAIL] = trail
-                _replace(param, upper, rounded)
+            set_grad_enabled(False)
+            if param.dtype == torch.bfloat16:
+                halves = values, new_state(values, torch.int16).zero_()
+            else:
+                halves = halves_of(values, is_used_up)
+            upper, trail = halves
+            rounded = _converted_grad(param, torch.bfloat16)
+            self._trails[param] = None
+            self._state[param][TRAIL] = trail
+            _replace(param, upper, rounded)
         except BaseException:
             if is_used_up and halves is not None:
                 upper, trail = halves
@@ -234,6 +236,8 @@ class Halves:
             _replace(param, values, grad)
             self.forget(param)
             raise
+        finally:
+            set_grad_enabled(is_grad_enabled)
 
     def merge(self, param: Tensor) -> None:
         """Make an upper half the float32 parameter that it stands for, which is none of these.
@@ -245,17 +249,20 @@ class Halves:
         """
         trail, copied = self.trail(param), self._trails[param]
         values, grad = param.data, param.grad
+        is_grad_enabled = torch.is_grad_enabled()
         try:
-            with torch.no_grad():
-                whole, exact = join(values, trail), _converted_grad(param, torch.float32)
-                _replace(param, whole, exact)
-                self.forget(param)
+            set_grad_enabled(False)
+            whole, exact = join(values, trail), _converted_grad(param, torch.float32)
+            _replace(param, whole, exact)
+            self.forget(param)
         except BaseException:
             _replace(param, values, grad)
             self._trails[param] = copied
             if copied is None:
                 self._state[param][TRAIL] = trail
             raise
+        finally:
+            set_grad_enabled(is_grad_enabled)
 
     def forget(self, param: Tensor) -> None:
         """Count ``param`` no more, if it was counted, and drop its trail."""

@@ -38,6 +38,10 @@ RUN = 500
 
 _GRAD = operator.attrgetter("grad")
 
+set_grad_enabled = torch._C._set_grad_enabled
+"""One call of C. torch.no_grad() is Python's code: one interrupt of a step in 3,000 came in the
+middle of it, and left gradients switched off."""
+
 
 TRAIL = "trail"
 """State of a split parameter: the lower 16 bits of its float32 values, as int16."""
