@@ -101,9 +101,8 @@ class Bench:
     def pure_traffic(self) -> Contender:
         """Best right after one of ours.
 
-        torch's fused steps leave their threads spinning, as a backward pass would, and ours end
-        them, so that pure traffic has all cores. The next of torch's pays less than 0.1 ms for new
-        threads, of more than 10 ms.
+        Ours leave the driver's threads awake. Those of torch, which spin after its fused steps as
+        they would after a backward pass, are put to sleep for pure traffic as for ours.
         """
         return self.contender(TRAFFIC, self._traffic.step, SGD_BYTES)
 

@@ -192,7 +192,7 @@ class SparseBucket:
         return fresh
 
     def _write_rows(self) -> tuple[LaunchBlock, int]:
-        """Write lengths and addresses to the block; return it, and how many of its rows count."""
+        """Write addresses to the block; return it, and how many of its rows count."""
         rows, grad = self._rows, self._grad
         self._no_grad = grad.values.new_zeros(grad.values.shape[1:])
         grad_places = grad.places

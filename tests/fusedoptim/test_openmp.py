@@ -112,9 +112,8 @@ def test_threads_that_sleep_already_are_left_alone(policy: str) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        _openmp._Worker, "spins", lambda worker: True
-    )  # or those that sleep are left so
+    # Or those that sleep by themselves are left alone.
+    monkeypatch.setattr(_openmp._Worker, "spins", lambda worker: True)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
