@@ -7,14 +7,17 @@ time, and written when they differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fusedoptim._device import queue_of
+from fusedoptim._gradients import grad_factor
 from fusedoptim._launch import Chunks, LaunchBlock, kernel_for, row_places
 from fusedoptim._pipeline import Pipeline
 from fusedoptim._steps import KEY, StepCounts
@@ -30,6 +33,15 @@ from fusedoptim._tensors import (
 from fusedoptim.kernels.language import Role
 
 Numbers = Mapping[str, Any]
+
+
+class Settings(NamedTuple):
+    """What a group's hyper-parameters come to."""
+
+    numbers: Numbers
+    """The kernels' scalars and flags."""
+    sign: float
+    """Of the gradients."""
 
 
 class Recipe(Protocol):
@@ -58,6 +70,8 @@ class Recipe(Protocol):
 # up to a hundred, and between other work 7 us where numpy takes 29.
 _FEW = 16
 
+_grad_addresses = operator.attrgetter("grad_addresses")
+
 
 class Bucket:
     """Parameters of one device and dtype with their gradients and state, ready to launch."""
@@ -85,6 +99,7 @@ class Bucket:
         first = candidates[0].param
         self.device = first.device
         self._queue = queue_of(first.device)
+        self._on_host = self._queue.sycl_device.is_cpu
         dtype, state_dtype = DTYPES[first.dtype]
         self._variant = variant_of(recipe, first)
         self.real = torch.float64 if dtype == "f64" else torch.float32
@@ -111,8 +126,10 @@ class Bucket:
             for candidate, state, target in zip(candidates, held, targets)
         ]
         self._held = held
-        self._set_states(self._uncommitted)
-        self.copies = any(run.copied for run in self._runs)
+        for run, made in zip(self._runs, self._by_run(self._uncommitted)):
+            run.watch(made, names)
+        self._copied = [pair for run in self._runs for pair in run.copied]
+        self.copies = bool(self._copied)
         """Whether a launch updates copies of parameters, made as it starts."""
 
         components = 2 if first.is_complex() else 1
@@ -132,13 +149,16 @@ class Bucket:
         self._squares: Tensor | None = None
         self._write_addresses("param", [a for run in self._runs for a in run.addresses])
         for name in names:
-            self._write_addresses(
-                name, [a for run in self._runs for a in run.state_addresses[name]]
-            )
+            self._write_addresses(name, [state[name].data_ptr() for state in self._uncommitted])
         for flag in self._row_flags:
             self._pipeline.write(flag, np.array(self.fresh, dtype=np.int64)[self._chunks.owner])
         self._grad_addresses: list[int] = []
-        self._write_gradients()
+        self._written: list[list[int]] = []
+        self._settings: Settings | None = None
+        """What the head was written for, if it is valid for more than a step."""
+        self._events: list[Any] | None = None
+        """of this step's launches so far."""
+        self._write_gradients(list(map(_grad_addresses, self._runs)))
 
     def _write_addresses(self, column: str, addresses: Sequence[int]) -> None:
         if self._few is None:
@@ -152,33 +172,31 @@ class Bucket:
         base = np.array(addresses, dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
         return base[self._chunks.owner] + self._chunks.start * self._widths[column]
 
-    def _set_states(self, states: list[State]) -> None:
-        start = 0
-        for run in self._runs:
-            run.set_states(states[start : start + len(run.params)], self._state_names)
-            start += len(run.params)
+    def _by_run(self, states: Sequence[State]) -> Iterator[Sequence[State]]:
+        return (states[i : i + RUN] for i in range(0, len(states), RUN))
 
-    def _write_gradients(self) -> None:
-        addresses = [a for run in self._runs for a in run.grad_addresses]
-        if addresses != self._grad_addresses:
-            self._grad_addresses = []  # whatever is written if this is interrupted
-            self._write_addresses("grad", addresses)
-            if self._norm is not None:
-                self._norm.write("grad", self._in_chunks("grad", addresses))
-            self._grad_addresses = addresses
+    def _write_gradients(self, by_run: list[list[int]]) -> None:
+        self._written = []  # whatever is written if this is interrupted
+        self._grad_addresses = list(itertools.chain.from_iterable(by_run))
+        self._write_addresses("grad", self._grad_addresses)
+        if self._norm is not None:
+            self._norm.write("grad", self._in_chunks("grad", self._grad_addresses))
+        self._written = by_run
 
     def refresh(self) -> bool:
         """Take this step's gradients; False if any tensor is not as it was when checked."""
         if self._uncommitted is not None:  # its launch never happened
             return False
-        if not self._queue.sycl_device.is_cpu and queue_of(self.device) is not self._queue:
+        if not self._on_host and queue_of(self.device) is not self._queue:
             return False  # torch's current stream is another one now
         if self._steps is not None and not self._steps.are_held_by(self._held):
             return False
         for run in self._runs:
-            if not run.read_gradients():
+            if not run.refresh():
                 return False
-        self._write_gradients()
+        addresses = list(map(_grad_addresses, self._runs))
+        if addresses != self._written:
+            self._write_gradients(addresses)
         return True
 
     def sum_of_squares(self) -> Tensor:
@@ -196,27 +214,33 @@ class Bucket:
 
     def launch(
         self,
-        numbers: Numbers,
+        settings: Settings,
+        common: Tensor | None,
         step_numbers: Callable[[Any], Numbers],
-        grad_factor: Tensor,
     ) -> None:
         """Start the update.
 
         Args:
-            numbers: the step's scalars and flags.
+            settings: of the group; the same object as long as they are the same.
+            common: by which all the optimizer's gradients are multiplied: a 0-d tensor, or None.
             step_numbers: gives, from the parameters' step counts, the scalars that depend on them.
-            grad_factor: by which gradients are multiplied: one value on the bucket's device.
         """
-        for run in self._runs:
-            for param, target in run.copied:
-                target.copy_(param.detach())
+        for param, target in self._copied:
+            target.copy_(param.detach())
         if self._steps is not None:
             for column, values in step_numbers(self._steps.next()).items():
                 by_chunk = values[0] if len(values) == 1 else values[self._chunks.owner]
                 self._pipeline.write(column, by_chunk)
-        self._grad_factor = grad_factor  # kept until the launch has ended
-        self._pipeline.write_head({**numbers, "grad_factor": grad_factor.data_ptr()})
-        self._pipeline.launch()
+        if settings is not self._settings or common is not None:
+            self._settings = None  # whatever is written if this is interrupted
+            factor = grad_factor(settings.sign, common, self.real, self.device)
+            self._pipeline.write_head({**settings.numbers, "grad_factor": factor.data_ptr()})
+            self._grad_factor = factor  # kept until the launch has ended
+            self._settings = settings if common is None else None
+        events: list[Any] = []
+        self._events = events
+        for block in self._pipeline.to_launch:
+            block.launch(events)
         # Autograd must know of writes that it did not see; on the CPU the kernel runs meanwhile.
         torch.autograd.graph.increment_version(self._params)
 
@@ -225,18 +249,23 @@ class Bucket:
 
         Nothing happens if nothing was launched. If this is interrupted, it can be called again.
         """
-        if not self._pipeline.is_launched:
+        events, blocks = self._events, self._pipeline.to_launch
+        if events is None or (blocks and not events):  # interrupted before the first
             return
-        self._pipeline.finish()
-        for run in self._runs:
-            for param, target in run.copied:
-                param.detach().copy_(target)
-            run.release()
+        for block in blocks[len(events) :]:  # interrupted before these
+            block.launch(events)
+        if self._on_host:
+            for block in blocks:
+                block.wait()
         if self._steps is not None:
             self._steps.count_up()
         if self._uncommitted is not None:
             self._commit(states, self._uncommitted)
-        self._pipeline.settle()
+        for param, target in self._copied:
+            param.detach().copy_(target)
+        for run in self._runs:
+            run.release()
+        self._events = None
 
     def _commit(self, states: MutableMapping[Tensor, State], made: list[State]) -> None:
         if self._steps is not None:
@@ -246,7 +275,8 @@ class Bucket:
             for p, state in zip(self._params, made):
                 states[p].update(state)
             self._held = [states[p] for p in self._params]
-            self._set_states(self._held)
+            for run, held in zip(self._runs, self._by_run(self._held)):
+                run.states = held
         if any(self.fresh):
             for flag in self._row_flags:
                 self._pipeline.write(flag, 0)

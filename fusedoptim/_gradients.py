@@ -15,6 +15,25 @@ def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
 
 
+def grad_factor(
+    sign: float, common: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What gradients are multiplied by.
+
+    Args:
+        sign: -1 if the step is to ascend.
+        common: what all the optimizer's are; None is 1.
+        dtype: of the arithmetic.
+        device: where the gradients are.
+
+    Returns:
+        a tensor of one element there, which is the same one where ``common`` is None.
+    """
+    if common is None:
+        return constant(sign, dtype, device)
+    return (sign * common).to(device, dtype)
+
+
 def multiplier(
     grad_scale: Tensor | None, squares: Sequence[Tensor], max_norm: float | None, eps: float
 ) -> Tensor:

@@ -218,12 +218,10 @@ class LaunchBlock:
             return
         events = [] if events is None else events
         self._events = events
-        self._launcher.submit(
-            self._first_row,
-            rows * self.kernel.shape.lanes,
-            self._elements * rows // self.rows,
-            events,
-        )
+        items = rows * self.kernel.shape.lanes
+        elements = self._elements * rows // self.rows
+        if not self._launcher.submit(self._first_row, items, elements, events):
+            self._events = ()
 
     def wait_on_host(self) -> None:
         """On the CPU device, return when the kernel has ended: its results are torch's memory."""

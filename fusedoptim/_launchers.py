@@ -13,7 +13,7 @@ from fusedoptim._progress import unwaited
 class Launcher(Protocol):
     """Submits a kernel whose one argument is an address."""
 
-    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> None:
+    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> bool:
         """Submit the kernel, and add its event to ``events`` in the same call of C.
 
         Args:
@@ -21,6 +21,9 @@ class Launcher(Protocol):
             items: work items in all.
             elements: of the tensors that they go through, about.
             events: of this step's launches.
+
+        Returns:
+            whether it may still run.
 
         Raises:
             RuntimeError: the driver refuses it; then ``events`` is as it was.
@@ -45,11 +48,12 @@ class SyclLauncher:
         self._handle = handle
         self._local_size = [lanes]
 
-    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> None:
+    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> bool:
         """See :meth:`Launcher.submit`."""
         argument = ctypes.c_int64(address)
         sizes = ([items],), (self._local_size,)
         events.extend(map(self._submit, (self._handle,), ([argument],), *sizes))
+        return True
 
     def wait(self, event: Any) -> None:
         """Return when the kernel of this event has ended."""
@@ -77,9 +81,8 @@ class OpenCLLauncher:
         self._lanes = lanes
         sizes = (None,), (self._items,), ((ctypes.c_size_t * 1)(lanes),)
         self._arguments = (self._kernel.handle,), (1,), *sizes, (0,), (None,), (None,)
-        self._may_run = False
 
-    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> None:
+    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> bool:
         """See :meth:`Launcher.submit`; an event is the driver's answer."""
         if address != self._set_address:
             self._set_address = None  # whatever is set if this is interrupted
@@ -88,29 +91,26 @@ class OpenCLLauncher:
             check(self._opencl.set_argument(self._kernel.handle, 0, 8, place), "clSetKernelArg")
             self._set_address = address
         self._items[0] = items
-        unwaited.wait()  # raw kernels, which may write what this one reads
+        if unwaited.queues:  # raw kernels, which may write what this one reads
+            unwaited.wait()
         driver = self._driver
         # One group uses one thread: this one has the tensors in its cache. 18 us for 22.
-        if items == self._lanes and driver.own_thread is not None and driver.progress.is_idle:
-            self._enqueue(driver.own_thread, events)
-            return
-        self._may_run = True
+        at_once = items == self._lanes and driver.own_thread is not None and driver.progress.is_idle
+        queue = driver.own_thread if at_once else driver.queue
         try:
-            driver.expect(elements)
-            driver.progress.submit()
-            self._enqueue(driver.queue, events)
-            driver.progress.submit()  # again: a thread may have seen the end of all before
+            if not at_once:
+                driver.expect(elements)
+                driver.progress.submit()
+            events.extend(map(self._opencl.enqueue, (queue,), *self._arguments))
+            if events[-1] != SUCCESS:
+                check(events.pop(), "clEnqueueNDRangeKernel")
+            if not at_once:
+                driver.progress.submit()  # again: a thread may have seen the end of all before
         except BaseException:
             wake()
             raise
-
-    def _enqueue(self, queue: ctypes.c_void_p, events: list[Any]) -> None:
-        events.extend(map(self._opencl.enqueue, (queue,), *self._arguments))
-        if events[-1] != SUCCESS:
-            check(events.pop(), "clEnqueueNDRangeKernel")
+        return not at_once
 
     def wait(self, event: Any) -> None:
         """Return when the kernel has ended, and all that were submitted before."""
-        if self._may_run:
-            self._driver.wait()
-            self._may_run = False
+        self._driver.wait()

@@ -57,11 +57,8 @@ class OpenCL:
         self.set_argument.argtypes = (pointer, count, ctypes.c_size_t, pointer)
         self.set_pointer = short.clSetKernelArgSVMPointer
         self.set_pointer.argtypes = (pointer, count, pointer)
+        # It takes objects of ctypes, None and small numbers, which need no types: 0.5 us less.
         self.enqueue = short.clEnqueueNDRangeKernel
-        self.enqueue.argtypes = (
-            *(pointer, pointer, count, pointer, pointer, pointer),
-            *(count, pointer, pointer),
-        )
         self.finish = self._library.clFinish
         self.finish.argtypes = (pointer,)
         self.release_kernel = short.clReleaseKernel

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
-import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from itertools import chain, repeat
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,25 +21,21 @@ from torch.optim.optimizer import (
 from fusedoptim import _split
 from fusedoptim._bucket import Bucket
 from fusedoptim._device import new_state
-from fusedoptim._gradients import constant, multiplier
+from fusedoptim._gradients import multiplier
+from fusedoptim._plan import OPTIONS, Group, Later, Numbers, Plan
 from fusedoptim._sparse import SparseBucket
 from fusedoptim._tensors import (
     TRAIL,
     Candidate,
     are_same_objects,
-    check_candidate,
     check_param,
     describe,
     set_grad_enabled,
     state_dtype,
-    turns,
 )
-from fusedoptim.allocator import check_not_forked
+from fusedoptim.allocator import check_not_forked, is_forked
 
-Group = dict[str, Any]
-Numbers = dict[str, float]
 Steps = np.ndarray[Any, np.dtype[np.float64]]
-_OPTIONS = ("foreach", "differentiable", "capturable", "fused")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
@@ -48,17 +43,18 @@ def _with_hooks(step: _Step) -> _Step:
     """Put torch's hooks and profiler range around ``step``, when there are any.
 
     torch wraps every ``step`` so, and for an optimizer of one small tensor the wrapper's profiler
-    range alone takes 4 us, where the whole of FusedSGD's step takes 12 us. ``hooked`` tells
+    range alone takes 4 us, where the whole of FusedSGD's step takes 10 us. ``hooked`` tells
     torch that this one is wrapped already.
 
-    torch.compile must not trace into a step: it would take the addresses for constants.
+    torch.compile must not trace into a step: it would take the addresses for constants. It finds
+    the question only by its whole name.
     """
     hooked = Optimizer.profile_hook_step(step)
     untraced = torch._disable_dynamo(hooked)  # type: ignore[attr-defined]  # as torch's steps do
 
     @functools.wraps(step)
     def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return untraced(self, *args, **kwargs)
         if (
             self._optimizer_step_pre_hooks
@@ -74,11 +70,6 @@ def _with_hooks(step: _Step) -> _Step:
     return cast(_Step, wrapper)
 
 
-def _options(group: Group) -> tuple[Any, ...]:
-    """What the group says of how its step is to be computed."""
-    return tuple(map(group.get, _OPTIONS))
-
-
 def number(value: Any) -> float:
     """A hyper-parameter, which may be a tensor, as a Python number."""
     return value.item() if isinstance(value, Tensor) else value
@@ -87,126 +78,6 @@ def number(value: Any) -> float:
 def _check_norm(max_grad_norm: float | None) -> None:
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
-
-
-class _GroupRecipe(NamedTuple):
-    """What a bucket of one group asks for."""
-
-    optimizer: FusedOptimizer
-    group: Group
-    kernels: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return type(self.optimizer).__name__
-
-    def is_split(self, param: Tensor) -> bool:
-        return self.optimizer.is_split(param)
-
-    @property
-    def optional_state(self) -> frozenset[str]:
-        return self.optimizer._optional_state
-
-    @property
-    def sparse_state(self) -> tuple[str, ...]:
-        return self.optimizer._sparse_state
-
-    def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.optimizer._initial_state(self.group, name, target, dtype)
-
-
-def _bucket(
-    recipe: _GroupRecipe,
-    members: list[Candidate],
-    states: dict[Tensor, Any],
-    fresh: Sequence[bool] | None = None,
-) -> Bucket | SparseBucket:
-    """What updates ``members``: a bucket for dense gradients, or one for a sparse gradient."""
-    if members[0].grad.layout is torch.strided:
-        return Bucket(recipe, members, states, fresh)
-    (candidate,) = members
-    return SparseBucket(recipe, candidate, states)
-
-
-class _Later(NamedTuple):
-    """Parameters of a group that share memory with some that are updated before them."""
-
-    members: list[Candidate]
-    planned: Bucket | SparseBucket
-    """What would update them now."""
-    is_repeated: bool
-    """Whether they are those themselves."""
-    fresh: Sequence[bool] | None
-    """Whether the state of each counts as just made; None if it has to be looked at then."""
-
-
-class _Plan:
-    """One group's parameters as they were at some step, sorted into buckets."""
-
-    def __init__(
-        self,
-        group: Group,
-        kernels: tuple[str, ...],
-        optimizer: FusedOptimizer,
-        given_before: set[int],
-    ) -> None:
-        """Check all parameters that have a gradient, and lay out their updates.
-
-        Args:
-            group: of the optimizer.
-            kernels: that update it.
-            optimizer: whose state the buckets hold.
-            given_before: ids of its parameters that a group before it has too.
-        """
-        self._kernels = kernels
-        self._options = _options(group)
-        self._params = list(group["params"])
-        found = list(optimizer._candidates(group))
-        with_gradient = {id(candidate.param) for candidate in found}
-        self._idle = [p for p in self._params if id(p) not in with_gradient]
-        recipe = _GroupRecipe(optimizer, group, kernels)
-        candidates: list[Candidate] = []
-        for candidate in found:
-            check_candidate(recipe.name, candidate)
-            if optimizer.is_split(candidate.param):
-                _split.check_half(recipe.name, candidate)
-            if candidate.grad.layout is not torch.strided:
-                optimizer._check_sparse(group, candidate)
-                if not SparseBucket.takes(recipe, candidate, optimizer.state):
-                    candidate = candidate._replace(grad=candidate.grad.to_dense())
-            candidates.append(candidate)
-        members: dict[Any, list[Candidate]] = {}
-        met = set(given_before)
-        for candidate, turn in zip(candidates, turns([c.param for c in candidates])):
-            p = candidate.param
-            alone = len(met) if candidate.grad.layout is not torch.strided else -1
-            is_known = id(p) in given_before
-            key = (turn, id(p) in met, is_known, alone, p.device, p.dtype, optimizer.is_split(p))
-            members.setdefault(key, []).append(candidate)
-            met.add(id(p))
-        self.buckets: list[Bucket | SparseBucket] = []
-        self.later: list[_Later] = []
-        """In order of their turns."""
-        for key in sorted(members, key=operator.itemgetter(0)):
-            turn, is_repeated, is_known, *_ = key
-            bucket = _bucket(recipe, members[key], optimizer.state)
-            if turn == 0 and not is_repeated:
-                self.buckets.append(bucket)
-            else:
-                # torch looks at the state of a whole group before it updates any of it.
-                fresh = None if is_known else bucket.fresh
-                self.later.append(_Later(members[key], bucket, is_repeated, fresh))
-
-    def refresh(self, group: Group, kernels: tuple[str, ...]) -> bool:
-        """Read this step's gradients; False if the plan no longer fits the group."""
-        if kernels != self._kernels or _options(group) != self._options or self.later:
-            return False
-        if not are_same_objects(group["params"], self._params):
-            return False
-        for p in self._idle:
-            if p.grad is not None:
-                return False
-        return all(bucket.refresh() for bucket in self.buckets)
 
 
 class FusedOptimizer(Optimizer):
@@ -235,8 +106,10 @@ class FusedOptimizer(Optimizer):
     """Names of the state that a parameter may lack though it has other state of earlier steps."""
     _to_restore: Sequence[tuple[Tensor, Group, Tensor | None]] = ()
     """While a checkpoint is loaded: each parameter's state in it, and the trail that it has."""
-    _plans: list[_Plan]
-    _state_seen: tuple[list[Tensor], list[dict[str, Any]]] | None
+    _number_attributes: ClassVar[tuple[str, ...]] = ()
+    """What of the optimizer itself its numbers depend on."""
+    _plans: list[Plan]
+    _state_seen: list[object]
     """The keys and dicts of ``state`` when last seen; a load or a reset makes new ones."""
 
     def __init__(
@@ -269,7 +142,7 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _numbers(self, group: Group) -> Numbers:
-        """The kernels' scalars and flags for this step of ``group``."""
+        """The kernels' scalars and flags for a step of ``group`` while it is as it is."""
         raise NotImplementedError
 
     def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
@@ -306,7 +179,8 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_not_forked()  # before the lock, which a thread of the parent may have held
+        if is_forked():  # before the lock, which a thread of the parent may have held
+            check_not_forked()  # raises
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
             raise RuntimeError(
                 f"{type(self).__name__}: step() was called in the middle of a step of the same "
@@ -318,79 +192,42 @@ class FusedOptimizer(Optimizer):
 
     def _update(self) -> None:
         plans = self._current_plans()
-        numbers = [self._numbers(group) for group in self.param_groups]
-        for group, values in zip(self.param_groups, numbers):
-            if math.isnan(sum(values.values())):  # a NaN among them, or two infinities
-                self._check_numbers(group)
         if getattr(self, "found_inf", False):  # a GradScaler's, a tensor
             return
-        self._begin_update()
-        common = self._common_multiplier(plans)
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)  # a GradScaler's
+        common: Tensor | None = None
+        if grad_scale is not None or self.max_grad_norm is not None:
+            common = self._common_multiplier(plans, grad_scale)
         launched: list[Bucket | SparseBucket] = []
         try:
             try:
-                self._launch_all(plans, numbers, common, launched)
+                self._launch_all(plans, common, launched)
             finally:
                 self._finish(launched)
         except BaseException:
             self._finish(launched)  # an interrupt may have kept it from some of them
             raise
-        if self._state_seen is None:
-            self._state_seen = list(self.state), list(self.state.values())
+        if not self._state_seen:
+            self._state_seen = [*self.state, *self.state.values()]
 
     def _launch_all(
-        self,
-        plans: list[_Plan],
-        numbers: list[Numbers],
-        common: Tensor | None,
-        launched: list[Bucket | SparseBucket],
+        self, plans: list[Plan], common: Tensor | None, launched: list[Bucket | SparseBucket]
     ) -> None:
-        for group, plan, values in zip(self.param_groups, plans, numbers):
-            for bucket in plan.buckets:
-                self._launch(bucket, group, values, common, launched)
-            for later in plan.later:  # from what the turn before them made
+        """Start all updates, each of which then is one of the ``launched``."""
+        for group, plan in zip(self.param_groups, plans):
+            row_numbers = functools.partial(self._row_numbers, group)
+            for bucket in plan.together:
+                launched.append(bucket)
+                bucket.launch(plan.settings, common, row_numbers)
+            for made in chain(plan.alone, plan.later):
+                self._finish(launched)  # a later one is made from what these have updated
+                bucket = made.bucket(self, group) if isinstance(made, Later) else made
+                launched.append(bucket)
+                bucket.launch(plan.settings, common, row_numbers)
                 self._finish(launched)
-                recipe = _GroupRecipe(self, group, self._kernels(group))
-                bucket = _bucket(recipe, later.members, self.state, later.fresh)
-                self._launch(bucket, group, values, common, launched)
 
-    def _begin_update(self) -> None:
-        """Called when a step is sure to be taken, before anything is launched."""
-
-    def _has_state_seen(self) -> bool:
-        if self._state_seen is None:
-            return False
-        params, states = self._state_seen
-        return are_same_objects(self.state, params) and are_same_objects(
-            self.state.values(), states
-        )
-
-    def _launch(
-        self,
-        bucket: Bucket | SparseBucket,
-        group: Group,
-        numbers: Numbers,
-        common: Tensor | None,
-        launched: list[Bucket | SparseBucket],
-    ) -> None:
-        """Start the update of ``bucket``, which then is one of the ``launched``."""
-        sign = -1.0 if group.get("maximize") else 1.0
-        if common is None:
-            factor = constant(sign, bucket.real, bucket.device)
-        else:
-            factor = (sign * common).to(bucket.device, bucket.real)
-        if bucket.copies:
-            self._finish(launched)
-        launched.append(bucket)
-        bucket.launch(numbers, functools.partial(self._row_numbers, group), factor)
-        if bucket.copies:
-            self._finish(launched)
-
-    def _common_multiplier(self, plans: list[_Plan]) -> Tensor | None:
+    def _common_multiplier(self, plans: list[Plan], grad_scale: Tensor | None) -> Tensor:
         """What a GradScaler and ``max_grad_norm`` want all gradients multiplied by."""
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        if grad_scale is None and self.max_grad_norm is None:
-            return None
         squares = []
         if self.max_grad_norm is not None:
             _check_norm(self.max_grad_norm)
@@ -412,27 +249,30 @@ class FusedOptimizer(Optimizer):
         if error is not None:
             raise error
 
-    def _current_plans(self) -> list[_Plan]:
+    def _current_plans(self) -> list[Plan]:
         """The plan of each group, made anew where it no longer fits; writes no user's tensor."""
-        if not self._has_state_seen():
+        if not are_same_objects([*self.state, *self.state.values()], self._state_seen):
             self._forget_plans()
+        plans, groups = self._plans, self.param_groups
+        if len(plans) != len(groups) or not all(map(Plan.refresh, plans, repeat(self), groups)):
+            self._revise_plans()
+        return self._plans
+
+    def _revise_plans(self) -> None:
         given_before: list[set[int]] = []
         for i, group in enumerate(self.param_groups):
-            kernels = self._kernels(group)
-            if i == len(self._plans) or not self._plans[i].refresh(group, kernels):
-                self._check_options(group)
-                self._state_seen = None  # the step will make state
+            if i == len(self._plans) or not self._plans[i].refresh(self, group):
+                self._state_seen = []  # the step will make state
                 given_before = given_before or self._given_before()
                 is_grad_enabled = torch.is_grad_enabled()
                 try:
                     set_grad_enabled(False)
-                    self._plans[i : i + 1] = [_Plan(group, kernels, self, given_before[i])]
+                    self._plans[i : i + 1] = [Plan(self, group, given_before[i])]
                 finally:
                     set_grad_enabled(is_grad_enabled)
                 if any(given_before):  # perhaps by this group now
                     del self._plans[i + 1 :]
         del self._plans[len(self.param_groups) :]
-        return self._plans
 
     def _given_before(self) -> list[set[int]]:
         """For each group, the ids of its parameters that a group before it has too.
@@ -450,7 +290,7 @@ class FusedOptimizer(Optimizer):
     def _forget_plans(self) -> None:
         with self._lock:
             self._plans = []
-            self._state_seen = None
+            self._state_seen = []
 
     def _candidates(self, group: Group) -> Iterator[Candidate]:
         """The group's parameters that have a gradient, with what an error would call them."""
@@ -668,11 +508,11 @@ class FusedOptimizer(Optimizer):
         self._forget_plans()
         # A checkpoint brings hyper-parameters; which implementation runs is the class's choice.
         for group in self.param_groups:
-            for option in _OPTIONS:
+            for option in OPTIONS:
                 if option in self.defaults:
                     group[option] = self.defaults[option]
             # The class of the checkpoint may not have all of ours.
-            for name in self.defaults.keys() - set(_OPTIONS):
+            for name in self.defaults.keys() - set(OPTIONS):
                 group.setdefault(name, self.defaults[name])
 
     def state_dict(self) -> dict[str, Any]:

@@ -53,10 +53,8 @@ class Pipeline:
             if Role.ROW_RESULT in roles:
                 block.write(roles[Role.ROW_RESULT], row_places(results)[chunks.owner])
         self._scratch = (sums, results)
-        self._to_launch = [block for block in self._blocks if block.rows]
-        self._has_begun = False
-        self._events: list[Any] = []
-        """of this step's launches so far."""
+        self.to_launch = [block for block in self._blocks if block.rows]
+        """Those of kernels with something to do, in order."""
 
     def write(self, column: str, values: Any) -> None:
         """Set one argument of all chunks, to one value or one for each, in each kernel with it."""
@@ -72,28 +70,3 @@ class Pipeline:
         """Set the arguments that are the same for all chunks."""
         for block in self._blocks:
             block.write_head(block.kernel.in_order(values))
-
-    def launch(self) -> None:
-        """Submit all kernels; on a GPU, return while they run."""
-        self._events = []
-        self._has_begun = True
-        self._submit()
-
-    def _submit(self) -> None:
-        for block in self._to_launch[len(self._events) :]:
-            block.launch(self._events)
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether something was launched, or there is nothing to launch, since the last settle."""
-        return self._has_begun and (bool(self._events) or not self._to_launch)
-
-    def finish(self) -> None:
-        """Submit what an interrupt kept back; on the CPU device, return when all has ended."""
-        self._submit()
-        for block in self._blocks:
-            block.wait_on_host()
-
-    def settle(self) -> None:
-        """Count the step as taken."""
-        self._has_begun = False

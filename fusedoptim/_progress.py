@@ -47,26 +47,27 @@ class Unwaited:
     def __init__(self) -> None:
         """There are none."""
         self._progress = Progress()
-        self._queues: dict[Any, None] = {}
+        self.queues: dict[Any, None] = {}
+        """Those on which some may still run: none if it is empty."""
 
     def submit(self, queue: Any) -> None:
         """Note that one is about to be submitted to ``queue``; and, afterwards, that it was."""
-        self._queues[queue] = None
+        self.queues[queue] = None
         self._progress.submit()
 
     def wait(self) -> None:
         """Return when all have ended."""
-        self._progress.wait(lambda: self._wait_for(list(self._queues)))
+        self._progress.wait(lambda: self._wait_for(list(self.queues)))
 
     def wait_elsewhere(self, queue: Any) -> None:
         """Return when all have ended that were submitted to other queues."""
         if not self._progress.is_idle:
-            self._wait_for([other for other in list(self._queues) if other != queue])
+            self._wait_for([other for other in list(self.queues) if other != queue])
 
     def _wait_for(self, queues: list[Any]) -> None:
         for queue in queues:
             queue.wait()
-            self._queues.pop(queue, None)  # an interrupt before it has it waited for once more
+            self.queues.pop(queue, None)  # an interrupt before it has it waited for once more
 
 
 unwaited = Unwaited()

@@ -13,8 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._bucket import Recipe, check_shape, check_whole, state_tensor, variant_of
+from fusedoptim._bucket import (
+    Recipe,
+    Settings,
+    check_shape,
+    check_whole,
+    state_tensor,
+    variant_of,
+)
 from fusedoptim._device import queue_of
+from fusedoptim._gradients import grad_factor
 from fusedoptim._launch import Chunks, Indices, LaunchBlock, kernel_for, row_places
 from fusedoptim._sparse_gradient import SparseGradient, row_numbers
 from fusedoptim._steps import KEY, StepCounts
@@ -151,9 +159,9 @@ class SparseBucket:
 
     def launch(
         self,
-        numbers: Mapping[str, Any],
+        settings: Settings,
+        common: Tensor | None,
         step_numbers: Callable[[Any], Mapping[str, Any]],
-        grad_factor: Tensor,
     ) -> None:
         """Start the update; see :meth:`fusedoptim._bucket.Bucket.launch`."""
         if self.copies:
@@ -165,9 +173,10 @@ class SparseBucket:
         if self._steps is not None:
             for column, values in step_numbers(self._steps.next()).items():
                 block.write(column, values, count)
-        head = {**numbers, "grad_factor": grad_factor.data_ptr()}
+        # Kept until the launch has ended.
+        self._grad_factor = factor = grad_factor(settings.sign, common, self.real, self.device)
+        head = {**settings.numbers, "grad_factor": factor.data_ptr()}
         block.write_head(self._kernel.in_order(head))
-        self._grad_factor = grad_factor  # kept until the launch has ended
         self._has_no_rows = count == 0
         block.launch(self._events, count)
         torch.autograd.graph.increment_version([self._param])

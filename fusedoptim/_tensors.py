@@ -165,72 +165,73 @@ class TensorRun:
         # What a kernel writes: the parameter or, where memory is not its values, a dense copy.
         self.targets = [p if is_dense(p) and not is_lazy(p) else dense_copy(p) for p in self.params]
         self.copied = [(p, t) for p, t in zip(self.params, self.targets) if p is not t]
-        grads = [candidate.grad for candidate in candidates]
-        self._facts = facts_of(self.params)
-        self._grad_facts = facts_of(grads)
+        self.grads = grads = [candidate.grad for candidate in candidates]
+        """As they are; kept until a launch has read them, as another thread may drop them."""
         self._to_lay_out = [
             i
             for i, (grad, target) in enumerate(zip(grads, self.targets))
             if is_lazy(grad) or not same_order(grad, target)
         ]
-        self._lay_out(grads)
-        self.grads = grads
-        """What a launch reads; kept until it has, as another thread may drop the gradients."""
-        self._held_states: list[list[Tensor]] = []
-        """What a launch updates; kept likewise."""
+        self._laid_out = self._lay_out(grads)
         self.numels = [p.numel() for p in self.params]
-        self.addresses = list(map(Tensor.data_ptr, self.targets))
-        self.grad_addresses = list(map(Tensor.data_ptr, grads))
         self._empty = self.numels.count(0)
-        self._states: list[State] = []
-        self.state_addresses: dict[str, list[int]] = {}
-        self._state_facts: dict[str, TensorGuards] = {}
+        self.addresses = list(map(Tensor.data_ptr, self.targets))
+        self.grad_addresses = list(map(Tensor.data_ptr, self._laid_out))
+        """Of this step; another list if one may be another."""
+        self._grads = slice(len(grads), 2 * len(grads))  # of a list of all tensors
+        self._held: list[Any] = []
 
-    def set_states(self, states: list[State], names: Sequence[str]) -> None:
-        """Record each parameter's state, of which a kernel updates the tensors of these names."""
-        self._states = states
-        for name in names:
-            tensors = [state[name] for state in states]
-            self.state_addresses[name] = list(map(Tensor.data_ptr, tensors))
-            self._state_facts[name] = facts_of(tensors)
+    def watch(self, states: Sequence[State], names: Sequence[str]) -> None:
+        """Have :meth:`refresh` compare with what is there now, before anything is released.
+
+        Args:
+            states: of the parameters, in order.
+            names: of the tensors in them that a kernel updates.
+        """
+        self.states = states
+        """Where those tensors are found."""
+        self._get_state = list(map(operator.itemgetter, names))
+        updated = [get(state) for get in self._get_state for state in states]
+        self._facts = facts_of([*self.params, *self.grads, *updated])
+        tensors = [*self.params, *self._laid_out, *updated]
+        self._places = list(map(Tensor.data_ptr, tensors))
 
     def release(self) -> None:
         """Keep nothing alive that only the launch needed."""
-        self.grads = []
-        self._held_states = []
+        self.grads = self._laid_out = self._held = []
 
-    def _has_same_state(self) -> bool:
-        self._held_states = []
-        for name, addresses in self.state_addresses.items():
-            try:
-                now = list(map(operator.itemgetter(name), self._states))
-            except KeyError:  # state was taken away
-                return False
-            if not self._state_facts[name].check(*now):
-                return False
-            if list(map(Tensor.data_ptr, now)) != addresses:
-                return False
-            self._held_states.append(now)
-        return True
-
-    def _lay_out(self, grads: list[Tensor]) -> None:
-        for i in self._to_lay_out:
-            grads[i] = laid_out_like(self.targets[i], grads[i])
-
-    def read_gradients(self) -> bool:
-        """Take this step's gradients; False if any tensor is not as it was when checked."""
-        grads: list[Any] = list(map(_GRAD, self.params))
-        if not (self._grad_facts.check(*grads) and self._facts.check(*self.params)):
+    def refresh(self) -> bool:
+        """Take this step's gradients; False if any tensor is not as it was when watched."""
+        # One list of all, for each pass over a list takes 0.2 us and more, however short it is.
+        tensors: list[Any] = [*self.params, *map(_GRAD, self.params)]
+        try:
+            for get in self._get_state:
+                tensors += map(get, self.states)
+        except KeyError:  # state was taken away
+            return False
+        if not self._facts.check(*tensors):
             return False
         if self._to_lay_out:
-            self._lay_out(grads)
-        self.grads = grads
-        self.grad_addresses = list(map(Tensor.data_ptr, grads))
-        return (
-            self.grad_addresses.count(0) == self._empty
-            and list(map(Tensor.data_ptr, self.targets)) == self.addresses
-            and self._has_same_state()
-        )
+            tensors[self._grads] = self._lay_out(tensors[self._grads])
+        self._held = tensors
+        places = list(map(Tensor.data_ptr, tensors))
+        if places != self._places:
+            expected = self._places.copy()
+            expected[self._grads] = grad_addresses = places[self._grads]
+            if places != expected or grad_addresses.count(0) != self._empty:
+                return False
+            self.grad_addresses = grad_addresses  # before an interrupt can have the places known
+            self._places = places
+        return True
+
+    def _lay_out(self, grads: list[Tensor]) -> list[Tensor]:
+        """The gradients in the element orders of the targets."""
+        if not self._to_lay_out:
+            return grads
+        grads = grads.copy()
+        for i in self._to_lay_out:
+            grads[i] = laid_out_like(self.targets[i], grads[i])
+        return grads
 
 
 def are_same_objects(some: Collection[object], others: Collection[object]) -> bool:

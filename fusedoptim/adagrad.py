@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedoptim._device import new_state
-from fusedoptim._optimizer import FusedOptimizer, Group, Numbers, Steps, number
+from fusedoptim._optimizer import FusedOptimizer, Steps, number
+from fusedoptim._plan import Group, Numbers
 from fusedoptim._tensors import Candidate
 
 __all__ = ["FusedAdagrad"]

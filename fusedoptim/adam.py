@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim._optimizer import FusedOptimizer, Group, Numbers, Steps, number
+from fusedoptim._optimizer import FusedOptimizer, Steps, number
+from fusedoptim._plan import Group, Numbers
 from fusedoptim._tensors import Candidate
 
 __all__ = ["FusedAdam", "FusedAdamW"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim._optimizer import FusedOptimizer, Group, Numbers, Steps, number
+from fusedoptim._optimizer import FusedOptimizer, Steps, number
+from fusedoptim._plan import Group, Numbers
 from fusedoptim._tensors import Candidate
 
 __all__ = ["FusedLamb"]

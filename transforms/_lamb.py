@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from fusedoptim import FusedLamb
-from fusedoptim._optimizer import Group, Numbers, Steps
+from fusedoptim._optimizer import Steps
+from fusedoptim._plan import Group, Numbers
 
 _STEP = "step"
 
@@ -26,11 +27,13 @@ class OthersLamb(FusedLamb):
     _known: ClassVar[frozenset[str]] = frozenset()
     """Further options; one that is in neither set was added since: who knows what it does."""
 
-    _attributes: ClassVar[tuple[str, ...]] = ()
+    _number_attributes: ClassVar[tuple[str, ...]] = ()
     """What the class keeps in the object; torch copies and pickles groups and state alone."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {name: getattr(self, name) for name in self._attributes}
+        return super().__getstate__() | {
+            name: getattr(self, name) for name in self._number_attributes
+        }
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
@@ -71,10 +74,11 @@ class _CountingByGroup(OthersLamb):
     def _first_count(self) -> Any:
         raise NotImplementedError
 
-    def _begin_update(self) -> None:
+    def _launch_all(self, *args: Any) -> None:
         for group in self.param_groups:
             group.setdefault(_STEP, self._first_count())
             group[_STEP] += 1
+        super()._launch_all(*args)
 
     def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
         return super()._row_numbers(group, np.array([float(group[_STEP])]))
@@ -120,7 +124,7 @@ class _Apexs(_CountingByGroup):
     adam_w_mode: int
     use_nvlamb: bool
     _required = _Timms._required - {"trust_clip", "always_adapt"}
-    _attributes = ("adam_w_mode", "use_nvlamb", "set_grad_none")
+    _number_attributes = ("adam_w_mode", "use_nvlamb", "set_grad_none")
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
@@ -150,7 +154,7 @@ class _TorchOptimizers(OthersLamb):
     adam: bool
     debias: bool
     _required = frozenset({"lr", "betas", "eps", "weight_decay"})
-    _attributes = ("clamp_value", "adam", "debias")
+    _number_attributes = ("clamp_value", "adam", "debias")
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)

@@ -94,6 +94,16 @@ def test_parity(cls: Any, theirs: Kwargs, references: Kwargs, dtype: torch.dtype
         pair.assert_equal()
 
 
+def test_attribute_changed_between_steps() -> None:
+    """torch_optimizer's class keeps an option outside of its groups."""
+    ours, theirs = _models(TorchOptimizers)
+    fuse_update_step(ours)
+    for clamp_value in (10, 10, 0.5, 0.5):
+        ours.clamp_value = theirs.clamp_value = clamp_value
+        _step(ours, theirs)
+        torch.testing.assert_close(_params(ours), _params(theirs))
+
+
 @pytest.mark.parametrize(("cls", "theirs", "references"), CONFIGURATIONS, ids=configuration_id)
 def test_stand_in(cls: Any, theirs: Kwargs, references: Kwargs) -> None:
     """The class itself is what the reference says, in float64."""

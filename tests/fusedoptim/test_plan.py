@@ -1,0 +1,127 @@
+"""What a step takes over from the one before is what it would find anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from fusedoptim import FusedAdam, FusedSGD, _bucket
+from tests.fusedoptim.helpers import SideBySide, make_params
+from tests.optimizer_cases import ADAM, SGD
+
+
+def _replace_rate(group: dict[str, Any]) -> None:
+    group["lr"] = 0.5 * float(group["lr"])
+
+
+def _narrow_rate(group: dict[str, Any]) -> None:
+    group["lr"] = np.float32(0.0625)
+
+
+def _write_into_rate(group: dict[str, Any]) -> None:
+    if not isinstance(group["lr"], torch.Tensor):
+        group["lr"] = torch.tensor(0.125, dtype=torch.float64)
+    group["lr"] *= 0.5
+
+
+def _write_into_betas(group: dict[str, Any]) -> None:
+    if not isinstance(group["betas"][0], torch.Tensor):
+        group["betas"] = tuple(torch.tensor(beta, dtype=torch.float64) for beta in (0.5, 0.75))
+    group["betas"][0].mul_(0.5)
+
+
+def _turn_round(group: dict[str, Any]) -> None:
+    group["maximize"] = not group["maximize"]
+
+
+def _switch_kernels(group: dict[str, Any]) -> None:
+    group["amsgrad"] = not group["amsgrad"]
+
+
+CHANGES: list[Callable[[dict[str, Any]], None]] = [
+    _replace_rate,
+    _narrow_rate,
+    _write_into_rate,
+    _write_into_betas,
+    _turn_round,
+    _switch_kernels,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_hyper_parameter(change: Callable[[dict[str, Any]], None]) -> None:
+    kwargs = {"lr": 0.125, "amsgrad": True}
+    pair = SideBySide(ADAM, kwargs, make_params(torch.float32, ["17", "strided"]))
+    for step in range(6):
+        if step % 2:  # the step after a change takes over what was read
+            for optimizer in (pair.ours, pair.torchs):
+                change(optimizer.param_groups[0])
+        pair.set_gradients()
+        pair.step()
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize(("lr", "reads"), [(0.1, 1), (torch.tensor(0.1), 5)])
+def test_only_what_may_change_is_read_again(
+    lr: Any, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    numbers = FusedSGD._numbers
+    monkeypatch.setattr(
+        FusedSGD, "_numbers", lambda self, group: calls.append(group) or numbers(self, group)
+    )
+    p = Parameter(torch.ones(3))
+    optimizer = FusedSGD([p], lr=lr)
+    for _ in range(5):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    assert len(calls) == reads
+    assert torch.allclose(p, torch.full((3,), 0.5))
+
+
+def test_refused_number_is_read_again() -> None:
+    p = Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = FusedAdam([p], lr=0.1)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = float("nan")
+    before = p.detach().clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="lr is nan"):
+            optimizer.step()
+    assert torch.equal(p, before)
+
+
+def test_gradient_of_another_order_where_the_last_one_was() -> None:
+    """It is laid out in new memory, which may be that of the last gradient."""
+    pair = SideBySide(SGD, {"lr": 0.125, "momentum": 0.5}, [Parameter(torch.randn(40, 50))])
+    (p,), (reference,) = pair.params, pair.references
+    for _ in range(20):
+        p.grad = None
+        p.grad = torch.randn(50, 40).t()
+        reference.grad = p.grad.double()
+        pair.step()
+    pair.assert_equal()
+
+
+def test_memory_swapped_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread: the next step finds it, though the one before made the state."""
+    p = Parameter(torch.zeros(100))
+    optimizer = FusedSGD([p], lr=1.0, momentum=0.5)
+    p.grad = torch.ones(100)
+    commit = _bucket.Bucket._commit
+
+    def swap(self: Any, *arguments: Any) -> None:
+        p.data = torch.full((100,), 7.0)
+        commit(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_bucket.Bucket, "_commit", swap)
+        optimizer.step()
+    optimizer.step()
+    assert p.unique().tolist() == [5.5]
