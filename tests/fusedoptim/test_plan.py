@@ -11,6 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedAdam, FusedSGD, _bucket
+from fusedoptim._tensors import RUN
 from tests.fusedoptim.helpers import SideBySide, make_params
 from tests.optimizer_cases import ADAM, SGD
 
@@ -125,3 +126,20 @@ def test_memory_swapped_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch)
         optimizer.step()
     optimizer.step()
     assert p.unique().tolist() == [5.5]
+
+
+def test_more_tensors_than_are_read_together() -> None:
+    """What is swapped beyond the first of them is found."""
+    params = [Parameter(torch.randn(3)) for _ in range(2 * RUN + 1)]
+    pair = SideBySide(SGD, {"lr": 0.125, "momentum": 0.5}, params)
+    for step in range(4):
+        pair.set_gradients()
+        if step == 1:
+            state = pair.ours.state[params[-1]]
+            state["momentum_buffer"] = state["momentum_buffer"].clone()
+        if step == 2:
+            params[RUN].data = params[RUN].detach().clone()
+        if step == 3:
+            params[RUN].grad = pair.references[RUN].grad = None
+        pair.step()
+        pair.assert_equal()
