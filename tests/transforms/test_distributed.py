@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 PREPARED = """
+import gc
 import sys
 import warnings
 
@@ -113,13 +115,18 @@ for dtype in {dtypes}:
 """
 
 ENDED = """
-torch.distributed.destroy_process_group()  # or torch may abort at exit: pytorch issue 190489
+main()
+# The wrapper first, as it holds the group, with whose threads torch may abort at exit: pytorch
+# issue 190489.
+gc.collect()
+torch.distributed.destroy_process_group()
 """
 
 
 def _run(script: str, tmp_path: Path) -> None:
+    main = "def main():\n" + textwrap.indent(script, "    ")
     done = subprocess.run(
-        [sys.executable, "-c", PREPARED + script + ENDED, str(tmp_path / "store")],
+        [sys.executable, "-c", PREPARED + main + ENDED, str(tmp_path / "store")],
         capture_output=True,
         text=True,
     )
