@@ -20,14 +20,16 @@ from fusedoptim._device import queue_of
 from fusedoptim._gradients import grad_factor
 from fusedoptim._launch import Chunks, LaunchBlock, kernel_for, row_places
 from fusedoptim._pipeline import Pipeline
-from fusedoptim._steps import KEY, StepCounts
+from fusedoptim._steps import KEY, StepCounts, Steps
 from fusedoptim._tensors import (
     DTYPES,
     RUN,
     TRAIL,
     Candidate,
+    Group,
     State,
     TensorRun,
+    increment_version,
     laid_out_like,
 )
 from fusedoptim.kernels.language import Role
@@ -216,19 +218,22 @@ class Bucket:
         self,
         settings: Settings,
         common: Tensor | None,
-        step_numbers: Callable[[Any], Numbers],
+        row_numbers: Callable[[Group, Steps], Numbers],
+        group: Group,
     ) -> None:
         """Start the update.
 
         Args:
             settings: of the group; the same object as long as they are the same.
             common: by which all the optimizer's gradients are multiplied: a 0-d tensor, or None.
-            step_numbers: gives, from the parameters' step counts, the scalars that depend on them.
+            row_numbers: gives, from the group and the parameters' step counts, the scalars that
+                depend on them.
+            group: of the optimizer.
         """
         for param, target in self._copied:
             target.copy_(param.detach())
         if self._steps is not None:
-            for column, values in step_numbers(self._steps.next()).items():
+            for column, values in row_numbers(group, self._steps.next()).items():
                 by_chunk = values[0] if len(values) == 1 else values[self._chunks.owner]
                 self._pipeline.write(column, by_chunk)
         if settings is not self._settings or common is not None:
@@ -241,8 +246,7 @@ class Bucket:
         self._events = events
         for block in self._pipeline.to_launch:
             block.launch(events)
-        # Autograd must know of writes that it did not see; on the CPU the kernel runs meanwhile.
-        torch.autograd.graph.increment_version(self._params)
+        increment_version(self._params)  # on the CPU the kernel runs meanwhile
 
     def finish(self, states: MutableMapping[Tensor, State]) -> None:
         """Wait if on the CPU, and add to the optimizer's ``states`` what the launch made.

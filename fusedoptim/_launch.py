@@ -181,6 +181,7 @@ class LaunchBlock:
         self.write("length", lengths)
         self._elements = int(lengths.sum())
         self._first_row = address + head
+        self._lanes = kernel.shape.lanes
         self._launcher = kernel.new_launcher()
 
     def write_head(self, values: tuple[float, ...]) -> None:
@@ -218,7 +219,7 @@ class LaunchBlock:
             return
         events = [] if events is None else events
         self._events = events
-        items = rows * self.kernel.shape.lanes
+        items = rows * self._lanes
         elements = self._elements * rows // self.rows
         if not self._launcher.submit(self._first_row, items, elements, events):
             self._events = ()

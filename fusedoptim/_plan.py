@@ -13,12 +13,11 @@ from torch import Tensor
 from fusedoptim import _split
 from fusedoptim._bucket import Bucket, Settings
 from fusedoptim._sparse import SparseBucket
-from fusedoptim._tensors import Candidate, State, are_same_objects, check_candidate, turns
+from fusedoptim._tensors import Candidate, Group, State, are_same_objects, check_candidate, turns
 
 if TYPE_CHECKING:
     from fusedoptim._optimizer import FusedOptimizer
 
-Group = dict[str, Any]
 Numbers = dict[str, float]
 
 OPTIONS = ("foreach", "differentiable", "capturable", "fused")
@@ -107,6 +106,8 @@ class Plan:
 
     settings: Settings
     """Another object if something may be another."""
+    is_final: bool
+    """Whether it fits as long as the group, and the optimizer's state, hold the same objects."""
 
     def __init__(self, optimizer: FusedOptimizer, group: Group, given_before: set[int]) -> None:
         """Check all parameters that have a gradient, and lay out their updates.
@@ -147,38 +148,43 @@ class Plan:
                 fresh = None if is_known else bucket.fresh
                 self.later.append(Later(members[key], bucket, is_repeated, fresh))
         self.together = [bucket for bucket in self.buckets if not bucket.copies]
-        self.alone = [bucket for bucket in self.buckets if bucket.copies]
-        """Buckets whose launch must find all before it at their end, and end itself."""
+        """Those that are launched without waiting for each other."""
+        copying = [bucket for bucket in self.buckets if bucket.copies]
+        self.in_turn: list[Bucket | SparseBucket | Later] = [*copying, *self.later]
+        """Those whose launch must find all before it at their end, and end itself."""
         self._read_numbers(optimizer, group)
 
-    def refresh(self, optimizer: FusedOptimizer, group: Group) -> bool:
-        """Read the group's numbers and this step's gradients; False if the plan does not fit them.
+    def read(self, optimizer: FusedOptimizer, group: Group) -> bool:
+        """Read the group's numbers; False if the plan does not fit the group.
 
         Raises:
             ValueError: a hyper-parameter is NaN.
         """
-        if not are_same_objects([*group.values(), *group["params"]], self._read):
-            if self.later or _implementation(optimizer, group) != self._implementation:
-                return False
-            if not are_same_objects(group["params"], self._params):
-                return False
-            self._read_numbers(optimizer, group)
+        if self.later or _implementation(optimizer, group) != self._implementation:
+            return False
+        if not are_same_objects(group["params"], self._params):
+            return False
+        self._read_numbers(optimizer, group)
+        return True
+
+    def refresh(self) -> bool:
+        """Take this step's gradients; False if the plan does not fit them."""
         for p in self._idle:
             if p.grad is not None:
                 return False
         return all(map(_refresh, self.buckets))
 
     def _read_numbers(self, optimizer: FusedOptimizer, group: Group) -> None:
-        read = [*group.values(), *group["params"]]
-        self._read: list[object] = []  # whatever is read if this is interrupted
         numbers = optimizer._numbers(group)
         if math.isnan(sum(numbers.values())):  # a NaN among them, or two infinities
             optimizer._check_numbers(group)
         self.settings = Settings(numbers, -1.0 if group.get("maximize") else 1.0)
         hyper_parameters = [group[name] for name in group if name not in ("params", "param_names")]
-        is_final = not optimizer._number_attributes and all(map(_is_unchanging, hyper_parameters))
-        if is_final and not self.later:
-            self._read = read
+        self.is_final = (
+            not self.later
+            and not optimizer._number_attributes
+            and all(map(_is_unchanging, hyper_parameters))
+        )
 
 
 def _implementation(optimizer: FusedOptimizer, group: Group) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim._bucket import (
+    Numbers,
     Recipe,
     Settings,
     check_shape,
@@ -25,8 +26,16 @@ from fusedoptim._device import queue_of
 from fusedoptim._gradients import grad_factor
 from fusedoptim._launch import Chunks, Indices, LaunchBlock, kernel_for, row_places
 from fusedoptim._sparse_gradient import SparseGradient, row_numbers
-from fusedoptim._steps import KEY, StepCounts
-from fusedoptim._tensors import DTYPES, Candidate, State, facts_of, is_lazy
+from fusedoptim._steps import KEY, StepCounts, Steps
+from fusedoptim._tensors import (
+    DTYPES,
+    Candidate,
+    Group,
+    State,
+    facts_of,
+    increment_version,
+    is_lazy,
+)
 from fusedoptim.kernels.language import Role
 
 # A launch block is made for twice the rows that are needed first: making one for 10,000 rows takes
@@ -161,7 +170,8 @@ class SparseBucket:
         self,
         settings: Settings,
         common: Tensor | None,
-        step_numbers: Callable[[Any], Mapping[str, Any]],
+        row_numbers: Callable[[Group, Steps], Numbers],
+        group: Group,
     ) -> None:
         """Start the update; see :meth:`fusedoptim._bucket.Bucket.launch`."""
         if self.copies:
@@ -171,7 +181,7 @@ class SparseBucket:
         for flag in self._row_flags:
             block.write(flag, fresh, count)
         if self._steps is not None:
-            for column, values in step_numbers(self._steps.next()).items():
+            for column, values in row_numbers(group, self._steps.next()).items():
                 block.write(column, values, count)
         # Kept until the launch has ended.
         self._grad_factor = factor = grad_factor(settings.sign, common, self.real, self.device)
@@ -179,7 +189,7 @@ class SparseBucket:
         block.write_head(self._kernel.in_order(head))
         self._has_no_rows = count == 0
         block.launch(self._events, count)
-        torch.autograd.graph.increment_version([self._param])
+        increment_version([self._param])
 
     def _gather_sparse_state(self) -> bool:
         """Find the rows to update: those of the gradient and of the sparse state.

@@ -18,6 +18,8 @@ from torch import Tensor
 from fusedoptim._tensors import State
 
 KEY = "step"
+Steps = np.ndarray[Any, np.dtype[np.float64]]
+"""Counts of several parameters, or one for all."""
 
 _COUNT = operator.itemgetter(KEY)
 
@@ -44,7 +46,7 @@ class StepCounts:
             self._addresses = list(range(start, start + len(self.views) * size, size))
         return addresses == self._addresses
 
-    def next(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def next(self) -> Steps:
         """The counts after the coming step; one for all, where they are equal."""
         # The memory anew: share_memory_() of a view moves that of all.
         self._next = counts = self._packed.numpy() + 1

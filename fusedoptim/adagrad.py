@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedoptim._device import new_state
-from fusedoptim._optimizer import FusedOptimizer, Steps, number
-from fusedoptim._plan import Group, Numbers
-from fusedoptim._tensors import Candidate
+from fusedoptim._optimizer import FusedOptimizer, number
+from fusedoptim._plan import Numbers
+from fusedoptim._steps import Steps
+from fusedoptim._tensors import Candidate, Group
 
 __all__ = ["FusedAdagrad"]
 

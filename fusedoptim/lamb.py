@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim._optimizer import FusedOptimizer, Steps, number
-from fusedoptim._plan import Group, Numbers
-from fusedoptim._tensors import Candidate
+from fusedoptim._optimizer import FusedOptimizer, number
+from fusedoptim._plan import Numbers
+from fusedoptim._steps import Steps
+from fusedoptim._tensors import Candidate, Group
 
 __all__ = ["FusedLamb"]
 

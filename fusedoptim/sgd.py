@@ -8,8 +8,8 @@ from torch.optim.optimizer import ParamsT
 
 from fusedoptim._device import new_state
 from fusedoptim._optimizer import FusedOptimizer, number
-from fusedoptim._plan import Group, Numbers
-from fusedoptim._tensors import Candidate, describe
+from fusedoptim._plan import Numbers
+from fusedoptim._tensors import Candidate, Group, describe
 
 __all__ = ["FusedSGD"]
 

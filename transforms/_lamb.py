@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from fusedoptim import FusedLamb
-from fusedoptim._optimizer import Steps
-from fusedoptim._plan import Group, Numbers
+from fusedoptim._plan import Numbers
+from fusedoptim._steps import Steps
+from fusedoptim._tensors import Group
 
 _STEP = "step"
 

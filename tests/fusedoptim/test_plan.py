@@ -67,10 +67,11 @@ def test_changed_hyper_parameter(change: Callable[[dict[str, Any]], None]) -> No
     pair.assert_equal()
 
 
-@pytest.mark.parametrize(("lr", "reads"), [(0.1, 1), (torch.tensor(0.1), 5)])
+@pytest.mark.parametrize(("lr", "reads"), [(0.1, 2), (torch.tensor(0.1), 5)])
 def test_only_what_may_change_is_read_again(
     lr: Any, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And once more after a step for which plans were made, as it may make state."""
     calls: list[dict[str, Any]] = []
     numbers = FusedSGD._numbers
     monkeypatch.setattr(
@@ -143,3 +144,18 @@ def test_more_tensors_than_are_read_together() -> None:
             params[RUN].grad = pair.references[RUN].grad = None
         pair.step()
         pair.assert_equal()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_state_taken_away(steps: int) -> None:
+    """The update begins anew, however many steps were taken."""
+    pair = SideBySide(SGD, {"lr": 0.125, "momentum": 0.5}, make_params(torch.float32, ["17"]))
+    for _ in range(2):
+        for _ in range(steps):
+            pair.set_gradients()
+            pair.step()
+        for optimizer in (pair.ours, pair.torchs):
+            optimizer.state.clear()
+    pair.set_gradients()
+    pair.step()
+    pair.assert_equal()
