@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
-from fusedoptim._modules import Argument
+from fusedoptim._modules import COUNTS, Argument
 from fusedoptim.allocator import load_compiler
 from fusedoptim.kernels import language
 from fusedoptim.kernels.language import Role
@@ -107,7 +107,10 @@ def _numba_type(role: Role, dtype: str) -> types.Type:
 
 
 def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None]:
-    """A function of the first row's address that reads the arguments and calls ``kernel``."""
+    """A function of the first row's address that calls ``kernel`` for each row of a group's run.
+
+    What belongs to the launch is read once for a run.
+    """
     shape = signature(kernel, dtype)
     in_row = [argument.name for argument in shape.arguments if argument.role.in_row]
     of_launch = [argument.name for argument in shape.arguments if not argument.role.in_row]
@@ -120,19 +123,22 @@ def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None
         "lanes": language.lanes,
         "group_sum": language.group_sum,
     }
-    lines = [
-        f"row = rows + group() * {WORD * (1 + len(in_row))}",
-        "head = read_length(row)",
+    of_group = [
+        "head = read_length(rows)",
+        f"run = read_length(head + {WORD})",
+        "next_row = group() * run",
+        "end = min(next_row + run, read_length(head))",
     ]
+    of_row = [f"row = rows + next_row * {WORD * (1 + len(in_row))}"]
     for argument in shape.arguments:
         name, role = argument
         if role is Role.TRAIL:
             continue  # read with its Param
         namespace[f"read_{name}"] = _lowering.argument_reader(_numba_type(role, dtype))
-        if role.in_row:
-            lines.append(f"{name} = read_{name}(row + {WORD * (1 + in_row.index(name))})")
-        else:
-            lines.append(f"{name} = read_{name}(head + {WORD * of_launch.index(name)})")
+        lines = of_row if role.in_row else of_group
+        place = 1 + in_row.index(name) if role.in_row else COUNTS + of_launch.index(name)
+        base = "row" if role.in_row else "head"
+        lines.append(f"{name} = read_{name}({base} + {WORD * place})")
         if role in (Role.COMPUTED, Role.ROW_RESULT):
             lines.append(f"{name}_value = {name}[0]")
     values = {
@@ -141,9 +147,11 @@ def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None
         Role.ROW_RESULT: "{}_value",
     }
     call = ", ".join(values.get(role, "{}").format(name) for name, role in shape.parameters)
-    lines += (
+    of_row += (
         _loop(f"kernel({call})", shape.sums) if shape.is_element_kernel else [f"kernel({call})"]
     )
+    lines = [*of_group, "while next_row < end:"]
+    lines += [f"    {line}" for line in [*of_row, "next_row += 1"]]
     source = "def entry_point(rows):\n" + "".join(f"    {line}\n" for line in lines)
     exec(source, namespace)
     entry_point: Callable[[int], None] = namespace["entry_point"]
@@ -161,7 +169,8 @@ def _loop(call: str, sums: int) -> list[str]:
 
     In the first part every lane has an element, so the CPU driver emits plain vector loads; one
     loop with a test per lane makes all of them masked (SGD with momentum on 16.8 M parameters in
-    cache, two cores: 5.2 ms against 4.9 ms).
+    cache, two cores: 5.2 ms against 4.9 ms). Where no element is left for the second part, it is
+    passed over: 0.59 ms against 0.63 ms for 10,000 rows of 64 elements, none of them in a cache.
     """
     totals = [f"total{k}" for k in range(sums)]
     terms = [f"term{k}" for k in range(sums)]
@@ -172,8 +181,8 @@ def _loop(call: str, sums: int) -> list[str]:
     lines = [f"{total} = real(0)" for total in totals]
     lines += ["start = 0", "while start + lanes() <= length:"]
     lines += [f"    {line}" for line in [*body, "start += lanes()"]]
-    lines += ["if start + lane() < length:"]
-    lines += [f"    {line}" for line in body]
+    lines += ["if start < length:", "    if start + lane() < length:"]
+    lines += [f"        {line}" for line in body]
     lines += [f"{total} = group_sum({total})" for total in totals]
     if sums:
         lines += ["if lane() == 0:"]

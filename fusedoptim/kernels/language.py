@@ -29,7 +29,7 @@ loop over a row around it. If it returns a tuple, the values are summed over the
 plain Python on numpy arrays, ``sgd(i, param, grad, 1.0, 0.1, 0.0)`` is the update of element
 ``i``: this is how a kernel is stepped through in a debugger.
 
-Any other kernel is called once for each lane of the work-group that walks one row. It may use
+Any other kernel is called once for each row and lane of the work-group that walks it. It may use
 ``lane``, ``lanes`` and ``group_sum``; in plain Python a group has one lane.
 
 Compiled, :mod:`fusedoptim.kernels._lowering` gives the same names their meaning on the device.

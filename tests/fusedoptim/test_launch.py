@@ -52,7 +52,7 @@ def test_rows(block: LaunchBlock) -> None:
 
 def test_each_row_knows_the_head(block: LaunchBlock) -> None:
     """A row is the head's address and one word for each argument, in the module's order."""
-    head = block.kernel.head.size
+    head = 2 * 8 + block.kernel.head.size
     columns = 1 + len(block.kernel.module.row)
     words = np.frombuffer(block._memory, dtype=np.int64, offset=head).reshape(-1, columns)
     address, _ = block._memory.__sycl_usm_array_interface__["data"]
@@ -70,8 +70,9 @@ def test_head(block: LaunchBlock) -> None:
         "nesterov": True,
     }
     block.write_head(block.kernel.in_order({**values, "unused": 1.0}))
-    head = bytes(block._bytes[: 6 * 8])
-    factor, *scalars, nesterov = struct.unpack("<Qf4xf4xf4xf4xq", head)
+    head = bytes(block._bytes[: 8 * 8])
+    rows, run, factor, *scalars, nesterov = struct.unpack("<qqQf4xf4xf4xf4xq", head)
+    assert (rows, run) == (4, 1024 * 4 // 7)
     assert factor == 2**63 + 8
     np.testing.assert_allclose(scalars, [0.5, 0.25, 0.9, 1.0], rtol=1e-7)
     assert nesterov == 1
@@ -103,6 +104,27 @@ def test_the_first_rows(chunks: Chunks, count: int | None) -> None:
     expected[:count] = -1.0
     expected[2, 1] = 0.0  # beyond the end of its tensor
     assert torch.equal(params, expected)
+
+
+@pytest.mark.parametrize("count", [1, 10, 11, 40, 93, 94, 99, 100])
+def test_groups_of_short_rows(count: int) -> None:
+    """A group walks a run of rows of any lengths; the last run may be shorter."""
+    lengths = np.random.default_rng(count).integers(1, 200, size=100)
+    block = LaunchBlock(kernel_for(queue("cpu"), "sgd", "f32"), lengths)
+    assert 5 < block._run < 20
+    params, grads, factor = torch.randn(100, 200), torch.randn(100, 200), torch.ones(())
+    rows = np.arange(100) * 200 * 4
+    block.write("param", params.data_ptr() + rows)
+    block.write("grad", grads.data_ptr() + rows)
+    numbers = {"grad_factor": factor.data_ptr(), "lr": 1.0, "weight_decay": 0.0}
+    block.write_head(block.kernel.in_order(numbers))
+    for first in (count, 100 - count):  # more rows than the launch before, or fewer
+        expected = params.clone()
+        for row, length in enumerate(lengths[:first]):
+            expected[row, :length] -= grads[row, :length]
+        block.launch(rows=first)
+        block.wait_on_host()
+        assert torch.equal(params, expected)
 
 
 def test_nothing_to_do() -> None:
