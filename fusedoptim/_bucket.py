@@ -234,7 +234,7 @@ class Bucket:
             target.copy_(param.detach())
         if self._steps is not None:
             for column, values in row_numbers(group, self._steps.next()).items():
-                by_chunk = values[0] if len(values) == 1 else values[self._chunks.owner]
+                by_chunk = values[self._chunks.owner] if values.ndim else values
                 self._pipeline.write(column, by_chunk)
         if settings is not self._settings or common is not None:
             self._settings = None  # whatever is written if this is interrupted

@@ -18,8 +18,8 @@ from torch import Tensor
 from fusedoptim._tensors import State
 
 KEY = "step"
-Steps = np.ndarray[Any, np.dtype[np.float64]]
-"""Counts of several parameters, or one for all."""
+Steps = np.ndarray[Any, np.dtype[np.float64]] | np.float64
+"""Counts of several parameters, or one for all: arithmetic of arrays of one takes 5 us more."""
 
 _COUNT = operator.itemgetter(KEY)
 
@@ -50,10 +50,10 @@ class StepCounts:
         """The counts after the coming step; one for all, where they are equal."""
         # The memory anew: share_memory_() of a view moves that of all.
         self._next = counts = self._packed.numpy() + 1
-        if (counts == counts[0]).all():
-            counts = counts[:1]
+        if len(counts) == 1 or (counts == counts[0]).all():
+            return np.float64(counts[0])
         return counts.astype(np.float64)
 
     def count_up(self) -> None:
         """Count the step that :meth:`next` was asked of; once, however often this is called."""
-        self._packed.copy_(torch.from_numpy(self._next))
+        np.copyto(self._packed.numpy(), self._next)

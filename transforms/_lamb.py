@@ -82,7 +82,7 @@ class _CountingByGroup(OthersLamb):
         super()._launch_all(*args)
 
     def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
-        return super()._row_numbers(group, np.array([float(group[_STEP])]))
+        return super()._row_numbers(group, np.float64(group[_STEP]))
 
     def _unsaved_state(self) -> set[str]:
         return super()._unsaved_state() | {_STEP}  # by parameter, as the plain class has not
