@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._launch import Chunks, Kernel, LaunchBlock
-from fusedoptim._modules import Argument, Module
 from fusedoptim.allocator import queue
 from fusedoptim.kernels.__main__ import source_hash
 from fusedoptim.kernels.language import Index, Param, Role, State, Storage
+from fusedoptim.launch.modules import Argument, Module
+from fusedoptim.launch.table import Chunks, Kernel, LaunchBlock
 
 DTYPE = "f32"
 NAME = f"traffic_{DTYPE}"

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim._device import new_state
-from fusedoptim._optimizer import FusedOptimizer, number
-from fusedoptim._plan import Numbers
-from fusedoptim._steps import Steps
-from fusedoptim._tensors import Candidate, Group
+from fusedoptim.launch.backend import new_state
+from fusedoptim.optimizer import FusedOptimizer, number
+from fusedoptim.step.plan import Numbers
+from fusedoptim.step.step_counts import Steps
+from fusedoptim.step.unchanged import Candidate, Group
 
 __all__ = ["FusedAdagrad"]
 

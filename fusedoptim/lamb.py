@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim._optimizer import FusedOptimizer, number
-from fusedoptim._plan import Numbers
-from fusedoptim._steps import Steps
-from fusedoptim._tensors import Candidate, Group
+from fusedoptim.optimizer import FusedOptimizer, number
+from fusedoptim.step.plan import Numbers
+from fusedoptim.step.step_counts import Steps
+from fusedoptim.step.unchanged import Candidate, Group
 
 __all__ = ["FusedLamb"]
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim._device import new_state
-from fusedoptim._optimizer import FusedOptimizer, number
-from fusedoptim._plan import Numbers
-from fusedoptim._tensors import Candidate, Group, describe
+from fusedoptim.launch.backend import new_state
+from fusedoptim.optimizer import FusedOptimizer, number
+from fusedoptim.step.plan import Numbers
+from fusedoptim.step.unchanged import Candidate, Group, describe
 
 __all__ = ["FusedSGD"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fusedoptim._giving_back import is_ours_alone
+from fusedoptim.split.pages import is_ours_alone
 from transforms import _plain, _residue
 from transforms._fold_batch_norm import CONVOLUTION_KINDS, fold_of
 from transforms._modules import has_computed_tensors, owners, plain_kind

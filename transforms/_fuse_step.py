@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from fusedoptim import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
-from fusedoptim._optimizer import FusedOptimizer
-from fusedoptim._tensors import state_dtype
+from fusedoptim.optimizer import FusedOptimizer
+from fusedoptim.step.unchanged import state_dtype
 from transforms._lamb import OthersLamb, lamb_for
 from transforms._report import Entry
 

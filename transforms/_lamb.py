@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from fusedoptim import FusedLamb
-from fusedoptim._plan import Numbers
-from fusedoptim._steps import Steps
-from fusedoptim._tensors import Group
+from fusedoptim.step.plan import Numbers
+from fusedoptim.step.step_counts import Steps
+from fusedoptim.step.unchanged import Group
 
 _STEP = "step"
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedoptim._giving_back import CHUNK, give_back
+from fusedoptim.split.pages import CHUNK, give_back
 
 _MOST = torch.iinfo(torch.int16).max
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from fusedoptim._launch import LaunchBlock, kernel_for
-from fusedoptim._modules import Argument, Module
 from fusedoptim.allocator import default_pool
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.modules import Argument, Module
+from fusedoptim.launch.table import LaunchBlock, kernel_for
 
 Reals = np.ndarray[Any, np.dtype[np.float64]]
 _LENGTHS = np.array([301, 1, 211])  # of the rows; no multiple of a vector, and rows lie unaligned

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
-from fusedoptim._modules import COUNTS, Argument
 from fusedoptim.allocator import load_compiler
 from fusedoptim.kernels import language
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.modules import COUNTS, Argument
 
 load_compiler()  # numba-dpex's wheels cannot find their own libraries
 

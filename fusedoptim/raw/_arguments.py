@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedoptim._opencl import OpenCL, Owned, check
-from fusedoptim._tensors import facts_of
+from fusedoptim.launch.opencl import OpenCL, Owned, check
 from fusedoptim.raw._dpctl import ANY_SIZE, BY_SIZE, LOCAL_MEMORY, POINTER, functions
 from fusedoptim.raw._pointers import PLAIN, Uses, alignment, pointer
 from fusedoptim.raw._scalars import scalar
 from fusedoptim.raw._spirv import Parameter
+from fusedoptim.step.unchanged import facts_of
 
 _WORD = 8
 _BYTE_TYPE = 1  # of the elements of memory of a work-group

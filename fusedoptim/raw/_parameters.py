@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._device import SERVED
+from fusedoptim.launch.backend import SERVED
 
 Scalar = bool | int | float
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusedoptim import _bucket
-from fusedoptim._bucket import Bucket
-from fusedoptim._launch import LaunchBlock
+from fusedoptim.launch.table import LaunchBlock
+from fusedoptim.step import dense
+from fusedoptim.step.dense import Bucket
 from tests.fusedoptim.helpers import (
     LAYOUTS,
     SideBySide,
@@ -210,14 +210,14 @@ class TestGradients:
             optimizer.step()
         state = optimizer.state[p]
         kernels = [weakref.ref(state[key]) for key in case.state_keys if key != "step"]
-        marks_written = _bucket.increment_version
+        marks_written = dense.increment_version
 
         def clear(params: Any) -> None:
             state.clear()
             assert all(tensor() is not None for tensor in kernels)
             marks_written(params)
 
-        monkeypatch.setattr(_bucket, "increment_version", clear)
+        monkeypatch.setattr(dense, "increment_version", clear)
         optimizer.step()
         assert all(tensor() is None for tensor in kernels)
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusedoptim import _giving_back, _split, allocator
-from fusedoptim._giving_back import CHUNK, give_back, is_ours_alone
+from fusedoptim import allocator
+from fusedoptim.split import halves as split_halves
+from fusedoptim.split import pages
+from fusedoptim.split.pages import CHUNK, give_back, is_ours_alone
 from transforms import _residue
 
 SHAPE = (3, CHUNK + 100)
@@ -75,10 +77,10 @@ def test_memory_of_others(other: str, tmp_path: Path) -> None:
 def test_without_torchs_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is not public: it may go."""
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    _giving_back._madvise.cache_clear()
+    pages._madvise.cache_clear()
     assert not is_ours_alone(_param())
     monkeypatch.undo()
-    _giving_back._madvise.cache_clear()
+    pages._madvise.cache_clear()
     assert is_ours_alone(_param())
 
 
@@ -96,7 +98,7 @@ def _residues_inverse(halves: Any) -> Tensor:
 
 
 CONVERSIONS: dict[str, tuple[Callable[[Tensor, bool], Any], Callable[[Any], Tensor]]] = {
-    "halves": (_split.halves_of, lambda halves: _split.join(*halves)),
+    "halves": (split_halves.halves_of, lambda pair: split_halves.join(*pair)),
     "bfloat16": (lambda v, u: _residue.split(v, torch.bfloat16, u), _residues_inverse),
     "float16": (lambda v, u: _residue.split(v, torch.float16, u), _residues_inverse),
 }
@@ -137,7 +139,7 @@ def test_interrupted(conversion: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if len(pieces) == 2:
             raise KeyboardInterrupt
 
-    for module in ("fusedoptim._split", "transforms._residue"):
+    for module in ("fusedoptim.split.halves", "transforms._residue"):
         monkeypatch.setattr(f"{module}.give_back", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(values, True)

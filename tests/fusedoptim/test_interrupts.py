@@ -18,9 +18,9 @@ from torch.nn import Parameter
 
 import fusedoptim.sgd
 from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
-from fusedoptim._giving_back import is_ours_alone
-from fusedoptim._launch import LaunchBlock
-from fusedoptim._split import Halves
+from fusedoptim.launch.table import LaunchBlock
+from fusedoptim.split.halves import Halves
+from fusedoptim.split.pages import is_ours_alone
 
 PACKAGE = str(Path(fusedoptim.__file__).parent)
 POLLING = {"CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}

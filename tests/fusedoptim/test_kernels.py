@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusedoptim import _modules
-from fusedoptim._modules import load_module, shipped
 from fusedoptim.kernels import __main__ as build_tool
 from fusedoptim.kernels import adagrad, adam, lamb, language, norm, sgd
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch import modules
+from fusedoptim.launch.modules import load_module, shipped
 
 HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
 
@@ -189,7 +189,7 @@ class TestCheck:
 
     @pytest.fixture
     def tree(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-        shutil.copytree(_modules.FOLDER, tmp_path / "spirv")
+        shutil.copytree(modules.FOLDER, tmp_path / "spirv")
         shutil.copytree(build_tool._HERE, tmp_path / "kernels")
         monkeypatch.setattr(build_tool, "FOLDER", tmp_path / "spirv")
         monkeypatch.setattr(build_tool, "MANIFEST", tmp_path / "spirv" / "manifest.json")
@@ -247,7 +247,7 @@ class TestValidate:
     )
     def test_modules(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Those of one kernel with sums; `make kernels-validate` takes all, and minutes."""
-        for path in _modules.FOLDER.glob("lamb_moments_*.spv"):
+        for path in modules.FOLDER.glob("lamb_moments_*.spv"):
             shutil.copy(path, tmp_path)
         monkeypatch.setattr(build_tool, "FOLDER", tmp_path)
         assert build_tool.validate() == []

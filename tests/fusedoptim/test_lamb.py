@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedLamb
-from fusedoptim._launch import LaunchBlock
+from fusedoptim.launch.table import LaunchBlock
 from tests.fusedoptim.helpers import SideBySide
 from tests.optimizer_cases import LAMB, configuration_id
 from tests.references.lamb import ReferenceLamb

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fusedoptim._launch import Chunks, LaunchBlock, kernel_for
 from fusedoptim.allocator import queue
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.table import Chunks, LaunchBlock, kernel_for
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedAdagrad, FusedAdam, FusedSGD
-from fusedoptim._tensors import turns
+from fusedoptim.step.unchanged import turns
 
 
 def test_step_counts_moved_to_shared_memory() -> None:

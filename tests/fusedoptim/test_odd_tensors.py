@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedoptim import FusedSGD, _bucket
-from fusedoptim._launch import kernel_for
+from fusedoptim import FusedSGD
 from fusedoptim.allocator import queue
+from fusedoptim.launch.table import kernel_for
+from fusedoptim.step import dense
 
 
 def _steps(params: list[Tensor], grads: list[Tensor], count: int = 1) -> list[Tensor]:
@@ -125,7 +126,7 @@ def test_a_step_in_the_middle_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_bucket, "increment_version", interrupt)
+        patch.setattr(dense, "increment_version", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert params[0].unique().tolist() == [-1.0]
@@ -219,7 +220,7 @@ def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch
     """On a GPU a step does not wait; dropping its block does. The CPU stands for the GPU here."""
     kernel = kernel_for(queue("cpu"), "sgd", "f32")
     monkeypatch.setattr(kernel, "on_host", False)
-    monkeypatch.setattr(_bucket, "queue_of", lambda device: kernel.queue)
+    monkeypatch.setattr(dense, "queue_of", lambda device: kernel.queue)
     params = [Parameter(torch.zeros(100_000)) for _ in range(100)]
     for p in params:
         p.grad = torch.ones_like(p)
@@ -232,7 +233,7 @@ def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("few", [0, 2])
 def test_address_beyond_2_to_the_63(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs hand out; whether or not rows are few enough to be written one by one."""
-    monkeypatch.setattr(_bucket, "_FEW", few)
+    monkeypatch.setattr(dense, "_FEW", few)
     p = Parameter(torch.zeros(40_000))  # two rows
     p.grad = torch.zeros(40_000)
     optimizer = FusedSGD([p], lr=1.0)

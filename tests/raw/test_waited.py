@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedSGD, allocator
-from fusedoptim._opencl import driver_of
+from fusedoptim.launch.opencl import driver_of
 from fusedoptim.raw import LocalMemory, RawKernel, RawModule, kernel
 from fusedoptim.raw._launch import SyclKernel
 
@@ -148,7 +148,7 @@ def test_compiled_once_for_all_processes(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(tmp_path))
     script = """
 import sys, torch
-from fusedoptim import _opencl
+from fusedoptim.launch import opencl
 from fusedoptim.raw import RawKernel
 compiled = []
 compile_now = _opencl.Driver.compiled

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusedoptim._cache import cached, forget
-from fusedoptim._openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
-from fusedoptim._program import BuildError
-from fusedoptim._progress import Progress
 from fusedoptim.allocator import is_forked, loaded_files, loaded_isa
+from fusedoptim.launch.cache import cached, forget
+from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
+from fusedoptim.launch.progress import Progress
+from fusedoptim.launch.sycl import BuildError
 
 # Of OpenCL's headers, the same in all its versions.
 SUCCESS = 0

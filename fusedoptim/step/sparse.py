@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._bucket import (
+from fusedoptim.kernels.language import Role
+from fusedoptim.launch.backend import queue_of
+from fusedoptim.launch.table import Chunks, Indices, LaunchBlock, kernel_for, row_places
+from fusedoptim.step.dense import (
     Numbers,
     Recipe,
     Settings,
@@ -22,12 +25,10 @@ from fusedoptim._bucket import (
     state_tensor,
     variant_of,
 )
-from fusedoptim._device import queue_of
-from fusedoptim._gradients import grad_factor
-from fusedoptim._launch import Chunks, Indices, LaunchBlock, kernel_for, row_places
-from fusedoptim._sparse_gradient import SparseGradient, row_numbers
-from fusedoptim._steps import KEY, StepCounts, Steps
-from fusedoptim._tensors import (
+from fusedoptim.step.scalars import grad_factor
+from fusedoptim.step.sparse_gradient import SparseGradient, row_numbers
+from fusedoptim.step.step_counts import KEY, StepCounts, Steps
+from fusedoptim.step.unchanged import (
     DTYPES,
     Candidate,
     Group,
@@ -36,7 +37,6 @@ from fusedoptim._tensors import (
     increment_version,
     is_lazy,
 )
-from fusedoptim.kernels.language import Role
 
 # A launch block is made for twice the rows that are needed first: making one for 10,000 rows takes
 # 0.4 ms, and the next gradient seldom touches as many rows as this one.
@@ -173,7 +173,7 @@ class SparseBucket:
         row_numbers: Callable[[Group, Steps], Numbers],
         group: Group,
     ) -> None:
-        """Start the update; see :meth:`fusedoptim._bucket.Bucket.launch`."""
+        """Start the update; see :meth:`fusedoptim.step.dense.Bucket.launch`."""
         if self.copies:
             self._target.copy_(self._param.detach())
         fresh = self._gather_sparse_state()
@@ -254,7 +254,7 @@ class SparseBucket:
         )
 
     def finish(self, states: MutableMapping[Tensor, State]) -> None:
-        """See :meth:`fusedoptim._bucket.Bucket.finish`."""
+        """See :meth:`fusedoptim.step.dense.Bucket.finish`."""
         if self._laid_out is None or not (self._events or self._has_no_rows):
             return
         self._laid_out.block.wait_on_host()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
-from fusedoptim._device import SERVED
+from fusedoptim.launch.backend import SERVED
 
 State = dict[str, Any]
 Group = dict[str, Any]

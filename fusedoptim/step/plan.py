@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedoptim import _split
-from fusedoptim._bucket import Bucket, Settings
-from fusedoptim._sparse import SparseBucket
-from fusedoptim._tensors import Candidate, Group, State, are_same_objects, check_candidate, turns
+from fusedoptim.split.halves import check_half
+from fusedoptim.step.dense import Bucket, Settings
+from fusedoptim.step.sparse import SparseBucket
+from fusedoptim.step.unchanged import (
+    Candidate,
+    Group,
+    State,
+    are_same_objects,
+    check_candidate,
+    turns,
+)
 
 if TYPE_CHECKING:
-    from fusedoptim._optimizer import FusedOptimizer
+    from fusedoptim.optimizer import FusedOptimizer
 
 Numbers = dict[str, float]
 
@@ -63,7 +70,7 @@ def _checked(recipe: _GroupRecipe, candidate: Candidate) -> Candidate:
     optimizer = recipe.optimizer
     check_candidate(recipe.name, candidate)
     if optimizer.is_split(candidate.param):
-        _split.check_half(recipe.name, candidate)
+        check_half(recipe.name, candidate)
     if candidate.grad.layout is not torch.strided:
         optimizer._check_sparse(recipe.group, candidate)
         if not SparseBucket.takes(recipe, candidate, optimizer.state):

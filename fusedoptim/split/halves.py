@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedoptim._device import new_state
-from fusedoptim._giving_back import CHUNK, give_back, is_ours_alone
-from fusedoptim._tensors import (
+from fusedoptim.launch.backend import new_state
+from fusedoptim.split.pages import CHUNK, give_back, is_ours_alone
+from fusedoptim.step.unchanged import (
     TRAIL,
     Candidate,
     dense_copy,
@@ -31,7 +31,9 @@ from fusedoptim._tensors import (
 )
 
 
-def check(optimizer: str, params: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
+def check_splittable(
+    optimizer: str, params: Sequence[Tensor], others: Sequence[Tensor] = ()
+) -> None:
     """Raise unless all ``params`` are or can become upper halves.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._tensors import State
+from fusedoptim.step.unchanged import State
 
 KEY = "step"
 Steps = np.ndarray[Any, np.dtype[np.float64]] | np.float64

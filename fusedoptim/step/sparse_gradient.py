@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._launch import Indices, row_places
+from fusedoptim.launch.table import Indices, row_places
 
 
 class SparseGradient:

@@ -16,14 +16,15 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from fusedoptim import _split
-from fusedoptim._bucket import Bucket
-from fusedoptim._device import new_state
-from fusedoptim._gradients import multiplier
-from fusedoptim._plan import OPTIONS, Later, Numbers, Plan
-from fusedoptim._sparse import SparseBucket
-from fusedoptim._steps import Steps
-from fusedoptim._tensors import (
+from fusedoptim.allocator import check_not_forked, is_forked
+from fusedoptim.launch.backend import new_state
+from fusedoptim.split.halves import LOST, Halves, check_checkpoint, check_splittable
+from fusedoptim.step.dense import Bucket
+from fusedoptim.step.plan import OPTIONS, Later, Numbers, Plan
+from fusedoptim.step.scalars import multiplier
+from fusedoptim.step.sparse import SparseBucket
+from fusedoptim.step.step_counts import Steps
+from fusedoptim.step.unchanged import (
     TRAIL,
     Candidate,
     Group,
@@ -33,7 +34,6 @@ from fusedoptim._tensors import (
     set_grad_enabled,
     state_dtype,
 )
-from fusedoptim.allocator import check_not_forked, is_forked
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
@@ -92,7 +92,7 @@ class FusedOptimizer(Optimizer):
     """Gradients are scaled down, inside the step, to this norm over all parameters."""
     split: bool
     """Whether all parameters are bfloat16 halves, whose lower halves are the state "trail"."""
-    halves: _split.Halves
+    halves: Halves
     """The parameters that are."""
 
     fused = True
@@ -136,7 +136,7 @@ class FusedOptimizer(Optimizer):
         self._forget_plans()
         self.max_grad_norm = max_grad_norm
         self.split = split
-        self.halves = _split.Halves(self)
+        self.halves = Halves(self)
         self._is_complete = True
 
     # What raises here each subclass has, but for _row_numbers where no kernel has a ROW_SCALAR, as
@@ -156,7 +156,7 @@ class FusedOptimizer(Optimizer):
     def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         """The state ``name`` of a parameter that has taken no step, laid out like ``target``."""
         if name == TRAIL:
-            raise ValueError(f"{type(self).__name__}: {_split.LOST}")
+            raise ValueError(f"{type(self).__name__}: {LOST}")
         return new_state(target, dtype).zero_()
 
     def _check_sparse(self, group: Group, candidate: Candidate) -> None:
@@ -380,7 +380,7 @@ class FusedOptimizer(Optimizer):
         try:
             super().add_param_group(param_group)
             if self.split:
-                _split.check(type(self).__name__, self._params())
+                check_splittable(type(self).__name__, self._params())
             if self._is_complete:
                 self._convert(self.param_groups[before:])
         except BaseException:
@@ -452,7 +452,7 @@ class FusedOptimizer(Optimizer):
         if strangers := set(chosen).difference(own):
             shape = tuple(strangers.pop().shape)
             raise ValueError(f"{name}: a parameter of shape {shape} is none of the optimizer's")
-        _split.check(name, chosen, own)
+        check_splittable(name, chosen, own)
         with self._lock:
             self._forget_plans()
             self._split_all(chosen)
@@ -572,7 +572,7 @@ class FusedOptimizer(Optimizer):
         def check(_: Optimizer, final: dict[str, Any]) -> None:
             saved = self._saved(final)
             halves = [(i, p, s) for i, (p, s) in enumerate(saved) if self.is_split(p)]
-            _split.check_checkpoint(type(self).__name__, halves)
+            check_checkpoint(type(self).__name__, halves)
             self._to_restore = [(p, s, trails.get(p)) for p, s in saved]
 
         handle = self.register_load_state_dict_pre_hook(check)  # the last before torch reads it

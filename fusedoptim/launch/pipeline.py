@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusedoptim._launch import Chunks, Kernel, LaunchBlock, row_places
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.table import Chunks, Kernel, LaunchBlock, row_places
 
 
 class Pipeline:

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._device import queue_of
-from fusedoptim._gradients import grad_factor
-from fusedoptim._launch import Chunks, LaunchBlock, kernel_for, row_places
-from fusedoptim._pipeline import Pipeline
-from fusedoptim._steps import KEY, StepCounts, Steps
-from fusedoptim._tensors import (
+from fusedoptim.kernels.language import Role
+from fusedoptim.launch.backend import queue_of
+from fusedoptim.launch.pipeline import Pipeline
+from fusedoptim.launch.table import Chunks, LaunchBlock, kernel_for, row_places
+from fusedoptim.step.scalars import grad_factor
+from fusedoptim.step.step_counts import KEY, StepCounts, Steps
+from fusedoptim.step.unchanged import (
     DTYPES,
     RUN,
     TRAIL,
@@ -32,7 +33,6 @@ from fusedoptim._tensors import (
     increment_version,
     laid_out_like,
 )
-from fusedoptim.kernels.language import Role
 
 Numbers = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fusedoptim.kernels.language import Role
 
-FOLDER = Path(__file__).parent / "spirv"
+FOLDER = Path(__file__).parent.parent / "spirv"
 MANIFEST = FOLDER / "manifest.json"
 MANIFEST_VERSION = 4  # of the manifest's layout and of the launch block's
 COUNTS = 2  # words of a launch block's head before its arguments: rows, and rows for each group

@@ -6,9 +6,9 @@ import ctypes
 from itertools import starmap
 from typing import Any, Protocol
 
-from fusedoptim._opencl import SUCCESS, Driver, Owned, check
-from fusedoptim._openmp import wake
-from fusedoptim._progress import unwaited
+from fusedoptim.launch.opencl import SUCCESS, Driver, Owned, check
+from fusedoptim.launch.openmp import wake
+from fusedoptim.launch.progress import unwaited
 
 
 class Launcher(Protocol):

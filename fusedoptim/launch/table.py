@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fusedoptim._launchers import Launcher, OpenCLLauncher, SyclLauncher
-from fusedoptim._modules import COUNTS, Module, load_module
-from fusedoptim._opencl import driver_of
-from fusedoptim._program import BuildError, build
 from fusedoptim.allocator import default_pool, is_forked
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.launchers import Launcher, OpenCLLauncher, SyclLauncher
+from fusedoptim.launch.modules import COUNTS, Module, load_module
+from fusedoptim.launch.opencl import driver_of
+from fusedoptim.launch.sycl import BuildError, build
 
 if TYPE_CHECKING:
     from torch import Tensor
