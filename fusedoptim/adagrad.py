@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim.launch.backend import new_state
 from fusedoptim.optimizer import FusedOptimizer, number
-from fusedoptim.step.plan import Numbers
+from fusedoptim.step.rule import Candidate, Numbers
 from fusedoptim.step.step_counts import Steps
-from fusedoptim.step.unchanged import Candidate, Group
+from fusedoptim.step.tensors import Group, new_state
 
 __all__ = ["FusedAdagrad"]
 
@@ -97,8 +96,8 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
     def _numbers(self, group: Group) -> Numbers:
         return {name: number(group[name]) for name in ("lr", "lr_decay", "weight_decay", "eps")}
 
-    def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
-        return {"step_size": number(group["lr"]) / (1 + (steps - 1) * number(group["lr_decay"]))}
+    def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
+        return {"step_size": numbers["lr"] / (1 + (steps - 1) * numbers["lr_decay"])}
 
     def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         if name == "sum":

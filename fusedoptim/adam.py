@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedoptim.optimizer import FusedOptimizer, number
-from fusedoptim.step.plan import Numbers
+from fusedoptim.step.rule import Candidate, Numbers
 from fusedoptim.step.step_counts import Steps
-from fusedoptim.step.unchanged import Candidate, Group
+from fusedoptim.step.tensors import Group
 
 __all__ = ["FusedAdam", "FusedAdamW"]
 
@@ -28,19 +28,19 @@ class _Adam(FusedOptimizer):
         decoupled = group["decoupled_weight_decay"]
         return {
             "lr": lr,
-            "shrink": 1 - lr * decay if decoupled else 1.0,
+            "decay_factor": 1 - lr * decay if decoupled else 1.0,
             "weight_decay": 0.0 if decoupled else decay,
-            "gain1": 1 - beta1,
+            "beta1": beta1,
+            "one_minus_beta1": 1 - beta1,
             "beta2": beta2,
-            "gain2": 1 - beta2,
+            "one_minus_beta2": 1 - beta2,
             "eps": number(group["eps"]),
         }
 
-    def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
-        beta1, beta2 = map(number, group["betas"])
+    def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
         return {
-            "step_size": number(group["lr"]) / (1 - beta1**steps),
-            "root_correction": (1 - beta2**steps) ** -0.5,
+            "step_size": numbers["lr"] / (1 - numbers["beta1"] ** steps),
+            "root_correction": (1 - numbers["beta2"] ** steps) ** -0.5,
         }
 
     def _check_sparse(self, group: Group, candidate: Candidate) -> None:

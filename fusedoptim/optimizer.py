@@ -1,39 +1,38 @@
-"""What all fused optimizers share: torch's contract around one launch for each bucket."""
+"""torch.optim's contract around a fused step: hooks, groups, checkpoints, splitting."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
-from torch.optim.optimizer import (
-    Optimizer,
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-)
+from torch.optim.optimizer import Optimizer
 
+from fusedoptim._torch_private import (
+    disable_dynamo,
+    global_post_hooks,
+    global_pre_hooks,
+    profiler_enabled,
+)
 from fusedoptim.allocator import check_not_forked, is_forked
-from fusedoptim.launch.backend import new_state
 from fusedoptim.split.halves import LOST, Halves, check_checkpoint, check_splittable
-from fusedoptim.step.dense import Bucket
-from fusedoptim.step.plan import OPTIONS, Later, Numbers, Plan
-from fusedoptim.step.scalars import multiplier
-from fusedoptim.step.sparse import SparseBucket
-from fusedoptim.step.step_counts import Steps
-from fusedoptim.step.unchanged import (
-    TRAIL,
-    Candidate,
-    Group,
-    are_same_objects,
+from fusedoptim.step import commit
+from fusedoptim.step.checks import (
+    OPTIONS,
+    check_numbers,
+    check_options,
     check_param,
     describe,
-    set_grad_enabled,
-    state_dtype,
+    named_params,
 )
+from fusedoptim.step.plan import StepPlan
+from fusedoptim.step.rule import Candidate, Numbers
+from fusedoptim.step.scalars import common_factor
+from fusedoptim.step.step_counts import Steps
+from fusedoptim.step.tensors import TRAIL, Group, State, new_state, state_dtype
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
@@ -41,15 +40,14 @@ _Step = TypeVar("_Step", bound=Callable[..., Any])
 def _with_hooks(step: _Step) -> _Step:
     """Put torch's hooks and profiler range around ``step``, when there are any.
 
-    torch wraps every ``step`` so, and for an optimizer of one small tensor the wrapper's profiler
-    range alone takes 4 us, where the whole of FusedSGD's step takes 9 us. ``hooked`` tells
-    torch that this one is wrapped already.
+    torch wraps every ``step`` so, and for an optimizer of one small tensor its profiler range would
+    take half as long as our step. ``hooked`` tells torch that this one is wrapped already.
 
-    torch.compile must not trace into a step: it would take the addresses for constants. It finds
-    the question only by its whole name.
+    torch.compile must not trace into a step: it would take the addresses for constants. It
+    recognizes the question by its full name only.
     """
     hooked = Optimizer.profile_hook_step(step)
-    untraced = torch._disable_dynamo(hooked)  # type: ignore[attr-defined]  # as torch's steps do
+    untraced = disable_dynamo(hooked)
 
     @functools.wraps(step)
     def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -58,14 +56,14 @@ def _with_hooks(step: _Step) -> _Step:
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or _profiler_enabled()
+            or global_pre_hooks
+            or global_post_hooks
+            or profiler_enabled()
         ):
             return hooked(self, *args, **kwargs)
         if args or kwargs:
             return step(self, *args, **kwargs)
-        return step(self)  # to unpack nothing takes 0.8 us, between other work
+        return step(self)  # unpacking nothing is measurable in a small step
 
     wrapper.hooked = True  # type: ignore[attr-defined]  # functions have no such one to mypy
     return cast(_Step, wrapper)
@@ -81,11 +79,57 @@ def _check_norm(max_grad_norm: float | None) -> None:
         raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
 
 
+class _GroupRule(NamedTuple):
+    """What a step needs to know of one group: see :class:`fusedoptim.step.rule.UpdateRule`."""
+
+    owner: FusedOptimizer
+    group: Group
+    kernels: tuple[str, ...]
+
+    @property
+    def optimizer(self) -> str:
+        return type(self.owner).__name__
+
+    @property
+    def states(self) -> MutableMapping[Tensor, State]:
+        return self.owner.state
+
+    @property
+    def optional_state(self) -> frozenset[str]:
+        return self.owner._optional_state
+
+    @property
+    def sparse_state(self) -> tuple[str, ...]:
+        return self.owner._sparse_state
+
+    @property
+    def depends_on_optimizer(self) -> bool:
+        return bool(self.owner._number_attributes)
+
+    def is_split(self, param: Tensor) -> bool:
+        return self.owner.is_split(param)
+
+    def numbers(self) -> Numbers:
+        return self.owner._numbers(self.group)
+
+    def row_numbers(self, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
+        return self.owner._row_numbers(self.group, numbers, steps)
+
+    def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.owner._initial_state(self.group, name, target, dtype)
+
+    def check_options(self) -> None:
+        self.owner._check_options(self.group)
+
+    def check_sparse(self, candidate: Candidate) -> None:
+        self.owner._check_sparse(self.group, candidate)
+
+
 class FusedOptimizer(Optimizer):
     """Base of the optimizers whose step is one kernel launch for each group, device and dtype.
 
-    A subclass names its kernels and computes their scalars. The kernels' State arguments are keys
-    of ``optimizer.state[param]``, made at a parameter's first step.
+    A subclass names its kernels and computes their scalars. The names of the kernels' State
+    arguments are keys of ``optimizer.state[param]``, made at a parameter's first step.
     """
 
     max_grad_norm: float | None
@@ -108,13 +152,8 @@ class FusedOptimizer(Optimizer):
     _to_restore: Sequence[tuple[Tensor, Group, Tensor | None]] = ()
     """While a checkpoint is loaded: each parameter's state in it, and the trail that it has."""
     _number_attributes: ClassVar[tuple[str, ...]] = ()
-    """What of the optimizer itself its numbers depend on."""
-    _plans: list[Plan]
-    _state_seen: list[object]
-    """The keys and dicts of ``state`` when last seen; a load or a reset makes new ones."""
-    _seen: list[object]
-    """Those and what the groups held when the plans last fitted; empty if what they hold may change
-    in place."""
+    """Attributes of the optimizer on which its numbers depend."""
+    _plan: StepPlan
 
     def __init__(
         self,
@@ -139,18 +178,21 @@ class FusedOptimizer(Optimizer):
         self.halves = Halves(self)
         self._is_complete = True
 
-    # What raises here each subclass has, but for _row_numbers where no kernel has a ROW_SCALAR, as
-    # in SGD; an ABC would ask for that too.
+    # Each subclass has what raises here, but for _row_numbers where no kernel has a RowScalar, as
+    # in SGD; an abstract method would ask for that too.
     def _kernels(self, group: Group) -> tuple[str, ...]:
         """The names of the kernels that update ``group``, in order."""
         raise NotImplementedError
 
     def _numbers(self, group: Group) -> Numbers:
-        """The kernels' scalars and flags for a step of ``group`` while it is as it is."""
+        """The kernels' scalars and flags for the present hyper-parameters of ``group``."""
         raise NotImplementedError
 
-    def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
-        """The scalars that depend on how many ``steps`` a parameter has taken, this one too."""
+    def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
+        """The scalars that depend on how many ``steps`` a parameter has taken, this one included.
+
+        ``numbers`` are those of :meth:`_numbers`.
+        """
         raise NotImplementedError
 
     def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
@@ -195,170 +237,48 @@ class FusedOptimizer(Optimizer):
         return loss
 
     def _update(self) -> None:
-        plans = self._current_plans()
+        state = self.state
+        self._plan.update(state, self.param_groups, self._rule)
+        plans = self._plan.groups
         if getattr(self, "found_inf", False):  # a GradScaler's, a tensor
             return
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)  # a GradScaler's
         common: Tensor | None = None
         if grad_scale is not None or self.max_grad_norm is not None:
-            common = self._common_multiplier(plans, grad_scale)
-        launched: list[Bucket | SparseBucket] = []
-        try:
-            try:
-                self._launch_all(plans, common, launched)
-            finally:
-                self._finish(launched)
-        except BaseException:
-            self._finish(launched)  # an interrupt may have kept it from some of them
-            raise
-        if not self._state_seen:
-            self._state_seen = [*self.state, *self.state.values()]
-
-    def _launch_all(
-        self, plans: list[Plan], common: Tensor | None, launched: list[Bucket | SparseBucket]
-    ) -> None:
-        """Start all updates, each of which then is one of the ``launched``."""
-        row_numbers = self._row_numbers
-        for group, plan in zip(self.param_groups, plans):
-            for bucket in plan.together:
-                launched.append(bucket)
-                bucket.launch(plan.settings, common, row_numbers, group)
-            for made in plan.in_turn:
-                self._finish(launched)  # a later one is made from what these have updated
-                bucket = made.bucket(self, group) if isinstance(made, Later) else made
-                launched.append(bucket)
-                bucket.launch(plan.settings, common, row_numbers, group)
-                self._finish(launched)
-
-    def _common_multiplier(self, plans: list[Plan], grad_scale: Tensor | None) -> Tensor:
-        """What a GradScaler and ``max_grad_norm`` want all gradients multiplied by."""
-        squares = []
-        if self.max_grad_norm is not None:
             _check_norm(self.max_grad_norm)
-            for plan in plans:
-                squares += [bucket.sum_of_squares() for bucket in plan.buckets]
-                squares += [
-                    later.planned.sum_of_squares() for later in plan.later if not later.is_repeated
-                ]
-        return multiplier(grad_scale, squares, self.max_grad_norm, self._clip_eps)
+            clips = self.max_grad_norm is not None
+            squares = (
+                [square for plan in plans for square in plan.sums_of_squares()] if clips else []
+            )
+            common = common_factor(grad_scale, squares, self.max_grad_norm, self._clip_eps)
+        self._before_launch()
+        commit.run(plans, common, state)
+        self._plan.see_state(state)
 
-    def _finish(self, buckets: list[Bucket | SparseBucket]) -> None:
-        """Finish every bucket, whatever happens to one of them."""
-        error: BaseException | None = None
-        for bucket in buckets:
-            try:
-                bucket.finish(self.state)
-            except BaseException as raised:  # an interrupt too
-                error = error or raised
-        if error is not None:
-            raise error
+    def _rule(self, group: Group) -> _GroupRule:
+        return _GroupRule(self, group, self._kernels(group))
 
-    def _current_plans(self) -> list[Plan]:
-        """The plan of each group, made anew where it no longer fits; writes no user's tensor."""
-        seen: list[object] = [*self.state, *self.state.values()]
-        for group in self.param_groups:  # in one list, as short lists take most of their time each
-            seen += group.values()
-            seen += group["params"]
-        if not (are_same_objects(seen, self._seen) and all(map(Plan.refresh, self._plans))):
-            self._seen = []  # whatever is revised if this is interrupted
-            if self._revise_plans() and all(plan.is_final for plan in self._plans):
-                self._seen = seen
-        return self._plans
-
-    def _revise_plans(self) -> bool:
-        """Make those plans anew that do not fit; False if there were any, as they make state."""
-        if not are_same_objects([*self.state, *self.state.values()], self._state_seen):
-            self._forget_plans()
-        all_fit = True
-        given_before: list[set[int]] = []
-        for i, group in enumerate(self.param_groups):
-            plan = self._plans[i] if i < len(self._plans) else None
-            if plan is None or not (plan.read(self, group) and plan.refresh()):
-                all_fit = False
-                self._state_seen = []  # the step will make state
-                given_before = given_before or self._given_before()
-                is_grad_enabled = torch.is_grad_enabled()
-                try:
-                    set_grad_enabled(False)
-                    self._plans[i : i + 1] = [Plan(self, group, given_before[i])]
-                finally:
-                    set_grad_enabled(is_grad_enabled)
-                if any(given_before):  # perhaps by this group now
-                    del self._plans[i + 1 :]
-        del self._plans[len(self.param_groups) :]
-        return all_fit
-
-    def _given_before(self) -> list[set[int]]:
-        """For each group, the ids of its parameters that a group before it has too.
-
-        torch refuses to make such groups, but they may be edited.
-        """
-        met: set[int] = set()
-        repeated = []
-        for group in self.param_groups:
-            params = set(map(id, group["params"]))
-            repeated.append(params & met)
-            met |= params
-        return repeated
+    def _before_launch(self) -> None:
+        """What a subclass does once all checks have passed, before anything is launched."""
 
     def _forget_plans(self) -> None:
         with self._lock:
-            self._plans = []
-            self._state_seen = []
-            self._seen = []
-
-    def _candidates(self, group: Group) -> Iterator[Candidate]:
-        """The group's parameters that have a gradient, with what an error would call them."""
-        for p, name in self._named(group):
-            grad = p.grad  # once: another thread's zero_grad() may take it away
-            if grad is not None:
-                yield Candidate(p, grad, name)
-
-    def _named(self, group: Group) -> Iterator[tuple[Tensor, str]]:
-        """The group's parameters with what an error would call them."""
-        names = group.get("param_names")
-        where = ""
-        if len(self.param_groups) > 1:
-            where = f" of group {[g is group for g in self.param_groups].index(True)}"
-        for i, p in enumerate(group["params"]):
-            yield p, names[i] if names else f"parameter {i}{where}"
+            self._plan = StepPlan()
 
     def _check_groups(self) -> None:
         """Raise if there is a parameter or an option for which no step can be taken."""
         for group in self.param_groups:
             self._check_options(group)
-            for p, name in self._named(group):
+            for p, name in named_params(self.param_groups, group):
                 check_param(describe(type(self).__name__, Candidate(p, p, name)), p)
 
     def _check_options(self, group: Group) -> None:
         """Raise if ``group`` asks for another implementation of the step than the fused one."""
-        name = type(self).__name__
         peers = [cls for cls in type(self).__mro__ if cls.__module__.startswith("torch.optim.")]
         instead = f"use torch.optim.{peers[0].__name__} for that"
         if peers[0] is Optimizer:
-            instead = "leave the option away"
-        if group.get("differentiable"):
-            raise RuntimeError(
-                f"differentiable=True: {name}'s step is opaque to autograd; {instead}"
-            )
-        if group.get("foreach"):
-            raise RuntimeError(f"foreach=True: {name}'s step is always fused; {instead}")
-        if group.get("capturable"):
-            raise RuntimeError(
-                f"capturable=True: {name}'s step is not captured in graphs; {instead}"
-            )
-        if group.get("fused") is False:
-            raise RuntimeError(f"fused=False: {name}'s step is always fused; {instead}")
-
-    def _check_numbers(self, group: Group) -> None:
-        """Raise if a hyper-parameter of ``group`` is NaN."""
-        for name, value in group.items():
-            values = value if isinstance(value, tuple) else (value,)
-            if any(isinstance(v, float | Tensor) and bool(v != v) for v in values):
-                raise ValueError(
-                    f"{type(self).__name__}: {name} is {value}; set it to a number, as in "
-                    f"optimizer.param_groups[0][{name!r}] = ..."
-                )
+            instead = "omit the option"
+        check_options(type(self).__name__, group, instead)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, as ``torch.optim.Optimizer.add_param_group`` does.
@@ -375,7 +295,7 @@ class FusedOptimizer(Optimizer):
         if isinstance(param_group, dict):
             whole = self.defaults | param_group
             self._check_options(whole)
-            self._check_numbers({k: v for k, v in whole.items() if k != "params"})
+            check_numbers(type(self).__name__, whole)
         before = len(self.param_groups)
         try:
             super().add_param_group(param_group)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim.launch.backend import new_state
 from fusedoptim.optimizer import FusedOptimizer, number
-from fusedoptim.step.plan import Numbers
-from fusedoptim.step.unchanged import Candidate, Group, describe
+from fusedoptim.step.checks import describe
+from fusedoptim.step.rule import Candidate, Numbers
+from fusedoptim.step.tensors import Group, new_state
 
 __all__ = ["FusedSGD"]
 
@@ -104,7 +104,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
             "lr": number(group["lr"]),
             "weight_decay": number(group["weight_decay"]),
             "momentum": number(group["momentum"]),
-            "undampened": 1 - number(group["dampening"]),
+            "one_minus_dampening": 1 - number(group["dampening"]),
             "nesterov": group["nesterov"],
         }
 

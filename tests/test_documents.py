@@ -47,7 +47,7 @@ SETUP = {
         )
     """,
     ("README.md", "The kernels"): """
-        from fusedoptim.kernels.language import Computed, Index, Param, Scalar, Storage, fma
+        from fusedoptim.kernels.language import DeviceScalar, Index, Param, Scalar, Grad, fma
     """,
     ("docs/migrating-from-ipex.md", "Migrating from Intel Extension for PyTorch"): """
         import torch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fusedoptim.split.pages import is_ours_alone
+from fusedoptim.split.pages import has_sole_owner
 from transforms import _plain, _residue
 from transforms._fold_batch_norm import CONVOLUTION_KINDS, fold_of
 from transforms._modules import has_computed_tensors, owners, plain_kind
@@ -107,7 +107,7 @@ class _Lowered:
     def lower(self) -> None:
         if self.param.dtype != torch.float32:
             return
-        is_used_up = is_ours_alone(self.param)
+        is_used_up = has_sole_owner(self.param)
         self._grad, self.param.grad = self.param.grad, None
         rounded, self.residue = _residue.split(self.param.data, self._dtype, is_used_up)
         self.param.data = rounded

@@ -22,7 +22,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from fusedoptim import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
 from fusedoptim.optimizer import FusedOptimizer
-from fusedoptim.step.unchanged import state_dtype
+from fusedoptim.step.tensors import state_dtype
 from transforms._lamb import OthersLamb, lamb_for
 from transforms._report import Entry
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.split.halves import Halves
-from fusedoptim.step.unchanged import has_shared_elements
+from fusedoptim.step.tensors import has_shared_elements
 from transforms._report import Entry
 
 __all__ = [

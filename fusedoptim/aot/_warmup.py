@@ -11,9 +11,9 @@ import torch
 
 from fusedoptim.allocator import queue
 from fusedoptim.aot._bundle import Bundle, load
-from fusedoptim.launch.backend import queue_of
+from fusedoptim.launch.devices import queue_of
+from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.modules import shipped
-from fusedoptim.launch.table import kernel_for
 from fusedoptim.raw.kernel import device_queue
 
 

@@ -135,8 +135,9 @@ def _update_problem(device: Any) -> str:
     import numpy as np
     import torch
 
-    from fusedoptim.launch.backend import queue_of
-    from fusedoptim.launch.table import LaunchBlock, kernel_for
+    from fusedoptim.launch.devices import queue_of
+    from fusedoptim.launch.kernel import kernel_for
+    from fusedoptim.launch.table import LaunchBlock
 
     param, grad = torch.rand(2, 1000, device=device)
     factor = torch.ones((), device=device)

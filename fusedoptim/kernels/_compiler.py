@@ -19,7 +19,7 @@ import numpy as np
 from fusedoptim.allocator import load_compiler
 from fusedoptim.kernels import language
 from fusedoptim.kernels.language import Role
-from fusedoptim.launch.modules import COUNTS, Argument
+from fusedoptim.launch.layout import WORD, Argument, Layout
 
 load_compiler()  # numba-dpex's wheels cannot find their own libraries
 
@@ -37,7 +37,6 @@ from numba_dpex.kernel_api_impl.spirv.target import (  # noqa: E402
 
 from fusedoptim.kernels import _lowering  # noqa: E402
 
-WORD = 8  # bytes of one value in a launch block
 _SPIRV_VERSION = "--spirv-max-version=1.0"  # what OpenCL 2.1 takes, so every driver
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
 
@@ -71,7 +70,7 @@ def signature(kernel: Callable[..., Any], dtype: str) -> Signature:
         if not roles:
             raise TypeError(
                 f"{kernel.__name__}: argument {name!r} has no type of fusedoptim.kernels.language; "
-                "annotate it with Index, Param, Storage, State, Scalar or another"
+                "annotate it with Index, Param, Grad, State, Scalar or another"
             )
         found.append(Argument(name, roles[0]))
     sums = len(get_args(hints.get("return")))
@@ -95,11 +94,11 @@ def _numba_type(role: Role, dtype: str) -> types.Type:
     wide = "f64" if dtype == "f64" else "f32"
     if role is Role.PARAM:
         return _lowering.Pointer(dtype)
-    if role is Role.STORAGE:
+    if role is Role.GRAD:
         return _lowering.Pointer("bf16" if dtype == "split" else dtype)
     if role in (Role.STATE, Role.SUMS, Role.CHUNK_SUMS, Role.RESULT):
         return _lowering.Pointer(wide)
-    if role in (Role.COMPUTED, Role.ROW_RESULT):
+    if role in (Role.DEVICE_SCALAR, Role.ROW_RESULT):
         return _lowering.Pointer(wide)
     if role in (Role.SCALAR, Role.ROW_SCALAR):
         return types.float64 if wide == "f64" else types.float32
@@ -112,8 +111,7 @@ def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None
     What belongs to the launch is read once for a run.
     """
     shape = signature(kernel, dtype)
-    in_row = [argument.name for argument in shape.arguments if argument.role.in_row]
-    of_launch = [argument.name for argument in shape.arguments if not argument.role.in_row]
+    layout = Layout(shape.arguments)
     real = np.float64 if dtype == "f64" else np.float32
     namespace: dict[str, Any] = {
         "kernel": device_func(_with_globals(kernel, real=real)),
@@ -123,27 +121,27 @@ def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None
         "lanes": language.lanes,
         "group_sum": language.group_sum,
     }
+    rows, rows_per_group = map(layout.word_in_head, ("rows", "rows_per_group"))
     of_group = [
         "head = read_length(rows)",
-        f"run = read_length(head + {WORD})",
+        f"run = read_length(head + {WORD * rows_per_group})",
         "next_row = group() * run",
-        "end = min(next_row + run, read_length(head))",
+        f"end = min(next_row + run, read_length(head + {WORD * rows}))",
     ]
-    of_row = [f"row = rows + next_row * {WORD * (1 + len(in_row))}"]
+    of_row = [f"row = rows + next_row * {WORD * layout.row_words}"]
     for argument in shape.arguments:
         name, role = argument
         if role is Role.TRAIL:
             continue  # read with its Param
         namespace[f"read_{name}"] = _lowering.argument_reader(_numba_type(role, dtype))
         lines = of_row if role.in_row else of_group
-        place = 1 + in_row.index(name) if role.in_row else COUNTS + of_launch.index(name)
-        base = "row" if role.in_row else "head"
-        lines.append(f"{name} = read_{name}({base} + {WORD * place})")
-        if role in (Role.COMPUTED, Role.ROW_RESULT):
+        base, word = ("row", layout.word_in_row) if role.in_row else ("head", layout.word_in_head)
+        lines.append(f"{name} = read_{name}({base} + {WORD * word(name)})")
+        if role in (Role.DEVICE_SCALAR, Role.ROW_RESULT):
             lines.append(f"{name}_value = {name}[0]")
     values = {
         Role.INDEX: "start + lane()",
-        Role.COMPUTED: "{}_value",
+        Role.DEVICE_SCALAR: "{}_value",
         Role.ROW_RESULT: "{}_value",
     }
     call = ", ".join(values.get(role, "{}").format(name) for name, role in shape.parameters)

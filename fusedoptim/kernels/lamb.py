@@ -10,8 +10,8 @@ r"""Lamb: Adam's update, scaled for each tensor by the ratio of two norms.
     \theta &\leftarrow \theta - \gamma\,r\,u
 
 ``average_correction`` is :math:`1/(1-\beta_1^t)` and ``root_correction``
-:math:`1/\sqrt{1-\beta_2^t}`; both are 1 without bias correction. ``gain1`` is :math:`\beta_3`:
-:math:`1-\beta_1`, or 1 without averaging of gradients. ``shrink`` is the first bracket,
+:math:`1/\sqrt{1-\beta_2^t}`; both are 1 without bias correction. ``beta3`` is :math:`\beta_3`:
+:math:`1-\beta_1`, or 1 without averaging of gradients. ``decay_factor`` is the first bracket,
 :math:`c` ``grad_factor``, and :math:`n` ``max_param_norm``, which may be infinite.
 
 Three kernels: the moments with the squares of :math:`\theta` and :math:`u` summed over each chunk,
@@ -28,8 +28,9 @@ import math
 
 from fusedoptim.kernels.language import (
     ChunkSums,
-    Computed,
+    DeviceScalar,
     Flag,
+    Grad,
     Index,
     Length,
     Param,
@@ -38,7 +39,6 @@ from fusedoptim.kernels.language import (
     RowScalar,
     Scalar,
     State,
-    Storage,
     fma,
     group_sum,
     lane,
@@ -52,25 +52,25 @@ __all__ = ["lamb_moments", "lamb_ratio", "lamb_update"]
 def lamb_moments(
     i: Index,
     param: Param,
-    grad: Storage,
+    grad: Grad,
     exp_avg: State,
     exp_avg_sq: State,
     average_correction: RowScalar,
     root_correction: RowScalar,
-    grad_factor: Computed,
-    shrink: Scalar,
+    grad_factor: DeviceScalar,
+    decay_factor: Scalar,
     weight_decay: Scalar,
     beta1: Scalar,
-    gain1: Scalar,
+    beta3: Scalar,
     beta2: Scalar,
-    gain2: Scalar,
+    one_minus_beta2: Scalar,
     eps: Scalar,
 ) -> tuple[float, float]:
     """Update both moments; sum the squares of the parameter and of its update."""
-    theta = shrink * param[i]
+    theta = decay_factor * param[i]
     g = grad_factor * grad[i]
-    m = fma(beta1, exp_avg[i], gain1 * g)
-    v = fma(gain2 * g, g, beta2 * exp_avg_sq[i])
+    m = fma(beta1, exp_avg[i], beta3 * g)
+    v = fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq[i])
     exp_avg[i] = m
     exp_avg_sq[i] = v
     u = average_correction * m / fma(math.sqrt(v), root_correction, eps)
@@ -115,13 +115,13 @@ def lamb_update(
     ratio: RowResult,
     average_correction: RowScalar,
     root_correction: RowScalar,
-    shrink: Scalar,
+    decay_factor: Scalar,
     weight_decay: Scalar,
     lr: Scalar,
     eps: Scalar,
 ) -> None:
     """Step along the update, times the trust ratio."""
-    theta = shrink * param[i]
+    theta = decay_factor * param[i]
     u = average_correction * exp_avg[i] / fma(math.sqrt(exp_avg_sq[i]), root_correction, eps)
     if weight_decay != 0:
         u = fma(weight_decay, theta, u)

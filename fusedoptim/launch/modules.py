@@ -12,23 +12,17 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fusedoptim.dtypes import VARIANTS
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.layout import Argument, Layout
 
 FOLDER = Path(__file__).parent.parent / "spirv"
 MANIFEST = FOLDER / "manifest.json"
 MANIFEST_VERSION = 4  # of the manifest's layout and of the launch block's
-COUNTS = 2  # words of a launch block's head before its arguments: rows, and rows for each group
 
 
 class ModuleError(RuntimeError):
     """A compiled kernel that the package should have is missing, damaged or of another version."""
-
-
-class Argument(NamedTuple):
-    """One argument of a kernel: its name, and where in the launch block it comes from."""
-
-    name: str
-    role: Role
 
 
 class Module(NamedTuple):
@@ -45,14 +39,14 @@ class Module(NamedTuple):
     spirv: bytes
 
     @property
-    def row(self) -> tuple[Argument, ...]:
-        """What each row of the launch block holds, in order."""
-        return tuple(argument for argument in self.arguments if argument.role.in_row)
+    def layout(self) -> Layout:
+        """Where its arguments lie in a launch block."""
+        return Layout(self.arguments)
 
     @property
-    def head(self) -> tuple[Argument, ...]:
-        """What the head of the launch block holds, in order."""
-        return tuple(argument for argument in self.arguments if not argument.role.in_row)
+    def arithmetic(self) -> str:
+        """The dtype of its arithmetic: "float32" or "float64"."""
+        return VARIANTS[self.dtype].arithmetic
 
 
 _CURE = "reinstall the package: pip install --force-reinstall --no-deps fusedoptim"

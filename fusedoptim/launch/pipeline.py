@@ -1,25 +1,46 @@
 """The kernels of one update over the same chunks.
 
-Most updates are one kernel, launched once. Lamb's are three, of which the last reads again what the
-first has read and written. Each goes through all tensors before the next begins: in batches of
-4 MiB, of which the cache may still have some, 16 cores took 1.2 to 1.5 times as long, and 2 cores
-the same time but for many tensors of 100,000 elements, which took 0.95.
+Most updates are one kernel. Lamb's are three: the second reads what the first has summed, the third
+reads again what the first has read and written. Each goes through all tensors before the next
+begins (docs/design/one-launch.md says why batches that fit a cache are not quicker).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fusedoptim.kernels.language import Role
-from fusedoptim.launch.table import Chunks, Kernel, LaunchBlock, row_places
+from fusedoptim.launch.kernel import Kernel
+from fusedoptim.launch.table import Chunks, LaunchBlock, row_addresses
+
+# Up to as many chunks, addresses are written one by one: a call of numpy costs more than they do.
+_FEW = 16
+
+
+class Stage(Protocol):
+    """What an update submits in its turn: a kernel, or a reduction of what one kernel has summed.
+
+    A norm over several processes is reduced in a stage between two kernels.
+    """
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it may still be running."""
+
+    def launch(self, events: list[Any]) -> None:
+        """Submit it, and append its event to ``events`` in the same C call."""
+
+    def wait(self) -> None:
+        """Return when it has ended."""
 
 
 class Pipeline:
-    """The launch blocks of an update's kernels, and the memory by which one tells the next."""
+    """The launch blocks of an update's kernels, and the memory through which they pass sums."""
 
     def __init__(self, kernels: Sequence[Kernel], chunks: Chunks, device: torch.device) -> None:
         """Lay out the rows.
@@ -31,42 +52,74 @@ class Pipeline:
         """
         self._blocks: list[LaunchBlock] = []
         self._with_column: dict[str, list[LaunchBlock]] = {}
-        real = torch.float64 if kernels[0].real == np.float64 else torch.float32
-        sums: torch.Tensor | None = None
-        results = torch.empty(len(chunks.counts), dtype=real, device=device)
+        self._chunks = chunks
+        is_few = len(chunks.owner) <= _FEW
+        self._few = list(zip(chunks.owner.tolist(), chunks.start.tolist())) if is_few else None
+        real = getattr(torch, kernels[0].module.arithmetic)
+        self.sums: Tensor | None = None
+        """What a kernel has summed over each chunk: a row for each chunk, and an unused one."""
+        self._results = torch.empty(len(chunks.counts), dtype=real, device=device)
         for kernel in kernels:
-            roles = {role: name for name, role in kernel.module.row}
-            by_tensor = Role.CHUNK_SUMS in roles
-            block = LaunchBlock(kernel, chunks.counts if by_tensor else chunks.lengths)
-            self._blocks.append(block)
-            for name in () if by_tensor else block.kernel.row_names:
+            self._add(kernel, chunks, real, device)
+        self.stages: list[Stage] = [block for block in self._blocks if block.rows]
+        """What is submitted, in order."""
+
+    def _add(self, kernel: Kernel, chunks: Chunks, real: torch.dtype, device: torch.device) -> None:
+        roles = {role: name for name, role in kernel.layout.row}
+        by_tensor = Role.CHUNK_SUMS in roles
+        block = LaunchBlock(kernel, chunks.counts if by_tensor else chunks.lengths)
+        self._blocks.append(block)
+        if not by_tensor:
+            for name, _ in kernel.layout.row:
                 self._with_column.setdefault(name, []).append(block)
-            if Role.SUMS in roles:
-                # One more than there are chunks: where the sums of an empty last tensor would be.
-                shape = (block.rows + 1, kernel.module.sums)
-                sums = torch.empty(shape, dtype=real, device=device)
-                block.write(roles[Role.SUMS], row_places(sums)[:-1])
-            if Role.CHUNK_SUMS in roles and sums is not None:
-                block.write(roles[Role.CHUNK_SUMS], row_places(sums)[chunks.first])
-            if Role.RESULT in roles:
-                block.write(roles[Role.RESULT], row_places(results))
-            if Role.ROW_RESULT in roles:
-                block.write(roles[Role.ROW_RESULT], row_places(results)[chunks.owner])
-        self._scratch = (sums, results)
-        self.to_launch = [block for block in self._blocks if block.rows]
-        """Those of kernels with something to do, in order."""
+        if Role.SUMS in roles:
+            # The unused row is where an empty last tensor's sums would begin.
+            shape = (block.rows + 1, kernel.module.sums)
+            self.sums = torch.empty(shape, dtype=real, device=device)
+            block.write(roles[Role.SUMS], row_addresses(self.sums)[:-1])
+        if Role.CHUNK_SUMS in roles and self.sums is not None:
+            block.write(roles[Role.CHUNK_SUMS], row_addresses(self.sums)[chunks.first])
+        if Role.RESULT in roles:
+            block.write(roles[Role.RESULT], row_addresses(self._results))
+        if Role.ROW_RESULT in roles:
+            block.write(roles[Role.ROW_RESULT], row_addresses(self._results)[chunks.owner])
 
     def write(self, column: str, values: Any) -> None:
-        """Set one argument of all chunks, to one value or one for each, in each kernel with it."""
+        """Set one argument of every chunk in each kernel that has it.
+
+        Args:
+            column: the argument.
+            values: one for all chunks, or an array with one for each tensor.
+        """
+        if np.ndim(values):
+            values = values[self._chunks.owner]
         for block in self._with_column[column]:
             block.write(column, values)
 
-    def write_few(self, column: str, addresses: Sequence[int]) -> None:
-        """Set one argument of few chunks, to an address for each, in each kernel with it."""
-        for block in self._with_column[column]:
-            block.write_few(column, addresses)
+    def write_addresses(self, column: str, addresses: Sequence[int], width: int) -> None:
+        """Point one argument of every chunk to its elements, in each kernel that has it.
 
-    def write_head(self, values: Mapping[str, Any]) -> None:
-        """Set the arguments that are the same for all chunks."""
+        Args:
+            column: the argument.
+            addresses: of each tensor.
+            width: bytes of an element.
+        """
+        if self._few is None:
+            base = np.array(addresses, dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
+            places = base[self._chunks.owner] + self._chunks.start * width
+            for block in self._with_column[column]:
+                block.write(column, places)
+            return
+        for block in self._with_column[column]:
+            if block.in_flight:
+                block.wait()
+            layout, words = block.kernel.layout, block.words
+            word = layout.word_in_row(column)
+            for tensor, start in self._few:
+                words[word] = addresses[tensor] + start * width
+                word += layout.row_words
+
+    def write_head(self, values: dict[str, Any]) -> None:
+        """Set the arguments that all chunks share."""
         for block in self._blocks:
             block.write_head(block.kernel.in_order(values))

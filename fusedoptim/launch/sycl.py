@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fusedoptim.allocator import load_dpctl
+from fusedoptim.launch.backend import Launcher
+from fusedoptim.launch.modules import Module
 
 
 class BuildError(Exception):
@@ -81,3 +83,45 @@ def _program_maker() -> Callable[[int], Any]:
     )
     make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
     return make(address_of(capsule, name_of(capsule)))
+
+
+class SyclLauncher:
+    """Submits a kernel to a SYCL queue."""
+
+    def __init__(self, queue: Any, handle: Any, lanes: int) -> None:
+        """Prepare submissions.
+
+        Args:
+            queue: a dpctl.SyclQueue.
+            handle: a dpctl.program.SyclKernel.
+            lanes: work items in a group.
+        """
+        self._submit = queue.submit_async
+        self._handle = handle
+        self._local_size = [lanes]
+
+    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> bool:
+        """See :meth:`Launcher.submit`."""
+        argument = ctypes.c_int64(address)
+        sizes = ([items],), (self._local_size,)
+        events.extend(map(self._submit, (self._handle,), ([argument],), *sizes))
+        return True
+
+    def wait(self, event: Any) -> None:
+        """Return when the kernel of this event has ended."""
+        event.wait()
+
+
+def build_launcher(queue: Any, module: Module, lanes: int) -> Callable[[], Launcher]:
+    """Have the driver of ``queue`` compile a shipped kernel; returns what makes its launchers.
+
+    Args:
+        queue: a dpctl.SyclQueue.
+        module: the kernel.
+        lanes: work items in a group.
+
+    Raises:
+        BuildError: the driver refuses the module.
+    """
+    handle = build(queue, module.spirv).get_sycl_kernel(module.name)
+    return functools.partial(SyclLauncher, queue, handle, lanes)

@@ -18,8 +18,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
-from fusedoptim.launch.backend import queue_of
 from fusedoptim.launch.cache import cached
+from fusedoptim.launch.devices import queue_of
 from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Program
 from fusedoptim.raw._built import Built, Size

@@ -15,19 +15,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedoptim.launch.backend import new_state
-from fusedoptim.split.pages import CHUNK, give_back, is_ours_alone
-from fusedoptim.step.unchanged import (
+from fusedoptim._torch_private import set_grad_enabled
+from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
+from fusedoptim.step.tensors import (
     TRAIL,
-    Candidate,
     dense_copy,
-    describe,
     has_shared_elements,
     is_dense,
     is_lazy,
     laid_out_like,
-    set_grad_enabled,
-    turns,
+    new_state,
+    update_order,
 )
 
 
@@ -62,22 +60,13 @@ def check_splittable(
             )
     once = list(dict.fromkeys(params))
     known = [p for p in dict.fromkeys(others) if p not in set(once)]
-    for p, turn in zip(once, turns(known + once)[len(known) :]):
+    for p, turn in zip(once, update_order(known + once)[len(known) :]):
         if turn or has_shared_elements(p):
             raise RuntimeError(
                 f"{optimizer}: a parameter of shape {tuple(p.shape)} has elements that share "
                 "memory, among themselves or with another parameter; clone() it first, or give "
                 "one Parameter to both modules"
             )
-
-
-def check_half(optimizer: str, candidate: Candidate) -> None:
-    """Raise unless a parameter that was split is a bfloat16 half still."""
-    if candidate.param.dtype != torch.bfloat16:
-        raise TypeError(
-            f"{describe(optimizer, candidate)} was converted after it was split, which loses its "
-            "lower half; convert a model before making its optimizer, or make the optimizer anew"
-        )
 
 
 def _replace(param: Tensor, values: Tensor, grad: Tensor | None) -> None:
@@ -110,7 +99,7 @@ def halves_of(values: Tensor, is_used_up: bool = False) -> tuple[Tensor, Tensor]
             high.copy_(words[:, 1])
             done += 1
             if is_used_up:
-                give_back(piece)
+                release_pages(piece)
     except BaseException:  # an interrupt
         _join_pieces(pieces[:done])
         raise
@@ -216,7 +205,7 @@ class Halves:
         After an error or an interrupt, everything is as it was.
         """
         self._look()
-        is_used_up = param.dtype == torch.float32 and is_ours_alone(param)
+        is_used_up = param.dtype == torch.float32 and has_sole_owner(param)
         values, grad = param.data, param.grad
         halves: tuple[Tensor, Tensor] | None = None
         is_grad_enabled = torch.is_grad_enabled()

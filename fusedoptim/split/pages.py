@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedoptim._torch_private import storage_use_count
+
 CHUNK = 1 << 18
 """elements of a piece."""
 _WORTH_IT = 1 << 20  # bytes
 _DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 
 
-def is_ours_alone(tensor: Tensor) -> bool:
+def has_sole_owner(tensor: Tensor) -> bool:
     """Whether nobody but the tensor itself can see its memory, which is large and torch's own.
 
     Another tensor over it, such as a view or one in a ``state_dict``, a numpy array, a DLPack
@@ -41,15 +43,15 @@ def is_ours_alone(tensor: Tensor) -> bool:
 def _holders(tensor: Tensor) -> tuple[int, int]:
     """Of the memory, and of Python's object for it."""
     storage = tensor.untyped_storage()
-    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-    return -1 if count is None else count(storage._cdata), sys.getrefcount(storage)
+    count = -1 if storage_use_count is None else storage_use_count(storage._cdata)
+    return count, sys.getrefcount(storage)
 
 
 @functools.cache
 def _madvise() -> Callable[..., int] | None:
     if _DONTNEED is None or not sys.platform.startswith("linux"):
         return None
-    if not hasattr(torch._C, "_storage_Use_Count"):
+    if storage_use_count is None:
         return None
     function: Any = getattr(ctypes.CDLL(None), "madvise", None)
     if function is not None:
@@ -58,11 +60,11 @@ def _madvise() -> Callable[..., int] | None:
     return madvise
 
 
-def give_back(piece: Tensor) -> None:
+def release_pages(piece: Tensor) -> None:
     """Let the system have the pages that lie wholly within ``piece``, whose values are lost.
 
     Args:
-        piece: contiguous, of a tensor of which :func:`is_ours_alone` is true.
+        piece: contiguous, of a tensor of which :func:`has_sole_owner` is true.
     """
     madvise = _madvise()
     assert madvise is not None

@@ -1,177 +1,136 @@
-"""How one group's parameters are updated: laid out at one step, and used while it fits."""
+"""Which parameters an optimizer updates, by which launches, in which order.
+
+A plan is made at one step and used for as long as it fits: the optimizer holds the same groups,
+parameters and state, and the tensors are what they were.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedoptim.split.halves import check_half
-from fusedoptim.step.dense import Bucket, Settings
-from fusedoptim.step.sparse import SparseBucket
-from fusedoptim.step.unchanged import (
-    Candidate,
-    Group,
-    State,
-    are_same_objects,
-    check_candidate,
-    turns,
-)
-
-if TYPE_CHECKING:
-    from fusedoptim.optimizer import FusedOptimizer
-
-Numbers = dict[str, float]
-
-OPTIONS = ("foreach", "differentiable", "capturable", "fused")
-"""By which a group says how its step is to be computed."""
+from fusedoptim._torch_private import set_grad_enabled
+from fusedoptim.step.checks import OPTIONS, check_candidate, check_half, check_numbers, named_params
+from fusedoptim.step.dense import DenseRows
+from fusedoptim.step.rows import Rows
+from fusedoptim.step.rule import Candidate, UpdateRule
+from fusedoptim.step.scalars import Settings
+from fusedoptim.step.sparse import SparseRows, can_update_rows
+from fusedoptim.step.tensors import Group, State, update_order
+from fusedoptim.step.unchanged import are_same_objects
 
 _refresh = operator.methodcaller("refresh")
 
 _UNCHANGING = (float, int, str, type(None))  # bool is an int
 
 
-class _GroupRecipe(NamedTuple):
-    """What a bucket of one group asks for."""
+class _Members(NamedTuple):
+    """Parameters of a group that one launch updates, if their memory allows it."""
 
-    optimizer: FusedOptimizer
-    group: Group
-    kernels: tuple[str, ...]
+    rule: UpdateRule
+    candidates: list[Candidate]
 
-    @property
-    def name(self) -> str:
-        return type(self.optimizer).__name__
-
-    def is_split(self, param: Tensor) -> bool:
-        return self.optimizer.is_split(param)
-
-    @property
-    def optional_state(self) -> frozenset[str]:
-        return self.optimizer._optional_state
-
-    @property
-    def sparse_state(self) -> tuple[str, ...]:
-        return self.optimizer._sparse_state
-
-    def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.optimizer._initial_state(self.group, name, target, dtype)
+    def rows(self, fresh: Sequence[bool] | None = None) -> Rows:
+        """What updates them."""
+        if self.candidates[0].grad.layout is torch.strided:
+            return DenseRows(self.rule, self.candidates, fresh)
+        (candidate,) = self.candidates
+        return SparseRows(self.rule, candidate)
 
 
-def _checked(recipe: _GroupRecipe, candidate: Candidate) -> Candidate:
-    """The candidate, its gradient made dense if its state is.
-
-    Raises:
-        TypeError, RuntimeError, ValueError: it cannot be updated.
-    """
-    optimizer = recipe.optimizer
-    check_candidate(recipe.name, candidate)
-    if optimizer.is_split(candidate.param):
-        check_half(recipe.name, candidate)
-    if candidate.grad.layout is not torch.strided:
-        optimizer._check_sparse(recipe.group, candidate)
-        if not SparseBucket.takes(recipe, candidate, optimizer.state):
-            return candidate._replace(grad=candidate.grad.to_dense())
-    return candidate
-
-
-def _bucket(
-    recipe: _GroupRecipe,
-    members: list[Candidate],
-    fresh: Sequence[bool] | None = None,
-) -> Bucket | SparseBucket:
-    """What updates ``members``: a bucket for dense gradients, or one for a sparse gradient."""
-    states: dict[Tensor, State] = recipe.optimizer.state
-    if members[0].grad.layout is torch.strided:
-        return Bucket(recipe, members, states, fresh)
-    (candidate,) = members
-    return SparseBucket(recipe, candidate, states)
-
-
-class Later(NamedTuple):
+class DeferredUpdate(NamedTuple):
     """Parameters of a group that share memory with some that are updated before them."""
 
-    members: list[Candidate]
-    planned: Bucket | SparseBucket
+    members: _Members
+    planned: Rows
     """What would update them now."""
     is_repeated: bool
     """Whether they are those themselves."""
     fresh: Sequence[bool] | None
-    """Whether the state of each counts as just made; None if it has to be looked at then."""
+    """Whether the state of each counts as just made; None to look it up then."""
 
-    def bucket(self, optimizer: FusedOptimizer, group: Group) -> Bucket | SparseBucket:
-        """What updates them after those, from the state that they have then."""
-        recipe = _GroupRecipe(optimizer, group, optimizer._kernels(group))
-        return _bucket(recipe, self.members, self.fresh)
+    def rows(self) -> Rows:
+        """What updates them, made from the state that they have then."""
+        return self.members.rows(self.fresh)
 
 
-class Plan:
-    """One group's hyper-parameters as they are, and its parameters, sorted into buckets."""
+class GroupPlan:
+    """The updates of one group."""
 
     settings: Settings
-    """Another object if something may be another."""
+    """A new object where it may differ from the last step's."""
     is_final: bool
-    """Whether it fits as long as the group, and the optimizer's state, hold the same objects."""
+    """Whether the plan fits for as long as the group and the state hold the same objects."""
 
-    def __init__(self, optimizer: FusedOptimizer, group: Group, given_before: set[int]) -> None:
+    def __init__(self, rule: UpdateRule, groups: Sequence[Group], given_before: set[int]) -> None:
         """Check all parameters that have a gradient, and lay out their updates.
 
         Args:
-            optimizer: whose state the buckets hold.
-            group: of the optimizer.
-            given_before: ids of its parameters that a group before it has too.
+            rule: of the group.
+            groups: of the optimizer.
+            given_before: ids of the group's parameters that a group before it has too.
         """
-        optimizer._check_options(group)
-        self._implementation = _implementation(optimizer, group)
-        self._params = list(group["params"])
-        found = list(optimizer._candidates(group))
+        rule.check_options()
+        self._rule = rule
+        self._implementation = _implementation(rule)
+        self._params = list(rule.group["params"])
+        found = _candidates(groups, rule.group)
         with_gradient = {id(candidate.param) for candidate in found}
         self._idle = [p for p in self._params if id(p) not in with_gradient]
-        recipe = _GroupRecipe(optimizer, group, optimizer._kernels(group))
-        candidates = [_checked(recipe, candidate) for candidate in found]
+        candidates = [_checked(rule, candidate) for candidate in found]
+        self.rows: list[Rows] = []
+        """Those that can be updated in any order."""
+        self.deferred: list[DeferredUpdate] = []
+        """Those that cannot, in their order."""
+        self._lay_out(candidates, given_before)
+        self.together = [rows for rows in self.rows if not rows.copies]
+        """Those that are launched without waiting for each other."""
+        copying = [functools.partial(_itself, rows) for rows in self.rows if rows.copies]
+        deferred = [update.rows for update in self.deferred]
+        self.in_turn: list[Callable[[], Rows]] = [*copying, *deferred]
+        """Each gives the rows of an update that starts when all before it are committed."""
+        self._read_numbers()
+
+    def _lay_out(self, candidates: list[Candidate], given_before: set[int]) -> None:
+        rule = self._rule
         members: dict[Any, list[Candidate]] = {}
         met = set(given_before)
-        for candidate, turn in zip(candidates, turns([c.param for c in candidates])):
+        for candidate, turn in zip(candidates, update_order([c.param for c in candidates])):
             p = candidate.param
             alone = len(met) if candidate.grad.layout is not torch.strided else -1
             is_known = id(p) in given_before
-            key = (turn, id(p) in met, is_known, alone, p.device, p.dtype, optimizer.is_split(p))
+            key = (turn, id(p) in met, is_known, alone, p.device, p.dtype, rule.is_split(p))
             members.setdefault(key, []).append(candidate)
             met.add(id(p))
-        self.buckets: list[Bucket | SparseBucket] = []
-        """Those that can be updated in any order."""
-        self.later: list[Later] = []
-        """In order of their turns."""
         for key in sorted(members, key=operator.itemgetter(0)):
             turn, is_repeated, is_known, *_ = key
-            bucket = _bucket(recipe, members[key])
+            update = _Members(rule, members[key])
+            rows = update.rows()
             if turn == 0 and not is_repeated:
-                self.buckets.append(bucket)
+                self.rows.append(rows)
             else:
                 # torch looks at the state of a whole group before it updates any of it.
-                fresh = None if is_known else bucket.fresh
-                self.later.append(Later(members[key], bucket, is_repeated, fresh))
-        self.together = [bucket for bucket in self.buckets if not bucket.copies]
-        """Those that are launched without waiting for each other."""
-        copying = [bucket for bucket in self.buckets if bucket.copies]
-        self.in_turn: list[Bucket | SparseBucket | Later] = [*copying, *self.later]
-        """Those whose launch must find all before it at their end, and end itself."""
-        self._read_numbers(optimizer, group)
+                fresh = None if is_known else rows.fresh
+                self.deferred.append(DeferredUpdate(update, rows, is_repeated, fresh))
 
-    def read(self, optimizer: FusedOptimizer, group: Group) -> bool:
+    def fits(self, rule: UpdateRule) -> bool:
         """Read the group's numbers; False if the plan does not fit the group.
 
         Raises:
             ValueError: a hyper-parameter is NaN.
         """
-        if self.later or _implementation(optimizer, group) != self._implementation:
+        if self.deferred or _implementation(rule) != self._implementation:
             return False
-        if not are_same_objects(group["params"], self._params):
+        if not are_same_objects(rule.group["params"], self._params):
             return False
-        self._read_numbers(optimizer, group)
+        self._rule = rule
+        self._read_numbers()
         return True
 
     def refresh(self) -> bool:
@@ -179,28 +138,155 @@ class Plan:
         for p in self._idle:
             if p.grad is not None:
                 return False
-        return all(map(_refresh, self.buckets))
+        return all(map(_refresh, self.rows))
 
-    def _read_numbers(self, optimizer: FusedOptimizer, group: Group) -> None:
-        numbers = optimizer._numbers(group)
+    def sums_of_squares(self) -> list[Tensor]:
+        """The squares of the elements of all gradients, each summed once."""
+        once = [deferred.planned for deferred in self.deferred if not deferred.is_repeated]
+        return [rows.sum_of_squares() for rows in (*self.rows, *once)]
+
+    def _read_numbers(self) -> None:
+        rule = self._rule
+        group, numbers = rule.group, rule.numbers()
         if math.isnan(sum(numbers.values())):  # a NaN among them, or two infinities
-            optimizer._check_numbers(group)
+            check_numbers(rule.optimizer, group)
         self.settings = Settings(numbers, -1.0 if group.get("maximize") else 1.0)
         hyper_parameters = [group[name] for name in group if name not in ("params", "param_names")]
         self.is_final = (
-            not self.later
-            and not optimizer._number_attributes
+            not self.deferred
+            and not rule.depends_on_optimizer
             and all(map(_is_unchanging, hyper_parameters))
         )
 
 
-def _implementation(optimizer: FusedOptimizer, group: Group) -> tuple[Any, ...]:
-    """What ``group`` says of how its step is to be computed, and the kernels that do."""
-    return (*map(group.get, OPTIONS), *optimizer._kernels(group))
+class StepPlan:
+    """The plans of all groups."""
+
+    def __init__(self) -> None:
+        """There is none yet."""
+        self.groups: list[GroupPlan] = []
+        self._state_seen: list[object] = []
+        """The keys and dicts of the state when last seen; a load or a reset makes new ones."""
+        self._seen: list[object] = []
+        """Those and what the groups held when the plans last fitted; empty if what they hold may
+        change in place."""
+
+    def update(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        rule_of: Callable[[Group], UpdateRule],
+    ) -> None:
+        """Make the plans fit the optimizer as it is now; no tensor of the user's is written.
+
+        Args:
+            state: of the optimizer.
+            groups: of the optimizer.
+            rule_of: gives the rule of a group.
+
+        Raises:
+            TypeError, ValueError, RuntimeError, KeyError: there is no plan for a parameter.
+        """
+        seen: list[object] = [*state, *state.values()]
+        for group in groups:  # in one list: short lists cost most of their time for being one
+            seen += group.values()
+            seen += group["params"]
+        known = self._seen
+        # are_same_objects, without its call.
+        is_same = len(seen) == len(known) and all(map(operator.is_, seen, known))
+        if is_same and all(map(_refresh, self.groups)):
+            return
+        self._seen = []
+        if self._revise(state, groups, rule_of) and all(plan.is_final for plan in self.groups):
+            self._seen = seen
+
+    def see_state(self, state: Mapping[Tensor, State]) -> None:
+        """Note the state that a step has made."""
+        if not self._state_seen:
+            self._state_seen = [*state, *state.values()]
+
+    def _revise(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        rule_of: Callable[[Group], UpdateRule],
+    ) -> bool:
+        """Replace those plans that do not fit; False if there were any, as they make state."""
+        if not are_same_objects([*state, *state.values()], self._state_seen):
+            self.groups, self._state_seen = [], []
+        all_fit = True
+        given_before: list[set[int]] = []
+        for i, group in enumerate(groups):
+            plan = self.groups[i] if i < len(self.groups) else None
+            rule = rule_of(group)
+            if plan is None or not (plan.fits(rule) and plan.refresh()):
+                all_fit = False
+                self._state_seen = []  # the step will make state
+                given_before = given_before or _given_before(groups)
+                self.groups[i : i + 1] = [_planned(rule, groups, given_before[i])]
+                if any(given_before):  # perhaps by this group now
+                    del self.groups[i + 1 :]
+        del self.groups[len(groups) :]
+        return all_fit
+
+
+def _planned(rule: UpdateRule, groups: Sequence[Group], given_before: set[int]) -> GroupPlan:
+    is_grad_enabled = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(False)
+        return GroupPlan(rule, groups, given_before)
+    finally:
+        set_grad_enabled(is_grad_enabled)
+
+
+def _given_before(groups: Sequence[Group]) -> list[set[int]]:
+    """For each group, the ids of its parameters that a group before it has too.
+
+    torch refuses to make such groups, but they may be edited.
+    """
+    met: set[int] = set()
+    repeated = []
+    for group in groups:
+        params = set(map(id, group["params"]))
+        repeated.append(params & met)
+        met |= params
+    return repeated
+
+
+def _itself(rows: Rows) -> Rows:
+    return rows
+
+
+def _candidates(groups: Sequence[Group], group: Group) -> list[Candidate]:
+    """The group's parameters that have a gradient."""
+    # The gradient is read once: another thread's zero_grad() may take it away.
+    found = [(p, p.grad, name) for p, name in named_params(groups, group)]
+    return [Candidate(p, grad, name) for p, grad, name in found if grad is not None]
+
+
+def _checked(rule: UpdateRule, candidate: Candidate) -> Candidate:
+    """The candidate, its gradient made dense if its state is.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: it cannot be updated.
+    """
+    check_candidate(rule.optimizer, candidate)
+    if rule.is_split(candidate.param):
+        check_half(rule.optimizer, candidate)
+    if candidate.grad.layout is not torch.strided:
+        rule.check_sparse(candidate)
+        if not can_update_rows(rule, candidate):
+            return candidate._replace(grad=candidate.grad.to_dense())
+    return candidate
+
+
+def _implementation(rule: UpdateRule) -> tuple[Any, ...]:
+    """The options and kernels by which a plan was made."""
+    return (*map(rule.group.get, OPTIONS), *rule.kernels)
 
 
 def _is_unchanging(value: object) -> bool:
-    """Whether a hyper-parameter is what it was while it is the same object: no tensor is."""
+    """Whether a hyper-parameter is the same while it is the same object: a tensor is not."""
     if isinstance(value, tuple):
         return all(map(_is_unchanging, value))
     return isinstance(value, _UNCHANGING)

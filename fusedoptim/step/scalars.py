@@ -1,17 +1,31 @@
-"""What gradients are multiplied by inside the kernels: sign, loss scale and clipping at once."""
+"""The numbers of a step: hyper-parameters, and what gradients are multiplied by.
+
+Sign, loss scale and clipping are one factor, which the kernels read from the device's memory.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusedoptim.step.rule import Numbers
+
+
+class Settings(NamedTuple):
+    """The numbers of one group while its hyper-parameters stay the same."""
+
+    numbers: Numbers
+    """The kernels' scalars and flags."""
+    sign: float
+    """Of the gradients: -1 to ascend."""
+
 
 @functools.cache
-def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of one element that nobody writes to."""
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
 
 
@@ -22,22 +36,23 @@ def grad_factor(
 
     Args:
         sign: -1 if the step is to ascend.
-        common: what all the optimizer's are; None is 1.
+        common: the factor of all the optimizer's gradients; None is 1.
         dtype: of the arithmetic.
         device: where the gradients are.
 
     Returns:
-        a tensor of one element there, which is the same one where ``common`` is None.
+        a tensor of one element on the device: where ``common`` is None, the same one every time,
+        which nobody writes to.
     """
     if common is None:
-        return constant(sign, dtype, device)
+        return _constant(sign, dtype, device)
     return (sign * common).to(device, dtype)
 
 
-def multiplier(
+def common_factor(
     grad_scale: Tensor | None, squares: Sequence[Tensor], max_norm: float | None, eps: float
 ) -> Tensor:
-    r"""What unscales the gradients and clips their norm.
+    r"""The factor that unscales the gradients and clips their norm.
 
     .. math::
         c = \frac{1}{s} \min\left(1, \frac{n_{max}}{\lVert g \rVert / s + \epsilon}\right)
@@ -49,7 +64,7 @@ def multiplier(
         eps: :math:`\epsilon`; torch's is :math:`10^{-6}`.
 
     Returns:
-        a 0-d tensor, computed where the first of its ingredients is, without waiting for it.
+        a 0-d tensor on the device of the first of these tensors, computed without waiting for it.
 
     Semantics: ``torch.amp.GradScaler.unscale_`` and ``torch.nn.utils.clip_grad_norm_``.
     """
@@ -60,9 +75,14 @@ def multiplier(
     if grad_scale is not None:
         result = result / grad_scale.to(device, dtype).reshape(())
     if max_norm is not None:
-        total = torch.zeros((), dtype=dtype, device=device)
-        for square in squares:
-            total = total + square.to(device, dtype)
-        norm = total.sqrt() * result
+        norm = _total(squares, dtype, device).sqrt() * result
         result = result * (max_norm / (norm + eps)).clamp(max=1.0)
     return result
+
+
+def _total(squares: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The sum over all parameters; over several processes, it would be reduced here."""
+    total = torch.zeros((), dtype=dtype, device=device)
+    for square in squares:
+        total = total + square.to(device, dtype)
+    return total

@@ -1,4 +1,4 @@
-"""The update of the rows that a sparse gradient touches, by the kernels that update whole tensors.
+"""A parameter with a sparse gradient: only the rows that the gradient touches are updated.
 
 To a kernel, each touched row of an embedding table is a tensor of its own: a row of the launch
 block. Rows that occur more than once in the gradient are summed first.
@@ -6,129 +6,123 @@ block. Rows that occur more than once in the gradient are summed first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import MutableMapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fusedoptim._torch_private import increment_version
 from fusedoptim.kernels.language import Role
-from fusedoptim.launch.backend import queue_of
-from fusedoptim.launch.table import Chunks, Indices, LaunchBlock, kernel_for, row_places
-from fusedoptim.step.dense import (
-    Numbers,
-    Recipe,
-    Settings,
-    check_shape,
-    check_whole,
-    state_tensor,
-    variant_of,
-)
-from fusedoptim.step.scalars import grad_factor
+from fusedoptim.launch.devices import queue_of
+from fusedoptim.launch.kernel import kernel_for
+from fusedoptim.launch.pipeline import Stage
+from fusedoptim.launch.table import Chunks, Indices, LaunchBlock, row_addresses
+from fusedoptim.step.checks import check_state_shape, check_state_whole
+from fusedoptim.step.commit import Submission
+from fusedoptim.step.rule import Candidate, UpdateRule
+from fusedoptim.step.scalars import Settings, grad_factor
 from fusedoptim.step.sparse_gradient import SparseGradient, row_numbers
-from fusedoptim.step.step_counts import KEY, StepCounts, Steps
-from fusedoptim.step.unchanged import (
-    DTYPES,
-    Candidate,
-    Group,
-    State,
-    facts_of,
-    increment_version,
-    is_lazy,
-)
+from fusedoptim.step.state import state_tensor, variant_of
+from fusedoptim.step.step_counts import KEY, StepCounts
+from fusedoptim.step.tensors import PARAM_DTYPES, State, memory_of
+from fusedoptim.step.unchanged import tensor_guards
 
-# A launch block is made for twice the rows that are needed first: making one for 10,000 rows takes
-# 0.4 ms, and the next gradient seldom touches as many rows as this one.
+# A launch block is made for twice the rows that are needed first: making one is expensive, and the
+# next gradient seldom touches as many rows as this one.
 _GROWTH = 2
 
 
-class SparseRecipe(Recipe, Protocol):
-    """What a sparse bucket asks the optimizer for."""
-
-    @property
-    def sparse_state(self) -> tuple[str, ...]:
-        """Names of the state that has only the rows that some gradient touched."""
-
-
-class _Rows(NamedTuple):
+class _Block(NamedTuple):
     """A launch block for rows of one width, and how they are cut."""
 
     block: LaunchBlock
     chunks: Chunks
     width: int
 
-    def fit(self, rows: int, width: int) -> bool:
-        """Whether there are that many rows of this width."""
+    def fits(self, rows: int, width: int) -> bool:
+        """Whether it has that many rows of this width."""
         return rows <= len(self.chunks.numels) and width == self.width
 
 
-class SparseBucket:
+class _FirstRows(NamedTuple):
+    """A stage that launches the first rows of a block."""
+
+    block: LaunchBlock
+    rows: int
+
+    @property
+    def in_flight(self) -> bool:
+        return self.block.in_flight
+
+    def launch(self, events: list[object]) -> None:
+        self.block.launch(events, self.rows)
+
+    def wait(self) -> None:
+        self.block.wait()
+
+
+def can_update_rows(rule: UpdateRule, candidate: Candidate) -> bool:
+    """Whether the rows of a sparse gradient can be updated alone.
+
+    The gradient must have rows. Where state that sparse gradients make sparse is dense, all rows
+    have state, so all must be updated.
+    """
+    state = rule.states.get(candidate.param, {})
+    dense = [
+        name
+        for name in rule.sparse_state
+        if state.get(name) is not None and state[name].layout is torch.strided
+    ]
+    return candidate.grad.sparse_dim() > 0 and not dense
+
+
+class SparseRows:
     """One parameter with a sparse gradient, and its state."""
 
-    @staticmethod
-    def takes(recipe: SparseRecipe, candidate: Candidate, states: Mapping[Tensor, State]) -> bool:
-        """Whether rows can be updated by themselves: the gradient has some, and the state.
+    fresh: Sequence[bool] | None = None
+    """See :class:`fusedoptim.step.rows.Rows`."""
 
-        Dense state of a kind that sparse gradients make sparse has all rows, so all are updated.
-        """
-        state = states.get(candidate.param, {})
-        dense = [
-            name
-            for name in recipe.sparse_state
-            if state.get(name) is not None and state[name].layout is torch.strided
-        ]
-        return candidate.grad.sparse_dim() > 0 and not dense
-
-    def __init__(
-        self, recipe: SparseRecipe, candidate: Candidate, states: Mapping[Tensor, State]
-    ) -> None:
+    def __init__(self, rule: UpdateRule, candidate: Candidate) -> None:
         """Find or make the state; nothing that the user holds is written to.
 
         Args:
-            recipe: what the optimizer wants done.
-            candidate: a parameter that passed its checks, and for which :meth:`takes` is true.
-            states: the optimizer's.
+            rule: of the group.
+            candidate: a parameter that passed its checks, and for which :func:`can_update_rows`.
         """
-        self._param = candidate.param
-        self._facts = facts_of([candidate.param])
-        self._target = self._param.detach()
-        if not self._param.is_contiguous() or is_lazy(self._param):
-            self._target = torch.empty(
-                self._param.shape, dtype=self._param.dtype, device=self._param.device
-            )
-        self.copies = self._target.data_ptr() != self._param.data_ptr()
-        """Whether a launch updates a copy of the parameter, made as it starts."""
-        self._components = 2 if candidate.param.is_complex() else 1
-        self.device = candidate.param.device
-        (kernel,) = recipe.kernels
-        self._kernel = kernel_for(queue_of(self.device), kernel, variant_of(recipe, self._param))
-        dtype, self._state_dtype = DTYPES[self._param.dtype]
-        self.real = torch.float64 if dtype == "f64" else torch.float32
-        row = self._kernel.module.row
+        self._rule = rule
+        self._param = param = candidate.param
+        self._guards = tensor_guards([param])
+        self._target = memory_of(param, contiguous=True).detach()
+        self.copies = self._target.data_ptr() != param.data_ptr()
+        """Whether an update works on a copy of the parameter, made when it begins."""
+        dtype = PARAM_DTYPES[param.dtype]
+        self._components, self._arithmetic = dtype.components, dtype.arithmetic
+        self._state_dtype = dtype.state
+        (kernel,) = rule.kernels
+        self._kernel = kernel_for(queue_of(param.device), kernel, variant_of(rule, param))
+        row = self._kernel.layout.row
         names = [name for name, role in row if role in (Role.STATE, Role.TRAIL)]
-        self._held = held = states.get(self._param, {})
-        self._steps = (
-            StepCounts([held]) if any(role is Role.ROW_SCALAR for _, role in row) else None
-        )
-        check_whole(recipe, candidate.name, held, names if self._steps is None else [*names, KEY])
+        self._held = held = rule.states.get(param, {})
+        has_steps = any(role is Role.ROW_SCALAR for _, role in row)
+        self._steps = StepCounts([held]) if has_steps else None
+        check_state_whole(rule, candidate.name, held, [*names, KEY] if has_steps else names)
         self._dense = {
-            name: state_tensor(recipe, candidate.name, name, held, self._target, self._state_dtype)
+            name: state_tensor(rule, candidate.name, name, held, self._target, dtype.state)
             for name in names
-            if name not in recipe.sparse_state
+            if name not in rule.sparse_state
         }
         self._sparse: dict[str, Tensor | None] = {
-            name: held.get(name) for name in names if name in recipe.sparse_state
+            name: held.get(name) for name in names if name in rule.sparse_state
         }
         for name, buffer in self._sparse.items():
             if buffer is not None:
-                check_shape(recipe, candidate.name, name, buffer, self._param.shape)
-        self._dense_facts = facts_of(list(self._dense.values())) if self._dense else None
+                check_state_shape(rule, candidate.name, name, buffer, param.shape)
+        self._dense_guards = tensor_guards(list(self._dense.values())) if self._dense else None
         self._row_flags = [name for name, role in row if role is Role.ROW_FLAG]
-        self.fresh: Sequence[bool] | None = None
-        self._laid_out: _Rows | None = None
-        self._events: list[Any] = []
-        self._has_no_rows = False
+        self._laid_out: _Block | None = None
+        self._submission = Submission(self._kernel.backend.runs_on_host)
         self._is_committed = False
         self._read_gradient(candidate.grad)
 
@@ -143,7 +137,7 @@ class SparseBucket:
         self._grad = SparseGradient(grad)
 
     def refresh(self) -> bool:
-        """Take this step's gradient; False if anything is not as it was when checked."""
+        """See :class:`fusedoptim.step.rows.Rows`."""
         param, grad = self._param, self._param.grad
         state = {**self._dense, **self._sparse}
         if (
@@ -151,11 +145,11 @@ class SparseBucket:
             or grad is None
             or grad.layout is not torch.sparse_coo
             or (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device)
-            or not self._facts.check(param)
+            or not self._guards.check(param)
             or not (self.copies or self._target.data_ptr() == param.data_ptr())
-            or queue_of(self.device) is not self._kernel.queue
+            or queue_of(param.device) is not self._kernel.queue
             or any(self._held.get(name) is not tensor for name, tensor in state.items())
-            or not (self._dense_facts is None or self._dense_facts.check(*self._dense.values()))
+            or not (self._dense_guards is None or self._dense_guards.check(*self._dense.values()))
             or not (self._steps is None or self._steps.are_held_by([self._held]))
         ):
             return False
@@ -163,17 +157,12 @@ class SparseBucket:
         return True
 
     def sum_of_squares(self) -> Tensor:
-        """The squares of the gradient's elements, summed."""
-        return self._grad.sum_of_squares(self.real)
+        """See :class:`fusedoptim.step.rows.Rows`."""
+        return self._grad.sum_of_squares(self._arithmetic)
 
-    def launch(
-        self,
-        settings: Settings,
-        common: Tensor | None,
-        row_numbers: Callable[[Group, Steps], Numbers],
-        group: Group,
-    ) -> None:
-        """Start the update; see :meth:`fusedoptim.step.dense.Bucket.launch`."""
+    def submit(self, settings: Settings, common: Tensor | None) -> None:
+        """See :class:`fusedoptim.step.rows.Rows`."""
+        device = self._param.device
         if self.copies:
             self._target.copy_(self._param.detach())
         fresh = self._gather_sparse_state()
@@ -181,14 +170,15 @@ class SparseBucket:
         for flag in self._row_flags:
             block.write(flag, fresh, count)
         if self._steps is not None:
-            for column, values in row_numbers(group, self._steps.next()).items():
+            by_row = self._rule.row_numbers(settings.numbers, self._steps.next())
+            for column, values in by_row.items():
                 block.write(column, values, count)
         # Kept until the launch has ended.
-        self._grad_factor = factor = grad_factor(settings.sign, common, self.real, self.device)
+        self._grad_factor = factor = grad_factor(settings.sign, common, self._arithmetic, device)
         head = {**settings.numbers, "grad_factor": factor.data_ptr()}
         block.write_head(self._kernel.in_order(head))
-        self._has_no_rows = count == 0
-        block.launch(self._events, count)
+        stages: list[Stage] = [_FirstRows(block, count)] if count else []
+        self._submission.submit(stages)
         increment_version([self._param])
 
     def _gather_sparse_state(self) -> bool:
@@ -216,10 +206,10 @@ class SparseBucket:
         self._no_grad = grad.values.new_zeros(grad.values.shape[1:])
         grad_places = grad.places
         if len(rows) > len(grad_places):
-            grad_places = np.full(len(rows), row_places(self._no_grad[None])[0], dtype=np.int64)
+            grad_places = np.full(len(rows), row_addresses(self._no_grad[None])[0], dtype=np.int64)
             grad_places[np.searchsorted(rows, grad.rows)] = grad.places
 
-        block, chunks, _ = self._rows_for(len(rows), self._no_grad.numel() * self._components)
+        block, chunks, _ = self._block_for(len(rows), self._no_grad.numel() * self._components)
         count = int(chunks.counts[: len(rows)].sum())
 
         def write(column: str, array: Tensor, places: Indices) -> None:
@@ -230,15 +220,15 @@ class SparseBucket:
 
         write("grad", grad.values, grad_places)
         for name, array in {"param": self._target, **self._dense}.items():
-            write(name, array, row_places(array, rows, grad.sparse_dim))
+            write(name, array, row_addresses(array, rows, grad.sparse_dim))
         for name, array in self._new.items():
-            write(name, array, row_places(array))
+            write(name, array, row_addresses(array))
         return block, count
 
-    def _rows_for(self, rows: int, width: int) -> _Rows:
-        if self._laid_out is None or not self._laid_out.fit(rows, width):
+    def _block_for(self, rows: int, width: int) -> _Block:
+        if self._laid_out is None or not self._laid_out.fits(rows, width):
             chunks = Chunks([width] * (_GROWTH * rows), self._kernel.shape.chunk)
-            self._laid_out = _Rows(LaunchBlock(self._kernel, chunks.lengths), chunks, width)
+            self._laid_out = _Block(LaunchBlock(self._kernel, chunks.lengths), chunks, width)
         return self._laid_out
 
     def _of_rows(self, rows: Indices, values: Tensor) -> Tensor:
@@ -246,18 +236,17 @@ class SparseBucket:
         shape = self._param.shape
         indices = np.stack(np.unravel_index(rows, shape[: self._grad.sparse_dim]))
         return torch.sparse_coo_tensor(
-            torch.from_numpy(indices).to(self.device),
+            torch.from_numpy(indices).to(self._param.device),
             values,
             shape,
             is_coalesced=True,
             check_invariants=False,
         )
 
-    def finish(self, states: MutableMapping[Tensor, State]) -> None:
-        """See :meth:`fusedoptim.step.dense.Bucket.finish`."""
-        if self._laid_out is None or not (self._events or self._has_no_rows):
+    def commit(self, states: MutableMapping[Tensor, State]) -> None:
+        """See :class:`fusedoptim.step.rows.Rows`."""
+        if not self._submission.complete():
             return
-        self._laid_out.block.wait_on_host()
         if self.copies:
             self._param.detach().copy_(self._target)
         made: State = dict(self._dense)
@@ -271,8 +260,7 @@ class SparseBucket:
             self._held.update(made)
         self._sparse = {name: made[name] for name in self._sparse}
         self._is_committed = True
-        self._events = []
-        self._has_no_rows = False
+        self._submission.close()
 
 
 def _spread(values: Tensor, numbers: Indices, among: Indices) -> Tensor:

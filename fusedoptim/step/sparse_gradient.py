@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim.launch.table import Indices, row_places
+from fusedoptim.launch.table import Indices, row_addresses
 
 
 class SparseGradient:
@@ -34,14 +34,14 @@ class SparseGradient:
         if (numbers[1:] > numbers[:-1]).all():
             self.rows = numbers
             """Numbers of the rows, in rising order."""
-            self.places = row_places(self.values)
+            self.places = row_addresses(self.values)
             """The address of each row's gradient."""
             return
         order = stable_order(numbers)
         numbers = numbers[order]
         firsts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
         self.rows = numbers[firsts]
-        self.places = row_places(self.values, order[firsts])
+        self.places = row_addresses(self.values, order[firsts])
         if len(firsts) < len(numbers):
             self._sum_repeated(order, firsts)
 
@@ -63,7 +63,7 @@ class SparseGradient:
             mode="sum",
         ).reshape(len(starts), *values.shape[1:])
         self._sums = torch.view_as_complex(sums) if is_complex else sums
-        self.places[occurs_again] = row_places(self._sums)
+        self.places[occurs_again] = row_addresses(self._sums)
 
     def sum_of_squares(self, dtype: torch.dtype) -> Tensor:
         """The squares of the elements, repeated rows summed first, added up in ``dtype``."""

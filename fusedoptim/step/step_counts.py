@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim.step.unchanged import State
+from fusedoptim.step.tensors import State
 
 KEY = "step"
 Steps = np.ndarray[Any, np.dtype[np.float64]] | np.float64
@@ -56,4 +56,4 @@ class StepCounts:
 
     def count_up(self) -> None:
         """Count the step that :meth:`next` was asked of; once, however often this is called."""
-        np.copyto(self._packed.numpy(), self._next)
+        self._packed.numpy()[...] = self._next

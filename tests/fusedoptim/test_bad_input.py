@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fusedoptim
-from fusedoptim.launch import modules, table
+from fusedoptim.launch import kernel, modules
 from tests.fusedoptim.helpers import assert_same_state, snapshot
 from tests.optimizer_cases import CASES, OptimizerCase, configuration_id
 
@@ -194,7 +194,7 @@ class TestCompiledKernels:
     def _forget() -> None:
         modules.load_module.cache_clear()
         modules._manifest.cache_clear()
-        table.kernel_for.cache_clear()
+        kernel.kernel_for.cache_clear()
 
     @staticmethod
     def _assert_refused(case: OptimizerCase, message: str) -> None:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusedoptim.launch.table import LaunchBlock
 from fusedoptim.step import dense
-from fusedoptim.step.dense import Bucket
+from fusedoptim.step.dense import DenseRows
 from tests.fusedoptim.helpers import (
     LAYOUTS,
     SideBySide,
@@ -827,9 +827,9 @@ class TestLaunches:
         self, case: OptimizerCase, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         built = []
-        init = Bucket.__init__
+        init = DenseRows.__init__
         monkeypatch.setattr(
-            Bucket, "__init__", lambda self, *args: (built.append(self), init(self, *args))[1]
+            DenseRows, "__init__", lambda self, *args: (built.append(self), init(self, *args))[1]
         )
         pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
         for _ in range(5):

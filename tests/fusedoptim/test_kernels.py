@@ -57,7 +57,7 @@ class TestInterpreted:
             lr=0.1,
             weight_decay=0.0,
             momentum=0.9,
-            undampened=0.5,
+            one_minus_dampening=0.5,
             nesterov=1,
         )
         expected = -grad if fresh else 0.9 * buffer - 0.5 * grad
@@ -98,11 +98,11 @@ class TestInterpreted:
             step_size=0.1,
             root_correction=2.0,
             grad_factor=0.5,
-            shrink=0.9,
+            decay_factor=0.9,
             weight_decay=0.2,
-            gain1=0.3,
+            one_minus_beta1=0.3,
             beta2=0.6,
-            gain2=0.4,
+            one_minus_beta2=0.4,
             eps=1e-3,
         )
         g = 0.5 * grad + 0.2 * 0.9 * theta
@@ -124,7 +124,7 @@ class TestInterpreted:
         both = {
             "average_correction": 3.0,
             "root_correction": 2.0,
-            "shrink": 0.9,
+            "decay_factor": 0.9,
             "weight_decay": 0.2,
             "eps": 1e-3,
         }
@@ -136,9 +136,9 @@ class TestInterpreted:
             exp_avg_sq,
             grad_factor=-0.5,
             beta1=0.7,
-            gain1=0.3,
+            beta3=0.3,
             beta2=0.6,
-            gain2=0.4,
+            one_minus_beta2=0.4,
             **both,
         )
         m = 0.7 * m - 0.3 * 0.5 * grad
@@ -264,8 +264,8 @@ class TestValidate:
 def test_module_for_each_dtype(kernel: str, dtype: str) -> None:
     module = load_module(kernel, dtype)
     assert (kernel, module.dtype) in shipped()
-    of_parameter = {Role.PARAM, Role.STORAGE}.intersection(role for _, role in module.arguments)
-    if of_parameter == {Role.STORAGE} and dtype == "split":
+    of_parameter = {Role.PARAM, Role.GRAD}.intersection(role for _, role in module.arguments)
+    if of_parameter == {Role.GRAD} and dtype == "split":
         assert module.dtype == "bf16"  # what the gradients of a split parameter are
     elif of_parameter:
         assert module.dtype == dtype

@@ -13,7 +13,8 @@ from torch.nn import Parameter
 
 from fusedoptim import FusedSGD
 from fusedoptim.allocator import queue
-from fusedoptim.launch.table import kernel_for
+from fusedoptim.launch.cpu import CPU
+from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.step import dense
 
 
@@ -218,9 +219,7 @@ def test_one_optimizer_in_two_threads() -> None:
 
 def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a step does not wait; dropping its block does. The CPU stands for the GPU here."""
-    kernel = kernel_for(queue("cpu"), "sgd", "f32")
-    monkeypatch.setattr(kernel, "on_host", False)
-    monkeypatch.setattr(dense, "queue_of", lambda device: kernel.queue)
+    monkeypatch.setattr(CPU, "runs_on_host", False)
     params = [Parameter(torch.zeros(100_000)) for _ in range(100)]
     for p in params:
         p.grad = torch.ones_like(p)

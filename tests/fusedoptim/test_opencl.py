@@ -16,13 +16,13 @@ from torch.nn import Parameter
 
 from fusedoptim import FusedSGD
 from fusedoptim.allocator import queue
-from fusedoptim.launch import opencl, table
-from fusedoptim.launch.launchers import OpenCLLauncher, SyclLauncher
+from fusedoptim.launch import cpu, opencl
+from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.modules import load_module
-from fusedoptim.launch.opencl import Driver, driver_of
+from fusedoptim.launch.opencl import Driver, OpenCLLauncher, driver_of
 from fusedoptim.launch.progress import Progress
-from fusedoptim.launch.sycl import BuildError
-from fusedoptim.launch.table import LaunchBlock, kernel_for
+from fusedoptim.launch.sycl import BuildError, SyclLauncher
+from fusedoptim.launch.table import LaunchBlock
 from fusedoptim.raw import RawKernel
 from fusedoptim.step import dense
 from tests.fusedoptim.helpers import SideBySide, make_params
@@ -284,7 +284,7 @@ def test_end_that_is_seen_between_note_and_submission(
 def by_sycl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels are built and launched as on a GPU."""
     kernel_for.cache_clear()
-    monkeypatch.setattr(table, "driver_of", lambda device: None)
+    monkeypatch.setattr(cpu, "driver_of", lambda device: None)
     yield
     kernel_for.cache_clear()
 

@@ -117,14 +117,14 @@ def test_memory_swapped_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch)
     p = Parameter(torch.zeros(100))
     optimizer = FusedSGD([p], lr=1.0, momentum=0.5)
     p.grad = torch.ones(100)
-    commit = dense.Bucket._commit
+    commit = dense.DenseRows._add_state
 
     def swap(self: Any, *arguments: Any) -> None:
         p.data = torch.full((100,), 7.0)
         commit(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dense.Bucket, "_commit", swap)
+        patch.setattr(dense.DenseRows, "_add_state", swap)
         optimizer.step()
     optimizer.step()
     assert p.unique().tolist() == [5.5]
