@@ -85,6 +85,7 @@ class _GroupRule(NamedTuple):
     owner: FusedOptimizer
     group: Group
     kernels: tuple[str, ...]
+    row_numbers: Callable[[Numbers, Steps], dict[str, Steps]]
 
     @property
     def optimizer(self) -> str:
@@ -111,9 +112,6 @@ class _GroupRule(NamedTuple):
 
     def numbers(self) -> Numbers:
         return self.owner._numbers(self.group)
-
-    def row_numbers(self, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
-        return self.owner._row_numbers(self.group, numbers, steps)
 
     def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         return self.owner._initial_state(self.group, name, target, dtype)
@@ -153,6 +151,8 @@ class FusedOptimizer(Optimizer):
     """While a checkpoint is loaded: each parameter's state in it, and the trail that it has."""
     _number_attributes: ClassVar[tuple[str, ...]] = ()
     """Attributes of the optimizer on which its numbers depend."""
+    _before_launch: Callable[[], None] | None = None
+    """What a subclass does once all checks have passed, before anything is launched."""
     _plan: StepPlan
 
     def __init__(
@@ -251,15 +251,15 @@ class FusedOptimizer(Optimizer):
                 [square for plan in plans for square in plan.sums_of_squares()] if clips else []
             )
             common = common_factor(grad_scale, squares, self.max_grad_norm, self._clip_eps)
-        self._before_launch()
+        if self._before_launch is not None:
+            self._before_launch()
         commit.run(plans, common, state)
-        self._plan.see_state(state)
+        if not self._plan.state_seen:
+            self._plan.see_state(state)
 
     def _rule(self, group: Group) -> _GroupRule:
-        return _GroupRule(self, group, self._kernels(group))
-
-    def _before_launch(self) -> None:
-        """What a subclass does once all checks have passed, before anything is launched."""
+        row_numbers = functools.partial(self._row_numbers, group)  # without a call of its own
+        return _GroupRule(self, group, self._kernels(group), row_numbers)
 
     def _forget_plans(self) -> None:
         with self._lock:

@@ -29,8 +29,8 @@ class Stage(Protocol):
     """
 
     @property
-    def in_flight(self) -> bool:
-        """Whether it may still be running."""
+    def pending(self) -> Sequence[Any]:
+        """Its events, of which the last may not have happened; empty if all have."""
 
     def launch(self, events: list[Any]) -> None:
         """Submit it, and append its event to ``events`` in the same C call."""
@@ -53,8 +53,9 @@ class Pipeline:
         self._blocks: list[LaunchBlock] = []
         self._with_column: dict[str, list[LaunchBlock]] = {}
         self._chunks = chunks
-        is_few = len(chunks.owner) <= _FEW
-        self._few = list(zip(chunks.owner.tolist(), chunks.start.tolist())) if is_few else None
+        self._is_few = len(chunks.owner) <= _FEW
+        self._few_words: dict[str, list[tuple[LaunchBlock, list[tuple[int, int, int]]]]] = {}
+        """For each column, in each block: word, tensor and element of every chunk."""
         real = getattr(torch, kernels[0].module.arithmetic)
         self.sums: Tensor | None = None
         """What a kernel has summed over each chunk: a row for each chunk, and an unused one."""
@@ -89,12 +90,11 @@ class Pipeline:
 
         Args:
             column: the argument.
-            values: one for all chunks, or an array with one for each tensor.
+            values: an array with a number for each tensor, or a numpy scalar for all.
         """
-        if np.ndim(values):
-            values = values[self._chunks.owner]
+        by_chunk = values[self._chunks.owner] if values.ndim else values
         for block in self._with_column[column]:
-            block.write(column, values)
+            block.write(column, by_chunk)
 
     def write_addresses(self, column: str, addresses: Sequence[int], width: int) -> None:
         """Point one argument of every chunk to its elements, in each kernel that has it.
@@ -104,20 +104,29 @@ class Pipeline:
             addresses: of each tensor.
             width: bytes of an element.
         """
-        if self._few is None:
+        if not self._is_few:
             base = np.array(addresses, dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
             places = base[self._chunks.owner] + self._chunks.start * width
             for block in self._with_column[column]:
                 block.write(column, places)
             return
-        for block in self._with_column[column]:
-            if block.in_flight:
+        if column not in self._few_words:
+            self._few_words[column] = self._words_of(column)
+        for block, chunks in self._few_words[column]:
+            if block.pending:
                 block.wait()
-            layout, words = block.kernel.layout, block.words
-            word = layout.word_in_row(column)
-            for tensor, start in self._few:
-                words[word] = addresses[tensor] + start * width
-                word += layout.row_words
+            for word, tensor, start in chunks:
+                block.words[word] = addresses[tensor] + start * width
+
+    def _words_of(self, column: str) -> list[tuple[LaunchBlock, list[tuple[int, int, int]]]]:
+        owners, starts = self._chunks.owner.tolist(), self._chunks.start.tolist()
+        found = []
+        for block in self._with_column[column]:
+            layout = block.kernel.layout
+            first = layout.word_in_row(column)
+            words = range(first, first + block.rows * layout.row_words, layout.row_words)
+            found.append((block, list(zip(words, owners, starts))))
+        return found
 
     def write_head(self, values: dict[str, Any]) -> None:
         """Set the arguments that all chunks share."""

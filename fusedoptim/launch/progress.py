@@ -18,7 +18,7 @@ class Progress:
 
     def __init__(self) -> None:
         """Nothing was submitted."""
-        self._latest = self._ended = object()
+        self.latest = self.ended = object()
 
     def submit(self) -> None:
         """Note that something is about to be submitted; and, afterwards, that it was.
@@ -26,19 +26,19 @@ class Progress:
         Once is too little: between the note and the submission another thread may see the end of
         all before it.
         """
-        self._latest = object()
+        self.latest = object()
 
     def wait(self, by: Callable[[], object]) -> None:
         """Have ``by`` wait for all that was submitted until now, unless all has ended."""
-        latest = self._latest
-        if latest is not self._ended:
+        latest = self.latest
+        if latest is not self.ended:
             by()
-            self._ended = latest
+            self.ended = latest
 
     @property
     def is_idle(self) -> bool:
         """Whether all that was submitted is known to have ended."""
-        return self._latest is self._ended
+        return self.latest is self.ended
 
 
 class Unwaited:

@@ -77,8 +77,8 @@ class LaunchBlock:
         """
         self.kernel = kernel
         self.rows = len(lengths)
-        self._events: Sequence[Any] = ()
-        """Of the latest launches, of which the last may not have ended; empty if all have."""
+        self.pending: Sequence[Any] = ()
+        """Events of launches, of which the last may not have ended; empty if all have."""
         self._head_values: tuple[float, ...] = ()
         layout = kernel.layout
         head, columns = layout.head_bytes, layout.row_words
@@ -113,11 +113,6 @@ class LaunchBlock:
         self._first_row = address + head
         self._launcher = kernel.new_launcher()
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether a launch may still be reading the block."""
-        return bool(self._events)
-
     def write_head(self, values: tuple[float, ...]) -> None:
         """Set the launch's scalars, flags and addresses, in the kernel's order."""
         if values != self._head_values:
@@ -130,7 +125,7 @@ class LaunchBlock:
 
     def write(self, column: str, values: Any, rows: int | None = None) -> None:
         """Set one argument of every row, or of the first ``rows``: one value, or one for each."""
-        if self._events:
+        if self.pending:
             self.wait()
         self._column[column][:rows] = values
 
@@ -149,24 +144,24 @@ class LaunchBlock:
             self.wait()
             self._header[self._row_count] = rows
         events = [] if events is None else events
-        self._events = events
+        self.pending = events
         items = -(-rows // self._rows_per_group) * self.kernel.shape.lanes
         elements = self._elements * rows // self.rows
         if not self._launcher.submit(self._first_row, items, elements, events):
-            self._events = ()
+            self.pending = ()
 
     def wait_on_host(self) -> None:
         """Where kernels write host memory, return when the kernel has ended."""
-        if self._events and self.kernel.backend.runs_on_host:
+        if self.pending and self.kernel.backend.runs_on_host:
             self.wait()
 
     def wait(self) -> None:
         """Return when the kernel has ended."""
-        if self._events:
-            self._launcher.wait(self._events[-1])
-            self._events = ()
+        if self.pending:
+            self._launcher.wait(self.pending[-1])
+            self.pending = ()
 
     def __del__(self) -> None:
         # A kernel may still read the block's memory. In a forked child there is none to wait for.
-        if getattr(self, "_events", ()) and not is_forked():
+        if getattr(self, "pending", ()) and not is_forked():
             self.wait()

@@ -32,33 +32,29 @@ class Submission:
         """``waits`` says whether a commit must wait until the kernels have ended."""
         self._waits = waits
         self._stages: Sequence[Stage] = ()
-        self._events: list[Any] | None = None
-        """Of the stages submitted so far; None between two updates."""
+        self.events: list[Any] | None = None
+        """Of the stages submitted so far; None before an update and once it is committed."""
 
     def submit(self, stages: Sequence[Stage]) -> None:
         """Submit the stages in order."""
         self._stages = stages
         events: list[Any] = []
-        self._events = events
+        self.events = events
         for stage in stages:
             stage.launch(events)
 
     def complete(self) -> bool:
         """Submit what is missing, and wait; False if the update has not begun."""
-        events, stages = self._events, self._stages
+        events, stages = self.events, self._stages
         if events is None or (stages and not events):
             return False
         for stage in stages[len(events) :]:
             stage.launch(events)
         if self._waits:
             for stage in stages:
-                if stage.in_flight:
+                if stage.pending:
                     stage.wait()
         return True
-
-    def close(self) -> None:
-        """Note that the update is committed."""
-        self._events = None
 
 
 def run(
@@ -71,34 +67,24 @@ def run(
         common: the factor of all the optimizer's gradients; None is 1.
         states: the optimizer's.
     """
-    submitted: list[Rows] = []
+    submitted: list[Rows] = []  # each is in it from just before it starts
     try:
         try:
-            _submit_all(plans, common, states, submitted)
+            for plan in plans:
+                for rows in plan.together:
+                    submitted.append(rows)
+                    rows.submit(plan.settings, common)
+                for next_rows in plan.in_turn:
+                    _commit_all(submitted, states)  # what follows is made from what these updated
+                    rows = next_rows()
+                    submitted.append(rows)
+                    rows.submit(plan.settings, common)
+                    _commit_all(submitted, states)
         finally:
             _commit_all(submitted, states)
     except BaseException:
         _commit_all(submitted, states)  # an interrupt may have kept it from some of them
         raise
-
-
-def _submit_all(
-    plans: Sequence[OrderedRows],
-    common: Tensor | None,
-    states: MutableMapping[Tensor, State],
-    submitted: list[Rows],
-) -> None:
-    """Start all updates; each is one of the ``submitted`` from just before it starts."""
-    for plan in plans:
-        for rows in plan.together:
-            submitted.append(rows)
-            rows.submit(plan.settings, common)
-        for next_rows in plan.in_turn:
-            _commit_all(submitted, states)  # what follows is made from what these have updated
-            rows = next_rows()
-            submitted.append(rows)
-            rows.submit(plan.settings, common)
-            _commit_all(submitted, states)
 
 
 def _commit_all(submitted: Sequence[Rows], states: MutableMapping[Tensor, State]) -> None:

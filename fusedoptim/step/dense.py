@@ -101,6 +101,8 @@ class DenseRows:
         self._grad_width = param_width
         self._pipeline = Pipeline(kernels, chunks, self._device)
         self._norm: Pipeline | None = None
+        self._read_gradients = [self._pipeline]
+        """The pipelines that read the gradients."""
         addresses = [a for run in self._runs for a in run.addresses]
         self._pipeline.write_addresses("param", addresses, param_width)
         for name in names:
@@ -109,23 +111,22 @@ class DenseRows:
             self._pipeline.write_addresses(name, addresses, width)
         for flag in self._row_flags:
             self._pipeline.write(flag, np.array(self.fresh, dtype=np.int64))
-        self._grad_addresses: list[int] = []
         self._written: list[list[int]] = []
         """The gradients' addresses that the launch blocks hold; empty if unknown."""
         self._settings: Settings | None = None
         """What the head was written for, if it holds for more than a step."""
         self._submission = Submission(self._backend.runs_on_host)
-        self._write_gradients(list(map(_grad_addresses, self._runs)))
+        self._write_gradients()
 
     def _by_run(self, states: Sequence[State]) -> Iterator[Sequence[State]]:
         return (states[i : i + RUN] for i in range(0, len(states), RUN))
 
-    def _write_gradients(self, by_run: list[list[int]]) -> None:
+    def _write_gradients(self) -> None:
+        by_run = list(map(_grad_addresses, self._runs))
         self._written = []
-        self._grad_addresses = addresses = list(itertools.chain.from_iterable(by_run))
-        self._pipeline.write_addresses("grad", addresses, self._grad_width)
-        if self._norm is not None:
-            self._norm.write_addresses("grad", addresses, self._grad_width)
+        addresses = list(itertools.chain.from_iterable(by_run))
+        for pipeline in self._read_gradients:
+            pipeline.write_addresses("grad", addresses, self._grad_width)
         self._written = by_run
 
     def refresh(self) -> bool:
@@ -139,9 +140,8 @@ class DenseRows:
         for run in self._runs:
             if not run.refresh():
                 return False
-        addresses = list(map(_grad_addresses, self._runs))
-        if addresses != self._written:
-            self._write_gradients(addresses)
+        if list(map(_grad_addresses, self._runs)) != self._written:
+            self._write_gradients()
         return True
 
     def sum_of_squares(self) -> Tensor:
@@ -150,7 +150,8 @@ class DenseRows:
         if norm is None:
             kernel = kernel_for(self._queue, "sum_of_squares", self._variant)
             norm = Pipeline([kernel], self._chunks, self._device)
-            norm.write_addresses("grad", self._grad_addresses, self._grad_width)
+            self._read_gradients.append(norm)
+            self._write_gradients()
             self._norm = norm
         for stage in norm.stages:
             stage.launch([])
@@ -188,8 +189,8 @@ class DenseRows:
         for param, target in self._copied:
             param.detach().copy_(target)
         for run in self._runs:
-            run.release()
-        self._submission.close()
+            run.held = []
+        self._submission.events = None
 
     def _add_state(self, states: MutableMapping[Tensor, State], made: list[State]) -> None:
         if self._steps is not None:
@@ -203,5 +204,5 @@ class DenseRows:
                 run.states = held
         if any(self.fresh or ()):
             for flag in self._row_flags:
-                self._pipeline.write(flag, 0)
+                self._pipeline.write(flag, np.int64(0))
         self._uncommitted = None

@@ -82,7 +82,8 @@ class GroupPlan:
         self._params = list(rule.group["params"])
         found = _candidates(groups, rule.group)
         with_gradient = {id(candidate.param) for candidate in found}
-        self._idle = [p for p in self._params if id(p) not in with_gradient]
+        self.idle = [p for p in self._params if id(p) not in with_gradient]
+        """Parameters without a gradient."""
         candidates = [_checked(rule, candidate) for candidate in found]
         self.rows: list[Rows] = []
         """Those that can be updated in any order."""
@@ -120,7 +121,7 @@ class GroupPlan:
                 self.deferred.append(DeferredUpdate(update, rows, is_repeated, fresh))
 
     def fits(self, rule: UpdateRule) -> bool:
-        """Read the group's numbers; False if the plan does not fit the group.
+        """Read the group's numbers; False if the plan does not fit the group as it is.
 
         Raises:
             ValueError: a hyper-parameter is NaN.
@@ -135,10 +136,7 @@ class GroupPlan:
 
     def refresh(self) -> bool:
         """Take this step's gradients; False if the plan does not fit them."""
-        for p in self._idle:
-            if p.grad is not None:
-                return False
-        return all(map(_refresh, self.rows))
+        return _are_idle(self.idle) and all(map(_refresh, self.rows))
 
     def sums_of_squares(self) -> list[Tensor]:
         """The squares of the elements of all gradients, each summed once."""
@@ -165,11 +163,14 @@ class StepPlan:
     def __init__(self) -> None:
         """There is none yet."""
         self.groups: list[GroupPlan] = []
-        self._state_seen: list[object] = []
+        self.state_seen: list[object] = []
         """The keys and dicts of the state when last seen; a load or a reset makes new ones."""
         self._seen: list[object] = []
         """Those and what the groups held when the plans last fitted; empty if what they hold may
         change in place."""
+        self._idle: list[Tensor] = []
+        self._rows: list[Rows] = []
+        """Of all groups, while ``_seen`` is not empty."""
 
     def update(
         self,
@@ -194,16 +195,17 @@ class StepPlan:
         known = self._seen
         # are_same_objects, without its call.
         is_same = len(seen) == len(known) and all(map(operator.is_, seen, known))
-        if is_same and all(map(_refresh, self.groups)):
+        if is_same and _are_idle(self._idle) and all(map(_refresh, self._rows)):
             return
         self._seen = []
         if self._revise(state, groups, rule_of) and all(plan.is_final for plan in self.groups):
+            self._idle = [p for plan in self.groups for p in plan.idle]
+            self._rows = [rows for plan in self.groups for rows in plan.rows]
             self._seen = seen
 
     def see_state(self, state: Mapping[Tensor, State]) -> None:
         """Note the state that a step has made."""
-        if not self._state_seen:
-            self._state_seen = [*state, *state.values()]
+        self.state_seen = [*state, *state.values()]
 
     def _revise(
         self,
@@ -212,8 +214,8 @@ class StepPlan:
         rule_of: Callable[[Group], UpdateRule],
     ) -> bool:
         """Replace those plans that do not fit; False if there were any, as they make state."""
-        if not are_same_objects([*state, *state.values()], self._state_seen):
-            self.groups, self._state_seen = [], []
+        if not are_same_objects([*state, *state.values()], self.state_seen):
+            self.groups, self.state_seen = [], []
         all_fit = True
         given_before: list[set[int]] = []
         for i, group in enumerate(groups):
@@ -221,7 +223,7 @@ class StepPlan:
             rule = rule_of(group)
             if plan is None or not (plan.fits(rule) and plan.refresh()):
                 all_fit = False
-                self._state_seen = []  # the step will make state
+                self.state_seen = []  # the step will make state
                 given_before = given_before or _given_before(groups)
                 self.groups[i : i + 1] = [_planned(rule, groups, given_before[i])]
                 if any(given_before):  # perhaps by this group now
@@ -251,6 +253,11 @@ def _given_before(groups: Sequence[Group]) -> list[set[int]]:
         repeated.append(params & met)
         met |= params
     return repeated
+
+
+def _are_idle(params: Sequence[Tensor]) -> bool:
+    """Whether none of them has a gradient."""
+    return not params or all(p.grad is None for p in params)
 
 
 def _itself(rows: Rows) -> Rows:

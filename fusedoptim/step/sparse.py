@@ -53,8 +53,8 @@ class _FirstRows(NamedTuple):
     rows: int
 
     @property
-    def in_flight(self) -> bool:
-        return self.block.in_flight
+    def pending(self) -> Sequence[object]:
+        return self.block.pending
 
     def launch(self, events: list[object]) -> None:
         self.block.launch(events, self.rows)
@@ -260,7 +260,7 @@ class SparseRows:
             self._held.update(made)
         self._sparse = {name: made[name] for name in self._sparse}
         self._is_committed = True
-        self._submission.close()
+        self._submission.events = None
 
 
 def _spread(values: Tensor, numbers: Indices, among: Indices) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -50,18 +49,17 @@ class TensorRun:
             for i, (grad, target) in enumerate(zip(grads, self.targets))
             if is_lazy(grad) or not same_order(grad, target)
         ]
-        self._grads = grads
-        self._laid_out = self._lay_out(grads)
+        laid_out = self._lay_out(grads)
+        self.held = [*grads, *laid_out]
+        """This step's tensors until its kernel has ended, as another thread may drop them."""
         self._empty = [p.numel() for p in self.params].count(0)
         self.addresses = list(map(Tensor.data_ptr, self.targets))
-        self.grad_addresses = list(map(Tensor.data_ptr, self._laid_out))
+        self.grad_addresses = list(map(Tensor.data_ptr, laid_out))
         """Of this step; a new list where one of them may differ from the last step's."""
         self._grad_slice = slice(len(grads), 2 * len(grads))  # in a list of all tensors
-        self._held: list[Any] = []
-        """This step's tensors, kept until the kernel has ended, as another thread may drop them."""
 
     def watch(self, states: Sequence[State], names: Sequence[str]) -> None:
-        """Have :meth:`refresh` compare with the present, before anything is released.
+        """Have :meth:`refresh` compare with the present, before anything is dropped.
 
         Args:
             states: of the parameters, in order.
@@ -71,18 +69,15 @@ class TensorRun:
         """Where those tensors are found."""
         self._get_state = list(map(operator.itemgetter, names))
         updated = [get(state) for get in self._get_state for state in states]
-        self._guards = tensor_guards([*self.params, *self._grads, *updated])
-        tensors = [*self.params, *self._laid_out, *updated]
+        count = len(self.params)
+        self._guards = tensor_guards([*self.params, *self.held[:count], *updated])
+        tensors = [*self.params, *self.held[count:], *updated]
         self._addresses = list(map(Tensor.data_ptr, tensors))
-
-    def release(self) -> None:
-        """Keep nothing alive that only the launch needed."""
-        self._grads = self._laid_out = self._held = []
 
     def refresh(self) -> bool:
         """Take this step's gradients; False if any tensor differs from when it was watched."""
         # One list of all tensors: a pass over a list costs most of its time for being one.
-        tensors: list[Any] = [*self.params, *map(_GRAD, self.params)]
+        tensors: list[Tensor] = [*self.params, *map(_GRAD, self.params)]
         try:
             for get in self._get_state:
                 tensors += map(get, self.states)
@@ -92,7 +87,7 @@ class TensorRun:
             return False
         if self._to_lay_out:
             tensors[self._grad_slice] = self._lay_out(tensors[self._grad_slice])
-        self._held = tensors
+        self.held = tensors
         addresses = list(map(Tensor.data_ptr, tensors))
         if addresses != self._addresses:
             expected = self._addresses.copy()
