@@ -62,6 +62,8 @@ class Pipeline:
         self._results = torch.empty(len(chunks.counts), dtype=real, device=device)
         for kernel in kernels:
             self._add(kernel, chunks, real, device)
+        if self._is_few:
+            self._few_words = {column: self._words_of(column) for column in self._with_column}
         self.stages: list[Stage] = [block for block in self._blocks if block.rows]
         """What is submitted, in order."""
 
@@ -85,14 +87,28 @@ class Pipeline:
         if Role.ROW_RESULT in roles:
             block.write(roles[Role.ROW_RESULT], row_addresses(self._results)[chunks.owner])
 
-    def write(self, column: str, values: Any) -> None:
-        """Set one argument of every chunk in each kernel that has it.
+    def write_flags(self, column: str, flags: Sequence[bool]) -> None:
+        """Set a RowFlag of every chunk, from the flags of the tensors."""
+        by_chunk = np.array(flags, dtype=np.int64)[self._chunks.owner]
+        for block in self._with_column[column]:
+            block.write(column, by_chunk)
+
+    def write_scalars(self, column: str, values: np.ndarray[Any, Any] | float) -> None:
+        """Set a RowScalar of every chunk in each kernel that has it.
 
         Args:
             column: the argument.
-            values: an array with a number for each tensor, or a numpy scalar for all.
+            values: an array with a number for each tensor, or one number for all.
         """
-        by_chunk = values[self._chunks.owner] if values.ndim else values
+        if self._is_few and isinstance(values, float):
+            for block, chunks in self._few_words[column]:
+                if block.pending:
+                    block.wait()
+                reals, per_word = block.reals, block.reals_per_word
+                for word, _, _ in chunks:
+                    reals[word * per_word] = values
+            return
+        by_chunk = values if isinstance(values, float) else values[self._chunks.owner]
         for block in self._with_column[column]:
             block.write(column, by_chunk)
 
@@ -110,8 +126,6 @@ class Pipeline:
             for block in self._with_column[column]:
                 block.write(column, places)
             return
-        if column not in self._few_words:
-            self._few_words[column] = self._words_of(column)
         for block, chunks in self._few_words[column]:
             if block.pending:
                 block.wait()

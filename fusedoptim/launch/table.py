@@ -100,11 +100,16 @@ class LaunchBlock:
             self._bytes, dtype=np.int64, count=self.rows * columns, offset=head
         ).reshape(self.rows, columns)
         # A float32 takes the first half of its word.
-        reals = words.view(kernel.real)[:, :: WORD // kernel.real.itemsize]
+        self.reals_per_word = WORD // kernel.real.itemsize
+        reals = words.view(kernel.real)[:, :: self.reals_per_word]
         address = self._memory.address
         words[:, 0] = address
         self.words = self._bytes[head : head + words.nbytes].cast("Q")
         """All rows, word by word: quicker than an array where few words are written."""
+        self.reals: memoryview[float] = self._bytes[head : head + words.nbytes].cast(
+            "d" if kernel.real == np.float64 else "f"
+        )
+        """The same as numbers of the arithmetic dtype."""
         self._column = {
             name: (reals if role is Role.ROW_SCALAR else words)[:, layout.word_in_row(name)]
             for name, role in layout.row

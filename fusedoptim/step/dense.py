@@ -11,7 +11,6 @@ import itertools
 import operator
 from collections.abc import Iterator, MutableMapping, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from fusedoptim._torch_private import increment_version
@@ -110,7 +109,7 @@ class DenseRows:
             addresses = [state[name].data_ptr() for state in made]
             self._pipeline.write_addresses(name, addresses, width)
         for flag in self._row_flags:
-            self._pipeline.write(flag, np.array(self.fresh, dtype=np.int64))
+            self._pipeline.write_flags(flag, self.fresh or ())
         self._written: list[list[int]] = []
         """The gradients' addresses that the launch blocks hold; empty if unknown."""
         self._settings: Settings | None = None
@@ -168,7 +167,7 @@ class DenseRows:
         if self._steps is not None:
             by_row = self._rule.row_numbers(settings.numbers, self._steps.next())
             for column, values in by_row.items():
-                pipeline.write(column, values)
+                pipeline.write_scalars(column, values)
         if settings is not self._settings or common is not None:
             self._settings = None
             factor = grad_factor(settings.sign, common, self._arithmetic, self._device)
@@ -204,5 +203,5 @@ class DenseRows:
                 run.states = held
         if any(self.fresh or ()):
             for flag in self._row_flags:
-                self._pipeline.write(flag, np.int64(0))
+                self._pipeline.write_flags(flag, [False] * len(self._params))
         self._uncommitted = None
