@@ -31,6 +31,7 @@ from fusedoptim.step.checks import (
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, Numbers
 from fusedoptim.step.scalars import common_factor
+from fusedoptim.step.state import restore_state
 from fusedoptim.step.step_counts import Steps
 from fusedoptim.step.tensors import TRAIL, Group, State, new_state, state_dtype
 
@@ -246,10 +247,9 @@ class FusedOptimizer(Optimizer):
         common: Tensor | None = None
         if grad_scale is not None or self.max_grad_norm is not None:
             _check_norm(self.max_grad_norm)
-            clips = self.max_grad_norm is not None
-            squares = (
-                [square for plan in plans for square in plan.sums_of_squares()] if clips else []
-            )
+            squares: list[Tensor] = []
+            if self.max_grad_norm is not None:
+                squares = [square for plan in plans for square in plan.sums_of_squares()]
             common = common_factor(grad_scale, squares, self.max_grad_norm, self._clip_eps)
         if self._before_launch is not None:
             self._before_launch()
@@ -316,22 +316,7 @@ class FusedOptimizer(Optimizer):
                     if name not in (TRAIL, "step") and value.dtype != dtype:
                         self.state[p][name] = self._initial_state(group, name, p, dtype)
         if self.split:
-            self._split_all(p for group in groups for p in group["params"])
-
-    def _split_all(self, params: Iterable[Tensor]) -> None:
-        """Split all that are not yet or, where there is no memory for that, none."""
-        chosen = [p for p in dict.fromkeys(params) if p not in self.halves]
-        whole = {p for p in chosen if p.dtype == torch.float32}
-        try:
-            for p in chosen:
-                self.halves.split(p)
-        except BaseException:  # torch's is a RuntimeError
-            for p in chosen:
-                if p in self.halves and p in whole:
-                    self.halves.merge(p)
-                else:
-                    self.halves.forget(p)
-            raise
+            self.halves.split_all(p for group in groups for p in group["params"])
 
     def is_split(self, param: Tensor) -> bool:
         """Whether a parameter is the upper half of float32 values.
@@ -375,7 +360,7 @@ class FusedOptimizer(Optimizer):
         check_splittable(name, chosen, own)
         with self._lock:
             self._forget_plans()
-            self._split_all(chosen)
+            self.halves.split_all(chosen)
 
     def merge_params(self, params: Iterable[Tensor]) -> None:
         """Make split parameters float32 again, without losing a bit; the inverse of a split.
@@ -397,12 +382,7 @@ class FusedOptimizer(Optimizer):
             self.halves.trail(p)  # raises if it is lost
         with self._lock:
             self._forget_plans()
-            try:
-                for p in chosen:
-                    self.halves.merge(p)
-            except BaseException:
-                self._split_all(chosen)  # those that are merged already
-                raise
+            self.halves.merge_all(chosen)
 
     def master_params(self) -> Iterator[Tensor]:
         """The parameters' exact values, as float32 copies of the split ones; in order of groups.
@@ -428,7 +408,7 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for p, saved, trail in self._to_restore:  # before it is the optimizer's
-            _restore_state(state["state"], p, saved, trail)
+            restore_state(state["state"], p, saved, trail)
         # torch's classes take all state for that of a parameter that has taken a step.
         unstepped = {p: s for p, s in state["state"].items() if s.keys() == {TRAIL}}
         for p in unstepped:
@@ -509,25 +489,3 @@ class FusedOptimizer(Optimizer):
         """Each parameter with the state that a state_dict has for it."""
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         return [(p, state_dict["state"].get(i, {})) for i, p in zip(ids, self._params())]
-
-
-def _restore_state(
-    states: dict[Tensor, Any], param: Tensor, saved: Group, trail: Tensor | None
-) -> None:
-    """Put into ``states`` as it was ``saved`` what torch has cast to the parameter's dtype.
-
-    Args:
-        states: about to be an optimizer's.
-        param: one of its parameters.
-        saved: the parameter's state in a checkpoint.
-        trail: the parameter's, which it keeps if the checkpoint has none.
-    """
-    if trail is not None and TRAIL not in saved:
-        states[param][TRAIL] = trail
-    for key, value in saved.items() if isinstance(saved, dict) else ():
-        if key == TRAIL:
-            states[param][key] = value.to(param.device, torch.int16, copy=True)
-        elif isinstance(value, Tensor) and key != "step" and value.is_floating_point():
-            dtype = state_dtype(param)
-            if dtype != param.dtype:
-                states[param][key] = value.to(param.device, dtype, copy=True)

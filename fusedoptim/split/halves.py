@@ -255,6 +255,30 @@ class Halves:
         finally:
             set_grad_enabled(is_grad_enabled)
 
+    def split_all(self, params: Iterable[Tensor]) -> None:
+        """Split all that are not split yet; after an error or an interrupt, none of them."""
+        chosen = [p for p in dict.fromkeys(params) if p not in self]
+        whole = {p for p in chosen if p.dtype == torch.float32}
+        try:
+            for p in chosen:
+                self.split(p)
+        except BaseException:  # torch's out of memory is a RuntimeError
+            for p in chosen:
+                if p in self and p in whole:
+                    self.merge(p)
+                else:
+                    self.forget(p)
+            raise
+
+    def merge_all(self, params: Sequence[Tensor]) -> None:
+        """Merge all; after an error or an interrupt, none of them."""
+        try:
+            for p in params:
+                self.merge(p)
+        except BaseException:
+            self.split_all(params)  # those that are merged already
+            raise
+
     def forget(self, param: Tensor) -> None:
         """Count ``param`` no more, if it was counted, and drop its trail."""
         self._trails.pop(param, None)

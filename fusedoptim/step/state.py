@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+
 import torch
 from torch import Tensor
 
 from fusedoptim.step.checks import check_state_shape
 from fusedoptim.step.rule import UpdateRule
-from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State, laid_out_like
+from fusedoptim.step.step_counts import KEY
+from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State, laid_out_like, state_dtype
 
 
 def variant_of(rule: UpdateRule, param: Tensor) -> str:
@@ -45,3 +48,25 @@ def state_tensor(
     if value.layout is not torch.strided:
         value = value.to_dense()
     return laid_out_like(target, value.to(target.device, dtype))
+
+
+def restore_state(
+    states: MutableMapping[Tensor, State], param: Tensor, saved: State, trail: Tensor | None
+) -> None:
+    """Put back from a checkpoint what torch's load has cast to the parameter's dtype.
+
+    Args:
+        states: about to be an optimizer's.
+        param: one of its parameters.
+        saved: the parameter's state in the checkpoint.
+        trail: the parameter's, which it keeps if the checkpoint has none.
+    """
+    if trail is not None and TRAIL not in saved:
+        states[param][TRAIL] = trail
+    for key, value in saved.items() if isinstance(saved, dict) else ():
+        if key == TRAIL:
+            states[param][key] = value.to(param.device, torch.int16, copy=True)
+        elif isinstance(value, Tensor) and key != KEY and value.is_floating_point():
+            dtype = state_dtype(param)
+            if dtype != param.dtype:
+                states[param][key] = value.to(param.device, dtype, copy=True)
