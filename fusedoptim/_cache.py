@@ -69,6 +69,7 @@ def cached(
     parts: tuple[str, ...],
     build: Callable[[], bytes],
     unkept: Callable[[Path, str], None] = warn_of,
+    anew: bool = False,
 ) -> bytes:
     """What ``build`` makes, from the disk if it was made before.
 
@@ -80,12 +81,13 @@ def cached(
         parts: all that the result depends on, besides the version of this package.
         build: makes it.
         unkept: called with the folder and the reason where nothing can be written.
+        anew: build even if the disk has it, and replace that.
     """
     place = folder()
     if place is None:
         return build()
     name = _name(parts)
-    module = _read(place, name)
+    module = None if anew else _read(place, name)
     if module is None:
         module = build()
         try:
@@ -95,14 +97,6 @@ def cached(
         except OSError as error:
             unkept(place, str(error))
     return module
-
-
-def forget(parts: tuple[str, ...]) -> None:
-    """Have :func:`cached` make anew what it made of these parts."""
-    place = folder()
-    if place is not None:
-        with contextlib.suppress(OSError):
-            os.unlink(place / _name(parts))
 
 
 def _name(parts: tuple[str, ...]) -> str:
