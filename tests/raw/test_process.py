@@ -94,5 +94,5 @@ fill(16, 16, arguments, wait=False)
 allocator.queue("cpu").wait()
 print(arguments[0].tolist() == [2.0] * 16)
 """)
-    assert done.stderr == ""
+    assert done.returncode == 0, done.stderr
     assert done.stdout == "True\n"
