@@ -1,8 +1,8 @@
-"""Parameters split in two halves: the upper 16 bits, a bfloat16, and the lower ones, the trail.
+"""Float32 parameters in two halves: the upper 16 bits are a bfloat16, the lower 16 the trail.
 
 The upper half is the float32 value truncated, not rounded, so the pair is exactly that value.
-Forward and backward passes see the bfloat16 half; an update reads and writes both. Two bytes and
-two bytes where a bfloat16 parameter with a float32 master copy takes two and four.
+Forward and backward passes see the bfloat16 half; an update reads and writes both. A weight takes
+four bytes, where bfloat16 with a float32 master copy takes six.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def check_splittable(
 
     Args:
         optimizer: what errors call it.
-        params: that are to be halves.
-        others: of the optimizer, whose memory they must not share.
+        params: to be split.
+        others: parameters of the optimizer, with which they must not share memory.
 
     Raises:
         TypeError: a parameter is neither float32 nor bfloat16, or not strided.
-        RuntimeError: parameters share memory, which a conversion would end; or a gradient to be
-            converted does not fit.
+        RuntimeError: parameters share memory, which they would not after a conversion; or a
+            gradient to be converted does not fit.
     """
     for i, p in enumerate(params):
         what = f"{optimizer}: parameter {i} (shape {tuple(p.shape)})"
@@ -72,7 +72,7 @@ def check_splittable(
 def _replace(param: Tensor, values: Tensor, grad: Tensor | None) -> None:
     """Give ``param`` these values, and a gradient of their dtype."""
     param.data = values
-    if param.grad is not grad:  # torch lets one be kept that does not fit, but not be set
+    if param.grad is not grad:  # torch keeps a gradient that does not fit, but refuses to set it
         param.grad = grad
 
 
@@ -80,25 +80,26 @@ def _converted_grad(param: Tensor, dtype: torch.dtype) -> Tensor | None:
     return None if param.grad is None else param.grad.to(dtype)
 
 
-def halves_of(values: Tensor, is_used_up: bool = False) -> tuple[Tensor, Tensor]:
+def halves_of(values: Tensor, consume: bool = False) -> tuple[Tensor, Tensor]:
     """The upper halves, bfloat16, and the lower ones, int16, of float32 values.
 
-    No memory is used but for the results; and for those that of the values is given back, if they
-    are used up: a model's largest table has a fifth of its weights.
+    Args:
+        values: to be split, piece by piece, so that only the results take memory.
+        consume: whether to free the memory of each piece that is done, which loses its values.
     """
     dense = _dense(values)
-    is_used_up &= dense.data_ptr() == values.data_ptr()
+    consume &= dense.data_ptr() == values.data_ptr()
     upper = torch.empty_like(dense, dtype=torch.bfloat16)
     lower = new_state(dense, torch.int16)
     pieces = _pieces(dense, lower, upper)
     done = 0
     try:
         for piece, low, high in pieces:
-            words = piece.view(-1, 2)  # of which the lower comes first
+            words = piece.view(-1, 2)  # little-endian: the lower half comes first
             low.copy_(words[:, 0])
             high.copy_(words[:, 1])
             done += 1
-            if is_used_up:
+            if consume:
                 release_pages(piece)
     except BaseException:  # an interrupt
         _join_pieces(pieces[:done])
@@ -107,7 +108,7 @@ def halves_of(values: Tensor, is_used_up: bool = False) -> tuple[Tensor, Tensor]
 
 
 def _pieces(values: Tensor, lower: Tensor, upper: Tensor) -> list[tuple[Tensor, ...]]:
-    """Of as many elements each, as 16-bit words."""
+    """Views of corresponding pieces, as 16-bit words."""
     return list(
         zip(
             torch.split(_words(values), 2 * CHUNK),
@@ -129,7 +130,7 @@ def _interleave(words: Tensor, lower: Tensor, upper: Tensor) -> None:
 
 
 def join(param: Tensor, trail: Tensor) -> Tensor:
-    """The float32 values of which ``param`` is the upper half and ``trail`` the lower."""
+    """The float32 values with the upper halves ``param`` and the lower halves ``trail``."""
     upper = _dense(param)
     result = torch.empty_like(upper, dtype=torch.float32)
     lower = laid_out_like(upper, trail.to(upper.device))
@@ -138,38 +139,38 @@ def join(param: Tensor, trail: Tensor) -> Tensor:
 
 
 def _dense(values: Tensor) -> Tensor:
-    """The values without gaps in memory, copied if need be."""
+    """The values in one range of memory, copied if need be."""
     values = values.detach()
     return values if is_dense(values) and not is_lazy(values) else dense_copy(values)
 
 
 def _words(values: Tensor) -> Tensor:
-    """Dense ``values`` as their 16-bit words, in the order in which they are in memory."""
+    """The 16-bit words of dense ``values``, in memory order."""
     return values.as_strided((values.numel(),), (1,)).view(torch.int16)
 
 
 class Halves:
-    """The parameters that an optimizer keeps in two halves; finds their trails in its state.
+    """The parameters that an optimizer keeps in two halves.
 
-    A model whose checkpoints are to have the exact values holds the Halves of its optimizer. A copy
-    of the model alone, as an average of weights is, has no optimizer: its Halves hold the trails,
-    copied with it, and so do those whose optimizer is gone. Copied or pickled together, model and
-    optimizer have the same Halves again.
+    The trails are in the optimizer's state. A model whose state_dict has the exact values holds the
+    Halves of its optimizer. Where there is no optimizer, as in a copy of the model alone or once
+    the optimizer is deleted, the Halves hold the trails. A model and an optimizer that are copied or
+    pickled together share one Halves again.
     """
 
     in_model: bool = False
-    """Whether a model's state_dict has the exact values, and the optimizer's no trails."""
+    """Whether the exact values are in a model's state_dict, and no trails in the optimizer's."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._trails: dict[Tensor, Tensor | None] = {}
-        """By parameter; None while an optimizer has them."""
+        """The trail of each parameter; None while it is in the optimizer's state."""
         self._state: MutableMapping[Tensor, Any] = {}
-        """The optimizer's."""
+        """The optimizer's state."""
         self.belong_to(optimizer)
 
     def belong_to(self, optimizer: Optimizer) -> None:
-        """Look for the trails in the state of ``optimizer``, as long as there is one."""
-        this = weakref.ref(self)  # an optimizer is freed when it is dropped: no cycle
+        """Find the trails in the state of ``optimizer`` for as long as it exists."""
+        this = weakref.ref(self)  # a cycle would delay the end of the optimizer
 
         def keep_trails(_: object) -> None:
             halves = this()
@@ -200,12 +201,12 @@ class Halves:
         self._trails, self.in_model = state
 
     def split(self, param: Tensor) -> None:
-        """Make a float32 or bfloat16 ``param`` an upper half; its trail joins the state.
+        """Make a float32 or bfloat16 ``param`` an upper half, and add its trail to the state.
 
-        After an error or an interrupt, everything is as it was.
+        An error or an interrupt changes nothing.
         """
-        self._look()
-        is_used_up = param.dtype == torch.float32 and has_sole_owner(param)
+        self._read_state()
+        consume = param.dtype == torch.float32 and has_sole_owner(param)
         values, grad = param.data, param.grad
         halves: tuple[Tensor, Tensor] | None = None
         is_grad_enabled = torch.is_grad_enabled()
@@ -214,14 +215,14 @@ class Halves:
             if param.dtype == torch.bfloat16:
                 halves = values, new_state(values, torch.int16).zero_()
             else:
-                halves = halves_of(values, is_used_up)
+                halves = halves_of(values, consume)
             upper, trail = halves
             rounded = _converted_grad(param, torch.bfloat16)
             self._trails[param] = None
             self._state[param][TRAIL] = trail
             _replace(param, upper, rounded)
         except BaseException:
-            if is_used_up and halves is not None:
+            if consume and halves is not None:
                 upper, trail = halves
                 _join_pieces(_pieces(values, trail, upper))
             _replace(param, values, grad)
@@ -231,9 +232,9 @@ class Halves:
             set_grad_enabled(is_grad_enabled)
 
     def merge(self, param: Tensor) -> None:
-        """Make an upper half the float32 parameter that it stands for, which is none of these.
+        """Make an upper half the float32 parameter again, and forget it.
 
-        After an error or an interrupt, everything is as it was.
+        An error or an interrupt changes nothing.
 
         Raises:
             ValueError: the optimizer has lost the lower half.
@@ -280,21 +281,21 @@ class Halves:
             raise
 
     def forget(self, param: Tensor) -> None:
-        """Count ``param`` no more, if it was counted, and drop its trail."""
+        """Drop ``param``, if it is one of these, and its trail."""
         self._trails.pop(param, None)
         state = self._state.get(param, {})
         state.pop(TRAIL, None)
-        if not state:  # torch's classes take any state for that of a step
+        if not state:  # torch's classes take any state for that of an earlier step
             self._state.pop(param, None)
 
-    def _look(self) -> None:
-        """Take the optimizer's state, which a user may have replaced, if there is an optimizer."""
+    def _read_state(self) -> None:
+        """Find the state of the optimizer, which a user may have replaced."""
         optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is not None:
             self._state = optimizer.state
 
     def _find(self, param: Tensor) -> Tensor | None:
-        self._look()
+        self._read_state()
         trail: Tensor | None = self._state.get(param, {}).get(TRAIL, self._trails[param])
         return trail
 
@@ -317,7 +318,7 @@ class Halves:
         return join(param, self.trail(param))
 
     def write(self, param: Tensor, values: Tensor) -> Tensor:
-        """Take the lower half of ``values``, float32, for that of ``param``; return the upper."""
+        """Set the trail of ``param`` to the lower half of float32 ``values``; return the upper."""
         upper, lower = halves_of(values)
         self.trail(param).copy_(lower)
         return upper
@@ -325,16 +326,16 @@ class Halves:
 
 LOST = (
     f"a split parameter has lost its lower half, the state {TRAIL!r}; load a state_dict that has "
-    "it, or make the optimizer anew"
+    "it, or construct the optimizer again"
 )
 
 
 def check_checkpoint(optimizer: str, saved: Iterable[tuple[int, Tensor, dict[str, Any]]]) -> None:
-    """Raise unless the trails in a checkpoint are of all split parameters, or of none.
+    """Raise unless a checkpoint has the trails of all split parameters, or of none.
 
     Args:
         optimizer: what errors call it.
-        saved: number, parameter and saved state of each that is split.
+        saved: for each split parameter its number, itself, and its state in the checkpoint.
 
     Raises:
         ValueError: a trail is missing, or of another shape or dtype.

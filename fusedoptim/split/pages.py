@@ -1,8 +1,8 @@
-"""Gives a tensor's memory back while its values are converted, piece by piece.
+"""Frees a tensor's memory piece by piece while its values are converted.
 
-A large tensor in another form needs as much memory again, for as long as both exist: for a table of
-embeddings, a fifth of a model. If nobody else can see the memory of the old form, each piece of it
-can go as soon as it is converted.
+Converting a large tensor needs memory for both forms; one table of embeddings may be a fifth of a
+model. If nothing else refers to the memory of the old form, each piece of it can be freed as soon
+as it is converted.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 from fusedoptim._torch_private import storage_use_count
 
 CHUNK = 1 << 18
-"""elements of a piece."""
-_WORTH_IT = 1 << 20  # bytes
+"""Elements of a piece."""
+_MIN_BYTES = 1 << 20
 _DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 
 
 def has_sole_owner(tensor: Tensor) -> bool:
-    """Whether nobody but the tensor itself can see its memory, which is large and torch's own.
+    """Whether only this tensor refers to its memory, and the memory is large and torch's own.
 
-    Another tensor over it, such as a view or one in a ``state_dict``, a numpy array, a DLPack
-    capsule, another process and a mapped file can.
+    Views, tensors in a ``state_dict``, numpy arrays, DLPack capsules, other processes and mapped
+    files are other owners.
     """
-    if tensor.device.type != "cpu" or tensor.nbytes < _WORTH_IT or _madvise() is None:
+    if tensor.device.type != "cpu" or tensor.nbytes < _MIN_BYTES or _madvise() is None:
         return False
     storage = tensor.untyped_storage()
     if not storage.resizable() or storage.is_shared() or storage.nbytes() != tensor.nbytes:
@@ -41,7 +41,7 @@ def has_sole_owner(tensor: Tensor) -> bool:
 
 
 def _holders(tensor: Tensor) -> tuple[int, int]:
-    """Of the memory, and of Python's object for it."""
+    """Counts of references to the memory, and to Python's object for it."""
     storage = tensor.untyped_storage()
     count = -1 if storage_use_count is None else storage_use_count(storage._cdata)
     return count, sys.getrefcount(storage)
@@ -61,14 +61,14 @@ def _madvise() -> Callable[..., int] | None:
 
 
 def release_pages(piece: Tensor) -> None:
-    """Let the system have the pages that lie wholly within ``piece``, whose values are lost.
+    """Free the pages that lie wholly within ``piece``, whose values are lost.
 
     Args:
-        piece: contiguous, of a tensor of which :func:`has_sole_owner` is true.
+        piece: contiguous, of a tensor for which :func:`has_sole_owner` is true.
     """
     madvise = _madvise()
     assert madvise is not None
     first = -(-piece.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (piece.data_ptr() + piece.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
-        madvise(first, last - first, _DONTNEED)  # should it fail, the pages stay
+        madvise(first, last - first, _DONTNEED)  # on failure the pages stay

@@ -115,11 +115,11 @@ def check_param(what: str, param: Tensor) -> None:
 
 
 def check_half(optimizer: str, candidate: Candidate) -> None:
-    """Raise unless a parameter that was split is a bfloat16 half still."""
+    """Raise unless a split parameter is still a bfloat16 half."""
     if candidate.param.dtype != torch.bfloat16:
         raise TypeError(
             f"{describe(optimizer, candidate)} was converted after it was split, which loses its "
-            "lower half; convert a model before making its optimizer, or make the optimizer anew"
+            "lower half; convert a model before constructing its optimizer"
         )
 
 

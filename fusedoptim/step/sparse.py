@@ -204,21 +204,23 @@ class SparseRows:
         """Write addresses to the block; return it, and how many of its rows count."""
         rows, grad = self._rows, self._grad
         self._no_grad = grad.values.new_zeros(grad.values.shape[1:])
-        grad_places = grad.places
-        if len(rows) > len(grad_places):
-            grad_places = np.full(len(rows), row_addresses(self._no_grad[None])[0], dtype=np.int64)
-            grad_places[np.searchsorted(rows, grad.rows)] = grad.places
+        grad_addresses = grad.addresses
+        if len(rows) > len(grad_addresses):
+            grad_addresses = np.full(
+                len(rows), row_addresses(self._no_grad[None])[0], dtype=np.int64
+            )
+            grad_addresses[np.searchsorted(rows, grad.rows)] = grad.addresses
 
         block, chunks, _ = self._block_for(len(rows), self._no_grad.numel() * self._components)
         count = int(chunks.counts[: len(rows)].sum())
 
-        def write(column: str, array: Tensor, places: Indices) -> None:
+        def write(column: str, array: Tensor, addresses: Indices) -> None:
             if count != len(rows):
                 size = array.element_size() // self._components
-                places = places[chunks.owner[:count]] + chunks.start[:count] * size
-            block.write(column, places, count)
+                addresses = addresses[chunks.owner[:count]] + chunks.start[:count] * size
+            block.write(column, addresses, count)
 
-        write("grad", grad.values, grad_places)
+        write("grad", grad.values, grad_addresses)
         for name, array in {"param": self._target, **self._dense}.items():
             write(name, array, row_addresses(array, rows, grad.sparse_dim))
         for name, array in self._new.items():
@@ -264,7 +266,7 @@ class SparseRows:
 
 
 def _spread(values: Tensor, numbers: Indices, among: Indices) -> Tensor:
-    """``values`` of the rows ``numbers``, with rows of zeros for the others ``among`` which."""
+    """``values`` of the rows ``numbers``, and zeros for the rows of ``among`` that lack values."""
     if len(numbers) == len(among):
         return values.contiguous()
     places = torch.from_numpy(np.searchsorted(among, numbers)).to(values.device)

@@ -12,15 +12,14 @@ from fusedoptim.launch.table import Indices, row_addresses
 
 
 class SparseGradient:
-    """A sparse COO gradient, each of whose rows has one place in memory.
+    """A sparse COO gradient, with one address for each row that it touches.
 
-    Rows that rise, as a coalesced gradient's do, are taken as they are. Of others most occur once,
-    and stay where they are; those that occur again are summed. Making the whole gradient coalesced
-    takes 2.0 ms for 10,000 rows of 64 elements, this 0.6 ms.
+    Rows in rising order, as those of a coalesced gradient, are used where they lie. So are rows
+    that occur once. Only rows that occur again are summed: cheaper than coalescing them all.
     """
 
     def __init__(self, grad: Tensor) -> None:
-        """Find each row's place.
+        """Find the address of each row.
 
         Raises:
             IndexError: an index lies beyond the gradient's shape.
@@ -29,24 +28,24 @@ class SparseGradient:
         self.values = grad._values().detach().resolve_conj().resolve_neg().contiguous()
         self._sums = self.values[:0]
         self._once: Indices | None = None
-        """Of the values, those of rows that occur once; None if all do."""
+        """Indices of the values whose rows occur once; None if all do."""
         numbers = row_numbers(grad._indices(), grad.shape)
         if (numbers[1:] > numbers[:-1]).all():
             self.rows = numbers
             """Numbers of the rows, in rising order."""
-            self.places = row_addresses(self.values)
-            """The address of each row's gradient."""
+            self.addresses = row_addresses(self.values)
+            """Of each row's gradient."""
             return
         order = stable_order(numbers)
         numbers = numbers[order]
         firsts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
         self.rows = numbers[firsts]
-        self.places = row_addresses(self.values, order[firsts])
+        self.addresses = row_addresses(self.values, order[firsts])
         if len(firsts) < len(numbers):
             self._sum_repeated(order, firsts)
 
     def _sum_repeated(self, order: Indices, firsts: Indices) -> None:
-        """Sum the rows that occur more than once, in the order in which they came."""
+        """Sum the rows that occur more than once, in their order in the gradient."""
         counts = np.diff(firsts, append=len(order))
         occurs_again = counts > 1
         self._once = order[firsts[~occurs_again]]
@@ -55,7 +54,7 @@ class SparseGradient:
         starts = torch.from_numpy(np.cumsum(counts) - counts)
         is_complex, device = self.values.is_complex(), self.values.device
         values = torch.view_as_real(self.values) if is_complex else self.values
-        # A sum of gathered rows is what a bag of embeddings is: half the time of index_add_.
+        # embedding_bag sums gathered rows, in half the time of index_add_.
         sums = torch.nn.functional.embedding_bag(
             parts.to(device),
             values.reshape(len(values), math.prod(values.shape[1:])),
@@ -63,7 +62,7 @@ class SparseGradient:
             mode="sum",
         ).reshape(len(starts), *values.shape[1:])
         self._sums = torch.view_as_complex(sums) if is_complex else sums
-        self.places[occurs_again] = row_addresses(self._sums)
+        self.addresses[occurs_again] = row_addresses(self._sums)
 
     def sum_of_squares(self, dtype: torch.dtype) -> Tensor:
         """The squares of the elements, repeated rows summed first, added up in ``dtype``."""
@@ -76,11 +75,7 @@ class SparseGradient:
 
 
 def stable_order(numbers: Indices) -> Indices:
-    """Where each number is, from the least to the greatest; equal ones stay in order.
-
-    numpy sorts 16 bits by their radix. 20,000 numbers below a million take 0.2 ms, where a stable
-    argsort of int64 takes 1.0 ms.
-    """
+    """The stable argsort of non-negative numbers, 16 bits at a time, which numpy sorts by radix."""
     order = np.argsort(numbers.astype(np.uint16), kind="stable")
     for shift in range(16, int(numbers.max()).bit_length(), 16):
         digits = (numbers >> shift).astype(np.uint16)
@@ -89,7 +84,7 @@ def stable_order(numbers: Indices) -> Indices:
 
 
 def row_numbers(indices: Tensor, shape: torch.Size) -> Indices:
-    """The number of each row that ``indices`` name, counted over all sparse dimensions.
+    """The number of each row in ``indices``, counted over all sparse dimensions.
 
     Raises:
         IndexError: one lies beyond ``shape``.
@@ -98,8 +93,8 @@ def row_numbers(indices: Tensor, shape: torch.Size) -> Indices:
     for of, size in zip(by_dimension, shape):
         if len(of) and not 0 <= of.min() <= of.max() < size:
             raise IndexError(
-                f"a sparse gradient of shape {tuple(shape)} has an index beyond it; see that the "
-                "indices given to the embedding are below its number of rows"
+                f"a sparse gradient of shape {tuple(shape)} has an index beyond it; the indices "
+                "given to the embedding must be below its number of rows"
             )
     numbers: Indices = by_dimension[0]
     for of, size in zip(by_dimension[1:], shape[1:]):

@@ -329,7 +329,7 @@ class TestTorchContract:
 
     @each_case
     def test_refused_arguments(self, case: OptimizerCase) -> None:
-        cure = "leave the option away"
+        cure = "omit the option"
         if case.is_torchs:
             cure = rf"use torch\.optim\.{case.reference.__name__} for that"
         for kwargs in case.refused_kwargs:
