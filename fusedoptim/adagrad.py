@@ -90,7 +90,7 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
             split=split,
         )
 
-    def _kernels(self, group: Group) -> tuple[str, ...]:
+    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
         return ("adagrad",)
 
     def _numbers(self, group: Group) -> Numbers:

@@ -19,7 +19,7 @@ class _Adam(FusedOptimizer):
 
     _optional_state = frozenset({"max_exp_avg_sq"})  # amsgrad may be switched on later
 
-    def _kernels(self, group: Group) -> tuple[str, ...]:
+    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
         return ("adam_amsgrad",) if group["amsgrad"] else ("adam",)
 
     def _numbers(self, group: Group) -> Numbers:

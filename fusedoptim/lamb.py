@@ -114,8 +114,8 @@ class FusedLamb(FusedOptimizer):
         }
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, split=split)
 
-    def _kernels(self, group: Group) -> tuple[str, ...]:
-        return "lamb_moments", "lamb_ratio", "lamb_update"
+    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
+        return ("lamb",) if one_row else ("lamb_moments", "lamb_ratio", "lamb_update")
 
     def _numbers(self, group: Group) -> Numbers:
         lr, decay = number(group["lr"]), number(group["weight_decay"])

@@ -85,7 +85,6 @@ class _GroupRule(NamedTuple):
 
     owner: FusedOptimizer
     group: Group
-    kernels: tuple[str, ...]
     row_numbers: Callable[[Numbers, Steps], dict[str, Steps]]
 
     @property
@@ -110,6 +109,9 @@ class _GroupRule(NamedTuple):
 
     def is_split(self, param: Tensor) -> bool:
         return self.owner.is_split(param)
+
+    def kernels(self, one_row: bool) -> tuple[str, ...]:
+        return self.owner._kernels(self.group, one_row)
 
     def numbers(self) -> Numbers:
         return self.owner._numbers(self.group)
@@ -181,8 +183,11 @@ class FusedOptimizer(Optimizer):
 
     # Each subclass has what raises here, but for _row_numbers where no kernel has a RowScalar, as
     # in SGD; an abstract method would ask for that too.
-    def _kernels(self, group: Group) -> tuple[str, ...]:
-        """The names of the kernels that update ``group``, in order."""
+    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
+        """The names of the kernels that update tensors of ``group``, in order.
+
+        ``one_row`` says whether each tensor is one row, which one work-group walks.
+        """
         raise NotImplementedError
 
     def _numbers(self, group: Group) -> Numbers:
@@ -259,7 +264,7 @@ class FusedOptimizer(Optimizer):
 
     def _rule(self, group: Group) -> _GroupRule:
         row_numbers = functools.partial(self._row_numbers, group)  # without a call of its own
-        return _GroupRule(self, group, self._kernels(group), row_numbers)
+        return _GroupRule(self, group, row_numbers)
 
     def _forget_plans(self) -> None:
         with self._lock:

@@ -96,7 +96,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
             split=split,
         )
 
-    def _kernels(self, group: Group) -> tuple[str, ...]:
+    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
         return ("sgd_momentum",) if group["momentum"] != 0 else ("sgd",)
 
     def _numbers(self, group: Group) -> Numbers:

@@ -114,7 +114,7 @@ def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None
     layout = Layout(shape.arguments)
     real = np.float64 if dtype == "f64" else np.float32
     namespace: dict[str, Any] = {
-        "kernel": device_func(_with_globals(kernel, real=real)),
+        "kernel": device_func(_with_globals(kernel, **_helpers(kernel, real), real=real)),
         "real": real,
         "group": _lowering.group,
         "lane": language.lane,
@@ -154,6 +154,17 @@ def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None
     exec(source, namespace)
     entry_point: Callable[[int], None] = namespace["entry_point"]
     return entry_point
+
+
+def _helpers(kernel: Callable[..., Any], real: Any) -> dict[str, Any]:
+    """The functions of the kernel's module, which it may call, for the device."""
+    assert isinstance(kernel, FunctionType)
+    helpers = {}
+    for name, value in kernel.__globals__.items():
+        is_here = isinstance(value, FunctionType) and value.__module__ == kernel.__module__
+        if is_here and value is not kernel:
+            helpers[name] = device_func(_with_globals(value, real=real))
+    return helpers
 
 
 def _with_globals(function: Callable[..., Any], **names: Any) -> FunctionType:

@@ -14,7 +14,8 @@ r"""Lamb: Adam's update, scaled for each tensor by the ratio of two norms.
 :math:`1-\beta_1`, or 1 without averaging of gradients. ``decay_factor`` is the first bracket,
 :math:`c` ``grad_factor``, and :math:`n` ``max_param_norm``, which may be infinite.
 
-Three kernels: the moments with the squares of :math:`\theta` and :math:`u` summed over each chunk,
+A tensor of one chunk is updated by the kernel ``lamb`` alone. Larger ones take three kernels: the
+moments with the squares of :math:`\theta` and :math:`u` summed over each chunk,
 the ratio of each tensor, and the update, which computes :math:`u` again from the moments rather
 than keep it: 16 bytes read and written where it would be 12, and no memory.
 
@@ -46,7 +47,7 @@ from fusedoptim.kernels.language import (
     real,
 )
 
-__all__ = ["lamb_moments", "lamb_ratio", "lamb_update"]
+__all__ = ["lamb", "lamb_moments", "lamb_ratio", "lamb_update"]
 
 
 def lamb_moments(
@@ -94,6 +95,15 @@ def lamb_ratio(
         param_squares += sums[2 * i]
         update_squares += sums[2 * i + 1]
         i += lanes()
+    r = trust_ratio(param_squares, update_squares, max_param_norm, adapt, clip)
+    if lane() == 0:
+        ratio[0] = r
+
+
+def trust_ratio(
+    param_squares: float, update_squares: float, max_param_norm: float, adapt: int, clip: int
+) -> float:
+    """The ratio of two norms, of whose squares each lane of the group has a part."""
     param_norm = math.sqrt(group_sum(param_squares))
     update_norm = math.sqrt(group_sum(update_squares))
     if param_norm > max_param_norm:
@@ -103,8 +113,7 @@ def lamb_ratio(
         r = param_norm / update_norm
     if clip and r > 1:
         r = real(1)
-    if lane() == 0:
-        ratio[0] = r
+    return r
 
 
 def lamb_update(
@@ -126,3 +135,67 @@ def lamb_update(
     if weight_decay != 0:
         u = fma(weight_decay, theta, u)
     param[i] = fma(-lr * ratio, u, theta)
+
+
+def lamb(
+    length: Length,
+    param: Param,
+    grad: Grad,
+    exp_avg: State,
+    exp_avg_sq: State,
+    average_correction: RowScalar,
+    root_correction: RowScalar,
+    grad_factor: DeviceScalar,
+    decay_factor: Scalar,
+    weight_decay: Scalar,
+    beta1: Scalar,
+    beta3: Scalar,
+    beta2: Scalar,
+    one_minus_beta2: Scalar,
+    lr: Scalar,
+    eps: Scalar,
+    max_param_norm: Scalar,
+    adapt: Flag,
+    clip: Flag,
+) -> None:
+    """All three for a tensor of one chunk, which stays in the cache between the two passes."""
+    param_squares = update_squares = real(0)
+    i = lane()
+    while i < length:
+        p2, u2 = lamb_moments(
+            i,
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            average_correction,
+            root_correction,
+            grad_factor,
+            decay_factor,
+            weight_decay,
+            beta1,
+            beta3,
+            beta2,
+            one_minus_beta2,
+            eps,
+        )
+        param_squares += p2
+        update_squares += u2
+        i += lanes()
+    r = trust_ratio(param_squares, update_squares, max_param_norm, adapt, clip)
+    i = lane()
+    while i < length:
+        lamb_update(
+            i,
+            param,
+            exp_avg,
+            exp_avg_sq,
+            r,
+            average_correction,
+            root_correction,
+            decay_factor,
+            weight_decay,
+            lr,
+            eps,
+        )
+        i += lanes()

@@ -38,6 +38,7 @@ class DenseRows:
         self,
         rule: UpdateRule,
         candidates: Sequence[Candidate],
+        kernels: Sequence[str],
         fresh: Sequence[bool] | None = None,
     ) -> None:
         """Lay out the launches; nothing that the user holds is written to.
@@ -46,6 +47,7 @@ class DenseRows:
             rule: of the group. State that its parameters lack is made now, and added to its
                 ``states`` when the launch has written it.
             candidates: parameters of one device and dtype that passed their checks.
+            kernels: names of those that make an update, in order.
             fresh: for each candidate, whether its state counts as just made; None to look it up.
 
         Raises:
@@ -59,8 +61,8 @@ class DenseRows:
         dtype = PARAM_DTYPES[first.dtype]
         self._arithmetic = dtype.arithmetic
         self._variant = variant_of(rule, first)
-        kernels = [kernel_for(self._queue, name, self._variant) for name in rule.kernels]
-        arguments = dict.fromkeys(argument for kernel in kernels for argument in kernel.layout.row)
+        built = [kernel_for(self._queue, name, self._variant) for name in kernels]
+        arguments = dict.fromkeys(argument for kernel in built for argument in kernel.layout.row)
         names = [name for name, role in arguments if role in (Role.STATE, Role.TRAIL)]
         has_steps = any(role is Role.ROW_SCALAR for _, role in arguments)
         self._row_flags = [name for name, role in arguments if role is Role.ROW_FLAG]
@@ -91,14 +93,12 @@ class DenseRows:
         self.copies = bool(self._copied)
         """Whether an update works on copies of parameters, made when it begins."""
 
-        chunks = Chunks(
-            [dtype.components * p.numel() for p in self._params], kernels[0].shape.chunk
-        )
+        chunks = Chunks([dtype.components * p.numel() for p in self._params], built[0].shape.chunk)
         self._chunks = chunks
         param_width = first.element_size() // dtype.components
         state_width = dtype.state.itemsize // dtype.components
         self._grad_width = param_width
-        self._pipeline = Pipeline(kernels, chunks, self._device)
+        self._pipeline = Pipeline(built, chunks, self._device)
         self._norm: Pipeline | None = None
         self._read_gradients = [self._pipeline]
         """The pipelines that read the gradients."""

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from fusedoptim._torch_private import set_grad_enabled
+from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.step.checks import OPTIONS, check_candidate, check_half, check_numbers, named_params
 from fusedoptim.step.dense import DenseRows
 from fusedoptim.step.rows import Rows
 from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings
 from fusedoptim.step.sparse import SparseRows, can_update_rows
-from fusedoptim.step.tensors import Group, State, update_order
+from fusedoptim.step.tensors import PARAM_DTYPES, Group, State, update_order
 from fusedoptim.step.unchanged import are_same_objects
 
 _refresh = operator.methodcaller("refresh")
@@ -35,11 +36,12 @@ class _Members(NamedTuple):
 
     rule: UpdateRule
     candidates: list[Candidate]
+    kernels: tuple[str, ...]
 
     def rows(self, fresh: Sequence[bool] | None = None) -> Rows:
         """What updates them."""
         if self.candidates[0].grad.layout is torch.strided:
-            return DenseRows(self.rule, self.candidates, fresh)
+            return DenseRows(self.rule, self.candidates, self.kernels, fresh)
         (candidate,) = self.candidates
         return SparseRows(self.rule, candidate)
 
@@ -106,12 +108,15 @@ class GroupPlan:
             p = candidate.param
             alone = len(met) if candidate.grad.layout is not torch.strided else -1
             is_known = id(p) in given_before
-            key = (turn, id(p) in met, is_known, alone, p.device, p.dtype, rule.is_split(p))
+            numel = p.numel() * PARAM_DTYPES[p.dtype].components
+            kernels = rule.kernels(one_row=numel <= BACKENDS[p.device.type].shape.chunk)
+            alike = p.device, p.dtype, rule.is_split(p), kernels
+            key = (turn, id(p) in met, is_known, alone, *alike)
             members.setdefault(key, []).append(candidate)
             met.add(id(p))
         for key in sorted(members, key=operator.itemgetter(0)):
-            turn, is_repeated, is_known, *_ = key
-            update = _Members(rule, members[key])
+            turn, is_repeated, is_known, *_, kernels = key
+            update = _Members(rule, members[key], kernels)
             rows = update.rows()
             if turn == 0 and not is_repeated:
                 self.rows.append(rows)
@@ -289,7 +294,8 @@ def _checked(rule: UpdateRule, candidate: Candidate) -> Candidate:
 
 def _implementation(rule: UpdateRule) -> tuple[Any, ...]:
     """The options and kernels by which a plan was made."""
-    return (*map(rule.group.get, OPTIONS), *rule.kernels)
+    options = map(rule.group.get, OPTIONS)
+    return (*options, *rule.kernels(one_row=True), *rule.kernels(one_row=False))
 
 
 def _is_unchanging(value: object) -> bool:

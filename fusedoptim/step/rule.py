@@ -38,9 +38,12 @@ class UpdateRule(Protocol):
     def states(self) -> MutableMapping[Tensor, State]:
         """The optimizer's state."""
 
-    @property
-    def kernels(self) -> Sequence[str]:
-        """Names of the kernels that make an update, in order."""
+    def kernels(self, one_row: bool) -> tuple[str, ...]:
+        """Names of the kernels that make an update, in order.
+
+        Args:
+            one_row: whether each tensor is one row, which one work-group walks.
+        """
 
     @property
     def optional_state(self) -> frozenset[str]:

@@ -100,7 +100,7 @@ class SparseRows:
         dtype = PARAM_DTYPES[param.dtype]
         self._components, self._arithmetic = dtype.components, dtype.arithmetic
         self._state_dtype = dtype.state
-        (kernel,) = rule.kernels
+        (kernel,) = rule.kernels(one_row=False)
         self._kernel = kernel_for(queue_of(param.device), kernel, variant_of(rule, param))
         row = self._kernel.layout.row
         names = [name for name, role in row if role in (Role.STATE, Role.TRAIL)]
