@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fusedoptim._torch_private import disable_dynamo
 from fusedoptim.launch.devices import BACKENDS
 
 Scalar = bool | int | float
@@ -271,7 +272,7 @@ def prepared(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ..
     return values, tuple(forms)
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # untyped
+@disable_dynamo  # type: ignore[untyped-decorator]
 def untraced(kernel: Any, *args: Any, **options: Any) -> Any:
     """A call out of a function that torch.compile traces."""
     return kernel(*args, **options)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter as TorchParameter
 
 from fusedoptim.allocator import Array, Memory
+from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.raw._spirv import Parameter
 
 PLAIN = frozenset((Tensor, TorchParameter))
@@ -51,15 +52,15 @@ _DTYPES = {
 class Uses:
     """What the pointers of one call use, and where it is."""
 
-    __slots__ = ("elements", "host", "is_elsewhere", "queues", "written", "xpu")
+    __slots__ = ("elements", "elsewhere", "host", "is_elsewhere", "queues", "written")
 
     def __init__(self) -> None:
         self.host: int | None = None
         """the first argument in the host's memory."""
         self.is_elsewhere = False
         """whether there is memory that is not the host's."""
-        self.xpu: tuple[int, torch.device] | None = None
-        """the first torch XPU tensor, and its device."""
+        self.elsewhere: tuple[int, torch.device] | None = None
+        """the first torch tensor that is not in the host's memory, and its device."""
         self.queues: list[tuple[int, Any]] = []
         """arguments in SYCL memory, and the queues that they belong to."""
         self.written: list[int] = []
@@ -88,15 +89,17 @@ def pointer(parameter: Parameter, index: int) -> Accept:
         value = _plain(value)
         if dtypes is not None and value.dtype not in dtypes:
             raise TypeError(_wrong_dtype(value.dtype, parameter, names))
-        if value.is_cpu:
-            uses.host = index
-        elif value.is_xpu:
-            _note_xpu(value.device, index, uses)
-        else:
+        device = value.device
+        backend = BACKENDS.get(device.type)
+        if backend is None:
             raise RuntimeError(
-                f"the tensor is on {value.device}, which SYCL does not serve; "
-                "move it to 'cpu' or 'xpu'"
+                f"the tensor is on {device}, which SYCL does not serve; "
+                f"move it to {' or '.join(map(repr, BACKENDS))}"
             )
+        if backend.runs_on_host:
+            uses.host = index
+        else:
+            _note_device(device, index, uses)
         if value.layout is not torch.strided:
             raise ValueError(
                 f"the tensor's layout is {value.layout}, which has no one address; make it dense"
@@ -111,7 +114,7 @@ def pointer(parameter: Parameter, index: int) -> Accept:
                     "the parameter const"
                 )
             uses.written.append(index)
-            uses.elements += value.numel() if value.is_cpu else 0
+            uses.elements += value.numel() if backend.runs_on_host else 0
         if value.is_neg() or value.is_conj():
             raise ValueError(
                 "the tensor's values are the negatives or conjugates of what is in memory; "
@@ -166,14 +169,14 @@ def _accepted(pointee: str) -> tuple[str, ...] | None:
     return _DTYPES.get(scalar) if lanes else None
 
 
-def _note_xpu(device: torch.device, index: int, uses: Uses) -> None:
+def _note_device(device: torch.device, index: int, uses: Uses) -> None:
     uses.is_elsewhere = True
-    if uses.xpu is None:
-        uses.xpu = index, device
-    elif uses.xpu[1] != device:
+    if uses.elsewhere is None:
+        uses.elsewhere = index, device
+    elif uses.elsewhere[1] != device:
         raise RuntimeError(
-            f"the tensor is on {device}, and argument {uses.xpu[0]} on {uses.xpu[1]}; "
-            "move them to one device"
+            f"the tensor is on {device}, and argument {uses.elsewhere[0]} on "
+            f"{uses.elsewhere[1]}; move them to one device"
         )
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 
+from fusedoptim._torch_private import disable_dynamo, increment_version
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
 from fusedoptim.launch.cache import cached
-from fusedoptim.launch.devices import queue_of
+from fusedoptim.launch.devices import backend_of, queue_of
 from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Program
 from fusedoptim.raw._built import Built, Size
@@ -231,7 +231,8 @@ class RawKernel:
                 call in a process that was forked after its parent used a device.
         """
         if torch.compiler.is_compiling():
-            return _untraced(self, global_size, local_size, args, wait)
+            _untraced(self, global_size, local_size, args, wait)
+            return
         signature = self._signature
         if signature is None:
             signature = self._find()
@@ -247,18 +248,14 @@ class RawKernel:
         if signature.needs_local_memory:
             self._check_local_memory(args, built)
         if shape.is_empty:
-            return None
+            return
         if wait is None:
             wait = built.on_host
         if uses.is_elsewhere or not built.in_order:
             wait = _wait_for_others(uses, built) or wait
-        # A GPU's stream orders the reuse of its torch memory.
-        is_kept = not wait and (uses.host is not None or bool(uses.queues))
-        kept = owners(args) if is_kept else None
-        for i in uses.written:
-            increment_version(args[i])
-        built.launch(shape, signature, frame, uses, wait, kept)
-        return None
+        kept = None if wait else owners(args)
+        increment_version([args[i] for i in uses.written])
+        built.launch(shape, frame, uses, kept)
 
     def compile(self) -> RawKernel:
         """Compile now, for the kernel's own device, rather than at the first call.
@@ -374,38 +371,50 @@ class RawKernel:
     def _queue(self, uses: Uses) -> Any:
         """Where the arguments are."""
         cpu, queues = self._on_cpu, uses.queues
-        if cpu is not None and uses.xpu is None and all(q is cpu.queue for _, q in queues):
+        if cpu is not None and uses.elsewhere is None and all(q is cpu.queue for _, q in queues):
             return cpu.queue
-        if uses.xpu is not None:
-            index, device = uses.xpu
-            chosen, where = queue_of(device), f"argument {index}, on {device}"
-        elif uses.queues:
-            index, chosen = uses.queues[0]
-            where = f"argument {index}, on {chosen.sycl_device.name}"
+        if uses.elsewhere is not None:
+            chosen = queue_of(uses.elsewhere[1])
+        elif queues:
+            chosen = queues[0][1]
         else:
-            chosen, where = device_queue(self.device), f"device={self.device!r}"
-        for index, other in uses.queues:
+            chosen = device_queue(self._module.device)
+        for index, other in queues:
             if other.sycl_context != chosen.sycl_context:
                 raise RuntimeError(
                     f"{self.name}: argument {index} is in the SYCL context of "
-                    f"{other.sycl_device.name}, another than that of {where}; copy it there"
+                    f"{other.sycl_device.name}, another than that of {self._place(uses, chosen)}; "
+                    "copy it there"
                 )
-        if uses.host is not None and not chosen.sycl_device.is_cpu:
+        if uses.host is not None and not self._runs_on_host(chosen):
             raise RuntimeError(
                 f"{self.name}: argument {uses.host} is in the host's memory, which "
-                f"{chosen.sycl_device.name} ({where}) cannot read; move it there, as tensor.to("
-                "'xpu') does, or use device='cpu' and arguments on the host alone"
+                f"{chosen.sycl_device.name} ({self._place(uses, chosen)}) cannot read; move it "
+                "there, as tensor.to('xpu') does, or use device='cpu' and arguments on the host "
+                "alone"
             )
         return chosen
+
+    def _runs_on_host(self, queue: Any) -> bool:
+        built = self._built.get(queue)
+        return backend_of(queue).runs_on_host if built is None else built.on_host
+
+    def _place(self, uses: Uses, chosen: Any) -> str:
+        """What chose the queue, for errors."""
+        if uses.elsewhere is not None:
+            index, device = uses.elsewhere
+            return f"argument {index}, on {device}"
+        if uses.queues:
+            return f"argument {uses.queues[0][0]}, on {chosen.sycl_device.name}"
+        return f"device={self.device!r}"
 
     def _built_for(self, chosen: Any) -> Built:
         check_not_forked()
         built = self._built.get(chosen)
         if built is None:
-            if self._signature is None:
-                self._find()
+            signature = self._signature or self._find()
             with self._lock:
-                built = Built(chosen, self._module._program, self.name)
+                built = Built(chosen, self._module._program, self.name, signature)
                 built = self._built.setdefault(chosen, built)
                 if isinstance(self.device, str) and self.device == "cpu" and chosen is queue("cpu"):
                     self._on_cpu = built
@@ -436,7 +445,7 @@ def _type_text(parameter: Parameter) -> str:
     return str(parameter).removesuffix(parameter.name).strip()
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # untyped
+@disable_dynamo  # type: ignore[untyped-decorator]
 def _untraced(
     kernel: RawKernel, global_size: Any, local_size: Any, args: Any, wait: bool | None
 ) -> None:
