@@ -199,12 +199,17 @@ def _memory(value: Any, index: int, uses: Uses) -> tuple[int, str | None, bool]:
         return address, dtype, is_read_only
     if isinstance(value, Array):
         return _array(value, index, uses)
+    if isinstance(value, Memory):  # whose interface is for those who keep the memory
+        if value.is_released:
+            raise RuntimeError("the memory was released; allocate it again")
+        _note_memory(value, index, uses)
+        return value.address, None, False
     try:
         interface = value.__sycl_usm_array_interface__
     except AttributeError:
         raise TypeError(_unknown(value)) from None
     _note_queue(_queue(interface["syclobj"]), index, uses)
-    untyped = isinstance(value, Memory) or not hasattr(value, "dtype")
+    untyped = not hasattr(value, "dtype")
     dtype = np.dtype(interface["typestr"])
     offset = interface.get("offset") or 0
     strides = interface.get("strides")
@@ -219,6 +224,13 @@ def _memory(value: Any, index: int, uses: Uses) -> tuple[int, str | None, bool]:
     return address + offset * dtype.itemsize, dtype.name, is_read_only
 
 
+def _note_memory(memory: Memory, index: int, uses: Uses) -> None:
+    if memory.sycl_queue is None:
+        uses.host = index
+    else:
+        _note_queue(memory.sycl_queue, index, uses)
+
+
 def _array(value: Array, index: int, uses: Uses) -> tuple[int, str, bool]:
     """Of an array of :mod:`allocator`, which has element types that numpy has not."""
     if not value.is_contiguous:
@@ -229,8 +241,7 @@ def _array(value: Array, index: int, uses: Uses) -> tuple[int, str, bool]:
     if isinstance(memory, Memory):
         if memory.is_released:
             raise ValueError(f"the memory of the array at {value.address:#x} was released")
-        if memory.sycl_queue is not None:
-            _note_queue(memory.sycl_queue, index, uses)
+        _note_memory(memory, index, uses)
     elif value.__dlpack_device__()[0] != 1:  # DLPack's number of the host
         raise TypeError("the array is another library's device memory; pass that library's object")
     else:

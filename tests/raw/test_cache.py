@@ -113,6 +113,47 @@ def test_a_write_that_fails_leaves_nothing(place: Path, monkeypatch: pytest.Monk
     assert not list(place.iterdir())
 
 
+def test_what_a_killed_process_left_unfinished(place: Path) -> None:
+    place.mkdir(mode=0o700)
+    old, new, foreign = (place / f"{name}.tmp" for name in ("a.spvcache.1", "b.spvcache.2", "c"))
+    for path in (old, new, foreign):
+        path.touch()
+    for path in (old, foreign):
+        os.utime(path, (1, 1))
+    cached(PARTS, Builds())
+    assert not old.exists()
+    assert new.exists()
+    assert foreign.exists()
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_warnings_name_the_line_of_the_user(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """However many functions of the package lie between."""
+    kernel._shared.cache_clear()
+
+    def use() -> None:
+        cached(PARTS, Builds()) if depth == 0 else RawKernel(
+            "kernel void f(global int *x) { int unused; x[0] = 1; }"
+        ).compile()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        use()
+    for path in place.iterdir():
+        path.write_bytes(b"")
+    kernel._shared.cache_clear()
+    with pytest.warns(RuntimeWarning, match="truncated or damaged") as damaged:
+        use()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(tmp_path / "file" / f"cache {depth}"))
+    kernel._shared.cache_clear()
+    with pytest.warns(RuntimeWarning, match="cannot be kept") as unkept:
+        use()
+    assert {warning.filename for warning in [*damaged, *unkept]} == {__file__}
+
+
 def test_an_interrupt_after_the_exchange(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = os.replace
 
