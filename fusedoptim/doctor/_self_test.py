@@ -101,6 +101,13 @@ def _lamb_update(a: SimpleNamespace) -> dict[str, Any]:
     return {"param": a.decay_factor * a.param - step}
 
 
+def _lamb(a: SimpleNamespace) -> dict[str, Any]:
+    moments = _lamb_moments(a)
+    ratio = _lamb_ratio(SimpleNamespace(**(vars(a) | {"sums": moments.pop("sums")})))["ratio"]
+    after = SimpleNamespace(**(vars(a) | moments | {"ratio": np.repeat(ratio, _LENGTHS)}))
+    return moments | _lamb_update(after)
+
+
 def _sum_of_squares(a: SimpleNamespace) -> dict[str, Any]:
     return {"sums": _row_sums(a.grad**2)}
 
@@ -115,6 +122,7 @@ FORMULAS: dict[str, Callable[[SimpleNamespace], dict[str, Any]]] = {
     "adagrad": _adagrad,
     "adam": _adam,
     "adam_amsgrad": _adam,
+    "lamb": _lamb,
     "lamb_moments": _lamb_moments,
     "lamb_ratio": _lamb_ratio,
     "lamb_update": _lamb_update,

@@ -154,8 +154,8 @@ class Halves:
 
     The trails are in the optimizer's state. A model whose state_dict has the exact values holds the
     Halves of its optimizer. Where there is no optimizer, as in a copy of the model alone or once
-    the optimizer is deleted, the Halves hold the trails. A model and an optimizer that are copied or
-    pickled together share one Halves again.
+    the optimizer is deleted, the Halves hold the trails. A model and an optimizer that are copied
+    or pickled together share one Halves again.
     """
 
     in_model: bool = False
