@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from fusedoptim._torch_private import (
+    BypassModes,
+    count_modes,
     disable_dynamo,
     global_post_hooks,
     global_pre_hooks,
     profiler_enabled,
+    transform_level,
 )
 from fusedoptim.allocator import check_not_forked, is_forked
 from fusedoptim.split.halves import LOST, Halves, check_checkpoint, check_splittable
@@ -28,6 +31,7 @@ from fusedoptim.step.checks import (
     describe,
     named_params,
 )
+from fusedoptim.step.modes import check_not_traced, has_memory
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, Numbers
 from fusedoptim.step.scalars import common_factor
@@ -222,10 +226,12 @@ class FusedOptimizer(Optimizer):
             what ``closure`` returned.
 
         Raises:
-            TypeError: a parameter of a dtype or layout that cannot be updated.
+            TypeError: a parameter of a dtype or layout that cannot be updated, or a tensor with no
+                memory of its own.
             ValueError: a hyper-parameter is NaN.
             RuntimeError: a parameter on a device that SYCL does not serve, a gradient that does
-                not fit its parameter, or a call in the middle of another. Nothing was written then.
+                not fit its parameter, or a call in the middle of another, inside a tracing mode
+                such as FakeTensorMode, or inside a torch.func transform. Nothing was written then.
         """
         loss = None
         if closure is not None:
@@ -239,7 +245,12 @@ class FusedOptimizer(Optimizer):
                 "optimizer, as by a signal handler; call it when that has returned"
             )
         with self._lock:
-            self._update()
+            if count_modes() or transform_level() is not None:
+                check_not_traced(f"{type(self).__name__}: step()")
+                with BypassModes():
+                    self._update()
+            else:
+                self._update()
         return loss
 
     def _update(self) -> None:
@@ -255,6 +266,12 @@ class FusedOptimizer(Optimizer):
             squares: list[Tensor] = []
             if self.max_grad_norm is not None:
                 squares = [square for plan in plans for square in plan.sums_of_squares()]
+            if grad_scale is not None and not has_memory(grad_scale):
+                raise TypeError(
+                    f"{type(self).__name__}: grad_scale is a {type(grad_scale).__name__} with no "
+                    "memory of its own; make the GradScaler, and call its first scale(), outside "
+                    "of FakeTensorMode"
+                )
             common = common_factor(grad_scale, squares, self.max_grad_norm, self._clip_eps)
         if self._before_launch is not None:
             self._before_launch()
@@ -341,8 +358,8 @@ class FusedOptimizer(Optimizer):
         Raises:
             ValueError: a parameter is not of this optimizer.
             TypeError: a parameter is neither float32 nor bfloat16, or not strided.
-            RuntimeError: parameters share memory, or a gradient does not fit. Nothing was
-                converted then.
+            RuntimeError: parameters share memory, a gradient does not fit, or the call is inside a
+                tracing mode. Nothing was converted then.
 
         Example:
             >>> import torch
@@ -375,10 +392,12 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             ValueError: a parameter is not split, or was made so by ``split=True``, which holds for
-                the whole optimizer; or its lower half is lost. Nothing was converted then.
+                the whole optimizer; or its lower half is lost.
+            RuntimeError: the call is inside a tracing mode. Nothing was converted then.
         """
         chosen = list(dict.fromkeys(params))
         name = type(self).__name__
+        check_not_traced(f"{name}: merge_params()")
         for p in chosen:
             if self.split or p not in self.halves:
                 why = "all of the optimizer's are split" if self.split else "it is not split"
