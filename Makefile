@@ -24,6 +24,7 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/python -m fusedoptim.kernels check
 	$(BIN)/python -m benchmarks.traffic check
+	$(BIN)/python -m benchmarks.picture check
 	$(BIN)/python -m tools.reference check
 	$(BIN)/python -m notebooks check
 

@@ -1,4 +1,4 @@
-"""What the documents say holds: code blocks run, links lead somewhere, commands exist.
+"""The documents are correct: code blocks run, links lead somewhere, commands and files exist.
 
 The ``python`` blocks of a page run in order in one namespace; those fenced ``python jit`` only
 where the kernel compiler is installed. The API reference has none: its examples are docstrings'.
@@ -23,6 +23,7 @@ import torch
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from benchmarks import picture
 from tools.markdown import anchors
 
 ROOT = Path(__file__).parent.parent
@@ -31,23 +32,14 @@ REFERENCE = ROOT / "docs" / "reference"
 
 # What a page's prose takes for given, by the heading of the first block that needs it.
 SETUP = {
-    ("README.md", "fusedoptim"): """
+    ("docs/transforms.md", "Optimizing a model"): """
         import torch
-        model = torch.nn.Linear(3, 1)
-    """,
-    ("README.md", "bfloat16 without loss"): """
-        batch = torch.ones(2, 3)
-    """,
-    ("README.md", "Models optimized"): """
         images, labels = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
         criterion = torch.nn.CrossEntropyLoss()
         model = torch.nn.Sequential(
             torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(),
             torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 2),
         )
-    """,
-    ("README.md", "The kernels"): """
-        from fusedoptim.kernels.language import Computed, Index, Param, Scalar, Storage, fma
     """,
     ("docs/migrating-from-ipex.md", "Migrating from Intel Extension for PyTorch"): """
         import torch
@@ -168,6 +160,34 @@ def test_every_page_is_in_its_index(index: str) -> None:
     path = ROOT / index
     linked = {(path.parent / str(t.attrs["href"])).resolve() for t in inlines(path) if t.attrs}
     assert set(path.parent.glob("*.md")) - {path} <= linked
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 140
+
+
+def test_the_readme_says_that_no_gpu_was_used() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("| | x86 CPU | Intel GPU |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    assert table
+    assert all(row.endswith("**never run** |") for row in table.splitlines())
+    assert "Nothing here has ever run on an Intel GPU" in text
+
+
+def test_the_picture_shows_its_figures() -> None:
+    assert picture.PICTURE.read_text(encoding="utf-8") == picture.svg()
+
+
+def design_pages() -> list[Path]:
+    return [path for path in (ROOT / "docs/design").glob("*.md") if path.name != "README.md"]
+
+
+@pytest.mark.parametrize("path", design_pages(), ids=name_of)
+def test_a_design_page_has_its_parts_in_order(path: Path) -> None:
+    parts = re.findall(
+        r"^\*\*(Decided|Because|Refused|Where)\.\*\*", path.read_text(encoding="utf-8"), re.M
+    )
+    assert parts == ["Decided", "Because", "Refused", "Where"]
 
 
 @functools.cache
