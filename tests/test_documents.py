@@ -179,15 +179,23 @@ def test_the_readme_says_that_no_gpu_was_used() -> None:
 STEPS = {
     "step alone, BERT-base": ("adam", "bert-base", "torch fused AdamW", "FusedAdamW"),
     "clipping and step, BERT-base": (
-        *("clipping", "bert-base"),
-        *("clip_grad_norm_, torch fused AdamW", "FusedAdamW(max_grad_norm=1)"),
+        "clipping",
+        "bert-base",
+        "clip_grad_norm_, torch fused AdamW",
+        "FusedAdamW(max_grad_norm=1)",
     ),
     "step alone, 10,000 tensors of 1,000 elements": (
-        *("adam", "10000x1000", "torch fused AdamW", "FusedAdamW"),
+        "adam",
+        "10000x1000",
+        "torch fused AdamW",
+        "FusedAdamW",
     ),
     "SGD step, one tensor of 8,192 elements": ("sgd", "8192", "torch fused SGD", "FusedSGD"),
     "Adagrad step, sparse: 10,000 of 1 M rows": (
-        *("sparse", "unique", "torch Adagrad", "FusedAdagrad"),
+        "sparse",
+        "unique",
+        "torch Adagrad",
+        "FusedAdagrad",
     ),
 }
 
