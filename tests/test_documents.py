@@ -163,6 +163,18 @@ def test_every_page_is_in_its_index(index: str) -> None:
     assert set(path.parent.glob("*.md")) - {path} <= linked
 
 
+def test_pages_that_sources_name_exist() -> None:
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
+    named = {
+        (name_of(path), page)
+        for path in sources
+        for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert [(name, page) for name, page in sorted(named) if not (ROOT / page).exists()] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 140
 
