@@ -10,8 +10,8 @@ from typing import NamedTuple
 import griffe
 
 PACKAGES = ("allocator", "fusedoptim", "transforms")
-# The sources of the package's own kernels: CONTRIBUTING.md describes them.
-_NOT_AN_INTERFACE = ("fusedoptim.kernels",)
+# Modules of our own that users do not import: CONTRIBUTING.md describes them.
+_NOT_AN_INTERFACE = ("fusedoptim.dtypes", "fusedoptim.kernels", "fusedoptim.optimizer")
 _OPTIONS = {
     "warnings": False,  # our own check is more specific
     "returns_multiple_items": False,
@@ -60,6 +60,8 @@ def _public_modules(module: griffe.Object) -> Iterator[griffe.Module]:
     assert isinstance(module, griffe.Module)
     if module.path in _NOT_AN_INTERFACE:
         return
+    if module.is_subpackage and module.exports is None:
+        return  # a folder that says nothing of what is public is internal, and so are its modules
     yield module
     for name, child in module.modules.items():
         if not name.startswith("_") and not child.is_alias:
