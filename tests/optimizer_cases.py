@@ -40,8 +40,6 @@ class OptimizerCase:
     """What ours, and not the reference, is always given."""
     dtypes: tuple[torch.dtype, ...] = FLOATS
     """Of the parameters that ours takes."""
-    launches: int = 1
-    """Of kernels, for the parameters of one group, device and dtype."""
     is_split: bool = False
     """Parameters become bfloat16; their exact values are float32, halved into state."""
     is_torchs: bool = True

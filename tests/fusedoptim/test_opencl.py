@@ -88,7 +88,7 @@ class TestKept:
         """Which then compiles nothing, unless it is for another instruction set."""
         script = (
             "import torch\n"
-            "from fusedoptim import FusedAdam, opencl\n"
+            "from fusedoptim import FusedAdam\nfrom fusedoptim.launch import opencl\n"
             "compiled = []\n"
             "compile_now = opencl.Driver.compiled\n"
             "opencl.Driver.compiled = lambda *a: compiled.append(a) or compile_now(*a)\n"
@@ -343,8 +343,8 @@ def test_by_sycl(case: OptimizerCase, kwargs: dict[str, Any]) -> None:
 
 
 def _launcher(optimizer: Any) -> Any:
-    bucket = optimizer._plans[0].buckets[0]
-    return bucket._pipeline._blocks[0]._launcher
+    (rows,) = optimizer._plan.groups[0].rows
+    return rows._pipeline._blocks[0]._launcher
 
 
 def test_a_device_that_opencl_does_not_have() -> None:
