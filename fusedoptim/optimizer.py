@@ -86,7 +86,9 @@ class _GroupRule(NamedTuple):
         return self.owner._numbers(self.group)
 
     def row_numbers(self, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
-        return self.owner._row_numbers(self.group, numbers, steps)
+        owner = self.reference()  # without the property's call: this one is in every step
+        assert owner is not None
+        return owner._row_numbers(self.group, numbers, steps)
 
     def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         return self.owner._initial_state(self.group, name, target, dtype)

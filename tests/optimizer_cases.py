@@ -182,7 +182,6 @@ LAMB = OptimizerCase(
     refused_kwargs=({"fused": False},),
     state_keys=("exp_avg", "exp_avg_sq", "step"),
     own_arguments=("fused", "max_grad_norm", "split"),
-    launches=3,
     is_torchs=False,
     supports_sparse_gradients=False,
 )
