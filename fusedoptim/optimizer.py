@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from fusedoptim._torch_private import (
-    disable_dynamo,
-    global_post_hooks,
-    global_pre_hooks,
-    profiler_enabled,
-)
+from fusedoptim._torch_private import BypassModes, count_modes, transform_level
 from fusedoptim.allocator import check_not_forked, is_forked
 from fusedoptim.split.halves import LOST, Halves, check_checkpoint, check_splittable
 from fusedoptim.step import commit
@@ -28,46 +23,14 @@ from fusedoptim.step.checks import (
     describe,
     named_params,
 )
+from fusedoptim.step.hooks import with_hooks
+from fusedoptim.step.modes import check_not_traced, has_memory
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, Numbers
 from fusedoptim.step.scalars import common_factor
 from fusedoptim.step.state import restore_state
 from fusedoptim.step.step_counts import Steps
 from fusedoptim.step.tensors import TRAIL, Group, State, new_state, state_dtype
-
-_Step = TypeVar("_Step", bound=Callable[..., Any])
-
-
-def _with_hooks(step: _Step) -> _Step:
-    """Put torch's hooks and profiler range around ``step``, when there are any.
-
-    torch wraps every ``step`` so, and for an optimizer of one small tensor its profiler range would
-    take half as long as our step. ``hooked`` tells torch that this one is wrapped already.
-
-    torch.compile must not trace into a step: it would take the addresses for constants. It
-    recognizes the question by its full name only.
-    """
-    hooked = Optimizer.profile_hook_step(step)
-    untraced = disable_dynamo(hooked)
-
-    @functools.wraps(step)
-    def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return untraced(self, *args, **kwargs)
-        if (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or global_pre_hooks
-            or global_post_hooks
-            or profiler_enabled()
-        ):
-            return hooked(self, *args, **kwargs)
-        if args or kwargs:
-            return step(self, *args, **kwargs)
-        return step(self)  # unpacking nothing is measurable in a small step
-
-    wrapper.hooked = True  # type: ignore[attr-defined]  # functions have no such one to mypy
-    return cast(_Step, wrapper)
 
 
 def number(value: Any) -> float:
@@ -83,9 +46,15 @@ def _check_norm(max_grad_norm: float | None) -> None:
 class _GroupRule(NamedTuple):
     """What a step needs to know of one group: see :class:`fusedoptim.step.rule.UpdateRule`."""
 
-    owner: FusedOptimizer
+    reference: Callable[[], FusedOptimizer | None]
+    """Weak, as plans keep rules: an optimizer is freed when its last user drops it."""
     group: Group
-    row_numbers: Callable[[Numbers, Steps], dict[str, Steps]]
+
+    @property
+    def owner(self) -> FusedOptimizer:
+        owner = self.reference()
+        assert owner is not None  # it is stepping
+        return owner
 
     @property
     def optimizer(self) -> str:
@@ -115,6 +84,11 @@ class _GroupRule(NamedTuple):
 
     def numbers(self) -> Numbers:
         return self.owner._numbers(self.group)
+
+    def row_numbers(self, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
+        owner = self.reference()  # without the property's call: this one is in every step
+        assert owner is not None
+        return owner._row_numbers(self.group, numbers, steps)
 
     def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         return self.owner._initial_state(self.group, name, target, dtype)
@@ -211,7 +185,7 @@ class FusedOptimizer(Optimizer):
         """Raise if a sparse gradient cannot be applied as ``group`` asks."""
         raise NotImplementedError
 
-    @_with_hooks
+    @with_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step.
 
@@ -222,10 +196,12 @@ class FusedOptimizer(Optimizer):
             what ``closure`` returned.
 
         Raises:
-            TypeError: a parameter of a dtype or layout that cannot be updated.
+            TypeError: a parameter of a dtype or layout that cannot be updated, or a tensor with no
+                memory of its own.
             ValueError: a hyper-parameter is NaN.
             RuntimeError: a parameter on a device that SYCL does not serve, a gradient that does
-                not fit its parameter, or a call in the middle of another. Nothing was written then.
+                not fit its parameter, or a call in the middle of another, inside a tracing mode
+                such as FakeTensorMode, or inside a torch.func transform. Nothing was written then.
         """
         loss = None
         if closure is not None:
@@ -239,7 +215,12 @@ class FusedOptimizer(Optimizer):
                 "optimizer, as by a signal handler; call it when that has returned"
             )
         with self._lock:
-            self._update()
+            if count_modes() or transform_level() is not None:
+                check_not_traced(f"{type(self).__name__}: step()")
+                with BypassModes():
+                    self._update()
+            else:
+                self._update()
         return loss
 
     def _update(self) -> None:
@@ -255,6 +236,12 @@ class FusedOptimizer(Optimizer):
             squares: list[Tensor] = []
             if self.max_grad_norm is not None:
                 squares = [square for plan in plans for square in plan.sums_of_squares()]
+            if grad_scale is not None and not has_memory(grad_scale):
+                raise TypeError(
+                    f"{type(self).__name__}: grad_scale is a {type(grad_scale).__name__} with no "
+                    "memory of its own; make the GradScaler, and call its first scale(), outside "
+                    "of FakeTensorMode"
+                )
             common = common_factor(grad_scale, squares, self.max_grad_norm, self._clip_eps)
         if self._before_launch is not None:
             self._before_launch()
@@ -263,8 +250,7 @@ class FusedOptimizer(Optimizer):
             self._plan.see_state(state)
 
     def _rule(self, group: Group) -> _GroupRule:
-        row_numbers = functools.partial(self._row_numbers, group)  # without a call of its own
-        return _GroupRule(self, group, row_numbers)
+        return _GroupRule(weakref.ref(self), group)
 
     def _forget_plans(self) -> None:
         with self._lock:
@@ -341,8 +327,8 @@ class FusedOptimizer(Optimizer):
         Raises:
             ValueError: a parameter is not of this optimizer.
             TypeError: a parameter is neither float32 nor bfloat16, or not strided.
-            RuntimeError: parameters share memory, or a gradient does not fit. Nothing was
-                converted then.
+            RuntimeError: parameters share memory, a gradient does not fit, or the call is inside a
+                tracing mode. Nothing was converted then.
 
         Example:
             >>> import torch
@@ -375,10 +361,12 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             ValueError: a parameter is not split, or was made so by ``split=True``, which holds for
-                the whole optimizer; or its lower half is lost. Nothing was converted then.
+                the whole optimizer; or its lower half is lost.
+            RuntimeError: the call is inside a tracing mode. Nothing was converted then.
         """
         chosen = list(dict.fromkeys(params))
         name = type(self).__name__
+        check_not_traced(f"{name}: merge_params()")
         for p in chosen:
             if self.split or p not in self.halves:
                 why = "all of the optimizer's are split" if self.split else "it is not split"

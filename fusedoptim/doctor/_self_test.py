@@ -65,7 +65,9 @@ def _adagrad(a: SimpleNamespace) -> dict[str, Any]:
 def _adam(a: SimpleNamespace) -> dict[str, Any]:
     theta = a.decay_factor * a.param
     g = a.grad_factor * a.grad + a.weight_decay * theta
-    m = (1 - a.one_minus_beta1) * a.exp_avg + a.one_minus_beta1 * g
+    m = a.exp_avg + a.one_minus_beta1 * (g - a.exp_avg)
+    if a.one_minus_beta1 >= a.beta1:  # the numbers are random, and do not add up to 1
+        m = g + a.beta1 * (a.exp_avg - g)
     v = a.beta2 * a.exp_avg_sq + a.one_minus_beta2 * g**2
     results = {"exp_avg": m, "exp_avg_sq": v}
     if hasattr(a, "max_exp_avg_sq"):
@@ -101,6 +103,13 @@ def _lamb_update(a: SimpleNamespace) -> dict[str, Any]:
     return {"param": a.decay_factor * a.param - step}
 
 
+def _lamb(a: SimpleNamespace) -> dict[str, Any]:
+    moments = _lamb_moments(a)
+    ratio = _lamb_ratio(SimpleNamespace(**(vars(a) | {"sums": moments.pop("sums")})))["ratio"]
+    after = SimpleNamespace(**(vars(a) | moments | {"ratio": np.repeat(ratio, _LENGTHS)}))
+    return moments | _lamb_update(after)
+
+
 def _sum_of_squares(a: SimpleNamespace) -> dict[str, Any]:
     return {"sums": _row_sums(a.grad**2)}
 
@@ -115,6 +124,7 @@ FORMULAS: dict[str, Callable[[SimpleNamespace], dict[str, Any]]] = {
     "adagrad": _adagrad,
     "adam": _adam,
     "adam_amsgrad": _adam,
+    "lamb": _lamb,
     "lamb_moments": _lamb_moments,
     "lamb_ratio": _lamb_ratio,
     "lamb_update": _lamb_update,

@@ -3,7 +3,8 @@ r"""Adam and AdamW, with and without AMSGrad.
 .. math::
     \theta &\leftarrow (1 - \gamma\,\lambda_{\text{decoupled}})\,\theta \\
     g &\leftarrow c\,g_t + \lambda\,\theta \\
-    m &\leftarrow m + (1-\beta_1)\,(g - m) \\
+    m &\leftarrow m + (1-\beta_1)\,(g - m) \quad
+        (g + \beta_1\,(m - g) \text{ if } \beta_1 \le 1/2) \\
     v &\leftarrow \beta_2\,v + (1-\beta_2)\,g^2 \qquad
         (\hat v \leftarrow \max(\hat v, v) \text{ with AMSGrad, else } \hat v = v) \\
     \theta &\leftarrow \theta - \frac{\gamma}{1-\beta_1^t}\,
@@ -45,6 +46,7 @@ def adam(
     grad_factor: DeviceScalar,
     decay_factor: Scalar,
     weight_decay: Scalar,
+    beta1: Scalar,
     one_minus_beta1: Scalar,
     beta2: Scalar,
     one_minus_beta2: Scalar,
@@ -52,7 +54,8 @@ def adam(
 ) -> None:
     """Adam: reads four values and writes three for each parameter.
 
-    ``one_minus_beta1`` and ``one_minus_beta2`` are one minus each beta.
+    As torch's ``lerp``, the average starts from whichever of ``m`` and ``g`` has the larger weight:
+    after a spike, ``m + (g - m)`` would lose ``g``.
     """
     theta = decay_factor * param[i]
     g = grad_factor * grad[i]
@@ -60,7 +63,7 @@ def adam(
     v = exp_avg_sq[i]
     if weight_decay != 0:
         g = fma(weight_decay, theta, g)
-    m = fma(one_minus_beta1, g - m, m)
+    m = fma(one_minus_beta1, g - m, m) if one_minus_beta1 < beta1 else fma(beta1, m - g, g)
     v = fma(one_minus_beta2 * g, g, beta2 * v)
     exp_avg[i] = m
     exp_avg_sq[i] = v
@@ -79,6 +82,7 @@ def adam_amsgrad(
     grad_factor: DeviceScalar,
     decay_factor: Scalar,
     weight_decay: Scalar,
+    beta1: Scalar,
     one_minus_beta1: Scalar,
     beta2: Scalar,
     one_minus_beta2: Scalar,
@@ -92,7 +96,7 @@ def adam_amsgrad(
     v_max = max_exp_avg_sq[i]
     if weight_decay != 0:
         g = fma(weight_decay, theta, g)
-    m = fma(one_minus_beta1, g - m, m)
+    m = fma(one_minus_beta1, g - m, m) if one_minus_beta1 < beta1 else fma(beta1, m - g, g)
     v = fma(one_minus_beta2 * g, g, beta2 * v)
     if not v <= v_max:  # NaN too, as torch.maximum has it
         v_max = v

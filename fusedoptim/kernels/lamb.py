@@ -14,13 +14,12 @@ r"""Lamb: Adam's update, scaled for each tensor by the ratio of two norms.
 :math:`1-\beta_1`, or 1 without averaging of gradients. ``decay_factor`` is the first bracket,
 :math:`c` ``grad_factor``, and :math:`n` ``max_param_norm``, which may be infinite.
 
-A tensor of one chunk is updated by the kernel ``lamb`` alone. Larger ones take three kernels: the
-moments with the squares of :math:`\theta` and :math:`u` summed over each chunk,
-the ratio of each tensor, and the update, which computes :math:`u` again from the moments rather
-than keep it: 16 bytes read and written where it would be 12, and no memory.
+The kernel ``lamb`` updates tensors of one row. Larger tensors take three kernels: the moments,
+with the squares of :math:`\theta` and :math:`u` summed over each chunk; the ratio of each tensor;
+and the update, which computes :math:`u` again from the moments, as keeping it would take memory.
 
 Semantics: IPEX's Lamb. Source: You et al., "Large Batch Optimization for Deep Learning" (2019),
-of whose bounds on the norm there is the upper one.
+with the upper of its bounds on the norm.
 """
 
 from __future__ import annotations
@@ -158,44 +157,29 @@ def lamb(
     adapt: Flag,
     clip: Flag,
 ) -> None:
-    """All three for a tensor of one chunk, which stays in the cache between the two passes."""
+    """All three for a tensor of one row, which stays in the cache between the two passes."""
+    corrections = average_correction, root_correction
+    decay = decay_factor, weight_decay
+    betas = beta1, beta3, beta2, one_minus_beta2
+    moments = param, grad, exp_avg, exp_avg_sq, *corrections, grad_factor, *decay, *betas, eps
     param_squares = update_squares = real(0)
-    i = lane()
-    while i < length:
-        p2, u2 = lamb_moments(
-            i,
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            average_correction,
-            root_correction,
-            grad_factor,
-            decay_factor,
-            weight_decay,
-            beta1,
-            beta3,
-            beta2,
-            one_minus_beta2,
-            eps,
-        )
+    whole = length - lanes()  # up to it every lane has an element, so loads need no mask
+    start = 0
+    while start <= whole:
+        p2, u2 = lamb_moments(start + lane(), *moments)
         param_squares += p2
         update_squares += u2
-        i += lanes()
+        start += lanes()
+    if start + lane() < length:
+        p2, u2 = lamb_moments(start + lane(), *moments)
+        param_squares += p2
+        update_squares += u2
+
     r = trust_ratio(param_squares, update_squares, max_param_norm, adapt, clip)
-    i = lane()
-    while i < length:
-        lamb_update(
-            i,
-            param,
-            exp_avg,
-            exp_avg_sq,
-            r,
-            average_correction,
-            root_correction,
-            decay_factor,
-            weight_decay,
-            lr,
-            eps,
-        )
-        i += lanes()
+    update = param, exp_avg, exp_avg_sq, r, *corrections, *decay, lr, eps
+    start = 0
+    while start <= whole:
+        lamb_update(start + lane(), *update)
+        start += lanes()
+    if start + lane() < length:
+        lamb_update(start + lane(), *update)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fusedoptim._torch_private import set_grad_enabled
 from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
+from fusedoptim.step.modes import check_not_traced
 from fusedoptim.step.tensors import (
     TRAIL,
     dense_copy,
@@ -41,9 +42,10 @@ def check_splittable(
 
     Raises:
         TypeError: a parameter is neither float32 nor bfloat16, or not strided.
-        RuntimeError: parameters share memory, which they would not after a conversion; or a
-            gradient to be converted does not fit.
+        RuntimeError: parameters share memory, which they would not after a conversion; a gradient
+            to be converted does not fit; or the call is inside a tracing mode.
     """
+    check_not_traced(f"{optimizer}: the split of parameters")
     for i, p in enumerate(params):
         what = f"{optimizer}: parameter {i} (shape {tuple(p.shape)})"
         if p.layout is not torch.strided:
@@ -154,8 +156,8 @@ class Halves:
 
     The trails are in the optimizer's state. A model whose state_dict has the exact values holds the
     Halves of its optimizer. Where there is no optimizer, as in a copy of the model alone or once
-    the optimizer is deleted, the Halves hold the trails. A model and an optimizer that are copied or
-    pickled together share one Halves again.
+    the optimizer is deleted, the Halves hold the trails. A model and an optimizer that are copied
+    or pickled together share one Halves again.
     """
 
     in_model: bool = False

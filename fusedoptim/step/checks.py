@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.step.modes import has_memory
 from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, Group, State, has_shared_elements
 
@@ -77,9 +78,11 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
     check_param(what, param)
     if grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(f"{what} has a gradient of layout {grad.layout}; make it strided or COO")
-    is_strided = grad.layout is torch.strided
-    if is_strided and grad.numel() and grad.device.type != "meta" and grad.data_ptr() == 0:
-        raise TypeError(f"{what} has a gradient with no memory of its own; clone() it first")
+    if grad.device.type != "meta" and not has_memory(grad):
+        raise TypeError(
+            f"{what} has a gradient with no memory of its own; clone() it first, or compute it "
+            "outside of FakeTensorMode and the like"
+        )
     for fact in ("shape", "dtype", "device"):
         if getattr(grad, fact) != getattr(param, fact):
             raise RuntimeError(
@@ -106,7 +109,7 @@ def check_param(what: str, param: Tensor) -> None:
     if param.dtype not in PARAM_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
         raise TypeError(f"{what} has a dtype that is none of {known}; convert it, or {instead}")
-    if param.numel() and param.data_ptr() == 0:
+    if not has_memory(param):
         raise TypeError(f"{what} is a {type(param).__name__} with no memory of its own; {instead}")
     if has_shared_elements(param):
         raise RuntimeError(
@@ -140,10 +143,12 @@ def check_state_shape(
 
 
 def check_state_whole(rule: UpdateRule, owner: str, state: State, names: Sequence[str]) -> None:
-    """Raise if only a part of the state of these names is there.
+    """Raise if some of the state of these names is missing, or has no memory.
 
     Raises:
-        KeyError: as torch's classes do, rather than begin that part anew.
+        KeyError: some is missing and some is not, as torch's classes find; an update would
+            initialize a part of it.
+        TypeError: a tensor is fake, or wraps another.
     """
     needed = set(names) - {TRAIL}
     lost = sorted(needed - state.keys() - rule.optional_state)
@@ -153,3 +158,10 @@ def check_state_whole(rule: UpdateRule, owner: str, state: State, names: Sequenc
             "earlier steps; load a whole state_dict, or delete optimizer.state[parameter] to begin "
             "it anew"
         )
+    for name in names:
+        value = state.get(name)
+        if isinstance(value, Tensor) and not has_memory(value):
+            raise TypeError(
+                f"{rule.optimizer}: the state {name!r} of {owner} is a {type(value).__name__} with "
+                "no memory of its own; make or load it outside of FakeTensorMode and the like"
+            )

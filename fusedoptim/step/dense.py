@@ -75,9 +75,9 @@ class DenseRows:
         self.fresh: Sequence[bool] | None = fresh or [
             any(state.get(name) is None for name in names) for state in held
         ]
-        self._steps = StepCounts(held) if has_steps else None
         for candidate, state in zip(candidates, held):
             check_state_whole(rule, candidate.name, state, [*names, KEY] if has_steps else names)
+        self._steps = StepCounts(held) if has_steps else None
         made: list[State] = [
             {
                 name: state_tensor(rule, candidate.name, name, state, target, dtype.state)

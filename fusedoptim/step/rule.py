@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,12 +63,12 @@ class UpdateRule(Protocol):
     def numbers(self) -> Numbers:
         """The kernels' scalars and flags for the group's present hyper-parameters."""
 
-    @property
-    def row_numbers(self) -> Callable[[Numbers, Steps], Mapping[str, Steps]]:
-        """The scalars that depend on how many steps a parameter has taken, the coming one included.
+    def row_numbers(self, numbers: Numbers, steps: Steps) -> Mapping[str, Steps]:
+        """The scalars that depend on how many ``steps`` a parameter has taken, this one included.
 
-        Its arguments are what :meth:`numbers` returned, and the steps of each parameter or one
-        count for all.
+        Args:
+            numbers: what :meth:`numbers` returned.
+            steps: of each parameter, or one count for all.
         """
 
     def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:

@@ -106,8 +106,8 @@ class SparseRows:
         names = [name for name, role in row if role in (Role.STATE, Role.TRAIL)]
         self._held = held = rule.states.get(param, {})
         has_steps = any(role is Role.ROW_SCALAR for _, role in row)
-        self._steps = StepCounts([held]) if has_steps else None
         check_state_whole(rule, candidate.name, held, [*names, KEY] if has_steps else names)
+        self._steps = StepCounts([held]) if has_steps else None
         self._dense = {
             name: state_tensor(rule, candidate.name, name, held, self._target, dtype.state)
             for name in names

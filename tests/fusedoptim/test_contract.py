@@ -796,7 +796,7 @@ class TestLaunches:
         for p in params:
             p.grad = torch.randn_like(p)
         optimizer.step()
-        assert len(launches) == case.launches
+        assert len(launches) == 1
 
     @each_case
     def test_one_for_each_group_and_dtype(
@@ -812,7 +812,7 @@ class TestLaunches:
                 p.grad = torch.ones_like(p)
         optimizer.step()
         buckets = {(i, p.dtype) for i, group in enumerate(groups) for p in group["params"]}
-        assert len(launches) == case.launches * len(buckets)
+        assert len(launches) == len(buckets)
 
     @each_case
     def test_none_without_gradients(self, case: OptimizerCase, launches: list[LaunchBlock]) -> None:
@@ -832,11 +832,15 @@ class TestLaunches:
             DenseRows, "__init__", lambda self, *args: (built.append(self), init(self, *args))[1]
         )
         pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
-        for _ in range(5):
+        pair.set_gradients()
+        pair.step()
+        once = len(built)
+        assert once > 0
+        for _ in range(4):
+            pair.ours.zero_grad()
             pair.set_gradients()
             pair.step()
-            pair.ours.zero_grad()
-        assert len(built) == 1
+        assert len(built) == once
         pair.assert_equal()
 
 

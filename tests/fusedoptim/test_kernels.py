@@ -82,8 +82,9 @@ class TestInterpreted:
         np.testing.assert_allclose(total, old + g * g, rtol=1e-12)
         np.testing.assert_allclose(param, theta - 0.1 * g / (np.sqrt(total) + 1e-3), rtol=1e-12)
 
+    @pytest.mark.parametrize("beta1", [0.7, 0.3, 0.0])
     @pytest.mark.parametrize("amsgrad", [False, True])
-    def test_adam(self, amsgrad: bool) -> None:
+    def test_adam(self, amsgrad: bool, beta1: float) -> None:
         theta, grad, m = self._values(3)
         v, largest = self._squares(2)
         param, exp_avg, exp_avg_sq, max_exp_avg_sq = (a.copy() for a in (theta, m, v, largest))
@@ -100,13 +101,14 @@ class TestInterpreted:
             grad_factor=0.5,
             decay_factor=0.9,
             weight_decay=0.2,
-            one_minus_beta1=0.3,
+            beta1=beta1,
+            one_minus_beta1=1 - beta1,
             beta2=0.6,
             one_minus_beta2=0.4,
             eps=1e-3,
         )
         g = 0.5 * grad + 0.2 * 0.9 * theta
-        m = 0.7 * m + 0.3 * g
+        m = beta1 * m + (1 - beta1) * g
         v = 0.6 * v + 0.4 * g * g
         largest = np.maximum(largest, v)
         np.testing.assert_allclose(exp_avg, m, rtol=1e-12, atol=1e-15)
@@ -170,6 +172,36 @@ class TestInterpreted:
         ratio = np.zeros(1)
         lamb.lamb_ratio(2, np.array(sums), ratio, most, adapt, clip)
         assert ratio == pytest.approx(expected)
+
+    def test_lamb_of_one_row(self) -> None:
+        """The three in one; a work-group of plain Python has one lane."""
+        theta, grad, m = self._values(3)
+        (v,) = self._squares(1)
+        numbers = {
+            "average_correction": 3.0,
+            "root_correction": 2.0,
+            "grad_factor": -0.5,
+            "decay_factor": 0.9,
+            "weight_decay": 0.2,
+            "beta1": 0.7,
+            "beta3": 0.3,
+            "beta2": 0.6,
+            "one_minus_beta2": 0.4,
+            "lr": 0.1,
+            "eps": 1e-3,
+            "max_param_norm": np.inf,
+            "adapt": 1,
+            "clip": 0,
+        }
+        param, exp_avg, exp_avg_sq = theta.copy(), m.copy(), v.copy()
+        lamb.lamb(len(theta), param, grad, exp_avg, exp_avg_sq, **numbers)
+        m = 0.7 * m - 0.3 * 0.5 * grad
+        v = 0.6 * v + 0.4 * (0.5 * grad) ** 2
+        u = 3 * m / (2 * np.sqrt(v) + 1e-3) + 0.2 * 0.9 * theta
+        ratio = np.linalg.norm(0.9 * theta) / np.linalg.norm(u)
+        np.testing.assert_allclose(exp_avg, m, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(exp_avg_sq, v, rtol=1e-12)
+        np.testing.assert_allclose(param, 0.9 * theta - 0.1 * ratio * u, rtol=1e-10, atol=1e-13)
 
     def test_lamb_ratio_of_an_update_of_zero(self) -> None:
         ratio = np.zeros(1)

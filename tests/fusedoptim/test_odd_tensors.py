@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from fusedoptim import FusedSGD
 from fusedoptim.allocator import queue
+from fusedoptim.launch import pipeline
 from fusedoptim.launch.cpu import CPU
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.step import dense
@@ -232,14 +233,14 @@ def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("few", [0, 2])
 def test_address_beyond_2_to_the_63(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs hand out; whether or not rows are few enough to be written one by one."""
-    monkeypatch.setattr(dense, "_FEW", few)
+    monkeypatch.setattr(pipeline, "_FEW", few)
     p = Parameter(torch.zeros(40_000))  # two rows
     p.grad = torch.zeros(40_000)
     optimizer = FusedSGD([p], lr=1.0)
     optimizer.step()
-    (bucket,) = optimizer._plans[0].buckets
+    (rows,) = optimizer._plan.groups[0].rows
     address = 0xFF00_FFFF_FFE0_0000
-    bucket._write_addresses("param", [address])
+    rows._pipeline.write_addresses("param", [address], 4)
     second = address + 4 * kernel_for(queue("cpu"), "sgd", "f32").shape.chunk
-    column = bucket._pipeline._blocks[0]._column["param"]
+    column = rows._pipeline._blocks[0]._column["param"]
     assert column.astype("uint64").tolist() == [address, second]

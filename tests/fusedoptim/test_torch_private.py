@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn import Parameter
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedoptim import _torch_private
 from fusedoptim._torch_private import TensorGuards
@@ -87,3 +91,37 @@ def test_storage_use_count() -> None:
     assert count(storage._cdata) == alone + 1
     del view
     assert count(storage._cdata) == alone
+
+
+def test_count_modes() -> None:
+    assert _torch_private.count_modes() == 0
+    with _Doubling():
+        assert _torch_private.count_modes() == 1
+
+
+def test_bypassmodes() -> None:
+    with _Doubling():
+        assert torch.ones(1).add(1).item() == 4
+        with _torch_private.BypassModes():
+            assert torch.ones(1).add(1).item() == 2
+
+
+def test_active_modes() -> None:
+    assert _torch_private.active_modes() == []
+    with FakeTensorMode() as mode:
+        assert _torch_private.active_modes() == [mode]
+
+
+def test_transform_level() -> None:
+    levels = []
+    assert _torch_private.transform_level() is None
+    torch.func.vmap(lambda x: levels.append(_torch_private.transform_level()) or x)(torch.ones(2))
+    assert levels == [1]
+
+
+class _Doubling(TorchDispatchMode):
+    """Doubles the results of additions."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.add.Tensor else result
