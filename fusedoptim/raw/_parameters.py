@@ -301,7 +301,7 @@ def check_count(kernel: str, inputs: int, outputs: int, values: Sequence[Any]) -
         if torch.device(device).type not in BACKENDS:
             raise RuntimeError(
                 f"{kernel}: the tensors are on {device}, which SYCL does not serve; move them to "
-                "'cpu' or 'xpu'"
+                f"{' or '.join(map(repr, BACKENDS))}"
             )
 
 

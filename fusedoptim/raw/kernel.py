@@ -19,7 +19,7 @@ import torch
 from fusedoptim._torch_private import disable_dynamo, increment_version
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
 from fusedoptim.launch.cache import cached
-from fusedoptim.launch.devices import backend_of, queue_of
+from fusedoptim.launch.devices import backend_of, named_queue, queue_of
 from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Program
 from fusedoptim.raw._built import Built, Size
@@ -366,7 +366,7 @@ class RawKernel:
 
     def _own(self) -> Built:
         """The kernel for its own device."""
-        return self._built_for(device_queue(self.device))
+        return self._built_for(named_queue(self.device))
 
     def _queue(self, uses: Uses) -> Any:
         """Where the arguments are."""
@@ -378,7 +378,7 @@ class RawKernel:
         elif queues:
             chosen = queues[0][1]
         else:
-            chosen = device_queue(self._module.device)
+            chosen = named_queue(self._module.device)
         for index, other in queues:
             if other.sycl_context != chosen.sycl_context:
                 raise RuntimeError(
@@ -540,12 +540,3 @@ def _check_device(device: Any) -> Any:
     if not isinstance(device, load_dpctl().SyclQueue):
         raise TypeError(f"device={device!r} is neither a SYCL filter string nor a dpctl.SyclQueue")
     return device
-
-
-def device_queue(device: Any) -> Any:
-    """The queue of what a kernel's ``device`` says."""
-    if not isinstance(device, str):
-        return device
-    if device.startswith("xpu"):
-        return queue_of(torch.device(device))
-    return queue(device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedoptim.raw import _parameters
 from fusedoptim.raw._parameters import DTYPES, Made, Operand, Param, Scalar
-from fusedoptim.raw._walk import LANES, Walk, chunk_of, memory, walk
+from fusedoptim.raw._walk import Walk, chunk_of, launch_shape, memory, walk
 from fusedoptim.raw.kernel import RawKernel, RawModule
 
 __all__ = ["ReductionKernel"]
@@ -250,7 +250,8 @@ class ReductionKernel:
         n, count = inner.numel, outer.numel
         if count == 0:
             return _Plan(None, (0, 0), 0, (), (), None, (), tuple(made))
-        lanes = LANES[device.type]
+        spread = launch_shape(device)
+        lanes = spread.lanes
         near = [sum(of_one[-1:] == (1,) for of_one in way.strides) for way in (inner, outer)]
         is_across = count >= lanes and (near[1] > near[0] or n < _SHORT)
         types = tuple([(o.dtype, isinstance(o.value, Tensor)) for o in operands])
@@ -268,7 +269,7 @@ class ReductionKernel:
             module = RawModule(head + source, self._options)
             self._kernels[key] = module[self.name], module[f"{self.name}_finish"]
 
-        chunk = min(_ROWS, max(n, 1)) if is_across else chunk_of(n)
+        chunk = min(_ROWS, max(n, 1)) if is_across else chunk_of(n, spread)
         chunks = max(-(-n // chunk), 1)
         items = -(-count // lanes) * lanes
         strided = [

@@ -174,9 +174,7 @@ def test_memory_of_a_pool_can_be_released(module: RawModule) -> None:
     module["copy"](16, None, (memory, array))
     array.memory.release()
     memory.release()
-    with pytest.raises(
-        ValueError, match=r"argument 0, .* array at .* was released"
-    ):
+    with pytest.raises(ValueError, match=r"argument 0, .* array at .* was released"):
         module["copy"](16, None, (array, None))
 
 
