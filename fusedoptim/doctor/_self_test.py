@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fusedoptim.allocator import default_pool
+from fusedoptim.dtypes import ELEMENTS, VARIANTS, Element
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.layout import Argument
@@ -28,7 +29,6 @@ Reals = np.ndarray[Any, np.dtype[np.float64]]
 _LENGTHS = np.array([301, 1, 211])  # of the rows; no multiple of a vector, and rows lie unaligned
 _BEYOND = 32  # elements past the end, which nothing may write to
 _UNITS = 64
-_ROUNDOFF = {"f64": 2.0**-53, "f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
 _ARRAYS = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.STATE)
 _ADDRESSES = (
     *_ARRAYS,
@@ -59,8 +59,7 @@ class _Array:
 
     def joined(self, lower: _Array) -> Any:
         """The float32 values of which this is the upper half."""
-        bits = (self._values.astype(np.uint32) << 16) | lower._values
-        return bits.view(np.float32).astype(np.float64)
+        return _decode((self._values.astype(np.uint32) << 16) | lower._values, "f32")
 
     def is_overrun(self) -> bool:
         return bool((self._margin.view(np.uint8) != 0x5A).any())
@@ -75,17 +74,37 @@ def _new_values(queue: Any, size: int, dtype: np.dtype[Any], in_usm: bool) -> An
 
 
 def _encode(values: Reals, storage: str) -> Any:
-    if storage == "bf16":  # the upper half of a float32
-        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    if storage == "trail":  # any lower half
-        return values.astype(np.float32).view(np.uint32).astype(np.uint16)
-    return values.astype({"f64": np.float64, "f32": np.float32, "f16": np.float16}[storage])
+    """Values in [1/2, 2], either sign, truncated to an element's bits; "trail" is any 16 bits."""
+    if storage == "trail":
+        return _encode(values, "f32").astype(np.uint16)
+    element = ELEMENTS[storage]
+    mantissa, exponent = np.frexp(abs(values))
+    fraction = ((2 * mantissa - 1) * 2.0**element.fraction).astype(np.uint64)
+    biased = (exponent - 1 + _bias(element)).astype(np.uint64) << np.uint64(element.fraction)
+    sign = (values < 0).astype(np.uint64) << np.uint64(8 * element.size - 1)
+    return (sign | biased | fraction).astype(f"u{element.size}")
 
 
-def _decode(values: Any, storage: str) -> Any:
-    if storage == "bf16":
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float64)
+def _decode(bits: Any, storage: str) -> Reals:
+    """The values of an element's bits; those of "trail" mean nothing."""
+    if storage == "trail":
+        return np.zeros(len(bits))
+    element = ELEMENTS[storage]
+    bits = bits.astype(np.uint64)
+    fraction = (bits & np.uint64((1 << element.fraction) - 1)) * 2.0**-element.fraction
+    biased = (bits >> np.uint64(element.fraction)).astype(np.int64) & (2 * _bias(element) + 1)
+    is_normal = biased > 0
+    exponent = np.maximum(biased, 1) - _bias(element)
+    with np.errstate(over="ignore"):
+        values = np.ldexp(fraction + is_normal, exponent.astype(np.int32))
+    special = np.where(fraction == 0, np.inf, np.nan)
+    values = np.where(biased == 2 * _bias(element) + 1, special, values)
+    return np.where(bits >> np.uint64(8 * element.size - 1) != 0, -values, values)
+
+
+def _bias(element: Element) -> int:
+    """The offset of the exponent."""
+    return (1 << (8 * element.size - 2 - element.fraction)) - 1
 
 
 class _Trial:
@@ -99,7 +118,7 @@ class _Trial:
         Args:
             queue: of the device.
             kernel: its name.
-            variant: "f32", "f64", "bf16", "f16" or "split".
+            variant: of :data:`fusedoptim.dtypes.VARIANTS`.
             options: what flags say; without, weight decay is 0 and norms are not bounded.
             in_usm: whether the arrays are memory of the driver's.
         """
@@ -107,8 +126,7 @@ class _Trial:
         self._function = kernel_function(kernel)
         self._kernel = kernel_for(queue, kernel, variant)
         self._module: Module = self._kernel.module
-        self._real = "f64" if variant == "f64" else "f32"
-        self._narrow = "bf16" if variant == "split" else variant
+        self._real, self._narrow = VARIANTS[variant].real, VARIANTS[variant].element
         self._random = np.random.default_rng()
         self._arrays: dict[str, _Array] = {}
         self._numbers: dict[str, Any] = {}
@@ -145,7 +163,7 @@ class _Trial:
             return float("inf")
         rows = len(_LENGTHS) if role is Role.ROW_SCALAR else None
         value = self._random.uniform(0.25, 0.75, rows)
-        return value if self._real == "f64" else np.float32(value).astype(np.float64)
+        return np.asarray(value, self._kernel.real).astype(np.float64)[()]
 
     def _values(self) -> dict[str, Reals]:
         """What is in the arrays now; a split parameter's two halves are one value."""
@@ -180,10 +198,10 @@ class _Trial:
         if np.array_equal(before, wanted):  # the kernel does not write them
             return np.zeros(len(wanted))
         roles = dict(self._module.arguments)
-        allowed = _UNITS * _ROUNDOFF[self._real] * np.maximum(abs(wanted), 1)
+        allowed = _UNITS * ELEMENTS[self._real].roundoff * np.maximum(abs(wanted), 1)
         is_rounded = self._narrow != self._real and Role.TRAIL not in roles.values()
         if roles[name] is Role.PARAM and is_rounded:
-            allowed = allowed + _ROUNDOFF[self._narrow] * abs(wanted)
+            allowed = allowed + ELEMENTS[self._narrow].roundoff * abs(wanted)
         return allowed
 
     def _launch(self) -> None:

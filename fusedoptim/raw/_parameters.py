@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim._torch_private import disable_dynamo
+from fusedoptim.dtypes import ELEMENTS, Element
 from fusedoptim.launch.devices import BACKENDS
 
 Scalar = bool | int | float
@@ -27,17 +28,17 @@ class Dtype(NamedTuple):
     """C functions between the two, "" where they are the same."""
 
 
-DTYPES = {
-    "bool": Dtype(torch.bool, "uchar", "bool", "(bool)", "(uchar)"),
-    "int8": Dtype(torch.int8, "char", "char"),
-    "int16": Dtype(torch.int16, "short", "short"),
-    "int32": Dtype(torch.int32, "int", "int"),
-    "int64": Dtype(torch.int64, "long", "long"),
-    "uint8": Dtype(torch.uint8, "uchar", "uchar"),
-    "float32": Dtype(torch.float32, "float", "float"),
-    "float64": Dtype(torch.float64, "double", "double"),
-    "float16": Dtype(torch.float16, "half", "float", "from_half", "to_half"),
-    "bfloat16": Dtype(torch.bfloat16, "bfloat16", "float", "from_bfloat16", "to_bfloat16"),
+def _dtype(element: Element) -> Dtype:
+    dtype = getattr(torch, element.dtype)
+    if element.arithmetic == element.name:
+        return Dtype(dtype, element.c, element.c)
+    arithmetic = ELEMENTS[element.arithmetic].c
+    return Dtype(dtype, element.c, arithmetic, f"from_{element.c}", f"to_{element.c}")
+
+
+_TOO_NEW = ("u16", "u32", "u64")  # torch computes little with them
+DTYPES = {"bool": Dtype(torch.bool, "uchar", "bool", "(bool)", "(uchar)")} | {
+    element.dtype: _dtype(element) for element in ELEMENTS.values() if element.name not in _TOO_NEW
 }
 _BY_TORCH = {dtype.torch: dtype for dtype in DTYPES.values()}
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float32}

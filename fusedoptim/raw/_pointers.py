@@ -11,38 +11,23 @@ from torch import Tensor
 from torch.nn import Parameter as TorchParameter
 
 from fusedoptim.allocator import Array, Memory
+from fusedoptim.dtypes import ELEMENTS
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.raw._spirv import Parameter
 
 PLAIN = frozenset((Tensor, TorchParameter))
 """Classes whose tensors have memory of their own."""
-_TORCH = {
-    dtype: str(dtype).removeprefix("torch.")
-    for dtype in (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-        *(torch.bool, torch.complex64, torch.complex128),
-    )
-}
-_NUMPY = {
-    np.dtype(name): name for name in _TORCH.values() if name != "bfloat16"
-}  # numpy computes a dtype's name anew each time
+_NAMES = [element.dtype for element in ELEMENTS.values()] + ["bool", "complex64", "complex128"]
+_TORCH = {getattr(torch, name): name for name in _NAMES}
+# numpy computes a dtype's name anew each time.
+_NUMPY = {np.dtype(name): name for name in _NAMES if name != "bfloat16"}
 # The dtypes that a pointer takes, by what it points to. OpenCL C has no bfloat16, whose bits are a
 # ushort, and a complex number is a vector of two.
 _DTYPES = {
-    "f16": ("float16",),
-    "f32": ("float32",),
-    "f64": ("float64",),
-    "bf16": ("bfloat16",),
+    **{name: (element.dtype,) for name, element in ELEMENTS.items() if element.size > 1},
     "f32x2": ("float32", "complex64"),
     "f64x2": ("float64", "complex128"),
-    "i16": ("int16",),
-    "i32": ("int32",),
-    "i64": ("int64",),
     "u16": ("uint16", "bfloat16"),
-    "u32": ("uint32",),
-    "u64": ("uint64",),
     "int16": ("int16", "uint16", "bfloat16", "float16"),
     "int32": ("int32", "uint32"),
     "int64": ("int64", "uint64"),
