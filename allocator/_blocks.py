@@ -23,6 +23,7 @@ over the most live, and the part of the allocations that upstream did not see.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ from typing import Any, Protocol
 
 _KIB = 1024
 _MIB = 1024 * _KIB
+GRAIN = 512
+"""Segments start at a multiple of it, whatever the rounding of their blocks."""
+LARGEST_ALIGNMENT = 2 * _MIB
+"""The largest alignment that a request may ask for."""
 
 
 class Upstream(Protocol):
@@ -77,6 +82,43 @@ class Rules:
     replace_rest: float = 0.25
     """...of which more than this part of the request were left over, but replaces it by one of its
     own size. Random sizes reach 1.11 instead of 1.13, but hit 80% instead of 91%."""
+
+    def __post_init__(self) -> None:
+        for name in ("rounding", "small_limit", "small_segment", "slack", "replace_limit"):
+            if _checked(self, name, "an integer", int) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} is negative; give 0 or more")
+        for name in ("over_reserve", "replace_rest"):
+            if not 0 <= _checked(self, name, "a number", int, float) < math.inf:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not a finite number of at least 0"
+                )
+        rounding, segment, limit = self.rounding, self.small_segment, self.small_limit
+        if not GRAIN <= rounding <= LARGEST_ALIGNMENT or rounding & (rounding - 1):
+            raise ValueError(
+                f"rounding={rounding} is not a power of two of at least {GRAIN} and at most "
+                f"{LARGEST_ALIGNMENT}"
+            )
+        if segment == 0 or segment % rounding:
+            raise ValueError(
+                f"small_segment={segment} is not a positive multiple of rounding={rounding}"
+            )
+        if limit > segment:
+            raise ValueError(
+                f"small_limit={limit} does not fit into segments of small_segment={segment}; give "
+                "a small_limit of at most small_segment"
+            )
+
+
+def _checked(rules: Rules, name: str, wanted: str, *types: type) -> Any:
+    """The value of a field.
+
+    Raises:
+        TypeError: it has none of the types.
+    """
+    value = getattr(rules, name)
+    if isinstance(value, bool) or not isinstance(value, types):
+        raise TypeError(f"{name}={value!r} is not {wanted}")
+    return value
 
 
 class Segment:
@@ -326,7 +368,8 @@ class Heap:
         """The size of a request's block, the segment it needs at least, and whether it is small."""
         rules = self._rules
         size = -(-nbytes // rules.rounding) * rules.rounding
-        needed = size + max(alignment - rules.rounding, 0)  # wherever the segment begins
+        skipped = max(alignment - GRAIN, 0)  # at most, wherever the segment begins
+        needed = size + -(-skipped // rules.rounding) * rules.rounding
         return size, needed, needed <= rules.small_limit
 
     def _find(self, size: int, alignment: int, is_small: bool) -> Block | None:

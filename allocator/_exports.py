@@ -50,9 +50,11 @@ _RANGE = 1024
 
 AT_REST = 0
 GIVEN = VERSION[0] | VERSION[1] << 32
-"""The first word of a versioned struct, which is its version; later times are greater."""
-_DROPPED = GIVEN + 1
-"""As if the deleter had been called."""
+"""The first word of a versioned struct, its version, until the deleter overwrites it."""
+NOT_BACK = GIVEN, AT_REST
+"""The first words of versioned structs whose deleter was not called: all others are times."""
+_DROPPED = 2**64 - 1
+"""As if the deleter had been called; a time that has not come yet."""
 
 # Not of whoever may have put his own time() before it, as to fake the date.
 _DELETER: Any = ctypes.cast(ctypes.CDLL("libc.so.6").time, ctypes.c_void_p).value

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from allocator import _process, _scopes
 from allocator._allocation import Allocation, largest_sites
-from allocator._blocks import Rules
+from allocator._blocks import LARGEST_ALIGNMENT, Rules
 from allocator._budget import Budget, credit
 from allocator._dlpack import KDL_CPU, VERSIONED_NAME, View, is_valid
 from allocator._driver import Driver, UsmDriver
 from allocator._dtypes import as_dtype
 from allocator._errors import OutOfMemoryError, report
-from allocator._exports import GIVEN, NAME_ADDRESS, REUSES_CAPSULES, Export, Exporter
+from allocator._exports import GIVEN, NAME_ADDRESS, NOT_BACK, REUSES_CAPSULES, Export, Exporter
 from allocator._guard import Guard, new_guard
 from allocator._hooks import Hook
 from allocator._idle import Decay, checked_seconds
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _T = TypeVar("_T")
-_LARGEST_ALIGNMENT = 2 << 20
 _NO_DTYPE = type(None)  # what the shelves know no tensor of
 
 
@@ -187,12 +186,12 @@ class Pool(Reports):
         # other thread runs from here until the word says that the tensor is given (see _exports).
         export, is_taken = shelf.last, False
         words, first = export.words, export.first
-        if words[first] <= GIVEN:
+        if words[first] in NOT_BACK:
             export = shelf.before_last
             words, first = export.words, export.first
         # In one line, as a debugger may let other threads run between two. They may have made
         # another tensor of it meanwhile.
-        if words[first] > GIVEN and export.shelf is shelf: words[first], is_taken = GIVEN, True  # noqa: E701  # fmt: skip
+        if words[first] not in NOT_BACK and export.shelf is shelf: words[first], is_taken = GIVEN, True  # noqa: E501, E701  # fmt: skip
         if not is_taken:
             return self._next_tensor(shelf, shape, kind)
         if export is not shelf.last:
@@ -281,9 +280,9 @@ class Pool(Reports):
         size, alignment = as_nbytes(nbytes), as_integer(alignment, "alignment")
         if queue is not None:
             _check_queue(queue)
-        if not 0 < alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
+        if not 0 < alignment <= LARGEST_ALIGNMENT or alignment & (alignment - 1):
             raise ValueError(
-                f"alignment={alignment} is no power of two of at most {_LARGEST_ALIGNMENT}"
+                f"alignment={alignment} is no power of two of at most {LARGEST_ALIGNMENT}"
             )
         return Memory(self, self._acquire(size, max(alignment, ROUNDING), queue))
 

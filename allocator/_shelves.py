@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from allocator._exports import AT_REST, GIVEN, NAME_ADDRESS, Export
+from allocator._exports import AT_REST, GIVEN, NAME_ADDRESS, NOT_BACK, Export
 
 if TYPE_CHECKING:
     from allocator._allocation import Allocation
@@ -81,7 +81,7 @@ class Shelf:
                 return None
             # In one line, as a debugger may let other threads run between two. They may have made
             # another tensor of it meanwhile.
-            if words[first] > GIVEN and export.shelf is self: words[first], is_taken = GIVEN, True  # noqa: E701  # fmt: skip
+            if words[first] not in NOT_BACK and export.shelf is self: words[first], is_taken = GIVEN, True  # noqa: E501, E701  # fmt: skip
             if is_taken:
                 export.capsule_name[0] = NAME_ADDRESS
                 self.before_last, self.last = self.last, export

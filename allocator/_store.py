@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from allocator._allocation import Allocation
-from allocator._blocks import Block, Heap, Rules, Segment
+from allocator._blocks import GRAIN, Block, Heap, Rules, Segment
 from allocator._runtime import load_dpctl
 from allocator._source import Source
 from allocator._statistics import Split, Tally
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from allocator._pool import Pool
 
 _PAGE = 4096
-ROUNDING = 512
+ROUNDING = GRAIN
 STAGGERED = 1 << 20
 """Allocations above it start at different offsets within their pages."""
 

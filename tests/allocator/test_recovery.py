@@ -234,7 +234,9 @@ def test_threads_between_two_lines() -> None:
 
     def is_there(frame: FrameType, event: str) -> bool:
         line = linecache.getline(code.co_filename, frame.f_lineno)
-        return frame.f_code is code and event == "line" and "if words[first] > GIVEN" in line
+        return (
+            frame.f_code is code and event == "line" and "if words[first] not in NOT_BACK" in line
+        )
 
     def meanwhile() -> None:
         first = pool.empty(1000)
