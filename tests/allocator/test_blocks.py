@@ -18,8 +18,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from allocator import Pool, _blocks
-from allocator._blocks import Block, Heap, Rules, Segment
+from allocator import Pool
+from allocator.pool import blocks as blocks_module
+from allocator.pool.blocks import Block, Heap, Rules, Segment
 
 KIB = 2**10
 MIB = 2**20
@@ -507,7 +508,7 @@ def interrupt(call: Callable[[], Any], after: int) -> bool:
 
     def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
         nonlocal passed
-        if frame.f_code.co_filename != _blocks.__file__:
+        if frame.f_code.co_filename != blocks_module.__file__:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":

@@ -338,7 +338,7 @@ def test_many_threads_of_one_budget(
 
 
 def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from allocator._blocks import Heap
+    from allocator.pool.blocks import Heap
 
     allocate, held = Heap.allocate, []
 

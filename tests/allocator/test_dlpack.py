@@ -16,9 +16,10 @@ import torch
 from torch.utils.dlpack import from_dlpack as to_torch
 
 import allocator
-from allocator import Array, Memory, Pool, _memory, from_dlpack
-from allocator._dlpack import Legacy, Versioned, _get_pointer, is_valid
-from allocator._dtypes import _ALL, as_dtype
+from allocator import Array, Memory, Pool, from_dlpack
+from allocator.exchange import memory as memory_module
+from allocator.exchange.dlpack import Legacy, Versioned, _get_pointer, is_valid
+from allocator.exchange.dtypes import _ALL, as_dtype
 
 LEGACY, VERSIONED = b"dltensor", b"dltensor_versioned"
 READ_ONLY, IS_COPIED = 1, 2
@@ -33,7 +34,7 @@ def pool() -> Iterator[Pool]:
     pool = Pool("cpu")
     yield pool
     gc.collect()
-    _memory._lent_on.sweep()
+    memory_module._lent_on.sweep()
     assert pool.memory_allocated() == 0
 
 

@@ -20,9 +20,9 @@ import torch
 
 from allocator import MemoryCorruptionError, OutOfMemoryError, Pool, current_pool, queue
 from allocator import empty as current_empty
-from allocator._blocks import Heap
-from allocator._exports import _DELETER, Export
-from allocator._guard import IN_REDZONE, ON_ALLOCATION, ON_RELEASE, QUARANTINE, REDZONE
+from allocator.exchange.exports import _DELETER, Export
+from allocator.options.guard import IN_REDZONE, ON_ALLOCATION, ON_RELEASE, QUARANTINE, REDZONE
+from allocator.pool.blocks import Heap
 from tests.allocator.interrupts import interrupted
 from tests.allocator.test_faults import FaultyDriver, check
 from tests.conftest import SEED

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from allocator import Pool
-from allocator._idle import Decay
+from allocator.options.idle import Decay
 from tests.allocator.test_faults import FaultyDriver, check
 
 KIB = 2**10
@@ -34,7 +34,7 @@ def driver() -> FaultyDriver:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in seconds, to be changed."""
     now = [100.0]
-    monkeypatch.setattr("allocator._idle.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("allocator.options.idle.time.monotonic", lambda: now[0])
     return now
 
 
@@ -325,7 +325,7 @@ def test_exit() -> None:
     run("""
     import atexit
     sys.held = [pool.allocate(8), Pool(driver=FaultyDriver(), idle_seconds=1e-4), pool]
-    from allocator._idle import _decays
+    from allocator.options.idle import _decays
     atexit.register(lambda: pool.allocate(100))
     assert len(_decays) == 2
     for _ in range(100):

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from allocator import Pool, load_dpctl
-from allocator._exports import Exporter
-from allocator._shelves import Shelves
+from allocator.exchange.exports import Exporter
+from allocator.exchange.reuse import Shelves
 from tests.allocator.interrupts import interrupted
 from tests.allocator.test_faults import FaultyDriver
 from tests.allocator.test_shelves import check_shelves

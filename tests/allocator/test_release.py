@@ -13,8 +13,8 @@ PREAMBLE = """
 import atexit, ctypes, faulthandler, gc, os, random, signal, sys, threading, time, types, weakref
 import torch
 from allocator import Pool
-from allocator import _exports
-from allocator._blocks import Heap
+from allocator.exchange import exports
+from allocator.pool.blocks import Heap
 
 faulthandler.dump_traceback_later(90, exit=True)
 pool = Pool("cpu")
@@ -376,7 +376,7 @@ def test_memory_released_twice() -> None:
 TWICE = """
 Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 export = next(e for e in pool._exporter.exports if e.owner is not None)
-call, address = Deleter(_exports._DELETER), export.address
+call, address = Deleter(exports._DELETER), export.address
 del export
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from allocator import OutOfMemoryError, Pool, Reservation
-from allocator._blocks import Heap
+from allocator.pool.blocks import Heap
 from tests.allocator.interrupts import interrupted
 from tests.allocator.test_faults import FaultyDriver, check
 from tests.conftest import SEED

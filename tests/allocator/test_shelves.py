@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from allocator import Pool
-from allocator._shelves import _NEVER
+from allocator.exchange.reuse import _NEVER
 from tests.conftest import SEED
 
 STEPS = 20_000

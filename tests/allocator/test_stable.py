@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from allocator import Hook, OutOfMemoryError, Pool, Rules
-from allocator._blocks import Heap
+from allocator.pool.blocks import Heap
 from tests.allocator.test_faults import FaultyDriver, check
 from tests.conftest import SEED
 
@@ -157,7 +157,7 @@ def test_whatever_watches(driver: AligningDriver) -> None:
 @pytest.mark.usefixtures("quick_collections")
 def test_quarantine_is_stable_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory leaves it in an order that does not depend on when the pool heard of releases."""
-    monkeypatch.setattr("allocator._guard.QUARANTINE", 4 * MIB)
+    monkeypatch.setattr("allocator.options.guard.QUARANTINE", 4 * MIB)
     pool = Pool(driver=AligningDriver(), stable_addresses=ARENA, debug=True)
     expected = walk(pool, 60)
     pool.check()

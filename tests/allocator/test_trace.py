@@ -18,8 +18,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from allocator import Event, OutOfMemoryError, Pool, Rules, Trace, advise, queue, replay
-from allocator._plan import planned
-from allocator._runtime import load_dpctl
+from allocator.runtime.libraries import load_dpctl
+from allocator.watching.plan import planned
 from tests.conftest import SEED
 
 KIB = 2**10

@@ -1,0 +1,149 @@
+"""DLPack's structs and capsules, and tensors that other libraries lend us."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from allocator.exchange.dtypes import DType, dtype_of_code
+from allocator.pool.sizes import MOST_DIMS
+
+KDL_CPU, KDL_ONEAPI = 1, 14
+READ_ONLY, IS_COPIED = 1, 2  # flags of a versioned capsule
+VERSION = (1, 0)
+"""Of the structs that we write; readers of 1.0 to 1.3 take them."""
+
+LEGACY_NAME, VERSIONED_NAME = b"dltensor", b"dltensor_versioned"
+USED_NAMES = {LEGACY_NAME: b"used_dltensor", VERSIONED_NAME: b"used_dltensor_versioned"}
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class DLTensor(ctypes.Structure):
+    """A tensor's address, device, element type, shape and strides."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class Legacy(ctypes.Structure):
+    """A managed tensor of DLPack before 1.0."""
+
+    _fields_ = (
+        ("tensor", DLTensor),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+class Versioned(ctypes.Structure):
+    """A managed tensor of DLPack from 1.0 on."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", DLTensor),
+    )
+
+
+def _capsule_functions() -> tuple[Any, Any, Any, Any]:
+    api = ctypes.pythonapi
+    new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+        ("PyCapsule_New", api)
+    )
+    is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_IsValid", api)
+    )
+    get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", api)
+    )
+    set_name = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_SetName", api)
+    )
+    return new, is_valid, get_pointer, set_name
+
+
+new_capsule, is_valid, _get_pointer, _set_name = _capsule_functions()
+
+
+def make_immortal(*objects: Any) -> None:
+    """Keep objects for as long as the process lives."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+# Capsules keep the names' addresses.
+make_immortal(LEGACY_NAME, VERSIONED_NAME, *USED_NAMES.values())
+
+
+class View(NamedTuple):
+    """What a consumer sees."""
+
+    address: int
+    shape: Sequence[int]
+    strides: Sequence[int]
+    """in elements."""
+    dtype: DType
+    device: tuple[int, int]
+    """DLPack's type and id."""
+
+
+class Imported:
+    """Another library's tensor, ours until this object dies."""
+
+    def __init__(self, capsule: Any) -> None:
+        """Take the tensor out of ``capsule``.
+
+        Raises:
+            ValueError: it is no DLPack capsule, or was taken before.
+            BufferError: its version, dtype, dimensions or strides are not supported; another
+                consumer may still take it.
+        """
+        self._deleter: Any = None
+        name = next((n for n in USED_NAMES if is_valid(capsule, n)), None)
+        if name is None:
+            raise ValueError(
+                f"{capsule!r} is no DLPack capsule, or was used before; call __dlpack__() again"
+            )
+        self._address = _get_pointer(capsule, name)
+        kind = Versioned if name == VERSIONED_NAME else Legacy
+        managed: Any = kind.from_address(self._address)
+        if name == VERSIONED_NAME and managed.major != VERSION[0]:
+            raise BufferError(f"DLPack version {managed.major}.{managed.minor} is not supported")
+        tensor = managed.tensor
+        ndim = tensor.ndim
+        if not 0 <= ndim <= MOST_DIMS:
+            raise BufferError(f"a DLPack tensor of {ndim} dimensions is not in [0, {MOST_DIMS}]")
+        shape = tuple(tensor.shape[:ndim])
+        dtype = dtype_of_code(tensor.code, tensor.bits, tensor.lanes)
+        strides = tuple(tensor.strides[:ndim]) if tensor.strides else None
+        if min(strides or (), default=0) < 0:
+            raise BufferError(
+                f"a DLPack tensor with strides={strides} is not supported, as torch aborts on a "
+                "negative one; make a copy that is not flipped"
+            )
+        device = (tensor.device_type, tensor.device_id)
+        self.address = (tensor.data or 0) + tensor.byte_offset
+        self.shape, self.strides, self.dtype, self.device = shape, strides, dtype, device
+        self.is_read_only = bool(name == VERSIONED_NAME and managed.flags & READ_ONLY)
+        deleter = _Deleter(managed.deleter) if managed.deleter else None
+        _set_name(capsule, USED_NAMES[name])
+        self._deleter = deleter  # from here on it is ours
+
+    def __del__(self) -> None:
+        if self._deleter is not None:
+            self._deleter(self._address)
