@@ -4,7 +4,8 @@ The lowest of fusedoptim's three packages: it finds the driver, gives one queue 
 and pools the device's memory. It imports neither torch nor dpctl until a device is asked for.
 """
 
-from allocator.exchange.memory import Array, Memory, from_dlpack
+from allocator.exchange.borrowed import from_dlpack
+from allocator.exchange.memory import Array, Memory
 from allocator.options.budget import Budget
 from allocator.options.guard import MemoryCorruptionError
 from allocator.options.reserve import Reservation

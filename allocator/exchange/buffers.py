@@ -1,12 +1,12 @@
 """The buffer protocol for classes written in Python.
 
-Python 3.12 lets a class define ``__buffer__``. Before it only a C type can, so a type is made here
-through CPython's public ``PyType_FromSpec``, whose one slot is a ctypes function. That function
-cannot say what is wrong, only that: an object that never has a buffer to give should be of a class
-without this base; what it refuses else is a ``SystemError`` there.
+From Python 3.12 on a class may define ``__buffer__``. Before, only a C type has a buffer, so one is
+made here with CPython's public ``PyType_FromSpec``; its only slot is a ctypes function. That
+function cannot report an error's text: objects that never have a buffer should not have this base
+class, and a refused request is a ``SystemError`` there.
 
-The buffer is a numpy array's, which numpy releases in C: a Python function would be called with
-whatever exception is pending, and ctypes would clear that.
+The buffer belongs to a numpy array, which numpy releases in C: a Python function might run with an
+exception pending, and ctypes would clear that.
 """
 
 from __future__ import annotations
@@ -15,40 +15,55 @@ import ctypes
 import sys
 from typing import Any, Protocol
 
+from allocator.exchange.dlpack import View
+
 
 class Readable(Protocol):
-    """What has bytes that Python can read."""
+    """Memory that Python can read."""
 
     address: int
     is_read_only: bool
-    _views: int
+    views: int
 
     @property
-    def _readable(self) -> int: ...
+    def readable_bytes(self) -> int:
+        """Bytes that a buffer may have."""
+
+
+class Lender(Readable, Protocol):
+    """Memory of another library."""
+
+    nbytes: int
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack's device type and id."""
+
+    def capsule(self, view: View, versioned: bool, flags: int) -> Any:
+        """A capsule that describes a view of the memory."""
 
 
 class _Reader:
-    """Keeps memory while a numpy array reads it, and counts as one of its views meanwhile."""
+    """Keeps memory alive while a numpy array reads it, and counts as one of its views."""
 
     __slots__ = ("__array_interface__", "_memory")
 
     def __init__(self, memory: Readable) -> None:
-        memory._views += 1
+        memory.views += 1
         self._memory = memory
         self.__array_interface__ = {
-            # numpy 1 takes no NULL, not even for nothing.
+            # numpy 1 accepts no NULL, not even for zero bytes.
             "data": (memory.address or id(self), memory.is_read_only),
-            "shape": (memory._readable,),
+            "shape": (memory.readable_bytes,),
             "typestr": "|u1",
             "version": 3,
         }
 
     def __del__(self) -> None:
-        self._memory._views -= 1
+        self._memory.views -= 1
 
 
 def bytes_of(memory: Readable) -> Any:
-    """A numpy array of the bytes, which keeps the memory."""
+    """A numpy array of the bytes, which keeps the memory alive."""
     import numpy as np
 
     return np.asarray(_Reader(memory))
@@ -57,7 +72,7 @@ def bytes_of(memory: Readable) -> Any:
 if sys.version_info >= (3, 12):
 
     class Buffered:
-        """Base of what gives the buffer of another object, its ``_buffer()``."""
+        """Base class of objects whose buffer is that of their ``_buffer()``."""
 
         __slots__ = ()
 
@@ -87,7 +102,7 @@ else:
     _make_type = ctypes.PYFUNCTYPE(_object, ctypes.POINTER(_Spec))(("PyType_FromSpec", _api))
 
     def _get_buffer(self: Any, view: int, flags: int) -> int:
-        # An exception that left this function would be printed, and its result be random.
+        # An exception that left this function would be printed, and the result undefined.
         try:
             return int(_forward(self._buffer(), view, flags))
         except BaseException:
@@ -98,7 +113,7 @@ else:
         slots = (_Slot * 2)(_Slot(_GETBUFFER, ctypes.cast(getter, _pointer)))
         spec = _Spec(name, object.__basicsize__, 0, _BASETYPE, slots)
         made = _make_type(ctypes.byref(spec))
-        # The type may outlive this module: everything that it points to does too.
+        # The type may outlive this module, so everything that it points to must too.
         for part in (getter, name, made):
             _api.Py_IncRef(_object(part))
         return made

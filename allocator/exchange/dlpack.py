@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -147,3 +148,19 @@ class Imported:
     def __del__(self) -> None:
         if self._deleter is not None:
             self._deleter(self._address)
+
+
+def is_versioned(max_version: Any) -> bool:
+    """Whether a consumer of this newest version takes versioned capsules."""
+    if max_version is None:
+        return False
+    return as_pair(max_version, "max_version")[0] >= 1
+
+
+def as_pair(value: Any, argument: str) -> tuple[int, int]:
+    """``value`` as two integers; never a TypeError, after which torch would retry."""
+    try:
+        first, second = value
+        return operator.index(first), operator.index(second)
+    except (TypeError, ValueError):
+        raise ValueError(f"{argument}={value!r} is not a pair such as (1, 0)") from None

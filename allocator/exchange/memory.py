@@ -1,25 +1,25 @@
-"""What a pool gives out besides torch tensors: memory, and arrays over it."""
+"""Memory of a pool, and arrays over it, for libraries other than torch."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import operator
-import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from allocator.exchange.buffers import Buffered, bytes_of
+from allocator.exchange.buffers import Buffered, Lender, bytes_of
 from allocator.exchange.dlpack import (
     IS_COPIED,
     KDL_CPU,
     KDL_ONEAPI,
     READ_ONLY,
-    VERSION,
-    Imported,
     View,
+    as_pair,
+    is_versioned,
 )
 from allocator.exchange.dtypes import DType, as_dtype
-from allocator.exchange.exports import Exporter
+from allocator.pool.allocation import Allocation
+from allocator.pool.core import Core
 from allocator.pool.sizes import (
     as_integer,
     as_shape,
@@ -31,17 +31,19 @@ from allocator.pool.sizes import (
 )
 from allocator.runtime.libraries import load_dpctl
 
-if TYPE_CHECKING:
-    from allocator.pool.allocation import Allocation
-    from allocator.pool.pool import Pool
+_shared_pool: Callable[[Any, str], Any]
 
-_BYTE = as_dtype("uint8")
+
+def copy_into(shared_pool: Callable[[Any, str], Any]) -> None:
+    """Have copies of memory made in the shared pool of a queue or device, and a kind."""
+    global _shared_pool
+    _shared_pool = shared_pool
 
 
 class Memory:
-    """Bytes of a pool, its own until released or until nothing refers to them.
+    """Bytes of a pool, in use until they are released or nothing refers to them.
 
-    torch, numpy, dpnp and dpctl take it without a copy: it has ``__dlpack__``,
+    torch, numpy, dpnp and dpctl read it without a copy: it has ``__dlpack__``,
     ``__sycl_usm_array_interface__`` and, where Python can read the memory, the buffer protocol.
 
     Made by :meth:`Pool.allocate`.
@@ -57,44 +59,48 @@ class Memory:
 
     __slots__ = (
         "__weakref__",
-        "_allocation",
+        "_core",
         "_may_release",
         "_seen_by_sycl",
-        "_views",
         "address",
+        "allocation",
         "nbytes",
         "pool",
+        "views",
     )
     is_read_only = False
-    """never; :func:`from_dlpack` may lend memory that is."""
+    """always False; memory from :func:`from_dlpack` may be read-only."""
 
-    def __init__(self, pool: Pool, allocation: Allocation) -> None:
+    def __init__(self, pool: Any, core: Core, allocation: Allocation) -> None:
         self.pool = pool
-        """that gave it."""
+        """the :class:`Pool` that it belongs to."""
         self.address = allocation.address
-        """of the first byte."""
+        """address of the first byte."""
         self.nbytes = allocation.nbytes
         """bytes asked for."""
-        self._allocation: Allocation | None = allocation
-        # Counted up before, and down after, what is read: no calls are in between those steps, so
-        # no other thread is either.
-        self._views = 0
+        self.allocation: Allocation | None = allocation
+        """the pool's record, which hooks see; None once released."""
+        # Raised before a reader begins and lowered after it ends; no call lies in between, so no
+        # other thread runs there.
+        self.views = 0
+        """number of tensors and buffers that read it."""
+        self._core = core
         self._may_release = True
         self._seen_by_sycl = False
         if pool.is_host_accessible:
             self.__class__ = _HostMemory
 
     def release(self) -> None:
-        """Give the memory back now.
+        """Release the memory now.
 
         Raises:
             ValueError: it was released before (a double free).
             BufferError: something still reads it, such as a tensor made from it, or may do so: a
-                SYCL library that took it through ``__sycl_usm_array_interface__`` does not say
+                SYCL library that took it through ``__sycl_usm_array_interface__`` does not tell
                 when it is done.
         """
-        may_release, self._may_release = self._may_release, False  # for one thread at a time
-        if self._allocation is None or not may_release:
+        may_release, self._may_release = self._may_release, False  # one thread at a time
+        if self.allocation is None or not may_release:
             raise ValueError(f"double free: the memory at {self.address:#x} was released before")
         try:
             if self._seen_by_sycl:
@@ -102,38 +108,47 @@ class Memory:
                     f"{self!r} cannot be released: dpctl or dpnp may read it, through "
                     "__sycl_usm_array_interface__; drop all references to it instead"
                 )
-            self.pool._release_memory(self)
+            self._core.tally()  # takes in what its readers have released
+            if self.views:
+                raise BufferError(
+                    f"{self!r} cannot be released: {self.views} tensors or views read it; "
+                    "drop them first"
+                )
+            allocation, self.allocation = self.allocation, None
+            self.__class__ = Memory  # the class without a buffer
+            self._core.take_back_now(allocation)
         finally:
             self._may_release = True
 
     @property
     def is_released(self) -> bool:
         """Whether :meth:`release` was called."""
-        return self._allocation is None
+        return self.allocation is None
 
     def array(
         self, shape: Any, dtype: Any = "uint8", *, strides: Any = None, offset: int = 0
     ) -> Array:
-        """An array over this memory, which it keeps.
+        """An array over this memory, which it keeps alive.
 
         Args:
-            shape: an integer or a sequence of them.
-            dtype: of torch or numpy, or a name.
-            strides: in elements; contiguous by default.
-            offset: of the first element, in bytes.
+            shape: an integer or a sequence of integers.
+            dtype: a dtype of torch or numpy, or its name.
+            strides: strides in elements; contiguous by default.
+            offset: offset of the first element in bytes.
 
         Raises:
-            ValueError: it would reach past the end, start between two elements, or have elements
-                that share memory.
+            ValueError: the array would reach past the end, start between two elements, or have
+                elements that share memory.
             RuntimeError: the memory was released.
         """
         self._check()
         return Array(self, shape, dtype, strides, offset)
 
     def copy_to_host(self) -> bytes:
-        """The bytes, once the pool's queue is done with what was asked of it."""
+        """A copy of the bytes, after the pool's queue has finished its work."""
         self._check()
-        return self.pool.driver.read(self.address, self.nbytes)
+        data: bytes = self.pool.driver.read(self.address, self.nbytes)
+        return data
 
     def copy_from_host(self, data: Any) -> None:
         """Write bytes to the start of the memory.
@@ -142,7 +157,7 @@ class Memory:
             data: an object with the buffer protocol.
 
         Raises:
-            ValueError: there are more bytes than this memory holds.
+            ValueError: ``data`` has more bytes than this memory.
         """
         self._check()
         flat = memoryview(data).cast("B")
@@ -156,7 +171,8 @@ class Memory:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's device type and id."""
-        return self.pool.dlpack_device
+        device: tuple[int, int] = self.pool.dlpack_device
+        return device
 
     @property
     def sycl_queue(self) -> Any:
@@ -168,7 +184,7 @@ class Memory:
         """As dpctl and dpnp read it."""
         return self.array(self.nbytes).__sycl_usm_array_interface__
 
-    if TYPE_CHECKING:  # of the class that memory which Python can read takes
+    if TYPE_CHECKING:  # defined by _HostMemory
 
         def __buffer__(self, flags: int) -> memoryview: ...
 
@@ -176,33 +192,47 @@ class Memory:
         return self.nbytes
 
     def __repr__(self) -> str:
-        state = "released" if self._allocation is None else size_text(self.nbytes)
+        state = "released" if self.allocation is None else size_text(self.nbytes)
         return f"<Memory {state} at {self.address:#x} of {self.pool.name}>"
 
     def _check(self) -> None:
-        if self._allocation is None:
+        if self.allocation is None:
             raise RuntimeError(f"the memory at {self.address:#x} was released")
 
     @property
-    def _readable(self) -> int:
-        """Bytes that a buffer may have: none if it was released while one was being made."""
-        return 0 if self._allocation is None else self.nbytes
+    def readable_bytes(self) -> int:
+        """Bytes that a buffer may have: 0 if it was released while one was being made."""
+        return 0 if self.allocation is None else self.nbytes
+
+    def capsule(self, view: View, versioned: bool, flags: int) -> Any:
+        """A DLPack capsule of a view of this memory, which it keeps alive.
+
+        Args:
+            view: what the consumer sees.
+            versioned: whether the capsule has a version.
+            flags: DLPack's flags.
+        """
+        self._core.drain_if_idle()
+        exporter = self._core.exporter
+        export = exporter.export(view, versioned=versioned, flags=flags)
+        self.views += 1
+        return exporter.public_capsule(export, self)
 
     def __reduce__(self) -> Any:
-        # A copy would be a second owner of the same bytes.
+        # A copy would own the same bytes.
         raise TypeError(f"{self!r} can be neither copied nor pickled; copy a tensor made from it")
 
     def __del__(self) -> None:
-        # May run at any moment, inside a pool's own call too: hand it over, take no lock.
-        allocation = getattr(self, "_allocation", None)
+        # May run at any moment, even inside the pool's own calls, so it takes no lock.
+        allocation = getattr(self, "allocation", None)
         if allocation is not None:
-            self._allocation = None  # should someone keep this object all the same
+            self.allocation = None  # in case something resurrects this object
             self.__class__ = Memory
-            self.pool._released.append(allocation)
+            self._core.released.append(allocation)
 
 
 class _HostMemory(Buffered, Memory):  # type: ignore[misc]  # a C type is Any to mypy
-    """Memory with the buffer protocol; while it is not released."""
+    """Memory with the buffer protocol, until it is released."""
 
     __slots__ = ()
 
@@ -216,9 +246,10 @@ _HostMemory.__name__ = _HostMemory.__qualname__ = "Memory"
 class Array:
     """A shape and an element type over :class:`Memory`, or over another library's memory.
 
-    It computes nothing: ``torch.from_dlpack``, ``numpy.from_dlpack`` and ``dpctl.tensor.asarray``
-    take it without a copy, and ``dpnp.asarray`` what the last one gives; by itself that copies. It
-    has the buffer protocol where Python can read the memory and numpy has such an element type.
+    It has no arithmetic: ``torch.from_dlpack``, ``numpy.from_dlpack`` and ``dpctl.tensor.asarray``
+    read it without a copy; ``dpnp.asarray`` copies it, but not the result of
+    ``dpctl.tensor.asarray``. It has the buffer protocol where Python can read the memory and numpy
+    has the element type.
 
     Made by :meth:`Pool.array`, :meth:`Memory.array` and :func:`from_dlpack`.
     """
@@ -226,23 +257,23 @@ class Array:
     __slots__ = ("address", "dtype", "is_read_only", "memory", "shape", "strides")
 
     def __init__(
-        self, memory: Memory | Borrowed, shape: Any, dtype: Any, strides: Any, offset: int
+        self, memory: Memory | Lender, shape: Any, dtype: Any, strides: Any, offset: int
     ) -> None:
         offset = as_integer(offset, "offset")
         self.memory = memory
-        """that it keeps."""
+        """memory it lies in and keeps alive."""
         self.dtype: DType = as_dtype(dtype)
-        """the element type."""
+        """element type."""
         self.shape = as_shape(shape)
-        """elements in each dimension."""
+        """number of elements in each dimension."""
         self.strides = (
             contiguous_strides(self.shape) if strides is None else as_strides(strides, self.shape)
         )
-        """elements from one to the next in each dimension."""
+        """strides in elements."""
         self.address = memory.address + offset
-        """of the first element."""
-        self.is_read_only = isinstance(memory, Borrowed) and memory.is_read_only
-        """whether its lender asks that nobody write to it."""
+        """address of the first element."""
+        self.is_read_only = memory.is_read_only
+        """whether the lender forbids writes."""
         itemsize = self.dtype.itemsize
         end = offset + checked_nbytes(extent(self.shape, self.strides) * itemsize, self.shape)
         if offset < 0 or offset % itemsize:
@@ -297,20 +328,21 @@ class Array:
         """A capsule for ``from_dlpack`` of another library.
 
         Args:
-            stream: of the consumer: a ``dpctl.SyclQueue``, which will wait for the pool's; with
-                None, as where the host reads the memory, this call waits.
-            max_version: the newest that the consumer knows; a legacy capsule if None or below 1.
-            dl_device: where the consumer wants it. Host memory of another device is a copy.
-            copy: True makes one, False forbids it.
+            stream: the consumer's ``dpctl.SyclQueue``, which will wait for the pool's queue; if it
+                is None, as where the host reads the memory, this call waits.
+            max_version: newest version that the consumer supports; None or a major version below 1
+                gives a legacy capsule.
+            dl_device: device that the consumer wants; host memory of another device is a copy.
+            copy: True makes a copy, False forbids it.
 
         Raises:
-            BufferError: it cannot be had so.
-            ValueError: ``max_version`` or ``dl_device`` is no pair.
+            BufferError: the request cannot be met.
+            ValueError: ``max_version`` or ``dl_device`` is not a pair of integers.
         """
-        versioned = _is_versioned(max_version)
+        versioned = is_versioned(max_version)
         self._check()
         own = self.__dlpack_device__()
-        target = own if dl_device is None else _pair(dl_device, "dl_device")
+        target = own if dl_device is None else as_pair(dl_device, "dl_device")
         if target[0] not in (own[0], KDL_CPU, KDL_ONEAPI):
             raise BufferError(f"dl_device={dl_device!r} cannot read memory of device {own}")
         as_usm = target[0] == KDL_ONEAPI and own[0] == KDL_CPU
@@ -329,10 +361,10 @@ class Array:
 
     @property
     def sycl_queue(self) -> Any:
-        """The pool's.
+        """The pool's queue.
 
         Raises:
-            AttributeError: the memory is not SYCL's.
+            AttributeError: the memory belongs to another library.
         """
         if not isinstance(self.memory, Memory):
             raise AttributeError("memory of another library has no sycl_queue")
@@ -343,7 +375,7 @@ class Array:
         """As dpctl and dpnp read it.
 
         Raises:
-            AttributeError: the memory is not SYCL's, or numpy has no such element type.
+            AttributeError: the memory belongs to another library, or numpy lacks the element type.
         """
         if not isinstance(self.memory, Memory):
             raise AttributeError("memory of another library has no __sycl_usm_array_interface__")
@@ -394,7 +426,7 @@ class Array:
             raise BufferError(f"dl_device={target} is not the device that the memory belongs to")
 
     def _order(self, target: tuple[int, ...], stream: Any) -> None:
-        """Have the consumer see what the pool's queue was asked to write."""
+        """Order the consumer's work after the pool's queue."""
         if target[0] == KDL_CPU and stream is not None:
             raise BufferError(f"stream={stream!r}: host memory has none; pass None")
         if not isinstance(self.memory, Memory):
@@ -410,16 +442,14 @@ class Array:
             stream.submit_barrier([queue.submit_barrier()])
 
     def _copied(self, target: tuple[int, ...]) -> Array:
-        """The same values, contiguous, in memory of the target."""
-        from allocator.pool.defaults import default_pool
-
+        """A contiguous copy, in memory of the target device."""
         source = self.memory
-        if isinstance(source, Borrowed) and not isinstance(source, Buffered):
+        if not isinstance(source, (Memory, Buffered)):
             raise BufferError("device memory of another library cannot be copied; ask its owner to")
-        pool = source.pool if isinstance(source, Memory) else default_pool()
+        pool = source.pool if isinstance(source, Memory) else _shared_pool("cpu", "device")
         if target[0] == KDL_CPU and not pool.is_host_accessible:
-            pool = default_pool(pool.sycl_queue, "host")
-        copy = pool.array(self.shape, self.dtype)
+            pool = _shared_pool(pool.sycl_queue, "host")
+        copy: Array = pool.array(self.shape, self.dtype)
         if self.nbytes:
             pool.driver.write(copy.address, memoryview(self._contents()))
         return copy
@@ -429,7 +459,7 @@ class Array:
         itemsize = self.dtype.itemsize
         nbytes = extent(self.shape, self.strides) * itemsize
         if isinstance(self.memory, Memory):
-            data = self.memory.pool.driver.read(self.address, nbytes)
+            data: bytes = self.memory.pool.driver.read(self.address, nbytes)
         else:
             data = ctypes.string_at(self.address, nbytes)
         if self.is_contiguous:
@@ -440,7 +470,7 @@ class Array:
         return np.ndarray(self.shape, f"V{itemsize}", data, strides=steps).tobytes()
 
     def _buffer(self) -> Any:
-        """What has the array's buffer, and keeps the memory."""
+        """A numpy array of the same elements, which keeps the memory alive."""
         import numpy as np
 
         self._check()
@@ -455,13 +485,9 @@ class Array:
 
     def _capsule(self, device: tuple[int, ...], versioned: bool, flags: int) -> Any:
         view = View(self.address, self.shape, self.strides, self.dtype, (device[0], device[1]))
-        if isinstance(self.memory, Memory):
-            capsule = self.memory.pool._public_capsule(self.memory, view, versioned, flags)
-            self._check()  # another thread may have released it before the capsule was counted
-            return capsule
-        _take_back_lent()
-        export = _lent_on.export(view, versioned=versioned, flags=flags)
-        return _lent_on.public_capsule(export, self.memory)
+        capsule = self.memory.capsule(view, versioned, flags)
+        self._check()  # another thread may have released it before the capsule counted as a view
+        return capsule
 
 
 class _HostArray(Buffered, Array):  # type: ignore[misc]  # a C type is Any to mypy
@@ -471,106 +497,3 @@ class _HostArray(Buffered, Array):  # type: ignore[misc]  # a C type is Any to m
 
 
 _HostArray.__name__ = _HostArray.__qualname__ = "Array"
-
-
-def _is_versioned(max_version: Any) -> bool:
-    if max_version is None:
-        return False
-    return _pair(max_version, "max_version")[0] >= 1
-
-
-def _pair(value: Any, argument: str) -> tuple[int, int]:
-    """``value`` as two integers; ValueError if it is not, as torch tries again on a TypeError."""
-    try:
-        first, second = value
-        return operator.index(first), operator.index(second)
-    except (TypeError, ValueError):
-        raise ValueError(f"{argument}={value!r} is no pair such as (1, 0)") from None
-
-
-_lent_on = Exporter()
-"""Exports of memory that is another library's."""
-_taking_back = threading.Lock()
-
-
-def _take_back_lent() -> None:
-    """Let go of what readers of other libraries' memory are done with."""
-    # Whoever comes second need not wait; and a fork may find the lock held for ever.
-    if _taking_back.acquire(blocking=False):
-        try:
-            _lent_on.sweep()
-        finally:
-            _taking_back.release()
-
-
-class Borrowed:
-    """Another library's memory, kept while an array reads it."""
-
-    __slots__ = ("_tensor", "_views", "address", "is_read_only", "nbytes")
-
-    def __init__(self, tensor: Imported, nbytes: int) -> None:
-        self._views = 0
-        self._tensor = tensor
-        self.address = tensor.address
-        self.nbytes = nbytes
-        self.is_read_only = tensor.is_read_only
-        kind, number = tensor.device
-        if kind == KDL_CPU or any(d.is_cpu for d in load_dpctl().get_devices()[number:][:1]):
-            self.__class__ = _HostBorrowed
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """DLPack's device type and id."""
-        return self._tensor.device
-
-    if TYPE_CHECKING:  # of the class that memory which Python can read takes
-
-        def __buffer__(self, flags: int) -> memoryview: ...
-
-    @property
-    def _readable(self) -> int:
-        return self.nbytes
-
-
-class _HostBorrowed(Buffered, Borrowed):  # type: ignore[misc]  # a C type is Any to mypy
-    """Memory that the host can read: its own, or a CPU's as a SYCL device."""
-
-    __slots__ = ()
-
-    def _buffer(self) -> Any:
-        return bytes_of(self)
-
-
-def from_dlpack(obj: Any) -> Array:
-    """Another library's tensor as an array, without a copy.
-
-    Args:
-        obj: has ``__dlpack__`` and ``__dlpack_device__``; on the host or a oneAPI device.
-
-    Raises:
-        TypeError: it has not.
-        BufferError: it is on another device, of an element type that we lack, or flipped.
-        ValueError: elements share memory.
-
-    Example:
-        >>> import numpy
-        >>> from_dlpack(numpy.arange(3.0)).shape
-        (3,)
-    """
-    if not hasattr(obj, "__dlpack__") or not hasattr(obj, "__dlpack_device__"):
-        raise TypeError(f"{type(obj).__name__} has no __dlpack__; pass a tensor or an array")
-    _take_back_lent()
-    kind, _ = obj.__dlpack_device__()
-    if kind not in (KDL_CPU, KDL_ONEAPI):
-        raise BufferError(f"a tensor on DLPack device {kind} is not on the host or a oneAPI device")
-    if kind == KDL_ONEAPI and hasattr(obj, "sycl_queue"):
-        obj.sycl_queue.wait()  # what it was asked to write is there
-    try:
-        capsule = obj.__dlpack__(max_version=VERSION)
-    except TypeError:  # a producer from before DLPack 1.0
-        capsule = obj.__dlpack__()
-    tensor = Imported(capsule)
-    if tensor.device[0] != kind:
-        raise BufferError(f"the capsule's device {tensor.device} is not __dlpack_device__()'s")
-    strides = contiguous_strides(tensor.shape) if tensor.strides is None else tensor.strides
-    memory = Borrowed(tensor, extent(tensor.shape, strides) * tensor.dtype.itemsize)
-    return Array(memory, tensor.shape, tensor.dtype, strides, 0)

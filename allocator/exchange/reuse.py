@@ -1,28 +1,26 @@
-"""Tensors that came back, ready to be given again as they are.
+"""The reuse cache: released tensors, kept ready to be handed out again unchanged.
 
-The books and the struct that torch reads need no change for a tensor of the same shape and dtype.
-In a loop it even takes the place of the one just released with no look at the books at all.
+A tensor of the same shape and dtype needs no change to the block records or to the struct that
+torch reads. In a loop it even replaces the tensor released last without a look at the records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from allocator.exchange.exports import AT_REST, GIVEN, NAME_ADDRESS, NOT_BACK, Export
+from allocator.pool.allocation import Allocation
 
-if TYPE_CHECKING:
-    from allocator.pool.allocation import Allocation
-
-_MOST_READY = 8
-"""tensors of one shape and dtype that stay ready."""
-_MOST_GIVEN = 8
-"""tensors of one shape and dtype that are looked at, whether they came back."""
-_MOST_SHELVES = 1000
+_MOST_CACHED = 8
+"""cached tensors of one shape and dtype."""
+_MOST_RECENT = 8
+"""tensors of one shape and dtype that are checked for having been released."""
+_MOST_ENTRIES = 1000
 
 
 class _Never:
-    """In the place of an export that does not exist: it never comes back."""
+    """Stands for an export that is never released."""
 
     words, first = memoryview(bytes([AT_REST])), 0
 
@@ -30,58 +28,58 @@ class _Never:
 _NEVER: Any = _Never()
 
 
-class Shelf:
-    """Those of one shape and dtype."""
+class Entry:
+    """The tensors of one shape and dtype."""
 
     __slots__ = (
         "before_last",
-        "given",
-        "is_gone",
+        "cached",
+        "is_closed",
         "is_small",
         "last",
-        "ready",
+        "recent",
         "requested",
         "reused",
         "size",
     )
 
     def __init__(self, size: int, requested: int, is_small: bool) -> None:
-        self.ready: list[Export] = []
-        """at rest; their memory is free for others as soon as the pool would have to grow."""
-        self.given: list[Export] = []
-        """those given last that may have come back, though nobody has looked yet; each once."""
+        self.cached: list[Export] = []
+        """exports at rest, whose blocks are freed as soon as the pool would have to grow."""
+        self.recent: list[Export] = []
+        """exports handed out last, each once; some may have been released since."""
         self.last: Export = _NEVER
-        """given last."""
+        """the export handed out last."""
         self.before_last: Export = _NEVER
-        """given before that; ``x = pool.empty(n)`` in a loop lets go of it, not of the last."""
+        """the one before; ``x = pool.empty(n)`` in a loop releases it, not the last."""
         self.reused = 0
-        """times that one was given again just as it came back."""
-        self.is_gone = False
-        """whether the pool has forgotten the shelf."""
+        """tensors handed out since the counters were brought up to date."""
+        self.is_closed = False
+        """whether the cache has forgotten the entry."""
         self.size = size
-        """bytes of each one's block."""
+        """bytes of each block."""
         self.requested = requested
-        """bytes of each."""
+        """bytes of each tensor."""
         self.is_small = is_small
-        """whether the blocks are of segments for small ones; large ones do not stay ready."""
+        """whether the blocks lie in segments for small ones; only those are cached."""
 
-    def gave(self, export: Export) -> None:
-        """Look at this export first from now on."""
-        export.shelf = self
-        if len(self.given) >= _MOST_GIVEN:
-            del self.given[0]
-        self.given.append(export)
+    def note_given(self, export: Export) -> None:
+        """Check this export first from now on."""
+        export.entry = self
+        if len(self.recent) >= _MOST_RECENT:
+            del self.recent[0]
+        self.recent.append(export)
         self.before_last, self.last = self.last, export
 
-    def again(self) -> Export | None:
-        """One that came back, given again; no lock is needed."""
-        for export in self.given:
+    def reuse(self) -> Export | None:
+        """Hand out one that was released; no lock is needed."""
+        for export in self.recent:
             words, first, is_taken = export.words, export.first, False
-            if self.is_gone:  # another thread was here at the loop's last turn
+            if self.is_closed:  # another thread ran when the loop jumped back
                 return None
-            # In one line, as a debugger may let other threads run between two. They may have made
+            # On one line, as a debugger may let other threads run between two. They may have made
             # another tensor of it meanwhile.
-            if words[first] not in NOT_BACK and export.shelf is self: words[first], is_taken = GIVEN, True  # noqa: E501, E701  # fmt: skip
+            if words[first] not in NOT_BACK and export.entry is self: words[first], is_taken = GIVEN, True  # noqa: E501, E701  # fmt: skip
             if is_taken:
                 export.capsule_name[0] = NAME_ADDRESS
                 self.before_last, self.last = self.last, export
@@ -90,89 +88,89 @@ class Shelf:
         return None
 
     def close(self) -> None:
-        """Give nothing any more; what is ready is for the pool to free."""
-        self.is_gone = True
-        self.given, self.last, self.before_last = [], _NEVER, _NEVER
+        """Hand out nothing any more; the pool frees what is cached."""
+        self.is_closed = True
+        self.recent, self.last, self.before_last = [], _NEVER, _NEVER
 
-    def is_for(self, allocation: Allocation) -> bool:
-        """Whether its tensors take as much; one that a reservation gave may take less."""
+    def fits(self, allocation: Allocation) -> bool:
+        """Whether its blocks are of this size; a reservation's may be smaller."""
         return (self.size, self.is_small) == (allocation.size, allocation.is_small)
 
     def forget(self, export: Export) -> None:
-        """The export is neither given nor ready; it may become another tensor."""
+        """Neither hand out nor cache an export, which may become another tensor."""
         if self.last is export:
             self.last = _NEVER
         if self.before_last is export:
             self.before_last = _NEVER
-        for exports in (self.given, self.ready):
+        for exports in (self.recent, self.cached):
             if export in exports:
                 exports.remove(export)
 
 
-class Shelves:
-    """The shelves of a pool, which sees to it that one thread changes them at a time."""
+class ReuseCache:
+    """The entries of a pool, which lets one thread at a time change them."""
 
     def __init__(self) -> None:
-        self.by_dtype: dict[Any, dict[Any, Shelf]] = {}
-        """by dtype and shape; the shape of one dimension is also there as an integer."""
-        self.held = 0
-        """tensors that are ready."""
-        self._all: list[Shelf] = []
+        self.by_dtype: dict[Any, dict[Any, Entry]] = {}
+        """by dtype and shape; a shape of one dimension is also there as an integer."""
+        self.count = 0
+        """cached tensors."""
+        self._all: list[Entry] = []
 
-    def __iter__(self) -> Iterator[Shelf]:
+    def __iter__(self) -> Iterator[Entry]:
         return iter(self._all)
 
     @property
     def is_full(self) -> bool:
-        """Whether all should be forgotten before one is added."""
-        return len(self._all) >= _MOST_SHELVES
+        """Whether it should be cleared before an entry is added."""
+        return len(self._all) >= _MOST_ENTRIES
 
-    def shelf(self, shape: tuple[int, ...], dtype: Any, allocation: Allocation) -> Shelf:
-        """The shelf of a shape and dtype, whose tensors need as much as this allocation."""
-        shelves = self.by_dtype.setdefault(dtype, {})
-        shelf = shelves.get(shape)
-        if shelf is not None and not shelf.is_for(allocation):
-            shelf.close()
-            shelf = None
-        if shelf is None:
-            shelf = Shelf(allocation.size, allocation.nbytes, allocation.is_small)
-            self._all.append(shelf)  # first, or one that is found might never be flushed
-            shelves[shape] = shelf
+    def entry_for(self, shape: tuple[int, ...], dtype: Any, allocation: Allocation) -> Entry:
+        """The entry of a shape and dtype, with blocks of this allocation's size."""
+        entries = self.by_dtype.setdefault(dtype, {})
+        entry = entries.get(shape)
+        if entry is not None and not entry.fits(allocation):
+            entry.close()
+            entry = None
+        if entry is None:
+            entry = Entry(allocation.size, allocation.nbytes, allocation.is_small)
+            self._all.append(entry)  # first, or an entry that is found might never be cleared
+            entries[shape] = entry
             if len(shape) == 1:
-                shelves[shape[0]] = shelf
-        return shelf
+                entries[shape[0]] = entry
+        return entry
 
-    def find(self, shape: tuple[int, ...], dtype: Any) -> Shelf | None:
-        """The shelf of a shape and dtype, if there is one."""
-        shelves = self.by_dtype.get(dtype)
-        return None if shelves is None else shelves.get(shape)
+    def find(self, shape: tuple[int, ...], dtype: Any) -> Entry | None:
+        """The entry of a shape and dtype, if there is one."""
+        entries = self.by_dtype.get(dtype)
+        return None if entries is None else entries.get(shape)
 
-    def take(self, shelf: Shelf) -> Export | None:
-        """A tensor that is ready, at rest still."""
-        if not shelf.ready:
+    def take(self, entry: Entry) -> Export | None:
+        """A cached tensor, still at rest."""
+        if not entry.cached:
             return None
-        self.held -= 1
-        return shelf.ready.pop()
-
-    def has_place_for(self, export: Export) -> bool:
-        """Whether a tensor may stay ready."""
-        shelf = export.shelf
-        if shelf is None or shelf.is_gone or not shelf.is_small:
-            return False
-        return len(shelf.ready) < _MOST_READY
+        self.count -= 1
+        return entry.cached.pop()
 
     def put(self, export: Export) -> None:
-        """Keep a tensor ready."""
-        shelf = export.shelf
-        shelf.forget(export)  # or it would be among the given twice when it is given again
-        shelf.ready.append(export)
-        self.held += 1
+        """Cache a tensor."""
+        entry = export.entry
+        entry.forget(export)  # or it would be among the recent ones twice when handed out again
+        entry.cached.append(export)
+        self.count += 1
 
-    def clear(self) -> list[Shelf]:
-        """Forget all shelves; they are the caller's."""
-        for shelf in self._all:
-            shelf.close()  # first: what they hold is not ready, should we be interrupted
+    def has_room_for(self, export: Export) -> bool:
+        """Whether a tensor may be cached."""
+        entry = export.entry
+        if entry is None or entry.is_closed or not entry.is_small:
+            return False
+        return len(entry.cached) < _MOST_CACHED
+
+    def clear(self) -> list[Entry]:
+        """Forget all entries; the caller frees what they hold."""
+        for entry in self._all:
+            entry.close()  # first, so that nothing is handed out if we are interrupted
         gone, self._all = self._all, []
-        self.held = 0
+        self.count = 0
         self.by_dtype.clear()
         return gone

@@ -1,36 +1,40 @@
-"""Limits on what one part of a program may hold of a pool."""
+"""Budgets: limits on what one part of a program may hold of a pool."""
 
 from __future__ import annotations
 
 import contextvars
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
+from allocator.pool.allocation import Allocation
+from allocator.pool.core import Core
 from allocator.pool.errors import OutOfMemoryError
 from allocator.pool.sizes import parse_size, size_text
 from allocator.pool.store import rounded
 from allocator.watching.hooks import Hook
 
-if TYPE_CHECKING:
-    from allocator.pool.allocation import Allocation
-    from allocator.pool.pool import Pool
-
 
 class _Charge:
-    """What an allocation takes of a budget."""
+    """What an allocation takes of a budget, open or not, until its release."""
 
-    __slots__ = ("size",)
+    __slots__ = ("_budget", "size")
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.size = 0
+
+    def credit(self) -> None:
+        """Take it off the budget; after an interrupt this may run twice."""
+        self._budget._used -= self.size
         self.size = 0
 
 
 class Budget(Hook):
-    """The most bytes that allocations made in a ``with`` block may hold at once.
+    """A limit on the bytes that allocations made in a ``with`` block may hold at once.
 
-    Each counts for its size rounded up to 512 bytes. What is released is credited, in the block
-    and after it. Of nested budgets all are charged. Other threads and tasks are not, unless they
+    Each allocation counts with its size rounded up to 512 bytes, until its release in the block or
+    after it, for all budgets that are open. Other threads and tasks are not counted, unless they
     were started in the block with its context, as asyncio starts tasks.
 
     Made by :meth:`Pool.budget`.
@@ -50,7 +54,7 @@ class Budget(Hook):
 
     def __init__(
         self,
-        pool: Pool,
+        core: Core,
         limit: int | str,
         name: str | None = None,
         on_exceed: Callable[[Budget, int], bool] | None = None,
@@ -58,14 +62,14 @@ class Budget(Hook):
         """See :meth:`Pool.budget`."""
         if on_exceed is not None and not callable(on_exceed):
             raise TypeError(
-                f"on_exceed={on_exceed!r} is no function; pass one of (budget, nbytes) that "
-                "returns whether to try again, or None"
+                f"on_exceed={on_exceed!r} is not a function; pass one that takes (budget, nbytes) "
+                "and returns whether to try again, or None"
             )
         self.limit = parse_size(limit, "limit")
-        """bytes."""
+        """most bytes in use at once."""
         self.name = name
-        """in messages."""
-        self._pool = pool
+        """name in messages."""
+        self._core = core
         self._on_exceed = on_exceed
         self._used = 0
         self._peak = 0
@@ -73,13 +77,13 @@ class Budget(Hook):
 
     @property
     def used(self) -> int:
-        """Bytes that its allocations hold."""
-        self._pool.tally()  # takes in what was released
+        """Bytes in use by its allocations."""
+        self._core.tally()  # takes in what was released
         return self._used
 
     @property
     def peak(self) -> int:
-        """The most that they held at once."""
+        """Most bytes in use at once so far."""
         return self._peak
 
     def __enter__(self) -> Budget:
@@ -87,7 +91,7 @@ class Budget(Hook):
             raise RuntimeError(f"{self!r} is open; make another with Pool.budget()")
         self._is_open = True
         try:
-            self._pool.add_hook(self)
+            self._core.add_hook(self)
             _open.set((*_open.get(), self))
         except BaseException:
             self.__exit__()
@@ -98,36 +102,36 @@ class Budget(Hook):
         try:
             _open.set(tuple(budget for budget in _open.get() if budget is not self))
         finally:
-            self._pool.remove_hook(self)
+            self._core.remove_hook(self)
             self._is_open = False
 
     def __repr__(self) -> str:
         return f"<{self._text}: {size_text(self._used)} in use>"
 
-    def before_allocate(self, pool: Pool, nbytes: int) -> None:
-        """Refuse what does not fit, once nothing more can be dropped for it."""
+    def before_allocate(self, pool: Any, nbytes: int) -> None:
+        """Refuse what does not fit, once nothing more can be freed for it."""
         if self not in _open.get() or self._has_room(nbytes):
             return
-        pool.tally()
+        self._core.tally()
         if self._has_room(nbytes):
             return
-        gc.collect()  # tensors in cycles of references
-        pool.tally()
+        gc.collect()  # tensors in reference cycles
+        self._core.tally()
         while not self._has_room(nbytes):
             if self._on_exceed is None or not self._on_exceed(self, nbytes):
                 raise self._exceeded(nbytes)
-            pool.tally()
+            self._core.tally()
 
-    def allocated(self, pool: Pool, allocation: Allocation) -> None:
+    def allocated(self, pool: Any, allocation: Allocation) -> None:
         """Charge the allocation."""
         if self not in _open.get():
             return
-        size, charge = rounded(allocation.nbytes), _Charge()
-        allocation.note(self, charge)
-        with pool._lock:  # threads that run in copies of one context share its budgets
+        size, charge = rounded(allocation.nbytes), _Charge(self)
+        allocation.charges = (*allocation.charges, charge)
+        with self._core.lock:  # threads that run in copies of one context share its budgets
             if not self._has_room(allocation.nbytes):
                 raise self._exceeded(allocation.nbytes)
-            # No call is in between, so no exception from outside is: what is used is charged.
+            # No call lies in between, so no asynchronous exception: both change or neither does.
             self._used += size
             charge.size = size
             self._peak = max(self._peak, self._used)
@@ -137,7 +141,7 @@ class Budget(Hook):
 
     def _exceeded(self, nbytes: int) -> OutOfMemoryError:
         reason = f"{self._text}, of which {size_text(self._used)} are in use"
-        return self._pool._explained(nbytes, MemoryError(reason))
+        return self._core.out_of_memory_error(nbytes, reason)
 
     @property
     def _text(self) -> str:
@@ -146,13 +150,3 @@ class Budget(Hook):
 
 
 _open: contextvars.ContextVar[tuple[Budget, ...]] = contextvars.ContextVar("budgets", default=())
-
-
-def credit(allocation: Allocation) -> None:
-    """The allocation is over: take it off the budgets that were charged, open or not."""
-    if allocation.notes is None:
-        return
-    for hook, charge in list(allocation.notes.items()):
-        if isinstance(hook, Budget):
-            hook._used -= charge.size
-            charge.size = 0  # of what is taken back twice, as after an interrupt, nothing is left

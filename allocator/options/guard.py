@@ -1,4 +1,4 @@
-"""The debug mode of a pool: who writes where nothing is his."""
+"""The debug mode of a pool: detects writes outside of allocations and to released memory."""
 
 from __future__ import annotations
 
@@ -7,37 +7,34 @@ import contextlib
 import ctypes
 import heapq
 import itertools
-import os
+import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from allocator.pool import lifecycle
 from allocator.pool.allocation import Allocation
+from allocator.pool.core import Core
 from allocator.pool.errors import report
 from allocator.pool.sizes import size_text
+from allocator.pool.store import Store
 from allocator.watching.history import Frames, Stacks
 from allocator.watching.hooks import Hook
 
-if TYPE_CHECKING:
-    from allocator.exchange.memory import Memory
-    from allocator.pool.pool import Pool
-
 REDZONE = 512
-"""bytes before and behind each allocation that nobody may write to."""
+"""bytes before and after each allocation that nothing may write to."""
 ON_ALLOCATION = 0xFF
 """fills new memory: NaN in all floating types."""
 ON_RELEASE = 0xDB
 """fills released memory."""
 IN_REDZONE = 0xA5
 QUARANTINE = 64 << 20
-"""bytes of released blocks that are not given again yet."""
+"""bytes of released blocks that are kept from being allocated again."""
 
 _CHUNK = 1 << 20
 
 
 class MemoryCorruptionError(RuntimeError):
-    """Something wrote to memory that was not its own, or released it twice."""
+    """Something wrote outside of its memory or to released memory, or released memory twice."""
 
     def __init__(
         self,
@@ -52,15 +49,15 @@ class MemoryCorruptionError(RuntimeError):
         self.kind = kind
         """one of "overflow before", "overflow after", "use after release", "double release"."""
         self.address = address
-        """of the allocation's first byte."""
+        """address of the allocation's first byte."""
         self.nbytes = nbytes
         """bytes of the allocation."""
         self.offset = offset
-        """of the first wrong byte from the address; None of a double release."""
+        """offset of the first overwritten byte from the address; None for a double release."""
         self.allocated_at = allocated_at
-        """the stack, innermost first, as "file:line(function)"."""
+        """stack of the allocation, innermost first, as "file:line(function)"."""
         self.released_at = released_at
-        """the stack of the pool's call that saw the release; empty if it is in use."""
+        """stack of the pool's call that noticed the release; empty if the memory is in use."""
         super().__init__(self._message())
 
     def _message(self) -> str:
@@ -81,17 +78,17 @@ def _restored(kind: str, facts: dict[str, Any]) -> MemoryCorruptionError:
 
 
 class _Life:
-    """What an error says of an allocation, when that is gone too."""
+    """What an error tells about an allocation, also after its end."""
 
     def __init__(self, allocation: Allocation, number: int, allocated_at: Frames) -> None:
         self.address = allocation.address
         self.nbytes = allocation.nbytes
         self.number = number
-        """0, 1, 2, ... in order of allocation."""
+        """its place in the order of allocations."""
         self.allocated_at = allocated_at
         self.released_at: Frames = []
         self.is_over = False
-        """whether it is painted as released memory is."""
+        """whether it is filled as released memory."""
 
     def error(
         self, kind: str, offset: int | None, released_at: Frames | None = None
@@ -107,60 +104,78 @@ class _Life:
 
 
 class Guard(Hook):
-    """Paints a pool's memory, and looks whether the paint is whole.
+    """Fills a pool's memory with patterns, and checks them later.
 
-    Host-accessible memory only. As a hook, the pool's first, it sees all that is given and comes
-    back; what came back stays in quarantine for a while. What it finds is kept until
-    :meth:`raise_found`, as it is mostly found where nothing can be raised.
+    For host-accessible memory only. It is the pool's first hook, so it sees all allocations and
+    releases; released blocks stay in quarantine for a while. Problems are kept until
+    :meth:`raise_found`, as most are found where nothing can be raised.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
         self.room = QUARANTINE
         """bytes that may be in quarantine."""
+        self._store = store
         self._stacks = Stacks()
         self._count = itertools.count()
         self._quarantine: list[tuple[int, int, Allocation]] = []
-        """a heap, by when it came in and the number; so that the order depends on the calls alone.
-        """
-        self._quarantined = 0
-        self._looks = 0
+        """a heap ordered by arrival and number, so that the order depends on the calls alone."""
+        self._quarantined_bytes = 0
+        self._discharges = 0
         self._found: deque[MemoryCorruptionError] = deque()
         self._ended: dict[int, tuple[_Life, Frames]] = {}
-        """the last allocation of each export that is over, by the export's address."""
+        """the last ended allocation of each export, by the export's address."""
 
-    # ------------------------------------------------------------------ what the pool tells
+    @classmethod
+    def watch(cls, core: Core) -> None:
+        """Turn a pool's debug mode on; its last findings are written when the process exits.
 
-    def allocated(self, pool: Pool, allocation: Allocation) -> None:
-        """Paint it."""
-        _wait(pool)  # for what is still done with its memory's last owner
+        Raises:
+            RuntimeError: Python cannot read the pool's memory.
+        """
+        if not core.store.source.driver.is_host_accessible:
+            raise RuntimeError(
+                f"debug=True, but Python cannot read and fill the memory of {core.name}; use "
+                'kind="shared" or kind="host", or debug=False'
+            )
+        guard = cls(core.store)
+        core.store.margin = REDZONE
+        core.store.leaving = guard.admit
+        core.debugger = guard
+        core.hooks.add(guard)
+        _watched.add(core)
+
+    # ------------------------------------------------------------------ events
+
+    def allocated(self, pool: Any, allocation: Allocation) -> None:
+        """Fill its memory."""
+        self._wait()  # for work that still uses the memory of its previous owner
         ctypes.memset(allocation.address, ON_ALLOCATION, allocation.nbytes)
         for start, nbytes in _redzones(allocation):
             ctypes.memset(start, IN_REDZONE, nbytes)
-        # Last: an allocation that has a life is painted.
+        # Last: only filled allocations have a life.
         allocation.note(Guard, _Life(allocation, next(self._count), self._stacks.here()))
 
-    def released(self, pool: Pool, allocation: Allocation) -> None:
-        """Look at its redzones, and paint what was its own."""
-        _wait(pool)
+    def released(self, pool: Any, allocation: Allocation) -> None:
+        """Check its redzones, and fill its memory."""
+        self._wait()
         while allocation.queues:
             allocation.queues.pop().wait()
         life = _life_of(allocation)
         if life is None:
             return
         life.released_at = self._stacks.here()
-        self._look_around(allocation)
+        self._check_redzones(allocation)
         ctypes.memset(allocation.address, ON_RELEASE, allocation.nbytes)
         life.is_over = True
 
-    def ended(self, export: int, owner: Allocation | Memory) -> None:
-        """A consumer has called the deleter of the export at this address."""
-        allocation = owner if isinstance(owner, Allocation) else owner._allocation
+    def ended(self, export: int, allocation: Allocation | None) -> None:
+        """Note that a consumer called the deleter of the export at this address."""
         life = None if allocation is None else _life_of(allocation)
         if life is not None:
             self._ended[export] = life, self._stacks.here()
 
     def ended_again(self, export: int) -> None:
-        """A consumer has called it although nothing was out."""
+        """Note that a consumer called the deleter a second time."""
         if export in self._ended:
             life, released_at = self._ended[export]
             self._found.append(life.error("double release", None, released_at))
@@ -168,85 +183,91 @@ class Guard(Hook):
     # ------------------------------------------------------------------ quarantine
 
     def admit(self, allocation: Allocation) -> Iterable[Allocation]:
-        """Put an allocation that is over in quarantine; what does not go there."""
+        """Put an ended allocation into quarantine; returns it if it cannot go there."""
         life = _life_of(allocation)
         if allocation.block is None or life is None or not life.is_over:
             return (allocation,)
-        allocation.pool = None  # which may die with a quarantine
-        self._quarantined += allocation.size
-        heapq.heappush(self._quarantine, (self._looks, life.number, allocation))
+        allocation.pool = None  # which may be freed together with its quarantine
+        self._quarantined_bytes += allocation.size
+        heapq.heappush(self._quarantine, (self._discharges, life.number, allocation))
         return ()
 
     def discharge(self, most: int | None = None) -> Iterable[Allocation]:
-        """Those that have been in quarantine for the longest, each to be made free at once.
+        """The allocations longest in quarantine, each to be freed at once.
 
         Args:
-            most: bytes that stay; as many as may if None.
+            most: bytes that may stay; :attr:`room` if None.
         """
         most = self.room if most is None else most
-        self._looks += 1
-        while self._quarantine and self._quarantined > most:
+        self._discharges += 1
+        while self._quarantine and self._quarantined_bytes > most:
             _, _, oldest = heapq.heappop(self._quarantine)
-            self._quarantined -= oldest.size
-            self._look_inside(oldest)
+            self._quarantined_bytes -= oldest.size
+            self._check_all(oldest)
             yield oldest
 
-    def recover(self) -> list[Allocation]:
-        """After an exception from outside: what is in quarantine."""
+    def quarantined(self) -> list[Allocation]:
+        """The allocations in quarantine, counted anew, after an asynchronous exception."""
         quarantined = [allocation for _, _, allocation in self._quarantine]
-        self._quarantined = sum(allocation.size for allocation in quarantined)
+        self._quarantined_bytes = sum(allocation.size for allocation in quarantined)
         return quarantined
 
-    # ------------------------------------------------------------------ what is asked of it
+    # ------------------------------------------------------------------ checks
 
-    def check(self, pool: Pool) -> None:
-        """Look at all that is in use or in quarantine."""
-        with pool._lock, pool._section as is_outermost:
+    def check(self, core: Core) -> None:
+        """Check all memory in use or in quarantine."""
+        with core.lock, core.reentrancy as is_outermost:
             if is_outermost:
-                pool._drain()
-                _wait(pool)
-                for allocation in list(pool._store.in_use.values()):  # a finalizer may add some
-                    self._look_around(allocation)
+                core.drain()
+                self._wait()
+                for allocation in list(core.store.in_use.values()):  # a finalizer may add some
+                    self._check_redzones(allocation)
                 for _, _, allocation in self._quarantine:
-                    self._look_inside(allocation)
+                    self._check_all(allocation)
 
     def raise_found(self) -> None:
         """Raise the oldest problem that was not raised yet, if there is one."""
         with contextlib.suppress(IndexError):
             raise self._found.popleft()
 
-    def report(self, pool: Pool) -> None:
-        """Look a last time, and write all problems to stderr: nobody is left to raise to."""
-        self.check(pool)
+    def report(self, core: Core) -> None:
+        """Check a last time, and write all problems to stderr: nobody is left to raise them to."""
+        self.check(core)
         while self._found:
-            report(self._found.popleft(), f"Found by the debug mode of {pool.name}")
+            report(self._found.popleft(), f"Found by the debug mode of {core.name}")
 
-    # ------------------------------------------------------------------ the rest
-
-    def _look_around(self, allocation: Allocation) -> None:
-        """Look for writes outside of an allocation in use."""
+    def _check_redzones(self, allocation: Allocation) -> None:
+        """Look for writes around an allocation in use."""
         life = _life_of(allocation)
         if life is None:
             return
         kinds = "overflow before", "overflow after"
         for kind, (start, nbytes) in zip(kinds, _redzones(allocation)):
-            self._look(life, kind, start, nbytes, IN_REDZONE)
+            self._check_bytes(life, kind, start, nbytes, IN_REDZONE)
 
-    def _look_inside(self, allocation: Allocation) -> None:
+    def _check_all(self, allocation: Allocation) -> None:
         """Look for writes anywhere in the block of a released allocation."""
         life = _life_of(allocation)
         if life is None:
             return
         kind = "use after release"
-        self._look(life, kind, allocation.address, allocation.nbytes, ON_RELEASE)
+        self._check_bytes(life, kind, allocation.address, allocation.nbytes, ON_RELEASE)
         for start, nbytes in _redzones(allocation):
-            self._look(life, kind, start, nbytes, IN_REDZONE)
+            self._check_bytes(life, kind, start, nbytes, IN_REDZONE)
 
-    def _look(self, life: _Life, kind: str, start: int, nbytes: int, paint: int) -> None:
-        wrong = _first_wrong(start, nbytes, paint)
+    def _check_bytes(self, life: _Life, kind: str, start: int, nbytes: int, value: int) -> None:
+        wrong = _first_wrong(start, nbytes, value)
         if wrong is not None:
             self._found.append(life.error(kind, wrong - life.address))
-            ctypes.memset(start, paint, nbytes)  # so that it is found once
+            ctypes.memset(start, value, nbytes)  # so that it is reported once
+
+    def _wait(self) -> None:
+        """Wait for the queues' kernels: memory may be released while one still uses it."""
+        own = self._store.source.driver.queue
+        for queue in list(self._store.heaps):
+            queue = own if queue is None else queue
+            if queue is not None:
+                queue.wait()
 
 
 def _life_of(allocation: Allocation) -> _Life | None:
@@ -255,7 +276,7 @@ def _life_of(allocation: Allocation) -> _Life | None:
 
 
 def _redzones(allocation: Allocation) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Start and bytes of what is before and behind an allocation in its block."""
+    """Start and size of the parts of an allocation's block before and after it."""
     block, end = allocation.block, allocation.address + allocation.nbytes
     if block is None:
         return (allocation.address - REDZONE, REDZONE), (end, REDZONE)
@@ -264,7 +285,7 @@ def _redzones(allocation: Allocation) -> tuple[tuple[int, int], tuple[int, int]]
 
 
 def _first_wrong(address: int, nbytes: int, value: int) -> int | None:
-    """The address of the first byte that has another value."""
+    """The address of the first byte with another value."""
     right = bytes([value]) * min(nbytes, _CHUNK)
     for start in range(address, address + nbytes, _CHUNK):
         found = ctypes.string_at(start, min(_CHUNK, address + nbytes - start))
@@ -273,37 +294,15 @@ def _first_wrong(address: int, nbytes: int, value: int) -> int | None:
     return None
 
 
-def _wait(pool: Pool) -> None:
-    """Until kernels are done: memory may be released while one still uses it."""
-    for queue in list(pool._store.heaps):
-        queue = pool.sycl_queue if queue is None else queue
-        if queue is not None:
-            queue.wait()
-
-
 def _texts(frames: Frames) -> list[str]:
     return [f"{frame['filename']}:{frame['line']}({frame['name']})" for frame in frames]
 
 
-def new_guard(pool: Pool) -> Guard:
-    """A guard of ``pool``, whose last findings are written when the process ends.
-
-    Raises:
-        RuntimeError: Python cannot read the pool's memory.
-    """
-    if not pool.is_host_accessible:
-        raise RuntimeError(
-            f"debug=True, but Python cannot read and paint the memory of {pool.name}; use "
-            'kind="shared" or kind="host", or debug=False'
-        )
-    guard = Guard()
-    pool._store.margin = REDZONE
-    pool._store.leaving = guard.admit
-    return guard
+_watched: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
 @atexit.register
 def _report_at_exit() -> None:
-    for pool in lifecycle.pools():
-        if pool._guard is not None and pool._process == os.getpid():
-            pool._guard.report(pool)
+    for core in list(_watched):
+        if core.debugger is not None and core.is_in_own_process:
+            core.debugger.report(core)

@@ -1,4 +1,4 @@
-"""Gives a pool's free memory back to the driver when it was not needed for some time."""
+"""Idle decay: returns free memory to the driver after some time without use."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import queue
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from allocator.pool.pool import Pool
-    from allocator.pool.store import Store
+from allocator.pool.core import Core
+from allocator.pool.store import Store
 
-_LOOKS = 4
-"""How often it looks in the time that memory may stay: it stays at most 1/4 longer."""
+_CHECKS = 4
+"""Checks within the time that memory may stay: it stays at most 1/4 longer."""
 
 
 def checked_seconds(seconds: Any) -> float:
-    """The time that free memory may stay.
+    """The time that free memory may stay, in seconds.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         ValueError: it is not positive and finite.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise TypeError(f"idle_seconds={seconds!r} is no number of seconds; None keeps free memory")
+        raise TypeError(f"idle_seconds={seconds!r} is not a number; None keeps free memory")
     if not 0 < seconds < math.inf:
         raise ValueError(
             f"idle_seconds={seconds!r} is not positive and finite; None keeps free memory"
@@ -36,42 +35,42 @@ def checked_seconds(seconds: Any) -> float:
 
 
 class Decay:
-    """A thread that looks at a pool from time to time, and does not keep it alive."""
+    """A thread that checks a pool periodically, without keeping it alive."""
 
-    def __init__(self, pool: Pool, seconds: float) -> None:
+    def __init__(self, core: Core, seconds: float) -> None:
         self._seconds = seconds
-        # A SimpleQueue may be put to at any moment, as by a weak reference's callback in the
-        # middle of its own get(); an Event would wait for itself.
+        # put() of a SimpleQueue may be called at any moment, even by a weak reference's callback
+        # within its own get(); an Event would deadlock.
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
         end = self._end
-        self._pool = weakref.ref(pool, lambda _: end.put(None))
+        self._core = weakref.ref(core, lambda _: end.put(None))
         self._thread = threading.Thread(target=self._run, name="idle decay", daemon=True)
         _decays.add(self)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, soon."""
+        """Ask the thread to end."""
         self._end.put(None)
 
     def join(self) -> None:
-        """Wait until it has ended."""
+        """Wait for the thread's end."""
         self._thread.join()
 
-    def look(self, pool: Pool) -> None:
-        """Give back what has been free for long; nothing while another thread is in the pool."""
-        if not pool._lock.acquire(blocking=False):
+    def check(self, core: Core) -> None:
+        """Return segments that have been free for long, unless a thread is inside the pool."""
+        if not core.lock.acquire(blocking=False):
             return
         try:
-            with pool._section as is_outermost:
+            with core.reentrancy as is_outermost:
                 if is_outermost:
-                    pool._drain()
-                    pool._flush_shelves()  # what is on them is not needed either
+                    core.drain()
+                    core.flush_cache()  # cached tensors are not in use either
                     try:
-                        self._give_back(pool._store)
+                        self._give_back(core.store)
                     finally:
-                        pool._tell_of_segments()
+                        core.tell_of_segments()
         finally:
-            pool._lock.release()
+            core.lock.release()
 
     def _give_back(self, store: Store) -> None:
         now = time.monotonic()
@@ -86,29 +85,29 @@ class Decay:
                     heap.give_back(block)
 
     def _run(self) -> None:
-        period = min(self._seconds / _LOOKS, threading.TIMEOUT_MAX)
+        period = min(self._seconds / _CHECKS, threading.TIMEOUT_MAX)
         try:
             while True:
                 try:
                     self._end.get(timeout=period)
                     return
                 except queue.Empty:
-                    pool = self._pool()
-                if pool is None:
+                    core = self._core()
+                if core is None:
                     return
-                self.look(pool)
-                del pool  # so that it may die before the next look
+                self.check(core)
+                del core  # so that it may be freed before the next check
         finally:
             _decays.discard(self)
 
 
 _decays: set[Decay] = set()
-"""whose threads run."""
+"""all whose threads run."""
 
 
 @atexit.register
 def _end_all() -> None:
-    """Nothing may run in the driver while the interpreter ends."""
+    """Let no thread run in the driver while the interpreter exits."""
     decays = list(_decays)
     for decay in decays:
         decay.stop()

@@ -1,27 +1,23 @@
-"""Memory put aside, so that the allocations of a block cannot fail."""
+"""Reservations: memory put aside, so that the allocations of a block cannot fail."""
 
 from __future__ import annotations
 
-import contextvars
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from allocator.pool.allocation import Allocation
 from allocator.pool.blocks import Block, Heap
+from allocator.pool.core import Core, open_reserves
 from allocator.pool.sizes import parse_size, size_text
 from allocator.pool.store import ROUNDING, rounded
 
-if TYPE_CHECKING:
-    from allocator.pool.pool import Pool
-
 
 class Reservation:
-    """Bytes of a pool that only the allocations in its ``with`` block are given.
+    """Memory of a pool for the allocations in a ``with`` block alone.
 
-    One block of the pool's heap is held, and cut from its end; what is cut off is from then on a
-    block like all others. So nothing is to be moved or handed over when the block ends. Other
-    threads and tasks get nothing of it, unless they were started in the block with its context, as
-    asyncio starts tasks.
+    It holds one block of the pool's heap and splits allocations off its end; they are ordinary
+    blocks from then on, and stay valid when the ``with`` block ends. Other threads and tasks get
+    nothing of it, unless they were started in the block with its context, as asyncio starts tasks.
 
     Made by :meth:`Pool.reserve`.
 
@@ -36,26 +32,28 @@ class Reservation:
         0
     """
 
-    def __init__(self, pool: Pool, nbytes: int | str) -> None:
+    def __init__(self, pool: Any, core: Core, nbytes: int | str) -> None:
         """See :meth:`Pool.reserve`."""
         self.nbytes = rounded(parse_size(nbytes, "nbytes"))
-        """that are put aside at first."""
+        """bytes put aside at first."""
         self.pool = pool
-        """that they are of."""
+        """the :class:`Pool` it belongs to."""
+        self.core = core
+        """core of the pool."""
         self._holder = Allocation(pool, 0, self.nbytes)
-        """the tag of the block that is held; it is in none of the pool's books."""
+        """the tag of the held block, which no counter includes."""
         self._was_entered = False
 
     @property
     def heap(self) -> Heap:
-        """That its blocks are of."""
+        """The heap of its blocks."""
         heap = self._holder.heap
         assert heap is not None
         return heap
 
     @property
     def left(self) -> int:
-        """Bytes that are put aside still."""
+        """Bytes still put aside."""
         block = self._held
         return 0 if block is None else block.size
 
@@ -63,11 +61,11 @@ class Reservation:
         if self._was_entered:
             raise RuntimeError(f"{self!r} was entered before; make another with Pool.reserve()")
         self._was_entered = True
-        self.pool._check_usable()
+        self.core.check_usable()
         try:
             if self.nbytes:
-                self.pool._insist(self.nbytes, self._hold)
-            _open.set((weakref.ref(self), *_open.get()))
+                self.core.insist(self.nbytes, self._hold)
+            open_reserves.set((weakref.ref(self), *open_reserves.get()))
         except BaseException:
             self.__exit__()
             raise
@@ -75,27 +73,36 @@ class Reservation:
 
     def __exit__(self, *error: object) -> None:
         try:
-            _open.set(tuple(each for each in _open.get() if each() not in (None, self)))
+            others = (each for each in open_reserves.get() if each() not in (None, self))
+            open_reserves.set(tuple(others))
         finally:
             self._hand_over()
-            self.pool.tally()
+            self.core.tally()
 
     def __repr__(self) -> str:
         return f"<reservation of {size_text(self.nbytes)}: {size_text(self.left)} left>"
 
     def give_back(self) -> None:
-        """Make what is left free; in the pool's outermost section."""
+        """Free what is left; in the outermost call."""
         block = self._held
         if block is not None:
             self.heap.free(block)
 
-    def cut(self, nbytes: int, alignment: int) -> Block | None:
-        """An allocated block without a tag from the end of what is held, if so much is left.
+    def take(self, nbytes: int, alignment: int) -> Allocation | None:
+        """An allocation from the end of what is left, if it fits.
 
         Args:
-            nbytes: asked for; the block has them rounded up to 512.
-            alignment: of its address, a power of two.
+            nbytes: bytes asked for.
+            alignment: alignment of the address, a power of two.
         """
+        store = self.core.store
+        block = self._cut(store.bare_room_for(nbytes, alignment), alignment)
+        if block is None:
+            return None
+        return store.adopt(self.pool, block, block.address, nbytes, alignment, self.heap)
+
+    def _cut(self, nbytes: int, alignment: int) -> Block | None:
+        """An allocated block without a tag from the end of the held one, if it is large enough."""
         block = self._held
         if block is None:
             return None
@@ -111,63 +118,42 @@ class Reservation:
 
     @property
     def _held(self) -> Block | None:
-        # The tag says whose block it is, also when an exception from outside came between.
+        # The tag says whose block it is, even if an asynchronous exception came in between.
         block = self._holder.block
         return block if block is not None and block.tag is self._holder else None
 
     def _hand_over(self) -> None:
-        # The pool does the rest: a generator that is collected may end the block in the middle of
-        # the pool's own work.
-        self.pool._store.holders.discard(self._holder)
-        self.pool._released.append(self)
+        # The pool does the rest: a collected generator may end the block in the middle of the
+        # pool's own work.
+        self.core.store.holders.discard(self._holder)
+        self.core.released.append(self)
 
     def __del__(self) -> None:
-        # An exception from outside may have kept __exit__ from its work, or __init__.
+        # An asynchronous exception may have interrupted __exit__ or __init__.
         if hasattr(self, "_holder") and self._held is not None:
             self._hand_over()
 
     def _hold(self) -> None:
-        pool = self.pool
-        with pool._lock, pool._section as is_outermost:
+        core = self.core
+        with core.lock, core.reentrancy as is_outermost:
             if not is_outermost:
                 raise RuntimeError(
-                    f"reserve() was called in the middle of {pool.name}'s own work, by a finalizer "
+                    f"reserve() was called in the middle of {core.name}'s own work, by a finalizer "
                     "or a signal handler; reserve before"
                 )
-            pool._drain()
-            pool._flush_shelves()
+            core.drain()
+            core.flush_cache()
             try:
-                pool._store.hold(self._holder)
+                core.store.hold(self._holder)
             finally:
-                pool._tell_of_segments()
-
-
-_open: contextvars.ContextVar[tuple[weakref.ref[Reservation], ...]] = contextvars.ContextVar(
-    "reservations", default=()
-)
-
-
-def take_reserved(pool: Pool, nbytes: int, alignment: int, queue: Any) -> Allocation | None:
-    """Memory from a reservation that is open here, the innermost first."""
-    if queue is not None:
-        return None  # what is put aside is for the pool's own queue
-    store = pool._store
-    for reference in _open.get():
-        reservation = reference()
-        if reservation is None or reservation.pool is not pool:
-            continue
-        block = reservation.cut(store.bare_room_for(nbytes, alignment), alignment)
-        if block is not None:
-            heap = reservation.heap
-            return store.adopt(pool, block, block.address, nbytes, alignment, heap)
-    return None
+                core.tell_of_segments()
 
 
 def _cut_off(block: Block, address: int) -> Block:
-    """The end of an allocated block, from this address on, as an allocated block of its own.
+    """Split off the end of an allocated block, from this address on.
 
-    Interrupted before the store into ``block.next`` nothing has happened; after it, ``repair``
-    finds both blocks, and the one without a tag is free.
+    An interrupt before the store into ``block.next`` leaves all unchanged; after it, ``repair``
+    finds both blocks, and the one without a tag is freed.
     """
     assert (address - block.address) % ROUNDING == 0
     rest = Block(block.segment, address, block.address + block.size - address)

@@ -1,35 +1,31 @@
-"""A pool's memory as one arena, in which the same calls find the same places in every process."""
+"""Stable addresses: one arena in which the same calls get the same offsets in every process."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from allocator.pool.allocation import Allocation
-from allocator.pool.blocks import Block, Heap, Rules, Upstream
+from allocator.pool.blocks import LARGEST_ALIGNMENT, Block, Heap, Rules, Upstream
 from allocator.pool.errors import OutOfMemoryError
 from allocator.pool.sizes import parse_size, size_text
 from allocator.pool.source import Source
 from allocator.pool.store import Store
 
-if TYPE_CHECKING:
-    from allocator.pool.pool import Pool
-
-_GRAIN = 2 << 20
-"""The largest alignment; the arena starts and ends at a multiple, so that offsets tell all."""
-
+_GRAIN = LARGEST_ALIGNMENT
+"""The arena starts and ends at a multiple of it, so that offsets determine alignments."""
 
 _ONE_SEGMENT: dict[str, Any] = {
     "small_limit": 0,  # for all sizes
     "over_reserve": 0.0,  # no larger than asked for
     "slack": 0,
-    "replace_limit": sys.maxsize,  # and never better replaced
+    "replace_limit": sys.maxsize,  # and never replaced
 }
 
 
 class _Arena(Heap):
-    """A heap of one segment, taken at once."""
+    """A heap of one segment, allocated at once."""
 
     def __init__(self, upstream: Upstream, rules: Rules, nbytes: int) -> None:
         super().__init__(upstream, rules)
@@ -42,26 +38,26 @@ class _Arena(Heap):
     def allocate(self, nbytes: int, alignment: int = 512) -> Block:
         if not self.fits(nbytes, alignment):
             raise MemoryError(
-                f"the arena of {size_text(self.nbytes)} is exhausted, and with stable addresses "
-                "nothing is taken from elsewhere; make it larger with stable_addresses"
+                f"the arena of {size_text(self.nbytes)} is exhausted, and a pool with stable "
+                "addresses takes nothing from elsewhere; make it larger with stable_addresses"
             )
         return super().allocate(nbytes, alignment)
 
 
 class StableStore(Store):
-    """The books of a pool that holds one arena until it is closed.
+    """The block records of a pool that holds one arena until it is closed.
 
-    Placement depends on offsets and on the order of allocations and releases alone: nothing is
-    asked of the driver, and no release waits for a queue's progress.
+    Offsets depend only on the order of allocations and releases: no allocation needs the driver,
+    and no release depends on a queue's progress.
     """
 
     def __init__(self, source: Source, rules: Rules, size: int | str, pool: str) -> None:
-        """Take the arena.
+        """Allocate the arena.
 
         Raises:
             ValueError: its size is 0, or the source has a limit.
-            OutOfMemoryError: it cannot be had.
-            RuntimeError: the driver places it so that large alignments would move offsets.
+            OutOfMemoryError: it cannot be allocated.
+            RuntimeError: its address is not aligned to the largest alignment.
         """
         if source.limit is not None:
             raise ValueError(
@@ -71,8 +67,8 @@ class StableStore(Store):
         nbytes = parse_size(size, "stable_addresses")
         if nbytes == 0:
             raise ValueError(
-                f"stable_addresses={size!r} is no room for anything; say how much the pool may "
-                "give, or None for a pool that grows"
+                f"stable_addresses={size!r} leaves no room; give the size of the arena, or None "
+                "for a pool that grows"
             )
         nbytes = -(-nbytes // _GRAIN) * _GRAIN
         try:
@@ -97,29 +93,26 @@ class StableStore(Store):
                 "driver that aligns large memory"
             )
         self.heaps[None] = self._arena
+        self.origin = address
         self.changed_segments()  # counts it
 
-    def offset_of(self, address: int) -> int:
-        """Bytes from the start of the arena."""
-        return address - self._arena.address
-
-    def take(self, pool: Pool, nbytes: int, alignment: int, queue: Any) -> Allocation:
-        """A block; at the start of a page, if it has no room to start elsewhere."""
+    def take(self, pool: Any, nbytes: int, alignment: int, queue: Any) -> Allocation:
+        """Allocate a block, without a staggered start if that does not fit."""
         if self.fits(nbytes, alignment, queue):
             return super().take(pool, nbytes, alignment, queue)
-        heap = self._heap_of(queue)
+        heap = self.heap_of(queue)
         block = heap.allocate(self.bare_room_for(nbytes, alignment), alignment)
         return self.adopt(pool, block, block.address, nbytes, alignment, heap)
 
-    def take_alone(self, pool: Pool, nbytes: int, alignment: int) -> Allocation:
+    def take_alone(self, pool: Any, nbytes: int, alignment: int) -> Allocation:
         """Refuse."""
         raise MemoryError(
-            "a finalizer or a signal handler asked in the middle of the pool's own work, and with "
-            "stable addresses nothing is taken from outside of the arena"
+            "a finalizer or a signal handler asked in the middle of the pool's own work, and a "
+            "pool with stable addresses takes nothing from outside of the arena"
         )
 
     def take_back(self, allocation: Allocation) -> None:
-        """The allocation is over, and its block free."""
+        """End an allocation and free its block."""
         while allocation.queues:
             allocation.queues.pop().wait()
         super().take_back(allocation)
@@ -128,7 +121,12 @@ class StableStore(Store):
         """Keep the arena, until the pool is closed."""
         return super().trim(target) if self.is_closed else 0
 
-    def _heap_of(self, queue: Any) -> Heap:
+    def heap_of(self, queue: Any) -> Heap:
+        """The arena.
+
+        Raises:
+            ValueError: the queue is not the pool's own.
+        """
         if queue is not None:
             raise ValueError(
                 f"queue={queue!r}: a pool with stable addresses serves its own queue alone; use "

@@ -213,7 +213,9 @@ class Heap:
         rules: the constants of the policy.
     """
 
-    def __init__(self, upstream: Upstream, rules: Rules = Rules()) -> None:
+    def __init__(self, upstream: Upstream, rules: Rules = Rules(), number: int = 0) -> None:
+        self.number = number
+        """The owner's number of it."""
         self._upstream = upstream
         self._rules = rules
         self._segments: dict[int, Segment] = {}

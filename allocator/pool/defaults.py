@@ -1,4 +1,4 @@
-"""The pools that are there without being made: one for each queue and kind, and named ones."""
+"""Shared pools: the default one of each queue and kind, and named ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+from allocator.exchange.memory import copy_into
 from allocator.pool.pool import Pool, entered_pools
 from allocator.runtime.queues import queue as queue_of
 
@@ -18,7 +19,7 @@ _named: dict[str, Pool] = {}
 
 
 def default_pool(device: Any = "cpu", kind: str = "device") -> Pool:
-    """The pool of a device that all share, the same object at every call.
+    """The shared pool of a device, the same object at every call.
 
     Args:
         device: a SYCL filter string such as "cpu" or "gpu", or a ``dpctl.SyclQueue``.
@@ -36,7 +37,7 @@ def default_pool(device: Any = "cpu", kind: str = "device") -> Pool:
     if pool is not None and pool.is_usable:
         return pool
     with _lock:
-        new = Pool(queue, kind)  # in which a finalizer may ask for the same
+        new = Pool(queue, kind)  # a finalizer may ask for the same pool meanwhile
         pool = _defaults.get((queue, kind))
         if pool is None or not pool.is_usable:
             pool = _defaults[queue, kind] = new
@@ -44,16 +45,16 @@ def default_pool(device: Any = "cpu", kind: str = "device") -> Pool:
 
 
 def named_pool(name: str, device: Any = "cpu", kind: str = "device", **options: Any) -> Pool:
-    """The pool of this name, made at the first call with the other arguments.
+    """The pool of this name, made by the first call with the other arguments.
 
     Args:
-        name: of the pool, in reports too.
+        name: name of the pool, also in reports.
         device: a SYCL filter string such as "cpu" or "gpu", or a ``dpctl.SyclQueue``.
         kind: "device", "shared" or "host".
-        options: what else :class:`Pool` takes.
+        options: further arguments of :class:`Pool`.
 
     Raises:
-        ValueError: it exists, and is of another device or kind, or options are given again.
+        ValueError: it exists with another device or kind, or options are given again.
 
     Example:
         >>> named_pool("activations") is named_pool("activations")
@@ -64,7 +65,7 @@ def named_pool(name: str, device: Any = "cpu", kind: str = "device", **options: 
         pool = _named.get(name)
         if pool is None or not pool.is_usable:
             new = Pool(queue, kind, name=name, **options)
-            pool = _named.get(name)  # a finalizer may have asked meanwhile
+            pool = _named.get(name)  # a finalizer may have made it meanwhile
             if pool is None or not pool.is_usable:
                 pool = _named[name] = new
         elif pool.sycl_queue != queue or pool.kind != kind or options:
@@ -94,10 +95,10 @@ def current_pool(device: Any = "cpu") -> Pool:
 
 
 def empty(shape: Any, dtype: torch.dtype | None = None, device: Any = "cpu") -> torch.Tensor:
-    """A torch tensor of the current pool, with whatever values are there; see :meth:`Pool.empty`.
+    """An uninitialized torch tensor of the current pool; see :meth:`Pool.empty`.
 
     Args:
-        shape: an integer or a sequence of them.
+        shape: an integer or a sequence of integers.
         dtype: torch's default dtype if None.
         device: as :func:`current_pool` takes it.
 
@@ -112,7 +113,7 @@ def zeros(shape: Any, dtype: torch.dtype | None = None, device: Any = "cpu") -> 
     """A torch tensor of zeros of the current pool; see :meth:`Pool.zeros`.
 
     Args:
-        shape: an integer or a sequence of them.
+        shape: an integer or a sequence of integers.
         dtype: torch's default dtype if None.
         device: as :func:`current_pool` takes it.
 
@@ -126,12 +127,12 @@ def zeros(shape: Any, dtype: torch.dtype | None = None, device: Any = "cpu") -> 
 def full(
     shape: Any, value: Any, dtype: torch.dtype | None = None, device: Any = "cpu"
 ) -> torch.Tensor:
-    """A torch tensor of the current pool, whose elements are one value; see :meth:`Pool.full`.
+    """A torch tensor of the current pool, filled with one value; see :meth:`Pool.full`.
 
     Args:
-        shape: an integer or a sequence of them.
+        shape: an integer or a sequence of integers.
         value: a number.
-        dtype: by the kind of ``value`` if None, as ``torch.full`` has it.
+        dtype: if None, that of ``torch.full`` for ``value``.
         device: as :func:`current_pool` takes it.
 
     Example:
@@ -139,6 +140,9 @@ def full(
         tensor([7, 7, 7])
     """
     return current_pool(device).full(shape, value, dtype)
+
+
+copy_into(default_pool)
 
 
 def _after_fork_in_child() -> None:

@@ -1,4 +1,4 @@
-"""What one thread does at a time, though it may be interrupted by itself."""
+"""Tells the outermost of nested calls apart, and has interrupted work mended."""
 
 from __future__ import annotations
 
@@ -9,48 +9,50 @@ from types import FrameType
 from typing import Any
 
 
-class Section:
-    """Tells who holds a pool's re-entrant lock whether he is the first.
+class ReentrancyGuard:
+    """Tells whoever holds a pool's re-entrant lock whether the call is the outermost one.
 
     A finalizer or a signal handler may call a pool in the middle of the pool's own work, in the
-    same thread: a lock would wait for ever, and a re-entrant one lets it change what is half
-    changed. ``with lock, section as is_outermost`` tells it to keep to what is safe then.
+    same thread. A plain lock would deadlock there; a re-entrant one alone would let the inner call
+    see and change records in an inconsistent state. ``with lock, guard as is_outermost`` tells the
+    inner call to do only what is safe then.
 
-    The lock is separate, as only one written in C is released whenever an exception comes from
-    outside, such as KeyboardInterrupt: Python may raise it before the first line of ``__exit__``.
+    The lock is separate: only a lock written in C is released whatever exception arrives between
+    two instructions, such as KeyboardInterrupt, which Python may raise before the first line of an
+    ``__exit__``.
     """
 
     def __init__(self, recover: Callable[[], None]) -> None:
-        """``recover``, a method, mends what an exception from outside left.
+        """``recover``, a bound method, mends what an asynchronous exception left inconsistent.
 
-        It may be interrupted, too. Its object, the pool, should die without a garbage collection.
+        It may itself be interrupted, and then runs again. It is held weakly, so that its object is
+        freed without a garbage collection.
         """
         self._recover = weakref.WeakMethod(recover)
         self._owner: FrameType | None = None
         """the frame of the outermost block."""
-        self._is_hurt = False
-        """whether something is to be mended before the next block."""
+        self._needs_recovery = False
 
     def __enter__(self) -> bool:
         frame = sys._getframe(1)
         if self._owner is not None:
             if _is_running(self._owner, frame):
                 return False
-            self._is_hurt = True  # the block's __exit__ never ran
+            self._needs_recovery = True  # the owner's __exit__ never ran
         self._owner = frame
-        if self._is_hurt:
+        if self._needs_recovery:
             recover = self._recover()
             if recover is not None:
                 recover()
-            self._is_hurt = False
+            self._needs_recovery = False
         return True
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if self._owner is not sys._getframe(1):
             return
-        # No memory is what the driver or a limit says, with everything as it was.
+        # A MemoryError is raised by the driver or a limit, with all records consistent.
         if error is not None and not isinstance(error, MemoryError):
-            self._is_hurt = True
+            self._needs_recovery = True
         self._owner = None
 
 

@@ -61,6 +61,16 @@ MOST_DIMS = 64  # of numpy and torch
 _MOST_BYTES = 2**63 - 1
 
 
+def are_integers(shape: Any) -> bool:
+    """Whether ``shape`` is a tuple of Python integers, without booleans and floats."""
+    if shape.__class__ is not tuple:
+        return False
+    for n in shape:  # noqa: SIM110 - all() over a generator is much slower
+        if n.__class__ is not int:
+            return False
+    return True
+
+
 def as_integer(value: Any, argument: str) -> int:
     """An argument that is an integer.
 

@@ -1,4 +1,4 @@
-"""A trace, asked of a pool again."""
+"""Replays of a trace, on a pool or on the rules of one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+from allocator.exchange.memory import Memory
 from allocator.pool.blocks import Block, Heap, Rules
 from allocator.pool.source import Source
 from allocator.pool.store import ROUNDING, Store
@@ -13,56 +14,54 @@ from allocator.runtime.driver import HUGE_PAGE, Driver
 from allocator.runtime.libraries import load_dpctl
 
 if TYPE_CHECKING:
-    from allocator.exchange.memory import Memory
-    from allocator.pool.pool import Pool
     from allocator.watching.trace import Trace
 
 
 class Replay(NamedTuple):
-    """What a trace cost a pool."""
+    """The cost of a trace on a pool."""
 
     peak_requested: int
-    """The most bytes in use at once, as they were asked for: no pool needs less."""
+    """Most bytes requested at once: no pool needs less."""
     peak_live: int
-    """The same in whole blocks."""
+    """Most bytes of blocks in use at once."""
     peak_reserved: int
-    """The most bytes that the pool held of the driver's."""
+    """Most bytes held of the driver's memory."""
     allocations: int
-    """How many there were."""
+    """Number of allocations."""
     hits: int
-    """Allocations of which the driver saw nothing."""
+    """Allocations that did not need the driver."""
     driver_calls: int
-    """Segments that the driver gave and got back."""
+    """Segments taken from the driver and returned to it."""
     seconds: float
-    """The only figure that is not the same every time."""
+    """Duration, the only figure that varies between replays."""
 
     @property
     def ratio(self) -> float:
-        """Of the peaks of what was reserved and what was live."""
+        """Peak of the reserved bytes, divided by that of the bytes in use."""
         return self.peak_reserved / self.peak_live if self.peak_live else 1.0
 
     @property
     def hit_rate(self) -> float:
-        """The part of the allocations that were hits."""
+        """Share of the allocations that were hits."""
         return self.hits / self.allocations if self.allocations else 1.0
 
 
-def replay(trace: Trace, target: Pool | Rules | None = None, *, touch: bool = False) -> Replay:
-    """Allocate and release as a trace says, from one thread and without pauses.
+def replay(trace: Trace, target: Any = None, *, touch: bool = False) -> Replay:
+    """Repeat the allocations and releases of a trace, from one thread and without pauses.
 
-    Memory that the trace never frees is released at the end. Each stream other than 0 has a queue
-    of its own. Failed allocations are left out, and so are alignments, which no trace has.
+    Memory that the trace never frees is released at the end. Each stream other than 0 gets its own
+    queue. Failed allocations are left out; alignments are not part of a trace.
 
     Args:
-        trace: what to do.
-        target: a pool that nobody else uses meanwhile, whose figures count what it held before; or
-            rules, to see what such a pool would do, without device or memory. The default rules
-            if None.
+        trace: events to repeat.
+        target: a :class:`Pool` that nothing else uses meanwhile, whose figures include what it held
+            before; or :class:`Rules`, to simulate a pool without device or memory. The default
+            rules if None.
         touch: write to all memory, as programs do; for pools only.
 
     Raises:
-        ValueError: rules have no memory to touch.
-        OutOfMemoryError: the pool has no room; what was allocated is released.
+        ValueError: ``touch`` is True, but the target is rules, which have no memory.
+        OutOfMemoryError: the pool has no room; all memory of the replay is released.
 
     Example:
         >>> import allocator
@@ -86,26 +85,30 @@ def replay(trace: Trace, target: Pool | Rules | None = None, *, touch: bool = Fa
 class _Target(Protocol):
     """What a trace is replayed on."""
 
-    store: Store
-    """the pool's books."""
+    @property
+    def reserved(self) -> int:
+        """Bytes held of the driver's memory."""
+
+    def counts(self) -> tuple[int, int]:
+        """Hits and driver calls so far."""
 
     def allocate(self, nbytes: int, stream: int) -> Any:
-        """A block, or memory."""
+        """Allocate a block, or memory."""
 
     def size(self, block: Any) -> int:
-        """Bytes that it takes of the pool."""
+        """Bytes that it takes up in the pool."""
 
     def free(self, block: Any) -> None:
-        """Take it back."""
+        """Release it."""
 
 
 def _replayed(trace: Trace, target: _Target) -> Replay:
     blocks: dict[int, Any] = {}
     live = peak_live = peak_reserved = allocations = 0
-    hits, driver_calls = _counters(target)
+    hits, driver_calls = target.counts()
     start = time.perf_counter()
     try:
-        for _, _, action, pointer, size, stream in trace[:]:  # which may record this replay
+        for _, _, action, pointer, size, stream in trace[:]:  # a copy: it may record this replay
             if not size:
                 continue
             if action == "allocate":
@@ -113,13 +116,13 @@ def _replayed(trace: Trace, target: _Target) -> Replay:
                 live += target.size(block)
                 allocations += 1
                 peak_live = max(peak_live, live)
-                peak_reserved = max(peak_reserved, target.store.source.reserved)
+                peak_reserved = max(peak_reserved, target.reserved)
             elif action == "free":
                 block = blocks.pop(pointer)
                 live -= target.size(block)
                 target.free(block)
         seconds = time.perf_counter() - start
-        hits_after, driver_calls_after = _counters(target)
+        hits_after, driver_calls_after = target.counts()
     finally:
         for block in blocks.values():
             target.free(block)
@@ -134,22 +137,24 @@ def _replayed(trace: Trace, target: _Target) -> Replay:
     )
 
 
-def _counters(target: _Target) -> tuple[int, int]:
-    """Hits and driver calls until now."""
-    heaps = target.store.heaps.values()
-    return sum(heap.hits for heap in heaps), sum(heap.upstream_calls for heap in heaps)
-
-
 class _Simulation:
     """A pool's heaps over addresses without memory."""
 
     def __init__(self, rules: Rules) -> None:
-        driver = cast(Driver, _Addresses())  # a source asks nothing else of it
-        self.store = Store(Source(driver, None), rules)
+        driver = cast(Driver, _Addresses())  # a source uses nothing else of it
+        self._store = Store(Source(driver, None), rules)
+
+    @property
+    def reserved(self) -> int:
+        return self._store.source.reserved
+
+    def counts(self) -> tuple[int, int]:
+        heaps = self._store.heaps.values()
+        return sum(heap.hits for heap in heaps), sum(heap.upstream_calls for heap in heaps)
 
     def allocate(self, nbytes: int, stream: int) -> tuple[Heap, Block]:
-        heap = self.store._heap_of(stream)
-        return heap, heap.allocate(self.store.room_for(nbytes, ROUNDING))
+        heap = self._store.heap_of(stream or None)
+        return heap, heap.allocate(self._store.room_for(nbytes, ROUNDING))
 
     def size(self, block: tuple[Heap, Block]) -> int:
         return block[1].size
@@ -160,7 +165,7 @@ class _Simulation:
 
 
 class _Addresses:
-    """Gives addresses as a driver does, of memory that is not there."""
+    """Gives addresses without memory, as a driver would."""
 
     def __init__(self) -> None:
         self._next = HUGE_PAGE
@@ -177,17 +182,27 @@ class _Addresses:
 class _OnPool:
     """A real pool."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.store = pool._store
+    def __init__(self, pool: Any) -> None:
         self._pool = pool
+        self._tally = pool.tally()
         self._queues: dict[int, Any] = {0: None}
 
+    @property
+    def reserved(self) -> int:
+        return int(self._tally.levels["reserved_bytes"][0].current)
+
+    def counts(self) -> tuple[int, int]:
+        segments = self._tally.levels["segment"][0]
+        hits = self._tally.levels["allocation"][0].allocated - self._tally.misses
+        return hits, segments.allocated + segments.freed
+
     def allocate(self, nbytes: int, stream: int) -> Memory:
-        return self._pool.allocate(nbytes, queue=self._queue_of(stream))
+        memory: Memory = self._pool.allocate(nbytes, queue=self._queue_of(stream))
+        return memory
 
     def size(self, memory: Memory) -> int:
-        assert memory._allocation is not None
-        return memory._allocation.size
+        assert memory.allocation is not None
+        return memory.allocation.size
 
     def free(self, memory: Memory) -> None:
         memory.release()
@@ -200,7 +215,7 @@ class _OnPool:
 
 
 class _TouchedPool(_OnPool):
-    """A real pool, all of whose memory is written to."""
+    """A real pool, to all of whose memory it writes."""
 
     def allocate(self, nbytes: int, stream: int) -> Memory:
         memory = super().allocate(nbytes, stream)

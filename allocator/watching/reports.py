@@ -1,4 +1,4 @@
-"""What a pool tells of itself: counters, tables, snapshots, histories."""
+"""The methods of a pool that report: counters, tables, snapshots, histories."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import contextlib
 import os
 import pickle
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from allocator.watching.history import History, with_history
+from allocator.pool.core import Core
+from allocator.pool.counters import Tally
+from allocator.watching.history import History
 from allocator.watching.snapshot import snapshot
 from allocator.watching.statistics import (
     FreeRoom,
     Health,
-    Tally,
     free_room,
     health,
     memory_stats,
@@ -23,19 +24,17 @@ from allocator.watching.summary import summary, summary_html
 from allocator.watching.timeline import Timeline
 from allocator.watching.trace import Trace, recorded
 
-if TYPE_CHECKING:
-    from allocator.pool.pool import Pool
-
 
 class Reports:
-    """The base of :class:`Pool` that only looks."""
+    """The base of :class:`Pool` that reports."""
 
-    _history: History | None
+    _core: Core
+    _history: History | None = None
 
     def record(self) -> contextlib.AbstractContextManager[Trace]:
-        """Write down, in the block, what is allocated and released.
+        """Record the allocations and releases of a ``with`` block.
 
-        Meanwhile no tensor takes the place of the last one without a look at the books.
+        Meanwhile the reuse cache is off.
 
         Example:
             >>> from allocator import Pool
@@ -45,38 +44,37 @@ class Reports:
             >>> trace
             <Trace: events 1, allocations 1, most at once 400 B, never freed 400 B>
         """
-        return recorded(self._pool)
+        return recorded(self._core)
 
     def memory_allocated(self) -> int:
-        """Bytes in use, in whole blocks."""
-        return self._pool.tally().levels["allocated_bytes"][0].current
+        """Bytes of blocks in use."""
+        return self._core.tally().levels["allocated_bytes"][0].current
 
     def memory_reserved(self) -> int:
         """Bytes taken from the driver."""
-        return self._pool.tally().levels["reserved_bytes"][0].current
+        return self._core.tally().levels["reserved_bytes"][0].current
 
     def max_memory_allocated(self) -> int:
-        """The most bytes that were in use at once since the last reset."""
-        return self._pool.tally().levels["allocated_bytes"][0].peak
+        """Most bytes in use at once since the last reset."""
+        return self._core.tally().levels["allocated_bytes"][0].peak
 
     def max_memory_reserved(self) -> int:
-        """The most bytes that were taken from the driver since the last reset."""
-        return self._pool.tally().levels["reserved_bytes"][0].peak
+        """Most bytes taken from the driver at once since the last reset."""
+        return self._core.tally().levels["reserved_bytes"][0].peak
 
     def memory_stats(self) -> OrderedDict[str, Any]:
         """Counters by the names that ``torch.cuda.memory_stats`` uses.
 
-        ``{metric}.{tier}.{fact}``, where the metric is one of allocation, allocated_bytes,
+        The names are ``{metric}.{tier}.{fact}``. Metrics: allocation, allocated_bytes,
         requested_bytes, active, active_bytes, segment, reserved_bytes, inactive_split and
-        inactive_split_bytes; the tier all, large_pool or small_pool; the fact current, peak,
-        allocated (the sum of all rises) or freed. Then num_alloc_retries, num_ooms,
-        num_device_alloc and num_device_free. What torch counts and this pool never does
-        (num_sync_all_streams, num_oom_rejections, oversize, max_split_size) is as in a torch that
-        does not either. hit_rate, fragmentation, internal_waste_bytes and driver_calls are ours.
+        inactive_split_bytes. Tiers: all, large_pool and small_pool. Facts: current, peak, allocated
+        (the sum of all rises) and freed. In addition: num_alloc_retries, num_ooms, num_device_alloc
+        and num_device_free. Counters of features that this pool lacks (num_sync_all_streams,
+        num_oom_rejections, oversize, max_split_size) are as in a torch that does not use them.
+        hit_rate, fragmentation, internal_waste_bytes and driver_calls are not torch's.
 
-        inactive_split, the free blocks in segments that are partly in use, is looked at only here:
-        its peak is the most that a call of this method saw, and its sums are of the changes from
-        one call to the next.
+        inactive_split, the free blocks in partly used segments, is measured only by this method:
+        its peak is the largest value that a call found, its sums are of changes between calls.
 
         Example:
             >>> from allocator import Pool
@@ -88,42 +86,42 @@ class Reports:
         return memory_stats(*self._figures())
 
     def memory_stats_as_nested_dict(self) -> dict[str, Any]:
-        """The same as dicts within dicts; see :meth:`memory_stats`."""
+        """The counters of :meth:`memory_stats` as nested dicts."""
         return memory_stats_as_nested_dict(*self._figures())
 
     def health(self) -> Health:
-        """Fragmentation, waste, hits and the driver's calls, as plain numbers."""
+        """Fragmentation, waste, hit rate and driver calls as plain numbers."""
         return health(*self._figures())
 
     def reset_peak_memory_stats(self) -> None:
-        """Start the peaks anew, from what is current."""
-        tally = self._pool.tally()
-        with self._pool._lock:
+        """Reset the peaks to the current values."""
+        tally = self._core.tally()
+        with self._core.lock:
             tally.reset_peaks()
 
     def reset_accumulated_memory_stats(self) -> None:
-        """Start the sums of rises and falls, and the counts, anew, from 0."""
-        tally = self._pool.tally()
-        with self._pool._lock:
+        """Reset the sums of rises and falls, and the counts, to 0."""
+        tally = self._core.tally()
+        with self._core.lock:
             tally.reset_accumulated()
 
     def memory_summary(self, abbreviated: bool = False) -> str:
         """A table of the counters, for a terminal.
 
         Args:
-            abbreviated: does not tell large and small blocks apart.
+            abbreviated: leave out the separate figures for large and small blocks.
 
         Example:
             >>> from allocator import Pool
             >>> print(Pool("cpu").memory_summary().splitlines()[1].split()[0])
             metric
         """
-        self.memory_stats()  # looks at what is idle beside blocks in use
-        return summary(self._pool.name, self._pool._store.tally, abbreviated=abbreviated)
+        self.memory_stats()  # measures the free blocks in partly used segments
+        return summary(self._core.name, self._core.store.tally, abbreviated=abbreviated)
 
     def _repr_html_(self) -> str:
-        """For Jupyter: figures, and a bar for each segment."""
-        return summary_html(self._pool.name, self.health(), self.snapshot()["segments"])
+        """Figures and a bar for each segment, for Jupyter."""
+        return summary_html(self._core.name, self.health(), self.snapshot()["segments"])
 
     def record_history(
         self,
@@ -132,19 +130,19 @@ class Reports:
         max_entries: int = 100_000,
         stacks: str | None = "python",
     ) -> None:
-        """Record allocations for :meth:`snapshot`, and stacks for errors to name the places.
+        """Record events for :meth:`snapshot`, and stacks for error messages.
 
-        Each call starts anew; with ``enabled=False`` nothing more is recorded, and what was stays.
-        A release is recorded when the pool takes it in, at its next call, and has no stack.
+        Each call starts a new history; ``enabled=False`` stops recording and keeps the last one. A
+        release is recorded, without a stack, when the pool's next call takes it in.
 
         Args:
             enabled: whether to record.
-            max_entries: that are kept, the last ones.
-            stacks: "python", or None for none.
+            max_entries: most entries kept; older ones are dropped.
+            stacks: "python", or None to record none.
 
         Raises:
-            TypeError: ``max_entries`` is no integer.
-            ValueError: it is negative, or ``stacks`` is something else.
+            TypeError: ``max_entries`` is not an integer.
+            ValueError: ``max_entries`` is negative, or ``stacks`` has another value.
 
         Example:
             >>> from allocator import Pool
@@ -154,33 +152,36 @@ class Reports:
             >>> [entry["action"] for entry in pool.snapshot()["device_traces"][0]]
             ['segment_alloc', 'alloc']
         """
-        history = History(max_entries, stacks) if enabled else self._history
+        core = self._core
+        history = History(core.store, max_entries, stacks) if enabled else self._history
         if self._history is not None:
-            self._pool.remove_hook(self._history)
+            core.remove_hook(self._history)
         self._history = history
         if enabled and history is not None:
-            self._pool.add_hook(history)
+            core.add_hook(history)
 
     def timeline(self, *, max_entries: int = 100_000) -> Timeline:
-        """Record what the pool holds over time, in a ``with`` block.
+        """Record the pool's memory over time, in a ``with`` block.
 
         Args:
-            max_entries: moments that are kept, the last ones.
+            max_entries: most moments kept; older ones are dropped.
 
         Raises:
-            TypeError: it is no integer.
+            TypeError: ``max_entries`` is not an integer.
             ValueError: it is less than 1.
         """
-        return Timeline(self._pool, max_entries)
+        return Timeline(self._core, max_entries)
 
     def dump_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Write a :meth:`snapshot` to a file for https://pytorch.org/memory_viz.
 
         Args:
-            path: of the file, which is overwritten.
+            path: path of the file, which is overwritten.
         """
         with open(path, "wb") as file:
-            pickle.dump(self.snapshot(), file, protocol=4)  # the newest that the page reads
+            pickle.dump(
+                self.snapshot(), file, protocol=4
+            )  # the newest protocol that the page reads
 
     def snapshot(self) -> dict[str, Any]:
         """Segments, blocks and history in the format that https://pytorch.org/memory_viz opens.
@@ -194,20 +195,16 @@ class Reports:
             >>> pool.snapshot()["segments"][0]["blocks"][0]["state"]
             'active_allocated'
         """
-        pool = self._pool
-        with pool._lock, pool._section as is_outermost:
+        core = self._core
+        with core.lock, core.reentrancy as is_outermost:
             if is_outermost:
-                pool._drain()
-                pool._flush_shelves()
-            return with_history(snapshot(pool._store), pool, self._history)
-
-    @property
-    def _pool(self) -> Pool:
-        return cast("Pool", self)
+                core.drain()
+                core.flush_cache()
+            return snapshot(core, self._history)
 
     def _figures(self) -> tuple[Tally, FreeRoom]:
-        pool = self._pool
-        tally = pool.tally()
-        with pool._lock:
-            ready = {id(export.owner) for shelf in pool._shelves for export in shelf.ready}
-            return tally, free_room(pool._store, ready)
+        core = self._core
+        tally = core.tally()
+        with core.lock:
+            cached = {id(export.owner) for entry in core.cache for export in entry.cached}
+            return tally, free_room(core.store, cached)

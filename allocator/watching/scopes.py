@@ -1,4 +1,4 @@
-"""Statistics of a block of code: what was allocated within it, of every pool."""
+"""Scopes: statistics of what a block of code allocates, of all pools."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import os
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
+from allocator.pool.allocation import Allocation
+from allocator.pool.counters import Level
 from allocator.pool.sizes import size_text
-from allocator.watching.hooks import Hook
-from allocator.watching.statistics import Level
+from allocator.watching.hooks import Hook, Watched
 
-if TYPE_CHECKING:
-    from allocator.pool.allocation import Allocation
-    from allocator.pool.pool import Pool
-
-_lock = threading.RLock()  # of the four below; held for no call of a pool
-_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_lock = threading.RLock()  # protects the three below; never held while a pool is called
+_pools: weakref.WeakSet[Watched] = weakref.WeakSet()
 _open: list[Scope] = []
 _records: dict[tuple[str, str], _Record] = {}
 
@@ -26,27 +23,27 @@ _entered: contextvars.ContextVar[tuple[Scope, ...]] = contextvars.ContextVar("sc
 
 
 class Usage(NamedTuple):
-    """What was allocated within a scope, in whole blocks."""
+    """The allocations of a scope, in whole blocks."""
 
     current_bytes: int
-    """Not released yet."""
+    """Bytes not released yet."""
     peak_bytes: int
-    """The most of that at once."""
+    """Most bytes in use at once."""
     total_bytes: int
-    """Of all allocations, released or not."""
+    """Bytes of all allocations, released or not."""
     current_count: int
     """Allocations not released yet."""
     peak_count: int
-    """The most of them at once."""
+    """Most allocations in use at once."""
     total_count: int
-    """All allocations."""
+    """Number of all allocations."""
 
 
 class _Counter:
-    """What is behind a :class:`Usage`."""
+    """The counters of a :class:`Usage`."""
 
-    # No lock: between two calls the interpreter switches no threads and collects no garbage, and
-    # the levels make none.
+    # No lock: the interpreter switches threads and collects garbage only at calls, and the levels
+    # make none.
     def __init__(self) -> None:
         self._bytes, self._count = Level(), Level()
 
@@ -66,7 +63,7 @@ class _Counter:
 
 
 class _Record:
-    """What the scopes of one name and place came to."""
+    """Totals of the scopes of one name and place."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -75,17 +72,17 @@ class _Record:
 
 
 class Scope(Hook):
-    """Counts allocations from its ``with`` block.
+    """Counts the allocations of its ``with`` block.
 
     Made by :func:`statistics`.
-    Those that other threads make are not its own, though whoever releases its memory is heard of.
+    Allocations of other threads are not counted; releases are, in any thread.
     """
 
     def __init__(self, name: str, where: str) -> None:
         self.name = name
-        """in the report."""
+        """name in the report."""
         self.where = where
-        """file:line(function) of the block."""
+        """place of the block, as file:line(function)."""
         self._all = _Counter()
         self._by_pool: dict[str, _Counter] = {}
         self._was_entered = False
@@ -93,19 +90,19 @@ class Scope(Hook):
 
     @property
     def usage(self) -> Usage:
-        """Of all pools; as it was at the end, once the block is over."""
+        """Usage of all pools; after the block, the usage at its end."""
         self._take_in_releases()
         return self._all.usage()
 
     @property
     def pools(self) -> dict[str, Usage]:
-        """Of each pool, by its name; pools of the same name count as one."""
+        """Usage of each pool by its name; pools of the same name count as one."""
         self._take_in_releases()
         return {name: counter.usage() for name, counter in self._by_pool.items()}
 
     def __enter__(self) -> Scope:
         if self._was_entered:
-            raise RuntimeError("a scope is entered once; call statistics() for another")
+            raise RuntimeError("a scope can be entered only once; call statistics() for another")
         self._was_entered = self._is_open = True
         with _lock:
             _open.append(self)
@@ -129,7 +126,7 @@ class Scope(Hook):
         for pool in pools:
             pool.remove_hook(self)
 
-    def allocated(self, pool: Pool, allocation: Allocation) -> None:
+    def allocated(self, pool: Any, allocation: Allocation) -> None:
         """See :class:`Hook`."""
         if self not in _entered.get():
             return
@@ -138,7 +135,7 @@ class Scope(Hook):
         self._all.rise(allocation.size)
         counter.rise(allocation.size)
 
-    def released(self, pool: Pool, allocation: Allocation) -> None:
+    def released(self, pool: Any, allocation: Allocation) -> None:
         """See :class:`Hook`."""
         if allocation.notes is not None and self in allocation.notes:
             self._all.fall(allocation.size)
@@ -161,12 +158,12 @@ class Scope(Hook):
 
 
 def statistics(name: str | None = None) -> Scope:
-    """Count what is allocated in a ``with`` block, of every pool, by this thread or task.
+    """Count the allocations of this thread or task in a ``with`` block, of all pools.
 
-    Blocks may lie within one another; the outer one counts what the inner one does.
+    Blocks may be nested; the outer one includes the inner one's allocations.
 
     Args:
-        name: in :func:`statistics_report`; that of the function around the block if None.
+        name: name in :func:`statistics_report`; that of the enclosing function if None.
 
     Example:
         >>> from allocator import Pool, statistics
@@ -184,7 +181,7 @@ def statistics(name: str | None = None) -> Scope:
 
 
 def statistics_report() -> str:
-    """A table of all blocks of :func:`statistics` that are over, the highest peak first.
+    """A table of all finished blocks of :func:`statistics`, the highest peak first.
 
     Example:
         >>> from allocator import statistics, statistics_report
@@ -202,7 +199,7 @@ def statistics_report() -> str:
 
 
 def reset_statistics_report() -> None:
-    """Forget the blocks that are over.
+    """Forget the finished blocks.
 
     Example:
         >>> reset_statistics_report()
@@ -213,8 +210,8 @@ def reset_statistics_report() -> None:
         _records.clear()
 
 
-def watch(pool: Pool) -> None:
-    """Have the scopes that are open, and those to come, see a new pool."""
+def watch(pool: Watched) -> None:
+    """Have open and later scopes count a pool's allocations."""
     with _lock:
         _pools.add(pool)
         scopes = list(_open)

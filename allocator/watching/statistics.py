@@ -1,183 +1,14 @@
-"""How much of what: now, at most, and in all."""
+"""What a pool's counters and blocks add up to: torch's statistics and a summary of its health."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Set
+from typing import Any, NamedTuple
 
 from allocator.pool.blocks import Block, Segment
-
-if TYPE_CHECKING:
-    from allocator.pool.allocation import Allocation
-    from allocator.pool.store import Store
-
-METRICS = (
-    "allocation",
-    "allocated_bytes",
-    "requested_bytes",
-    "active",
-    "active_bytes",
-    "segment",
-    "reserved_bytes",
-    "inactive_split",
-    "inactive_split_bytes",
-)
-TIERS = ("all", "large_pool", "small_pool")
-FACTS = ("current", "peak", "allocated", "freed")
-
-
-class Level:
-    """A quantity that rises and falls."""
-
-    __slots__ = ("allocated", "current", "freed", "peak")
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.peak = 0
-        self.allocated = 0
-        """the sum of all rises."""
-        self.freed = 0
-        """the sum of all falls."""
-
-    def rise(self, amount: int) -> None:
-        """Add an amount."""
-        self.allocated += amount
-        self.current += amount
-        if self.current > self.peak:
-            self.peak = self.current
-
-    def fall(self, amount: int) -> None:
-        """Subtract an amount."""
-        self.freed += amount
-        self.current -= amount
-
-    def become(self, amount: int) -> None:
-        """Rise or fall to ``amount``."""
-        if amount > self.current:
-            self.rise(amount - self.current)
-        else:
-            self.fall(self.current - amount)
-
-    def reset_peak(self) -> None:
-        """Start the peak anew, from what is current."""
-        self.peak = self.current
-
-    def reset_accumulated(self) -> None:
-        """Start both sums anew, from 0."""
-        self.allocated = self.freed = 0
-
-    def pass_through(self, amount: int) -> None:
-        """Count a rise that followed an equal fall."""
-        self.allocated += amount
-        self.freed += amount
-
-
-class Tally:
-    """The levels of a pool: each metric of all blocks, of large ones and of small ones."""
-
-    def __init__(self) -> None:
-        self.levels = {metric: tuple(Level() for _ in TIERS) for metric in METRICS}
-        self._given = [self.levels[name] for name in METRICS[:3]]
-        self._active = [self.levels[name] for name in METRICS[3:5]]
-        self._reserved = [self.levels[name] for name in METRICS[5:7]]
-        self._splits = [self.levels[name] for name in METRICS[7:]]
-        self.misses = 0
-        """allocations for which the driver was asked."""
-        self.retries = 0
-        """times that an allocation found no room and was tried again."""
-        self.ooms = 0
-        """times that it found none then either."""
-
-    def gave(self, size: int, requested: int, is_small: bool) -> None:
-        """A block of so many bytes was given for a request."""
-        self._rise(self._given, (1, size, requested), is_small)
-        self._rise(self._active, (1, size), is_small)
-
-    def got_back(self, size: int, requested: int, is_small: bool) -> None:
-        """The block is no longer in use, though a queue may still be."""
-        self._fall(self._given, (1, size, requested), is_small)
-
-    def is_free(self, size: int, is_small: bool) -> None:
-        """The block may be given again."""
-        self._fall(self._active, (1, size), is_small)
-
-    def grew(self, size: int, is_small: bool) -> None:
-        """The driver gave a segment."""
-        self._rise(self._reserved, (1, size), is_small)
-
-    def shrank(self, size: int, is_small: bool) -> None:
-        """The driver got a segment back."""
-        self._fall(self._reserved, (1, size), is_small)
-
-    def reused(self, count: int, size: int, requested: int, is_small: bool) -> None:
-        """Blocks were given again so many times just as they came back."""
-        for levels, amount in zip(self._given, (1, size, requested)):
-            for level in (levels[0], levels[1 + is_small]):
-                level.pass_through(count * amount)
-        for levels, amount in zip(self._active, (1, size)):
-            for level in (levels[0], levels[1 + is_small]):
-                level.pass_through(count * amount)
-
-    def recount(
-        self, given: Iterable[Allocation], active: Iterable[Allocation], room: Mapping[bool, Split]
-    ) -> None:
-        """Make the current values what they are, after an interrupted call.
-
-        Args:
-            given: the allocations in use.
-            active: those whose blocks cannot be given yet.
-            room: the segments of large blocks and of small ones, by whether they are small.
-        """
-        for levels, of in (
-            (self._given, [((1, a.size, a.nbytes), a.is_small) for a in given]),
-            (self._active, [((1, a.size), a.is_small) for a in active]),
-            (self._reserved, [(amounts, is_small) for is_small, amounts in room.items()]),
-        ):
-            for i, level in enumerate(levels):
-                small = sum(amounts[i] for amounts, is_small in of if is_small)
-                every = sum(amounts[i] for amounts, _ in of)
-                for tier, amount in zip(level, (every, every - small, small)):
-                    tier.become(amount)
-
-    def saw_splits(self, large: Split, small: Split) -> None:
-        """So much lies idle beside blocks that are in use."""
-        both = Split(large.blocks + small.blocks, large.nbytes + small.nbytes)
-        for levels, amounts in zip(self._splits, zip(both, large, small)):
-            for level, amount in zip(levels, amounts):
-                level.become(amount)
-
-    def reset_peaks(self) -> None:
-        """Start the peaks anew, from what is current."""
-        for by_tier in self.levels.values():
-            for level in by_tier:
-                level.reset_peak()
-
-    def reset_accumulated(self) -> None:
-        """Start the sums and the counts anew, from 0."""
-        self.misses = self.retries = self.ooms = 0
-        for by_tier in self.levels.values():
-            for level in by_tier:
-                level.reset_accumulated()
-
-    @staticmethod
-    def _rise(metrics: list[tuple[Level, ...]], amounts: tuple[int, ...], is_small: bool) -> None:
-        for levels, amount in zip(metrics, amounts):
-            levels[0].rise(amount)
-            levels[1 + is_small].rise(amount)
-
-    @staticmethod
-    def _fall(metrics: list[tuple[Level, ...]], amounts: tuple[int, ...], is_small: bool) -> None:
-        for levels, amount in zip(metrics, amounts):
-            levels[0].fall(amount)
-            levels[1 + is_small].fall(amount)
-
-
-class Split(NamedTuple):
-    """Free blocks in segments of which a part is in use."""
-
-    blocks: int
-    nbytes: int
+from allocator.pool.counters import FACTS, TIERS, Level, Split, Tally
+from allocator.pool.store import Store
 
 
 class FreeRoom(NamedTuple):
@@ -321,7 +152,7 @@ def health(tally: Tally, room: FreeRoom) -> Health:
 
 def memory_stats_as_nested_dict(tally: Tally, room: FreeRoom) -> dict[str, Any]:
     """The figures by torch's names, and those of ours that torch has not."""
-    tally.saw_splits(room.large_split, room.small_split)
+    tally.set_splits(room.large_split, room.small_split)
     segments = tally.levels["segment"][0]
     figures = health(tally, room)
     return {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from allocator.pool.counters import FACTS, TIERS, Tally
 from allocator.pool.sizes import size_text
-from allocator.watching.statistics import FACTS, TIERS, Tally
 from allocator.watching.tables import escaped
 
 if TYPE_CHECKING:

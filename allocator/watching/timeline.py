@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from allocator.pool.allocation import Allocation
 from allocator.pool.sizes import size_text
-from allocator.watching.hooks import Hook
+from allocator.watching.hooks import Hook, Watched
 from allocator.watching.tables import escaped
-
-if TYPE_CHECKING:
-    from allocator.pool.allocation import Allocation
-    from allocator.pool.pool import Pool
 
 _WIDTH, _HEIGHT = 640, 160
 _COLOURS = {"reserved": "#999999", "allocated": "#1f77b4"}
 
 
 class Row(NamedTuple):
-    """A moment."""
+    """The pool's memory at one moment."""
 
     seconds: float
-    """since the timeline began."""
+    """time since the timeline began."""
     allocated: int
-    """bytes in use, in whole blocks."""
+    """bytes of blocks in use."""
     reserved: int
     """bytes taken from the driver."""
 
 
 class Timeline(Hook):
-    """What a pool holds after each change, in the block of ``with pool.timeline()``.
+    """A pool's memory after each change, in the block of ``with pool.timeline()``.
 
-    Memory that was released counts as in use until the pool's next call takes it back.
+    Released memory counts as in use until the pool's next call takes it back.
 
     Made by :meth:`Pool.timeline`.
 
@@ -46,13 +43,14 @@ class Timeline(Hook):
         4096
     """
 
-    def __init__(self, pool: Pool, max_entries: int) -> None:
+    def __init__(self, pool: Watched, max_entries: int) -> None:
         if isinstance(max_entries, bool) or not isinstance(max_entries, int):
             raise TypeError(f"max_entries={max_entries!r} is not an integer")
         if max_entries < 1:
             raise ValueError(f"max_entries={max_entries} is less than 1")
         self._pool = pool
         self._rows: deque[Row] = deque(maxlen=max_entries)
+        self._levels = pool.tally().levels
         self._began = 0.0
 
     def __enter__(self) -> Timeline:
@@ -68,31 +66,31 @@ class Timeline(Hook):
         self._pool.remove_hook(self)
         self._add()
 
-    def allocated(self, pool: Pool, allocation: Allocation) -> None:
+    def allocated(self, pool: Any, allocation: Allocation) -> None:
         """See :class:`Hook`."""
         self._add()
 
-    def released(self, pool: Pool, allocation: Allocation) -> None:
+    def released(self, pool: Any, allocation: Allocation) -> None:
         """See :class:`Hook`."""
         self._add(-allocation.size)  # the pool counts it as in use until its hooks return
 
-    def grown(self, pool: Pool, address: int, nbytes: int) -> None:
+    def grown(self, pool: Any, address: int, nbytes: int) -> None:
         """See :class:`Hook`."""
         self._add()
 
-    def shrunk(self, pool: Pool, address: int, nbytes: int) -> None:
+    def shrunk(self, pool: Any, address: int, nbytes: int) -> None:
         """See :class:`Hook`."""
         self._add()
 
     def rows(self) -> list[Row]:
-        """What was recorded, oldest first."""
+        """The recorded moments, oldest first."""
         return list(self._rows)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw both curves with matplotlib.
 
         Args:
-            ax: matplotlib's axes to draw on; new ones if None.
+            ax: matplotlib axes to draw on; new ones if None.
 
         Returns:
             the axes.
@@ -118,7 +116,7 @@ class Timeline(Hook):
         return ax
 
     def _repr_html_(self) -> str:
-        """Both curves for Jupyter, which needs no matplotlib for it."""
+        """Both curves for Jupyter, without matplotlib."""
         rows = self.rows()
         top = max((row.reserved for row in rows), default=0) or 1
         last = max((row.seconds for row in rows), default=0.0) or 1.0
@@ -135,14 +133,14 @@ class Timeline(Hook):
         )
 
     def _add(self, change: int = 0) -> None:
-        levels = self._pool._store.tally.levels
+        levels = self._levels
         allocated = levels["allocated_bytes"][0].current + change
         reserved = levels["reserved_bytes"][0].current
         self._rows.append(Row(time.perf_counter() - self._began, allocated, reserved))
 
 
 def _steps(rows: list[Row], name: str, last: float, top: int) -> str:
-    """An SVG path: for each column of pixels the least and the most, so that no peak is lost."""
+    """An SVG path: the least and the most of each column of pixels, so that no peak is lost."""
     columns: dict[int, list[int]] = {}
     for row in rows:
         columns.setdefault(round(row.seconds / last * _WIDTH), []).append(getattr(row, name))

@@ -1,4 +1,4 @@
-"""What a program asked a pool for, as a list that can be kept, read and run again."""
+"""Traces: recorded allocations and releases that can be saved, loaded and replayed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args, overload
 
-from allocator.pool.blocks import Heap, Rules
+from allocator.pool.allocation import Allocation
 from allocator.pool.sizes import as_nbytes, size_text
-from allocator.watching.hooks import Hook
+from allocator.watching.hooks import Hook, Watched
 from allocator.watching.replay import Replay, replay
 
 if TYPE_CHECKING:
     import torch
-
-    from allocator.pool.allocation import Allocation
-    from allocator.pool.pool import Pool
 
 Action = Literal["allocate", "allocate failure", "free"]
 _ACTIONS: tuple[str, ...] = get_args(Action)
@@ -30,16 +27,16 @@ _SECOND = 1_000_000
 
 
 class Event(NamedTuple):
-    """One line of a trace."""
+    """One event of a trace."""
 
     thread: int
-    """that asked; of a release, the thread in which the pool saw it."""
+    """id of the calling thread; of a release, of the thread in which the pool noticed it."""
     time: int
-    """in microseconds; only differences mean anything."""
+    """time in microseconds; only differences mean anything."""
     action: Action
     """"allocate", "allocate failure" or "free"."""
     pointer: int
-    """the address."""
+    """address of the memory."""
     size: int
     """bytes asked for."""
     stream: int
@@ -47,15 +44,15 @@ class Event(NamedTuple):
 
 
 class Trace(Sequence[Event]):
-    """Allocations and releases, in order.
+    """A sequence of allocations and releases.
 
-    ``with pool.record() as trace`` makes one, and so do :meth:`load` and :meth:`from_profiler`.
+    ``with pool.record() as trace``, :meth:`load` and :meth:`from_profiler` make traces.
 
     Args:
-        events: in order.
+        events: events in order.
 
     Raises:
-        ValueError: they contradict each other, as where memory is freed that was not allocated.
+        ValueError: events contradict each other: memory is freed that was not allocated.
 
     Example:
         >>> trace = Trace([Event(1, 0, "allocate", 512, 100, 0), Event(1, 9, "free", 512, 100, 0)])
@@ -67,7 +64,7 @@ class Trace(Sequence[Event]):
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.ignored = 0
-        """releases that were left out, of memory allocated before the recording began."""
+        """number of releases left out, of memory allocated before the recording began."""
         self._events: list[Event] = []
         self._live: dict[int, Event] = {}
         for event in events:
@@ -75,14 +72,14 @@ class Trace(Sequence[Event]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """The trace in a file of RAPIDS RMM's logging, or of :meth:`save`.
+        """Load a trace from a log file of RAPIDS RMM, or one written by :meth:`save`.
 
         Args:
-            path: of the file.
+            path: path of the file.
 
         Raises:
-            ValueError: a line has other columns, an unknown action or a bad number, frees what
-                is not allocated, or allocates what is; the message has the line's number.
+            ValueError: a line has other columns, an unknown action or a bad number, or contradicts
+                the lines before; the message has its number.
         """
         trace = cls()
         with open(path, encoding="utf-8", errors="replace", newline="") as file:
@@ -99,15 +96,15 @@ class Trace(Sequence[Event]):
 
     @classmethod
     def from_profiler(cls, profiler: torch.profiler.profile) -> Trace:
-        """What torch allocated on the CPU while a profiler watched.
+        """The CPU allocations of torch that a profiler recorded.
 
-        Where an address comes again whose release the profiler missed, it was released by then.
+        If an address is allocated again and the profiler missed the release, it is assumed.
 
         Args:
-            profiler: a ``torch.profiler.profile(profile_memory=True)`` that has finished.
+            profiler: a finished ``torch.profiler.profile(profile_memory=True)``.
 
         Raises:
-            ValueError: it has not finished, or did not watch the memory.
+            ValueError: the profiler has not finished, or did not record memory.
         """
         trace = cls()
         changes = _memory_events(profiler)
@@ -121,10 +118,10 @@ class Trace(Sequence[Event]):
         return trace
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a CSV file as RAPIDS RMM's logging does, which its replay benchmark reads too.
+        """Write the CSV format of RAPIDS RMM's logging, which its replay benchmark reads too.
 
         Args:
-            path: of the file, which is overwritten.
+            path: path of the file, which is overwritten.
         """
         with open(path, "w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -132,11 +129,11 @@ class Trace(Sequence[Event]):
             for thread, now, action, pointer, size, stream in self._events:
                 writer.writerow([thread, _clock(now), action, hex(pointer), size, stream])
 
-    def replay(self, target: Pool | Rules | None = None, *, touch: bool = False) -> Replay:
-        """Ask a pool for the same again; see :func:`replay`.
+    def replay(self, target: Any = None, *, touch: bool = False) -> Replay:
+        """Repeat the trace; see :func:`replay`.
 
         Args:
-            target: a pool, or the rules of one; the default rules if None.
+            target: a :class:`Pool`, or the :class:`Rules` of one; the default rules if None.
             touch: write to all memory; for pools only.
         """
         return replay(self, target, touch=touch)
@@ -148,7 +145,7 @@ class Trace(Sequence[Event]):
 
     @property
     def peak_requested(self) -> int:
-        """The most bytes that were in use at once, as they were asked for: no pool needs less."""
+        """Most bytes requested at once: no pool needs less."""
         live = peak = 0
         for event in self._events:
             if event.action == "allocate":
@@ -180,20 +177,20 @@ class Trace(Sequence[Event]):
         )
 
     def _add(self, event: Event) -> None:
-        """Append an event that is consistent with those before.
+        """Append an event.
 
         Raises:
-            ValueError: it is not.
+            ValueError: it contradicts the events before.
         """
         if event.action not in _ACTIONS:
             raise ValueError(f"action {event.action!r} is none of {', '.join(_ACTIONS)}")
         as_nbytes(event.size)
-        if event.size:  # nothing takes no memory, and may have any address
+        if event.size:  # zero bytes take no memory, and may have any address
             self._check_and_note(event)
         self._events.append(event)
 
     def _check_and_note(self, event: Event) -> None:
-        """Keep count of what is live."""
+        """Track what is allocated."""
         held = self._live.get(event.pointer)
         if event.action == "allocate":
             if held is not None:
@@ -210,7 +207,7 @@ class Trace(Sequence[Event]):
             del self._live[event.pointer]
 
     def _add_free(self, thread: int, now: int, pointer: int) -> None:
-        """The release of what is at an address, or of what was there before the recording."""
+        """Append a release, or count one of memory allocated before the recording."""
         held = self._live.get(pointer)
         if held is None:
             self.ignored += 1
@@ -219,45 +216,42 @@ class Trace(Sequence[Event]):
 
 
 @contextlib.contextmanager
-def recorded(pool: Pool) -> Iterator[Trace]:
-    """The trace of what ``pool`` gives and gets back in the block."""
+def recorded(pool: Watched) -> Iterator[Trace]:
+    """The trace of a pool's allocations and releases in the ``with`` block."""
     recorder = _Recorder()
     pool.tally()  # takes in what was released before
-    with pool.hook(recorder):
+    pool.add_hook(recorder)
+    try:
+        yield recorder.trace
+    finally:
         try:
-            yield recorder.trace
+            pool.tally()  # takes in what was released in the block
         finally:
-            pool.tally()  # and what was released in the block
+            pool.remove_hook(recorder)
 
 
 class _Recorder(Hook):
-    """Writes down what a pool does."""
+    """Records a pool's events."""
 
     def __init__(self) -> None:
         self.trace = Trace()
         self._start = time.perf_counter_ns()
-        self._streams: dict[Heap, int] = {}
 
-    def allocated(self, pool: Pool, allocation: Allocation) -> None:
-        if allocation.nbytes:  # the release of nothing is not told
-            place = allocation.address, allocation.nbytes, self._stream_of(pool, allocation.heap)
+    def allocated(self, pool: Any, allocation: Allocation) -> None:
+        if allocation.nbytes:  # the release of zero bytes is not reported
+            place = allocation.address, allocation.nbytes, allocation.stream
             self.trace._add(Event(threading.get_native_id(), self._now(), "allocate", *place))
 
-    def released(self, pool: Pool, allocation: Allocation) -> None:
+    def released(self, pool: Any, allocation: Allocation) -> None:
         self.trace._add_free(threading.get_native_id(), self._now(), allocation.address)
 
-    def out_of_memory(self, pool: Pool, nbytes: int) -> bool:
+    def out_of_memory(self, pool: Any, nbytes: int) -> bool:
         thread, now = threading.get_native_id(), self._now()
         self.trace._add(Event(thread, now, "allocate failure", 0, nbytes, 0))
         return False
 
     def _now(self) -> int:
         return (time.perf_counter_ns() - self._start) // 1000
-
-    def _stream_of(self, pool: Pool, heap: Heap | None) -> int:
-        if heap is None or heap is pool._store.heaps.get(None):
-            return 0
-        return self._streams.setdefault(heap, len(self._streams) + 1)
 
 
 def _memory_events(profiler: torch.profiler.profile) -> list[Any]:
@@ -268,10 +262,10 @@ def _memory_events(profiler: torch.profiler.profile) -> list[Any]:
     if finished is None:
         raise ValueError("the profiler has not finished; leave its `with` block first")
     if not profiler.profile_memory:
-        raise ValueError("the profiler did not watch the memory; use profile(profile_memory=True)")
+        raise ValueError("the profiler did not record memory; use profile(profile_memory=True)")
     found = []
     waiting = list(finished.experimental_event_tree())
-    for event in waiting:  # which grows
+    for event in waiting:  # while the list grows
         waiting += event.children
         if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
             found.append(event)
@@ -279,10 +273,10 @@ def _memory_events(profiler: torch.profiler.profile) -> list[Any]:
 
 
 def _parsed(row: list[str]) -> Event:
-    """The event of a file's line.
+    """The event of a line of a file.
 
     Raises:
-        ValueError: the line is none.
+        ValueError: the line is malformed.
     """
     if len(row) != len(_COLUMNS):
         raise ValueError(f"{len(row)} columns; {','.join(_COLUMNS)} are {len(_COLUMNS)}")
@@ -302,7 +296,7 @@ def _number(column: str, text: str, base: int) -> int:
     if text.isascii() and text.isalnum():
         with contextlib.suppress(ValueError):
             return int(text, base)
-    raise ValueError(f"{column} {text!r} is no number")
+    raise ValueError(f"{column} {text!r} is not a number")
 
 
 def _microseconds(clock: str) -> int:

@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack as to_torch
 
 import allocator
 from allocator import Array, Memory, Pool, from_dlpack
-from allocator.exchange import memory as memory_module
+from allocator.exchange import borrowed
 from allocator.exchange.dlpack import Legacy, Versioned, _get_pointer, is_valid
 from allocator.exchange.dtypes import _ALL, as_dtype
 
@@ -34,7 +34,7 @@ def pool() -> Iterator[Pool]:
     pool = Pool("cpu")
     yield pool
     gc.collect()
-    memory_module._lent_on.sweep()
+    borrowed.exporter.sweep()
     assert pool.memory_allocated() == 0
 
 
@@ -328,7 +328,7 @@ def test_structs_are_used_again(pool: Pool) -> None:
     for _ in range(1000):
         to_torch(memory)
         pool.memory_allocated()  # takes in what came back
-    assert sum(e.owner is not None for e in pool._exporter.exports) == 0
+    assert sum(e.owner is not None for e in pool._core.exporter.exports) == 0
 
 
 # ---------------------------------------------------------------- arguments of __dlpack__

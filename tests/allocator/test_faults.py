@@ -57,8 +57,8 @@ class FaultyDriver:
 
 def check(pool: Pool, driver: FaultyDriver) -> None:
     """The books agree with the driver's."""
-    assert pool.memory_reserved() == driver.reserved == pool._store.source.reserved
-    store = pool._store
+    assert pool.memory_reserved() == driver.reserved == pool._core.store.source.reserved
+    store = pool._core.store
     assert pool.memory_allocated() == sum(a.size for a in store.in_use.values())
 
 
@@ -108,7 +108,7 @@ def test_fails_after_so_many_bytes() -> None:
             while True:
                 kept.append(pool.allocate(MIB))
                 check(pool, driver)
-        assert caught.value.live == sum(a.size for a in pool._store.in_use.values())
+        assert caught.value.live == sum(a.size for a in pool._core.store.in_use.values())
         assert 18 <= len(kept) <= 20
         del kept[5:]
         kept += [pool.allocate(MIB) for _ in range(10)]
@@ -126,7 +126,11 @@ def test_error_has_all_that_its_message_says() -> None:
         pool.allocate(8 * MIB)
     error = caught.value
     assert (error.requested, error.pool, error.limit) == (8 * MIB, "mine", 4 * MIB)
-    assert error.live == pool.memory_allocated() == sum(a.size for a in pool._store.in_use.values())
+    assert (
+        error.live
+        == pool.memory_allocated()
+        == sum(a.size for a in pool._core.store.in_use.values())
+    )
     assert error.reserved == pool.memory_reserved()
     assert 0 < error.largest_free <= error.reserved - error.live
     assert error.fragmentation == pytest.approx(

@@ -83,7 +83,7 @@ class TestOverflow:
         memory = pool.allocate(100)
         for give in (lambda: pool.empty(8), lambda: pool.array(8), pool.trim, pool.check):
             write(memory.address - 1)
-            memory.release() if give is pool.trim else pool._guard.check(pool)
+            memory.release() if give is pool.trim else pool._core.debugger.check(pool._core)
             with pytest.raises(MemoryCorruptionError, match="overflow before of 100 B"):
                 give()
             if memory.is_released:
@@ -146,7 +146,7 @@ class TestOverflow:
 
         monkeypatch.setattr(Heap, "allocate", interrupted)
         x = pool.allocate(100)
-        assert held[0]._allocation.block is None
+        assert held[0].allocation.block is None
         pool.check()
         write(held[0].address - 1)
         with pytest.raises(MemoryCorruptionError, match="before"):
@@ -196,7 +196,7 @@ class TestUseAfterRelease:
         with pytest.raises(MemoryCorruptionError, match="use after release of 100 B"):
             allocate()
         allocate()
-        assert sum(heap.live for heap in pool._store.heaps.values()) <= QUARANTINE + 2 * MIB
+        assert sum(heap.live for heap in pool._core.store.heaps.values()) <= QUARANTINE + 2 * MIB
         check(pool, driver)
 
     def test_memory_is_not_given_again_at_once(self, pool: Pool) -> None:
@@ -249,7 +249,7 @@ class TestDoubleRelease:
     )
     def test_deleter_called_twice(self, pool: Pool, make: Callable[[Pool], Any]) -> None:
         x = make(pool)
-        (address,) = [e.address for e in pool._exporter.exports if e.owner is not None]
+        (address,) = [e.address for e in pool._core.exporter.exports if e.owner is not None]
         del x
         released_here(pool)
         pool.check()
@@ -455,8 +455,8 @@ class TestNoFalseAlarm:
 
     def test_interrupts(self, pool: Pool) -> None:
         held: list[Any] = []
-        assert pool._guard is not None
-        pool._guard.room = 100 * KIB
+        assert pool._core.debugger is not None
+        pool._core.debugger.room = 100 * KIB
 
         def step(choose: random.Random) -> None:
             held.append(pool.empty(choose.choice([8, 100, 5000])))

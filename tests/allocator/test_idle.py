@@ -48,7 +48,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 20) -> None:
 def look(pool: Pool) -> None:
     """What the thread does from time to time."""
     assert pool._decay is not None
-    pool._decay.look(pool)
+    pool._decay.check(pool._core)
 
 
 def thread_of(pool: Pool) -> threading.Thread:
@@ -177,14 +177,14 @@ def test_hooks_are_told(driver: FaultyDriver, clock: list[float]) -> None:
 def test_no_look_while_another_thread_is_inside(driver: FaultyDriver, clock: list[float]) -> None:
     pool = Pool(driver=driver, idle_seconds=LONG)
     pool.empty(8)
-    with pool._lock:
+    with pool._core.lock:
         thread = threading.Thread(target=look, args=[pool])
         thread.start()
         thread.join(10)
         assert not thread.is_alive()
     look(pool)
     clock[0] += LONG
-    with pool._lock, pool._section:
+    with pool._core.lock, pool._core.reentrancy:
         look(pool)  # as if a signal handler did
     assert driver.reserved
     look(pool)
@@ -257,7 +257,7 @@ def test_times_without_sense(seconds: float) -> None:
 
 @pytest.mark.parametrize("seconds", ["1", True, [1]])
 def test_no_times(seconds: Any) -> None:
-    with pytest.raises(TypeError, match="no number of seconds"):
+    with pytest.raises(TypeError, match="is not a number"):
         Pool(driver=FaultyDriver(), idle_seconds=seconds)
 
 

@@ -18,10 +18,12 @@ import torch
 
 from allocator import Pool, load_dpctl
 from allocator.exchange.exports import Exporter
-from allocator.exchange.reuse import Shelves
+from allocator.exchange.reuse import ReuseCache
+from allocator.exchange.tensors import TensorFactory
+from allocator.pool.core import Core
 from tests.allocator.interrupts import interrupted
 from tests.allocator.test_faults import FaultyDriver
-from tests.allocator.test_shelves import check_shelves
+from tests.allocator.test_reuse import check_cache
 
 MANY = 1400
 """Exports, of which a quick look sees some only."""
@@ -93,7 +95,7 @@ def test_block_that_was_freed_twice_among_many() -> None:
     taken = [pool.allocate(4000) for _ in range(2)]
     assert address in {memory.address for memory in taken}
     pool.tally()
-    with pytest.raises(KeyboardInterrupt), stopping_at(at(Pool._drain, "call"), interrupt):
+    with pytest.raises(KeyboardInterrupt), stopping_at(at(Core.drain, "call"), interrupt):
         pool.tally()
     addresses = {memory.address for memory in taken}
     assert not addresses & {pool.empty(1000).data_ptr(), pool.empty((10, 100)).data_ptr()}
@@ -174,7 +176,7 @@ def test_lock_is_released() -> None:
     """An interrupt at any call in a look between other work."""
     pool = Pool("cpu")
     array = pool.array(10)
-    code = Pool._drain_if_idle.__code__
+    code = Core.drain_if_idle.__code__
     for n in range(4):
         calls = itertools.count()
 
@@ -207,9 +209,9 @@ def test_public_capsule() -> None:
     assert pool.memory_allocated() == 0
 
 
-def test_shelf_that_was_not_finished() -> None:
-    """What is ready on it is free when it is asked for."""
-    code = Shelves.shelf.__code__
+def test_cache_entry_that_was_not_finished() -> None:
+    """What it has cached is free when it is asked for."""
+    code = ReuseCache.entry_for.__code__
     for line in sorted({line for _, _, line in code.co_lines() if line})[1:]:
         pool = Pool("cpu")
 
@@ -243,7 +245,7 @@ def test_threads_between_two_lines() -> None:
         others = [pool.empty(1000) for _ in range(8)]
         del others
         pool.tally()
-        del first  # of which its shelf has enough
+        del first  # of which its entry has cached enough
         pool.tally()
         small = [pool.empty(100) for _ in range(20)]
         del small
@@ -258,8 +260,8 @@ def test_threads_between_two_lines() -> None:
     assert x.shape == (1000,)
 
 
-def test_flush_before_a_shelf_is_looked_at() -> None:
-    """A tensor of a shelf that is gone by then is counted, too."""
+def test_flush_before_an_entry_is_looked_at() -> None:
+    """A tensor of an entry that was cleared by then is counted, too."""
     pool = Pool("cpu")
     held = [pool.empty(1000) for _ in range(4)]
 
@@ -267,7 +269,7 @@ def test_flush_before_a_shelf_is_looked_at() -> None:
         pool.empty_cache()
         held.pop(0)
 
-    with stopping_at(at(Pool._next_tensor, "call"), meanwhile):
+    with stopping_at(at(TensorFactory.another, "call"), meanwhile):
         held.append(pool.empty(1000))
     assert pool.memory_stats()["allocation.all.allocated"] == 5
 
@@ -294,7 +296,7 @@ def test_close_inside_the_pools_own_work() -> None:
     for n in (1000, 500, 1000):
         x = pool.empty(n)
         del x
-    with pool._lock, pool._section:
+    with pool._core.lock, pool._core.reentrancy:
         (lambda: pool.close(force=True))()
     with pytest.raises(RuntimeError, match="was closed"):
         pool.empty(1000)
@@ -339,10 +341,10 @@ def test_an_interrupt_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
                 a_little_of_all(pool)
         except KeyboardInterrupt:
             was_interrupted = True
-        pool._drain_if_idle(with_unclaimed=True)  # as after a collection of garbage
+        pool._core.drain_if_idle(with_unclaimed=True)  # as after a collection of garbage
         assert pool.memory_allocated() == 0, n
-        assert not pool._store.in_use, n
-        check_shelves(pool)
+        assert not pool._core.store.in_use, n
+        check_cache(pool)
         check_apart(*[pool.empty(n) for n in (1000, 1000, 100)])
         pool.close()
         assert pool.memory_reserved() == 0, n

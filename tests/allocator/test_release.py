@@ -27,13 +27,13 @@ class Cycle:
 
 
 def recount(pool):
-    blocks = [b for heap in pool._store.heaps.values() for b in heap.blocks() if not b.is_free]
-    shelved = {id(e.owner) for s in pool._shelves for e in s.ready}
-    return sum(b.size for b in blocks if id(b.tag) not in shelved)
+    blocks = [b for heap in pool._core.store.heaps.values() for b in heap.blocks() if not b.is_free]
+    cached = {id(export.owner) for entry in pool._core.cache for export in entry.cached}
+    return sum(b.size for b in blocks if id(b.tag) not in cached)
 
 
 def recount_in_use(pool):
-    return sum(allocation.size for allocation in pool._store.in_use.values())
+    return sum(allocation.size for allocation in pool._core.store.in_use.values())
 
 
 def check(pool):
@@ -375,7 +375,7 @@ def test_memory_released_twice() -> None:
 
 TWICE = """
 Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-export = next(e for e in pool._exporter.exports if e.owner is not None)
+export = next(e for e in pool._core.exporter.exports if e.owner is not None)
 call, address = Deleter(exports._DELETER), export.address
 del export
 """
@@ -412,7 +412,7 @@ def test_capsule_that_nobody_took(options: str) -> None:
         capsules = [pool.array(n).__dlpack__({options}) for _ in range(20)]
         taken = [torch.from_dlpack(c) for c in capsules[:10]]
         del capsules
-        assert len(pool._store.in_use) == 10 or pool.memory_allocated()
+        assert len(pool._core.store.in_use) == 10 or pool.memory_allocated()
         del taken
         assert pool.memory_allocated() == 0
     works(pool)

@@ -1,4 +1,4 @@
-"""Tensors that came back are given again only to who asks for their shape and dtype."""
+"""The reuse cache hands released tensors out only for their own shape and dtype."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ STEPS = 20_000
 FEW = ((1000, torch.float32), ((40, 25), torch.float32), (1000, torch.int64), (7, torch.float32))
 
 
-def check_shelves(pool: Pool) -> None:
-    """Each export is on one shelf, where it is either given or ready, and once."""
-    for shelf in pool._shelves:
-        given = {*shelf.given, shelf.last, shelf.before_last} - {_NEVER}
-        known = [*shelf.given, *shelf.ready]
+def check_cache(pool: Pool) -> None:
+    """Each export is in one entry, where it is either recent or cached, and once."""
+    for entry in pool._core.cache:
+        recent = {*entry.recent, entry.last, entry.before_last} - {_NEVER}
+        known = [*entry.recent, *entry.cached]
         assert len(set(known)) == len(known)
-        assert not given & {*shelf.ready}
-        assert all(export.shelf is shelf for export in {*given, *shelf.ready})
+        assert not recent & {*entry.cached}
+        assert all(export.entry is entry for export in {*recent, *entry.cached})
 
 
 def test_one_given_twice_is_not_kept_for_its_old_shape() -> None:
@@ -65,6 +65,6 @@ def test_few_shapes_in_any_order(most_held: int) -> None:
             del x
         if choose.random() < 0.02:
             choose.choice([pool.tally, pool.empty_cache, lambda: pool.allocate(100)])()
-        check_shelves(pool)
+        check_cache(pool)
     held.clear()
     assert pool.memory_allocated() == 0
