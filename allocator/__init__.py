@@ -11,17 +11,6 @@ from allocator.options.guard import MemoryCorruptionError
 from allocator.options.reserve import Reservation
 from allocator.pool.allocation import Allocation
 from allocator.pool.blocks import Rules
-from allocator.pool.default_statistics import (
-    max_memory_allocated,
-    max_memory_reserved,
-    memory_allocated,
-    memory_reserved,
-    memory_snapshot,
-    memory_stats,
-    memory_summary,
-    reset_accumulated_memory_stats,
-    reset_peak_memory_stats,
-)
 from allocator.pool.defaults import current_pool, default_pool, empty, full, named_pool, zeros
 from allocator.pool.errors import OutOfMemoryError
 from allocator.pool.pool import Pool
@@ -32,8 +21,18 @@ from allocator.runtime.libraries import load_compiler, load_dpctl, load_opencl_c
 from allocator.runtime.maps import loaded_files
 from allocator.runtime.queues import DeviceNotFoundError, borrowed_queue, queue
 from allocator.watching.advice import Advice, advise
+from allocator.watching.default_statistics import (
+    max_memory_allocated,
+    max_memory_reserved,
+    memory_allocated,
+    memory_reserved,
+    memory_snapshot,
+    memory_stats,
+    memory_summary,
+    reset_accumulated_memory_stats,
+    reset_peak_memory_stats,
+)
 from allocator.watching.hooks import Hook
-from allocator.watching.plan import Plan
 from allocator.watching.replay import Replay, replay
 from allocator.watching.scopes import (
     Scope,
@@ -63,7 +62,6 @@ __all__ = [
     "Memory",
     "MemoryCorruptionError",
     "OutOfMemoryError",
-    "Plan",
     "Pool",
     "Replay",
     "Reservation",

@@ -32,6 +32,7 @@ class Constructors:
             RuntimeError: the pool was closed, or belongs to another process.
 
         Example:
+            >>> from allocator import Pool
             >>> Pool("cpu").empty(1024).shape
             torch.Size([1024])
         """

@@ -1,4 +1,4 @@
-"""What a recorded program could do with its memory."""
+"""Advice: the rules that suit a recorded program best."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from allocator.pool.blocks import Rules
 from allocator.pool.sizes import size_text
-from allocator.watching.plan import Plan, planned
 from allocator.watching.replay import Replay
 from allocator.watching.tables import as_html, as_text, escaped
 
@@ -25,12 +24,12 @@ _KNOBS: dict[str, tuple[float, ...]] = {
     "replace_limit": (_MIB, 4 * _MIB, 256 * _MIB),
     "replace_rest": (0.0, 1.0),
 }
-"""The values of :class:`Rules` that are tried besides the default ones."""
+"""Values of :class:`Rules` that are tried besides the defaults."""
 _MARGIN = 16
 
 
 class Candidate(NamedTuple):
-    """Rules, and what the trace cost a pool of theirs."""
+    """Rules, and the cost of the trace on a pool with them."""
 
     rules: Rules
     replay: Replay
@@ -38,28 +37,26 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Advice:
-    """How much memory a trace needs, and what a pool would take for it.
+    """How much memory a trace needs, and how much pools with various rules reserve for it.
 
     Made by :func:`advise`. It prints as a table, in a terminal and in a notebook.
     """
 
     tried: tuple[Candidate, ...]
-    """Rules, best first."""
+    """All rules that were tried, best first."""
     default: Candidate
     """The default rules."""
     hit_rate: float
-    """That was asked for."""
-    plan: Plan
-    """A place for each allocation in one piece of memory."""
+    """The hit rate that was asked for."""
 
     @property
     def lower_bound(self) -> int:
-        """The most bytes in use at once, as they were asked for: no pool needs less."""
+        """Most bytes requested at once: no pool needs less."""
         return self.default.replay.peak_requested
 
     @property
     def best(self) -> Candidate:
-        """What reserves least of all that reach the hit rate; if none does, what comes closest."""
+        """The rules that reserve least and reach the hit rate, or that come closest to it."""
         return self.tried[0]
 
     @property
@@ -69,7 +66,7 @@ class Advice:
 
     @property
     def limit(self) -> int:
-        """For ``Pool(limit=...)``: what the best rules reserve, and a sixteenth for chance."""
+        """For ``Pool(limit=...)``: what the best rules reserve, and a sixteenth more."""
         peak = self.best.replay.peak_reserved
         return -(-(peak + peak // _MARGIN) // _MIB) * _MIB
 
@@ -85,14 +82,13 @@ class Advice:
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        yield self._row("a static plan", self.plan.peak, "", "1")
         yield self._candidate_row(self.default)
         for candidate in self._frontier():
             if candidate != self.default:
                 yield self._candidate_row(candidate)
 
     def _frontier(self) -> Iterator[Candidate]:
-        """Those that no other beats in both memory and hits, the least memory first."""
+        """Candidates that no other beats in both memory and hits, the least memory first."""
         most_hits = -1
         for candidate in sorted(self.tried, key=lambda c: (c.replay.peak_reserved, -c.replay.hits)):
             if candidate.replay.hits > most_hits:
@@ -125,18 +121,17 @@ _HEADER = ("", "reserved", "of the bound", "hits", "driver calls")
 
 
 def advise(trace: Trace, *, hit_rate: float | None = None) -> Advice:
-    """Try a trace on other rules, and plan it.
+    """Find the rules that reserve least memory for a trace.
 
-    The rules are found knob by knob: each is set to the best of a few values, with those before
-    it as they were found. Best is what reserves least at its peak, of those that reach the hit
-    rate. The same is done for a hit rate of 0 and of 1, so that asking for less never takes more
-    than asking for all. That is some forty replays of the order n log n for n events, and a plan of
-    n².
+    The search is greedy: each rule is set to the best of a few values, keeping those found before.
+    The best rules have the lowest peak of reserved bytes among those that reach the hit rate. The
+    search also runs for hit rates of 0 and 1, so that a lower hit rate never needs more memory.
+    That is some forty replays, each of order n log n for n events.
 
     Args:
-        trace: of a program, or of some typical steps of it.
-        hit_rate: the part of the allocations that shall not need the driver; that of the default
-            rules if None. Less may save memory.
+        trace: a program's trace, or that of some typical steps.
+        hit_rate: share of the allocations that must not need the driver; that of the default rules
+            if None. A lower one may save memory.
 
     Raises:
         ValueError: the trace has no allocation, or the hit rate is not in [0, 1].
@@ -148,8 +143,8 @@ def advise(trace: Trace, *, hit_rate: float | None = None) -> Advice:
         ...     for n in range(4):
         ...         kept = pool.allocate(3_000_000 + n)
         >>> advice = allocator.advise(trace)
-        >>> advice.lower_bound, advice.plan.peak, advice.plan.offsets
-        (6000005, 6000640, (0, 3000320, 0, 3000320))
+        >>> advice.lower_bound, advice.best.replay.peak_live
+        (6000005, 6007808)
         >>> better = allocator.Pool("cpu", rules=advice.rules, limit=advice.limit)
         >>> trace.replay(better).peak_reserved == advice.best.replay.peak_reserved
         True
@@ -161,14 +156,14 @@ def advise(trace: Trace, *, hit_rate: float | None = None) -> Advice:
     default = Candidate(Rules(), trace.replay(Rules()))
     wanted = default.replay.hit_rate if hit_rate is None else hit_rate
     tried = sorted(_search(trace, default, wanted), key=lambda tried: _cost(tried, wanted))
-    return Advice(tuple(tried), default, wanted, planned(trace))
+    return Advice(tuple(tried), default, wanted)
 
 
 def _search(trace: Trace, default: Candidate, hit_rate: float) -> list[Candidate]:
-    """Candidates, knob by knob.
+    """The candidates of a greedy search.
 
-    A search for fewer hits may end at more memory than one for more hits, as of one trace in 100:
-    so there is one for all hits and one for any.
+    A search for fewer hits occasionally ends at more memory than one for more hits, so it runs for
+    hit rates of 0 and 1 too.
     """
     replays = {default.rules: default.replay}
     for aim in sorted({0.0, hit_rate, 1.0}):
@@ -184,14 +179,14 @@ def _search(trace: Trace, default: Candidate, hit_rate: float) -> list[Candidate
 
 
 def _cost(candidate: Candidate, hit_rate: float) -> tuple[float, int, int]:
-    """What is to be small; the least important last."""
+    """The sort key: what should be small, the most important first."""
     replay = candidate.replay
     missing = max(hit_rate - replay.hit_rate, 0)
     return missing, replay.peak_reserved, -replay.hits
 
 
 def _rules_text(rules: Rules) -> str:
-    """What differs from the default rules."""
+    """The differences from the default rules."""
     changes = []
     for field in fields(Rules):
         value = getattr(rules, field.name)
