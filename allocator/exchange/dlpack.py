@@ -1,4 +1,4 @@
-"""DLPack's structs and capsules, and tensors that other libraries lend us."""
+"""DLPack's structs and capsules, and tensors imported from other libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from allocator.pool.sizes import MOST_DIMS
 KDL_CPU, KDL_ONEAPI = 1, 14
 READ_ONLY, IS_COPIED = 1, 2  # flags of a versioned capsule
 VERSION = (1, 0)
-"""Of the structs that we write; readers of 1.0 to 1.3 take them."""
+"""Version of the structs that we write; consumers compare the major version only."""
 
 LEGACY_NAME, VERSIONED_NAME = b"dltensor", b"dltensor_versioned"
 USED_NAMES = {LEGACY_NAME: b"used_dltensor", VERSIONED_NAME: b"used_dltensor_versioned"}
@@ -82,7 +82,7 @@ new_capsule, is_valid, _get_pointer, _set_name = _capsule_functions()
 
 
 def make_immortal(*objects: Any) -> None:
-    """Keep objects for as long as the process lives."""
+    """Keep objects alive until the process ends."""
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
@@ -92,25 +92,25 @@ make_immortal(LEGACY_NAME, VERSIONED_NAME, *USED_NAMES.values())
 
 
 class View(NamedTuple):
-    """What a consumer sees."""
+    """A tensor as a consumer sees it."""
 
     address: int
     shape: Sequence[int]
     strides: Sequence[int]
-    """in elements."""
+    """strides in elements."""
     dtype: DType
     device: tuple[int, int]
-    """DLPack's type and id."""
+    """DLPack's device type and id."""
 
 
 class Imported:
-    """Another library's tensor, ours until this object dies."""
+    """Another library's tensor, which its deleter releases when this object is freed."""
 
     def __init__(self, capsule: Any) -> None:
-        """Take the tensor out of ``capsule``.
+        """Consume ``capsule``.
 
         Raises:
-            ValueError: it is no DLPack capsule, or was taken before.
+            ValueError: it is not a DLPack capsule, or was consumed before.
             BufferError: its version, dtype, dimensions or strides are not supported; another
                 consumer may still take it.
         """
@@ -118,7 +118,7 @@ class Imported:
         name = next((n for n in USED_NAMES if is_valid(capsule, n)), None)
         if name is None:
             raise ValueError(
-                f"{capsule!r} is no DLPack capsule, or was used before; call __dlpack__() again"
+                f"{capsule!r} is not a DLPack capsule, or was used before; call __dlpack__() again"
             )
         self._address = _get_pointer(capsule, name)
         kind = Versioned if name == VERSIONED_NAME else Legacy
@@ -135,7 +135,7 @@ class Imported:
         if min(strides or (), default=0) < 0:
             raise BufferError(
                 f"a DLPack tensor with strides={strides} is not supported, as torch aborts on a "
-                "negative one; make a copy that is not flipped"
+                "negative one; make a contiguous copy"
             )
         device = (tensor.device_type, tensor.device_id)
         self.address = (tensor.data or 0) + tensor.byte_offset
@@ -143,7 +143,7 @@ class Imported:
         self.is_read_only = bool(name == VERSIONED_NAME and managed.flags & READ_ONLY)
         deleter = _Deleter(managed.deleter) if managed.deleter else None
         _set_name(capsule, USED_NAMES[name])
-        self._deleter = deleter  # from here on it is ours
+        self._deleter = deleter  # from here on we own it
 
     def __del__(self) -> None:
         if self._deleter is not None:

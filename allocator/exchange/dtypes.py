@@ -1,4 +1,4 @@
-"""The element types of tensors and arrays, and what DLPack, numpy and SYCL call them."""
+"""Element types, and their names in DLPack, numpy and the buffer protocol."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class DType(NamedTuple):
     code: int
     """DLPack's type code."""
     bits: int
-    """of one lane."""
+    """bits of one lane."""
     lanes: int = 1
     typestr: str | None = None
-    """as in ``__array_interface__``; None where numpy has no such type."""
+    """type string of ``__array_interface__``; None if numpy has no such type."""
     format: str | None = None
-    """as in :mod:`struct`; None where it has no such type."""
+    """format of :mod:`struct`; None if it has no such type."""
 
     @property
     def itemsize(self) -> int:
@@ -57,13 +57,13 @@ _BY_CODE = {(dtype.code, dtype.bits, dtype.lanes): dtype for dtype in _ALL}
 
 
 def as_dtype(dtype: Any) -> DType:
-    """The element type that ``dtype`` means.
+    """The element type for a dtype.
 
     Args:
-        dtype: one of torch's or numpy's dtypes, or a name such as "float32".
+        dtype: a dtype of torch or numpy, or a name such as "float32".
 
     Raises:
-        TypeError: DLPack has no such type, or torch none that could read it.
+        TypeError: DLPack or torch has no such type.
     """
     if isinstance(dtype, DType):
         return dtype
@@ -86,7 +86,7 @@ def dtype_of_code(code: int, bits: int, lanes: int) -> DType:
     """The element type of a DLPack tensor.
 
     Raises:
-        BufferError: it has none of ours.
+        BufferError: it is not supported.
     """
     try:
         return _BY_CODE[code, bits, lanes]

@@ -437,7 +437,7 @@ class Array:
                 queue.wait()
             return
         if not isinstance(stream, load_dpctl().SyclQueue):
-            raise BufferError(f"stream={stream!r} is no dpctl.SyclQueue")
+            raise BufferError(f"stream={stream!r} is not a dpctl.SyclQueue")
         if stream != queue:
             stream.submit_barrier([queue.submit_barrier()])
 

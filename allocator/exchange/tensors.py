@@ -97,7 +97,7 @@ class TensorFactory:
         torch, core = self.load_torch(), self._core
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype={dtype!r} is no torch.dtype")
+            raise TypeError(f"dtype={dtype!r} is not a torch.dtype")
         kind = as_dtype(dtype)
         nbytes = checked_nbytes(extent(shape, strides) * kind.itemsize, shape)
         if nbytes == 0:

@@ -1,24 +1,23 @@
-"""Where in its segments a pool puts blocks: arithmetic alone, no device, no thread, no lock.
+"""Heaps: where a pool places blocks in its segments. Pure arithmetic, without device or lock.
 
-A heap takes segments from upstream and cuts them into blocks. The policy:
+A heap takes segments from upstream and splits them into blocks. The policy:
 
-- Sizes are rounded up to 512 bytes. Small requests share segments of their own, so that a small
-  block never keeps a large segment.
-- Best fit: a free block of exactly the size, else the smallest that is large enough; of equal ones
-  that in the oldest segment at the lowest offset. Addresses are not compared, so the same calls
-  give the same offsets in every process. What is left over is split off, and free neighbours are
-  merged at once. A wholly free segment is cut only if nothing else fits.
-- Bounded over-reserve: a heap that has to grow gives its wholly free segments back first, and takes
-  one segment as large as the bound then allows. The bound is 3% and 8 MiB above the most that was
-  ever live; only what fragments hold in use can keep a heap above it.
+- Sizes are rounded up to 512 bytes. Small requests have segments of their own, so that a small
+  block never keeps a large segment from being returned.
+- Best fit: a free block of exactly the size, else the smallest that is large enough; among equals
+  the one in the oldest segment at the lowest offset. Addresses are not compared, so the same calls
+  give the same offsets in every process. The remainder is split off, and free neighbours are merged
+  at once. A wholly free segment is split only if nothing else fits.
+- Bounded over-reserve: a heap that must grow first returns its wholly free segments, and then takes
+  one segment as large as the bound allows. The bound is 3% and 8 MiB above the peak of live bytes;
+  only fragmentation can keep a heap above it.
 
-Any instruction may be interrupted by an exception from outside, such as KeyboardInterrupt.
-Therefore the chains are the truth: the heap's segments, ``segment.first``, ``block.next``,
-``block.address`` and ``block.is_free``. A change takes effect by a single store into them, and
-``Heap.repair`` derives everything else from them again.
+An asynchronous exception, such as KeyboardInterrupt, may arrive at any instruction. Therefore the
+chains are authoritative: the heap's segments, ``segment.first``, ``block.next``, ``block.address``
+and ``block.is_free``. A change takes effect by a single store into them, and ``Heap.repair``
+derives everything else from them.
 
-The numbers below are the worst of six seeds of ``benchmarks/fragmentation.py``: the most reserved
-over the most live, and the part of the allocations that upstream did not see.
+For the figures behind the constants see docs/design/bounded-over-reserve.md.
 """
 
 from __future__ import annotations
@@ -39,24 +38,28 @@ LARGEST_ALIGNMENT = 2 * _MIB
 
 
 class Upstream(Protocol):
-    """Where segments come from."""
+    """A source of segments."""
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:
-        """The address of so many bytes, a multiple of 512, and a handle that keeps them.
+        """The address of new memory, a multiple of 512, and a handle that keeps it.
 
-        A handle that is dropped, as by an exception from outside, gives them back too.
+        A handle that is dropped, as by an asynchronous exception, returns the memory too.
 
         Raises:
-            MemoryError: there are not so many.
+            MemoryError: there is not enough.
         """
 
     def release(self, handle: Any) -> None:
-        """Give the bytes of the handle back."""
+        """Return the memory of a handle."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The constants of the policy, in bytes where nothing else is said.
+    """Constants of the allocation policy, in bytes unless stated otherwise.
+
+    Raises:
+        TypeError: a field is not a number.
+        ValueError: a field is out of range, or small requests do not fit into their segments.
 
     Example:
         >>> from allocator import Pool
@@ -67,21 +70,20 @@ class Rules:
     """
 
     rounding: int = 512
-    """Block sizes and offsets are multiples of it."""
+    """Block sizes are multiples of it: a power of two from 512 to 2 MiB."""
     small_limit: int = 64 * _KIB
-    """A larger request is not small. With 1 MiB, as torch has it, each of 0.7 MiB takes a segment
-    of 2 MiB, and the transformer hits 98.8%, not 99.5%."""
+    """Largest small request; at most ``small_segment``."""
     small_segment: int = 2 * _MIB
-    """The size of the segments that small requests share."""
+    """Size of the segments that small requests share, a multiple of ``rounding``."""
     over_reserve: float = 0.03
-    """The part of the most ever live that may be held above it when the heap grows."""
+    """Share of the peak of live bytes that a growing heap may hold beyond it."""
     slack: int = 8 * _MIB
-    """What may be held above that. Without it the transformer hits 98.7%."""
+    """Bytes that it may hold in addition."""
     replace_limit: int = 16 * _MIB
-    """Of a heap beyond its bound, a request from here on does not cut a wholly free segment..."""
+    """Smallest request that may replace a free segment: if the heap is beyond its bound, the
+    segment is returned for one of the request's size instead of being split."""
     replace_rest: float = 0.25
-    """...of which more than this part of the request were left over, but replaces it by one of its
-    own size. Random sizes reach 1.11 instead of 1.13, but hit 80% instead of 91%."""
+    """Largest remainder, as a share of the request, for which the segment is split all the same."""
 
     def __post_init__(self) -> None:
         for name in ("rounding", "small_limit", "small_segment", "slack", "replace_limit"):
@@ -122,7 +124,7 @@ def _checked(rules: Rules, name: str, wanted: str, *types: type) -> Any:
 
 
 class Segment:
-    """Memory from upstream, tiled by a chain of blocks."""
+    """Memory from upstream, divided into a chain of blocks."""
 
     __slots__ = ("address", "first", "handle", "idle_since", "is_small", "ordinal", "size")
 
@@ -131,10 +133,10 @@ class Segment:
         self.size = size
         self.handle = handle
         self.ordinal = ordinal
-        """0, 1, 2, ... in order of creation."""
+        """Number in order of creation."""
         self.is_small = is_small
         self.idle_since: float | None = None
-        """When the owner first saw it free; None again once it gives blocks of it."""
+        """Time at which the owner first found it free; None while blocks of it are in use."""
         self.first = Block(self, address, size)
 
 
@@ -147,14 +149,14 @@ class Block:
         self.segment = segment
         self.address = address
         self.size = size
-        """Rounded."""
+        """Bytes, rounded."""
         self.requested = 0
-        """The bytes that were asked for; 0 while free."""
+        """Bytes asked for; 0 while free."""
         self.previous: Block | None = None
         self.next: Block | None = None
         self.is_free = True
         self.tag: Any = None
-        """The owner's, to set while the block is allocated."""
+        """The owner's mark while the block is allocated."""
 
 
 class _FreeBlocks:
@@ -162,9 +164,9 @@ class _FreeBlocks:
 
     def __init__(self) -> None:
         self._bins: dict[int, list[tuple[int, int, Block]]] = {}
-        """Each in the order of the segments and the offsets in them."""
+        """By size; each in order of segments and offsets."""
         self._sizes: list[int] = []
-        """Of the bins, rising."""
+        """Sizes of the bins, ascending."""
 
     def __iter__(self) -> Iterator[Block]:
         for entries in self._bins.values():
@@ -189,7 +191,7 @@ class _FreeBlocks:
             del entries[bisect_left(entries, (block.segment.ordinal, block.address))]
 
     def best_fit(self, size: int, alignment: int) -> Block | None:
-        """The first block in which so many bytes fit, aligned."""
+        """The first block that is large enough at this alignment."""
         entries = self._bins.get(size)
         if entries is not None and entries[0][1] % alignment == 0:
             return entries[0][2]
@@ -209,13 +211,14 @@ class Heap:
     """A caching heap over an upstream.
 
     Args:
-        upstream: where segments come from.
-        rules: the constants of the policy.
+        upstream: source of segments.
+        rules: constants of the policy.
+        number: the owner's number of the heap.
     """
 
     def __init__(self, upstream: Upstream, rules: Rules = Rules(), number: int = 0) -> None:
         self.number = number
-        """The owner's number of it."""
+        """Number given by the owner."""
         self._upstream = upstream
         self._rules = rules
         self._segments: dict[int, Segment] = {}
@@ -227,14 +230,14 @@ class Heap:
         """Bytes of the allocated blocks."""
         self.peak_live = 0
         self.hits = 0
-        """Allocations that upstream did not see."""
+        """Allocations that did not need upstream."""
         self.misses = 0
         self.upstream_calls = 0
 
     def _clear_free_blocks(self) -> None:
-        # Those of large segments and those of small ones.
-        self._partial = _FreeBlocks(), _FreeBlocks()  # beside allocated ones
-        self._whole = _FreeBlocks(), _FreeBlocks()  # each a segment
+        # In segments for large blocks, and for small ones.
+        self._partial = _FreeBlocks(), _FreeBlocks()  # in partly used segments
+        self._whole = _FreeBlocks(), _FreeBlocks()  # whole segments
 
     @property
     def segments(self) -> Collection[Segment]:
@@ -255,14 +258,14 @@ class Heap:
                 block = block.next
 
     def allocate(self, nbytes: int, alignment: int = 512) -> Block:
-        """A block of at least so many bytes.
+        """Allocate a block.
 
         Args:
-            nbytes: more than 0.
-            alignment: of its address, a power of two.
+            nbytes: bytes asked for, more than 0.
+            alignment: alignment of the address, a power of two.
 
         Raises:
-            MemoryError: upstream has no more, although all free segments were given back.
+            MemoryError: upstream has no more, even after all free segments were returned.
         """
         size, needed, is_small = self._rounded(nbytes, alignment)
         block = self._find(size, alignment, is_small)
@@ -276,23 +279,23 @@ class Heap:
         self.live += size
         if self.live > self.peak_live:
             self.peak_live = self.live
-        block.is_free = False  # last: interrupted before, it is free
+        block.is_free = False  # last: if interrupted before, it is free
         return block
 
     def fits(self, nbytes: int, alignment: int = 512) -> bool:
-        """Whether :meth:`allocate` would find room without asking upstream."""
+        """Whether :meth:`allocate` would not need upstream."""
         size, _, is_small = self._rounded(nbytes, alignment)
         return self._find(size, alignment, is_small) is not None
 
     def free(self, block: Block) -> None:
-        """Make the block's bytes free.
+        """Free a block.
 
         Raises:
-            ValueError: the block is free already, or is of another heap.
+            ValueError: the block is free already, or of another heap.
         """
         segment = block.segment
         if self._segments.get(segment.ordinal) is not segment:
-            raise ValueError("the block is not of this heap, or its memory was given back")
+            raise ValueError("the block is not of this heap, or its memory was returned")
         if block.is_free:
             raise ValueError("double free: the block is free already")
         block.is_free = True
@@ -311,10 +314,10 @@ class Heap:
         self._add_free(block)
 
     def trim(self, target: int = 0) -> int:
-        """Give wholly free segments back, the largest first, until ``reserved <= target``.
+        """Return wholly free segments, the largest first, until ``reserved <= target``.
 
         Returns:
-            the bytes given back.
+            the bytes returned.
         """
         before = self.reserved
         whole = sorted(self._whole_blocks(), key=lambda block: (-block.size, block.segment.ordinal))
@@ -325,21 +328,21 @@ class Heap:
         return before - self.reserved
 
     def give_back(self, block: Block) -> None:
-        """Give upstream the segment that is this free block."""
+        """Return the segment that consists of this free block."""
         segment = block.segment
         self._remove_free(block)
-        # Out of the chains before upstream has it: memory that is not ours must never be used.
+        # Removed from the chains before upstream has it: memory that is not ours must not be used.
         del self._segments[segment.ordinal]
         self.reserved -= segment.size
         self.upstream_calls += 1
         self._upstream.release(segment.handle)
-        segment.handle = None  # the segment and its block refer to each other, and live on a while
+        segment.handle = None  # segment and block form a cycle that lives until a collection
 
     def repair(self) -> None:
-        """Derive everything from the chains, after a call that an exception interrupted.
+        """Derive all state from the chains, after an interrupted call.
 
-        A block that :meth:`allocate` returned, but whose caller was interrupted before it set the
-        tag, is allocated still; whoever tags all blocks can free it.
+        A block that :meth:`allocate` returned stays allocated even if its caller was interrupted
+        before setting the tag; an owner that tags all blocks can find and free it.
         """
         self._clear_free_blocks()
         self.reserved = self.live = 0
@@ -367,7 +370,7 @@ class Heap:
             previous, block = block, following
 
     def _rounded(self, nbytes: int, alignment: int) -> tuple[int, int, bool]:
-        """The size of a request's block, the segment it needs at least, and whether it is small."""
+        """A request's block size, the smallest segment for it, and whether it is small."""
         rules = self._rules
         size = -(-nbytes // rules.rounding) * rules.rounding
         skipped = max(alignment - GRAIN, 0)  # at most, wherever the segment begins
@@ -378,15 +381,14 @@ class Heap:
         """The free block to take for a request, or None if the heap should grow."""
         block = self._partial[is_small].best_fit(size, alignment)
         if block is None:
-            # Last, so that free segments stay whole and can be given back: by size alone, the
-            # transformer reaches 1.09 instead of 1.07.
+            # Last, so that free segments stay whole and can be returned.
             block = self._whole[is_small].best_fit(size, alignment)
             if block is not None and self._is_better_replaced(block, size):
                 return None
         return block
 
     def _is_better_replaced(self, block: Block, size: int) -> bool:
-        """Whether to give this free segment back for one of the request's size: see ``Rules``."""
+        """Whether to return this free segment for one of the request's size: see ``Rules``."""
         rules = self._rules
         if size < rules.replace_limit or block.size - size <= rules.replace_rest * size:
             return False
@@ -394,20 +396,19 @@ class Heap:
         return held + size > self._bound(size)
 
     def _bound(self, size: int) -> int:
-        """Bytes that may be reserved once so many more are live."""
+        """Bytes that may be reserved once ``size`` more are live."""
         peak = max(self.peak_live, self.live + size)
         return peak + int(self._rules.over_reserve * peak) + self._rules.slack
 
     def _grow(self, size: int, needed: int, is_small: bool) -> Block:
-        """The one block of a new segment of at least the bytes that are needed."""
+        """The block of a new segment of at least ``needed`` bytes."""
         rules = self._rules
         bound = self._bound(size)
         if is_small:
             nbytes = rules.small_segment
             self.trim(bound - nbytes)
         else:
-            # One segment in place of all free ones. With as few given back as the bound asks for,
-            # and a segment of the request's size, the transformer hits 98.4%, not 99.5%.
+            # One segment replaces all free ones: fewer, larger segments fit more requests.
             self.trim()
             room = (bound - self.reserved) // rules.rounding * rules.rounding
             nbytes = max(needed, room)
@@ -422,7 +423,7 @@ class Heap:
         self.upstream_calls += 1
         address, handle = self._upstream.allocate(nbytes)
         ordinal = self._next_ordinal
-        self._next_ordinal = ordinal + 1  # before the segment counts: no two have the same
+        self._next_ordinal = ordinal + 1  # before the segment is listed: ordinals stay unique
         segment = Segment(address, nbytes, handle, ordinal, is_small)
         self._segments[ordinal] = segment
         self.reserved += nbytes
@@ -430,11 +431,11 @@ class Heap:
         return segment.first
 
     def _whole_blocks(self) -> Iterator[Block]:
-        """Those that are whole segments."""
+        """Free blocks that are whole segments."""
         return chain(*self._whole)
 
     def _carve(self, block: Block, size: int, alignment: int) -> Block:
-        """Take so many bytes, aligned, out of a free block; the others stay free."""
+        """Cut an aligned block of this size out of a free one; the rest stays free."""
         self._remove_free(block)
         skipped = -block.address % alignment
         if skipped:
@@ -445,7 +446,7 @@ class Heap:
         return block
 
     def _split(self, block: Block, size: int) -> Block:
-        """Leave so many bytes in a free block; the block of the others, also free."""
+        """Shrink a free block to this size; returns the block of the rest, also free."""
         rest = Block(block.segment, block.address + size, block.size - size)
         rest.previous = block
         following = rest.next = block.next
@@ -456,7 +457,7 @@ class Heap:
         return rest
 
     def _absorb_next(self, block: Block) -> None:
-        """Merge a free block with the one behind it, which is free too."""
+        """Merge a free block with the next one, which is free too."""
         absorbed = block.next
         assert absorbed is not None
         following = block.next = absorbed.next
@@ -471,7 +472,7 @@ class Heap:
         self._index(block).remove(block)
 
     def _index(self, block: Block) -> _FreeBlocks:
-        """Where a free block of this size is listed."""
+        """The list for a free block of this size."""
         segment = block.segment
         group = self._whole if block.size == segment.size else self._partial
         return group[segment.is_small]

@@ -1,4 +1,4 @@
-"""What the pool raises when there is no memory to give."""
+"""The error of an allocation that finds no room, and the report of errors that nobody catches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from allocator.pool.sizes import size_text
 
 
 class Site(NamedTuple):
-    """A place in the program, and what it holds."""
+    """A place in the program, and the memory that it holds."""
 
     where: str
-    """file:line(function), or what is known of it."""
+    """file:line(function), if recorded."""
     nbytes: int
     blocks: int
 
 
 class OutOfMemoryError(MemoryError):
-    """The device, or a limit, has no room for an allocation; the pool works on.
+    """The device or a limit has no room for an allocation; the pool stays usable.
 
-    Everything that the message says is also an attribute.
+    All figures of the message are attributes too.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class OutOfMemoryError(MemoryError):
         self.reserved = reserved
         """bytes taken from the driver."""
         self.limit = limit
-        """bytes that may be taken from it, or None."""
+        """most bytes to take from the driver, or None."""
         self.largest_free = largest_free
         """bytes of the largest free block."""
         self.fragmentation = fragmentation
-        """1 - largest_free / free bytes; 0 where nothing is free."""
+        """1 - largest_free / free bytes; 0 if nothing is free."""
         self.sites = list(sites)
-        """who holds the most, largest first."""
+        """places in the program that hold the most, largest first."""
         self.reason = reason
-        """what the driver or the limit said."""
+        """explanation of the driver or the limit."""
         super().__init__(self._message())
 
     def _message(self) -> str:
@@ -70,7 +70,7 @@ class OutOfMemoryError(MemoryError):
         if self.sites:
             lines.append("  most is held by:")
             lines += [f"    {size_text(s.nbytes)} in {s.blocks}: {s.where}" for s in self.sites]
-        lines.append("  cure: drop tensors that are no longer needed, or raise the limit")
+        lines.append("  cure: release tensors that are no longer needed, or raise the limit")
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -80,8 +80,8 @@ class OutOfMemoryError(MemoryError):
 
 
 def report(error: BaseException, message: str, source: Any = None) -> None:
-    """Pass an error that nobody is there to catch to ``sys.unraisablehook``."""
-    # Python's own hook takes nothing but its own type, which has no public name.
+    """Pass an error that nobody can catch to ``sys.unraisablehook``."""
+    # Python's default hook accepts only its own type, which has no public name.
     kinds: list[Any] = tuple.__subclasses__()
     (kind,) = (kind for kind in kinds if kind.__name__ == "UnraisableHookArgs")
     sys.unraisablehook(kind((type(error), error, error.__traceback__, message, source)))

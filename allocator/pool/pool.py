@@ -149,7 +149,7 @@ class Pool(Constructors, Reports):
             _check_queue(queue)
         if not 0 < alignment <= LARGEST_ALIGNMENT or alignment & (alignment - 1):
             raise ValueError(
-                f"alignment={alignment} is no power of two of at most {LARGEST_ALIGNMENT}"
+                f"alignment={alignment} is not a power of two of at most {LARGEST_ALIGNMENT}"
             )
         return Memory(self, self._core, self._core.acquire(size, max(alignment, ROUNDING), queue))
 
@@ -446,7 +446,7 @@ def _allocation_of(pool: Pool, core: Core, memory: Any) -> Allocation:
     else:
         storage = getattr(memory, "untyped_storage", None)
         if storage is None:
-            raise TypeError(f"{type(memory).__name__} is no tensor, array or Memory")
+            raise TypeError(f"{type(memory).__name__} is not a tensor, array or Memory")
         allocation = core.store.at(storage().data_ptr())
     if allocation is None or allocation.pool is not pool:
         raise ValueError(f"the memory is not of {pool.name}")
@@ -455,7 +455,7 @@ def _allocation_of(pool: Pool, core: Core, memory: Any) -> Allocation:
 
 def _check_queue(queue: Any) -> None:
     if not hasattr(queue, "submit_barrier"):
-        raise TypeError(f"queue={queue!r} is no dpctl.SyclQueue; allocator.queue() gives one")
+        raise TypeError(f"queue={queue!r} is not a dpctl.SyclQueue; use allocator.queue()")
 
 
 _entered: contextvars.ContextVar[tuple[Pool, ...]] = contextvars.ContextVar("entered", default=())

@@ -12,7 +12,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_text(nbytes: float) -> str:
-    """A number of bytes as a person writes it.
+    """A number of bytes with a unit.
 
     Example:
         >>> size_text(1536), size_text(3 << 30)
@@ -30,7 +30,7 @@ def parse_size(size: int | str, argument: str) -> int:
 
     Raises:
         TypeError: it is neither a number of bytes nor text.
-        ValueError: it is negative or NaN, or the text is no size.
+        ValueError: it is negative or NaN, or the text is not a size.
 
     Example:
         >>> parse_size("64MiB", "limit")
@@ -39,19 +39,19 @@ def parse_size(size: int | str, argument: str) -> int:
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
         if match is None:
-            raise ValueError(f"{argument}={size!r} is no size; write it as 4096 or '64MiB'")
+            raise ValueError(f"{argument}={size!r} is not a size; write it as 4096 or '64MiB'")
         power = " KMGT".index(match[2].upper() or " ")
         base = 1024 if match[3] or not match[2] else 1000
         whole, _, decimals = match[1].partition(".")
         return int(int(whole + decimals) * base**power // 10 ** len(decimals))
     if size != size:
-        raise ValueError(f"{argument}={size!r} is no size; write it as 4096 or '64MiB'")
+        raise ValueError(f"{argument}={size!r} is not a size; write it as 4096 or '64MiB'")
     if isinstance(size, bool):
-        raise TypeError(f"{argument}={size!r} is no size; write it as 4096 or '64MiB'")
+        raise TypeError(f"{argument}={size!r} is not a size; write it as 4096 or '64MiB'")
     try:
         nbytes = operator.index(size)
     except TypeError:
-        raise TypeError(f"{argument}={size!r} is no size; write it as 4096 or '64MiB'") from None
+        raise TypeError(f"{argument}={size!r} is not a size; write it as 4096 or '64MiB'") from None
     if nbytes < 0:
         raise ValueError(f"{argument}={size!r} is negative; give 0 or more")
     return nbytes
@@ -72,19 +72,19 @@ def are_integers(shape: Any) -> bool:
 
 
 def as_integer(value: Any, argument: str) -> int:
-    """An argument that is an integer.
+    """An argument as an integer.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not an integer.
     """
     return _integer(value, argument, value)
 
 
 def as_nbytes(nbytes: Any) -> int:
-    """A number of bytes, as an integer.
+    """A number of bytes as an integer.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: it is negative or passes 2^63 - 1.
     """
     size = _integer(nbytes, "nbytes", nbytes)
@@ -113,7 +113,7 @@ def as_shape(shape: Any) -> tuple[int, ...]:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a C-contiguous array of ``shape``, in elements."""
+    """Strides in elements of a C-contiguous array of ``shape``."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * max(shape[i], 1)
@@ -121,15 +121,15 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def as_strides(strides: Any, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements that give every element of ``shape`` memory of its own.
+    """Strides in elements, checked to give every element its own memory.
 
     Raises:
         TypeError: they are not integers.
-        ValueError: there are not as many as dimensions, one is negative (torch would abort the
-            process), or two elements would share memory.
+        ValueError: their number differs from that of the dimensions, one is negative (torch would
+            abort the process), or two elements would share memory.
     """
     if not isinstance(strides, Iterable):
-        raise TypeError(f"strides={strides!r} is no sequence of integers")
+        raise TypeError(f"strides={strides!r} is not a sequence of integers")
     steps = tuple(_integer(n, "strides", strides) for n in strides)
     if len(steps) != len(shape):
         raise ValueError(f"strides={strides!r} has {len(steps)} entries for shape={tuple(shape)}")
@@ -137,7 +137,7 @@ def as_strides(strides: Any, shape: Sequence[int]) -> tuple[int, ...]:
         raise ValueError(f"strides={strides!r} has a negative entry; make a flipped copy instead")
     if max(steps, default=0) > _MOST_BYTES:
         raise ValueError(f"strides={strides!r} has an entry of more than 2^63 - 1")
-    reach = 1  # elements that the dimensions with smaller strides extend over
+    reach = 1  # extent of the dimensions with smaller strides, in elements
     for step, size in sorted(zip(steps, shape)):
         if size > 1 and 0 not in shape:
             if step < reach:
@@ -147,14 +147,14 @@ def as_strides(strides: Any, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from an array's first to behind its last."""
+    """Number of elements from an array's first to its last in memory."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, strides))
 
 
 def checked_nbytes(nbytes: int, shape: Sequence[int]) -> int:
-    """``nbytes``, if an address can reach so far.
+    """``nbytes``, checked to fit into an address.
 
     Raises:
         ValueError: it passes 2^63 - 1.

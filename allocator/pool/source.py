@@ -64,7 +64,7 @@ def limit_of(limit: int | str | None, fraction: float | None, capacity: int) -> 
         raise ValueError(f"limit={limit!r} and fraction={fraction!r} exclude each other")
     if fraction is not None:
         if not isinstance(fraction, float | int) or isinstance(fraction, bool):
-            raise TypeError(f"fraction={fraction!r} is no number")
+            raise TypeError(f"fraction={fraction!r} is not a number")
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction={fraction!r} is not in (0, 1]")
         return int(fraction * capacity)

@@ -1,4 +1,4 @@
-"""The devices that the drivers offer, for people to look at."""
+"""The list of SYCL devices, printed as a table."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _HEADER = ("device", "name", "driver", "memory", "kinds", "units", "float64", "f
 
 
 class Device(NamedTuple):
-    """What a driver says of one of its devices."""
+    """A device as its driver describes it."""
 
     filter_string: str
-    """what :func:`queue` and :class:`Pool` take, such as "opencl:cpu:0"."""
+    """argument for :func:`queue` and :class:`Pool`, such as "opencl:cpu:0"."""
     name: str
-    """of the hardware."""
+    """name of the hardware."""
     driver: str
-    """its version."""
+    """version of the driver."""
     memory: int
-    """bytes; a CPU's is the machine's own."""
+    """bytes of memory; a CPU's is the machine's."""
     kinds: tuple[str, ...]
-    """of USM memory, of which a :class:`Pool` can be made."""
+    """kinds of USM memory that a :class:`Pool` can use."""
     units: int
-    """that run work-groups side by side: of a CPU its hardware threads."""
+    """number of compute units; of a CPU its hardware threads."""
     has_float64: bool
     """whether kernels can compute in float64."""
     has_float16: bool
-    """and in float16 (ours compute in float32 and need it for nothing)."""
+    """whether kernels can compute in float16; ours compute in float32 and do not need it."""
 
 
 class Devices(tuple[Device, ...]):
-    """Devices, in the order in which the drivers name them.
+    """Devices in the order of their drivers.
 
     Made by :func:`devices`. It prints as a table, in a terminal and in a notebook.
     """
@@ -53,10 +53,10 @@ _NONE = "no SYCL device: no driver was found"
 
 
 def devices() -> Devices:
-    """The SYCL devices of this machine that the drivers show to this process.
+    """The SYCL devices that drivers offer to this process.
 
     Returns:
-        a tuple, empty if there is none, that a notebook shows as a table.
+        a tuple, which a notebook shows as a table.
 
     Raises:
         ImportError: dpctl or the SYCL runtime is not installed.
@@ -77,7 +77,7 @@ def devices() -> Devices:
 
 
 def _described(device: Any) -> Device:
-    """What dpctl's object says."""
+    """The facts of dpctl's device."""
     return Device(
         device.filter_string,
         device.name.strip(),

@@ -1,4 +1,4 @@
-"""SYCL USM memory, as the pool sees it: segments of one kind, from one queue."""
+"""SYCL USM memory as segments of one kind, allocated on one queue."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ALIGNMENT = 512
 
 
 class Driver(Protocol):
-    """Where a pool's segments come from; :class:`UsmDriver`, or a test's own."""
+    """A source of segments: :class:`UsmDriver`, or one of a test."""
 
     name: str
-    """of the device."""
+    """name of the device."""
     capacity: int
-    """bytes of the device."""
+    """bytes of the device's memory."""
     is_host_accessible: bool
     """Whether Python may read and write the memory."""
     dlpack_device: tuple[int, int]
@@ -29,27 +29,27 @@ class Driver(Protocol):
     """the dpctl.SyclQueue, or None."""
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:
-        """The address of new memory, and what keeps it; raises MemoryError."""
+        """The address of new memory, and a handle that keeps it; raises MemoryError."""
 
     def release(self, handle: Any) -> None:
-        """Give memory back."""
+        """Return memory."""
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """The bytes at an address, once the queue is done."""
+        """The bytes at an address, after the queue has finished its work."""
 
     def write(self, address: int, data: memoryview) -> None:
-        """Put bytes at an address, once the queue is done."""
+        """Write bytes to an address, after the queue has finished its work."""
 
 
 class UsmDriver:
     """SYCL USM memory of one kind."""
 
     def __init__(self, queue: Any, kind: str) -> None:
-        """Of the device of ``queue``.
+        """Memory of the device of ``queue``.
 
         Raises:
             ValueError: there is no such kind.
-            TypeError: ``queue`` is no dpctl.SyclQueue.
+            TypeError: ``queue`` is not a dpctl.SyclQueue.
             RuntimeError: the device has no memory of this kind.
         """
         if kind not in KINDS:
@@ -57,7 +57,7 @@ class UsmDriver:
         check_not_forked()
         dpctl = load_dpctl()
         if not isinstance(queue, dpctl.SyclQueue):
-            raise TypeError(f"queue={queue!r} is no dpctl.SyclQueue; allocator.queue() gives one")
+            raise TypeError(f"queue={queue!r} is not a dpctl.SyclQueue; use allocator.queue()")
         device = queue.sycl_device
         if not getattr(device, f"has_aspect_usm_{kind}_allocations"):
             raise RuntimeError(
@@ -79,13 +79,13 @@ class UsmDriver:
         """The address of new memory, and the object that keeps it.
 
         Raises:
-            MemoryError: the driver has none, or gives no such amount at once.
+            MemoryError: the driver has no memory left, or does not allocate so much at once.
         """
         if nbytes > self._largest:
             raise MemoryError(
                 f"{self.name} gives at most {self._largest:,} bytes at once (max_mem_alloc_size)"
             )
-        # The kernel can back memory of whole huge pages by them: one page fault for each 2 MiB.
+        # Lets the kernel use huge pages: one page fault for each 2 MiB.
         alignment = HUGE_PAGE if nbytes >= HUGE_PAGE else _ALIGNMENT
         try:
             memory = self._new(nbytes, alignment=alignment, queue=self.queue)
@@ -95,10 +95,10 @@ class UsmDriver:
         return address, memory
 
     def release(self, handle: Any) -> None:
-        """Give memory back, when nothing on the queue uses it any more.
+        """Return memory once nothing on the queue uses it.
 
-        ``sycl::free`` does not wait for commands, so this does. The memory goes when its last
-        reference does: dpctl and dpnp hold one for each of their views.
+        ``sycl::free`` does not wait for commands, so this does. The memory is freed with its last
+        reference; dpctl and dpnp hold one for each of their views.
         """
         self.queue.wait()
 
@@ -120,7 +120,7 @@ class UsmDriver:
             self.queue.memcpy(self._view(address, data.nbytes), data, data.nbytes)
 
     def _view(self, address: int, nbytes: int) -> Any:
-        """The memory as dpctl takes it for a copy."""
+        """The memory as an object that dpctl can copy."""
         interface = {
             "data": (address, False),
             "shape": (nbytes,),
@@ -134,7 +134,7 @@ class UsmDriver:
 
 
 def root_device_id(device: Any) -> int:
-    """Of the device in DLPack's count of oneAPI devices; a sub-device counts as its parent."""
+    """The device's number among DLPack's oneAPI devices; a sub-device has that of its parent."""
     while device.parent_device is not None:
         device = device.parent_device
     return int(load_dpctl().get_devices().index(device))

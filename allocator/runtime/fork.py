@@ -9,10 +9,10 @@ _forked = False
 
 
 def check_not_forked() -> None:
-    """Raise in a process forked from one whose driver was running: its threads are not here.
+    """Raise in a process forked from one whose driver was running: its threads do not exist here.
 
     Raises:
-        RuntimeError: with the cure.
+        RuntimeError: the process was forked so; the message says what to do instead.
 
     Example:
         >>> check_not_forked()
@@ -26,7 +26,7 @@ def check_not_forked() -> None:
 
 
 def note_driver_runs() -> None:
-    """Note that a driver was used, by way of a queue that is not from here."""
+    """Note that a driver is running in this process."""
     global _runs
     _runs = True
 

@@ -1,9 +1,9 @@
-"""The instruction set for which the CPU driver compiles: which it is, and FUSEDOPTIM_ISA.
+"""The instruction set that the CPU driver compiles for, and the variable FUSEDOPTIM_ISA.
 
-The driver translates SPIR-V for one target in the whole process. It reads the target's name from
-``CL_CONFIG_CPU_TARGET_ARCH`` when the first context is made and never again, and believes it: given
-a processor that this machine is not, it emits instructions that this machine lacks. So what is
-asked for is held against the machine before the driver sees it, and against the driver afterwards.
+The driver compiles SPIR-V for one target in the whole process. It reads the target's name from
+``CL_CONFIG_CPU_TARGET_ARCH`` once, when the first context is made, and does not check it: for
+another processor it emits instructions that this machine lacks. Therefore the requested level is
+checked against the machine before the driver starts, and against the driver afterwards.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _BUILTINS = re.compile(r"clbltfn([a-z]\d)\.rtl")  # the driver's library of func
 
 class _Level(NamedTuple):
     target: str
-    """what the driver calls it."""
+    """the driver's name for it."""
     library: str
-    """the mark in the name of its library of built-in functions: clbltfnz0.rtl."""
+    """mark in the name of its library of built-in functions, as in clbltfnz0.rtl."""
     features: tuple[str, ...]
-    """beyond the level below, as torch.cpu.get_capabilities() names them."""
+    """features beyond the previous level, by the names of torch.cpu.get_capabilities()."""
 
 
 # Drivers 2024.18 and 2026.22 have these five libraries. Further targets (cascadelake,
@@ -41,23 +41,23 @@ _LEVELS = {
     ),
 }
 ISA_LEVELS = tuple(_LEVELS)
-"""The levels, each containing the ones before it."""
+"""Instruction set levels, each including the ones before it."""
 
 _loaded: str | None = None
 
 
 @functools.cache
 def highest_isa() -> str:
-    """The highest of :data:`ISA_LEVELS` that the processor has and the system lets programs use.
+    """The highest of :data:`ISA_LEVELS` that the processor and the operating system support.
 
     Raises:
-        RuntimeError: it has none: the CPU driver needs SSE4.2.
+        RuntimeError: they support none: the CPU driver needs SSE4.2.
 
     Example:
         >>> highest_isa() in ISA_LEVELS
         True
     """
-    import torch  # asks the processor and the system, whatever ATEN_CPU_CAPABILITY says
+    import torch  # which queries processor and system, whatever ATEN_CPU_CAPABILITY says
 
     has = torch.cpu.get_capabilities()
     highest = None
@@ -66,15 +66,15 @@ def highest_isa() -> str:
             break
         highest = name
     if highest is None:
-        raise RuntimeError("this processor lacks SSE4.2, the least that the CPU driver needs")
+        raise RuntimeError("this processor lacks SSE4.2, which the CPU driver needs")
     return highest
 
 
 def loaded_isa() -> str | None:
-    """The level for which the CPU driver compiles in this process; None before it started.
+    """The level that the CPU driver compiles for in this process; None before it started.
 
-    It is read off the library of built-in functions that the driver has loaded, so it is what the
-    driver does, not what it was told.
+    It is taken from the library of built-in functions that the driver has loaded, so it is the
+    actual level, not the requested one.
 
     Example:
         >>> loaded_isa() in (None, *ISA_LEVELS)
@@ -93,7 +93,7 @@ def wanted_isa() -> str | None:
 
     Raises:
         ValueError: there is no such level, the machine lacks it, or the driver's own variable
-            says something else.
+            has another value.
     """
     wanted = os.environ.get(VARIABLE)
     if not wanted:
@@ -117,17 +117,17 @@ def wanted_isa() -> str | None:
 
 
 def driver_target() -> str | None:
-    """What to tell the driver before it starts, or None to let it choose."""
+    """The driver's name for the requested level, or None to let it choose."""
     wanted = wanted_isa()
     return None if wanted is None else _LEVELS[wanted].target
 
 
 def check_isa(device: Any) -> None:
-    """Make sure that the CPU driver, once started, compiles for what FUSEDOPTIM_ISA names.
+    """Check that the CPU driver, once started, compiles for the level that FUSEDOPTIM_ISA names.
 
     Raises:
-        ValueError: the variable names no level that can be had.
-        RuntimeError: the driver had started before the variable was set, or is of another make.
+        ValueError: the variable names no level that this machine supports.
+        RuntimeError: the driver had started before the variable was set, or is not Intel's.
     """
     named = os.environ.get(VARIABLE)
     if not named or named == _loaded or not device.is_cpu:

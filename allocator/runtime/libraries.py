@@ -1,9 +1,9 @@
-"""Finds what pip installed of the SYCL runtime and its CPU driver, and loads it.
+"""Finds and loads the SYCL runtime and the CPU driver that pip installed.
 
-Two things stand between ``pip install`` and a device. The CPU driver's registration file
-holds a build machine's path, so the OpenCL loader has to be told where the driver is. And the
-wheels of dpctl 0.17, dpnp 0.15 and numba-dpex 0.23 look for their libraries beside the build
-machine's, so those have to be in the process already when Python imports the wheels.
+The CPU driver's registration file holds a path of its build machine, so the OpenCL loader must be
+told where the driver is. The wheels of dpctl 0.17, dpnp 0.15 and numba-dpex 0.23 look for their
+libraries in folders of their build machine, so these must be loaded before Python imports the
+wheels. See docs/design/finding-the-driver.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import ModuleType
 from allocator.runtime.isa import DRIVER_VARIABLE, driver_target
 from allocator.runtime.signals import signal_handlers_kept
 
-# (distribution, library), each after what it needs.
+# (distribution, library), in order of their dependencies.
 _INTEL_LIBRARIES = [
     ("intel-cmplr-lib-rt", "libintlc.so.5"),
     ("intel-cmplr-lib-rt", "libirng.so"),
@@ -52,7 +52,7 @@ _lock = threading.RLock()
 
 
 def _installed_file(distribution: str, name: str) -> Path | None:
-    """Where pip put the file ``name`` of ``distribution``, or None if it is not installed."""
+    """The path of a file that pip installed with a distribution, or None."""
     try:
         files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:
@@ -65,9 +65,9 @@ def _installed_file(distribution: str, name: str) -> Path | None:
 
 
 def _preload(libraries: Iterable[tuple[str, str]]) -> None:
-    """Load each library with its symbols visible to the ones loaded later."""
-    # ctypes.CDLL resolves every symbol at once (RTLD_NOW), which the MKL libraries, needing
-    # symbols of one another, do not survive; so dlopen itself, lazily.
+    """Load libraries with their symbols visible to those loaded later."""
+    # ctypes.CDLL resolves every symbol at once (RTLD_NOW) and fails for the MKL libraries, which
+    # need each other's symbols; dlopen with RTLD_LAZY does not.
     libc = ctypes.CDLL(None)
     libc.dlopen.argtypes = [ctypes.c_char_p, ctypes.c_int]
     libc.dlopen.restype = ctypes.c_void_p
@@ -78,21 +78,21 @@ def _preload(libraries: Iterable[tuple[str, str]]) -> None:
 
 
 def cpu_driver() -> Path | None:
-    """Where pip put Intel's CPU driver, or None if it is not installed."""
+    """The path of Intel's CPU driver, or None if pip did not install it."""
     return _installed_file("intel-opencl-rt", "libintelocl.so")
 
 
 @contextlib.contextmanager
 def cpu_driver_registered() -> Iterator[None]:
-    """Tell the OpenCL loader where pip put the CPU driver, and the driver its instruction set.
+    """Tell the OpenCL loader where the CPU driver is, and the driver its instruction set.
 
     The loader adds ``OCL_ICD_FILENAMES`` to the drivers that the system registers, so GPUs stay
     visible. Both read their variables once, when the first device and the first context are made.
-    A value that the user set is left alone. The variables are taken back afterwards: a child
-    process may run another environment with another driver. So are the signals that it handles.
+    A value that the user set is kept. The variables are restored afterwards, as a child process may
+    run another environment with another driver; so are the signal handlers.
 
     Raises:
-        ValueError: FUSEDOPTIM_ISA cannot be had.
+        ValueError: this machine does not support the level of FUSEDOPTIM_ISA.
     """
     driver = cpu_driver()
     variables = {
@@ -114,7 +114,7 @@ def cpu_driver_registered() -> Iterator[None]:
 
 
 def load_dpctl() -> ModuleType:
-    """Import dpctl, with the SYCL runtime and the CPU driver of the pip packages behind it.
+    """Import dpctl with the SYCL runtime and the CPU driver that pip installed.
 
     Returns:
         the module ``dpctl``.
@@ -134,7 +134,7 @@ def load_dpctl() -> ModuleType:
         except ImportError:
             _preload(_SYCL_LIBRARIES)
             dpctl = importlib.import_module("dpctl")
-        for name in ("program", "memory"):  # which an interrupted import leaves without the names
+        for name in ("program", "memory"):  # an interrupted import leaves these unset
             setattr(dpctl, name, importlib.import_module(f"dpctl.{name}"))
         return dpctl
 
@@ -143,10 +143,10 @@ def load_opencl_compiler() -> ctypes.CDLL:
     """Load the OpenCL C compiler that comes with the CPU driver.
 
     Returns:
-        the library of ``opencl-clang``, whose one function is ``Compile``.
+        the library ``opencl-clang``, whose only function is ``Compile``.
 
     Raises:
-        ImportError: the CPU driver was not installed by pip.
+        ImportError: pip did not install the CPU driver.
 
     Example:
         >>> load_opencl_compiler().Compile.__name__
@@ -159,7 +159,7 @@ def load_opencl_compiler() -> ctypes.CDLL:
                 "the OpenCL C compiler, a part of the CPU driver, is not installed: "
                 "pip install intel-opencl-rt"
             )
-        # That of 2024 looks for these beside the build machine's.
+        # The compiler of 2024 looks for these in folders of its build machine.
         _preload([*_INTEL_LIBRARIES, ("intel-cmplr-lib-rt", "libonnxruntime.1.12.22.721.so")])
         return ctypes.CDLL(str(path))
 
@@ -183,7 +183,7 @@ def load_compiler() -> ModuleType:
         load_dpctl()
         _preload(_MKL_LIBRARIES)
         try:
-            with cpu_driver_registered():  # numba-dpex asks for devices as it is imported
+            with cpu_driver_registered():  # numba-dpex looks for devices at import
                 return importlib.import_module("numba_dpex")
         except ModuleNotFoundError as error:
             raise ImportError(

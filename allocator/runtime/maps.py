@@ -1,4 +1,4 @@
-"""What this process has loaded, as the system tells it."""
+"""The files that this process has mapped, according to the operating system."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _MAPS = "/proc/self/maps"
 
 
 def loaded_files() -> set[str]:
-    """The paths of the files that this process has in its memory, such as shared libraries.
+    """The paths of the files that this process has mapped, such as shared libraries.
 
     Example:
         >>> any("python" in path for path in loaded_files())

@@ -1,4 +1,4 @@
-"""One SYCL queue for each device, made when first asked for and kept."""
+"""One SYCL queue for each device, made on demand and kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _lock = threading.RLock()  # a finalizer or signal handler may ask in the middle
 _queues: dict[str, Any] = {}
 _borrowed: dict[int, Any] = {}
 
-# Environment variables that choose among drivers and devices.
+# Environment variables that select drivers and devices.
 _LIMITS = ("ONEAPI_DEVICE_SELECTOR", "OCL_ICD_FILENAMES", "SYCL_DEVICE_ALLOWLIST")
 _INSTALL_HINT = {
     "cpu": "pip install intel-opencl-rt",
@@ -25,24 +25,24 @@ _INSTALL_HINT = {
 
 
 class DeviceNotFoundError(RuntimeError):
-    """No SYCL driver serves the device that was asked for."""
+    """No SYCL driver serves the requested device."""
 
 
 def queue(device: str = "cpu") -> Any:
     """The in-order SYCL queue of ``device``, the same object at every call.
 
     Args:
-        device: a SYCL filter string such as "cpu", "gpu" or "level_zero:gpu:1". Where several
-            drivers serve the "cpu", it is Intel's.
+        device: a SYCL filter string such as "cpu", "gpu" or "level_zero:gpu:1". If several drivers
+            serve the "cpu", Intel's is used.
 
     Returns:
         a ``dpctl.SyclQueue``.
 
     Raises:
-        DeviceNotFoundError: no driver serves such a device; the message says what to install.
+        DeviceNotFoundError: no driver serves the device; the message says what to install.
         RuntimeError: this process was forked from one that already used a device, or
             FUSEDOPTIM_ISA was set after the CPU driver had started.
-        ValueError: FUSEDOPTIM_ISA names no level of this machine.
+        ValueError: FUSEDOPTIM_ISA names a level that this machine lacks.
 
     Example:
         >>> queue("cpu") is queue("cpu")
@@ -62,14 +62,14 @@ def borrowed_queue(address: int) -> Any:
     """A ``dpctl.SyclQueue`` for a queue that another library owns.
 
     Args:
-        address: of its ``sycl::queue``, as ``torch.xpu.current_stream().sycl_queue`` gives it.
+        address: address of its ``sycl::queue``, as in ``torch.xpu.current_stream().sycl_queue``.
 
     Returns:
         a ``dpctl.SyclQueue`` that submits to the same queue; the same object for the same address.
 
     Raises:
-        RuntimeError: the process holds SYCL runtimes of two major versions, between which a
-            queue cannot be passed; or it was forked from one that already used a device.
+        RuntimeError: the process has loaded SYCL runtimes of two major versions, which cannot share
+            queues; or it was forked from one that already used a device.
 
     Example:
         >>> own = queue("cpu")
@@ -115,7 +115,7 @@ def _new_queue(device: str) -> Any:
 
 
 def _cure(device: str, limits: list[str]) -> str:
-    """What may bring a device that was not found, where the user has set ``limits``."""
+    """The advice for a device that was not found; ``limits`` are variables that may hide it."""
     hint = _INSTALL_HINT["gpu" if "gpu" in device else "cpu"]
     if limits:
         return f"unset {' and '.join(limits)}, which may hide it, or {hint}"
@@ -130,10 +130,10 @@ def _cure(device: str, limits: list[str]) -> str:
 
 
 def _found(device: str) -> Any:
-    """The device of a filter string; of several CPU drivers, Intel's.
+    """The device of a filter string; of several CPU drivers Intel's.
 
-    SYCL may rank another OpenCL driver of the system higher, such as PoCL, which does not build
-    the kernels (seen: PoCL 5.0).
+    SYCL may rank another OpenCL driver of the system higher, such as PoCL, which does not build the
+    kernels.
     """
     dpctl = load_dpctl()
     found = dpctl.SyclDevice(device)

@@ -1,7 +1,7 @@
-"""Signal handlers that a library puts in the place of Python's as it is loaded, taken back.
+"""Restores signal handlers that a library replaces when it is loaded.
 
-Intel's CPU driver of 2026 is built on LLVM, which handles 15 signals from then on. SIGUSR1, by
-which job schedulers tell a training to save itself, then never reaches Python.
+Intel's CPU driver of 2026 is built on LLVM, which installs handlers for 15 signals. SIGUSR1, with
+which job schedulers tell a training to save a checkpoint, would no longer reach Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SIZE = 256  # bytes, more than any system's struct sigaction
 
 @contextlib.contextmanager
 def signal_handlers_kept() -> Iterator[None]:
-    """Put the handlers back that were there before."""
+    """Restore the previous signal handlers at the end of the block."""
     sigaction = ctypes.CDLL(None).sigaction
     sigaction.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 

@@ -12,31 +12,30 @@ from allocator.pool.store import Store
 
 
 class FreeRoom(NamedTuple):
-    """What is free of the segments.
+    """The free memory of the segments.
 
-    Tensors that are kept ready for the next of their shape are free here: their memory is given
-    to any other request that finds no room.
+    Tensors in the reuse cache count as free: a request that finds no room gets their memory.
     """
 
     nbytes: int
     largest: int
-    """Bytes of the longest stretch."""
+    """Bytes of the longest contiguous range."""
     large_split: Split
     small_split: Split
 
 
-def free_room(store: Store, shelved: Set[int]) -> FreeRoom:
-    """What is free now, from a walk over all blocks.
+def free_room(store: Store, cached: Set[int]) -> FreeRoom:
+    """The free memory of a pool, from a walk over all blocks.
 
     Args:
-        store: the pool's books.
-        shelved: the ids of the allocations that are kept ready.
+        store: the pool's block records.
+        cached: ids of the allocations in the reuse cache.
     """
     nbytes = largest = 0
     splits = {True: Split(0, 0), False: Split(0, 0)}
     for heap in store.heaps.values():
         for segment in heap.segments:
-            sizes, stretch, is_part_used = _idle(segment, shelved)
+            sizes, stretch, is_part_used = _idle(segment, cached)
             nbytes += sum(sizes)
             largest = max(largest, stretch)
             if is_part_used:
@@ -45,14 +44,14 @@ def free_room(store: Store, shelved: Set[int]) -> FreeRoom:
     return FreeRoom(nbytes, largest, splits[False], splits[True])
 
 
-def _idle(segment: Segment, shelved: Set[int]) -> tuple[list[int], int, bool]:
-    """The sizes of its idle blocks, the longest stretch of them, and whether others are in use."""
+def _idle(segment: Segment, cached: Set[int]) -> tuple[list[int], int, bool]:
+    """Sizes of a segment's free blocks, the longest range of them, and whether it is in use."""
     sizes: list[int] = []
     stretch = longest = 0
     is_part_used = False
     block: Block | None = segment.first
     while block is not None:
-        if block.is_free or id(block.tag) in shelved:
+        if block.is_free or id(block.tag) in cached:
             sizes.append(block.size)
             stretch += block.size
             longest = max(longest, stretch)
@@ -64,7 +63,7 @@ def _idle(segment: Segment, shelved: Set[int]) -> tuple[list[int], int, bool]:
 
 
 class Health(NamedTuple):
-    """How well a pool does, as plain numbers.
+    """How well a pool uses its memory, as plain numbers.
 
     Example:
         >>> from allocator import Pool
@@ -76,35 +75,35 @@ class Health(NamedTuple):
     """
 
     allocated_bytes: int
-    """In use, in whole blocks."""
+    """Bytes of blocks in use."""
     requested_bytes: int
-    """In use, as they were asked for."""
+    """Bytes that were asked for, of the blocks in use."""
     reserved_bytes: int
-    """Taken from the driver."""
+    """Bytes taken from the driver."""
     free_bytes: int
-    """Free blocks in the segments."""
+    """Bytes of free blocks."""
     largest_free_bytes: int
-    """The longest free stretch."""
+    """Bytes of the longest free range."""
     fragmentation: float
-    """1 - largest_free_bytes / free_bytes; 0 where nothing is free."""
+    """1 - largest_free_bytes / free_bytes; 0 if nothing is free."""
     internal_waste_bytes: int
     """allocated_bytes - requested_bytes."""
     hit_rate: float
-    """The part of the allocations for which the driver gave no segment; 1 where there were none."""
+    """Share of the allocations that needed no segment from the driver; 1 if there were none."""
     allocations: int
-    """Since the accumulated statistics were last reset, as the counts below."""
+    """Allocations since the accumulated statistics were reset, as all counts below."""
     driver_calls: int
-    """Segments that the driver gave and got back."""
+    """Segments taken from the driver and returned to it."""
     retries: int
-    """Allocations that found no room and were tried again after a garbage collection."""
+    """Allocations that found no room and were retried after a garbage collection."""
     ooms: int
-    """Allocations that found no room at all."""
+    """Allocations that failed."""
 
     def prometheus(self, **labels: str) -> str:
         """The numbers in the text format that Prometheus reads.
 
         Args:
-            labels: of every number.
+            labels: labels of every number.
 
         Example:
             >>> from allocator import Pool
@@ -130,7 +129,7 @@ def _escaped(label: str) -> str:
 
 
 def health(tally: Tally, room: FreeRoom) -> Health:
-    """The figures of a pool with these counters and this free room."""
+    """The figures for these counters and this free memory."""
     total = {metric: by_tier[0] for metric, by_tier in tally.levels.items()}
     allocations, segments = total["allocation"], total["segment"]
     allocated, requested = total["allocated_bytes"], total["requested_bytes"]
@@ -151,7 +150,7 @@ def health(tally: Tally, room: FreeRoom) -> Health:
 
 
 def memory_stats_as_nested_dict(tally: Tally, room: FreeRoom) -> dict[str, Any]:
-    """The figures by torch's names, and those of ours that torch has not."""
+    """The counters by torch's names, and figures that torch does not have."""
     tally.set_splits(room.large_split, room.small_split)
     segments = tally.levels["segment"][0]
     figures = health(tally, room)
@@ -163,13 +162,13 @@ def memory_stats_as_nested_dict(tally: Tally, room: FreeRoom) -> dict[str, Any]:
         "num_ooms": tally.ooms,
         "num_device_alloc": segments.allocated,
         "num_device_free": segments.freed,
-        # What this policy has not, as torch says it when it is off.
+        # Features that this pool lacks, as in a torch that does not use them.
         "num_oom_rejections": 0,
         "num_sync_all_streams": 0,
         "oversize_allocations": dict.fromkeys(FACTS, 0),
         "oversize_segments": dict.fromkeys(FACTS, 0),
         "max_split_size": -1,
-        # Ours.
+        # Not torch's.
         "hit_rate": figures.hit_rate,
         "fragmentation": figures.fragmentation,
         "internal_waste_bytes": figures.internal_waste_bytes,
@@ -182,7 +181,7 @@ def _facts(level: Level) -> dict[str, int]:
 
 
 def memory_stats(tally: Tally, room: FreeRoom) -> OrderedDict[str, Any]:
-    """The same in one level, such as "allocated_bytes.all.peak", in the order of the names."""
+    """The same as a flat dict, such as "allocated_bytes.all.peak", sorted by name."""
     return OrderedDict(sorted(_flat("", memory_stats_as_nested_dict(tally, room))))
 
 

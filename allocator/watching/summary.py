@@ -1,4 +1,4 @@
-"""A pool's counters and segments, for people to read."""
+"""Summaries of a pool: its counters as a table, its segments as bars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from allocator.watching.statistics import Health
 
 _CELLS = 120
-"""parts of a segment that its bar tells apart."""
+"""resolution of a segment's bar."""
 _MOST_BARS = 40
 _ROWS = (
     "allocated_bytes",
@@ -31,14 +31,14 @@ _TABLE_STYLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
 
 
 def summary(title: str, tally: Tally, *, abbreviated: bool) -> str:
-    """The counters as a table of plain text; without large and small apart if abbreviated."""
+    """The counters as a table of plain text; only of all blocks together if abbreviated."""
     lines = [title, f"{'metric':<28}" + "".join(f"{fact:>14}" for fact in FACTS)]
     for metric in _ROWS:
         text = size_text if metric.endswith("bytes") else str
         for tier, level in zip(TIERS[: 1 if abbreviated else None], tally.levels[metric]):
             facts = "".join(f"{text(getattr(level, fact)):>14}" for fact in FACTS)
             lines.append(f"{metric + ' ' + tier.removesuffix('_pool'):<28}{facts}")
-    lines.append(f"{tally.ooms} allocations found no room, {tally.retries} were tried again")
+    lines.append(f"{tally.ooms} allocations failed, {tally.retries} were retried")
     return "\n".join(lines)
 
 
@@ -65,7 +65,7 @@ def summary_html(title: str, health: Health, segments: Sequence[dict[str, Any]])
 
 
 def _bar(segment: dict[str, Any], longest: int) -> str:
-    """A segment, as long as it is large, filled where it is in use."""
+    """A bar as long as a segment is large, filled where it is in use."""
     size = segment["total_size"]
     rects = []
     start = 0
@@ -88,7 +88,7 @@ def _bar(segment: dict[str, Any], longest: int) -> str:
 
 
 def _used_parts(segment: dict[str, Any]) -> list[float]:
-    """Of each cell of a segment, the part that is in use."""
+    """The used share of each cell of a segment."""
     cell = segment["total_size"] / _CELLS
     used = [0.0] * _CELLS
     start = 0

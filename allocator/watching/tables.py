@@ -1,4 +1,4 @@
-"""Rows of cells as a table, in a terminal and in a notebook."""
+"""Tables for terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ Row = Sequence[str]
 
 
 def as_text(header: Row, rows: Iterable[Row], align: Callable[[str, int], str]) -> str:
-    """Lines of columns, the first to the left, the others as ``str.ljust`` or ``str.rjust`` has it.
+    """A table of plain text, whose first column is aligned to the left.
 
     Args:
-        header: the names of the columns.
-        rows: as long as it.
-        align: pads a cell to a width.
+        header: names of the columns.
+        rows: rows of as many cells.
+        align: pads the other columns, as ``str.ljust`` or ``str.rjust``.
     """
     table = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*table)]
@@ -22,14 +22,14 @@ def as_text(header: Row, rows: Iterable[Row], align: Callable[[str, int], str]) 
 
 
 def escaped(text: str) -> str:
-    """``text`` with its special characters as HTML has them."""
-    from html import escape  # not above: every program's first step would wait 2 ms for it
+    """``text`` with HTML's special characters escaped."""
+    from html import escape  # not at import, which it would slow down
 
     return escape(text)
 
 
 def as_html(header: Row, rows: Iterable[Row]) -> str:
-    """A table element."""
+    """A table as HTML."""
     head, *body = (
         "<tr>" + "".join(f"<{tag}>{escaped(cell)}</{tag}>" for cell in row) + "</tr>"
         for tag, row in [("th", header), *(("td", row) for row in rows)]

@@ -199,4 +199,4 @@ def test_driver_of_another_make(wanted: pytest.MonkeyPatch) -> None:
 def test_processor_without_any_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cpu.get_capabilities", dict)
     with pytest.raises(RuntimeError, match=r"lacks SSE4\.2"):
-        driver_isa.highestdriver_isa.__wrapped__()
+        driver_isa.highest_isa.__wrapped__()
