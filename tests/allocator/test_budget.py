@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from allocator import Budget, Hook, OutOfMemoryError, Pool
-from tests.allocator.interrupts import interrupted
 from tests.allocator.test_faults import FaultyDriver, check
 from tests.conftest import SEED
+from tests.interrupts import interrupted
 
 KIB = 2**10
 MIB = 2**20

@@ -23,9 +23,9 @@ from allocator import empty as current_empty
 from allocator.exchange.exports import _DELETER, Export
 from allocator.options.guard import IN_REDZONE, ON_ALLOCATION, ON_RELEASE, QUARANTINE, REDZONE
 from allocator.pool.blocks import Heap
-from tests.allocator.interrupts import interrupted
 from tests.allocator.test_faults import FaultyDriver, check
 from tests.conftest import SEED
+from tests.interrupts import interrupted
 
 KIB = 2**10
 MIB = 2**20

@@ -205,35 +205,15 @@ def test_exception_pending_with_the_tensor_in_no_variable(make: str) -> None:
 def test_interrupts() -> None:
     """Wherever KeyboardInterrupt comes, the pool works on, and no memory is lost."""
     run("""
-    armed = []
-    def interrupt(number, frame):
-        if armed:
-            armed.clear()
-            raise KeyboardInterrupt
-    def arm():
-        armed.append(1)
-        signal.setitimer(signal.ITIMER_REAL, random.random() * 2e-3)
-    sys.unraisablehook = lambda error: None  # an interrupt of the callback after a collection
-    signal.signal(signal.SIGALRM, interrupt)
-    kept, interrupts = [], 0
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
-        try:
-            while time.monotonic() < end:
-                if not armed:
-                    arm()
-                x = pool.empty(random.choice([8, 8, 8, 100, 200_000]))
-                kept.append(x)
-                if len(kept) > 20:
-                    kept.pop(random.randrange(20))
-        except KeyboardInterrupt:
-            interrupts += 1
-    armed.clear()
+    from tests.interrupts import interrupted
+    kept = []
+    def step(choose):
+        kept.append(pool.empty(choose.choice([8, 8, 8, 100, 200_000])))
+        if len(kept) > 20:
+            kept.pop(choose.randrange(20))
+    interrupts = interrupted(step, seconds=5, most=2e-3)
     assert interrupts > 100
-    sys.unraisablehook = sys.__unraisablehook__
     kept.clear()
-    x = None
-    gc.collect()
     assert pool.memory_allocated() == 0, (interrupts, pool.memory_allocated())
     check(pool)
     tensors = [pool.full(1000, float(i)) for i in range(200)]

@@ -16,9 +16,9 @@ import pytest
 
 from allocator import OutOfMemoryError, Pool, Reservation
 from allocator.pool.blocks import Heap
-from tests.allocator.interrupts import interrupted
 from tests.allocator.test_faults import FaultyDriver, check
 from tests.conftest import SEED
+from tests.interrupts import interrupted
 
 KIB = 2**10
 MIB = 2**20

@@ -18,8 +18,8 @@ from allocator import queue
 from fusedoptim import FusedSGD, _openmp
 from fusedoptim._opencl import driver_of
 from fusedoptim._openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
-from tests.allocator.interrupts import interrupted
 from tests.fusedoptim.test_interrupts import InterruptAt
+from tests.interrupts import interrupted
 
 SEVEN = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 7)
 
