@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from allocator import Budget, Hook, OutOfMemoryError, Pool
-from tests.allocator.test_faults import FaultyDriver, check
+from tests.allocator.drivers import FaultyDriver
+from tests.allocator.test_faults import check
 from tests.conftest import SEED
 from tests.interrupts import interrupted
 

@@ -19,7 +19,7 @@ from allocator.exchange.exports import Exporter
 from allocator.exchange.reuse import ReuseCache
 from allocator.exchange.tensors import TensorFactory
 from allocator.pool.core import Core
-from tests.allocator.test_faults import FaultyDriver
+from tests.allocator.drivers import FaultyDriver
 from tests.allocator.test_reuse import check_cache
 from tests.interrupts import InterruptAt, at, at_call_from, at_line, interrupted, stopping_at
 

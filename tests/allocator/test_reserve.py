@@ -16,7 +16,8 @@ import pytest
 
 from allocator import OutOfMemoryError, Pool, Reservation
 from allocator.pool.blocks import Heap
-from tests.allocator.test_faults import FaultyDriver, check
+from tests.allocator.drivers import FaultyDriver
+from tests.allocator.test_faults import check
 from tests.conftest import SEED
 from tests.interrupts import interrupted
 
