@@ -93,6 +93,8 @@ class Fold:
             return "is in training mode, though the model is not"
         if norm.running_mean is None or norm.running_var is None:
             return "has no running statistics"
+        if (other := _other_dimension(feeder, norm)) is not None:
+            return other
         for module in (feeder, norm):
             if has_computed_tensors(module) and not (module is norm and norm.weight is None):
                 return "has a weight that is computed from others (a parametrization)"
@@ -223,6 +225,28 @@ class Fold:
         dtype = self._dtype or feeder.weight.dtype
         device = feeder.weight.device
         return weight.to(device, dtype), bias.to(device, dtype)
+
+
+def _other_dimension(feeder: Any, norm: Any) -> str | None:
+    """Why ``norm`` does not normalize the channels that ``feeder`` makes, if that is certain.
+
+    A BatchNorm takes its channels from dimension 1 of as many dimensions as its class says. A
+    convolution without a batch puts them in dimension 0, a Linear in the last one.
+    """
+    kinds: Kinds = (nn.Conv1d, nn.ConvTranspose1d, nn.Linear)
+    if isinstance(norm, nn.BatchNorm2d):
+        kinds = (nn.Conv2d, nn.ConvTranspose2d)
+    elif isinstance(norm, nn.BatchNorm3d):
+        kinds = (nn.Conv3d, nn.ConvTranspose3d)
+    made = feeder.out_features if isinstance(feeder, nn.Linear) else feeder.out_channels
+    if not isinstance(feeder, kinds):
+        return f"normalizes another dimension than the channels of a {type(feeder).__name__}"
+    if norm.num_features != made:
+        return (
+            f"normalizes {norm.num_features} channels, and what it follows makes {made}: they lie "
+            "in another dimension"
+        )
+    return None
 
 
 def folded(

@@ -421,6 +421,31 @@ def test_linear_and_a_norm_over_another_dimension() -> None:
     assert torch.equal(kept(x), model(x))
 
 
+OTHER_DIMENSION: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+    "linear, 1d": (lambda: [nn.Linear(8, 8), nn.BatchNorm1d(5)], (7, 5, 8)),
+    "linear, 2d": (lambda: [nn.Linear(8, 8), nn.BatchNorm2d(8)], (7, 8, 8, 8)),
+    "linear, 3d": (lambda: [nn.Linear(8, 8), nn.BatchNorm3d(8)], (2, 8, 3, 4, 8)),
+    "conv1d, no batch": (lambda: [nn.Conv1d(8, 8, 1), nn.BatchNorm1d(6)], (8, 6)),
+    "conv2d, no batch": (lambda: [nn.Conv2d(8, 8, 1), nn.BatchNorm1d(8)], (8, 8, 8)),
+    "conv3d, no batch": (lambda: [nn.Conv3d(8, 8, 1), nn.BatchNorm2d(8)], (8, 8, 8, 8)),
+    "transposed 3d, no batch": (
+        lambda: [nn.ConvTranspose3d(8, 8, 1), nn.BatchNorm2d(6)],
+        (8, 6, 8, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DIMENSION)
+def test_norm_over_another_dimension_is_left(name: str) -> None:
+    make, shape = OTHER_DIMENSION[name]
+    model = randomise(nn.Sequential(*make()))
+    optimized, report = optimize(model)
+    assert report.done(CONV) + report.done(LINEAR) == []
+    assert len(report.left(CONV) + report.left(LINEAR)) == 1
+    x = torch.randn(shape)
+    assert torch.equal(optimized(x), model(x))
+
+
 class Untraceable(nn.Module):
     """What it only calls is folded."""
 
