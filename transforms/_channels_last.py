@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from transforms._modules import has_computed_tensors, plain_kind
 from transforms._report import Entry
+from transforms._sample import caller
 from transforms._source import names_used
 
 _FORMATS = {
@@ -68,7 +69,11 @@ def default() -> bool | None:
 
 
 def channels_last(
-    model: nn.Module, sample_input: Any, is_forced: bool, undo: ExitStack
+    model: nn.Module,
+    sample_input: Any,
+    dtype: torch.dtype | None,
+    is_forced: bool,
+    undo: ExitStack,
 ) -> list[Entry]:
     """Lay out the weights of 2-d and 3-d convolutions, transposed ones too, channels last.
 
@@ -76,6 +81,7 @@ def channels_last(
         model: in any mode.
         sample_input: a tensor, or a tuple of arguments; the model, in eval mode, is timed with it
             in both layouts, and keeps the faster. None: taken for faster on the CPU.
+        dtype: in which autocast runs the sample; None runs it without.
         is_forced: whatever the device, the timing, and the code of the model.
         undo: gets what undoes each change.
 
@@ -94,7 +100,9 @@ def channels_last(
         return entries
     why = None if is_forced else _no_gain(model)
     if why is None and sample_input is not None and not is_forced and not model.training:
-        why = _slower(model, sample_input, changed)
+        call = caller(model, sample_input)
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            why = _slower(call, changed)
     if why is None:
         undo.callback(_undo_all, changed)
         _lay_out(changed)
@@ -173,14 +181,14 @@ def _no_gain(model: nn.Module) -> str | None:
     return None
 
 
-def _slower(model: nn.Module, sample_input: Any, changed: Convolutions) -> str | None:
+def _slower(call: Callable[[], object], changed: Convolutions) -> str | None:
     """Why channels_last is not to be; the model is timed by turns in both layouts."""
     before = after = math.inf
     for _ in range(_TURNS):
-        before = min(before, _time(model, sample_input))
+        before = min(before, _time(call))
         _lay_out(changed)
         try:
-            after = min(after, _time(model, sample_input))
+            after = min(after, _time(call))
         except RuntimeError as error:
             return f"the sample fails in it: {error}"
         finally:
@@ -190,9 +198,8 @@ def _slower(model: nn.Module, sample_input: Any, changed: Convolutions) -> str |
     return f"slower on the sample: {after * 1e3:.3g} ms for {before * 1e3:.3g} ms"
 
 
-def _time(model: nn.Module, sample_input: Any) -> float:
+def _time(call: Callable[[], object]) -> float:
     """Seconds of the fastest of some forward passes, the first one not counted."""
-    call = _caller(model, sample_input)
     seconds: list[float] = []
     with torch.no_grad():
         call()
@@ -203,28 +210,3 @@ def _time(model: nn.Module, sample_input: Any) -> float:
             call()
             seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-def check_sample(model: nn.Module, sample_input: Any) -> None:
-    """Raise what the model raises for the sample.
-
-    Raises:
-        ValueError: the sample does not fit.
-    """
-    try:
-        with torch.no_grad():
-            _caller(model, sample_input)()
-    except Exception as error:  # of any class: the model's own
-        raise ValueError(
-            f"sample_input: {type(model).__name__} fails with it ({error}); it is a tensor, "
-            "a tuple of arguments, or a dict of named ones"
-        ) from error
-
-
-def _caller(model: nn.Module, sample_input: Any) -> Callable[[], object]:
-    """Calls ``model`` with the sample."""
-    if isinstance(sample_input, Tensor):
-        return lambda: model(sample_input)
-    if isinstance(sample_input, dict):
-        return lambda: model(**sample_input)
-    return lambda: model(*sample_input)

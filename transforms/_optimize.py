@@ -21,13 +21,14 @@ from transforms._arguments import (
     check_same_parameters,
 )
 from transforms._cast import cast
-from transforms._channels_last import channels_last, check_sample
+from transforms._channels_last import channels_last
 from transforms._copies import copy_pair
 from transforms._drop_dropout import drop_dropout
 from transforms._fold_batch_norm import CONVOLUTION_KINDS, LINEAR_KINDS, fold_batch_norm
 from transforms._fuse_step import fuse_update_step, is_converted, unfuse_update_step
 from transforms._options import Options, resolve
 from transforms._report import Entry, NoEffectWarning, Report
+from transforms._sample import Comparison, check_sample
 from transforms._split_weights import (
     SPLIT_ALREADY,
     back_to_now,
@@ -58,6 +59,8 @@ class Pass(NamedTuple):
     """Rewrites what the job has, and says what it did and what it left."""
     undo: Callable[[nn.Module, Optimizer | None], None]
     """Undoes that; of a model that the pass did not change, or no longer, nothing."""
+    keeps_outputs: bool = False
+    """whether the model returns what it did, but for rounding; checked with a sample input."""
 
     def is_on(self, job: Job) -> bool:
         """Whether the job asks for it."""
@@ -73,7 +76,7 @@ def _cast(job: Job) -> list[Entry]:
 
 def _lay_out(job: Job) -> list[Entry]:
     is_forced = "auto_channels_last" in job.options.explicit or bool(_channels_last.default())
-    return channels_last(job.model, job.sample_input, is_forced, job.undo)
+    return channels_last(job.model, job.sample_input, job.options.dtype, is_forced, job.undo)
 
 
 def _fuse(job: Job) -> list[Entry]:
@@ -124,16 +127,19 @@ INFERENCE: Sequence[Pass] = (
         "conv_bn_folding",
         lambda job: fold_batch_norm(job.model, CONVOLUTION_KINDS, job.undo),
         _make_plain,
+        keeps_outputs=True,
     ),
     Pass(
         "linear_bn_folding",
         lambda job: fold_batch_norm(job.model, LINEAR_KINDS, job.undo),
         _make_plain,
+        keeps_outputs=True,
     ),
     Pass(
         "replace_dropout_with_identity",
         lambda job: drop_dropout(job.model, job.undo),
         lambda model, optimizer: _stand_in.revert_all(model),
+        keeps_outputs=True,
     ),
     Pass(CAST, _cast, _make_plain),
     _LAYOUT,
@@ -240,8 +246,10 @@ def optimize(
         auto_channels_last: convolutions' weights in channels_last. None, level "O1": on the CPU,
             if the code of the model does not depend on the layout and, in eval mode with
             a ``sample_input``, if it is faster. True: in any case.
-        sample_input: a tensor, a tuple of arguments or a dict of named ones, to time the model
-            with in both layouts.
+        sample_input: a tensor, a tuple of arguments or a dict of named ones. In eval mode the
+            model is called with it before and after folding and dropping: a pass that changes its
+            output by more than rounding is undone, and the report says so. The model is also
+            timed with it in both layouts.
         weights_prepack: IPEX's; not here.
         graph_mode: IPEX's; not here.
         optimize_lstm: IPEX's; not here.
@@ -335,10 +343,27 @@ def optimize(
 
 def _run(job: Job) -> Report:
     passes = TRAINING if job.model.training else INFERENCE
-    done = {each.knob: each.run(job) for each in passes if each.is_on(job)}
+    chosen = [each for each in passes if each.is_on(job)]
+    is_compared = job.sample_input is not None and any(each.keeps_outputs for each in chosen)
+    comparison = Comparison(job.model, job.sample_input) if is_compared else None
+    done = {each.knob: _run_one(each, job, comparison) for each in chosen}
     mode = "training" if job.model.training else "inference"
     title = f"{type(job.model).__name__} for {mode}"
     return Report(title, done, _plain.kept_bytes(job.model))
+
+
+def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> list[Entry]:
+    """Run a pass, and undo it if it changes what the model returns for the sample."""
+    undo = job.undo.enter_context(ExitStack())
+    entries = each.run(job._replace(undo=undo))
+    if comparison is None or not each.keeps_outputs or not any(e.done for e in entries):
+        return entries
+    difference = comparison.difference()
+    if difference is None:
+        return entries
+    undo.close()
+    why = f"undone: {difference}"
+    return [e._replace(what=why, done=False, bytes_saved=0) if e.done else e for e in entries]
 
 
 def _warn_of_no_effect(job: Job, report: Report) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from fusedoptim import transforms
-from tests.transforms.helpers import assert_right, randomise
+from tests.transforms.helpers import assert_right, fingerprint, randomise
+from transforms import _fold_batch_norm
 
 CONV, LINEAR = "conv_bn_folding", "linear_bn_folding"
 
@@ -444,6 +445,55 @@ def test_norm_over_another_dimension_is_left(name: str) -> None:
     assert len(report.left(CONV) + report.left(LINEAR)) == 1
     x = torch.randn(shape)
     assert torch.equal(optimized(x), model(x))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_pass_that_changes_the_output_for_the_sample_is_undone(
+    monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    """Whatever the cause: here the arithmetic of the fold itself is wrong."""
+    exact = _fold_batch_norm.folded
+
+    def wrong(*args: Any) -> tuple[Tensor, Tensor]:
+        weight, bias = exact(*args)
+        return weight * 1.01, bias
+
+    monkeypatch.setattr(_fold_batch_norm, "folded", wrong)
+    model = randomise(nn.Sequential(Block(), nn.Dropout(), nn.Flatten(), nn.Linear(243, 2)))
+    before, x = fingerprint(model), images()
+    knobs = {CONV: True, "replace_dropout_with_identity": True, "auto_channels_last": False}
+    with pytest.warns(transforms.NoEffectWarning, match=f"{CONV} changed nothing.*undone"):
+        optimized = transforms.optimize(model, inplace=True, level=level, sample_input=x, **knobs)
+    report = transforms.report(optimized)
+    assert [(e.where, e.done) for e in report.passes[CONV]] == [("0.norm", False)]
+    assert "undone: the output for sample_input changed by" in report.left(CONV)[0].what
+    assert len(report.done("replace_dropout_with_identity")) == 1
+    transforms.restore(model)
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_rounding_is_no_change_of_the_output(dtype: torch.dtype | None) -> None:
+    model = randomise(nn.Sequential(*[Block() for _ in range(8)]))
+    optimized = transforms.optimize(model, dtype=dtype, sample_input=images())
+    assert len(transforms.report(optimized).done(CONV)) == 8
+    low = randomise(nn.Sequential(*[Block() for _ in range(8)])).to(dtype)
+    optimized = transforms.optimize(low, sample_input=images().to(dtype))
+    assert len(transforms.report(optimized).done(CONV)) == 8
+
+
+def test_model_whose_output_is_random_is_not_compared() -> None:
+    class Noisy(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.randn(x.shape, generator=self.generator)
+            return super().forward(x) + noise
+
+    optimized = transforms.optimize(randomise(Noisy()), inplace=True, sample_input=images())
+    assert len(transforms.report(optimized).done(CONV)) == 1
 
 
 class Untraceable(nn.Module):
