@@ -27,9 +27,11 @@ from transforms._modules import (
     has_computed_tensors,
     has_hooks,
     is_batch_norm,
+    own_tensors,
     plain_kind,
 )
-from transforms._source import only_calls, reads_only
+from transforms._source import Reader, Use, modules_in, modules_of_function, reads_only
+from transforms._watch import TensorReads, Watch
 
 Kinds = tuple[type[nn.Module], ...]
 _OF_SHAPE = {"shape", "ndim", "device", "dtype", "is_cuda", "requires_grad", "layout"}
@@ -48,6 +50,11 @@ class _Proxy(fx.Proxy):
     def __class__(self) -> type:
         return Tensor
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(Tensor, name):  # such as weight.data = ...
+            raise RuntimeError(f"forward sets {name} of a tensor, which a trace does not record")
+        super().__setattr__(name, value)
+
 
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
@@ -60,6 +67,13 @@ class _Tracer(fx.Tracer):
         self.culprit: nn.Module | None = None
         """The innermost module whose own code could not be traced."""
         self._made: list[tuple[fx.Node, weakref.ref[_Proxy]]] = []
+        self._tensors: dict[nn.Module, list[int]] = {}
+        self.exchanged: set[nn.Module] = set()
+        """Modules that were called with other tensors than their own."""
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        self._tensors = {m: _identities(m) for m in root.modules()}
+        return super().trace(root, concrete_args)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         proxy = _Proxy(node, self)
@@ -79,6 +93,8 @@ class _Tracer(fx.Tracer):
         return self._is_box(m) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if _identities(m) != self._tensors.get(m):
+            self.exchanged.add(m)
         self.path_of_module(m)  # raises for a module that is not registered: the caller's fault
         try:
             return super().call_module(m, forward, args, kwargs)
@@ -88,12 +104,18 @@ class _Tracer(fx.Tracer):
             raise
 
 
+def _identities(module: nn.Module) -> list[int]:
+    return [id(tensor) for _, tensor in own_tensors(module)]
+
+
 class _Trace(NamedTuple):
     graph: fx.Graph
     modules: dict[str, nn.Module]
     """The model's own, by the names that the graph has for them."""
     kept: set[fx.Node]
     """Values that forward keeps somewhere, where others find them."""
+    read: set[nn.Module]
+    """Modules whose tensors are read or exchanged, which the graph does not show."""
 
 
 class _UntraceableError(Exception):
@@ -121,6 +143,7 @@ def _trace(
     is_box: Callable[[nn.Module], bool],
     functions: set[types.FunctionType],
     constants: dict[str, Any],
+    watch: Watch,
 ) -> _Trace:
     """The graph of ``root``, traced on a copy that shares its tensors, as forward may write to it.
 
@@ -129,6 +152,7 @@ def _trace(
         is_box: tells modules that are not traced, but calls to them are.
         functions: that are not traced either.
         constants: arguments that are what they are, and not traced.
+        watch: follows the code that runs.
 
     Raises:
         _UntraceableError: names the module whose code is to blame.
@@ -142,8 +166,10 @@ def _trace(
     except Exception as error:  # of any class: the model's own
         raise _UntraceableError(root, None) from error
     tracer = _Tracer(lambda m: is_box(originals[m]), functions)
+    reads = TensorReads(clone.modules())
     try:
-        graph = tracer.trace(clone, concrete_args=constants or None)
+        with watch.following(originals), reads:
+            graph = tracer.trace(clone, concrete_args=constants or None)
     except Exception as error:
         culprit = originals.get(tracer.culprit or clone, root)
         raise _UntraceableError(culprit, _function_to_blame(error, culprit)) from error
@@ -153,11 +179,15 @@ def _trace(
         if node.op == "call_module"
     }
     named = dict(clone.named_modules(remove_duplicate=False))
+    handed_over: set[nn.Module] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
-            owner = named.get(node.target) or named[node.target.rpartition(".")[0]]
-            modules[node.target] = originals[owner]
-    return _Trace(graph, modules, tracer.kept())
+            whole = named.get(node.target)
+            modules[node.target] = originals[whole or named[node.target.rpartition(".")[0]]]
+            if whole is not None and not all(_asks_geometry(user, node) for user in node.users):
+                handed_over.update(modules[node.target].modules())
+    read = handed_over | {originals[module] for module in reads.of | tracer.exchanged}
+    return _Trace(graph, modules, tracer.kept(), read)
 
 
 def _ways_to_call(root: nn.Module) -> list[dict[str, Any]]:
@@ -187,13 +217,18 @@ class _Calls:
         self._boxed_functions: set[types.FunctionType] = set()
         self.unknown: dict[nn.Module, str] = {}
         """Modules that code which nobody could follow may call or read, and which code."""
+        self.doubtful: dict[nn.Module, str] = {}
+        """Modules that code which was not run may call or read, and which code."""
         self.of: dict[nn.Module, list[fx.Node]] = {}
         self.read: set[nn.Module] = set()
         """Modules whose tensors are used without calling them."""
         self.kept: set[fx.Node] = set()
+        self.undecided: set[fx.Node] = set()
+        """Values that a function holds when it evaluates a condition that is not fixed."""
         self.module_of: dict[fx.Node, nn.Module] = {}
         self._waiting = [model]
         self._seen = {model}
+        self._roots: set[nn.Module] = set()
         while self._waiting:
             self._explore(self._waiting.pop())
 
@@ -207,13 +242,17 @@ class _Calls:
 
     def _explore(self, root: nn.Module) -> None:
         """Trace ``root``, or if its own code does not trace, what is inside."""
+        if root in self._roots:
+            return
+        self._roots.add(root)
         if type(root).__call__ is not nn.Module.__call__:
             self._distrust(root, f"inside {self.name(root)}, which has a __call__ of its own")
             return
         while type(root) not in self._boxed_types and "forward" not in vars(root):
+            watch = Watch()
             try:
                 traces = [
-                    _trace(root, self._is_box, self._boxed_functions, constants)
+                    _trace(root, self._is_box, self._boxed_functions, constants, watch)
                     for constants in _ways_to_call(root)
                 ]
             except _UntraceableError as error:
@@ -225,20 +264,28 @@ class _Calls:
             else:
                 for trace in traces:
                     self._add(trace)
+                self.undecided |= watch.undecided
+                for use in watch.uses(root):
+                    code = f"code of {self.name(root)} that was not traced"
+                    self._suspect(use, code, self.doubtful)
                 return
         self._open(root)
 
     def _add(self, trace: _Trace) -> None:
         self.kept |= trace.kept
+        self.read |= trace.read
         for node in trace.graph.nodes:
             if node.op == "get_attr":
-                if not all(_asks_geometry(user, node) for user in node.users):
+                if not all(_reads_shape(user, node) for user in node.users):
                     self.read.add(trace.modules[node.target])
             elif node.op == "call_module":
                 module = trace.modules[node.target]
                 self.of.setdefault(module, []).append(node)
                 self.module_of[node] = module
                 self._queue(module)
+            elif node.target in self._boxed_functions:
+                for module in modules_of_function(node.target):
+                    self._distrust(module, f"used by {_describe(node, self)}")
 
     def _queue(self, module: nn.Module) -> None:
         """See that what is inside a module which a trace takes for a box is explored too."""
@@ -256,27 +303,34 @@ class _Calls:
         """Explore the children of a module whose own code could not be traced."""
         for attribute, value in vars(box).items():
             if attribute != "_modules":
-                for module in _modules_in(value):
+                for module in modules_in(value):
                     why = f"{self.name(box)} cannot be traced and has it in {attribute} too"
                     self._distrust(module, why)
-        for name, child in box.named_children():
-            if not only_calls(box, name):
-                why = f"{self.name(box)} cannot be traced and does more with {name} than call it"
-                self._distrust(child, why)
-                continue
-            for module in _callable(child):
-                self._seen.add(module)
-                if next(module.children(), None) is None:
-                    why = f"called by {self.name(box)}, whose forward cannot be traced"
-                    self.unknown.setdefault(module, why)
-                elif _is_opaque(module):
-                    self._distrust(module, f"inside {self.name(module)}, whose code is torch's own")
-                else:
-                    self._waiting.append(module)
+        for use in Reader(box).forward(box):
+            code = f"{self.name(box)}, whose forward cannot be traced"
+            self._suspect(use, code, self.unknown)
 
-    def _distrust(self, parent: nn.Module, why: str) -> None:
+    def _suspect(self, use: Use, code: str, reasons: dict[nn.Module, str]) -> None:
+        """Take note of what code may do with a module, and explore what it may call."""
+        if not use.is_call:
+            name = self.name(use.module)
+            why = f"used by {code}, which does more with {name} than call it"
+            self._distrust(use.module, why, reasons)
+            return
+        for module in _callable(use.module):
+            self._seen.add(module)
+            if next(module.children(), None) is None:
+                reasons.setdefault(module, f"called by {code}")
+            elif _is_opaque(module):
+                self._distrust(module, f"inside {self.name(module)}, whose code is torch's own")
+            else:
+                self._waiting.append(module)
+
+    def _distrust(
+        self, parent: nn.Module, why: str, reasons: dict[nn.Module, str] | None = None
+    ) -> None:
         for module in parent.modules():
-            self.unknown.setdefault(module, why)
+            (self.unknown if reasons is None else reasons).setdefault(module, why)
 
     def name(self, module: nn.Module) -> str:
         """What a reader would call it."""
@@ -296,15 +350,6 @@ def _callable(module: nn.Module) -> Iterator[nn.Module]:
             yield from _callable(child)
     else:
         yield module
-
-
-def _modules_in(value: object) -> Iterator[nn.Module]:
-    """Modules that an attribute holds, in lists and dicts too."""
-    if isinstance(value, nn.Module):
-        yield value
-    elif type(value) in (list, tuple, set, dict):
-        for item in value.values() if isinstance(value, dict) else value:  # type: ignore[attr-defined]
-            yield from _modules_in(item)
 
 
 class Pairs(NamedTuple):
@@ -376,6 +421,15 @@ def _objection(norm: nn.Module, feeder: nn.Module, calls: _Calls, kinds: Kinds) 
                 return f"{calls.name(feeder)} also feeds {_describe(user, calls)}"
         if any(between in calls.kept for between in _same_rows(node)):
             return f"{calls.name(feeder)}'s output is kept for others to read"
+    for node in calls.of[feeder]:
+        if any(between in calls.undecided for between in _same_rows(node)):
+            return (
+                f"{calls.name(feeder)}'s output is at hand where forward evaluates a condition "
+                "that another call may decide otherwise"
+            )
+    for module in (norm, feeder):
+        if module in calls.doubtful:
+            return f"{calls.name(module)} may be {calls.doubtful[module]}"
     return None
 
 

@@ -1,34 +1,187 @@
-"""What the code of a module, which could not be traced, does with its children; read, not run."""
+"""What code that was not traced may do with a model's modules; read, not run."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
+import itertools
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import nn
 
-_REACHES_ALL = {"modules", "named_modules", "children", "named_children", "get_submodule"}
-_REACHES_ALL |= {"_modules", "__dict__", "parameters", "named_parameters", "state_dict"}
+from transforms._conditions import Source, source_of
+
+_HARMLESS = {"training", "__class__", "_get_name", "extra_repr", "forward", "__init__"}
+"""Of torch.nn.Module: what reaches neither tensors nor children."""
+_REACHING = {f"{named}{what}" for named in ("", "named_") for what in ("modules", "children")}
+_REACHING |= {f"{named}{what}" for named in ("", "named_") for what in ("parameters", "buffers")}
+_REACHING |= {"get_submodule", "get_parameter", "get_buffer", "state_dict"}
+_REACHING |= {"_modules", "_parameters", "_buffers", "__dict__"}
+"""What reaches tensors or children of whatever has it."""
+_ASKS = ("isinstance", "type", "id", "len", "bool", "callable")
+"""Builtins that read nothing inside a module."""
+_BY_NAME = ("hasattr", "getattr")
+_OF_TENSORS = {"device", "dtype", "is_cuda", "shape", "ndim", "requires_grad"}
 
 
-def only_calls(module: nn.Module, name: str) -> bool:
-    """Whether ``module.forward`` does nothing with its child ``name`` but call it.
+class Use(NamedTuple):
+    """What code may do with a module."""
 
-    Of a list or dict of modules: nothing but call the modules that it takes from it. False if the
-    source cannot be had or says anything else.
+    module: nn.Module
+    is_call: bool
+    """Whether it only calls it, and what a list or dict of modules holds."""
+
+
+class Reader:
+    """Reads code for what it may do with the modules of a model.
+
+    Args:
+        model: names in the code are those of its modules.
     """
-    if "forward" in vars(module):
-        return False
-    try:
-        trees = [_tree(function) for function in reachable(type(module))]
-    except (OSError, TypeError, SyntaxError):
-        return False
-    is_list = isinstance(module._modules[name], nn.ModuleList | nn.ModuleDict)
-    return all(_tree_only_calls(tree, name, is_list) for tree in trees)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._by_name: dict[str, set[nn.Module]] = {}
+        for module in model.modules():
+            for name, child in module._modules.items():
+                if child is not None:
+                    self._by_name.setdefault(name, set()).add(child)
+        self._methods: dict[str, set[nn.Module]] = {}
+        for module in model.modules():
+            for cls in type(module).__mro__:
+                if not _is_torchs(cls):
+                    for name in vars(cls).keys() - {"forward"}:
+                        self._methods.setdefault(name, set()).add(module)
+        self._seen: set[tuple[types.FunctionType, nn.Module]] = set()
+
+    def forward(self, module: nn.Module) -> Iterator[Use]:
+        """What the code of ``module`` may do, none of which was run."""
+        if "forward" in vars(module):
+            yield Use(module, False)
+        yield from self._method("forward", module)
+        if (own := _own_getattr(type(module))) is not None:
+            yield from self._function(own, module)
+
+    def code(
+        self,
+        node: ast.AST,
+        source: Source,
+        modules: Mapping[str, Iterable[nn.Module]],
+        namespace: Mapping[str, object],
+    ) -> Iterator[Use]:
+        """What a piece of a function may do.
+
+        Args:
+            node: the piece.
+            source: the function that has it.
+            modules: by the name of a local variable, the modules that it may hold.
+            namespace: the function's globals.
+        """
+        for each in ast.walk(node):
+            match each:
+                case ast.Attribute(attr=name):
+                    yield from self._attribute(each, name, source, modules)
+                case ast.Name(id=name) if name in modules:
+                    for module in modules[name]:
+                        yield from self._variable(each, module, source)
+                case ast.Name(id=name):
+                    for module in modules_in(namespace.get(name)):
+                        yield Use(module, False)
+                case ast.Constant(value=str(name)) if not _is_text(each, source):
+                    for module in itertools.chain(*modules.values()):
+                        if (child := module._modules.get(name)) is not None:
+                            yield Use(child, False)
+
+    def _attribute(
+        self,
+        node: ast.Attribute,
+        name: str,
+        source: Source,
+        modules: Mapping[str, Iterable[nn.Module]],
+    ) -> Iterator[Use]:
+        owners = self._owners(node.value, modules)
+        if owners is None:
+            if _is_super(node.value):
+                for owner in modules.get((source.parameters or [""])[0], ()):
+                    yield from self._method(name, owner, of_bases=True)
+            children = self._by_name.get(name, set())
+            reached = {self._model} if name in _REACHING else set()
+            readers = self._methods.get(name, set())
+        else:
+            own = [owner._modules.get(name) for owner in owners]
+            children = {child for child in own if child is not None}
+            reaches = hasattr(nn.Module, name) and name not in _HARMLESS
+            reached = set(owners) if reaches else set()
+            readers = set(owners)
+        for child in children:
+            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if not _is_asked(node, source):
+                yield Use(child, (_items_are_called if is_list else _is_called)(node, source))
+        for module in reached:
+            if not _reads_meta_data(node, source):
+                yield Use(module, False)
+        for module in readers:
+            yield from self._method(name, module)
+
+    def _owners(
+        self, value: ast.expr, modules: Mapping[str, Iterable[nn.Module]]
+    ) -> list[nn.Module] | None:
+        """The modules that an expression may be; None if it may be anything."""
+        if isinstance(value, ast.Name) and value.id in modules:
+            return list(modules[value.id])
+        return None
+
+    def _variable(self, node: ast.Name, module: nn.Module, source: Source) -> Iterator[Use]:
+        if _is_called(node, source):
+            yield Use(module, True)
+        elif not (
+            isinstance(node.ctx, ast.Store)
+            or isinstance(source.parents.get(node), ast.Attribute)
+            or _is_asked(node, source)
+        ):
+            yield Use(module, False)
+
+    def _method(self, name: str, module: nn.Module, of_bases: bool = False) -> Iterator[Use]:
+        for cls in type(module).__mro__:
+            if name in vars(cls):
+                function = _function(vars(cls)[name])
+                if function is not None and not _is_torchs(cls):
+                    yield from self._function(function, module)
+                if not of_bases:
+                    return
+
+    def _function(self, function: types.FunctionType, module: nn.Module) -> Iterator[Use]:
+        if (function, module) in self._seen:
+            return
+        self._seen.add((function, module))
+        source = source_of(function.__code__)
+        if source is None:
+            yield Use(module, False)
+            return
+        modules = {source.parameters[0]: [module]} if source.parameters else {}
+        body: list[ast.AST] = source.tree.body  # type: ignore[attr-defined]
+        for node in body:
+            yield from self.code(node, source, modules, function.__globals__)
+
+
+def modules_in(value: object) -> Iterator[nn.Module]:
+    """The modules that a value holds, in lists and dicts too."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, list | tuple | set | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from modules_in(item)
+
+
+def modules_of_function(function: types.FunctionType) -> Iterator[nn.Module]:
+    """The modules that a function can reach by itself: by globals, a closure or defaults."""
+    for name in all_names(function.__code__):
+        yield from modules_in(function.__globals__.get(name))
+    for cell in function.__closure__ or ():
+        yield from modules_in(cell.cell_contents)
+    yield from modules_in(function.__defaults__)
 
 
 def reads_only(function: types.FunctionType, place: int, names: set[str]) -> bool:
@@ -36,118 +189,21 @@ def reads_only(function: types.FunctionType, place: int, names: set[str]) -> boo
     parameters = [*inspect.signature(function).parameters.values()]
     if place >= len(parameters) or parameters[place].kind is inspect.Parameter.VAR_POSITIONAL:
         return False
-    try:
-        tree = _tree(function)
-    except (OSError, TypeError, SyntaxError):
+    source = source_of(function.__code__)
+    if source is None:
         return False
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for node in ast.walk(tree):
+    for node in ast.walk(source.tree):
         if isinstance(node, ast.Name) and node.id == parameters[place].name:
-            user = parents[node]
+            user = source.parents[node]
             if not (isinstance(user, ast.Attribute) and user.attr in names):
                 return False
     return True
 
 
-def reachable(cls: type) -> list[types.FunctionType]:
-    """``forward`` and all methods that it can reach by their names, but torch's own."""
-    methods: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        if not base.__module__.startswith("torch."):
-            methods |= vars(base)
-    found: dict[str, types.FunctionType] = {}
-    names = ["forward"]
-    while names:
-        name = names.pop()
-        function = _function(methods.get(name))
-        if function is not None and name not in found:
-            found[name] = function
-            names += all_names(function.__code__)
-    return list(found.values())
-
-
-def _function(attribute: object) -> types.FunctionType | None:
-    """The Python function of a method, below its decorators."""
-    if isinstance(attribute, property):
-        attribute = attribute.fget
-    if isinstance(attribute, staticmethod | classmethod):
-        attribute = attribute.__func__
-    if callable(attribute):
-        attribute = inspect.unwrap(attribute)
-    return attribute if isinstance(attribute, types.FunctionType) else None
-
-
-def all_names(code: types.CodeType) -> set[str]:
-    """The attributes and globals that the code names, and its inner functions'."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= all_names(constant)
-    return names
-
-
-def _tree(function: Callable[..., Any]) -> ast.AST:
-    return ast.parse(textwrap.dedent(inspect.getsource(function)))
-
-
-def _tree_only_calls(tree: ast.AST, name: str, is_list: bool) -> bool:
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in _REACHES_ALL:
-            return False
-        if isinstance(node, ast.Constant) and node.value == name:
-            return False  # getattr(self, name)
-        if not (isinstance(node, ast.Attribute) and node.attr == name):
-            continue
-        if is_list:
-            if not _items_are_called(node, parents, tree):
-                return False
-        elif not _is_called(node, parents):
-            return False
-    return True
-
-
-def _is_called(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    parent = parents.get(node)
-    return isinstance(parent, ast.Call) and parent.func is node
-
-
-def _items_are_called(node: ast.Attribute, parents: dict[ast.AST, ast.AST], tree: ast.AST) -> bool:
-    """Whether a list of modules is only indexed or iterated over, and its items only called."""
-    used: ast.AST = node
-    user = parents[node]
-    if isinstance(user, ast.Call) and _is_name(user.func, ("len",)):
-        return True
-    if isinstance(user, ast.Subscript) and not isinstance(user.slice, ast.Slice):
-        return user.value is node and _is_called(user, parents)
-    if isinstance(user, ast.Call) and _is_name(user.func, ("enumerate", "zip")):
-        used, user = user, parents[user]
-    if not (isinstance(user, ast.For | ast.comprehension) and user.iter is used):
-        return False
-    targets = {n.id for n in ast.walk(user.target) if isinstance(n, ast.Name)}
-    return all(
-        _is_called(use, parents) or _is_index(use, parents)
-        for use in ast.walk(tree)
-        if isinstance(use, ast.Name) and use.id in targets and isinstance(use.ctx, ast.Load)
-    )
-
-
-def _is_index(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a name is used as an index or a number, as in ``i < n`` or ``x[i]``."""
-    parent = parents.get(use)
-    if isinstance(parent, ast.Subscript):
-        return parent.slice is use
-    return isinstance(parent, ast.Compare)
-
-
-def _is_name(node: ast.AST, names: tuple[str, ...]) -> bool:
-    return isinstance(node, ast.Name) and node.id in names
-
-
 def names_used(cls: type) -> set[str]:
     """The attributes and globals in ``forward`` and in what it calls, but for torch's own code."""
     names: set[str] = set()
-    waiting = reachable(cls)
+    waiting = _reachable(cls)
     seen = set(waiting)
     while waiting:
         function = waiting.pop()
@@ -161,5 +217,123 @@ def names_used(cls: type) -> set[str]:
     return names
 
 
-def _is_torchs(function: types.FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] == "torch"
+def _reachable(cls: type) -> list[types.FunctionType]:
+    """``forward`` and all methods that it can reach by their names, but torch's own."""
+    methods: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if not _is_torchs(base):
+            methods |= vars(base)
+    found: dict[str, types.FunctionType] = {}
+    names = ["forward"]
+    while names:
+        name = names.pop()
+        function = _function(methods.get(name))
+        if function is not None and name not in found:
+            found[name] = function
+            names += all_names(function.__code__)
+    return list(found.values())
+
+
+def all_names(code: types.CodeType) -> set[str]:
+    """The attributes and globals that the code names, and its inner functions'."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= all_names(constant)
+    return names
+
+
+def _function(attribute: object) -> types.FunctionType | None:
+    """The Python function of a method, below its decorators."""
+    if isinstance(attribute, property):
+        attribute = attribute.fget
+    if isinstance(attribute, staticmethod | classmethod):
+        attribute = attribute.__func__
+    if callable(attribute):
+        attribute = inspect.unwrap(attribute)
+    return attribute if isinstance(attribute, types.FunctionType) else None
+
+
+def _own_getattr(cls: type) -> types.FunctionType | None:
+    for name in ("__getattr__", "__getattribute__"):
+        function = _function(getattr(cls, name, None))
+        if function is not None and not _is_torchs(function):
+            return function
+    return None
+
+
+def _is_torchs(thing: type | Callable[..., Any]) -> bool:
+    return (thing.__module__ or "").partition(".")[0] == "torch"
+
+
+def _is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and _is_name(node.func, ("super",))
+
+
+def _is_asked(node: ast.AST, source: Source) -> bool:
+    """Whether code only asks whether a module is there, of which class it is, or what it has."""
+    parent = source.parents.get(node)
+    if isinstance(parent, ast.Compare):
+        return all(isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops)
+    if not isinstance(parent, ast.Call) or parent.func is node:
+        return False
+    if _is_name(parent.func, _BY_NAME):  # the name is looked at as a string
+        return len(parent.args) > 1 and isinstance(parent.args[1], ast.Constant)
+    return _is_name(parent.func, _ASKS)
+
+
+def _is_called(node: ast.AST, source: Source) -> bool:
+    parent = source.parents.get(node)
+    return isinstance(parent, ast.Call) and parent.func is node
+
+
+def _items_are_called(node: ast.Attribute, source: Source) -> bool:
+    """Whether a list of modules is only indexed or iterated over, and its items only called."""
+    used: ast.AST = node
+    user = source.parents[node]
+    if isinstance(user, ast.Call) and _is_name(user.func, ("len",)):
+        return True
+    if isinstance(user, ast.Subscript) and not isinstance(user.slice, ast.Slice):
+        return user.value is node and _is_called(user, source)
+    if isinstance(user, ast.Call) and _is_name(user.func, ("enumerate", "zip")):
+        used, user = user, source.parents[user]
+    if not (isinstance(user, ast.For | ast.comprehension) and user.iter is used):
+        return False
+    targets = {n.id for n in ast.walk(user.target) if isinstance(n, ast.Name)}
+    return all(
+        _is_called(use, source) or _is_index(use, source)
+        for use in ast.walk(source.tree)
+        if isinstance(use, ast.Name) and use.id in targets and isinstance(use.ctx, ast.Load)
+    )
+
+
+def _is_index(use: ast.AST, source: Source) -> bool:
+    """Whether a name is used as an index or a number, as in ``i < n`` or ``x[i]``."""
+    parent = source.parents.get(use)
+    if isinstance(parent, ast.Subscript):
+        return parent.slice is use
+    return isinstance(parent, ast.Compare)
+
+
+def _reads_meta_data(node: ast.Attribute, source: Source) -> bool:
+    """Whether ``x.parameters`` is in ``next(x.parameters()).device`` or the like."""
+    call = source.parents.get(node)
+    following = source.parents.get(call) if call is not None else None
+    reader = source.parents.get(following) if following is not None else None
+    return (
+        node.attr in ("parameters", "buffers")
+        and isinstance(following, ast.Call)
+        and _is_name(following.func, ("next",))
+        and isinstance(reader, ast.Attribute)
+        and reader.attr in _OF_TENSORS
+    )
+
+
+def _is_text(node: ast.AST, source: Source) -> bool:
+    """Whether a string is a docstring or a message."""
+    parent = source.parents.get(node)
+    return isinstance(parent, ast.Expr | ast.JoinedStr | ast.Raise)
+
+
+def _is_name(node: ast.AST, names: tuple[str, ...]) -> bool:
+    return isinstance(node, ast.Name) and node.id in names

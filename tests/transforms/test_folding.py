@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -402,6 +403,349 @@ def _assert_equal(actual: Any, expected: Any) -> None:
     else:
         for a, e in zip(actual, expected):
             _assert_equal(a, e)
+
+
+@torch.fx.wrap
+def _first_of(block: nn.Module, x: Tensor) -> Tensor:
+    """torch.fx cannot trace it."""
+    return block.conv(x) if x.sum() > -1e9 else x
+
+
+def _calls_conv_alone(block: nn.Module, x: Tensor) -> Tensor:
+    """Nor can it trace this one."""
+    return block.conv(x) if x.sum() > -1e9 else x
+
+
+_SHARED: dict[str, nn.Module] = {}
+
+
+def _reads(read: Callable[[Block], Any]) -> Callable[[], nn.Module]:
+    """Adds something that it finds in its own weights or statistics."""
+
+    class Reads(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + read(self)
+
+    return Reads
+
+
+class ExchangesWeight(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.randn(3, 3, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {"weight": self.other}
+        return self.norm(torch.func.functional_call(self.conv, weights, (x,)))
+
+
+class WritesWeight(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        for p in self.conv.parameters():
+            p.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class SetsWeight(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.randn(3, 3, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.conv.weight.data = self.other.data
+        return super().forward(x)
+
+
+class HandsOverParent(nn.Module):
+    function: Any = staticmethod(_first_of)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + _first_of(self.block, x)
+
+
+class HandsOverParentUnmarked(HandsOverParent):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + _calls_conv_alone(self.block, x)
+
+
+class HandsOverSelf(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + _calls_conv_alone(self, x)
+
+
+class HandsOverGlobal(HandsOverParent):
+    def __init__(self) -> None:
+        super().__init__()
+        _SHARED["block"] = self.block
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        return self.block(x) + _SHARED["block"].conv(x)
+
+
+class Forwards(nn.Module):
+    """Cannot be traced, and finds the attributes of its block as its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        return self.block(x) + self.conv(x)
+
+
+def _untraceable(reach: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+    """Cannot be traced, and calls the convolution of its block by some way around."""
+
+    class Reaches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e9:
+                return x
+            return self.block(x) + reach(self)(x)
+
+    return Reaches
+
+
+class IfList(Block):
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [self.conv(each) for each in x]
+        return self.norm(self.conv(x))
+
+
+class IfListInline(Block):
+    def forward(self, x: Any) -> Any:
+        return self.conv(x[0]) if isinstance(x, list) else self.norm(self.conv(x))
+
+
+class IfListBetween(Block):
+    def forward(self, x: Any) -> Any:
+        y = self.conv(x[0] if isinstance(x, list) else x)
+        if not isinstance(x, list):
+            y = self.norm(y)
+        return y
+
+
+class IfListLater(Block):
+    def forward(self, x: Any) -> Any:
+        y = self.conv(x[0] if isinstance(x, list) else x)
+        z = self.norm(y)
+        if isinstance(x, list):
+            return y
+        return z
+
+
+class IfListElsewhere(Block):
+    """The condition is in another function."""
+
+    def normed(self, y: Tensor, x: Any) -> Tensor:
+        if type(x) is list:
+            return y
+        return self.norm(y)
+
+    def forward(self, x: Any) -> Any:
+        y = self.conv(x[0] if isinstance(x, list) else x)
+        return self.normed(y, x)
+
+
+class IfListByFlag(Block):
+    def forward(self, x: Any) -> Any:
+        is_many = False
+        if isinstance(x, list):
+            x, is_many = x[0], True
+        y = self.conv(x)
+        return y if is_many else self.norm(y)
+
+
+class IfListHelper(Block):
+    def raw(self, x: Any) -> Tensor:
+        return self.conv(x[0])
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, list):
+            return self.raw(x)
+        return super().forward(x)
+
+
+class IfExactTensor(Block):
+    def forward(self, x: Any) -> Any:
+        y = self.conv(x)
+        if type(x) is Tensor:
+            return y
+        return self.norm(y)
+
+
+class IfAttribute(Block):
+    def forward(self, x: Any) -> Any:
+        y = self.conv(x)
+        return self.norm(y) if hasattr(x, "mask") else y
+
+
+class IfGradients(Block):
+    def forward(self, x: Any) -> Any:
+        if torch.is_grad_enabled():
+            return self.norm(self.conv(x))
+        return self.conv(x)
+
+
+class IfCounted(Block):
+    calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        y = self.conv(x)
+        return self.norm(y) if self.calls % 2 else y
+
+
+class IfFails(Block):
+    def forward(self, x: Any) -> Any:
+        try:
+            return self.norm(self.conv(x.contiguous()))
+        except AttributeError:
+            return self.conv(x[0])
+
+
+class IfMatches(Block):
+    def forward(self, x: Any) -> Any:
+        match x:
+            case [first, *_]:
+                return self.conv(first)
+        return self.norm(self.conv(x))
+
+
+HIDDEN: dict[str, Callable[[], nn.Module]] = {
+    "parameters()": _reads(lambda m: sum(p.sum() for p in m.parameters())),
+    "one of parameters()": _reads(lambda m: next(m.parameters()).mean()),
+    "named_parameters()": _reads(lambda m: dict(m.named_parameters())["conv.weight"].sum()),
+    "buffers()": _reads(lambda m: sum(b.sum() for b in m.buffers())),
+    "modules()": _reads(lambda m: sum(c.weight.sum() for c in [*m.modules()][1:])),
+    "children()": _reads(lambda m: next(m.children()).weight.sum()),
+    "named_modules()": _reads(lambda m: dict(m.named_modules())["conv"].weight.sum()),
+    "state_dict()": _reads(lambda m: m.state_dict()["norm.running_var"].sum()),
+    "vars(self)": _reads(lambda m: vars(m)["_modules"]["conv"]._parameters["weight"].sum()),
+    "self._modules": _reads(lambda m: m._modules["conv"].bias.sum()),
+    "self.__dict__": _reads(lambda m: m.__dict__["_modules"]["norm"]._buffers["running_var"].sum()),
+    "getattr(self, name)": _reads(lambda m: getattr(m, "co" + "nv").weight.sum()),
+    "get_submodule": _reads(lambda m: m.get_submodule("conv").weight.sum()),
+    "get_parameter": _reads(lambda m: m.get_parameter("conv.weight").sum()),
+    "get_buffer": _reads(lambda m: m.get_buffer("norm.running_mean").sum()),
+    "numpy()": _reads(lambda m: float(next(m.conv.parameters()).detach().numpy().sum())),
+    "item()": _reads(lambda m: next(m.conv.parameters()).flatten()[0].item()),
+    "exchanges the weight": ExchangesWeight,
+    "writes the weight": WritesWeight,
+    "sets the weight": SetsWeight,
+    "parent handed over": HandsOverParent,
+    "parent handed over, unmarked": HandsOverParentUnmarked,
+    "self handed over": HandsOverSelf,
+    "held by a global dict": HandsOverGlobal,
+    "__getattr__": Forwards,
+    "untraceable, modules()": _untraceable(lambda m: [*m.modules()][2]),
+    "untraceable, _modules": _untraceable(lambda m: m._modules["block"].conv),
+    "untraceable, get_submodule": _untraceable(lambda m: m.get_submodule("block.conv")),
+    "untraceable, vars": _untraceable(lambda m: vars(m)["_modules"]["block"].conv),
+    "untraceable, getattr": _untraceable(lambda m: getattr(m, "blo" + "ck").conv),
+    "untraceable, buffers": _untraceable(lambda m: lambda x: x + sum(b.sum() for b in m.buffers())),
+    "list": IfList,
+    "list, inline": IfListInline,
+    "list, between": IfListBetween,
+    "list, later": IfListLater,
+    "list, elsewhere": IfListElsewhere,
+    "list, by a flag": IfListByFlag,
+    "list, in a method": IfListHelper,
+    "exact type": IfExactTensor,
+    "hasattr": IfAttribute,
+    "gradient mode": IfGradients,
+    "count of calls": IfCounted,
+    "exception": IfFails,
+    "match": IfMatches,
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "in place"])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_tracing_does_not_see(name: str, inplace: bool) -> None:
+    model = randomise(HIDDEN[name]())
+    plain = copy.deepcopy(model)
+    optimized = transforms.optimize(model, auto_channels_last=False, inplace=inplace)
+    report = transforms.report(optimized)
+    assert report.done(CONV) == []
+    assert len(report.left(CONV)) == 1
+    _SHARED["block"] = getattr(plain, "block", plain)
+    expected = []
+    samples = [images(), [images()]]
+    with torch.no_grad():
+        for x in samples:
+            try:
+                expected.append(plain(x))
+            except (TypeError, AttributeError):  # not for lists
+                continue
+        _SHARED["block"] = getattr(optimized, "block", optimized)
+        _assert_equal([optimized(x) for x, _ in zip(samples, expected)], expected)
+
+
+class Harmless(Block):
+    """Conditions and reads that do not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv2 = nn.Conv2d(3, 3, 1)
+        self.norm2 = nn.BatchNorm2d(3)
+        self.shortcut = None
+        self.config = types.SimpleNamespace(act="relu", scale=2.0)
+        self.taps = [1]
+        self.layers = nn.ModuleList([nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)])
+
+    def forward(self, x: Any, scale: Tensor | None = None, names: Any = None) -> Any:
+        if isinstance(x, (list, tuple)):
+            x = torch.cat(tuple(x))
+        x = x.to(next(self.parameters()).dtype).to(self.conv.weight.device)
+        if not hasattr(x, "shape"):
+            raise TypeError(f"no tensor: {x}")
+        x = self.conv(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        x = torch.relu(x) if self.config.act.lower() == "relu" else self.conv(x)
+        outputs = []
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i in self.taps:
+                outputs.append(x)
+        identity = x if self.shortcut is None else self.shortcut(x)
+        y = self.norm2(self.conv2(x)) + identity
+        if scale is not None:
+            y = y * scale
+        if torch.jit.is_scripting():
+            warnings.warn("scripted", stacklevel=2)
+        return [torch.flatten(y, 1), *outputs] if names is None else y
+
+
+def test_harmless_code_is_no_objection() -> None:
+    model = randomise(Harmless())
+    optimized, report = optimize(model)
+    assert report.left(CONV) == []
+    assert len(report.done(CONV)) == 3
+    assert_right(optimized, model, images())
+    assert_right(optimized, model, images(), torch.randn(3, 1, 1))
+    with torch.no_grad():
+        x = images()
+        assert torch.equal(optimized([x[:1], x[1:]], names="y"), optimized(x, names="y"))
 
 
 def test_norm_in_training_mode_is_left() -> None:
