@@ -30,7 +30,7 @@ from transforms._modules import (
     own_tensors,
     plain_kind,
 )
-from transforms._source import Reader, Use, modules_in, modules_of_function, reads_only
+from transforms._source import Reader, Use, modules_behind, modules_of_function, reads_only
 from transforms._watch import TensorReads, Watch
 
 Kinds = tuple[type[nn.Module], ...]
@@ -276,7 +276,7 @@ class _Calls:
         self.read |= trace.read
         for node in trace.graph.nodes:
             if node.op == "get_attr":
-                if not all(_reads_shape(user, node) for user in node.users):
+                if not all(_asks_geometry(u, node) or _reads_shape(u, node) for u in node.users):
                     self.read.add(trace.modules[node.target])
             elif node.op == "call_module":
                 module = trace.modules[node.target]
@@ -303,7 +303,7 @@ class _Calls:
         """Explore the children of a module whose own code could not be traced."""
         for attribute, value in vars(box).items():
             if attribute != "_modules":
-                for module in modules_in(value):
+                for module in modules_behind(value):
                     why = f"{self.name(box)} cannot be traced and has it in {attribute} too"
                     self._distrust(module, why)
         for use in Reader(box).forward(box):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import inspect
 import itertools
 import types
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from transforms._conditions import Source, source_of
 
@@ -24,6 +27,7 @@ _ASKS = ("isinstance", "type", "id", "len", "bool", "callable")
 """Builtins that read nothing inside a module."""
 _BY_NAME = ("hasattr", "getattr")
 _OF_TENSORS = {"device", "dtype", "is_cuda", "shape", "ndim", "requires_grad"}
+_OF_TENSORS |= {"is_floating_point", "dim", "size", "numel"}
 
 
 class Use(NamedTuple):
@@ -82,12 +86,12 @@ class Reader:
         for each in ast.walk(node):
             match each:
                 case ast.Attribute(attr=name):
-                    yield from self._attribute(each, name, source, modules)
+                    yield from self._attribute(each, name, source, modules, namespace)
                 case ast.Name(id=name) if name in modules:
                     for module in modules[name]:
                         yield from self._variable(each, module, source)
                 case ast.Name(id=name):
-                    for module in modules_in(namespace.get(name)):
+                    for module in modules_behind(namespace.get(name)):
                         yield Use(module, False)
                 case ast.Constant(value=str(name)) if not _is_text(each, source):
                     for module in itertools.chain(*modules.values()):
@@ -100,15 +104,17 @@ class Reader:
         name: str,
         source: Source,
         modules: Mapping[str, Iterable[nn.Module]],
+        namespace: Mapping[str, object],
     ) -> Iterator[Use]:
-        owners = self._owners(node.value, modules)
+        owners = _owners(node.value, modules, namespace)
         if owners is None:
             if _is_super(node.value):
                 for owner in modules.get((source.parameters or [""])[0], ()):
                     yield from self._method(name, owner, of_bases=True)
             children = self._by_name.get(name, set())
-            reached = {self._model} if name in _REACHING else set()
-            readers = self._methods.get(name, set())
+            reaches = name in _REACHING and (name.startswith("_") or _is_called(node, source))
+            reached = {self._model} if reaches else set()
+            readers = set() if hasattr(Tensor, name) else self._methods.get(name, set())
         else:
             own = [owner._modules.get(name) for owner in owners]
             children = {child for child in own if child is not None}
@@ -124,14 +130,6 @@ class Reader:
                 yield Use(module, False)
         for module in readers:
             yield from self._method(name, module)
-
-    def _owners(
-        self, value: ast.expr, modules: Mapping[str, Iterable[nn.Module]]
-    ) -> list[nn.Module] | None:
-        """The modules that an expression may be; None if it may be anything."""
-        if isinstance(value, ast.Name) and value.id in modules:
-            return list(modules[value.id])
-        return None
 
     def _variable(self, node: ast.Name, module: nn.Module, source: Source) -> Iterator[Use]:
         if _is_called(node, source):
@@ -161,9 +159,10 @@ class Reader:
             yield Use(module, False)
             return
         modules = {source.parameters[0]: [module]} if source.parameters else {}
+        namespace = ChainMap(_closure(function), function.__globals__)
         body: list[ast.AST] = source.tree.body  # type: ignore[attr-defined]
         for node in body:
-            yield from self.code(node, source, modules, function.__globals__)
+            yield from self.code(node, source, modules, namespace)
 
 
 def modules_in(value: object) -> Iterator[nn.Module]:
@@ -175,13 +174,43 @@ def modules_in(value: object) -> Iterator[nn.Module]:
             yield from modules_in(item)
 
 
+def modules_behind(*values: object) -> Iterator[nn.Module]:
+    """The modules that values hold, in the attributes of other objects and in closures too."""
+    waiting, seen = [*values], set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, type | types.ModuleType | Tensor):
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            yield value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+        elif isinstance(value, types.FunctionType):
+            waiting += _closure(value).values()
+        elif isinstance(value, types.MethodType):
+            waiting.append(value.__self__)
+        elif isinstance(value, functools.partial):
+            waiting += [value.func, value.args, value.keywords]
+        else:
+            waiting += getattr(value, "__dict__", {}).values()
+
+
+def _closure(function: types.FunctionType) -> dict[str, object]:
+    """The variables of enclosing functions that a function uses."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # a variable that was deleted
+            found[name] = cell.cell_contents
+    return found
+
+
 def modules_of_function(function: types.FunctionType) -> Iterator[nn.Module]:
     """The modules that a function can reach by itself: by globals, a closure or defaults."""
-    for name in all_names(function.__code__):
-        yield from modules_in(function.__globals__.get(name))
-    for cell in function.__closure__ or ():
-        yield from modules_in(cell.cell_contents)
-    yield from modules_in(function.__defaults__)
+    named = [function.__globals__.get(name) for name in all_names(function.__code__)]
+    yield from modules_behind(named, _closure(function), function.__defaults__)
 
 
 def reads_only(function: types.FunctionType, place: int, names: set[str]) -> bool:
@@ -266,6 +295,24 @@ def _is_torchs(thing: type | Callable[..., Any]) -> bool:
     return (thing.__module__ or "").partition(".")[0] == "torch"
 
 
+def _owners(
+    value: ast.expr, modules: Mapping[str, Iterable[nn.Module]], namespace: Mapping[str, object]
+) -> list[nn.Module] | None:
+    """The modules that an expression may be, none for another object; None if that is unknown."""
+    if isinstance(value, ast.Name):
+        if value.id in modules:
+            return list(modules[value.id])
+        is_other = value.id in namespace and not any(modules_behind(namespace[value.id]))
+        return [] if is_other else None
+    if not isinstance(value, ast.Attribute):
+        return None
+    owners = _owners(value.value, modules, namespace)
+    if owners is None or not all(value.attr in vars(owner) for owner in owners):
+        return None  # a child, a property, a method
+    held = [vars(owner)[value.attr] for owner in owners]
+    return None if any(modules_behind(held)) else []
+
+
 def _is_super(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and _is_name(node.func, ("super",))
 
@@ -316,17 +363,28 @@ def _is_index(use: ast.AST, source: Source) -> bool:
 
 
 def _reads_meta_data(node: ast.Attribute, source: Source) -> bool:
-    """Whether ``x.parameters`` is in ``next(x.parameters()).device`` or the like."""
+    """Whether of ``x.parameters()`` only devices and the like are read.
+
+    As in ``next(x.parameters()).device`` and ``(p.dtype for p in x.parameters())``.
+    """
     call = source.parents.get(node)
-    following = source.parents.get(call) if call is not None else None
-    reader = source.parents.get(following) if following is not None else None
-    return (
-        node.attr in ("parameters", "buffers")
-        and isinstance(following, ast.Call)
-        and _is_name(following.func, ("next",))
-        and isinstance(reader, ast.Attribute)
-        and reader.attr in _OF_TENSORS
+    user = source.parents.get(call) if isinstance(call, ast.Call) else None
+    if node.attr not in ("parameters", "buffers") or user is None:
+        return False
+    if isinstance(user, ast.Call) and _is_name(user.func, ("next",)):
+        return _asks_tensor(user, source)
+    if not (isinstance(user, ast.comprehension) and isinstance(user.target, ast.Name)):
+        return False
+    return all(
+        _asks_tensor(use, source)
+        for use in ast.walk(source.parents[user])
+        if isinstance(use, ast.Name) and use.id == user.target.id and use is not user.target
     )
+
+
+def _asks_tensor(node: ast.AST, source: Source) -> bool:
+    parent = source.parents.get(node)
+    return isinstance(parent, ast.Attribute) and parent.attr in _OF_TENSORS
 
 
 def _is_text(node: ast.AST, source: Source) -> bool:

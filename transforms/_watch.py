@@ -12,6 +12,7 @@ import os
 import sys
 import sysconfig
 import types
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -99,10 +100,12 @@ def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
 class _Function:
     """One function of the user's, as one module runs it."""
 
-    def __init__(self, code: types.CodeType, namespace: Mapping[str, object]) -> None:
+    def __init__(self, frame: types.FrameType) -> None:
+        code, variables = frame.f_code, frame.f_locals
         self.source: Source | None = source_of(code)
         self._file = code.co_filename
-        self.namespace = namespace
+        enclosed = {name: variables[name] for name in code.co_freevars if name in variables}
+        self.namespace: Mapping[str, object] = ChainMap(enclosed, frame.f_globals)
         self.modules: dict[str, set[nn.Module]] = {}
         """By the name of a local variable, what modules it has held."""
         self.ran: set[int] = set()
@@ -171,7 +174,7 @@ class Watch:
         if not _is_users(code.co_filename):
             return None
         function = self._enclosing(frame) or self._functions.setdefault(
-            self._key(frame), _Function(code, frame.f_globals)
+            self._key(frame), _Function(frame)
         )
         if function.source is None and not _has_conditions(code):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import types
 import warnings
@@ -416,6 +417,11 @@ def _calls_conv_alone(block: nn.Module, x: Tensor) -> Tensor:
     return block.conv(x) if x.sum() > -1e9 else x
 
 
+def _applies(function: Any, x: Tensor) -> Tensor:
+    """Nor this one, whatever it is given."""
+    return function(x) if x.sum() > -1e9 else x
+
+
 _SHARED: dict[str, nn.Module] = {}
 
 
@@ -486,6 +492,33 @@ class HandsOverGlobal(HandsOverParent):
         if x.sum() > 1e9:
             return x
         return self.block(x) + _SHARED["block"].conv(x)
+
+
+class HandsOverMethod(HandsOverParent):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + _applies(self.block.conv.forward, x)
+
+
+class HoldsInObject(HandsOverParent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = types.SimpleNamespace(first=functools.partial(self.block.conv))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        return self.block(x) + self.extra.first(x)
+
+
+def _held_by_closure() -> nn.Module:
+    class Closes(HandsOverParent):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e9:
+                return x
+            return self.block(x) + held.block.conv(x)
+
+    model = held = Closes()
+    return model
 
 
 class Forwards(nn.Module):
@@ -655,6 +688,9 @@ HIDDEN: dict[str, Callable[[], nn.Module]] = {
     "parent handed over, unmarked": HandsOverParentUnmarked,
     "self handed over": HandsOverSelf,
     "held by a global dict": HandsOverGlobal,
+    "method handed over": HandsOverMethod,
+    "held by an object": HoldsInObject,
+    "held by a closure": _held_by_closure,
     "__getattr__": Forwards,
     "untraceable, modules()": _untraceable(lambda m: [*m.modules()][2]),
     "untraceable, _modules": _untraceable(lambda m: m._modules["block"].conv),
