@@ -100,21 +100,22 @@ class _Lowered:
 
     def __init__(self, param: Parameter, dtype: torch.dtype) -> None:
         self.param = param
-        self._dtype = dtype
+        self.dtype = dtype
         self._grad: Tensor | None = None
         self.residue: _residue.Residue | None = None
 
     def lower(self) -> None:
-        if self.param.dtype != torch.float32:
+        if self.param.dtype != torch.float32 or self.param.is_meta:
             return
         is_used_up = is_ours_alone(self.param)
         self._grad, self.param.grad = self.param.grad, None
-        rounded, self.residue = _residue.split(self.param.data, self._dtype, is_used_up)
-        self.param.data = rounded
+        values = self.param.data
+        rounded, self.residue = _residue.split(values, self.dtype, is_used_up)
+        self.param.data = _plain.shared_as(rounded, values)
 
     def values(self) -> Tensor:
         """In float32."""
-        if self.residue is None or self.param.dtype != self._dtype:
+        if self.residue is None or self.param.dtype != self.dtype:
             return self.param.data
         return _residue.join(self.param.data, self.residue)
 
@@ -149,9 +150,10 @@ class Cast:
             lowered.lift()
 
     def redo(self) -> None:
-        """Round the parameters, which loading may have exchanged."""
+        """Round the parameters, which loading or moving may have replaced by others."""
         for name, lowered in self._lowered.items():
             param = self._module._parameters[name]
             if param is not None and param is not lowered.param:
-                lowered.param = param
-            lowered.lower()
+                # Other modules may still have the parameter that was replaced.
+                self._lowered[name] = _Lowered(param, lowered.dtype)
+            self._lowered[name].lower()

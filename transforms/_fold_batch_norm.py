@@ -77,12 +77,14 @@ class Fold:
         self._feeder: Any = feeder
         self._norm: Any = norm
         self._dtype: torch.dtype | None = None
-        """of the folded weight; None is that of the plain one."""
+        """of a folded weight that is float32 when plain; None is float32."""
         self._is_done = False
         self._strides: tuple[int, ...] | None = None
         self._weight: Tensor
         self._bias: Parameter | None
         self._bias_values: Tensor | None
+        self._added_bias: Parameter | None = None
+        """of a module that has none when plain; always the same, as an optimizer may hold it."""
         self._norm_parameters: dict[str, Parameter | None]
         self._norm_buffers: dict[str, Tensor | None]
 
@@ -128,23 +130,25 @@ class Fold:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """To which the folded weight is rounded; None if it is not."""
+        """To which a folded float32 weight is rounded; None if it is not."""
         return self._dtype
 
     def round_to(self, dtype: torch.dtype | None) -> str | None:
         """Fold again, from the plain tensors, to ``dtype``; or why that cannot be."""
         before, strides = self._dtype, self._feeder.weight.stride()
         self.undo()
-        self._dtype = dtype
-        reason = None
-        if not all(t.isfinite().all() for t in self._folded()):
-            self._dtype, reason = before, f"would overflow {dtype} when folded"
-        self._strides = strides
+        self._dtype, self._strides = dtype, strides
         self.redo()
-        return reason
+        if self._is_done:
+            return None
+        self._dtype = before
+        self.redo()
+        return f"would overflow {dtype} when folded"
 
     def plain(self, module: nn.Module) -> Mapping[str, Tensor | None]:
-        """The tensors of a checkpoint."""
+        """The tensors of a checkpoint that ``module`` has not itself."""
+        if not self._is_done:
+            return {}
         device = self._feeder.weight.device
         if module is self._feeder:
             tensors: dict[str, Tensor | None] = {"weight": self._weight, "bias": self._bias_values}
@@ -178,20 +182,26 @@ class Fold:
         self._is_done = False
 
     def redo(self) -> None:
-        """Fold what both hold."""
-        if self._is_done:
-            return
+        """Fold what both hold; both stay plain if that would be infinite, or has no values."""
         feeder, norm = self._feeder, self._norm
+        if self._is_done or not all(
+            t.is_floating_point() and not t.is_meta for t in self._tensors()
+        ):
+            return
         weight, bias = self._folded()
+        if not (weight.isfinite().all() and bias.isfinite().all()):
+            return
         self._weight, self._bias = feeder.weight.data, feeder.bias
         self._bias_values = None if feeder.bias is None else feeder.bias.data
         self._norm_parameters = dict(norm._parameters)
         self._norm_buffers = dict(norm._buffers)
-        _put(feeder.weight, _laid_out(weight, self._strides))
+        weight = _laid_out(weight, self._strides)
+        _put(feeder.weight, _plain.shared_as(weight, self._weight))
         if feeder.bias is None:
-            feeder.bias = Parameter(bias, requires_grad=feeder.weight.requires_grad)
-        else:
-            _put(feeder.bias, bias)
+            if self._added_bias is None:
+                self._added_bias = Parameter(bias, requires_grad=feeder.weight.requires_grad)
+            feeder.bias = self._added_bias
+        _put(feeder.bias, _plain.shared_as(bias, self._weight))
         norm._parameters.clear()
         norm._buffers.clear()
         stand_in(norm, FoldedBatchNorm, self._dimensions())
@@ -220,8 +230,9 @@ class Fold:
             norm.eps,
             groups,
         )
-        dtype = self._dtype or feeder.weight.dtype
-        device = feeder.weight.device
+        device, dtype = feeder.weight.device, feeder.weight.dtype
+        if self._dtype is not None and dtype == torch.float32:
+            dtype = self._dtype
         return weight.to(device, dtype), bias.to(device, dtype)
 
 

@@ -217,7 +217,9 @@ def optimize(
     A model in eval mode is optimized for inference, one in training mode with its optimizer for
     training. What is not safe is left alone; :func:`transforms.report` says what was done, what
     was not, and why. The model keeps its class, hooks and names; ``state_dict()`` gives what the
-    plain model's gives, and either loads into the other. :func:`transforms.restore` undoes it.
+    plain model's gives, and either loads into the other. :func:`transforms.restore` undoes it. A
+    model that is moved afterwards (``to``, ``half``, ``share_memory``) saves, and is restored to,
+    what the plain model would be after that move.
 
     Of each knob None is the level's default, True asks for it, and False turns it off.
 
