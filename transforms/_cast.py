@@ -102,6 +102,9 @@ class _Lowered:
         self.param = param
         self.dtype = dtype
         self._grad: Tensor | None = None
+        """float32, from before the parameter was rounded."""
+        self._is_trained = False
+        """whether the parameter had a 16-bit gradient when it was made float32 last."""
         self.residue: _residue.Residue | None = None
 
     def lower(self) -> None:
@@ -112,6 +115,8 @@ class _Lowered:
         values = self.param.data
         rounded, self.residue = _residue.split(values, self.dtype, is_used_up)
         self.param.data = _plain.shared_as(rounded, values)
+        if self._is_trained and self._grad is not None:
+            self.param.grad, self._grad = self._grad.to(self.dtype), None
 
     def values(self) -> Tensor:
         """In float32."""
@@ -122,7 +127,11 @@ class _Lowered:
     def lift(self) -> None:
         if self.residue is not None:
             values, self.residue = self.values(), None
+            grad, self.param.grad = self.param.grad, None
             self.param.data = values
+            self._is_trained = grad is not None
+            if grad is not None:
+                self._grad = grad.to(values.dtype)
         if self._grad is not None:
             self.param.grad, self._grad = self._grad, None
 

@@ -221,6 +221,13 @@ def optimize(
     model that is moved afterwards (``to``, ``half``, ``share_memory``) saves, and is restored to,
     what the plain model would be after that move.
 
+    A model optimized for inference keeps what it learns in eval mode, and what is written into its
+    parameters: ``state_dict()`` and ``restore`` give a plain model that computes the same. What a
+    folded weight learnt is divided by the BatchNorm's scale, and what its bias learnt goes to the
+    BatchNorm's bias; values that did not change keep every bit. In training mode a folded BatchNorm
+    raises: restore the model first. Write through ``load_state_dict``, not into the tensors of
+    ``state_dict()``, which the model does not compute with.
+
     Of each knob None is the level's default, True asks for it, and False turns it off.
 
     Args:
@@ -372,7 +379,7 @@ def restore(
 ) -> nn.Module | tuple[nn.Module, Optimizer]:
     """Undo all that :func:`transforms.optimize` did, in place and bit for bit.
 
-    What was loaded or trained since is kept.
+    What was loaded, written or trained since is kept: the model computes what it did before.
 
     Args:
         model: what ``optimize`` returned.
