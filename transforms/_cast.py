@@ -145,7 +145,16 @@ class Cast:
 
     def plain(self, module: nn.Module) -> Mapping[str, Tensor | None]:
         """The tensors of a checkpoint."""
-        return {name: lowered.values() for name, lowered in self._lowered.items()}
+        lowered = {id(each.param): each for each in self._lowered.values()}
+        own = module._parameters.items()  # where pruning may have given one another name
+        return {name: lowered[id(p)].values() for name, p in own if id(p) in lowered}
+
+    def check(self) -> None:
+        """Raise if a weight is computed from others now, into which the rounded one went."""
+        own = set(map(id, self._module._parameters.values()))
+        for name, lowered in self._lowered.items():
+            if name not in self._module._parameters and id(lowered.param) not in own:
+                raise _plain.changed(self._module, f"got a parametrization of its {name}")
 
     def kept(self) -> Iterator[Tensor]:
         """What rounding lost."""
@@ -161,7 +170,7 @@ class Cast:
     def redo(self) -> None:
         """Round the parameters, which loading or moving may have replaced by others."""
         for name, lowered in self._lowered.items():
-            param = self._module._parameters[name]
+            param = self._module._parameters.get(name)
             if param is not None and param is not lowered.param:
                 # Other modules may still have the parameter that was replaced.
                 self._lowered[name] = _Lowered(param, lowered.dtype)

@@ -155,8 +155,23 @@ class Fold:
         """The tensors of a checkpoint that ``module`` has not itself."""
         if not self._is_done:
             return {}
-        tensors = self._plain_tensors(module)
+        unsaved = module._non_persistent_buffers_set
+        tensors = {k: t for k, t in self._plain_tensors(module).items() if k not in unsaved}
         return {k: None if t is None else t.detach() for k, t in tensors.items()}
+
+    def check(self) -> None:
+        """Raise if the folded weight or bias was replaced by what cannot be unfolded."""
+        if not self._is_done:
+            return
+        kept = self._plain_pair()
+        for name, shape in (("weight", kept.weight.shape), ("bias", kept.mean.shape)):
+            param = self._feeder._parameters.get(name)
+            if param is None:
+                raise _plain.changed(
+                    self._feeder, f"lost its {name}, to pruning or a parametrization,"
+                )
+            if param.shape != shape:
+                raise _plain.changed(self._feeder, f"got a {name} of another shape")
 
     def kept(self) -> Iterator[Tensor]:
         """What folding replaced."""
@@ -187,9 +202,9 @@ class Fold:
     def redo(self) -> None:
         """Fold what both hold; both stay plain if that would be infinite, or has no values."""
         feeder, norm = self._feeder, self._norm
-        if self._is_done or not all(
-            t.is_floating_point() and not t.is_meta for t in self._tensors()
-        ):
+        if self._is_done or has_computed_tensors(feeder) or has_computed_tensors(norm):
+            return
+        if not all(t.is_floating_point() and not t.is_meta for t in self._tensors()):
             return
         weight, bias = self._folded()
         if not (weight.isfinite().all() and bias.isfinite().all()):

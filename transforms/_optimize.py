@@ -391,6 +391,8 @@ def restore(
     Raises:
         ValueError: the model was not optimized, or finalized since; the optimizer is another's; or
             weights are split, and the optimizer that has their lower halves is not given.
+        RuntimeError: a folded or rounded weight was pruned, parametrized or given another shape
+            since. Whatever is raised, nothing was changed.
 
     Example:
         >>> import torch
@@ -409,6 +411,7 @@ def restore(
     if optimizer is not None:
         check_same_parameters(model, optimizer)
     check_halves(model, optimizer)
+    _plain.check_all(model)
     for passes in (TRAINING, INFERENCE):
         for each in reversed(passes):
             each.undo(model, optimizer)

@@ -27,6 +27,10 @@ class Rewrite(Protocol):
         """The tensors of ``module`` that its checkpoint holds, by their names; None: it has not."""
         ...
 
+    def check(self) -> None:
+        """Raise unless the modules can be made plain."""
+        ...
+
     def undo(self) -> None:
         """Make the modules plain, with the values that they had."""
         ...
@@ -45,10 +49,28 @@ def attach(module: nn.Module, rewrite: Rewrite) -> None:
     vars(module)[_REWRITE] = rewrite
     vars(module)[_APPLY] = functools.partial(_move, module)
     vars(module)[_HANDLES] = [
-        module.register_state_dict_post_hook(_save),  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(_before_load),  # type: ignore[no-untyped-call]
+        hook_save(module, _save),
+        hook_load(module, _before_load),
         module.register_load_state_dict_post_hook(_after_load),  # type: ignore[no-untyped-call]
     ]
+
+
+def hook_save(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
+    """Have ``state_dict`` call ``hook`` before the hooks of others, which see what it gave."""
+    handle: RemovableHandle = module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+    _call_first(module._state_dict_hooks, handle)
+    return handle
+
+
+def hook_load(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
+    """Have ``load_state_dict`` call ``hook`` before the hooks of others."""
+    handle: RemovableHandle = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+    _call_first(module._load_state_dict_pre_hooks, handle)
+    return handle
+
+
+def _call_first(hooks: Any, handle: RemovableHandle) -> None:
+    hooks.move_to_end(handle.id, last=False)  # an OrderedDict
 
 
 def detach(module: nn.Module) -> None:
@@ -69,6 +91,21 @@ def rewrites(model: nn.Module) -> list[Rewrite]:
     """All that was done to the tensors of ``model``, once each."""
     found = [find(module) for module in model.modules()]
     return list({id(rewrite): rewrite for rewrite in found if rewrite is not None}.values())
+
+
+def check_all(model: nn.Module) -> None:
+    """Raise unless all modules can be made plain."""
+    for rewrite in rewrites(model):
+        rewrite.check()
+
+
+def changed(module: nn.Module, how: str) -> RuntimeError:
+    """The error of a module that was changed so that it cannot be made plain."""
+    return RuntimeError(
+        f"{type(module).__name__} {how} since transforms.optimize, so its plain tensors cannot be "
+        "computed: undo that, or call transforms.finalize(model), after which the model saves what "
+        "it computes with"
+    )
 
 
 def undo_all(model: nn.Module) -> None:
@@ -99,6 +136,7 @@ def shared_as(values: Tensor, source: Tensor) -> Tensor:
 
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
     rewrite = vars(module)[_REWRITE]
+    rewrite.check()
     for name, tensor in rewrite.plain(module).items():
         if tensor is None:
             state_dict.pop(prefix + name, None)
@@ -107,7 +145,9 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: 
 
 
 def _before_load(module: nn.Module, *_: object) -> None:
-    vars(module)[_REWRITE].undo()
+    rewrite = vars(module)[_REWRITE]
+    rewrite.check()
+    rewrite.undo()
 
 
 def _after_load(module: nn.Module, _: object) -> None:
@@ -119,6 +159,7 @@ def _move(
 ) -> nn.Module:
     """``Module._apply``, on the plain tensors."""
     rewrite = vars(module)[_REWRITE]
+    rewrite.check()
     rewrite.undo()
     try:
         type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]

@@ -254,8 +254,8 @@ def _attach(model: nn.Module, halves: Halves) -> None:
         if not any(p in halves for p in own) or any(h.halves is halves for h in attached):
             continue
         handles: list[RemovableHandle] = [
-            module.register_state_dict_post_hook(_Saving(halves)),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(_Loading(halves)),  # type: ignore[no-untyped-call]
+            _plain.hook_save(module, _Saving(halves)),
+            _plain.hook_load(module, _Loading(halves)),
         ]
         if type(module) in _COMPUTING:
             handles.append(module.register_forward_pre_hook(_require_autocast))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
 
 from fusedoptim import FusedSGD, transforms
@@ -304,3 +305,124 @@ def test_restored_twice() -> None:
     with pytest.raises(ValueError, match="has no report"):
         transforms.restore(optimized)
     assert_same_state(optimized.state_dict(), state)
+
+
+class TestHooksOfOthers:
+    """Hooks registered before optimizing see plain tensors, each once."""
+
+    @staticmethod
+    def _rename(_: Any, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
+        state_dict[prefix + "kernel"] = state_dict.pop(prefix + "weight")
+
+    def test_of_state_dict(self) -> None:
+        plain, _ = make()
+        plain[0].register_state_dict_post_hook(self._rename)
+        optimized = transforms.optimize(plain)
+        state, expected = optimized.state_dict(), plain.state_dict()
+        assert state.keys() == expected.keys()
+        assert torch.equal(state["0.kernel"], expected["0.kernel"])
+
+    def test_of_state_dict_with_split_weights(self) -> None:
+        model = nn.Sequential(nn.Linear(3, 4))
+        exact = model[0].weight.detach().clone()
+        model[0].register_state_dict_post_hook(self._rename)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
+        state = model.state_dict()
+        assert state.keys() == {"0.kernel", "0.bias"}
+        assert torch.equal(state["0.kernel"], exact)
+
+    def test_of_load_state_dict(self) -> None:
+        plain, _ = make()
+        seen: list[Any] = []
+        plain[1].register_load_state_dict_pre_hook(lambda m, *_: seen.append(type(m)))
+        plain[1].register_load_state_dict_post_hook(lambda m, _: seen.append(type(m)))
+        transforms.optimize(plain).load_state_dict(plain.state_dict())
+        assert seen == [nn.BatchNorm2d, nn.BatchNorm2d]
+
+
+def test_buffer_that_is_not_saved() -> None:
+    plain, _ = make()
+    plain[1].register_buffer("extra", torch.ones(3), persistent=False)
+    optimized = transforms.optimize(plain)
+    assert_same_state(optimized.state_dict(), plain.state_dict())
+    plain.load_state_dict(optimized.state_dict())
+    assert torch.equal(transforms.restore(optimized)[1].extra, torch.ones(3))
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "pruned": lambda conv: prune.l1_unstructured(conv, "weight", 0.5),
+    "parametrized": parametrizations.weight_norm,
+    "of another shape": lambda conv: setattr(conv, "weight", nn.Parameter(torch.ones(4, 3, 3, 3))),
+    "without the bias": lambda conv: setattr(conv, "bias", None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_folded_module_that_is_changed_otherwise(name: str) -> None:
+    plain, _ = make()
+    plain.append(nn.Conv2d(8, 3, 1)).append(nn.BatchNorm2d(3).eval())
+    optimized = transforms.optimize(plain.eval(), auto_channels_last=False)
+    CHANGES[name](optimized[3])
+    types = [type(module) for module in optimized]
+    actions: list[Callable[[], object]] = [
+        optimized.state_dict,
+        lambda: transforms.restore(optimized),
+        optimized[3].double,
+        lambda: optimized[3].load_state_dict({}, strict=False),
+    ]
+    for action in actions:
+        with pytest.raises(RuntimeError, match=r"Conv2d .*transforms.finalize\(model\)"):
+            action()
+        assert [type(module) for module in optimized] == types
+    transforms.report(optimized)
+    transforms.finalize(optimized).state_dict()
+
+
+def test_pruned_for_good_after_folding() -> None:
+    plain, x = make()
+    optimized = transforms.optimize(plain, auto_channels_last=False)
+    prune.l1_unstructured(optimized[0], "weight", 0.5)
+    prune.remove(optimized[0], "weight")
+    assert optimized[0].weight.count_nonzero() == 4 * 27
+    assert optimized.state_dict()["0.weight"].count_nonzero() == 4 * 27
+    assert_kept(optimized, plain, x)
+
+
+def test_parameter_replaced_after_rounding() -> None:
+    plain = nn.Sequential(nn.Linear(5, 8)).eval()
+    optimized = transforms.optimize(plain, dtype=torch.bfloat16)
+    weight = torch.randn(8, 5)
+    optimized[0].weight = nn.Parameter(weight.clone())
+    assert torch.equal(optimized.state_dict()["0.weight"], weight)
+    assert torch.equal(transforms.restore(optimized)[0].weight, weight)
+
+
+def test_pruned_after_rounding() -> None:
+    plain = nn.Sequential(nn.Linear(5, 8)).eval()
+    optimized = transforms.optimize(plain, dtype=torch.bfloat16)
+    prune.identity(optimized[0], "weight")
+    state = optimized.state_dict()
+    assert "0.weight" not in state
+    assert torch.equal(state["0.weight_orig"], plain[0].weight)
+    transforms.restore(optimized)
+    assert torch.equal(prune.remove(optimized[0], "weight").weight, plain[0].weight)
+
+
+def test_parametrized_after_rounding() -> None:
+    plain = nn.Sequential(nn.Linear(5, 8)).eval()
+    optimized = transforms.optimize(plain, dtype=torch.bfloat16)
+    parametrizations.weight_norm(optimized[0])
+    for action in (optimized.state_dict, lambda: transforms.restore(optimized)):
+        with pytest.raises(RuntimeError, match=r"Linear .*transforms.finalize\(model\)"):
+            action()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_finalized_model_loads_what_it_saves(dtype: torch.dtype | None) -> None:
+    _, x = make()
+    first, second = (transforms.optimize(make()[0], dtype=dtype) for _ in range(2))
+    transforms.finalize(first).load_state_dict(transforms.finalize(second).state_dict())
+    assert_same_state(first.state_dict(), second.state_dict())
+    with torch.no_grad(), torch.autocast("cpu", enabled=dtype is not None):
+        assert torch.equal(first(x), second(x))
