@@ -100,28 +100,38 @@ class _Lowered:
 
     def __init__(self, param: Parameter, dtype: torch.dtype) -> None:
         self.param = param
-        self._dtype = dtype
+        self.dtype = dtype
         self._grad: Tensor | None = None
+        """float32, from before the parameter was rounded."""
+        self._is_trained = False
+        """whether the parameter had a 16-bit gradient when it was made float32 last."""
         self.residue: _residue.Residue | None = None
 
     def lower(self) -> None:
-        if self.param.dtype != torch.float32:
+        if self.param.dtype != torch.float32 or self.param.is_meta:
             return
         is_used_up = is_ours_alone(self.param)
         self._grad, self.param.grad = self.param.grad, None
-        rounded, self.residue = _residue.split(self.param.data, self._dtype, is_used_up)
-        self.param.data = rounded
+        values = self.param.data
+        rounded, self.residue = _residue.split(values, self.dtype, is_used_up)
+        self.param.data = _plain.shared_as(rounded, values)
+        if self._is_trained and self._grad is not None:
+            self.param.grad, self._grad = self._grad.to(self.dtype), None
 
     def values(self) -> Tensor:
         """In float32."""
-        if self.residue is None or self.param.dtype != self._dtype:
+        if self.residue is None or self.param.dtype != self.dtype:
             return self.param.data
         return _residue.join(self.param.data, self.residue)
 
     def lift(self) -> None:
         if self.residue is not None:
             values, self.residue = self.values(), None
+            grad, self.param.grad = self.param.grad, None
             self.param.data = values
+            self._is_trained = grad is not None
+            if grad is not None:
+                self._grad = grad.to(values.dtype)
         if self._grad is not None:
             self.param.grad, self._grad = self._grad, None
 
@@ -135,7 +145,16 @@ class Cast:
 
     def plain(self, module: nn.Module) -> Mapping[str, Tensor | None]:
         """The tensors of a checkpoint."""
-        return {name: lowered.values() for name, lowered in self._lowered.items()}
+        lowered = {id(each.param): each for each in self._lowered.values()}
+        own = module._parameters.items()  # where pruning may have given one another name
+        return {name: lowered[id(p)].values() for name, p in own if id(p) in lowered}
+
+    def check(self) -> None:
+        """Raise if a weight is computed from others now, into which the rounded one went."""
+        own = set(map(id, self._module._parameters.values()))
+        for name, lowered in self._lowered.items():
+            if name not in self._module._parameters and id(lowered.param) not in own:
+                raise _plain.changed(self._module, f"got a parametrization of its {name}")
 
     def kept(self) -> Iterator[Tensor]:
         """What rounding lost."""
@@ -149,9 +168,10 @@ class Cast:
             lowered.lift()
 
     def redo(self) -> None:
-        """Round the parameters, which loading may have exchanged."""
+        """Round the parameters, which loading or moving may have replaced by others."""
         for name, lowered in self._lowered.items():
-            param = self._module._parameters[name]
+            param = self._module._parameters.get(name)
             if param is not None and param is not lowered.param:
-                lowered.param = param
-            lowered.lower()
+                # Other modules may still have the parameter that was replaced.
+                self._lowered[name] = _Lowered(param, lowered.dtype)
+            self._lowered[name].lower()

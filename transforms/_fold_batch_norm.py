@@ -6,14 +6,18 @@ With running mean :math:`\mu` and variance :math:`\sigma^2`, for each output cha
     s = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} \qquad
     W' = s W \qquad b' = \beta + s (b - \mu)
 
-computed in float64 and rounded once.
+computed in float64 and rounded once. What the folded weight and bias learn is unfolded again:
+
+.. math::
+    W = W' / s \qquad \beta = b' - s (b - \mu)
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,14 +81,18 @@ class Fold:
         self._feeder: Any = feeder
         self._norm: Any = norm
         self._dtype: torch.dtype | None = None
-        """of the folded weight; None is that of the plain one."""
+        """of a folded weight that is float32 when plain; None is float32."""
         self._is_done = False
         self._strides: tuple[int, ...] | None = None
-        self._weight: Tensor
         self._bias: Parameter | None
-        self._bias_values: Tensor | None
+        self._feeder_tensors: dict[str, Any]
+        """weight and bias when plain."""
         self._norm_parameters: dict[str, Parameter | None]
         self._norm_buffers: dict[str, Tensor | None]
+        self._digest: bytes
+        """of what they were folded to."""
+        self._added_bias: Parameter | None = None
+        """of a module that has none when plain; always the same, as an optimizer may hold it."""
 
     def objection(self, sharers: Mapping[int, list[str]]) -> str | None:
         """Why the two cannot be folded, given the modules that share each parameter."""
@@ -130,70 +138,94 @@ class Fold:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """To which the folded weight is rounded; None if it is not."""
+        """To which a folded float32 weight is rounded; None if it is not."""
         return self._dtype
 
     def round_to(self, dtype: torch.dtype | None) -> str | None:
         """Fold again, from the plain tensors, to ``dtype``; or why that cannot be."""
         before, strides = self._dtype, self._feeder.weight.stride()
         self.undo()
-        self._dtype = dtype
-        reason = None
-        if not all(t.isfinite().all() for t in self._folded()):
-            self._dtype, reason = before, f"would overflow {dtype} when folded"
-        self._strides = strides
+        self._dtype, self._strides = dtype, strides
         self.redo()
-        return reason
+        if self._is_done:
+            return None
+        self._dtype = before
+        self.redo()
+        return f"would overflow {dtype} when folded"
 
     def plain(self, module: nn.Module) -> Mapping[str, Tensor | None]:
-        """The tensors of a checkpoint."""
-        device = self._feeder.weight.device
-        if module is self._feeder:
-            tensors: dict[str, Tensor | None] = {"weight": self._weight, "bias": self._bias_values}
-        else:
-            tensors = {**self._norm_parameters, **self._norm_buffers}
-        return {k: None if t is None else t.detach().to(device) for k, t in tensors.items()}
+        """The tensors of a checkpoint that ``module`` has not itself."""
+        if not self._is_done:
+            return {}
+        unsaved = module._non_persistent_buffers_set
+        tensors = {k: t for k, t in self._plain_tensors(module).items() if k not in unsaved}
+        return {k: None if t is None else t.detach() for k, t in tensors.items()}
+
+    def check(self) -> None:
+        """Raise if the folded weight or bias was replaced by what cannot be unfolded."""
+        if not self._is_done:
+            return
+        kept = self._plain_pair()
+        for name, shape in (("weight", kept.weight.shape), ("bias", kept.mean.shape)):
+            param = self._feeder._parameters.get(name)
+            if param is None:
+                raise _plain.changed(
+                    self._feeder, f"lost its {name}, to pruning or a parametrization,"
+                )
+            if param.shape != shape:
+                raise _plain.changed(self._feeder, f"got a {name} of another shape")
 
     def kept(self) -> Iterator[Tensor]:
         """What folding replaced."""
-        for module in (self._feeder, self._norm):
-            yield from (t for t in self.plain(module).values() if t is not None)
+        if self._is_done:
+            for module in (self._feeder, self._norm):
+                yield from (t for t in self._kept_tensors(module).values() if t is not None)
 
     def undo(self) -> None:
-        """Make both what they were."""
+        """Make both what they were, with what they learnt since."""
         if not self._is_done:
             return
         feeder, norm = self._feeder, self._norm
-        device = feeder.weight.device
+        feeders, norms = self._plain_tensors(feeder), self._plain_tensors(norm)
         self._strides = feeder.weight.stride()
-        feeder.weight.data = self._weight.to(device)
+        _put(feeder.weight, feeders["weight"])
         feeder.bias = self._bias
-        if self._bias is not None and self._bias_values is not None:
-            self._bias.data = self._bias_values.to(device)
+        if self._bias is not None:
+            _put(self._bias, feeders["bias"])
         revert(norm)
         for name, param in self._norm_parameters.items():
             if param is not None:
-                param.data = param.data.to(device)
+                param.data = norms[name]
             norm._parameters[name] = param
-        for name, buffer in self._norm_buffers.items():
-            norm._buffers[name] = None if buffer is None else buffer.to(device)
+        for name in self._norm_buffers:
+            norm._buffers[name] = norms[name]
         self._is_done = False
 
     def redo(self) -> None:
-        """Fold what both hold."""
-        if self._is_done:
-            return
+        """Fold what both hold; both stay plain if that would be infinite, or has no values."""
         feeder, norm = self._feeder, self._norm
+        if self._is_done or has_computed_tensors(feeder) or has_computed_tensors(norm):
+            return
+        if not all(t.is_floating_point() and not t.is_meta for t in self._tensors()):
+            return
         weight, bias = self._folded()
-        self._weight, self._bias = feeder.weight.data, feeder.bias
-        self._bias_values = None if feeder.bias is None else feeder.bias.data
+        if not (weight.isfinite().all() and bias.isfinite().all()):
+            return
+        self._bias = feeder.bias
+        self._feeder_tensors = {
+            "weight": feeder.weight.data,
+            "bias": None if feeder.bias is None else feeder.bias.data,
+        }
         self._norm_parameters = dict(norm._parameters)
         self._norm_buffers = dict(norm._buffers)
-        _put(feeder.weight, _laid_out(weight, self._strides))
+        strided = _laid_out(weight, self._strides)
+        _put(feeder.weight, _plain.shared_as(strided, self._feeder_tensors["weight"]))
         if feeder.bias is None:
-            feeder.bias = Parameter(bias, requires_grad=feeder.weight.requires_grad)
-        else:
-            _put(feeder.bias, bias)
+            if self._added_bias is None:
+                self._added_bias = Parameter(bias, requires_grad=feeder.weight.requires_grad)
+            feeder.bias = self._added_bias
+        _put(feeder.bias, _plain.shared_as(bias, self._feeder_tensors["weight"]))
+        self._digest = _digest(feeder.weight, feeder.bias)
         norm._parameters.clear()
         norm._buffers.clear()
         stand_in(norm, FoldedBatchNorm, self._dimensions())
@@ -209,22 +241,48 @@ class Fold:
             return 0
         return 2 if isinstance(self._feeder, nn.Linear) else 3
 
-    def _folded(self) -> tuple[Tensor, Tensor]:
+    def _kept_tensors(self, module: nn.Module) -> dict[str, Any]:
+        """What one of the two held when it was folded."""
+        if module is self._feeder:
+            return dict(self._feeder_tensors)
+        return {**self._norm_parameters, **self._norm_buffers}
+
+    def _plain_pair(self) -> PlainPair:
+        """What both hold if they are plain, or held when they were folded."""
         feeder, norm = self._feeder, self._norm
-        groups = feeder.groups if isinstance(feeder, TRANSPOSED) else None
-        weight, bias = folded(
-            feeder.weight.data,
-            None if feeder.bias is None else feeder.bias.data,
-            norm.running_mean,
-            norm.running_var,
-            None if norm.weight is None else norm.weight.data,
-            None if norm.bias is None else norm.bias.data,
-            norm.eps,
-            groups,
+        if self._is_done:
+            own, norms = self._kept_tensors(feeder), self._kept_tensors(norm)
+        else:
+            own, norms = feeder._parameters, {**norm._parameters, **norm._buffers}
+        return PlainPair(
+            *(own["weight"], own["bias"], norms["running_mean"], norms["running_var"]),
+            *(norms["weight"], norms["bias"], norm.eps),
+            feeder.groups if isinstance(feeder, TRANSPOSED) else None,
         )
-        dtype = self._dtype or feeder.weight.dtype
-        device = feeder.weight.device
+
+    def _folded(self) -> tuple[Tensor, Tensor]:
+        weight, bias = folded(self._plain_pair())
+        device, dtype = self._feeder.weight.device, self._feeder.weight.dtype
+        if self._dtype is not None and dtype == torch.float32:
+            dtype = self._dtype
         return weight.to(device, dtype), bias.to(device, dtype)
+
+    def _plain_tensors(self, module: nn.Module) -> dict[str, Any]:
+        """What one of the two would hold if it were plain."""
+        tensors = self._kept_tensors(module)
+        weight, bias = self._feeder.weight, self._feeder.bias
+        if _digest(weight, bias) != self._digest:
+            learnt = unfolded(weight, bias, self._plain_pair())
+            if module is self._feeder:
+                tensors |= {"weight": learnt.weight, "bias": learnt.bias}
+            else:
+                norms = {"running_mean": learnt.mean, "weight": learnt.gamma, "bias": learnt.beta}
+                tensors |= norms
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                on_device = tensor.data if isinstance(tensor, Parameter) else tensor
+                tensors[name] = on_device.to(weight.device)
+        return tensors
 
 
 def _other_dimension(feeder: Any, norm: Any) -> str | None:
@@ -249,44 +307,125 @@ def _other_dimension(feeder: Any, norm: Any) -> str | None:
     return None
 
 
-def folded(
-    weight: Tensor,
-    bias: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    eps: float,
-    transposed_groups: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Weight and bias that do what a module and the BatchNorm after it do, in float64 on the CPU.
+class PlainPair(NamedTuple):
+    """What is folded. A module and the BatchNorm after it have ``out`` channels."""
 
-    Args:
-        weight: (out, in, ...); of a transposed convolution (in, out / groups, ...).
-        bias: (out,) or None.
-        mean: running mean, (out,).
-        var: running variance, (out,).
-        gamma: the BatchNorm's weight, (out,) or None.
-        beta: the BatchNorm's bias, (out,) or None.
-        eps: added to the variance.
-        transposed_groups: the groups of a transposed convolution.
+    weight: Tensor
+    """(out, in, ...); of a transposed convolution (in, out / groups, ...)."""
+    bias: Tensor | None
+    """(out,)"""
+    mean: Tensor
+    """running mean, (out,)."""
+    var: Tensor
+    """running variance, (out,)."""
+    gamma: Tensor | None
+    """the BatchNorm's weight, (out,)."""
+    beta: Tensor | None
+    """the BatchNorm's bias, (out,)."""
+    eps: float
+    """added to the variance."""
+    transposed_groups: int | None = None
+    """of a transposed convolution."""
+
+
+def folded(plain: PlainPair) -> tuple[Tensor, Tensor]:
+    """Weight and bias that do what a module and the BatchNorm after it do, in float64 on the CPU.
 
     Example:
         >>> import torch
         >>> one = torch.ones(1)
-        >>> folded(torch.tensor([[3.0]]), None, one, one, 4 * one, None, 3.0)
+        >>> folded(PlainPair(torch.tensor([[3.0]]), None, one, one, 4 * one, None, 3.0))
         (tensor([[6.]], dtype=torch.float64), tensor([-2.], dtype=torch.float64))
     """
-    mean, var = _double(mean), _double(var)
-    scale = (var + eps).rsqrt() if gamma is None else _double(gamma) / (var + eps).sqrt()
-    shift = -mean if bias is None else _double(bias) - mean
-    offset = scale * shift if beta is None else _double(beta) + scale * shift
-    exact = _double(weight)
-    if transposed_groups is None:
-        return exact * scale.reshape(-1, *[1] * (exact.dim() - 1)), offset
-    by_group = exact.reshape(transposed_groups, -1, *exact.shape[1:])
-    factors = scale.reshape(transposed_groups, 1, -1, *[1] * (exact.dim() - 2))
-    return (by_group * factors).flatten(0, 1), offset
+    scale, mean = _scale(plain), _double(plain.mean)
+    shift = -mean if plain.bias is None else _double(plain.bias) - mean
+    offset = scale * shift if plain.beta is None else _double(plain.beta) + scale * shift
+    return _double(plain.weight) * _by_channel(scale, plain), offset
+
+
+def unfolded(weight: Tensor, bias: Tensor, plain: PlainPair) -> PlainPair:
+    """What folds to ``weight`` and ``bias``: ``plain``, with every bit that does not concern them.
+
+    The bias becomes the BatchNorm's. If that has none, the other module's; if neither has, it goes
+    into the running mean. Channels whose scale is 0, or so small that the quotient overflows, get
+    the scale 1.
+
+    Example:
+        >>> import torch
+        >>> one = torch.ones(1)
+        >>> plain = PlainPair(torch.tensor([[3.0]]), None, one, one, 4 * one, one, 3.0)
+        >>> learnt = unfolded(torch.tensor([[8.0]]), torch.tensor([-1.0]), plain)
+        >>> learnt.weight, learnt.beta
+        (tensor([[4.]]), tensor([1.]))
+    """
+    was = [values.to(weight.dtype) for values in folded(plain)]
+    new = _double(weight), _double(bias)
+    is_new = new[0] != _double(was[0]), new[1] != _double(was[1])
+    learnt = _quotient(*new, *is_new, plain)
+    channels = _channels(~learnt.weight.cpu().isfinite(), plain)
+    for values in (learnt.bias, learnt.mean, learnt.beta):
+        if values is not None:
+            channels |= ~values.cpu().isfinite()
+    if plain.gamma is None or not channels.any():
+        return learnt
+    unit = (_double(plain.var) + plain.eps).sqrt()
+    plain = plain._replace(gamma=_changed(plain.gamma, channels, unit))
+    everywhere = _by_channel(channels, plain).expand(weight.shape)
+    return _quotient(*new, is_new[0] | everywhere, is_new[1] | channels, plain)
+
+
+def _quotient(
+    weight: Tensor, bias: Tensor, is_new_weight: Tensor, is_new_bias: Tensor, plain: PlainPair
+) -> PlainPair:
+    """``plain`` that folds to ``weight`` and ``bias`` where these are new."""
+    scale, mean = _scale(plain), _double(plain.mean)
+    quotient = weight / _by_channel(scale, plain)
+    plain = plain._replace(weight=_changed(plain.weight, is_new_weight, quotient))
+    if plain.beta is not None:
+        shift = -mean if plain.bias is None else _double(plain.bias) - mean
+        return plain._replace(beta=_changed(plain.beta, is_new_bias, bias - scale * shift))
+    if plain.bias is not None:
+        return plain._replace(bias=_changed(plain.bias, is_new_bias, bias / scale + mean))
+    return plain._replace(mean=_changed(plain.mean, is_new_bias, -bias / scale))
+
+
+def _changed(values: Tensor, where: Tensor, exact: Tensor) -> Tensor:
+    """A copy of ``values``, laid out alike, with others in some places."""
+    mixed = torch.where(where, exact, _double(values))
+    return _plain.shared_as(torch.empty_like(values).copy_(mixed), values)
+
+
+def _scale(plain: PlainPair) -> Tensor:
+    """By which each channel is multiplied."""
+    variance = _double(plain.var) + plain.eps
+    return variance.rsqrt() if plain.gamma is None else _double(plain.gamma) / variance.sqrt()
+
+
+def _by_channel(values: Tensor, plain: PlainPair) -> Tensor:
+    """One of ``values`` for each channel, in a shape that broadcasts to the weight's."""
+    shape = plain.weight.shape
+    if plain.transposed_groups is None:
+        return values.reshape(-1, *[1] * (len(shape) - 1))
+    by_group = values.reshape(plain.transposed_groups, 1, -1)
+    inputs = shape[0] // plain.transposed_groups
+    return by_group.expand(-1, inputs, -1).reshape(*shape[:2], *[1] * (len(shape) - 2))
+
+
+def _channels(is_so: Tensor, plain: PlainPair) -> Tensor:
+    """Which channels have an element of the weight of which it is so."""
+    if plain.transposed_groups is None:
+        return is_so.flatten(1).any(1)
+    elements = is_so.reshape(plain.transposed_groups, -1, is_so.shape[1], is_so[0, 0].numel())
+    return elements.any(3).any(1).flatten()
+
+
+def _digest(*tensors: Tensor) -> bytes:
+    """Of the bits, in whatever layout. Version counters miss writes by ``.data`` and by address."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        values = tensor.detach().cpu().contiguous().view(torch.uint8)
+        digest.update(values.numpy().data)
+    return digest.digest()
 
 
 def _double(tensor: Tensor) -> Tensor:

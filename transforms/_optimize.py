@@ -223,7 +223,16 @@ def optimize(
     A model in eval mode is optimized for inference, one in training mode with its optimizer for
     training. What is not safe is left alone; :func:`transforms.report` says what was done, what
     was not, and why. The model keeps its class, hooks and names; ``state_dict()`` gives what the
-    plain model's gives, and either loads into the other. :func:`transforms.restore` undoes it.
+    plain model's gives, and either loads into the other. :func:`transforms.restore` undoes it. A
+    model that is moved afterwards (``to``, ``half``, ``share_memory``) saves, and is restored to,
+    what the plain model would be after that move.
+
+    A model optimized for inference keeps what it learns in eval mode, and what is written into its
+    parameters: ``state_dict()`` and ``restore`` give a plain model that computes the same. What a
+    folded weight learnt is divided by the BatchNorm's scale, and what its bias learnt goes to the
+    BatchNorm's bias; values that did not change keep every bit. In training mode a folded BatchNorm
+    raises: restore the model first. Write through ``load_state_dict``, not into the tensors of
+    ``state_dict()``, which the model does not compute with.
 
     Of each knob None is the level's default, True asks for it, and False turns it off.
 
@@ -395,7 +404,7 @@ def restore(
 ) -> nn.Module | tuple[nn.Module, Optimizer]:
     """Undo all that :func:`transforms.optimize` did, in place and bit for bit.
 
-    What was loaded or trained since is kept.
+    What was loaded, written or trained since is kept: the model computes what it did before.
 
     Args:
         model: what ``optimize`` returned.
@@ -407,6 +416,8 @@ def restore(
     Raises:
         ValueError: the model was not optimized, or finalized since; the optimizer is another's; or
             weights are split, and the optimizer that has their lower halves is not given.
+        RuntimeError: a folded or rounded weight was pruned, parametrized or given another shape
+            since. Whatever is raised, nothing was changed.
 
     Example:
         >>> import torch
@@ -425,6 +436,7 @@ def restore(
     if optimizer is not None:
         check_same_parameters(model, optimizer)
     check_halves(model, optimizer)
+    _plain.check_all(model)
     for passes in (TRAINING, INFERENCE):
         for each in reversed(passes):
             each.undo(model, optimizer)

@@ -8,6 +8,7 @@ split.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fusedoptim._optimizer import FusedOptimizer
 from fusedoptim._split import Halves
 from fusedoptim._tensors import has_shared_elements
+from transforms import _plain
 from transforms._report import Entry
 
 __all__ = [
@@ -61,7 +63,8 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
     Those of Linear, Conv1d to Conv3d, ConvTranspose1d to ConvTranspose3d, Embedding and
     EmbeddingBag, exact classes, if no other module has them too; the Parameter objects stay. The
     rest stays float32. No bit is lost: ``model.state_dict()`` and ``optimizer.state_dict()`` are
-    those of the plain pair, and load into it, and its into this one, in any order.
+    those of the plain pair, and load into it, and its into this one, in any order. A model that is
+    moved to another dtype is no longer split: its weights are the exact ones in that dtype.
 
     The forward pass is to run under ``torch.autocast(device, dtype=torch.bfloat16)``, as IPEX's;
     a Linear or convolution that gets float32 without it says so. What an embedding returns stays
@@ -251,8 +254,8 @@ def _attach(model: nn.Module, halves: Halves) -> None:
         if not any(p in halves for p in own) or any(h.halves is halves for h in attached):
             continue
         handles: list[RemovableHandle] = [
-            module.register_state_dict_post_hook(_Saving(halves)),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(_Loading(halves)),  # type: ignore[no-untyped-call]
+            _plain.hook_save(module, _Saving(halves)),
+            _plain.hook_load(module, _Loading(halves)),
         ]
         if type(module) in _COMPUTING:
             handles.append(module.register_forward_pre_hook(_require_autocast))
@@ -260,6 +263,7 @@ def _attach(model: nn.Module, halves: Halves) -> None:
             handles.append(module.register_forward_hook(_return_float32))
             handles.append(module.register_forward_pre_hook(_cast_weights, with_kwargs=True))
         setattr(module, _HOOKS, [*attached, _Hooks(halves, handles)])
+        vars(module)["_apply"] = functools.partial(_move, module)
         halves.in_model = True
 
 
@@ -274,13 +278,60 @@ def _detach(model: nn.Module, halves: Halves, kept: Collection[int] = ()) -> Non
             own: list[_Hooks] = vars(module)[_HOOKS]
             halves.in_model |= any(hooks.halves is halves for hooks in own)
             continue
-        attached: list[_Hooks] = vars(module).pop(_HOOKS, [])
-        for hooks in attached:
-            if hooks.halves is halves:
-                for handle in hooks.handles:
-                    handle.remove()
-        if others := [hooks for hooks in attached if hooks.halves is not halves]:
-            setattr(module, _HOOKS, others)
+        _detach_from(module, lambda attached: attached is halves)
+
+
+def _detach_from(module: nn.Module, is_done_with: Callable[[Halves], bool]) -> None:
+    attached: list[_Hooks] = vars(module).get(_HOOKS, [])
+    others = []
+    for hooks in attached:
+        if is_done_with(hooks.halves):
+            for handle in hooks.handles:
+                handle.remove()
+        else:
+            others.append(hooks)
+    if others:
+        setattr(module, _HOOKS, others)
+    elif attached:
+        del vars(module)[_HOOKS], vars(module)["_apply"]  # torch's again
+
+
+def _move(
+    module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> nn.Module:
+    """``Module._apply``, on the exact weights. Those that stay float32 stay split.
+
+    Raises:
+        ValueError: the optimizer has lost a lower half. Nothing was changed then.
+    """
+    split = [
+        (name, param, hooks.halves)
+        for hooks in vars(module)[_HOOKS]
+        for name, param in _halves_of(module, "", hooks.halves)
+    ]
+    exact = [halves.exact(param) for _, param, halves in split]
+    for (_, param, _), values in zip(split, exact):
+        _exchange(param, values)
+    try:
+        type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+    finally:
+        for name, param, halves in split:
+            is_same = module._parameters[name] is param and not param.is_meta
+            if is_same and param.dtype == torch.float32:
+                _exchange(param, _plain.shared_as(halves.write(param, param.data), param.data))
+            else:
+                halves.forget(param)
+        own = list(module.parameters(recurse=False))
+        _detach_from(module, lambda halves: not any(p in halves for p in own))
+    return module
+
+
+def _exchange(param: Tensor, values: Tensor) -> None:
+    """Put other values into a parameter, and its gradient into their dtype."""
+    grad, param.grad = param.grad, None
+    param.data = values
+    if grad is not None:
+        param.grad = grad.to(values.dtype)
 
 
 class _Saving:

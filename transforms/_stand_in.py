@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from transforms import _plain
+
 _CLASS, _DIMENSIONS = "_fusedoptim_class", "_fusedoptim_dimensions"
 _ANY = 0
 
@@ -61,9 +63,13 @@ class FoldedBatchNorm(nn.Identity):
         return input
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        for hook in self._load_state_dict_pre_hooks.values():  # makes it a BatchNorm
-            hook(self, *args, **kwargs)
-        self._load_from_state_dict(*args, **kwargs)
+        rewrite = _plain.find(self)
+        if rewrite is None:  # the model was finalized
+            super()._load_from_state_dict(*args, **kwargs)
+            return
+        rewrite.check()
+        rewrite.undo()
+        self._load_from_state_dict(*args, **kwargs)  # the BatchNorm's
 
 
 def stand_in(module: nn.Module, kind: type[nn.Identity], dimensions: int = _ANY) -> None:

@@ -75,7 +75,10 @@ def assert_right(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> None:
-    """Assert that ``optimized`` returns what ``plain`` would in float64, but for ``dtype``."""
+    """Assert that ``optimized`` returns what ``plain`` would in float64, but for ``dtype``.
+
+    Inputs of another dtype than this one go through it under autocast.
+    """
     double = copy.deepcopy(plain).double()
 
     def widened(value: Any) -> Any:
@@ -84,6 +87,8 @@ def assert_right(
 
     exact_args = [widened(a) for a in args]
     exact_kwargs = {k: widened(v) for k, v in kwargs.items()}
+    is_cast = dtype in (torch.bfloat16, torch.float16)
+    is_cast &= any(t.dtype != dtype for t in tensors([*args, kwargs]))
 
     def exact() -> Sequence[Tensor]:
         module = double
@@ -92,11 +97,8 @@ def assert_right(
         return tensors(module(*exact_args, **exact_kwargs))
 
     with torch.no_grad():
-        if dtype == torch.float32:
+        with torch.autocast("cpu", dtype=dtype if is_cast else None, enabled=is_cast):
             results = tensors(optimized(*args, **kwargs))
-        else:
-            with torch.autocast("cpu", dtype=dtype):
-                results = tensors(optimized(*args, **kwargs))
         assert_as_exact(results, exact, dtype)
 
 
