@@ -115,7 +115,7 @@ def pages_with_code() -> list[str]:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files go to a folder of the test's, and what a page sets is set back."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("transforms._channels_last._default", None)
+    monkeypatch.setattr("transforms.passes.channels_last._default", None)
 
 
 @pytest.mark.usefixtures("elsewhere")

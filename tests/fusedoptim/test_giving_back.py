@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fusedoptim import _giving_back, _split, allocator
 from fusedoptim._giving_back import CHUNK, give_back, is_ours_alone
-from transforms import _residue
+from transforms.rewrites import residues
 
 SHAPE = (3, CHUNK + 100)
 
@@ -92,13 +92,13 @@ def test_the_neighbours_stay() -> None:
 
 
 def _residues_inverse(halves: Any) -> Tensor:
-    return _residue.join(*halves)
+    return residues.join(*halves)
 
 
 CONVERSIONS: dict[str, tuple[Callable[[Tensor, bool], Any], Callable[[Any], Tensor]]] = {
     "halves": (_split.halves_of, lambda halves: _split.join(*halves)),
-    "bfloat16": (lambda v, u: _residue.split(v, torch.bfloat16, u), _residues_inverse),
-    "float16": (lambda v, u: _residue.split(v, torch.float16, u), _residues_inverse),
+    "bfloat16": (lambda v, u: residues.split(v, torch.bfloat16, u), _residues_inverse),
+    "float16": (lambda v, u: residues.split(v, torch.float16, u), _residues_inverse),
 }
 each_conversion = pytest.mark.parametrize("conversion", CONVERSIONS)
 
@@ -137,7 +137,7 @@ def test_interrupted(conversion: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if len(pieces) == 2:
             raise KeyboardInterrupt
 
-    for module in ("fusedoptim._split", "transforms._residue"):
+    for module in ("fusedoptim._split", "transforms.rewrites.residues"):
         monkeypatch.setattr(f"{module}.give_back", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(values, True)

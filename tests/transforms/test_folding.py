@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 
 from fusedoptim import transforms
 from tests.transforms.helpers import assert_right, fingerprint, randomise
-from transforms import _fold_batch_norm
+from transforms.passes import fold_batch_norm
 
 CONV, LINEAR = "conv_bn_folding", "linear_bn_folding"
 
@@ -832,13 +832,13 @@ def test_pass_that_changes_the_output_for_the_sample_is_undone(
     monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     """Whatever the cause: here the arithmetic of the fold itself is wrong."""
-    exact = _fold_batch_norm.folded
+    exact = fold_batch_norm.folded
 
     def wrong(*args: Any) -> tuple[Tensor, Tensor]:
         weight, bias = exact(*args)
         return weight * 1.01, bias
 
-    monkeypatch.setattr(_fold_batch_norm, "folded", wrong)
+    monkeypatch.setattr(fold_batch_norm, "folded", wrong)
     model = randomise(nn.Sequential(Block(), nn.Dropout(), nn.Flatten(), nn.Linear(243, 2)))
     before, x = fingerprint(model), images()
     knobs = {CONV: True, "replace_dropout_with_identity": True, "auto_channels_last": False}

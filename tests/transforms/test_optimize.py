@@ -25,7 +25,6 @@ from tests.transforms.helpers import (
     randomise,
     without_addresses,
 )
-from transforms._options import IPEX_ONLY
 
 
 class Net(nn.Module):
@@ -74,8 +73,7 @@ def test_signature() -> None:
         "auto_channels_last",
         "sample_input",
     ]
-    assert list(parameters)[: len(expected)] == expected
-    assert set(list(parameters)[len(expected) :]) == set(IPEX_ONLY)
+    assert list(parameters) == expected
     for name in list(parameters)[2:]:
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
     assert (parameters["level"].default, parameters["inplace"].default) == ("O1", False)
@@ -206,13 +204,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         "sample_input: Net fails with it",
     ),
 }
-for _knob in IPEX_ONLY:
-    REFUSED[_knob] = (
-        lambda: Net().eval(),
-        {_knob: True},
-        NotImplementedError,
-        f"{_knob}=True: IPEX's {_knob} does not exist here",
-    )
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -235,12 +226,6 @@ def test_refused_and_unchanged(name: str, inplace: bool) -> None:
 def test_inplace_of_another_type(inplace: Any) -> None:
     with pytest.raises(TypeError, match=f"inplace={inplace!r} is neither True nor False"):
         transforms.optimize(Net().eval(), inplace=inplace)
-
-
-@pytest.mark.parametrize("knob", sorted(IPEX_ONLY))
-@pytest.mark.parametrize("value", [None, False])
-def test_knobs_of_ipex_may_be_off(knob: str, value: bool | None) -> None:
-    transforms.optimize(randomise(Net()), **{knob: value})
 
 
 def test_training_options_that_exclude_each_other() -> None:

@@ -557,9 +557,9 @@ class TestFailures:
             raise MemoryError
 
         place = {
-            "fuse": "transforms._optimize.fuse_update_step",
-            "split": "transforms._split_weights._attach",
-            "warning": "transforms._optimize._warn_of_no_effect",
+            "fuse": "transforms.front_end.fuse_update_step",
+            "split": "transforms.passes.split_weights._attach",
+            "warning": "transforms.front_end._warn_of_no_effect",
         }
         monkeypatch.setattr(place[what], fail)
 

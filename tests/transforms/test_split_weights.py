@@ -18,8 +18,8 @@ from tests.fusedoptim.helpers import SideBySide, widened
 from tests.optimizer_cases import OptimizerCase
 from tests.transforms.training_helpers import assert_same, converted, each_class, task_and_kwargs
 from tests.transforms.training_models import TASKS
-from transforms._fuse_step import fuse_update_step, unfuse_update_step
-from transforms._split_weights import merge_master_weights, split_master_weights
+from transforms.passes.fuse_step import fuse_update_step, unfuse_update_step
+from transforms.passes.split_weights import merge_master_weights, split_master_weights
 
 AUTOCAST = torch.autocast("cpu", dtype=torch.bfloat16)
 each_task = pytest.mark.parametrize("task", TASKS)

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from tests.optimizer_cases import OptimizerCase
 from tests.transforms.training_helpers import RATES, each_class, task_and_kwargs
 from tests.transforms.training_models import TASKS, Task
-from transforms._fuse_step import fuse_update_step
-from transforms._split_weights import split_master_weights
+from transforms.passes.fuse_step import fuse_update_step
+from transforms.passes.split_weights import split_master_weights
 
 STEPS = 20
 SEED = 0

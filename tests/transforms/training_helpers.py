@@ -12,7 +12,7 @@ from torch import Tensor
 from tests import optimizer_cases
 from tests.optimizer_cases import OptimizerCase, configuration_id
 from tests.transforms.training_models import TASKS, Task
-from transforms._fuse_step import fuse_update_step
+from transforms.passes.fuse_step import fuse_update_step
 
 TORCHS = tuple(case for case in optimizer_cases.CASES if case.is_torchs and not case.is_split)
 """Our classes, by the classes of torch.optim that can be converted."""

@@ -16,63 +16,81 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from transforms import _plain
-from transforms._modules import (
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
+from transforms.rewrites import plain_tensors
+from transforms.rewrites.stand_ins import FoldedBatchNorm, revert, stand_in
+from transforms.tracing.modules import (
     CONVOLUTIONS,
     TRANSPOSED,
     has_computed_tensors,
     own_tensors,
     owners,
 )
-from transforms._pairs import Kinds, find_pairs
-from transforms._report import Entry
-from transforms._stand_in import FoldedBatchNorm, revert, stand_in
+from transforms.tracing.pairs import Kinds, find_pairs
 
 CONVOLUTION_KINDS: Kinds = (*CONVOLUTIONS, *TRANSPOSED)
 LINEAR_KINDS: Kinds = (nn.Linear,)
 
 
-def fold_batch_norm(model: nn.Module, kinds: Kinds, undo: ExitStack) -> list[Entry]:
-    """Fold every BatchNorm of ``model`` that follows one of ``kinds``, and nothing else does.
+class _FoldBatchNorm(Pass):
+    keeps_outputs = True
+    _kinds: ClassVar[Kinds]
+    """The modules into which it folds."""
+    _has_the_rest: ClassVar[bool] = False
+    """Whether its entries include the BatchNorms that follow no module of any such kind."""
 
-    Args:
-        model: in eval mode.
-        kinds: CONVOLUTION_KINDS or LINEAR_KINDS.
-        undo: gets what undoes each change.
-
-    Returns:
-        an entry for each BatchNorm; those that follow neither are listed with the convolutions.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    sharers = owners(model)
-    pairs = find_pairs(model, (*CONVOLUTION_KINDS, *LINEAR_KINDS))
-    entries = []
-    for norm, feeder in pairs.feeders.items():
-        if isinstance(feeder, kinds):
-            fold = Fold(feeder, norm)
-            reason = fold.objection(sharers)
-            if reason is None:
-                undo.callback(fold.detach)
-                fold.attach()
-                what, saved = f"folded into {names[feeder]}", fold.bytes_saved
-                entries.append(Entry(names[norm], what, bytes_saved=saved))
-            else:
+    def run(self, job: Job) -> list[Entry]:
+        """Fold each BatchNorm that alone gets the output of one such module."""
+        names = {module: name for name, module in job.model.named_modules()}
+        sharers = owners(job.model)
+        pairs = find_pairs(job.model, (*CONVOLUTION_KINDS, *LINEAR_KINDS))
+        entries = []
+        for norm, feeder in pairs.feeders.items():
+            if isinstance(feeder, self._kinds):
+                fold = Fold(feeder, norm)
+                reason = fold.objection(sharers)
+                if reason is None:
+                    job.undo.callback(fold.detach)
+                    fold.attach()
+                    what, saved = f"folded into {names[feeder]}", fold.bytes_saved
+                    entries.append(Entry(names[norm], what, bytes_saved=saved))
+                else:
+                    entries.append(Entry(names[norm], reason, done=False))
+        for norm, (before, reason) in pairs.reasons.items():
+            if isinstance(before, self._kinds) or (before is None and self._has_the_rest):
                 entries.append(Entry(names[norm], reason, done=False))
-    for norm, (before, reason) in pairs.reasons.items():
-        if isinstance(before, kinds) or (before is None and kinds is CONVOLUTION_KINDS):
-            entries.append(Entry(names[norm], reason, done=False))
-    return entries
+        return entries
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Unfold, with what the folded weights have learnt."""
+        plain_tensors.undo_all(model)
+
+
+class FoldIntoConvolutions(_FoldBatchNorm):
+    """Folds each BatchNorm into the convolution before it, also a transposed one."""
+
+    knob = "conv_bn_folding"
+    _kinds = CONVOLUTION_KINDS
+    _has_the_rest = True
+
+
+class FoldIntoLinears(_FoldBatchNorm):
+    """Folds each BatchNorm into the Linear before it."""
+
+    knob = "linear_bn_folding"
+    _kinds = LINEAR_KINDS
 
 
 class Fold:
-    """One BatchNorm and what it is folded into: a :class:`transforms._plain.Rewrite`.
+    """A :class:`~transforms.rewrites.plain_tensors.Rewrite`: a BatchNorm in the module before it.
 
     The two stay the same modules, and the weight the same Parameter, with another tensor in it.
     """
@@ -127,14 +145,14 @@ class Fold:
     def attach(self) -> None:
         """Fold, and let both save and load plain tensors."""
         self.redo()
-        _plain.attach(self._feeder, self)
-        _plain.attach(self._norm, self)
+        plain_tensors.attach(self._feeder, self)
+        plain_tensors.attach(self._norm, self)
 
     def detach(self) -> None:
         """Make both what they were, for good."""
         self.undo()
-        _plain.detach(self._feeder)
-        _plain.detach(self._norm)
+        plain_tensors.detach(self._feeder)
+        plain_tensors.detach(self._norm)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -169,11 +187,11 @@ class Fold:
         for name, shape in (("weight", kept.weight.shape), ("bias", kept.mean.shape)):
             param = self._feeder._parameters.get(name)
             if param is None:
-                raise _plain.changed(
+                raise plain_tensors.changed(
                     self._feeder, f"lost its {name}, to pruning or a parametrization,"
                 )
             if param.shape != shape:
-                raise _plain.changed(self._feeder, f"got a {name} of another shape")
+                raise plain_tensors.changed(self._feeder, f"got a {name} of another shape")
 
     def kept(self) -> Iterator[Tensor]:
         """What folding replaced."""
@@ -219,12 +237,12 @@ class Fold:
         self._norm_parameters = dict(norm._parameters)
         self._norm_buffers = dict(norm._buffers)
         strided = _laid_out(weight, self._strides)
-        _put(feeder.weight, _plain.shared_as(strided, self._feeder_tensors["weight"]))
+        _put(feeder.weight, plain_tensors.shared_as(strided, self._feeder_tensors["weight"]))
         if feeder.bias is None:
             if self._added_bias is None:
                 self._added_bias = Parameter(bias, requires_grad=feeder.weight.requires_grad)
             feeder.bias = self._added_bias
-        _put(feeder.bias, _plain.shared_as(bias, self._feeder_tensors["weight"]))
+        _put(feeder.bias, plain_tensors.shared_as(bias, self._feeder_tensors["weight"]))
         self._digest = _digest(feeder.weight, feeder.bias)
         norm._parameters.clear()
         norm._buffers.clear()
@@ -392,7 +410,7 @@ def _quotient(
 def _changed(values: Tensor, where: Tensor, exact: Tensor) -> Tensor:
     """A copy of ``values``, laid out alike, with others in some places."""
     mixed = torch.where(where, exact, _double(values))
-    return _plain.shared_as(torch.empty_like(values).copy_(mixed), values)
+    return plain_tensors.shared_as(torch.empty_like(values).copy_(mixed), values)
 
 
 def _scale(plain: PlainPair) -> Tensor:
@@ -449,5 +467,5 @@ def _laid_out(values: Tensor, strides: tuple[int, ...] | None) -> Tensor:
 
 def fold_of(module: nn.Module) -> Fold | None:
     """The fold that wrote the weight of ``module``."""
-    rewrite = _plain.find(module)
+    rewrite = plain_tensors.find(module)
     return rewrite if isinstance(rewrite, Fold) else None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from transforms._conditions import Source, source_of
+from transforms.tracing.conditions import Source, source_of
 
 _HARMLESS = {"training", "__class__", "_get_name", "extra_repr", "forward", "__init__"}
 """Of torch.nn.Module: what reaches neither tensors nor children."""

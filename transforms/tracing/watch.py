@@ -22,9 +22,9 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree
 
-from transforms._conditions import Conditions, Source, source_of
-from transforms._modules import own_tensors
-from transforms._source import Reader, Use, modules_in
+from transforms.tracing.conditions import Conditions, Source, source_of
+from transforms.tracing.modules import own_tensors
+from transforms.tracing.source import Reader, Use, modules_in
 
 _TRUSTED = tuple(
     os.path.realpath(folder) + os.sep

@@ -3,63 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from fusedoptim._giving_back import is_ours_alone
-from transforms import _plain, _residue
-from transforms._fold_batch_norm import CONVOLUTION_KINDS, fold_of
-from transforms._modules import has_computed_tensors, owners, plain_kind
-from transforms._report import Entry
+from transforms.inputs.options import DTYPE, Options
+from transforms.passes.fold_batch_norm import CONVOLUTION_KINDS, fold_of
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
+from transforms.rewrites import plain_tensors, residues
+from transforms.tracing.modules import has_computed_tensors, owners, plain_kind
 
 _KINDS = (*CONVOLUTION_KINDS, nn.Linear, nn.Embedding, nn.EmbeddingBag)
 
 
-def cast(model: nn.Module, dtype: torch.dtype, undo: ExitStack) -> list[Entry]:
-    """Round the float32 weights and biases of the modules that gain by it to ``dtype``.
+class Cast(Pass):
+    """Rounds the float32 weights and biases of the modules that compute faster in 16 bits.
 
     Normalization layers stay float32, which torch's kernels take with 16-bit inputs. Run the model
     under ``torch.autocast``, which converts what lies between.
-
-    Args:
-        model: in eval mode.
-        dtype: bfloat16 or float16.
-        undo: gets what undoes each change.
-
-    Returns:
-        an entry for each module with a float32 weight of two dimensions or more.
     """
-    sharers = owners(model)
-    reasons = {name: _objection(module, dtype) for name, module in model.named_modules()}
-    found = [(name, module, _float32(module)) for name, module in model.named_modules()]
-    lowered: dict[int, _Lowered] = {}
-    entries = []
-    for name, module, params in found:
-        if not any(p.dim() > 1 for p in params.values()):
-            continue
-        reason, fold = reasons[name], fold_of(module)
-        if reason is None and fold is not None:
-            undo.callback(fold.round_to, fold.dtype)
-            reason = fold.round_to(dtype)
-        elif reason is None:
+
+    knob = DTYPE
+
+    def is_on(self, options: Options) -> bool:
+        """Whether a dtype of 16 bits was asked for."""
+        return options.dtype is not None
+
+    def run(self, job: Job) -> list[Entry]:
+        """Round; the entries are of the modules with a float32 weight of two or more dimensions."""
+        model, dtype, undo = job.model, job.options.dtype, job.undo
+        assert dtype is not None
+        sharers = owners(model)
+        reasons = {name: _objection(module, dtype) for name, module in model.named_modules()}
+        found = [(name, module, _float32(module)) for name, module in model.named_modules()]
+        lowered: dict[int, _Lowered] = {}
+        entries = []
+        for name, module, params in found:
+            if not any(p.dim() > 1 for p in params.values()):
+                continue
+            reason, fold = reasons[name], fold_of(module)
             others = {other for p in params.values() for other in sharers[id(p)] if reasons[other]}
-            if others:
+            if reason is None and fold is not None:
+                undo.callback(fold.round_to, fold.dtype)
+                reason = fold.round_to(dtype)
+            elif reason is None and others:
                 reason = f"shares its weight with {', '.join(sorted(others))}, which stays float32"
-            else:
+            elif reason is None:
                 for p in params.values():
                     if id(p) not in lowered:
                         lowered[id(p)] = _Lowered(p, dtype)
                         undo.callback(lowered[id(p)].lift)
                         lowered[id(p)].lower()
-                undo.callback(_plain.detach, module)
-                _plain.attach(module, Cast(module, {n: lowered[id(p)] for n, p in params.items()}))
-        entries.append(
-            _entry(name, dtype, module) if reason is None else Entry(name, reason, done=False)
-        )
-    return entries
+                undo.callback(plain_tensors.detach, module)
+                own = {name: lowered[id(p)] for name, p in params.items()}
+                plain_tensors.attach(module, RoundedParameters(module, own))
+            done = _entry(name, dtype, module)
+            entries.append(done if reason is None else Entry(name, reason, done=False))
+        return entries
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Make the weights float32 again."""
+        plain_tensors.undo_all(model)
 
 
 def _entry(name: str, dtype: torch.dtype, module: nn.Module) -> Entry:
@@ -105,7 +113,7 @@ class _Lowered:
         """float32, from before the parameter was rounded."""
         self._is_trained = False
         """whether the parameter had a 16-bit gradient when it was made float32 last."""
-        self.residue: _residue.Residue | None = None
+        self.residue: residues.Residue | None = None
 
     def lower(self) -> None:
         if self.param.dtype != torch.float32 or self.param.is_meta:
@@ -113,8 +121,8 @@ class _Lowered:
         is_used_up = is_ours_alone(self.param)
         self._grad, self.param.grad = self.param.grad, None
         values = self.param.data
-        rounded, self.residue = _residue.split(values, self.dtype, is_used_up)
-        self.param.data = _plain.shared_as(rounded, values)
+        rounded, self.residue = residues.split(values, self.dtype, is_used_up)
+        self.param.data = plain_tensors.shared_as(rounded, values)
         if self._is_trained and self._grad is not None:
             self.param.grad, self._grad = self._grad.to(self.dtype), None
 
@@ -122,7 +130,7 @@ class _Lowered:
         """In float32."""
         if self.residue is None or self.param.dtype != self.dtype:
             return self.param.data
-        return _residue.join(self.param.data, self.residue)
+        return residues.join(self.param.data, self.residue)
 
     def lift(self) -> None:
         if self.residue is not None:
@@ -136,8 +144,8 @@ class _Lowered:
             self.param.grad, self._grad = self._grad, None
 
 
-class Cast:
-    """The parameters of one module in 16 bits: a :class:`transforms._plain.Rewrite`."""
+class RoundedParameters:
+    """A :class:`~transforms.rewrites.plain_tensors.Rewrite`: one module's parameters in 16 bits."""
 
     def __init__(self, module: nn.Module, lowered: dict[str, _Lowered]) -> None:
         self._module = module
@@ -154,7 +162,7 @@ class Cast:
         own = set(map(id, self._module._parameters.values()))
         for name, lowered in self._lowered.items():
             if name not in self._module._parameters and id(lowered.param) not in own:
-                raise _plain.changed(self._module, f"got a parametrization of its {name}")
+                raise plain_tensors.changed(self._module, f"got a parametrization of its {name}")
 
     def kept(self) -> Iterator[Tensor]:
         """What rounding lost."""

@@ -1,10 +1,9 @@
 """Which convolution or Linear feeds which BatchNorm, and nothing else.
 
-``torch.fx`` traces the model. A function that it cannot trace becomes a box; so does a module whose
-own ``forward`` it cannot, and what is inside is traced by itself. Whether such a box does more with
-it than call it is read from its source (:mod:`transforms._source`). A pair is one only if every
-call of either, in every trace, is a call of both, so that what is shared, read, hooked, or used
-twice is left alone.
+A pair is one only if every use of either is a call of both. ``torch.fx`` traces the model, and a
+watch notes what the graph does not show. A function that torch.fx cannot trace becomes a box; so
+does a module whose own ``forward`` it cannot, and what is inside is traced by itself. What code
+that did not run may do is read from its source. docs/design/folding.md has the whole argument.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from transforms._modules import (
+from transforms.tracing.modules import (
     BATCH_NORMS,
     all_hooks,
     has_computed_tensors,
@@ -30,8 +29,8 @@ from transforms._modules import (
     own_tensors,
     plain_kind,
 )
-from transforms._source import Reader, Use, modules_behind, modules_of_function, reads_only
-from transforms._watch import TensorReads, Watch
+from transforms.tracing.source import Reader, Use, modules_behind, modules_of_function, reads_only
+from transforms.tracing.watch import TensorReads, Watch
 
 Kinds = tuple[type[nn.Module], ...]
 _OF_SHAPE = {"shape", "ndim", "device", "dtype", "is_cuda", "requires_grad", "layout"}

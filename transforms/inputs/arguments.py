@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from transforms import _plain, _split_weights, _stand_in
+from transforms.passes import split_weights
+from transforms.rewrites import plain_tensors, stand_ins
 
 _WRAPPERS = {
     "DistributedDataParallel": "DDP",
@@ -121,7 +122,7 @@ def check_not_for_inference(model: nn.Module) -> None:
     Raises:
         ValueError: BatchNorms are folded, Dropouts dropped or weights rounded.
     """
-    if _plain.rewrites(model) or any(map(_stand_in.is_stand_in, model.modules())):
+    if plain_tensors.rewrites(model) or any(map(stand_ins.is_stand_in, model.modules())):
         raise ValueError(
             "the model is optimized for inference: call transforms.restore(model) first, then "
             "optimize it for training"
@@ -137,7 +138,7 @@ def check_halves(model: nn.Module, optimizer: Optimizer | None) -> None:
     """
     own = getattr(optimizer, "halves", None)
     updated = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
-    for halves in _split_weights.halves_in(model):
+    for halves in split_weights.halves_in(model):
         if halves is own or halves.is_alone:
             continue
         if optimizer is None or any(p in halves for p in updated):
@@ -153,7 +154,7 @@ def check_no_copied_halves(model: nn.Module) -> None:
     Raises:
         ValueError: so it is.
     """
-    if any(halves.is_alone for halves in _split_weights.halves_in(model)):
+    if any(halves.is_alone for halves in split_weights.halves_in(model)):
         raise ValueError(
             "the model's weights are split in halves, and it was copied without its optimizer: "
             "call transforms.restore(model) first"

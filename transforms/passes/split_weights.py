@@ -20,8 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from fusedoptim._optimizer import FusedOptimizer
 from fusedoptim._split import Halves
 from fusedoptim._tensors import has_shared_elements
-from transforms import _plain
-from transforms._report import Entry
+from transforms.inputs.options import SPLIT
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
+from transforms.rewrites import plain_tensors
 
 __all__ = [
     "back_to_now",
@@ -31,7 +33,7 @@ __all__ = [
     "split_master_weights",
 ]
 
-SPLIT_ALREADY = "split already"
+_SPLIT_ALREADY = "split already"
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -40,6 +42,27 @@ _COMPUTING = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _HOOKS = "_fusedoptim_split"
 """The attribute of a module that lists its :class:`_Hooks`."""
+
+
+class SplitWeights(Pass):
+    """Makes the weights bfloat16 halves, whose lower halves the optimizer keeps."""
+
+    knob = SPLIT
+
+    def run(self, job: Job) -> list[Entry]:
+        """Split; what was split by an earlier call is not reported again."""
+        assert job.optimizer is not None
+        halves = getattr(job.optimizer, "halves", None)
+        is_first = halves is None or not halves.in_model
+        job.undo.callback(back_to_now(job.model, job.optimizer))
+        entries = split_master_weights(job.model, job.optimizer)
+        return [entry for entry in entries if is_first or entry.what != _SPLIT_ALREADY]
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Merge the halves, in the optimizer and in copies of the model without one."""
+        if optimizer is not None:
+            merge_master_weights(model, optimizer)
+        merge_copies(model)
 
 
 class _Hooks(NamedTuple):
@@ -84,7 +107,7 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
     Example:
         >>> import torch
         >>> from fusedoptim import FusedSGD
-        >>> from transforms._split_weights import split_master_weights
+        >>> from transforms.passes.split_weights import split_master_weights
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
         >>> optimizer = FusedSGD(model.parameters(), lr=0.1)
         >>> for entry in split_master_weights(model, optimizer):
@@ -117,7 +140,7 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
         name = users[0].name
         reason = _why_not(param, users, shared) if param in updated else "the optimizer has it not"
         if optimizer.is_split(param):
-            entries.append(Entry(name, SPLIT_ALREADY, done=False))
+            entries.append(Entry(name, _SPLIT_ALREADY, done=False))
         elif reason:
             entries.append(Entry(name, f"{_text(param.dtype)} still: {reason}", done=False))
         else:
@@ -145,7 +168,7 @@ def merge_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
     Example:
         >>> import torch
         >>> from fusedoptim import FusedSGD
-        >>> from transforms._split_weights import merge_master_weights, split_master_weights
+        >>> from transforms.passes.split_weights import merge_master_weights, split_master_weights
         >>> model = torch.nn.Linear(3, 4)
         >>> optimizer = FusedSGD(model.parameters(), lr=0.1)
         >>> weight = model.weight.detach().clone()
@@ -254,8 +277,8 @@ def _attach(model: nn.Module, halves: Halves) -> None:
         if not any(p in halves for p in own) or any(h.halves is halves for h in attached):
             continue
         handles: list[RemovableHandle] = [
-            _plain.hook_save(module, _Saving(halves)),
-            _plain.hook_load(module, _Loading(halves)),
+            plain_tensors.hook_save(module, _Saving(halves)),
+            plain_tensors.hook_load(module, _Loading(halves)),
         ]
         if type(module) in _COMPUTING:
             handles.append(module.register_forward_pre_hook(_require_autocast))
@@ -318,7 +341,9 @@ def _move(
         for name, param, halves in split:
             is_same = module._parameters[name] is param and not param.is_meta
             if is_same and param.dtype == torch.float32:
-                _exchange(param, _plain.shared_as(halves.write(param, param.data), param.data))
+                _exchange(
+                    param, plain_tensors.shared_as(halves.write(param, param.data), param.data)
+                )
             else:
                 halves.forget(param)
         own = list(module.parameters(recurse=False))

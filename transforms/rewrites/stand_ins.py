@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from transforms import _plain
+from transforms.rewrites import plain_tensors
 
 _CLASS, _DIMENSIONS = "_fusedoptim_class", "_fusedoptim_dimensions"
 _ANY = 0
@@ -63,7 +63,7 @@ class FoldedBatchNorm(nn.Identity):
         return input
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        rewrite = _plain.find(self)
+        rewrite = plain_tensors.find(self)
         if rewrite is None:  # the model was finalized
             super()._load_from_state_dict(*args, **kwargs)
             return

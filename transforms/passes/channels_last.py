@@ -11,16 +11,17 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from transforms._modules import has_computed_tensors, plain_kind
-from transforms._report import Entry
-from transforms._sample import caller
-from transforms._source import names_used
+from transforms.inputs.sample import caller
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
+from transforms.tracing.modules import has_computed_tensors, plain_kind
+from transforms.tracing.source import names_used
 
 _FORMATS = {
     nn.Conv2d: torch.channels_last,
@@ -63,57 +64,48 @@ def disable_auto_channels_last() -> None:
     _default = False
 
 
-def default() -> bool | None:
-    """What a call gets that does not say: True, False, or None for the level's default."""
-    return _default
+class ChannelsLast(Pass):
+    """Lays out the weights of 2-d and 3-d convolutions, also transposed ones, channels last.
 
-
-def channels_last(
-    model: nn.Module,
-    sample_input: Any,
-    dtype: torch.dtype | None,
-    is_forced: bool,
-    undo: ExitStack,
-) -> list[Entry]:
-    """Lay out the weights of 2-d and 3-d convolutions, transposed ones too, channels last.
-
-    Args:
-        model: in any mode.
-        sample_input: a tensor, or a tuple of arguments; the model, in eval mode, is timed with it
-            in both layouts, and keeps the faster. None: taken for faster on the CPU.
-        dtype: in which autocast runs the sample; None runs it without.
-        is_forced: whatever the device, the timing, and the code of the model.
-        undo: gets what undoes each change.
-
-    Returns:
-        an entry for each convolution that was or could have been laid out anew.
+    By default on the CPU, if the model's code does not depend on the layout and, in eval mode with
+    a sample input, if the model is faster for it. Asked for, in any case.
     """
-    entries: list[Entry] = []
-    changed: Convolutions = []
-    for name, module, layout in _convolutions(model):
-        reason = _objection(module)
-        if reason is None:
-            changed.append((name, module, layout))
-        else:
-            entries.append(Entry(name, reason, done=False))
-    if not changed:
-        return entries
-    why = None if is_forced else _no_gain(model)
-    if why is None and sample_input is not None and not is_forced and not model.training:
-        call = caller(model, sample_input)
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            why = _slower(call, changed)
-    if why is None:
-        undo.callback(_undo_all, changed)
-        _lay_out(changed)
-    what = why or "weight in channels_last"
-    return entries + [Entry(name, what, done=why is None) for name, *_ in changed]
 
+    knob = "auto_channels_last"
 
-def undo(model: nn.Module) -> None:
-    """Give every weight the strides that it had, with the values that it has."""
-    for module in model.modules():
-        _undo(module)
+    def default(self, level: str) -> bool:
+        """What :func:`enable_auto_channels_last` or its opposite has set, else the level's."""
+        return super().default(level) if _default is None else _default
+
+    def run(self, job: Job) -> list[Entry]:
+        """Lay out; the entries are of the convolutions that are not in channels_last already."""
+        entries: list[Entry] = []
+        changed: Convolutions = []
+        for name, module, layout in _convolutions(job.model):
+            reason = _objection(module)
+            if reason is None:
+                changed.append((name, module, layout))
+            else:
+                entries.append(Entry(name, reason, done=False))
+        if not changed:
+            return entries
+        is_forced = self.knob in job.options.explicit or bool(_default)
+        why = None if is_forced else _no_gain(job.model)
+        is_timed = job.sample_input is not None and not is_forced and not job.model.training
+        if why is None and is_timed:
+            dtype = job.options.dtype
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                why = _slower(caller(job.model, job.sample_input), changed)
+        if why is None:
+            job.undo.callback(_undo_all, changed)
+            _lay_out(changed)
+        what = why or "weight in channels_last"
+        return entries + [Entry(name, what, done=why is None) for name, *_ in changed]
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Give every weight the strides that it had, with the values that it has."""
+        for module in model.modules():
+            _undo(module)
 
 
 def _undo(module: nn.Module) -> None:

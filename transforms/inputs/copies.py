@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from transforms._fuse_step import refuse_replaced_methods
+from transforms.passes.fuse_step import refuse_replaced_methods
 
 __all__ = ["copy_pair"]
 
@@ -36,7 +36,7 @@ def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
 
     Example:
         >>> import torch
-        >>> from transforms._copies import copy_pair
+        >>> from transforms.inputs.copies import copy_pair
         >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> twin, its_optimizer = copy_pair(model, optimizer)

@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from fusedoptim import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
 from fusedoptim._optimizer import FusedOptimizer
 from fusedoptim._tensors import state_dtype
-from transforms._lamb import OthersLamb, lamb_for
-from transforms._report import Entry
+from transforms.inputs.options import FUSE, SPLIT
+from transforms.passes.others_lamb import OthersLamb, lamb_for
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
 
 __all__ = [
     "fuse_update_step",
@@ -113,6 +115,36 @@ def _ours_name(ours: type[FusedOptimizer]) -> str:
     return "FusedLamb" if issubclass(ours, OthersLamb) else ours.__name__
 
 
+class FuseStep(Pass):
+    """Gives the optimizer our fused step, if there is one for its class."""
+
+    knob = FUSE
+
+    def run(self, job: Job) -> list[Entry]:
+        """Fuse; nothing to report of an optimizer that an earlier call has converted."""
+        optimizer = job.optimizer
+        assert optimizer is not None
+        if is_converted(optimizer):
+            return []
+        job.undo.callback(unfuse_update_step, optimizer)
+        try:
+            return [fuse_update_step(optimizer)]
+        except (TypeError, ValueError, RuntimeError) as error:
+            if job.options.knobs[SPLIT]:
+                raise type(error)(
+                    f"dtype=torch.bfloat16 needs a fused step: {error} and no dtype, in float32 "
+                    "or under torch.autocast"
+                ) from error
+            if FUSE in job.options.explicit:
+                raise
+            return [Entry("optimizer", str(error), done=False)]
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Give the optimizer its own class and step again."""
+        if optimizer is not None:
+            unfuse_update_step(optimizer)
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether the step of ``optimizer`` is ours, by conversion or from the start."""
     return isinstance(optimizer, FusedOptimizer)
@@ -146,7 +178,7 @@ def fuse_update_step(optimizer: Optimizer) -> Entry:
 
     Example:
         >>> import torch
-        >>> from transforms._fuse_step import fuse_update_step
+        >>> from transforms.passes.fuse_step import fuse_update_step
         >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         >>> fuse_update_step(optimizer).what
@@ -195,7 +227,7 @@ def unfuse_update_step(optimizer: Optimizer) -> Entry:
 
     Example:
         >>> import torch
-        >>> from transforms._fuse_step import fuse_update_step, unfuse_update_step
+        >>> from transforms.passes.fuse_step import fuse_update_step, unfuse_update_step
         >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> done = fuse_update_step(optimizer)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-ATTRIBUTE = "_fusedoptim_report"
+__all__ = ["Entry", "NoEffectWarning", "Report", "report"]
+
+_ATTRIBUTE = "_fusedoptim_report"
 _NAMES_SHOWN = 4
 _LINES_SHOWN = 3  # of what was done; all that was left is shown
 
@@ -157,17 +159,17 @@ def merged(model: nn.Module, report: Report) -> Report:
 
 def attach(model: nn.Module, report: Report) -> None:
     """Keep ``report`` on the model."""
-    vars(model)[ATTRIBUTE] = report
+    vars(model)[_ATTRIBUTE] = report
 
 
 def find(model: nn.Module) -> Report | None:
     """The report of a model that has been optimized."""
-    return vars(model).get(ATTRIBUTE)
+    return vars(model).get(_ATTRIBUTE)
 
 
 def detach(model: nn.Module) -> None:
     """Forget the report."""
-    vars(model).pop(ATTRIBUTE, None)
+    vars(model).pop(_ATTRIBUTE, None)
 
 
 def report(model: nn.Module) -> Report:

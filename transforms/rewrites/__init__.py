@@ -1,0 +1,1 @@
+"""What passes leave in a model: exchanged tensors and classes, and the way back."""

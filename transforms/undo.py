@@ -1,0 +1,87 @@
+"""``restore`` undoes what ``optimize`` did; ``finalize`` gives up the way back."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from transforms import reports
+from transforms.inputs.arguments import check_halves, check_same_parameters
+from transforms.passes import INFERENCE, TRAINING
+from transforms.passes.fuse_step import is_converted
+from transforms.rewrites import plain_tensors
+
+__all__ = ["finalize", "restore"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
+    """Undo all that :func:`transforms.optimize` did, in place and bit for bit.
+
+    What was loaded, written or trained since is kept: the model computes what it did before.
+
+    Args:
+        model: what ``optimize`` returned.
+        optimizer: what it returned with it, if it did.
+
+    Returns:
+        the model; with an optimizer, the model and the optimizer.
+
+    Raises:
+        ValueError: the model was not optimized, or finalized since; the optimizer is another's; or
+            weights are split, and the optimizer that has their lower halves is not given.
+        RuntimeError: a folded or rounded weight was pruned, parametrized or given another shape
+            since. Whatever is raised, nothing was changed.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import transforms
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).eval()
+        >>> weight = model[0].weight.clone()
+        >>> _ = transforms.optimize(model, inplace=True)
+        >>> _ = transforms.restore(model)
+        >>> torch.equal(model[0].weight, weight), type(model[1]).__name__
+        (True, 'BatchNorm1d')
+    """
+    if optimizer is None or not is_converted(optimizer):  # else by a call for another optimizer
+        reports.report(model)
+    if (report := reports.find(model)) is not None and report.is_final:
+        raise ValueError("the model was finalized, which dropped what restore() needs")
+    if optimizer is not None:
+        check_same_parameters(model, optimizer)
+    check_halves(model, optimizer)
+    plain_tensors.check_all(model)
+    for passes in (TRAINING, INFERENCE):
+        for each in reversed(passes):
+            each.undo(model, optimizer)
+    reports.detach(model)
+    return model if optimizer is None else (model, optimizer)
+
+
+def finalize(model: _Model) -> _Model:
+    """Drop what :func:`restore` and ``state_dict()`` keep of the plain model, to free its memory.
+
+    From now on the model saves and loads what it computes with: folded, in 16 bits, without the
+    BatchNorms.
+
+    Args:
+        model: what :func:`transforms.optimize` returned for inference.
+
+    Raises:
+        ValueError: the model was not optimized.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import transforms
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).eval()
+        >>> model = transforms.finalize(transforms.optimize(model))
+        >>> list(model.state_dict())
+        ['0.weight', '0.bias']
+    """
+    report = reports.report(model)
+    plain_tensors.discard(model)
+    reports.attach(model, report._replace(kept_bytes=0, is_final=True))
+    return model
