@@ -19,6 +19,7 @@ from torch import Tensor
 from fusedoptim._device import queue_of
 from fusedoptim._gradients import grad_factor
 from fusedoptim._launch import Chunks, LaunchBlock, kernel_for, row_places
+from fusedoptim._modes import has_memory
 from fusedoptim._pipeline import Pipeline
 from fusedoptim._steps import KEY, StepCounts, Steps
 from fusedoptim._tensors import (
@@ -117,9 +118,9 @@ class Bucket:
         held = [states.get(p, {}) for p in self._params]
         targets = [target for run in self._runs for target in run.targets]
         self.fresh = fresh or [any(state.get(name) is None for name in names) for state in held]
-        self._steps = StepCounts(held) if has_steps else None
         for candidate, state in zip(candidates, held):
             check_whole(recipe, candidate.name, state, [*names, KEY] if has_steps else names)
+        self._steps = StepCounts(held) if has_steps else None
         self._uncommitted: list[State] | None = [
             {
                 name: state_tensor(recipe, candidate.name, name, state, target, state_dtype)
@@ -303,10 +304,12 @@ def check_shape(recipe: Recipe, owner: str, name: str, state: Tensor, shape: tor
 
 
 def check_whole(recipe: Recipe, owner: str, state: State, names: Sequence[str]) -> None:
-    """Raise if some of the state of these names is there and some is not.
+    """Raise if some of the state of these names is missing, or has no memory.
 
     Raises:
-        KeyError: so it is, as torch's classes find: an update would begin half of it anew.
+        KeyError: some is missing and some is not, as torch's classes find: an update would begin
+            half of it anew.
+        TypeError: a tensor is fake, or wraps another.
     """
     needed = set(names) - {TRAIL}
     lost = sorted(needed - state.keys() - recipe.optional_state)
@@ -315,6 +318,13 @@ def check_whole(recipe: Recipe, owner: str, state: State, names: Sequence[str]) 
             f"{recipe.name}: the state of {owner} has no {lost[0]!r}, and other state of earlier "
             "steps; load a whole state_dict, or delete optimizer.state[parameter] to begin it anew"
         )
+    for name in names:
+        value = state.get(name)
+        if isinstance(value, Tensor) and not has_memory(value):
+            raise TypeError(
+                f"{recipe.name}: the state {name!r} of {owner} is a {type(value).__name__} with no "
+                "memory of its own; make or load it outside of FakeTensorMode and the like"
+            )
 
 
 def state_tensor(

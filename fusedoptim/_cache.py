@@ -1,7 +1,8 @@
-"""The disk cache of compiled kernels: raw ones' SPIR-V, and what the CPU driver makes of ours.
+"""The disk cache of compiled kernels: raw ones' SPIR-V, and the CPU driver's machine code of all.
 
 A file holds a line about itself, then the module. Its name is the hash of all that the module
-depends on. It is written whole or not at all, and read only if it is what was written.
+depends on. It is written whole or not at all, and read only if it is what was written, by this user
+or by root: what is read here is run. See docs/design/kept-programs.md.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import contextlib
 import functools
 import hashlib
 import os
-import tempfile
+import secrets
+import stat
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fusedoptim._version import __version__
@@ -21,6 +23,11 @@ LIMIT = 256 << 20
 """Bytes that the files may take; those that were used longest ago go first."""
 _MAGIC = b"fusedoptim kernel 1 "
 _SUFFIX = ".spvcache"
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class UnsafeError(OSError):
+    """Another user may have put files into the cache's folder."""
 
 
 def folder() -> Path | None:
@@ -47,41 +54,49 @@ def warn_of(place: Path, reason: str) -> None:
     )
 
 
+def danger_in(place: Path) -> str | None:
+    """Why a folder that exists is not used, or None."""
+    try:
+        with _opened_folder(place):
+            return None
+    except UnsafeError as error:
+        return str(error)
+    except OSError:
+        return None
+
+
 def cached(
     parts: tuple[str, ...],
     build: Callable[[], bytes],
     unkept: Callable[[Path, str], None] = warn_of,
+    anew: bool = False,
 ) -> bytes:
     """What ``build`` makes, from the disk if it was made before.
 
-    A damaged file is made again, with a warning; where nothing can be written it is made anew in
-    each process.
+    A file that is damaged or that another user can write is replaced, with a warning. Where nothing
+    can be written, each process builds anew; a folder that another user can write is not used, with
+    a warning.
 
     Args:
         parts: all that the result depends on, besides the version of this package.
         build: makes it.
         unkept: called with the folder and the reason where nothing can be written.
+        anew: build even if the disk has it, and replace that.
     """
     place = folder()
     if place is None:
         return build()
-    path = place / _name(parts)
-    module = _read(path)
+    name = _name(parts)
+    module = None if anew else _read(place, name)
     if module is None:
         module = build()
         try:
-            _write(path, module)
+            _write(place, name, module)
+        except UnsafeError as error:
+            warn_of(place, str(error))
         except OSError as error:
             unkept(place, str(error))
     return module
-
-
-def forget(parts: tuple[str, ...]) -> None:
-    """Have :func:`cached` make anew what it made of these parts."""
-    place = folder()
-    if place is not None:
-        with contextlib.suppress(OSError):
-            os.unlink(place / _name(parts))
 
 
 def _name(parts: tuple[str, ...]) -> str:
@@ -90,53 +105,121 @@ def _name(parts: tuple[str, ...]) -> str:
     return hashlib.sha256(text.encode()).hexdigest() + _SUFFIX
 
 
-def _read(path: Path) -> bytes | None:
+def _read(place: Path, name: str) -> bytes | None:
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        content = path.read_bytes()
+        with _opened_folder(place) as inside, _opened(name, flags, inside) as descriptor:
+            danger = _danger(os.fstat(descriptor))
+            with open(descriptor, "rb", closefd=False) as file:
+                content = b"" if danger else file.read()
+            head, _, module = content.partition(b"\n")
+            if head == _head(module):
+                with contextlib.suppress(OSError):
+                    os.utime(descriptor)  # used last, goes last
+                return module
     except OSError:
         return None
-    head, _, module = content.partition(b"\n")
-    if head != _head(module):
-        warnings.warn(
-            f"the cached kernel {path} is truncated or damaged, and is compiled again",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-        return None
-    with contextlib.suppress(OSError):
-        os.utime(path)  # used last, goes last
-    return module
+    warnings.warn(
+        f"the cached kernel {place / name} is {danger or 'truncated or damaged'}, and is compiled "
+        "again",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+    return None
 
 
 def _head(module: bytes) -> bytes:
     return _MAGIC + hashlib.sha256(module).hexdigest().encode()
 
 
-def _write(path: Path, module: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+def _write(place: Path, name: str, module: bytes) -> None:
+    _make(place)
+    temporary = f"{name}.{secrets.token_hex(8)}.tmp"
+    with _opened_folder(place) as inside:
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with (
+                _opened(temporary, flags, inside) as descriptor,
+                open(descriptor, "wb", closefd=False) as file,
+            ):
+                file.write(_head(module) + b"\n" + module)
+            os.replace(temporary, name, src_dir_fd=inside, dst_dir_fd=inside)
+        except BaseException:
+            with contextlib.suppress(OSError):  # an interrupt may come after the exchange
+                os.unlink(temporary, dir_fd=inside)
+            raise
+        _drop_oldest(inside, LIMIT)
+
+
+def _make(place: Path) -> None:
+    """Make the folder, and those above it that are missing, for this user only."""
+    if not place.parent.exists():
+        _make(place.parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(place, 0o700)
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
+    """A descriptor of a file or folder; of a new file, for this user only."""
+    descriptor = os.open(path, flags, 0o600, dir_fd=folder)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_head(module) + b"\n" + module)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):  # an interrupt may come after the exchange
-            os.unlink(name)
-        raise
-    _drop_oldest(path.parent)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
-def _drop_oldest(place: Path) -> None:
+@contextlib.contextmanager
+def _opened_folder(place: Path) -> Iterator[int]:
+    """A descriptor of the folder: what is then checked and what is then used are the same.
+
+    Raises:
+        UnsafeError: another user may have put files there.
+        OSError: it cannot be opened.
+    """
+    with _opened(place, os.O_RDONLY | os.O_DIRECTORY) as inside:
+        if "FUSEDOPTIM_CACHE_DIR" not in os.environ:  # else it may be anybody's, such as /tmp
+            _make_private(place, inside)
+        danger = _danger(os.lstat(place), os.fstat(inside))
+        if danger:
+            raise UnsafeError(f"it is {danger}")
+        yield inside
+
+
+def _make_private(place: Path, inside: int) -> None:
+    """Take from others the right to write to a folder of ours; version 0.1 followed the umask."""
+    found = os.fstat(inside)
+    is_ours = found.st_uid == os.geteuid() and not place.is_symlink()
+    if is_ours and found.st_mode & _WRITABLE_BY_OTHERS:
+        with contextlib.suppress(OSError):
+            os.fchmod(inside, stat.S_IRWXU)
+            _drop_oldest(inside, 0)  # others may have exchanged one file for another
+
+
+def _danger(*found: os.stat_result) -> str | None:
+    """What lets another user than root put something there, or None."""
+    user = os.geteuid()
+    for one in found:
+        if one.st_uid not in (0, user):
+            return f"owned by user {one.st_uid}, and this process runs as user {user}"
+        if one.st_mode & _WRITABLE_BY_OTHERS and not stat.S_ISLNK(one.st_mode):
+            return f"writable by other users (mode {stat.S_IMODE(one.st_mode):04o}; chmod go-w)"
+    return None
+
+
+def _drop_oldest(inside: int, limit: int) -> None:
+    """Delete what was used longest ago, until the rest takes no more than ``limit`` bytes."""
     files = []
-    for entry in os.scandir(place):
+    for entry in os.scandir(inside):
         if entry.name.endswith(_SUFFIX):
             with contextlib.suppress(FileNotFoundError):  # another process drops too
-                stat = entry.stat()
-                files.append((stat.st_mtime, stat.st_size, entry.path))
+                found = entry.stat(follow_symlinks=False)
+                files.append((found.st_mtime, found.st_size, entry.name))
     total = sum(size for _, size, _ in files)
     for _, size, name in sorted(files):
-        if total <= LIMIT:
+        if total <= limit:
             break
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+            os.unlink(name, dir_fd=inside)
         total -= size

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusedoptim._cache import cached, forget
+from fusedoptim._cache import cached
 from fusedoptim._openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
 from fusedoptim._program import BuildError
 from fusedoptim._progress import Progress
@@ -203,14 +203,14 @@ class Driver:
             return self._binary(made[0])
 
         parts = ("CPU driver", *self._identity, options, hashlib.sha256(spirv).hexdigest())
-        binary = cached(parts, compile_now, unkept=lambda place, reason: None)
-        if made:
-            return made[0]
-        try:
-            return self._read(binary, options)
-        except BuildError:  # of another driver, which calls itself the same
-            forget(parts)
-            return self.program(spirv, options)
+        keep = functools.partial(cached, parts, compile_now, lambda place, reason: None)
+        binary = keep()
+        if not made:
+            try:
+                return self._read(binary, options)
+            except BuildError:  # of another driver, which calls itself the same
+                keep(anew=True)
+        return made[0]
 
     def compiled(self, spirv: bytes, options: str = "") -> Owned:
         """A module compiled now.

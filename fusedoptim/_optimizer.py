@@ -20,6 +20,13 @@ from fusedoptim import _split
 from fusedoptim._bucket import Bucket
 from fusedoptim._device import new_state
 from fusedoptim._gradients import multiplier
+from fusedoptim._modes import (
+    BypassModes,
+    check_not_traced,
+    count_modes,
+    has_memory,
+    transform_level,
+)
 from fusedoptim._plan import OPTIONS, Later, Numbers, Plan
 from fusedoptim._sparse import SparseBucket
 from fusedoptim._steps import Steps
@@ -174,10 +181,12 @@ class FusedOptimizer(Optimizer):
             what ``closure`` returned.
 
         Raises:
-            TypeError: a parameter of a dtype or layout that cannot be updated.
+            TypeError: a parameter of a dtype or layout that cannot be updated, or a tensor with no
+                memory of its own.
             ValueError: a hyper-parameter is NaN.
             RuntimeError: a parameter on a device that SYCL does not serve, a gradient that does
-                not fit its parameter, or a call in the middle of another. Nothing was written then.
+                not fit its parameter, or a call in the middle of another, inside a tracing mode
+                such as FakeTensorMode, or inside a torch.func transform. Nothing was written then.
         """
         loss = None
         if closure is not None:
@@ -191,7 +200,12 @@ class FusedOptimizer(Optimizer):
                 "optimizer, as by a signal handler; call it when that has returned"
             )
         with self._lock:
-            self._update()
+            if count_modes() or transform_level() is not None:
+                check_not_traced(f"{type(self).__name__}: step()")
+                with BypassModes():
+                    self._update()
+            else:
+                self._update()
         return loss
 
     def _update(self) -> None:
@@ -240,6 +254,12 @@ class FusedOptimizer(Optimizer):
                 squares += [
                     later.planned.sum_of_squares() for later in plan.later if not later.is_repeated
                 ]
+        if grad_scale is not None and not has_memory(grad_scale):
+            raise TypeError(
+                f"{type(self).__name__}: grad_scale is a {type(grad_scale).__name__} with no "
+                "memory of its own; make the GradScaler, and call its first scale(), outside of "
+                "FakeTensorMode"
+            )
         return multiplier(grad_scale, squares, self.max_grad_norm, self._clip_eps)
 
     def _finish(self, buckets: list[Bucket | SparseBucket]) -> None:
@@ -431,8 +451,8 @@ class FusedOptimizer(Optimizer):
         Raises:
             ValueError: a parameter is not of this optimizer.
             TypeError: a parameter is neither float32 nor bfloat16, or not strided.
-            RuntimeError: parameters share memory, or a gradient does not fit. Nothing was
-                converted then.
+            RuntimeError: parameters share memory, a gradient does not fit, or the call is inside a
+                tracing mode. Nothing was converted then.
 
         Example:
             >>> import torch
@@ -465,10 +485,12 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             ValueError: a parameter is not split, or was made so by ``split=True``, which holds for
-                the whole optimizer; or its lower half is lost. Nothing was converted then.
+                the whole optimizer; or its lower half is lost.
+            RuntimeError: the call is inside a tracing mode. Nothing was converted then.
         """
         chosen = list(dict.fromkeys(params))
         name = type(self).__name__
+        check_not_traced(f"{name}: merge_params()")
         for p in chosen:
             if self.split or p not in self.halves:
                 why = "all of the optimizer's are split" if self.split else "it is not split"

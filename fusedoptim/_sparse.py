@@ -108,10 +108,9 @@ class SparseBucket:
         row = self._kernel.module.row
         names = [name for name, role in row if role in (Role.STATE, Role.TRAIL)]
         self._held = held = states.get(self._param, {})
-        self._steps = (
-            StepCounts([held]) if any(role is Role.ROW_SCALAR for _, role in row) else None
-        )
-        check_whole(recipe, candidate.name, held, names if self._steps is None else [*names, KEY])
+        has_steps = any(role is Role.ROW_SCALAR for _, role in row)
+        check_whole(recipe, candidate.name, held, [*names, KEY] if has_steps else names)
+        self._steps = StepCounts([held]) if has_steps else None
         self._dense = {
             name: state_tensor(recipe, candidate.name, name, held, self._target, self._state_dtype)
             for name in names

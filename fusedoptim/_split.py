@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fusedoptim._device import new_state
 from fusedoptim._giving_back import CHUNK, give_back, is_ours_alone
+from fusedoptim._modes import check_not_traced
 from fusedoptim._tensors import (
     TRAIL,
     Candidate,
@@ -41,9 +42,10 @@ def check(optimizer: str, params: Sequence[Tensor], others: Sequence[Tensor] = (
 
     Raises:
         TypeError: a parameter is neither float32 nor bfloat16, or not strided.
-        RuntimeError: parameters share memory, which a conversion would end; or a gradient to be
-            converted does not fit.
+        RuntimeError: parameters share memory, which a conversion would end; a gradient to be
+            converted does not fit; or the call is inside a tracing mode.
     """
+    check_not_traced(f"{optimizer}: the split of parameters")
     for i, p in enumerate(params):
         what = f"{optimizer}: parameter {i} (shape {tuple(p.shape)})"
         if p.layout is not torch.strided:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
 from fusedoptim._device import SERVED
+from fusedoptim._modes import has_memory
 
 State = dict[str, Any]
 Group = dict[str, Any]
@@ -84,9 +85,11 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
     check_param(what, param)
     if grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(f"{what} has a gradient of layout {grad.layout}; make it strided or COO")
-    is_strided = grad.layout is torch.strided
-    if is_strided and grad.numel() and grad.device.type != "meta" and grad.data_ptr() == 0:
-        raise TypeError(f"{what} has a gradient with no memory of its own; clone() it first")
+    if grad.device.type != "meta" and not has_memory(grad):
+        raise TypeError(
+            f"{what} has a gradient with no memory of its own; clone() it first, or compute it "
+            "outside of FakeTensorMode and the like"
+        )
     for fact in ("shape", "dtype", "device"):
         if getattr(grad, fact) != getattr(param, fact):
             raise RuntimeError(
@@ -113,7 +116,7 @@ def check_param(what: str, param: Tensor) -> None:
     if param.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f"{what} has a dtype that is none of {known}; convert it, or {instead}")
-    if param.numel() and param.data_ptr() == 0:
+    if not has_memory(param):
         raise TypeError(f"{what} is a {type(param).__name__} with no memory of its own; {instead}")
     if has_shared_elements(param):
         raise RuntimeError(

@@ -30,6 +30,7 @@ class _Adam(FusedOptimizer):
             "lr": lr,
             "shrink": 1 - lr * decay if decoupled else 1.0,
             "weight_decay": 0.0 if decoupled else decay,
+            "beta1": beta1,
             "gain1": 1 - beta1,
             "beta2": beta2,
             "gain2": 1 - beta2,

@@ -157,7 +157,7 @@ ADAMW = OptimizerCase(
         {"lr": 0.1},
         {"lr": torch.tensor(0.1), "betas": _WIDE_BETAS, "weight_decay": 0.0},
         {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True, "maximize": True},
-        {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1},
+        {"lr": 0.1, "betas": (0.375, 0.9), "eps": 0.1, "weight_decay": 0.1},
     ),
     invalid_kwargs=(*_ADAM_INVALID, _MIXED_BETAS),
     refused_kwargs=_REFUSED_BY_ADAM,

@@ -21,9 +21,10 @@ that, most of all in the first steps. The reference rounds too: each ``u`` inclu
 The kernels make no operation that the formulas have not: they fuse a product and a sum, which
 saves a rounding, or fold numbers on the host, which saves more. Two are arranged differently. Of
 ``1 - b^t`` the root is taken on the host, as a power, whose units vanish beside those of ``b^t``.
-And Adam computes ``m + (1-b) (g-m)`` for ``b m + (1-b) g``: it errs by at most
-``u (2 (1-b) (|g| + |m|) + |m'|)`` and the formula by ``u (2 (1-b) |g| + 2 b |m| + |m'|)``, which is
-no less as long as ``b >= 1/2``.
+And for Adam's ``m' = b m + (1-b) g``, which errs by at most ``u (2 b |m| + 2 (1-b) |g| + |m'|)``,
+the kernel computes ``m + (1-b) (g-m)`` if ``b > 1/2`` and ``g + b (m-g)`` otherwise. With ``w`` for
+``1-b`` or ``b``, it rounds ``w`` and the difference, and the fused multiply-add once: it errs by at
+most ``u (2 w (|m| + |g|) + |m'|)``. As ``w`` is the smaller of ``b`` and ``1-b``, this is no more.
 
 Where a divisor may be zero within its bound, nothing can be said, and the bound is infinite. No
 gradient is tiny (``helpers.random_like``), but weight decay may cancel one, about once in a million

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import os
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin, get_type_hints
 
 from fusedoptim._version import __version__
 from fusedoptim.raw import InvalidModuleError, RawKernel, RawModule
@@ -105,13 +106,14 @@ def read(path: Path) -> list[Module]:
 
     Raises:
         BundleError: the file is no bundle, is damaged, or of another version.
-        FileNotFoundError: there is no such file.
+        OSError: it cannot be read; of no file: FileNotFoundError.
     """
+    content = path.read_bytes()
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
             files = {name: archive.read(name) for name in archive.namelist()}
-    # A damaged header may name a compression that zipfile has not: NotImplementedError.
-    except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+    # zipfile and its decompressors raise almost anything for damaged bytes.
+    except Exception as error:
         raise BundleError(
             f"{path} is no bundle, or is truncated or damaged ({error}); {_CURE}"
         ) from error
@@ -125,7 +127,7 @@ def _modules(path: Path, files: dict[str, bytes]) -> list[Module]:
     try:
         manifest = json.loads(files[_MANIFEST])
         is_bundle = manifest["format"] == _FORMAT
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         is_bundle = False
     if not is_bundle:
         raise BundleError(f"{path} is a zip archive without a bundle's {_MANIFEST}; {_CURE}")
@@ -143,7 +145,11 @@ def _modules(path: Path, files: dict[str, bytes]) -> list[Module]:
 def _module(path: Path, files: dict[str, bytes], entry: dict[str, Any]) -> Module:
     content = functools.partial(_content, path, files)
     binaries = {device: content(binary) for device, binary in entry["binaries"].items()}
-    return Module(**(entry | {"spirv": content(entry["spirv"]), "binaries": binaries}))
+    module = Module(**(entry | {"spirv": content(entry["spirv"]), "binaries": binaries}))
+    for field, kind in get_type_hints(Module).items():
+        if not isinstance(getattr(module, field), get_origin(kind) or kind):
+            raise TypeError(f"{field} is {getattr(module, field)!r}")
+    return module
 
 
 def _content(path: Path, files: dict[str, bytes], described: dict[str, str]) -> bytes:
@@ -227,7 +233,8 @@ def load(path: str | os.PathLike[str], *, device: Any = "cpu") -> Bundle:
 
     Raises:
         BundleError: the file is no bundle, is truncated or altered, or is of another ABI.
-        FileNotFoundError: there is no such file.
+        OSError: it cannot be read, for the reason that ``open`` gives: FileNotFoundError,
+            IsADirectoryError, PermissionError.
 
     Example:
         >>> import tempfile

@@ -26,7 +26,7 @@ def verify(path: str | os.PathLike[str], *, device: Any = "cpu") -> list[str]:
         device: that builds the kernels, as of :class:`fusedoptim.raw.RawKernel`.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        OSError: the file cannot be read; of no file: FileNotFoundError.
         fusedoptim.allocator.DeviceNotFoundError: there is no such device.
 
     Example:

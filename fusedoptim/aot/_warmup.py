@@ -46,7 +46,7 @@ def warmup(
 
     Raises:
         BundleError: the file is no bundle, is damaged, or is of another ABI.
-        FileNotFoundError: there is no such file.
+        OSError: the file cannot be read; of no file: FileNotFoundError.
         ValueError: ``device`` was given with a :class:`Bundle`, which has its own.
         fusedoptim.raw.KernelCompileError: the driver refuses a kernel of the bundle.
         fusedoptim.allocator.DeviceNotFoundError: there is no such device.

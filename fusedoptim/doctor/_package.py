@@ -68,10 +68,13 @@ def _unkept(folder: Path | None) -> Iterator[Problem]:
     if folder is None:
         return
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    reason = _cache.danger_in(folder)
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        reason = "it cannot be written to"
+    if reason:
         yield warning(
-            f"compiled kernels cannot be kept in {folder}: each process compiles them anew",
-            "set FUSEDOPTIM_CACHE_DIR to a folder that can be written to",
+            f"compiled kernels cannot be kept in {folder}: {reason}, so each process compiles them",
+            "set FUSEDOPTIM_CACHE_DIR to a folder that only you can write to",
         )
 
 

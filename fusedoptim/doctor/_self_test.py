@@ -56,7 +56,9 @@ def _adagrad(a: SimpleNamespace) -> dict[str, Any]:
 def _adam(a: SimpleNamespace) -> dict[str, Any]:
     theta = a.shrink * a.param
     g = a.grad_factor * a.grad + a.weight_decay * theta
-    m = (1 - a.gain1) * a.exp_avg + a.gain1 * g
+    m = a.exp_avg + a.gain1 * (g - a.exp_avg)
+    if a.gain1 >= a.beta1:  # the numbers are random, and do not add up to 1
+        m = g + a.beta1 * (a.exp_avg - g)
     v = a.beta2 * a.exp_avg_sq + a.gain2 * g**2
     results = {"exp_avg": m, "exp_avg_sq": v}
     if hasattr(a, "max_exp_avg_sq"):

@@ -3,7 +3,8 @@ r"""Adam and AdamW, with and without AMSGrad.
 .. math::
     \theta &\leftarrow (1 - \gamma\,\lambda_{\text{decoupled}})\,\theta \\
     g &\leftarrow c\,g_t + \lambda\,\theta \\
-    m &\leftarrow m + (1-\beta_1)\,(g - m) \\
+    m &\leftarrow m + (1-\beta_1)\,(g - m) \quad
+        (g + \beta_1\,(m - g) \text{ if } \beta_1 \le 1/2) \\
     v &\leftarrow \beta_2\,v + (1-\beta_2)\,g^2 \qquad
         (\hat v \leftarrow \max(\hat v, v) \text{ with AMSGrad, else } \hat v = v) \\
     \theta &\leftarrow \theta - \frac{\gamma}{1-\beta_1^t}\,
@@ -45,6 +46,7 @@ def adam(
     grad_factor: Computed,
     shrink: Scalar,
     weight_decay: Scalar,
+    beta1: Scalar,
     gain1: Scalar,
     beta2: Scalar,
     gain2: Scalar,
@@ -52,7 +54,9 @@ def adam(
 ) -> None:
     """Adam: reads four values and writes three for each parameter.
 
-    ``gain1`` and ``gain2`` are one minus each beta.
+    ``gain1`` and ``gain2`` are one minus each beta. As torch's ``lerp``, the average starts from
+    whichever of ``m`` and ``g`` has the larger weight: after a spike, ``m + (g - m)`` would lose
+    ``g``.
     """
     theta = shrink * param[i]
     g = grad_factor * grad[i]
@@ -60,7 +64,7 @@ def adam(
     v = exp_avg_sq[i]
     if weight_decay != 0:
         g = fma(weight_decay, theta, g)
-    m = fma(gain1, g - m, m)
+    m = fma(gain1, g - m, m) if gain1 < beta1 else fma(beta1, m - g, g)
     v = fma(gain2 * g, g, beta2 * v)
     exp_avg[i] = m
     exp_avg_sq[i] = v
@@ -79,6 +83,7 @@ def adam_amsgrad(
     grad_factor: Computed,
     shrink: Scalar,
     weight_decay: Scalar,
+    beta1: Scalar,
     gain1: Scalar,
     beta2: Scalar,
     gain2: Scalar,
@@ -92,7 +97,7 @@ def adam_amsgrad(
     v_max = max_exp_avg_sq[i]
     if weight_decay != 0:
         g = fma(weight_decay, theta, g)
-    m = fma(gain1, g - m, m)
+    m = fma(gain1, g - m, m) if gain1 < beta1 else fma(beta1, m - g, g)
     v = fma(gain2 * g, g, beta2 * v)
     if not v <= v_max:  # NaN too, as torch.maximum has it
         v_max = v

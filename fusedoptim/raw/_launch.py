@@ -47,7 +47,7 @@ class SyclKernel:
         wait: bool,
         used: Any,
     ) -> None:
-        """Submit the kernel, and wait for its end or keep what it uses until then."""
+        """Submit the kernel, and wait for its end or keep ``used`` (None: nothing) until then."""
         made = signature.make_raw(frame) if signature.has_raw else ()
         if self._on_host:
             unwaited.wait_elsewhere(self._queue)
@@ -66,6 +66,8 @@ class SyclKernel:
                 unwaited.submit(self._queue)  # again: a step may have waited for all before
             if wait and event:
                 self._wait(event)
+            if used is not None and event:
+                in_flight.keep(event, used)
         except BaseException:
             self._queue.wait()  # an interrupt must not leave a kernel with memory that goes
             raise
@@ -77,14 +79,12 @@ class SyclKernel:
                 f"{self._refusal}; with DPCTL_VERBOSITY=error in the environment dpctl shows what "
                 "it said"
             )
-        if wait or used is None:
+        if used is None:
             self._delete(event)
-        else:
-            in_flight.keep(event, used)
 
 
 class InFlight:
-    """What launches that nobody waits for still use, outside of torch's memory."""
+    """The memory that launches which nobody waits for still use."""
 
     def __init__(self) -> None:
         self._kept: collections.deque[tuple[int, Any]] = collections.deque()

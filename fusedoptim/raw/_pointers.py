@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,10 +83,9 @@ def pointer(parameter: Parameter, index: int) -> Accept:
     is_written = not parameter.is_const
 
     def accept(value: Any, uses: Uses) -> int:
-        if type(value) not in PLAIN:
-            if not isinstance(value, Tensor):
-                return accept_other(value, uses)
-            value = _without_subclass(value)
+        if not isinstance(value, Tensor):
+            return accept_other(value, uses)
+        value = _plain(value)
         if dtypes is not None and value.dtype not in dtypes:
             raise TypeError(_wrong_dtype(value.dtype, parameter, names))
         if value.is_cpu:
@@ -141,6 +140,17 @@ def pointer(parameter: Parameter, index: int) -> Accept:
         return address
 
     return accept
+
+
+def owners(arguments: Sequence[Any]) -> list[Any]:
+    """The objects that own the memory of arguments.
+
+    Of a tensor that is the storage: the caller may give the tensor another one.
+    """
+    return [
+        _plain(value).untyped_storage() if isinstance(value, Tensor) else value
+        for value in arguments
+    ]
 
 
 def alignment(parameter: Parameter) -> int:
@@ -242,8 +252,10 @@ def _is_contiguous(shape: Any, strides: Any) -> bool:
     return True
 
 
-def _without_subclass(value: Tensor) -> Tensor:
-    """A tensor of a subclass as a plain one over the same memory."""
+def _plain(value: Tensor) -> Tensor:
+    """The tensor, or if it is of a subclass, a plain one over the same memory."""
+    if type(value) in PLAIN:
+        return value
     if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(
             f"a {type(value).__name__} has no memory of its own; pass the tensor inside of it "

@@ -30,7 +30,7 @@ from fusedoptim.raw._opencl_c import (
     compile_opencl_c,
     compiler_version,
 )
-from fusedoptim.raw._pointers import Uses
+from fusedoptim.raw._pointers import Uses, owners
 from fusedoptim.raw._python import compile_python, identity
 from fusedoptim.raw._spirv import Parameter
 
@@ -218,7 +218,9 @@ class RawKernel:
             wait: for the kernel's end; None is to wait on the CPU device, whose results are the
                 host's memory, and to return at once elsewhere, where torch's stream keeps order.
                 After False on the CPU, ``allocator.queue("cpu").wait()`` does, or a later call
-                without it: launches run in order.
+                without it: launches run in order. Until its end the kernel keeps the memory of its
+                arguments, so the caller may drop them. Only what frees or moves memory that is in
+                use must wait: ``resize_`` of a tensor or its storage, ``release`` of a pool's.
 
         Raises:
             KernelCompileError: the source does not compile, at the first call.
@@ -233,6 +235,8 @@ class RawKernel:
         signature = self._signature
         if signature is None:
             signature = self._find()
+        if type(args) is list:  # another thread may change it while the kernel runs
+            args = tuple(args)
         frame, uses = signature.bind(args)
         built = self._on_cpu
         if built is None or uses.is_elsewhere:
@@ -248,8 +252,9 @@ class RawKernel:
             wait = built.on_host
         if uses.is_elsewhere or not built.in_order:
             wait = _wait_for_others(uses, built) or wait
-        # torch's memory is in the order of its stream; other memory is kept until the end.
-        kept = None if uses.host is None and not uses.queues else args
+        # A GPU's stream orders the reuse of its torch memory.
+        is_kept = not wait and (uses.host is not None or bool(uses.queues))
+        kept = owners(args) if is_kept else None
         for i in uses.written:
             increment_version(args[i])
         built.launch(shape, signature, frame, uses, wait, kept)

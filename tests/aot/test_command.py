@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ def run(*arguments: object) -> int:
     parsed = parser.parse_args(["aot", *map(str, arguments)])
     status: int = parsed.run(parsed)
     return status
+
+
+def said_to_be_compressed(content: bytes) -> bytes:
+    """A bundle whose first file is not compressed, and whose index says that it is."""
+    method = content.index(b"PK\1\2") + 10
+    return content[:method] + b"\x08" + content[method + 1 :]
 
 
 def test_build_list_verify_warmup(
@@ -46,6 +53,34 @@ def test_verify_fails(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.out == f"{copy}: 1 problem\n"
     assert "truncated" in captured.err
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "warmup"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: b"", "is no bundle"),
+        (lambda content: content[::-1], "is no bundle"),
+        (said_to_be_compressed, "is no bundle"),
+        (None, "Is a directory"),
+    ],
+)
+def test_damaged_bundles(
+    command: str,
+    damage: Callable[[bytes], bytes] | None,
+    message: str,
+    copy: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if damage is None:
+        copy.unlink()
+        copy.mkdir()
+    else:
+        copy.write_bytes(damage(copy.read_bytes()))
+    assert run(command, copy) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert str(copy) in error
 
 
 @pytest.mark.parametrize(

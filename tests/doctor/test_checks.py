@@ -140,7 +140,11 @@ class TestKernels:
         """Where an optimizer cannot keep what the driver compiles, it says nothing."""
         file = tmp_path / "file"
         file.touch()
+        shared = tmp_path / "shared"
+        shared.mkdir()
+        shared.chmod(0o777)
         places = {"": 0, str(tmp_path / "new" / "cache"): 0, str(file / "cache"): 1, str(file): 1}
+        places[str(shared)] = 1
         for place, count in places.items():
             monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", place)
             section = _package.check_kernels()

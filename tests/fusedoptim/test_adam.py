@@ -73,6 +73,41 @@ class TestByHand:
         assert self._two_steps(maximize=True) == pytest.approx(expected, abs=1e-15)
 
 
+class TestSmallBetas:
+    """At a beta1 below 1/2, most of the average is the newest gradient."""
+
+    def test_after_a_spike_by_hand(self) -> None:
+        # m = 0 * m + g and v = 0 * v + g^2, so each step is p - 0.1 * g / |g|
+        for dtype in (torch.float32, torch.float64):
+            p = Parameter(torch.tensor([1.0], dtype=dtype))
+            optimizer = FusedAdam([p], lr=0.1, betas=(0.0, 0.0), eps=0.0)
+            for grad, expected in ((1e9, 0.9), (1e-2, 0.8), (-1e-9, 0.9)):
+                p.grad = torch.tensor([grad], dtype=dtype)
+                optimizer.step()
+                assert optimizer.state[p]["exp_avg"].item() == p.grad.item()
+                assert p.item() == pytest.approx(expected, rel=4 * torch.finfo(dtype).eps)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    @pytest.mark.parametrize("amsgrad", [False, True])
+    @each_case
+    def test_any_betas(self, case: OptimizerCase, amsgrad: bool, dtype: torch.dtype) -> None:
+        # Multiples of 2^-30: torch computes 1 - (1 - beta1), which is beta1 only without rounding.
+        unit = 2.0**-30
+        edges = [(0.0, 0.0), (unit, 0.5), (0.25, 0.0), (0.5, 0.5), (0.5 + unit, 0.75)]
+        drawn = (torch.randint(2**30, (8, 2)).double() * unit).tolist()
+        for betas in [*edges, *map(tuple, drawn)]:
+            kwargs = {"lr": 0.1, "betas": betas, "weight_decay": 0.1, "amsgrad": amsgrad}
+            pair = SideBySide(case, kwargs, make_params(dtype, ["1000", "strided"]))
+            for scale in (1.0, 1e9, 1e-2, 1.0):
+                pair.set_gradients()
+                for p, reference in zip(pair.params, pair.references):
+                    assert p.grad is not None
+                    assert reference.grad is not None
+                    reference.grad.copy_(p.grad.mul_(scale))
+                pair.step()
+                pair.assert_equal()
+
+
 @each_case
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_state(case: OptimizerCase, amsgrad: bool) -> None:

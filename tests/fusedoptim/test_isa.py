@@ -55,6 +55,8 @@ class Run(NamedTuple):
     lines: list[str]
     registers: set[str]
     """kinds of vector register in the code that the driver made."""
+    gathers: set[str]
+    """instructions in it that load or store the lanes of a register one by one."""
 
 
 def lower_level() -> str:
@@ -91,7 +93,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         assert process.returncode == 0, errors
         code = "".join(path.read_text() for path in folder.glob("*.asm"))
         assert code
-        done[name] = Run(output.splitlines(), set(re.findall(r"\b([xyz]mm)\d", code)))
+        registers, gathers = r"\b([xyz]mm)\d", r"\bvp?(?:gather|scatter)\w+"
+        done[name] = Run(
+            output.splitlines(), set(re.findall(registers, code)), set(re.findall(gathers, code))
+        )
     return done
 
 
@@ -99,6 +104,11 @@ def test_disassembly_has_the_registers_of_the_level(runs: dict[str, Run]) -> Non
     widest = {"sse4.2": "xmm", "avx": "ymm", "avx2": "ymm", "avx512": "zmm", "avx512_fp16": "zmm"}
     assert max(runs[_WITHOUT].registers) == widest[isa.highest()]
     assert max(runs[lower_level()].registers) == widest[lower_level()]
+
+
+def test_loops_are_vectorized(runs: dict[str, Run]) -> None:
+    """A branch for each lane, such as numba's test for zero divisors, makes the driver gather."""
+    assert all(not run.gathers for run in runs.values())
 
 
 def test_level_is_the_drivers_and_steps_give_the_same_bits(runs: dict[str, Run]) -> None:

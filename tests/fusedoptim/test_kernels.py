@@ -82,8 +82,9 @@ class TestInterpreted:
         np.testing.assert_allclose(total, old + g * g, rtol=1e-12)
         np.testing.assert_allclose(param, theta - 0.1 * g / (np.sqrt(total) + 1e-3), rtol=1e-12)
 
+    @pytest.mark.parametrize("beta1", [0.7, 0.3, 0.0])
     @pytest.mark.parametrize("amsgrad", [False, True])
-    def test_adam(self, amsgrad: bool) -> None:
+    def test_adam(self, amsgrad: bool, beta1: float) -> None:
         theta, grad, m = self._values(3)
         v, largest = self._squares(2)
         param, exp_avg, exp_avg_sq, max_exp_avg_sq = (a.copy() for a in (theta, m, v, largest))
@@ -100,13 +101,14 @@ class TestInterpreted:
             grad_factor=0.5,
             shrink=0.9,
             weight_decay=0.2,
-            gain1=0.3,
+            beta1=beta1,
+            gain1=1 - beta1,
             beta2=0.6,
             gain2=0.4,
             eps=1e-3,
         )
         g = 0.5 * grad + 0.2 * 0.9 * theta
-        m = 0.7 * m + 0.3 * g
+        m = beta1 * m + (1 - beta1) * g
         v = 0.6 * v + 0.4 * g * g
         largest = np.maximum(largest, v)
         np.testing.assert_allclose(exp_avg, m, rtol=1e-12, atol=1e-15)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from fusedoptim import FusedSGD, _bucket, _launch, _opencl
+from fusedoptim import FusedSGD, _bucket, _cache, _launch, _opencl
 from fusedoptim._launch import LaunchBlock, kernel_for
 from fusedoptim._launchers import OpenCLLauncher, SyclLauncher
 from fusedoptim._modules import load_module
@@ -147,6 +149,35 @@ class TestKept:
         for _ in range(2):
             assert _step(driver, driver.program(SGD.spirv))[0] == -0.5
         assert len(compiled) == 2
+
+    def test_of_another_driver_where_nothing_can_be_written(
+        self, driver: Driver, place: Path, compiled: list[bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The refused program stays there, and is not read again and again."""
+        with monkeypatch.context() as patch:
+            patch.setattr(Driver, "_binary", lambda *_: b"a program of another driver")
+            driver.program(SGD.spirv)
+        (file,) = place.iterdir()
+        content = file.read_bytes()
+
+        def refused(*_: object, **__: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        for change in ("unlink", "replace", "mkdir"):
+            monkeypatch.setattr(_cache.os, change, refused)
+        reads = []
+        read = Driver._read
+
+        def counting(driver: Driver, binary: bytes, options: str) -> Any:
+            reads.append(binary)
+            assert len(reads) == 1
+            return read(driver, binary, options)
+
+        monkeypatch.setattr(Driver, "_read", counting)
+        assert _step(driver, driver.program(SGD.spirv))[0] == -0.5
+        assert len(reads) == 1
+        assert len(compiled) == 2
+        assert file.read_bytes() == content
 
     def test_nowhere(
         self, driver: Driver, tmp_path: Path, compiled: list[bytes], monkeypatch: pytest.MonkeyPatch

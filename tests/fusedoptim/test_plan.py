@@ -33,7 +33,7 @@ def _write_into_rate(group: dict[str, Any]) -> None:
 def _write_into_betas(group: dict[str, Any]) -> None:
     if not isinstance(group["betas"][0], torch.Tensor):
         group["betas"] = tuple(torch.tensor(beta, dtype=torch.float64) for beta in (0.875, 0.75))
-    group["betas"][0].mul_(0.875)  # stays above 1/2, from where tests/tolerances.py bounds Adam
+    group["betas"][0].mul_(0.5)
 
 
 def _turn_round(group: dict[str, Any]) -> None:

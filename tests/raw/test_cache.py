@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,7 +104,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_write_that_fails_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
+    def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(_cache.os, "replace", full)
@@ -113,8 +116,8 @@ def test_a_write_that_fails_leaves_nothing(place: Path, monkeypatch: pytest.Monk
 def test_an_interrupt_after_the_exchange(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = os.replace
 
-    def interrupted(*args: str) -> None:
-        exchange(*args)
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        exchange(*args, **kwargs)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_cache.os, "replace", interrupted)
@@ -153,3 +156,163 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     build = Builds()
     assert cached(PARTS, build) == cached(PARTS, build) == b"module"
     assert build.count == 2
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def given_away(path: Path) -> None:
+    os.chown(path, 4242, -1, follow_symlinks=False)
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+UNSAFE = [
+    pytest.param(lambda path: path.chmod(path.stat().st_mode | 0o020), r"mode 0[67]20", id="g+w"),
+    pytest.param(lambda path: path.chmod(path.stat().st_mode | 0o002), r"mode 0[67]02", id="o+w"),
+    pytest.param(given_away, "owned by user 4242, .* runs as user 0", id="owner", marks=as_root),
+]
+
+
+class TestOtherUsers:
+    """What they can write is not run."""
+
+    @pytest.fixture
+    def planted(self, place: Path) -> Path:
+        """A file that has the right name, and is whole."""
+        cached(PARTS, Builds(b"planted"))
+        (path,) = place.iterdir()
+        return path
+
+    @pytest.fixture
+    def default(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """The folder of those who name none, as version 0.1 made it under a umask of 002."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.delenv("FUSEDOPTIM_CACHE_DIR", raising=False)
+        folder = tmp_path / "fusedoptim"
+        cached(PARTS, Builds(b"planted"))
+        folder.chmod(0o775)
+        return folder
+
+    @pytest.mark.parametrize(("change", "reason"), UNSAFE)
+    def test_file(self, planted: Path, change: Callable[[Path], None], reason: str) -> None:
+        change(planted)
+        build = Builds()
+        with pytest.warns(RuntimeWarning, match=f"{planted.name} is .*{reason}.*compiled again"):
+            assert cached(PARTS, build) == b"module"
+        assert cached(PARTS, build) == b"module"
+        assert build.count == 1
+        assert mode(planted) == 0o600
+        assert planted.stat().st_uid == os.geteuid()
+
+    @pytest.mark.parametrize(("change", "reason"), UNSAFE)
+    def test_folder(
+        self, place: Path, planted: Path, change: Callable[[Path], None], reason: str
+    ) -> None:
+        change(place)
+        build = Builds()
+        with pytest.warns(RuntimeWarning, match=f"in {place} .*{reason}.*FUSEDOPTIM_CACHE_DIR"):
+            assert cached(PARTS, build, unkept=lambda *_: None) == b"module"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it warns once
+            assert cached(PARTS, build) == b"module"
+        assert build.count == 2
+        assert list(place.iterdir()) == [planted]
+        assert b"planted" in planted.read_bytes()
+
+    @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+    def test_what_is_no_file(self, tmp_path: Path, planted: Path, kind: str) -> None:
+        elsewhere = tmp_path / "elsewhere"
+        planted.rename(elsewhere)
+        makers = {"link": lambda: planted.symlink_to(elsewhere), "pipe": lambda: os.mkfifo(planted)}
+        makers.get(kind, planted.mkdir)()
+        build = Builds()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert cached(PARTS, build) == b"module"
+            assert cached(PARTS, build) == b"module"
+        assert build.count == 1 + (kind == "folder")
+
+    @pytest.mark.parametrize("nth", [1, 2])
+    def test_exchanged_in_the_meantime(
+        self, nth: int, place: Path, planted: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After the look at the folder's or the file's mode: what was looked at is read."""
+        look = os.fstat
+        looks: list[int] = []
+
+        def exchanging(descriptor: int) -> os.stat_result:
+            found = look(descriptor)
+            looks.append(descriptor)
+            if len(looks) == nth:
+                place.rename(place.with_name("moved"))
+                place.mkdir()
+                planted.write_bytes(b"of another user")
+            return found
+
+        monkeypatch.setattr(_cache.os, "fstat", exchanging)
+        assert cached(PARTS, Builds()) == b"planted"
+
+    def test_new_files_and_folders(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        place = tmp_path / "above" / "cache"
+        monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(place))
+        umask = os.umask(0)
+        try:
+            cached(PARTS, Builds())
+        finally:
+            os.umask(umask)
+        assert mode(place.parent) == mode(place) == 0o700
+        assert [mode(path) for path in place.iterdir()] == [0o600]
+
+    def test_folder_behind_a_link(
+        self, place: Path, planted: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        link = place.with_name("link")
+        link.symlink_to(place)
+        monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(link))
+        assert cached(PARTS, Builds()) == b"planted"
+        place.chmod(0o770)
+        with pytest.warns(RuntimeWarning, match=r"mode 0770"):
+            assert cached(PARTS, Builds()) == b"module"
+        place.chmod(0o700)
+        if os.geteuid() == 0:
+            given_away(link)
+            with pytest.warns(RuntimeWarning, match="owned by user 4242"):
+                assert cached(PARTS, Builds()) == b"module"
+
+    @as_root
+    def test_files_of_root(self, planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Serve every user, such as a cache that an administrator filled."""
+        monkeypatch.setattr(_cache.os, "geteuid", lambda: 4242)
+        assert cached(PARTS, Builds()) == b"planted"
+
+    @pytest.mark.filterwarnings("error")
+    def test_folder_of_version_0_1(self, default: Path) -> None:
+        """Becomes private, and what others may have put there is dropped."""
+        build = Builds()
+        assert cached(PARTS, build) == cached(PARTS, build) == b"module"
+        assert build.count == 1
+        assert mode(default) == 0o700
+
+    def test_folder_that_was_named(self, default: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Keeps its mode, as it may have other uses."""
+        monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(default))
+        with pytest.warns(RuntimeWarning, match="chmod go-w"):
+            assert cached(PARTS, Builds()) == b"module"
+        assert mode(default) == 0o775
+
+    def test_link_in_place_of_the_default(self, default: Path) -> None:
+        """Nor does what it leads to change its mode."""
+        moved = default.rename(default.with_name("moved"))
+        default.symlink_to(moved)
+        with pytest.warns(RuntimeWarning, match="mode 0775"):
+            assert cached(PARTS, Builds()) == b"module"
+        assert mode(moved) == 0o775
+
+    def test_folder_whose_mode_cannot_change(
+        self, default: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As on a file system without modes."""
+        monkeypatch.setattr(_cache.os, "fchmod", lambda *_: None)
+        with pytest.warns(RuntimeWarning, match="mode 0775"):
+            assert cached(PARTS, Builds()) == b"module"

@@ -75,3 +75,24 @@ print(x.item())
 """)
     assert done.stderr == ""
     assert done.stdout == "2\n"
+
+
+def test_a_list_of_arguments_that_is_used_again() -> None:
+    """While the kernel of the first call writes to a tensor that nothing else refers to."""
+    done = run("""
+from fusedoptim import allocator
+fill = RawKernel('''kernel void fill(global float *x, ulong n) {
+    float v = 0;
+    for (int i = 0; i < 30000000; i++) v = v * 0.5f + 1;
+    for (size_t i = get_global_id(0); i < n; i += get_global_size(0)) x[i] = v;
+}''')
+n = 1 << 24  # so large that its memory goes back to the system
+arguments = [torch.zeros(n), n]
+fill(16, 16, arguments, wait=False)
+arguments[:] = [torch.zeros(16), 16]
+fill(16, 16, arguments, wait=False)
+allocator.queue("cpu").wait()
+print(arguments[0].tolist() == [2.0] * 16)
+""")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"

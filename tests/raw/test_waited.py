@@ -6,17 +6,19 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedSGD, allocator
-from fusedoptim._opencl import driver_of
+from fusedoptim._opencl import Driver, driver_of
 from fusedoptim.raw import LocalMemory, RawKernel, RawModule, kernel
-from fusedoptim.raw._launch import SyclKernel
+from fusedoptim.raw._launch import SyclKernel, in_flight
 
 SLOW = """
 kernel void slow(global float *x) {
@@ -98,6 +100,107 @@ def test_after_what_sycl_was_asked() -> None:
     module["twice"](16, 16, (memory,))
     assert memoryview(memory).cast("f").tolist() == [4.0] * 16
     event.wait()
+
+
+class _Lent:
+    """An object in SYCL memory that is neither ours nor dpctl's."""
+
+    def __init__(self) -> None:
+        queue = allocator.queue("cpu")
+        self._memory = allocator.load_dpctl().memory.MemoryUSMShared(64, queue=queue)
+        self.__sycl_usm_array_interface__ = self._memory.__sycl_usm_array_interface__
+
+
+def _made(kind: str) -> tuple[Any, Any]:
+    """An argument of 64 bytes, and the object that owns them."""
+    owner: Any
+    if kind == "memory":
+        owner = allocator.Pool("cpu").allocate(64)
+        return owner, owner
+    if kind == "array":
+        array = allocator.Pool("cpu").array(16, "float32")
+        return array, array.memory
+    if kind == "sycl":
+        owner = _Lent()
+        return owner, owner
+    owner = np.zeros(16, np.float32)
+    makers = {"tensor": torch.from_numpy, "dlpack": allocator.from_dlpack, "numpy": lambda x: x}
+    return makers[kind](owner), owner
+
+
+def _emptied(x: Any, args: list[Any]) -> None:
+    args.clear()
+
+
+def _data(x: Any, args: list[Any]) -> None:
+    x.data = torch.zeros(1)
+
+
+def _set(x: Any, args: list[Any]) -> None:
+    x.set_(torch.zeros(1).untyped_storage(), 0, (1,), (1,))
+
+
+def _swapped(x: Any, args: list[Any]) -> None:
+    torch.utils.swap_tensors(x, torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "let_go"),
+    [
+        *[("tensor", way) for way in (_emptied, _data, _set, _swapped)],
+        *[(kind, _emptied) for kind in ("numpy", "memory", "array", "dlpack", "sycl")],
+    ],
+)
+def test_memory_lives_until_the_end(kind: str, let_go: Callable[[Any, list[Any]], None]) -> None:
+    """Whatever becomes of the arguments of a launch that nobody waits for."""
+    module = RawModule(SLOW)
+    x, owner = _made(kind)
+    owned = weakref.ref(owner)
+    args = [x]
+    module["slow"](16, 16, args, wait=False)
+    let_go(x, args)
+    del x, owner, args
+    gc.collect()
+    assert owned() is not None
+    allocator.queue("cpu").wait()
+    module["twice"](16, 16, (torch.zeros(16),), wait=False)
+    gc.collect()
+    assert owned() is None
+
+
+def test_a_list_that_changes_during_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, while the caller waits for the kernel's end."""
+    twice = RawModule(SLOW)["twice"]
+    array = np.ones(16, np.float32)
+    owned = weakref.ref(array)
+    args = [torch.from_numpy(array)]
+    del array
+    finish = Driver.finish
+    is_alive = []
+
+    def changing(driver: Driver) -> None:
+        args.clear()
+        gc.collect()
+        is_alive.append(owned() is not None)
+        finish(driver)
+
+    monkeypatch.setattr(Driver, "finish", changing)
+    twice(16, 16, args)
+    assert is_alive == [True]
+
+
+def test_interrupt_after_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before what the kernel uses is kept: the kernel has ended when the caller knows of it."""
+    slow = RawModule(SLOW)["slow"]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(in_flight, "keep", interrupted)
+    x = torch.zeros(16)
+    with pytest.raises(KeyboardInterrupt):
+        slow(16, 16, (x,), wait=False)
+    assert x.tolist() == [2.0] * 16
 
 
 def test_arguments_that_change(module: RawModule) -> None:

@@ -212,6 +212,24 @@ REFUSED: list[tuple[Any, Kwargs, str]] = [
 ]
 
 
+@each_class
+def test_option_that_a_group_lacks(cls: Any) -> None:
+    """It has the optimizer's default; without one, nobody knows what the class would do."""
+    for name in cls([Parameter(torch.randn(3))]).defaults:
+        optimizer, twin = (cls([Parameter(torch.ones(3))]) for _ in range(2))
+        del optimizer.param_groups[0][name]
+        assert fuse_update_step(optimizer).what.endswith(f"have their defaults: {name}")
+        assert optimizer.param_groups[0].keys() == twin.param_groups[0].keys()
+        fuse_update_step(twin)
+        _step(optimizer, twin)
+        assert torch.equal(*(o.param_groups[0]["params"][0] for o in (optimizer, twin)))
+    optimizer = cls([Parameter(torch.ones(3))])
+    del optimizer.param_groups[0]["eps"], optimizer.defaults["eps"]
+    with pytest.raises(RuntimeError, match="no option eps, which the class known by this name has"):
+        fuse_update_step(optimizer)
+    assert type(optimizer) is cls
+
+
 @pytest.mark.parametrize(("cls", "kwargs", "message"), REFUSED, ids=configuration_id)
 def test_refused_options(cls: Any, kwargs: Kwargs, message: str) -> None:
     optimizer, _ = _models(cls, **kwargs)

@@ -546,6 +546,63 @@ class TestCheckpoints:
             _step(optimizer)
 
 
+class TestMissingOptions:
+    """A group out of an older torch, or one that a user has edited, may lack any of them."""
+
+    @each_class
+    def test_have_their_defaults(
+        self, case: OptimizerCase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The optimizer's; or those of the class, which torch's own ``__setstate__`` sets too."""
+        launches = _launches(monkeypatch)
+        names = case.reference(_params()).defaults.keys()
+        assert names >= {"lr", "weight_decay", "maximize", "fused"}
+        for name in names:
+            for lacks_default in (False, True):
+                kwargs = {} if lacks_default else case.kwargs[-1]
+                params = _params()
+                twin = case.reference([p.detach().clone() for p in params], **kwargs)
+                optimizer = case.reference(params, **kwargs)
+                for group in optimizer.param_groups:
+                    del group[name]
+                if lacks_default:
+                    del optimizer.defaults[name]
+                entry = fuse_update_step(optimizer)
+                assert entry.done
+                assert entry.what.endswith(f"; options that it lacked have their defaults: {name}")
+                assert optimizer.defaults == twin.defaults
+                (group,), (other,) = optimizer.param_groups, twin.param_groups
+                assert group | {"params": []} == other | {"params": []}
+                _step(optimizer, twin)
+                assert launches.pop() == 1
+                for p, q in zip(group["params"], other["params"]):
+                    torch.testing.assert_close(p, q)
+
+    @each_class
+    def test_are_those_that_torch_sets(self, case: OptimizerCase) -> None:
+        """When it unpickles an optimizer; but SGD's fused=False, which asks for its own step."""
+        optimizer = case.reference(_params())
+        kept = {"lr", "betas", "momentum", "dampening", "weight_decay", "eps", "lr_decay"}
+        for group in (optimizer.defaults, optimizer.param_groups[0]):
+            for name in group.keys() - kept - {"params", "fused", "initial_accumulator_value"}:
+                del group[name]
+        by_torch = pickle.loads(pickle.dumps(optimizer))
+        fuse_update_step(optimizer)
+        for name, value in by_torch.param_groups[0].items():
+            if name != "params":
+                assert optimizer.param_groups[0][name] == value, name
+
+    @each_class
+    def test_are_left_alone_if_the_optimizer_is_refused(self, case: OptimizerCase) -> None:
+        optimizer = case.reference(_params())
+        del optimizer.param_groups[0]["maximize"], optimizer.defaults["maximize"]
+        optimizer.param_groups[0]["foreach"] = True
+        with pytest.raises(RuntimeError, match=r"^foreach=True"):
+            fuse_update_step(optimizer)
+        assert "maximize" not in optimizer.param_groups[0]
+        assert "maximize" not in optimizer.defaults
+
+
 def test_option_set_later() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)

@@ -161,7 +161,8 @@ def fuse_update_step(optimizer: Optimizer) -> Entry:
     The object stays the same, with its state, groups and hooks; schedulers, made before or after,
     a GradScaler, pickle, deepcopy, ``load_state_dict``, ``add_param_group`` go on to work. It is
     an instance of its class still, and of ours. ``optimizer.fused`` is True, and
-    ``optimizer._original_step`` the step of the class that it had.
+    ``optimizer._original_step`` the step of the class that it had. Options that a group lacks, as
+    one out of an older torch may, are set to the optimizer's defaults, or else to its class's.
 
     Args:
         optimizer: of torch.optim's SGD, Adagrad, Adam or AdamW, of the Lamb of timm or
@@ -197,6 +198,7 @@ def fuse_update_step(optimizer: Optimizer) -> Entry:
             f"the optimizer has attributes that the fused step has too: {', '.join(sorted(taken))};"
             f" name them otherwise, {_INSTEAD}"
         )
+    added = _complete_options(optimizer, base)
     optimizer.__class__ = _class_for(plain)
     assert isinstance(optimizer, FusedOptimizer)
     try:
@@ -204,9 +206,14 @@ def fuse_update_step(optimizer: Optimizer) -> Entry:
         optimizer._check_groups()
     except (TypeError, ValueError, RuntimeError) as error:
         _become(optimizer, plain)
+        for options, name in added:
+            del options[name]
         raise type(error)(f"{error}; {_INSTEAD}") from None
     _track_calls_again(optimizer)
-    return Entry("optimizer", f"{_name(plain)}'s step is {_ours_name(ours)}'s")
+    what = f"{_name(plain)}'s step is {_ours_name(ours)}'s"
+    if names := sorted({name for _, name in added}):
+        what += f"; options that it lacked have their defaults: {', '.join(names)}"
+    return Entry("optimizer", what)
 
 
 def unfuse_update_step(optimizer: Optimizer) -> Entry:
@@ -252,6 +259,34 @@ def unfuse_update_step(optimizer: Optimizer) -> Entry:
     _become(optimizer, plain)
     _track_calls_again(optimizer)
     return Entry("optimizer", f"its step is {_name(plain)}'s again")
+
+
+def _defaults_of(base: type[Any]) -> dict[str, Any]:
+    """The defaults of a class of torch.optim."""
+    defaults: dict[str, Any] = base([torch.zeros(0)]).defaults
+    return defaults
+
+
+def _complete_options(
+    optimizer: Optimizer, base: type[Optimizer]
+) -> list[tuple[dict[str, Any], str]]:
+    """Set the options that the optimizer's groups and defaults lack.
+
+    Args:
+        optimizer: unpickled from an older torch, or edited by a user; or complete.
+        base: the class that ours stands for.
+
+    Returns:
+        each dict that was completed with each name that was added.
+    """
+    known = optimizer.defaults
+    if base in _OURS:
+        known = _defaults_of(base) | known
+    incomplete = (optimizer.defaults, *optimizer.param_groups)
+    added = [(options, name) for options in incomplete for name in known.keys() - options.keys()]
+    for options, name in added:
+        options[name] = known[name]
+    return added
 
 
 def _become(optimizer: Optimizer, plain: type[Optimizer]) -> None:
