@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
+from transforms._fold_batch_norm import unfolded
 
 from fusedoptim import FusedSGD, transforms
 from tests.transforms.helpers import assert_right, assert_same_state, copied, randomise
@@ -426,3 +427,23 @@ def test_finalized_model_loads_what_it_saves(dtype: torch.dtype | None) -> None:
     assert_same_state(first.state_dict(), second.state_dict())
     with torch.no_grad(), torch.autocast("cpu", enabled=dtype is not None):
         assert torch.equal(first(x), second(x))
+
+
+def test_unfolded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, x = make()
+    optimized = transforms.optimize(plain)
+    calls: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return unfolded(*args)
+
+    monkeypatch.setattr("transforms._fold_batch_norm.unfolded", counted)
+    optimized.state_dict()
+    assert calls == []
+    train(optimized, x)
+    optimized.state_dict()
+    optimized.state_dict()
+    assert calls == [1]
+    transforms.restore(optimized)
+    assert calls == [1]

@@ -287,20 +287,27 @@ class Fold:
 
     def _plain_tensors(self, module: nn.Module) -> dict[str, Any]:
         """What one of the two would hold if it were plain."""
-        tensors = self._kept_tensors(module)
-        weight, bias = self._feeder.weight, self._feeder.bias
-        if _digest(weight, bias) != self._digest:
-            learnt = unfolded(weight, bias, self._plain_pair())
-            if module is self._feeder:
-                tensors |= {"weight": learnt.weight, "bias": learnt.bias}
-            else:
-                norms = {"running_mean": learnt.mean, "weight": learnt.gamma, "bias": learnt.beta}
-                tensors |= norms
+        self._learn()
+        tensors, device = self._kept_tensors(module), self._feeder.weight.device
         for name, tensor in tensors.items():
             if tensor is not None:
-                on_device = tensor.data if isinstance(tensor, Parameter) else tensor
-                tensors[name] = on_device.to(weight.device)
+                tensors[name] = (tensor.data if isinstance(tensor, Parameter) else tensor).to(
+                    device
+                )
         return tensors
+
+    def _learn(self) -> None:
+        """Unfold what was written to the folded weight and bias."""
+        weight, bias = self._feeder.weight, self._feeder.bias
+        if (digest := _digest(weight, bias)) == self._digest:
+            return
+        learnt = unfolded(weight, bias, self._plain_pair())
+        self._feeder_tensors = {"weight": learnt.weight, "bias": learnt.bias}
+        self._norm_buffers = {**self._norm_buffers, "running_mean": learnt.mean}
+        for name, values in (("weight", learnt.gamma), ("bias", learnt.beta)):
+            if (param := self._norm_parameters[name]) is not None and values is not None:
+                param.data = values.detach()
+        self._digest = digest
 
 
 def _other_dimension(feeder: Any, norm: Any) -> str | None:
@@ -376,9 +383,9 @@ def unfolded(weight: Tensor, bias: Tensor, plain: PlainPair) -> PlainPair:
         >>> learnt.weight, learnt.beta
         (tensor([[4.]]), tensor([1.]))
     """
-    was = [values.to(weight.dtype) for values in folded(plain)]
-    new = _double(weight), _double(bias)
-    is_new = new[0] != _double(was[0]), new[1] != _double(was[1])
+    new = weight.detach().cpu(), bias.detach().cpu()
+    was = folded(plain)
+    is_new = new[0] != was[0].to(weight.dtype), new[1] != was[1].to(bias.dtype)
     learnt = _quotient(*new, *is_new, plain)
     channels = _channels(~learnt.weight.cpu().isfinite(), plain)
     for values in (learnt.bias, learnt.mean, learnt.beta):
@@ -396,8 +403,8 @@ def _quotient(
     weight: Tensor, bias: Tensor, is_new_weight: Tensor, is_new_bias: Tensor, plain: PlainPair
 ) -> PlainPair:
     """``plain`` that folds to ``weight`` and ``bias`` where these are new."""
-    scale, mean = _scale(plain), _double(plain.mean)
-    quotient = weight / _by_channel(scale, plain)
+    scale, mean, bias = _scale(plain), _double(plain.mean), _double(bias)
+    quotient = _double(weight) / _by_channel(scale, plain)
     plain = plain._replace(weight=_changed(plain.weight, is_new_weight, quotient))
     if plain.beta is not None:
         shift = -mean if plain.bias is None else _double(plain.bias) - mean
@@ -409,7 +416,7 @@ def _quotient(
 
 def _changed(values: Tensor, where: Tensor, exact: Tensor) -> Tensor:
     """A copy of ``values``, laid out alike, with others in some places."""
-    mixed = torch.where(where, exact, _double(values))
+    mixed = torch.where(where, exact.to(values.dtype), values.detach().cpu())
     return plain_tensors.shared_as(torch.empty_like(values).copy_(mixed), values)
 
 
