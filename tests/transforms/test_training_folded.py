@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
-from transforms._fold_batch_norm import unfolded
 
 from fusedoptim import FusedSGD, transforms
 from tests.transforms.helpers import assert_right, assert_same_state, copied, randomise
+from transforms.passes.fold_batch_norm import unfolded
 
 KINDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     "conv": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)], (4, 3, 6, 6)),
@@ -438,7 +438,7 @@ def test_unfolded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(1)
         return unfolded(*args)
 
-    monkeypatch.setattr("transforms._fold_batch_norm.unfolded", counted)
+    monkeypatch.setattr("transforms.passes.fold_batch_norm.unfolded", counted)
     optimized.state_dict()
     assert calls == []
     train(optimized, x)
