@@ -1,8 +1,8 @@
-"""Rewrites of a model for inference, and of a model and its optimizer for training.
+"""Rewrites a model for inference, or a model and its optimizer for training.
 
-:func:`optimize` folds BatchNorms, drops Dropouts, casts to 16 bits and chooses the memory format;
-for training it fuses the optimizer's step and splits weights in bfloat16 halves. :func:`report`
-says what it did and why; :func:`restore` undoes it.
+:func:`optimize` folds BatchNorms, removes Dropouts, casts to 16 bits and chooses the memory format.
+For training it fuses the optimizer's step and splits weights into bfloat16 halves. :func:`report`
+lists what it did and why; :func:`restore` undoes it.
 """
 
 from transforms.front_end import optimize

@@ -48,11 +48,11 @@ def optimize(
 ) -> Any:
     """Rewrite a model for inference, or a model and its optimizer for training.
 
-    A model in eval mode is optimized for inference, one in training mode with its optimizer for
-    training. What is not safe is left alone; :func:`transforms.report` says what was done, what
-    was not, and why. The model keeps its class, hooks and names; ``state_dict()`` gives what the
-    plain model's gives, and either loads into the other. :func:`transforms.restore` undoes it. A
-    model that is moved afterwards (``to``, ``half``, ``share_memory``) saves, and is restored to,
+    A model in eval mode is optimized for inference, a model in training mode, with its optimizer,
+    for training. What is not safe is left unchanged; :func:`transforms.report` lists what was done,
+    what was not, and why. The model keeps its class, hooks and names. Its ``state_dict()`` equals
+    the plain model's, and each loads into the other. :func:`transforms.restore` undoes the rewrite.
+    A model that is moved afterwards (``to``, ``half``, ``share_memory``) saves, and is restored to,
     what the plain model would be after that move.
 
     A model optimized for inference keeps what it learns in eval mode, and what is written into its
@@ -62,43 +62,43 @@ def optimize(
     raises: restore the model first. Write through ``load_state_dict``, not into the tensors of
     ``state_dict()``, which the model does not compute with.
 
-    Of each knob None is the level's default, True asks for it, and False turns it off.
+    For each knob, None means the level's default, True turns it on, and False turns it off.
 
     Args:
         model: a module on one device.
-        optimizer: of the model's parameters; for training, and only then.
-        dtype: torch.bfloat16 or, for inference, torch.float16 for the weights of convolutions,
-            Linears and embeddings; run the model under ``torch.autocast`` with it. None or float32:
-            as is.
-        level: "O1": all that is safe. "O0": what is asked for, and no more.
-        inplace: rewrite the model and the optimizer themselves, and not copies. A scheduler made
-            before is that of the given optimizer, so with False a new one is needed.
+        optimizer: the optimizer of the model's parameters, for training only.
+        dtype: torch.bfloat16 or, for inference, torch.float16: casts the weights of convolutions,
+            Linears and embeddings. Run the model under ``torch.autocast`` with the same dtype. None
+            and torch.float32 cast nothing.
+        level: "O1" does all that is safe, "O0" only what is asked for.
+        inplace: rewrite the given model and optimizer. Otherwise they are copied; schedulers stay
+            with the given optimizer, so create new ones for the copy.
         conv_bn_folding: in eval mode, fold each BatchNorm into the convolution before it.
-        linear_bn_folding: in eval mode, into the Linear before it.
-        replace_dropout_with_identity: in eval mode, Dropouts of all kinds.
-        split_master_weight_for_bf16: in training with bfloat16, which needs it: weights in two
-            halves, of which the optimizer has the lower ones.
-        fuse_update_step: in training, the optimizer's step in one kernel. None, level "O1": if its
-            class is SGD, Adagrad, Adam, AdamW or a known Lamb.
-        auto_channels_last: convolutions' weights in channels_last. None, level "O1": on the CPU,
-            if the code of the model does not depend on the layout and, in eval mode with
-            a ``sample_input``, if it is faster. True: in any case.
-        sample_input: a tensor, a tuple of arguments or a dict of named ones. In eval mode the
-            model is called with it before and after folding and dropping: a pass that changes its
-            output by more than rounding is undone, and the report says so. The model is also
+        linear_bn_folding: in eval mode, fold each BatchNorm into the Linear before it.
+        replace_dropout_with_identity: in eval mode, remove Dropouts of all kinds.
+        split_master_weight_for_bf16: in training with bfloat16, which requires it: split weights
+            into two halves, and keep the lower ones in the optimizer.
+        fuse_update_step: in training, run the optimizer's step in one kernel. None, at level "O1":
+            if its class is SGD, Adagrad, Adam, AdamW or a known Lamb.
+        auto_channels_last: lay out the weights of convolutions in channels_last. None, at level
+            "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
+            a ``sample_input``, if that is faster. True: always.
+        sample_input: a tensor, a tuple of arguments or a dict of keyword arguments. In eval mode
+            the model is called with it before and after folding and dropping. A pass that changes
+            the output by more than rounding is undone, and the report says so. The model is also
             timed with it in both layouts.
 
     Returns:
-        the model; with an optimizer, the model and the optimizer.
+        the model; with an optimizer, a tuple of the model and the optimizer.
 
     Raises:
         TypeError: a scripted, compiled or distributed model, or one that cannot be copied; an
-            optimizer for which there is no fused step, if the call needs one; an option that is
-            no bool.
+            optimizer without a fused step, if the call needs one; a knob that is not a bool.
         ValueError: an unknown level or dtype, a knob of the other mode, training mode without an
             optimizer or eval mode with one, an optimizer of other parameters, several devices; a
             model that is optimized for the other mode or with another optimizer.
-        RuntimeError: an optimizer with a step of its own, if the call needs a fused one.
+        RuntimeError: an optimizer that overrides its step, if the call needs a fused one. Whatever
+            is raised, nothing was changed.
 
     Example:
         >>> import torch
@@ -118,12 +118,12 @@ def optimize(
         Sequential for training
         pass                          done  left  bytes saved
         fuse_update_step                 1     0          0 B
-            torch.optim.adamw.AdamW's step is FusedAdamW's: optimizer
+            the step of torch.optim.adamw.AdamW is now that of FusedAdamW: optimizer
         auto_channels_last               1     0          0 B
             weight in channels_last: 0
         split_master_weight_for_bf16     2     2        448 B
             float32 to bfloat16, lower halves in the optimizer: 0.weight, 0.bias
-            left: 1.weight, 1.bias: float32 still: BatchNorm2d has it
+            left: 1.weight, 1.bias: stays float32: BatchNorm2d uses it
         kept for restore() and state_dict(): 0 B
 
     Signature and defaults: IPEX 2.8's ``optimize``, whose second argument was the dtype.
@@ -178,12 +178,12 @@ def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[En
 
 
 def _warn_of_no_effect(job: Job, report: Report) -> None:
-    """Warn of passes that the call asked for by name and that have done nothing, now or before."""
+    """Warn about passes that were asked for by name and changed nothing, now or before."""
     asked = job.options.explicit | ({DTYPE, SPLIT} if job.options.dtype is not None else set())
     for knob in report.passes:
         if knob in asked and not report.done(knob):
             reasons = {entry.what for entry in report.left(knob)} or {
-                "there is nothing of the kind"
+                "the model has nothing of the kind"
             }
             warnings.warn(
                 f"{knob} changed nothing in this {type(job.model).__name__}: "

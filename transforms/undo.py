@@ -1,4 +1,4 @@
-"""``restore`` undoes what ``optimize`` did; ``finalize`` gives up the way back."""
+"""``restore`` undoes what ``optimize`` did; ``finalize`` makes it permanent."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     """Undo all that :func:`transforms.optimize` did, in place and bit for bit.
 
-    What was loaded, written or trained since is kept: the model computes what it did before.
+    Values that were loaded, written or trained since are kept.
 
     Args:
-        model: what ``optimize`` returned.
-        optimizer: what it returned with it, if it did.
+        model: the model that ``optimize`` returned.
+        optimizer: the optimizer that it returned with the model, if there was one.
 
     Returns:
-        the model; with an optimizer, the model and the optimizer.
+        the model; with an optimizer, a tuple of the model and the optimizer.
 
     Raises:
-        ValueError: the model was not optimized, or finalized since; the optimizer is another's; or
-            weights are split, and the optimizer that has their lower halves is not given.
+        ValueError: the model was not optimized, or has been finalized; the optimizer is of another
+            model; or weights are split, and the optimizer with their lower halves is not given.
         RuntimeError: a folded or rounded weight was pruned, parametrized or given another shape
             since. Whatever is raised, nothing was changed.
 
@@ -46,10 +46,12 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         >>> torch.equal(model[0].weight, weight), type(model[1]).__name__
         (True, 'BatchNorm1d')
     """
-    if optimizer is None or not is_converted(optimizer):  # else by a call for another optimizer
+    if optimizer is None or not is_converted(
+        optimizer
+    ):  # else it may be the second optimizer of this model
         reports.report(model)
     if (report := reports.find(model)) is not None and report.is_final:
-        raise ValueError("the model was finalized, which dropped what restore() needs")
+        raise ValueError("the model was finalized, which freed the tensors that restore() needs")
     if optimizer is not None:
         check_same_parameters(model, optimizer)
     check_halves(model, optimizer)
@@ -62,13 +64,13 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
 
 
 def finalize(model: _Model) -> _Model:
-    """Drop what :func:`restore` and ``state_dict()`` keep of the plain model, to free its memory.
+    """Free the tensors that are kept of the plain model for :func:`restore` and ``state_dict()``.
 
-    From now on the model saves and loads what it computes with: folded, in 16 bits, without the
-    BatchNorms.
+    Afterwards the model saves and loads the tensors that it computes with: folded, in 16 bits,
+    without the BatchNorms.
 
     Args:
-        model: what :func:`transforms.optimize` returned for inference.
+        model: a model that :func:`transforms.optimize` returned for inference.
 
     Raises:
         ValueError: the model was not optimized.

@@ -168,8 +168,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "level": (Net, {"level": "O2"}, ValueError, "level='O2' is unknown"),
     "dtype": (Net, {"dtype": torch.int8}, ValueError, "dtype=torch.int8"),
     "float64": (Net, {"dtype": torch.float64}, ValueError, "dtype=torch.float64"),
-    "dtype by name": (Net, {"dtype": "bf16"}, TypeError, "no torch.dtype"),
-    "knob of another type": (Net, {"conv_bn_folding": 1}, TypeError, "neither True nor False"),
+    "dtype by name": (Net, {"dtype": "bf16"}, TypeError, "not a torch.dtype"),
+    "knob of another type": (Net, {"conv_bn_folding": 1}, TypeError, "not True, False or None"),
     "train without optimizer": (Net, {}, ValueError, r"call model.eval\(\) first.*optimizer"),
     "eval with optimizer": (
         lambda: Net().eval(),
@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         ValueError,
         "of the 9 parameters of the optimizer are not in this Net",
     ),
-    "no optimizer": (Net, {"optimizer": "sgd"}, TypeError, "no torch.optim.Optimizer"),
+    "no optimizer": (Net, {"optimizer": "sgd"}, TypeError, "not a torch.optim.Optimizer"),
     "IPEX's order": (Net, {"optimizer": torch.bfloat16}, TypeError, "dtype=torch.bfloat16"),
     "fuse in eval": (
         lambda: Net().eval(),
@@ -224,7 +224,7 @@ def test_refused_and_unchanged(name: str, inplace: bool) -> None:
 
 @pytest.mark.parametrize("inplace", ["no", 1, None])
 def test_inplace_of_another_type(inplace: Any) -> None:
-    with pytest.raises(TypeError, match=f"inplace={inplace!r} is neither True nor False"):
+    with pytest.raises(TypeError, match=f"inplace={inplace!r} is not True or False"):
         transforms.optimize(Net().eval(), inplace=inplace)
 
 

@@ -170,7 +170,7 @@ class TestMerge:
         split_master_weights(model, optimizer)
         entries = merge_master_weights(model, optimizer)
         assert [entry.where for entry in entries] == ["0.weight", "0.bias", "4.weight", "4.bias"]
-        assert all(entry.done and entry.what == "float32 again" for entry in entries)
+        assert all(entry.done and entry.what == "float32 restored" for entry in entries)
         unfuse_update_step(optimizer)
         assert_same(_saved(model, optimizer), before)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -218,7 +218,7 @@ class TestMerge:
         assert_same(model.state_dict(), exact)
         entries = merge_master_weights(model, optimizer)
         assert {entry.what for entry in entries} == {
-            "bfloat16 still: the optimizer was made with split=True"
+            "stays bfloat16: the optimizer was made with split=True"
         }
         assert model.state_dict()["0.weight"].dtype == torch.bfloat16
         assert "trail" in optimizer.state_dict()["state"][0]
@@ -232,7 +232,7 @@ def test_twice_changes_nothing_more() -> None:
     second = split_master_weights(model, optimizer)
     assert [entry.done for entry in first] == [True, True, False, False, True, True]
     assert not any(entry.done for entry in second)
-    assert second[0].what == "split already"
+    assert second[0].what == "already split"
     assert_same(_saved(model, optimizer), before)
     assert [dict(vars(m)) for m in model.modules()] == attributes
     assert sum(entry.bytes_saved for entry in first) == 2 * sum(
@@ -282,9 +282,9 @@ class TestLeftAlone:
             nn.ModuleList([nn.LayerNorm(3), nn.LSTM(3, 3), nn.PReLU(), nn.Linear(3, 3)])
         )
         assert {what for name, what in reasons.items() if name[0] == "1"} == {
-            "float32 still: LSTM has it"
+            "stays float32: LSTM uses it"
         }
-        assert reasons["0.weight"] == "float32 still: LayerNorm has it"
+        assert reasons["0.weight"] == "stays float32: LayerNorm uses it"
         assert not any(name.startswith("3.") for name in reasons)
 
     def test_shared_with_a_module_of_another_kind(self) -> None:
@@ -301,7 +301,7 @@ class TestLeftAlone:
         table, linear = nn.Embedding(5, 3), nn.Linear(3, 5)
         linear.weight = table.weight
         reasons = self._reasons(nn.ModuleList([table, linear, Head(table.weight)]))
-        assert reasons == {"0.weight": "float32 still: Head has it"}
+        assert reasons == {"0.weight": "stays float32: Head uses it"}
 
     def test_subclasses(self) -> None:
         class Own(nn.Linear):
@@ -315,25 +315,25 @@ class TestLeftAlone:
             parametrizations.weight_norm(nn.Linear(3, 3)), prune.identity(nn.Linear(3, 3), "weight")
         )
         reasons = self._reasons(model)
-        assert reasons["1.weight_orig"] == "float32 still: a weight is computed from it"
+        assert reasons["1.weight_orig"] == "stays float32: a weight is computed from it"
         assert len(reasons) == 4  # of the parametrized one, the bias too
 
     def test_table_that_forward_passes_write_to(self) -> None:
         reasons = self._reasons(nn.ModuleList([nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 3)]))
-        assert reasons == {"0.weight": "float32 still: a forward pass with max_norm writes to it"}
+        assert reasons == {"0.weight": "stays float32: a forward pass with max_norm writes to it"}
 
     def test_what_the_optimizer_has_not(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         reasons = self._reasons(model, FusedSGD(model[0].parameters()))
-        assert set(reasons.values()) == {"float32 still: the optimizer has it not"}
+        assert set(reasons.values()) == {"stays float32: the optimizer does not update it"}
 
     def test_dtypes(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3).double(), nn.Linear(3, 3).bfloat16())
         optimizer = FusedSGD(model.parameters())
         what = [entry.what for entry in split_master_weights(model, optimizer)]
         assert what == [
-            *["float64 still: only float32 is split"] * 2,
-            *["bfloat16 still: only float32 is split"] * 2,
+            *["stays float64: only float32 weights are split"] * 2,
+            *["stays bfloat16: only float32 weights are split"] * 2,
         ]
 
     def test_shared_memory(self) -> None:
@@ -341,7 +341,7 @@ class TestLeftAlone:
         model[1].weight = nn.Parameter(model[0].weight.detach().t())
         reasons = self._reasons(model)
         assert reasons == dict.fromkeys(
-            ["0.weight", "1.weight"], "float32 still: its elements share memory"
+            ["0.weight", "1.weight"], "stays float32: its elements share memory"
         )
 
 

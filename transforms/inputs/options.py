@@ -30,24 +30,24 @@ class _Pass(Protocol):
 
 
 def check_knobs(level: str, dtype: Any, inplace: Any, knobs: Mapping[str, Any]) -> None:
-    """Raise if an argument is not of the type, or not one of the values, that it may have.
+    """Raise if an argument has the wrong type or an unknown value.
 
     Raises:
-        TypeError: a knob or ``inplace`` that is no bool, a dtype that is none.
+        TypeError: a knob or ``inplace`` that is not a bool, a dtype that is not a torch.dtype.
         ValueError: an unknown level or dtype.
     """
     if not isinstance(inplace, bool):
-        raise TypeError(f"inplace={inplace!r} is neither True nor False")
+        raise TypeError(f"inplace={inplace!r} is not True or False")
     if level not in LEVELS:
-        raise ValueError(f"level={level!r} is unknown; it is 'O0' (what is asked for) or 'O1'")
+        raise ValueError(f"level={level!r} is unknown; use 'O0' (only what is asked for) or 'O1'")
     if dtype is not None and dtype not in _DTYPES:
         choices = "torch.bfloat16, torch.float16, torch.float32 or None"
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype={dtype!r} is no torch.dtype; it is {choices}")
-        raise ValueError(f"dtype={dtype} cannot be cast to; it is {choices}")
+            raise TypeError(f"dtype={dtype!r} is not a torch.dtype; use {choices}")
+        raise ValueError(f"dtype={dtype} is not supported; use {choices}")
     for name, value in knobs.items():
         if value is not None and not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is neither True nor False nor None")
+            raise TypeError(f"{name}={value!r} is not True, False or None")
 
 
 def resolve(

@@ -1,4 +1,4 @@
-"""The sample input: what the model returns for it, and whether a pass has changed that."""
+"""The sample input, and whether a pass changes what the model returns for it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_sample(model: nn.Module, sample_input: Any) -> None:
             caller(model, sample_input)()
     except Exception as error:  # of any class: the model's own
         raise ValueError(
-            f"sample_input: {type(model).__name__} fails with it ({error}); it is a tensor, "
-            "a tuple of arguments, or a dict of named ones"
+            f"sample_input: {type(model).__name__} fails with it ({error}); it must be a tensor, "
+            "a tuple of arguments, or a dict of keyword arguments"
         ) from error
 
 
@@ -37,10 +37,10 @@ def caller(model: nn.Module, sample_input: Any) -> Callable[[], object]:
 
 
 class Comparison:
-    """What a model in eval mode returned for a sample, to compare with what it returns later.
+    """The outputs of a model for a sample, to be compared with its later outputs.
 
     Args:
-        model: called now.
+        model: in eval mode; called twice, now.
         sample_input: a tensor, a tuple of arguments or a dict of named ones.
     """
 
@@ -53,7 +53,7 @@ class Comparison:
     def difference(self) -> str | None:
         """How the model's output differs from the first one; None if it does not.
 
-        Nothing can be said of a model whose first two outputs differ.
+        Also None if the first two outputs differed, as no later difference means anything then.
         """
         if not self._is_repeatable:
             return None
@@ -89,10 +89,10 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 def _difference(before: list[Tensor], after: list[Tensor]) -> str | None:
-    """How outputs differ by more than rounding does.
+    """How the outputs differ, if they differ by more than rounding.
 
-    Folding moves roundings, which the layers after it may amplify: half of the digits must agree,
-    relative to the largest value of a tensor.
+    Folding changes roundings, and later layers may amplify them. So half of the digits must agree,
+    relative to the tensor's largest value.
     """
     if [(t.shape, t.dtype) for t in before] != [(t.shape, t.dtype) for t in after]:
         return "the output for sample_input changed its shape or dtype"

@@ -1,4 +1,4 @@
-"""Pass: the weights of convolutions, Linears and embeddings in 16 bits."""
+"""Pass: cast the weights of convolutions, Linears and embeddings to 16 bits."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _KINDS = (*CONVOLUTION_KINDS, nn.Linear, nn.Embedding, nn.EmbeddingBag)
 class Cast(Pass):
     """Rounds the float32 weights and biases of the modules that compute faster in 16 bits.
 
-    Normalization layers stay float32, which torch's kernels take with 16-bit inputs. Run the model
-    under ``torch.autocast``, which converts what lies between.
+    Normalization layers stay float32: torch's kernels accept that with 16-bit inputs. Run the model
+    under ``torch.autocast``, which converts the values between layers.
     """
 
     knob = DTYPE
 
     def is_on(self, options: Options) -> bool:
-        """Whether a dtype of 16 bits was asked for."""
+        """Whether the call has a dtype of 16 bits."""
         return options.dtype is not None
 
     def run(self, job: Job) -> list[Entry]:
-        """Round; the entries are of the modules with a float32 weight of two or more dimensions."""
+        """Round; entries are the modules with a float32 weight of at least two dimensions."""
         model, dtype, undo = job.model, job.options.dtype, job.undo
         assert dtype is not None
         sharers = owners(model)
@@ -71,7 +71,7 @@ class Cast(Pass):
 
 
 def _entry(name: str, dtype: torch.dtype, module: nn.Module) -> Entry:
-    saved = sum(p.nbytes for p in module.parameters(recurse=False))  # as much as is left
+    saved = sum(p.nbytes for p in module.parameters(recurse=False))  # half of the bytes
     return Entry(name, str(dtype).removeprefix("torch."), bytes_saved=saved)
 
 
@@ -84,13 +84,13 @@ def _float32(module: nn.Module) -> dict[str, Parameter]:
 
 
 def _objection(module: nn.Module, dtype: torch.dtype) -> str | None:
-    """Why the module's own weights have to stay what they are."""
+    """Why the module's weights must stay float32, if they must."""
     if plain_kind(module, _KINDS) is None:
-        return f"{type(module).__name__} is none of torch's layers that compute in 16 bits"
+        return f"{type(module).__name__} is not one of torch's layers that compute in 16 bits"
     if has_computed_tensors(module):
         return "has a weight that is computed from others (a parametrization)"
     if getattr(module, "max_norm", None) is not None:
-        return "renormalizes its weight (max_norm), which 16 bits would wear out"
+        return "renormalizes its weight (max_norm), which would lose accuracy in 16 bits"
     most = torch.finfo(dtype).max
     if any(p.numel() and _largest(p.detach()) > most for p in _float32(module).values()):
         return f"has weights that overflow {dtype}"
@@ -98,21 +98,21 @@ def _objection(module: nn.Module, dtype: torch.dtype) -> str | None:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest magnitude, without memory for all of them."""
+    """The largest magnitude, without a temporary tensor."""
     least, most = values.aminmax()
     return max(-least.item(), most.item())
 
 
 class _Lowered:
-    """A float32 Parameter rounded to 16 bits, with what it lost; shared by all that share it."""
+    """A float32 Parameter rounded to 16 bits, and its residue; shared by its modules."""
 
     def __init__(self, param: Parameter, dtype: torch.dtype) -> None:
         self.param = param
         self.dtype = dtype
         self._grad: Tensor | None = None
-        """float32, from before the parameter was rounded."""
+        """The float32 gradient from before the parameter was rounded."""
         self._is_trained = False
-        """whether the parameter had a 16-bit gradient when it was made float32 last."""
+        """Whether the parameter had a 16-bit gradient when it last became float32."""
         self.residue: residues.Residue | None = None
 
     def lower(self) -> None:
@@ -127,7 +127,7 @@ class _Lowered:
             self.param.grad, self._grad = self._grad.to(self.dtype), None
 
     def values(self) -> Tensor:
-        """In float32."""
+        """The exact float32 values."""
         if self.residue is None or self.param.dtype != self.dtype:
             return self.param.data
         return residues.join(self.param.data, self.residue)
@@ -152,20 +152,20 @@ class RoundedParameters:
         self._lowered = lowered
 
     def plain(self, module: nn.Module) -> Mapping[str, Tensor | None]:
-        """The tensors of a checkpoint."""
+        """The float32 tensors of a checkpoint."""
         lowered = {id(each.param): each for each in self._lowered.values()}
-        own = module._parameters.items()  # where pruning may have given one another name
+        own = module._parameters.items()  # pruning may have renamed a parameter
         return {name: lowered[id(p)].values() for name, p in own if id(p) in lowered}
 
     def check(self) -> None:
-        """Raise if a weight is computed from others now, into which the rounded one went."""
+        """Raise if a rounded weight has become the input of a parametrization."""
         own = set(map(id, self._module._parameters.values()))
         for name, lowered in self._lowered.items():
             if name not in self._module._parameters and id(lowered.param) not in own:
                 raise plain_tensors.changed(self._module, f"got a parametrization of its {name}")
 
     def kept(self) -> Iterator[Tensor]:
-        """What rounding lost."""
+        """The residues."""
         for lowered in self._lowered.values():
             if lowered.residue is not None:
                 yield from lowered.residue
@@ -176,10 +176,10 @@ class RoundedParameters:
             lowered.lift()
 
     def redo(self) -> None:
-        """Round the parameters, which loading or moving may have replaced by others."""
+        """Round the parameters; loading or moving may have replaced them."""
         for name, lowered in self._lowered.items():
             param = self._module._parameters.get(name)
             if param is not None and param is not lowered.param:
-                # Other modules may still have the parameter that was replaced.
+                # Other modules may still share the replaced parameter.
                 self._lowered[name] = _Lowered(param, lowered.dtype)
             self._lowered[name].lower()

@@ -1,8 +1,8 @@
-"""Pass: convolutions' weights in channels_last, which makes their outputs so too.
+"""Pass: lay out the weights of convolutions in channels_last.
 
-A convolution whose weight or input is channels_last computes in that layout, and torch's layers
-hand it on. What code after it might miss is the other layout's strides: ``x.view(...)`` of an
-output fails, ``x.reshape(...)`` does not.
+A convolution whose weight or input is in channels_last computes in that layout, and torch's layers
+preserve it. Later code may depend on strides: ``x.view(...)`` of such an output fails, where
+``x.reshape(...)`` does not.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _FORMATS = {
 }
 _STRIDES = "_fusedoptim_strides"
 _READS_STRIDES = {"view", "view_as", "as_strided", "is_contiguous"}
-_TURNS = 2
-_LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 2, 10, 0.5  # of each turn
+_ROUNDS = 2
+_LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 2, 10, 0.5  # in each round
 
 Convolutions = list[tuple[str, Any, torch.memory_format]]
-"""Names and modules, and the layout that suits them."""
+"""Names and modules, with the memory format for the dimensions of each."""
 
 
 _default: bool | None = None
 
 
 def enable_auto_channels_last() -> None:
-    """Have :func:`transforms.optimize` use channels_last, whatever the device and the level.
+    """Make :func:`transforms.optimize` use channels_last on every device and level.
 
     Example:
         >>> from fusedoptim import transforms
@@ -54,7 +54,7 @@ def enable_auto_channels_last() -> None:
 
 
 def disable_auto_channels_last() -> None:
-    """Have :func:`transforms.optimize` leave memory formats alone, unless a call asks for it.
+    """Make :func:`transforms.optimize` keep memory formats, unless a call asks for a change.
 
     Example:
         >>> from fusedoptim import transforms
@@ -67,18 +67,18 @@ def disable_auto_channels_last() -> None:
 class ChannelsLast(Pass):
     """Lays out the weights of 2-d and 3-d convolutions, also transposed ones, channels last.
 
-    By default on the CPU, if the model's code does not depend on the layout and, in eval mode with
-    a sample input, if the model is faster for it. Asked for, in any case.
+    By default only on the CPU, if the model's code does not depend on strides and, in eval mode
+    with a sample input, if that makes the model faster. With True, always.
     """
 
     knob = "auto_channels_last"
 
     def default(self, level: str) -> bool:
-        """What :func:`enable_auto_channels_last` or its opposite has set, else the level's."""
+        """What :func:`enable_auto_channels_last` or its opposite set, else the level's default."""
         return super().default(level) if _default is None else _default
 
     def run(self, job: Job) -> list[Entry]:
-        """Lay out; the entries are of the convolutions that are not in channels_last already."""
+        """Change strides; entries are the convolutions that are not in channels_last already."""
         entries: list[Entry] = []
         changed: Convolutions = []
         for name, module, layout in _convolutions(job.model):
@@ -103,7 +103,7 @@ class ChannelsLast(Pass):
         return entries + [Entry(name, what, done=why is None) for name, *_ in changed]
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Give every weight the strides that it had, with the values that it has."""
+        """Give every weight its original strides, and keep its current values."""
         for module in model.modules():
             _undo(module)
 
@@ -121,7 +121,7 @@ def _undo_all(convolutions: Convolutions) -> None:
 
 
 def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_format]]:
-    """Those whose weight is not in channels_last already."""
+    """The convolutions whose weight is not in channels_last already."""
     for name, module in model.named_modules():
         kind = next((kind for kind in _FORMATS if isinstance(module, kind)), None)
         if kind is None:
@@ -135,11 +135,11 @@ def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_for
 def _objection(module: nn.Module) -> str | None:
     if has_computed_tensors(module):
         return "has a weight that is computed from others (a parametrization)"
-    return None if plain_kind(module, tuple(_FORMATS)) else "has code of its own"
+    return None if plain_kind(module, tuple(_FORMATS)) else "overrides its methods"
 
 
 def _lay_out(convolutions: Convolutions) -> None:
-    for _, module, _ in convolutions:  # first: two of them may share a weight
+    for _, module, _ in convolutions:  # before any changes, as two modules may share a weight
         attributes: dict[str, Any] = module.__dict__
         attributes[_STRIDES] = module.weight.stride()
     for _, module, layout in convolutions:
@@ -147,7 +147,7 @@ def _lay_out(convolutions: Convolutions) -> None:
 
 
 def _put(param: nn.Parameter, laid_out: Callable[[Tensor], Tensor]) -> None:
-    """Lay out a parameter and its gradient, which torch wants alike."""
+    """Change the layout of a parameter and its gradient, which must match."""
     grad, param.grad = param.grad, None
     param.data = laid_out(param.data)
     if grad is not None:
@@ -160,38 +160,38 @@ def _strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _no_gain(model: nn.Module) -> str | None:
-    """Why the layout is not taken for a gain, or for safe."""
+    """Why the layout may be slower or unsafe, if it may."""
     device = next(model.parameters()).device.type
     if device != "cpu":
-        return f"not known to gain on {device}; auto_channels_last=True does it all the same"
+        return f"not known to be faster on {device}; auto_channels_last=True applies it anyway"
     for cls in {type(module) for module in model.modules()}:
         if used := sorted(names_used(cls) & _READS_STRIDES):
             return (
                 f"{cls.__name__}.forward uses {used[0]}, which depends on the layout; "
-                "auto_channels_last=True does it all the same"
+                "auto_channels_last=True applies it anyway"
             )
     return None
 
 
 def _slower(call: Callable[[], object], changed: Convolutions) -> str | None:
-    """Why channels_last is not to be; the model is timed by turns in both layouts."""
+    """Why not to use channels_last, if the model is not faster; it is timed alternately in both."""
     before = after = math.inf
-    for _ in range(_TURNS):
+    for _ in range(_ROUNDS):
         before = min(before, _time(call))
         _lay_out(changed)
         try:
             after = min(after, _time(call))
         except RuntimeError as error:
-            return f"the sample fails in it: {error}"
+            return f"the model fails with it on the sample: {error}"
         finally:
             _undo_all(changed)
     if after < before:
         return None
-    return f"slower on the sample: {after * 1e3:.3g} ms for {before * 1e3:.3g} ms"
+    return f"slower on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
 
 
 def _time(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of some forward passes, the first one not counted."""
+    """The time in seconds of the fastest of several forward passes, after a warm-up."""
     seconds: list[float] = []
     with torch.no_grad():
         call()

@@ -1,4 +1,4 @@
-"""Pass: Dropout modules become Identity."""
+"""Pass: replace Dropout modules with identities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = (
 
 
 class DropDropout(Pass):
-    """Makes every Dropout a module that does nothing, with its attributes, such as ``p``."""
+    """Makes every Dropout return its input; its attributes, such as ``p``, stay."""
 
     knob = "replace_dropout_with_identity"
     keeps_outputs = True
@@ -41,13 +41,13 @@ class DropDropout(Pass):
         return entries
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Give the Dropouts their classes again."""
+        """Restore the classes of the Dropouts."""
         revert_all(model)
 
 
 def _objection(module: nn.Module) -> str | None:
     if plain_kind(module, _KINDS) is None:
-        return f"{type(module).__name__} has code of its own"
+        return f"{type(module).__name__} overrides its methods"
     if module.training:
-        return "is in training mode, though the model is not"
+        return "is in training mode, but the model is not"
     return "has hooks" if has_hooks(module) else None

@@ -1,9 +1,9 @@
-"""Weights as bfloat16 halves in the model, their lower 16 bits in the optimizer's state.
+"""Pass: split weights into bfloat16 halves in the model and their lower 16 bits in the optimizer.
 
-Forward and backward passes read 2 bytes of a weight instead of 4, and the pair of halves is the
-exact float32 weight: 4 bytes, where a bfloat16 weight with a float32 master copy has 6. The model's
-state_dict has the float32 weights, and takes them: a checkpoint does not tell whether a pair was
-split.
+Forward and backward passes read 2 bytes of a weight instead of 4. The two halves together are the
+exact float32 weight: 4 bytes, where a bfloat16 weight with a float32 master copy takes 6. The
+model's state_dict contains the float32 weights and loads them, so checkpoints do not depend on
+splitting.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "split_master_weights",
 ]
 
-_SPLIT_ALREADY = "split already"
+_SPLIT_ALREADY = "already split"
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -45,12 +45,12 @@ _HOOKS = "_fusedoptim_split"
 
 
 class SplitWeights(Pass):
-    """Makes the weights bfloat16 halves, whose lower halves the optimizer keeps."""
+    """Splits weights into bfloat16 halves in the model and lower halves in the optimizer."""
 
     knob = SPLIT
 
     def run(self, job: Job) -> list[Entry]:
-        """Split; what was split by an earlier call is not reported again."""
+        """Split; weights that an earlier call split are not reported again."""
         assert job.optimizer is not None
         halves = getattr(job.optimizer, "halves", None)
         is_first = halves is None or not halves.in_model
@@ -59,29 +59,29 @@ class SplitWeights(Pass):
         return [entry for entry in entries if is_first or entry.what != _SPLIT_ALREADY]
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Merge the halves, in the optimizer and in copies of the model without one."""
+        """Merge the halves, also those of a model that was copied without its optimizer."""
         if optimizer is not None:
             merge_master_weights(model, optimizer)
         merge_copies(model)
 
 
 class _Hooks(NamedTuple):
-    """What was attached to a module for the halves of one optimizer."""
+    """The hooks of a module for the halves of one optimizer."""
 
     halves: Halves
     handles: list[RemovableHandle]
 
 
 class _Use(NamedTuple):
-    """A parameter as a module has it."""
+    """A module that uses a parameter."""
 
     module: nn.Module
     name: str
-    """the parameter's, in the model."""
+    """The parameter's name in the model."""
 
 
 def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
-    """Make weights bfloat16 halves, in place, whose lower halves the optimizer keeps.
+    """Split weights into bfloat16 halves, in place; the optimizer keeps the lower halves.
 
     Those of Linear, Conv1d to Conv3d, ConvTranspose1d to ConvTranspose3d, Embedding and
     EmbeddingBag, exact classes, if no other module has them too; the Parameter objects stay. The
@@ -98,7 +98,7 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
         optimizer: one with a fused step, of parameters of ``model``.
 
     Returns:
-        what was done with each parameter, for the report.
+        an entry for each parameter, for the report.
 
     Raises:
         RuntimeError: the optimizer's step is not fused.
@@ -114,8 +114,8 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
         ...     print(entry.where, "-", entry.what)
         0.weight - float32 to bfloat16, lower halves in the optimizer
         0.bias - float32 to bfloat16, lower halves in the optimizer
-        1.weight - float32 still: LayerNorm has it
-        1.bias - float32 still: LayerNorm has it
+        1.weight - stays float32: LayerNorm uses it
+        1.bias - stays float32: LayerNorm uses it
         >>> with torch.autocast("cpu", dtype=torch.bfloat16):
         ...     model(torch.ones(2, 3)).sum().backward()
         >>> optimizer.step()
@@ -138,11 +138,15 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
     entries: list[Entry] = []
     for param, users in uses.items():
         name = users[0].name
-        reason = _why_not(param, users, shared) if param in updated else "the optimizer has it not"
+        reason = (
+            _why_not(param, users, shared)
+            if param in updated
+            else "the optimizer does not update it"
+        )
         if optimizer.is_split(param):
             entries.append(Entry(name, _SPLIT_ALREADY, done=False))
         elif reason:
-            entries.append(Entry(name, f"{_text(param.dtype)} still: {reason}", done=False))
+            entries.append(Entry(name, f"stays {_text(param.dtype)}: {reason}", done=False))
         else:
             chosen.append(param)
             what = "float32 to bfloat16, lower halves in the optimizer"
@@ -153,14 +157,14 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
 
 
 def merge_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
-    """Make a model's halves float32 weights again, in place; the inverse of a split.
+    """Merge a model's halves into float32 weights, in place; the inverse of a split.
 
     Args:
         model: that :func:`split_master_weights` has split, or not.
         optimizer: that has the lower halves. What was split by ``split=True`` stays so.
 
     Returns:
-        what was done with each parameter, for the report.
+        an entry for each parameter, for the report.
 
     Raises:
         ValueError: the optimizer has lost a lower half. Nothing was changed then.
@@ -183,15 +187,15 @@ def merge_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
         names = {p: users[0].name for p, users in _uses(model).items() if p in halves}
         if not optimizer.split:
             optimizer.merge_params(names)
-        what = "bfloat16 still: the optimizer was made with split=True"
-        done = Entry("", "float32 again") if not optimizer.split else Entry("", what, done=False)
+        what = "stays bfloat16: the optimizer was made with split=True"
+        done = Entry("", "float32 restored") if not optimizer.split else Entry("", what, done=False)
         entries += [done._replace(where=name) for name in names.values()]
         _detach(model, halves)
     return entries
 
 
 def halves_in(model: nn.Module) -> list[Halves]:
-    """Those of each optimizer, or copy, that weights of ``model`` are."""
+    """The halves, one for each optimizer or copy of one, that contain weights of ``model``."""
     found: dict[int, Halves] = {}
     for module in model.modules():
         for hooks in vars(module).get(_HOOKS, ()):
@@ -200,7 +204,7 @@ def halves_in(model: nn.Module) -> list[Halves]:
 
 
 def merge_copies(model: nn.Module) -> None:
-    """Make float32, in place, the halves of a model that was copied without its optimizer."""
+    """Merge, in place, the halves of a model that was copied without its optimizer."""
     for halves in halves_in(model):
         if halves.is_alone:
             for p in model.parameters():
@@ -210,7 +214,7 @@ def merge_copies(model: nn.Module) -> None:
 
 
 def back_to_now(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
-    """What merges, in place, the weights that will be split from now on."""
+    """A function that merges, in place, the weights that are split after this call."""
     before = frozenset(optimizer.halves) if isinstance(optimizer, FusedOptimizer) else frozenset()
     hooked = {id(module) for module in model.modules() if _HOOKS in vars(module)}
     grads = [(p, p.grad) for p in model.parameters() if p not in before]
@@ -221,7 +225,7 @@ def back_to_now(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
         if not optimizer.split:
             optimizer.merge_params(p for p in optimizer.halves if p not in before)
         _detach(model, optimizer.halves, hooked)
-        for p, grad in grads:  # which the halves' have rounded
+        for p, grad in grads:  # splitting has rounded them
             p.grad = grad
 
     return undo
@@ -232,7 +236,7 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _uses(model: nn.Module) -> dict[Tensor, list[_Use]]:
-    """Each parameter of the model with the modules that have it."""
+    """The modules that use each parameter of the model."""
     uses: dict[Tensor, list[_Use]] = {}
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
@@ -241,7 +245,7 @@ def _uses(model: nn.Module) -> dict[Tensor, list[_Use]]:
 
 
 def _sharing_memory(params: list[Tensor]) -> set[Tensor]:
-    """Those whose memory another one has too: to convert one would part them."""
+    """The parameters that share memory; converting one of them would separate them."""
     owners: dict[int, list[Tensor]] = {}
     for p in params:
         if p.layout is torch.strided and p.numel() and type(p) is nn.Parameter:
@@ -250,10 +254,10 @@ def _sharing_memory(params: list[Tensor]) -> set[Tensor]:
 
 
 def _why_not(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | None:
-    """Why a parameter stays as it is, if it does."""
+    """Why a parameter is not split, if it is not."""
     for module, name in users:
         if type(module) not in (*_COMPUTING, *_TABLES):
-            return f"{type(module).__name__} has it"
+            return f"{type(module).__name__} uses it"
         if name.rpartition(".")[2] not in ("weight", "bias"):
             return "a weight is computed from it"
         if getattr(module, "max_norm", None) is not None:
@@ -261,7 +265,7 @@ def _why_not(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | Non
     if type(param) is not nn.Parameter:
         return f"it is a {type(param).__name__}"
     if param.dtype != torch.float32:
-        return "only float32 is split"
+        return "only float32 weights are split"
     if param.device.type not in ("cpu", "xpu"):
         return f"it is on {param.device.type!r}"
     if param in shared or has_shared_elements(param):
@@ -270,7 +274,7 @@ def _why_not(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | Non
 
 
 def _attach(model: nn.Module, halves: Halves) -> None:
-    """Let the modules that have halves save and load exact values, and compute with them."""
+    """Make the modules with halves save and load exact values, and compute with the halves."""
     for module in model.modules():
         attached: list[_Hooks] = vars(module).get(_HOOKS, [])
         own = module.parameters(recurse=False)
@@ -291,7 +295,7 @@ def _attach(model: nn.Module, halves: Halves) -> None:
 
 
 def _detach(model: nn.Module, halves: Halves, kept: Collection[int] = ()) -> None:
-    """Undo what :func:`_attach` did for these halves; another optimizer's stay.
+    """Undo :func:`_attach` for these halves; another optimizer's are not touched.
 
     So do those of the modules whose ids are in ``kept``.
     """
@@ -316,13 +320,13 @@ def _detach_from(module: nn.Module, is_done_with: Callable[[Halves], bool]) -> N
     if others:
         setattr(module, _HOOKS, others)
     elif attached:
-        del vars(module)[_HOOKS], vars(module)["_apply"]  # torch's again
+        del vars(module)[_HOOKS], vars(module)["_apply"]  # so that torch's own method applies
 
 
 def _move(
     module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """``Module._apply``, on the exact weights. Those that stay float32 stay split.
+    """``Module._apply`` on the exact weights; weights that stay float32 stay split.
 
     Raises:
         ValueError: the optimizer has lost a lower half. Nothing was changed then.
@@ -352,7 +356,7 @@ def _move(
 
 
 def _exchange(param: Tensor, values: Tensor) -> None:
-    """Put other values into a parameter, and its gradient into their dtype."""
+    """Replace the tensor of a parameter, and cast its gradient to the same dtype."""
     grad, param.grad = param.grad, None
     param.data = values
     if grad is not None:
@@ -360,7 +364,7 @@ def _exchange(param: Tensor, values: Tensor) -> None:
 
 
 class _Saving:
-    """A hook of ``state_dict``: exact values for the halves of a module."""
+    """A ``state_dict`` hook that saves exact values for the halves of a module."""
 
     def __init__(self, halves: Halves) -> None:
         self._halves = halves
@@ -374,7 +378,7 @@ class _Saving:
 
 
 class _Loading:
-    """A hook of ``load_state_dict``: splits the values that come for the halves of a module."""
+    """A ``load_state_dict`` hook that splits the values for the halves of a module."""
 
     def __init__(self, halves: Halves) -> None:
         self._halves = halves
@@ -385,7 +389,7 @@ class _Loading:
         for key, param in _halves_of(module, prefix, self._halves):
             value = state_dict.get(key)
             if not isinstance(value, Tensor) or value.shape != param.shape:
-                continue  # torch says what is wrong
+                continue  # torch raises the error
             if metadata.get("assign_to_params_buffers"):
                 raise RuntimeError(
                     f"assign=True would replace {key}, which is split in two halves and updated by "
@@ -396,14 +400,14 @@ class _Loading:
 
 
 def _halves_of(module: nn.Module, prefix: str, halves: Halves) -> Iterator[tuple[str, Tensor]]:
-    """The module's own parameters that are halves still, with their keys in a state_dict."""
+    """The module's own parameters that are split, with their keys in a state_dict."""
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
         if param in halves and param.dtype == torch.bfloat16:
             yield prefix + name, param
 
 
 def _require_autocast(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Raise if a module that is bfloat16 now gets float32 outside of autocast."""
+    """Raise if a module with bfloat16 halves gets float32 outside autocast."""
     if not args or args[0].dtype == torch.bfloat16:
         return
     device = args[0].device.type
@@ -416,14 +420,14 @@ def _require_autocast(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _return_float32(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """What follows an embedding goes on to compute in the dtype in which it did."""
+    """Cast the output, so that later layers compute in the same dtype as before."""
     return output.float()
 
 
 def _cast_weights(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
-    """An EmbeddingBag's weights of samples have to be of the table's dtype."""
+    """Cast an EmbeddingBag's per-sample weights to the dtype of the table."""
     if kwargs.get("per_sample_weights") is not None:
         weights = kwargs["per_sample_weights"].to(torch.bfloat16)
         return args, {**kwargs, "per_sample_weights": weights}

@@ -1,1 +1,1 @@
-"""What passes leave in a model: exchanged tensors and classes, and the way back."""
+"""What passes leave in a model: replaced tensors and classes, and how to undo that."""

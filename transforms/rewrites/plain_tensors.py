@@ -1,9 +1,9 @@
-"""Modules whose tensors were rewritten, and the plain tensors that their checkpoints hold.
+"""Keeps checkpoints of rewritten modules plain.
 
-``state_dict()`` of an optimized model gives what the plain model's would, and ``load_state_dict``
-takes it: a rewritten module becomes plain while torch loads into it, and is rewritten from what was
-loaded. The same holds while a module moves to another dtype or device. The plain tensors are kept
-beside the module's own attributes, where neither ``parameters()`` nor ``state_dict()`` looks.
+``state_dict()`` of an optimized model returns the plain model's tensors, and ``load_state_dict``
+accepts them: a rewritten module becomes plain while torch loads into it, and is rewritten from the
+loaded values. The same happens while a module moves to another dtype or device. The plain tensors
+are kept in attributes that neither ``parameters()`` nor ``state_dict()`` includes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.utils.hooks import RemovableHandle
 
 _REWRITE, _HANDLES = "_fusedoptim_rewrite", "_fusedoptim_handles"
 _APPLY = "_apply"
-"""Moves of all kinds (``to``, ``half``, ``cpu``, ``share_memory``) go through this method."""
+"""The method behind ``to``, ``half``, ``cpu`` and ``share_memory``."""
 
 
 class Rewrite(Protocol):
-    """What was done to the tensors of one or more modules."""
+    """A change to the tensors of one or more modules."""
 
     def plain(self, module: nn.Module) -> Mapping[str, Tensor | None]:
-        """The tensors of ``module`` that its checkpoint holds, by their names; None: it has not."""
+        """The tensors of the module's checkpoint, by name; None removes a name from it."""
         ...
 
     def check(self) -> None:
@@ -32,20 +32,20 @@ class Rewrite(Protocol):
         ...
 
     def undo(self) -> None:
-        """Make the modules plain, with the values that they had."""
+        """Make the modules plain."""
         ...
 
     def redo(self) -> None:
-        """Rewrite the modules from the values that they have; where that cannot be, do nothing."""
+        """Rewrite the plain modules; do nothing to those that cannot be rewritten."""
         ...
 
     def kept(self) -> Iterator[Tensor]:
-        """The tensors that are kept for :meth:`plain` and :meth:`undo` alone."""
+        """The tensors that are kept only for :meth:`plain` and :meth:`undo`."""
         ...
 
 
 def attach(module: nn.Module, rewrite: Rewrite) -> None:
-    """Let ``module`` save, load and move plain tensors."""
+    """Make ``module`` save, load and move its plain tensors."""
     vars(module)[_REWRITE] = rewrite
     vars(module)[_APPLY] = functools.partial(_move, module)
     vars(module)[_HANDLES] = [
@@ -56,14 +56,14 @@ def attach(module: nn.Module, rewrite: Rewrite) -> None:
 
 
 def hook_save(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
-    """Have ``state_dict`` call ``hook`` before the hooks of others, which see what it gave."""
+    """Register a ``state_dict`` hook that runs before all others, so that they see its result."""
     handle: RemovableHandle = module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
     _call_first(module._state_dict_hooks, handle)
     return handle
 
 
 def hook_load(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
-    """Have ``load_state_dict`` call ``hook`` before the hooks of others."""
+    """Register a ``load_state_dict`` hook that runs before all others."""
     handle: RemovableHandle = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
     _call_first(module._load_state_dict_pre_hooks, handle)
     return handle
@@ -74,7 +74,7 @@ def _call_first(hooks: Any, handle: RemovableHandle) -> None:
 
 
 def detach(module: nn.Module) -> None:
-    """Let ``module`` save, load and move the tensors that it has."""
+    """Make ``module`` save, load and move its current tensors."""
     handles: list[RemovableHandle] = vars(module).pop(_HANDLES, [])
     for handle in handles:
         handle.remove()
@@ -83,12 +83,12 @@ def detach(module: nn.Module) -> None:
 
 
 def find(module: nn.Module) -> Rewrite | None:
-    """What was done to the tensors of ``module``."""
+    """The rewrite of ``module``, if any."""
     return vars(module).get(_REWRITE)
 
 
 def rewrites(model: nn.Module) -> list[Rewrite]:
-    """All that was done to the tensors of ``model``, once each."""
+    """The rewrites of all modules of ``model``, without duplicates."""
     found = [find(module) for module in model.modules()]
     return list({id(rewrite): rewrite for rewrite in found if rewrite is not None}.values())
 
@@ -100,11 +100,11 @@ def check_all(model: nn.Module) -> None:
 
 
 def changed(module: nn.Module, how: str) -> RuntimeError:
-    """The error of a module that was changed so that it cannot be made plain."""
+    """The error for a module that was changed so that it cannot be made plain."""
     return RuntimeError(
         f"{type(module).__name__} {how} since transforms.optimize, so its plain tensors cannot be "
-        "computed: undo that, or call transforms.finalize(model), after which the model saves what "
-        "it computes with"
+        "computed: undo that, or call transforms.finalize(model), after which the model saves the "
+        "tensors that it computes with"
     )
 
 
@@ -116,19 +116,19 @@ def undo_all(model: nn.Module) -> None:
 
 
 def discard(model: nn.Module) -> None:
-    """Let all modules save, load and move the tensors that they have."""
+    """Make all modules save, load and move their current tensors."""
     for module in model.modules():
         if find(module) is not None:
             detach(module)
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """Of the memory that is kept for undoing."""
+    """The memory that is kept for undoing."""
     return sum(t.nbytes for rewrite in rewrites(model) for t in rewrite.kept())
 
 
 def shared_as(values: Tensor, source: Tensor) -> Tensor:
-    """``values``, moved to memory that processes share if that of ``source`` is."""
+    """Move ``values`` to shared memory if ``source`` is there, and return them."""
     if source.is_shared():  # type: ignore[no-untyped-call]
         values.share_memory_()  # type: ignore[no-untyped-call]
     return values
@@ -157,7 +157,7 @@ def _after_load(module: nn.Module, _: object) -> None:
 def _move(
     module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """``Module._apply``, on the plain tensors."""
+    """``Module._apply`` on the plain tensors."""
     rewrite = vars(module)[_REWRITE]
     rewrite.check()
     rewrite.undo()

@@ -1,8 +1,7 @@
-"""Modules that do nothing any more, under their names and with their attributes.
+"""Classes of modules that were optimized away but keep their names and attributes.
 
-A module's class is exchanged, as ``torch.nn.utils.parametrize`` does it, and not the module:
-whoever holds it, under however many names, holds the same object before, after, and once it is
-restored.
+Only the module's class is replaced, as in ``torch.nn.utils.parametrize``. The object stays the
+same, so all references to it stay valid, also after it is restored.
 """
 
 from __future__ import annotations
@@ -18,46 +17,46 @@ _ANY = 0
 
 
 class SkippedDropout(nn.Identity):
-    """A Dropout of any kind, which does nothing in eval mode."""
+    """A Dropout of any kind that returns its input."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
-        """Return ``input``, as a Dropout in eval mode.
+        """Return ``input``, as a Dropout does in eval mode.
 
         Raises:
             RuntimeError: the module is in training mode.
         """
         if self.training:
             raise RuntimeError(
-                "this Dropout was optimized away for inference, and is in training mode: call "
+                "this Dropout was removed for inference, but is in training mode: call "
                 "transforms.restore(model) before training, or model.eval()"
             )
         return input
 
 
 class FoldedBatchNorm(nn.Identity):
-    """A BatchNorm whose arithmetic is in the weights of the module before it."""
+    """A BatchNorm whose arithmetic was folded into the module before it."""
 
-    _version = 2  # of the checkpoint, which is a BatchNorm's
+    _version = 2  # of the checkpoint format, as for BatchNorm
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """Return ``input``.
 
         Raises:
-            RuntimeError: the module is in training mode; or the channels are not in the dimension
-                into whose weights they were folded.
+            RuntimeError: the module is in training mode, or the input has its channels in another
+                dimension than the one that was folded.
         """
         if self.training:
             raise RuntimeError(
-                "this BatchNorm was optimized away for inference, and is in training mode: call "
+                "this BatchNorm was folded for inference, but is in training mode: call "
                 "transforms.restore(model) before training, or model.eval()"
             )
         expected: int = self._fusedoptim_dimensions  # type: ignore[assignment]
-        # What torch.fx traces with is no tensor, and has no number of dimensions.
+        # A torch.fx proxy is not a Tensor and has no number of dimensions.
         if expected > 0 and isinstance(input, Tensor) and input.dim() != expected:
             raise RuntimeError(
-                "a BatchNorm1d was folded into what comes before it for inputs of "
-                f"{expected} dimensions, and this one has {input.dim()}, whose channels lie "
-                "elsewhere: optimize with linear_bn_folding=False (after a Conv1d, "
+                "a BatchNorm1d was folded into the module before it for inputs of "
+                f"{expected} dimensions, but this input has {input.dim()}, with its channels in "
+                "another dimension: optimize with linear_bn_folding=False (after a Conv1d, "
                 "conv_bn_folding=False)"
             )
         return input
@@ -73,25 +72,25 @@ class FoldedBatchNorm(nn.Identity):
 
 
 def stand_in(module: nn.Module, kind: type[nn.Identity], dimensions: int = _ANY) -> None:
-    """Make ``module`` one of ``kind``; it takes inputs of so many dimensions, 0 being any."""
+    """Replace the module's class; inputs must have ``dimensions`` dimensions unless that is 0."""
     vars(module)[_CLASS] = type(module)
     vars(module)[_DIMENSIONS] = dimensions
     module.__class__ = kind
 
 
 def is_stand_in(module: nn.Module) -> bool:
-    """Whether ``module`` is one."""
+    """Whether the class of ``module`` was replaced."""
     return _CLASS in vars(module)
 
 
 def revert(module: nn.Module) -> None:
-    """Make ``module`` what it was."""
+    """Give ``module`` its own class again."""
     if _CLASS in vars(module):
         del vars(module)[_DIMENSIONS]
         module.__class__ = vars(module).pop(_CLASS)
 
 
 def revert_all(model: nn.Module) -> None:
-    """Make all stand-ins in ``model`` what they were."""
+    """Give all modules of ``model`` their own classes again."""
     for module in model.modules():
         revert(module)

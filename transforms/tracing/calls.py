@@ -1,4 +1,4 @@
-"""Every call of every module of a model, in all traces of its forward code.
+"""All calls of a model's modules, in all traces of its forward code.
 
 A function that torch.fx cannot trace becomes a box; so does a module whose own ``forward`` it
 cannot trace, and its children are traced by themselves. Code that did not run, in a box or behind a
@@ -27,22 +27,26 @@ from transforms.tracing.watch import Watch
 
 
 class Calls:
-    """Every call of every module, in all traces."""
+    """All calls of all modules of a model.
+
+    Args:
+        model: in eval mode; traced on copies.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._boxed_types: set[type] = set()
         self._boxed_functions: set[types.FunctionType] = set()
         self.unknown: dict[nn.Module, str] = {}
-        """Modules that code which nobody could follow may call or read, and which code."""
+        """Modules that untraceable code may call or read, and that code."""
         self.doubtful: dict[nn.Module, str] = {}
-        """Modules that code which was not run may call or read, and which code."""
+        """Modules that code which did not run may call or read, and that code."""
         self.of: dict[nn.Module, list[fx.Node]] = {}
         self.read: set[nn.Module] = set()
-        """Modules whose tensors are used without calling them."""
+        """Modules whose tensors are read without a call."""
         self.kept: set[fx.Node] = set()
         self.undecided: set[fx.Node] = set()
-        """Values that a function holds when it evaluates a condition that is not fixed."""
+        """Values that a function holds when it evaluates an open condition."""
         self.module_of: dict[fx.Node, nn.Module] = {}
         self._waiting = [model]
         self._seen = {model}
@@ -59,12 +63,12 @@ class Calls:
         )
 
     def _explore(self, root: nn.Module) -> None:
-        """Trace ``root``, or if its own code does not trace, what is inside."""
+        """Trace ``root``; if its own code cannot be traced, explore its children instead."""
         if root in self._roots:
             return
         self._roots.add(root)
         if type(root).__call__ is not nn.Module.__call__:
-            self._distrust(root, f"inside {self.name(root)}, which has a __call__ of its own")
+            self._distrust(root, f"inside {self.name(root)}, which overrides __call__")
             return
         while type(root) not in self._boxed_types and "forward" not in vars(root):
             watch = Watch()
@@ -106,7 +110,7 @@ class Calls:
                     self._distrust(module, f"used by {describe(node, self)}")
 
     def _queue(self, module: nn.Module) -> None:
-        """See that what is inside a module which a trace takes for a box is explored too."""
+        """Have the children of a box explored too."""
         if module in self._seen:
             return
         self._seen.add(module)
@@ -118,7 +122,7 @@ class Calls:
             self._distrust(module, f"inside {self.name(module)}, whose code is torch's own")
 
     def _open(self, box: nn.Module) -> None:
-        """Explore the children of a module whose own code could not be traced."""
+        """Explore the children of a module whose own code cannot be traced."""
         for attribute, value in vars(box).items():
             if attribute != "_modules":
                 for module in modules_behind(value):
@@ -129,7 +133,7 @@ class Calls:
             self._suspect(use, code, self.unknown)
 
     def _suspect(self, use: Use, code: str, reasons: dict[nn.Module, str]) -> None:
-        """Take note of what code may do with a module, and explore what it may call."""
+        """Note what code may do with a module, and explore the module if it may be called."""
         if not use.is_call:
             name = self.name(use.module)
             why = f"used by {code}, which does more with {name} than call it"
@@ -151,18 +155,18 @@ class Calls:
             (self.unknown if reasons is None else reasons).setdefault(module, why)
 
     def name(self, module: nn.Module) -> str:
-        """What a reader would call it."""
+        """The module's name in the model, or its class."""
         return self._names.get(module) or type(module).__name__
 
 
 def _is_opaque(module: nn.Module) -> bool:
-    """Whether torch.fx does not look inside: code of torch's own, Sequential excepted."""
+    """Whether torch.fx does not trace it: torch's own modules except Sequential."""
     is_torchs = type(module).__module__.startswith("torch.")
     return is_torchs and not isinstance(module, nn.Sequential)
 
 
 def _callable(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in a list or dict of modules, or the module itself."""
+    """The modules in a ModuleList or ModuleDict, or the module itself."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         for child in module.children():
             yield from _callable(child)
@@ -173,7 +177,7 @@ def _callable(module: nn.Module) -> Iterator[nn.Module]:
 def describe(node: fx.Node | None, calls: Calls) -> str:
     """Name a value for a reader of the report."""
     if node is None:
-        return "something that is no single value"
+        return "more than one value"
     if node.op == "call_module":
         module = calls.module_of[node]
         return f"{calls.name(module)} ({type(module).__name__})"

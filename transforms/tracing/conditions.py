@@ -1,8 +1,8 @@
-"""Conditions in a function that another call may decide otherwise, and code that only then runs.
+"""Finds open conditions in a function, and the code that did not run because of them.
 
-A trace follows one path. What decides it may be fixed: the module's own configuration, as in
-``if self.downsample is not None``. Anything else is open: the type of an argument, whether it is
-there, a global mode. Read from the source, not run.
+A trace follows one path. A condition is fixed if it depends only on the model's configuration, as
+``if self.downsample is not None`` does. All others are open, and may differ in another call: the
+type of an argument, whether it is None, a global mode, a counter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 class Source:
-    """The source of a function, nested functions included, with the line numbers of its file."""
+    """The source of a function with its nested functions, and line numbers of the file."""
 
     def __init__(self, tree: ast.AST, first_line: int) -> None:
         self.tree = tree
@@ -58,7 +58,7 @@ class Source:
         return _parameters(self.tree)
 
     def covers(self, line: int) -> bool:
-        """Whether the function's code includes a line."""
+        """Whether a line is part of the function."""
         return self.first_line <= line <= self.last_line
 
 
@@ -77,11 +77,11 @@ def source_of(code: types.CodeType) -> Source | None:
 
 
 class Conditions:
-    """Which conditions of a function are open.
+    """The open conditions of a function.
 
     Args:
         source: the function's.
-        modules: names of local variables that hold modules of the model, ``self`` for one.
+        modules: parameters that hold modules of the model, such as ``self``.
         computed: attributes of those modules that are properties.
         namespace: the function's globals.
     """
@@ -102,24 +102,24 @@ class Conditions:
         }
         self._locals = set(_all_parameters(source.tree)) | _assigned(source.tree)
         self._fixed = set(modules) | (self._locals - set(_all_parameters(source.tree)))
-        while True:  # until the names left are fixed by one another
+        while True:  # until all remaining variables depend on fixed values only
             variables = self._fixed & _assigned(source.tree)
             wrong = {name for name in variables if not self._is_fixed_variable(name)}
             if not wrong:
                 break
             self._fixed -= wrong
         self.lines = frozenset(self._open_lines())
-        """Where an open condition is evaluated."""
+        """The lines on which an open condition is evaluated."""
 
     def not_run(self, ran: set[int]) -> Iterator[ast.AST]:
-        """Statements and expressions that no trace ran, and another call may.
+        """Statements and expressions that did not run, but may run in another call.
 
         Args:
-            ran: the lines that were run.
+            ran: the lines that ran.
         """
         body = self._source.tree.body  # type: ignore[attr-defined]
         yield from self._not_run(body if isinstance(body, list) else [], ran)
-        for node in ast.walk(self._source.tree):  # within a statement, lines cannot tell
+        for node in ast.walk(self._source.tree):  # lines do not tell what ran within a statement
             if isinstance(node, ast.stmt | ast.expr) and _ran(self._statement(node), ran):
                 yield from self._arms(node)
 
@@ -150,7 +150,7 @@ class Conditions:
         return blocks + [case.body for case in getattr(statement, "cases", [])]
 
     def _may_end_otherwise(self, statement: ast.stmt) -> bool:
-        """Whether the statement after one that ran is out of reach for an open condition."""
+        """Whether an open condition may be why the statement after this one did not run."""
         if isinstance(statement, _ENDS):
             return False
         if not any(isinstance(node, ast.stmt) and self._is_open(node) for node in _walk(statement)):
@@ -158,7 +158,7 @@ class Conditions:
         return True
 
     def _arms(self, node: ast.AST) -> list[ast.AST]:
-        """The expressions of which an open condition chooses, inside one statement."""
+        """The parts of an expression that depend on an open condition."""
         if isinstance(node, ast.IfExp) and not self._is_fixed(node.test):
             return [node.body, node.orelse]
         if isinstance(node, ast.BoolOp) and not all(map(self._is_fixed, node.values[:-1])):
@@ -204,7 +204,7 @@ class Conditions:
         return node
 
     def _is_fixed_variable(self, name: str) -> bool:
-        """Whether all that is assigned to a variable is fixed, on fixed conditions."""
+        """Whether a variable is assigned only fixed values, under fixed conditions."""
         for node in ast.walk(self._source.tree):
             if not (isinstance(node, ast.Name) and node.id == name):
                 continue
@@ -272,7 +272,7 @@ def _parameters(tree: ast.AST) -> list[str]:
 
 
 def _all_parameters(tree: ast.AST) -> Iterator[str]:
-    """Those of nested functions too."""
+    """The parameters of a function and its nested functions."""
     for node in ast.walk(tree):
         yield from _parameters(node)
 
@@ -283,7 +283,7 @@ def _assigned(tree: ast.AST) -> set[str]:
 
 
 def _walk(statement: ast.stmt) -> Iterator[ast.AST]:
-    """What a statement runs itself: not the bodies of functions that it defines."""
+    """The statements in a statement, without the bodies of functions that it defines."""
     yield statement
     for child in ast.iter_child_nodes(statement):
         if isinstance(child, ast.stmt) and not isinstance(

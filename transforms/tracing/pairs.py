@@ -28,20 +28,20 @@ Kinds = tuple[type[nn.Module], ...]
 
 
 class Pairs(NamedTuple):
-    """The BatchNorms of a model, with what feeds them."""
+    """The BatchNorms of a model, and the modules that feed them."""
 
     feeders: dict[nn.Module, nn.Module]
-    """by BatchNorm: the module whose output goes to it and nowhere else."""
+    """By BatchNorm: the module whose output goes to it and nowhere else."""
     reasons: dict[nn.Module, tuple[nn.Module | None, str]]
-    """by BatchNorm that has none: the module that comes before it, if known, and why not."""
+    """By BatchNorm without such a module: the module before it, if known, and the reason."""
 
 
 def find_pairs(model: nn.Module, kinds: Kinds) -> Pairs:
-    """Find what feeds each BatchNorm of ``model``.
+    """Find the module that feeds each BatchNorm of ``model``.
 
     Args:
         model: in eval mode; not written to.
-        kinds: of modules that may feed one.
+        kinds: classes of modules that may feed a BatchNorm.
     """
     norms = [m for m in model.modules() if is_batch_norm(m)]
     pairs = Pairs({}, {})
@@ -52,14 +52,14 @@ def find_pairs(model: nn.Module, kinds: Kinds) -> Pairs:
             if reason is None and feeder is not None:
                 pairs.feeders[norm] = feeder
             else:
-                pairs.reasons[norm] = (feeder, reason or "nothing comes before it")
+                pairs.reasons[norm] = (feeder, reason or "nothing feeds it")
     return pairs
 
 
 def _feeder(norm: nn.Module, calls: Calls, kinds: Kinds) -> tuple[nn.Module | None, str | None]:
-    """What feeds ``norm``, and why the two are not a pair, if they are not."""
+    """The module that feeds ``norm``, and why the two are not a pair, if they are not."""
     if plain_kind(norm, BATCH_NORMS) is None:
-        return None, f"{type(norm).__name__} has code of its own"
+        return None, f"{type(norm).__name__} overrides its methods"
     if norm in calls.unknown:
         return None, calls.unknown[norm]
     if norm not in calls.of:
@@ -74,33 +74,33 @@ def _feeder(norm: nn.Module, calls: Calls, kinds: Kinds) -> tuple[nn.Module | No
 
 
 def _objection(norm: nn.Module, feeder: nn.Module, calls: Calls, kinds: Kinds) -> str | None:
-    """Why ``norm`` and what comes before it are not a pair after all."""
+    """Why ``norm`` and the module before it are not a pair, if they are not."""
     if has_computed_tensors(feeder):
         return f"{calls.name(feeder)} has a weight that is computed from others (a parametrization)"
     if plain_kind(feeder, kinds) is None:
-        return f"{calls.name(feeder)} ({type(feeder).__name__}) has code of its own"
+        return f"{calls.name(feeder)} ({type(feeder).__name__}) overrides its methods"
     if feeder in calls.unknown:
         return f"follows {calls.name(feeder)}: {calls.unknown[feeder]}"
     for module in (norm, feeder):
         if has_hooks(module):
-            return f"{calls.name(module)} has hooks, which would see other values"
+            return f"{calls.name(module)} has hooks, which would see different values"
         if module in calls.read:
-            return f"{calls.name(module)} has tensors that forward uses directly"
+            return f"{calls.name(module)} has tensors that forward reads directly"
     if not isinstance(feeder, nn.Linear) and any(
         _inputs(n)[0] is not _source(n) for n in calls.of[norm]
     ):
-        return f"{calls.name(feeder)}'s output is flattened first, channels and all"
+        return f"{calls.name(feeder)}'s output is flattened, including its channels"
     for node in calls.of[feeder]:
         for user in _users(node):
             if calls.module_of.get(user) is not norm:
                 return f"{calls.name(feeder)} also feeds {describe(user, calls)}"
         if any(between in calls.kept for between in _same_rows(node)):
-            return f"{calls.name(feeder)}'s output is kept for others to read"
+            return f"{calls.name(feeder)}'s output is stored where other code may read it"
     for node in calls.of[feeder]:
         if any(between in calls.undecided for between in _same_rows(node)):
             return (
-                f"{calls.name(feeder)}'s output is at hand where forward evaluates a condition "
-                "that another call may decide otherwise"
+                f"{calls.name(feeder)}'s output is in use where forward evaluates a condition "
+                "that may differ in another call"
             )
     for module in (norm, feeder):
         if module in calls.doubtful:
@@ -109,7 +109,7 @@ def _objection(norm: nn.Module, feeder: nn.Module, calls: Calls, kinds: Kinds) -
 
 
 def _source(call: fx.Node) -> fx.Node | None:
-    """The node whose rows a BatchNorm's call gets, through any flattening."""
+    """The node that feeds a BatchNorm's call, directly or through flattening."""
     inputs = _inputs(call)
     node = inputs[0] if len(inputs) == 1 else None
     while isinstance(node, fx.Node) and _flattens(node):
@@ -122,7 +122,7 @@ def _inputs(call: fx.Node) -> list[Any]:
 
 
 def _same_rows(node: fx.Node) -> Iterator[fx.Node]:
-    """``node``, and what it becomes by flattening."""
+    """``node``, and the nodes that only flatten it."""
     yield node
     for user in node.users:
         if _flattens(user) and user.args[0] is node:
@@ -130,7 +130,7 @@ def _same_rows(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """All that uses the values of ``node``; flattening, and reading the shape, do not count."""
+    """All uses of the values of ``node``, except flattening and reading the shape."""
     for same in _same_rows(node):
         for user in same.users:
             if not _flattens(user) and not reads_shape(user, same):
@@ -140,7 +140,7 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 def _flattens(node: fx.Node) -> bool:
     """Whether the node is ``flatten(0, 1)`` or the like, which keeps the last dimension.
 
-    Of two dimensions it would leave one, for which a BatchNorm raises.
+    With two dimensions it would leave one, for which a BatchNorm raises.
     """
     if node.target not in ("flatten", torch.flatten) or len(node.args) != 3 or node.kwargs:
         return False

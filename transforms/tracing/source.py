@@ -1,4 +1,4 @@
-"""What code that was not traced may do with a model's modules; read, not run."""
+"""Reads from source code what it may do with a model's modules."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from torch import Tensor, nn
 from transforms.tracing.conditions import Source, source_of
 
 _HARMLESS = {"training", "__class__", "_get_name", "extra_repr", "forward", "__init__"}
-"""Of torch.nn.Module: what reaches neither tensors nor children."""
+"""Attributes of torch.nn.Module that give access to neither tensors nor children."""
 _REACHING = {f"{named}{what}" for named in ("", "named_") for what in ("modules", "children")}
 _REACHING |= {f"{named}{what}" for named in ("", "named_") for what in ("parameters", "buffers")}
 _REACHING |= {"get_submodule", "get_parameter", "get_buffer", "state_dict"}
 _REACHING |= {"_modules", "_parameters", "_buffers", "__dict__"}
-"""What reaches tensors or children of whatever has it."""
+"""Attributes that give access to tensors or children, on any object."""
 _ASKS = ("isinstance", "type", "id", "len", "bool", "callable")
-"""Builtins that read nothing inside a module."""
+"""Builtins that do not look inside a module."""
 _BY_NAME = ("hasattr", "getattr")
 _OF_TENSORS = {"device", "dtype", "is_cuda", "shape", "ndim", "requires_grad"}
 _OF_TENSORS |= {"is_floating_point", "dim", "size", "numel"}
 
 
 class Use(NamedTuple):
-    """What code may do with a module."""
+    """A use of a module by code."""
 
     module: nn.Module
     is_call: bool
-    """Whether it only calls it, and what a list or dict of modules holds."""
+    """Whether the code only calls the module, or the items of a ModuleList or ModuleDict."""
 
 
 class Reader:
-    """Reads code for what it may do with the modules of a model.
+    """Finds the uses of a model's modules in code.
 
     Args:
-        model: names in the code are those of its modules.
+        model: the model whose modules the code may use.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -61,7 +61,7 @@ class Reader:
         self._seen: set[tuple[types.FunctionType, nn.Module]] = set()
 
     def forward(self, module: nn.Module) -> Iterator[Use]:
-        """What the code of ``module`` may do, none of which was run."""
+        """The uses in the forward code of ``module``, none of which has run."""
         if "forward" in vars(module):
             yield Use(module, False)
         yield from self._method("forward", module)
@@ -75,13 +75,13 @@ class Reader:
         modules: Mapping[str, Iterable[nn.Module]],
         namespace: Mapping[str, object],
     ) -> Iterator[Use]:
-        """What a piece of a function may do.
+        """The uses in a part of a function.
 
         Args:
-            node: the piece.
-            source: the function that has it.
-            modules: by the name of a local variable, the modules that it may hold.
-            namespace: the function's globals.
+            node: the part.
+            source: the function.
+            modules: the modules that local variables may hold, by variable.
+            namespace: the function's globals and the variables of enclosing functions.
         """
         for each in ast.walk(node):
             match each:
@@ -166,7 +166,7 @@ class Reader:
 
 
 def modules_in(value: object) -> Iterator[nn.Module]:
-    """The modules that a value holds, in lists and dicts too."""
+    """The modules in a value, also inside lists and dicts."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, list | tuple | set | dict):
@@ -175,7 +175,7 @@ def modules_in(value: object) -> Iterator[nn.Module]:
 
 
 def modules_behind(*values: object) -> Iterator[nn.Module]:
-    """The modules that values hold, in the attributes of other objects and in closures too."""
+    """The modules in values, also inside the attributes of other objects and in closures."""
     waiting, seen = [*values], set()
     while waiting:
         value = waiting.pop()
@@ -202,19 +202,19 @@ def _closure(function: types.FunctionType) -> dict[str, object]:
     """The variables of enclosing functions that a function uses."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # a variable that was deleted
+        with contextlib.suppress(ValueError):  # an unassigned variable
             found[name] = cell.cell_contents
     return found
 
 
 def modules_of_function(function: types.FunctionType) -> Iterator[nn.Module]:
-    """The modules that a function can reach by itself: by globals, a closure or defaults."""
+    """The modules that a function can access without arguments: globals, closure, defaults."""
     named = [function.__globals__.get(name) for name in all_names(function.__code__)]
     yield from modules_behind(named, _closure(function), function.__defaults__)
 
 
 def reads_only(function: types.FunctionType, place: int, names: set[str]) -> bool:
-    """Whether ``function`` does nothing with an argument but read these attributes of it."""
+    """Whether ``function`` only reads these attributes of the argument at ``place``."""
     parameters = [*inspect.signature(function).parameters.values()]
     if place >= len(parameters) or parameters[place].kind is inspect.Parameter.VAR_POSITIONAL:
         return False
@@ -230,7 +230,7 @@ def reads_only(function: types.FunctionType, place: int, names: set[str]) -> boo
 
 
 def names_used(cls: type) -> set[str]:
-    """The attributes and globals in ``forward`` and in what it calls, but for torch's own code."""
+    """The attributes and globals in ``forward`` and in what it calls, without torch's code."""
     names: set[str] = set()
     waiting = _reachable(cls)
     seen = set(waiting)
@@ -247,7 +247,7 @@ def names_used(cls: type) -> set[str]:
 
 
 def _reachable(cls: type) -> list[types.FunctionType]:
-    """``forward`` and all methods that it can reach by their names, but torch's own."""
+    """``forward`` and all methods whose names it or they mention, without torch's own."""
     methods: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if not _is_torchs(base):
@@ -264,7 +264,7 @@ def _reachable(cls: type) -> list[types.FunctionType]:
 
 
 def all_names(code: types.CodeType) -> set[str]:
-    """The attributes and globals that the code names, and its inner functions'."""
+    """The attributes and globals in code and its nested functions."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -273,7 +273,7 @@ def all_names(code: types.CodeType) -> set[str]:
 
 
 def _function(attribute: object) -> types.FunctionType | None:
-    """The Python function of a method, below its decorators."""
+    """The Python function of a method, without decorators."""
     if isinstance(attribute, property):
         attribute = attribute.fget
     if isinstance(attribute, staticmethod | classmethod):
@@ -298,7 +298,7 @@ def _is_torchs(thing: type | Callable[..., Any]) -> bool:
 def _owners(
     value: ast.expr, modules: Mapping[str, Iterable[nn.Module]], namespace: Mapping[str, object]
 ) -> list[nn.Module] | None:
-    """The modules that an expression may be, none for another object; None if that is unknown."""
+    """The modules that an expression may refer to; None if it may be anything."""
     if isinstance(value, ast.Name):
         if value.id in modules:
             return list(modules[value.id])
@@ -318,13 +318,13 @@ def _is_super(node: ast.expr) -> bool:
 
 
 def _is_asked(node: ast.AST, source: Source) -> bool:
-    """Whether code only asks whether a module is there, of which class it is, or what it has."""
+    """Whether code only tests whether a module is None, its class, or its attributes' names."""
     parent = source.parents.get(node)
     if isinstance(parent, ast.Compare):
         return all(isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops)
     if not isinstance(parent, ast.Call) or parent.func is node:
         return False
-    if _is_name(parent.func, _BY_NAME):  # the name is looked at as a string
+    if _is_name(parent.func, _BY_NAME):  # the name is a constant, which is looked at by itself
         return len(parent.args) > 1 and isinstance(parent.args[1], ast.Constant)
     return _is_name(parent.func, _ASKS)
 
@@ -335,7 +335,7 @@ def _is_called(node: ast.AST, source: Source) -> bool:
 
 
 def _items_are_called(node: ast.Attribute, source: Source) -> bool:
-    """Whether a list of modules is only indexed or iterated over, and its items only called."""
+    """Whether a list of modules is only indexed and iterated over, and its items only called."""
     used: ast.AST = node
     user = source.parents[node]
     if isinstance(user, ast.Call) and _is_name(user.func, ("len",)):
@@ -363,7 +363,7 @@ def _is_index(use: ast.AST, source: Source) -> bool:
 
 
 def _reads_meta_data(node: ast.Attribute, source: Source) -> bool:
-    """Whether of ``x.parameters()`` only devices and the like are read.
+    """Whether only dtype, device and similar attributes of ``x.parameters()`` are read.
 
     As in ``next(x.parameters()).device`` and ``(p.dtype for p in x.parameters())``.
     """
@@ -388,7 +388,7 @@ def _asks_tensor(node: ast.AST, source: Source) -> bool:
 
 
 def _is_text(node: ast.AST, source: Source) -> bool:
-    """Whether a string is a docstring or a message."""
+    """Whether a string constant is a docstring or a message."""
     parent = source.parents.get(node)
     return isinstance(parent, ast.Expr | ast.JoinedStr | ast.Raise)
 

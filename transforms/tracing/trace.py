@@ -25,9 +25,9 @@ _SHAPE_OF_OTHER = {"reshape_as", "view_as", "expand_as"}
 
 
 class _Proxy(fx.Proxy):
-    """A traced value, which code that asks takes for a tensor, as it does at run time."""
+    """A traced value that passes for a tensor in ``isinstance``."""
 
-    _is_param = _is_buffer = False  # what torch.nn.Parameter and Buffer ask a tensor
+    _is_param = _is_buffer = False  # read by isinstance(..., Parameter) and Buffer
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -48,7 +48,7 @@ class _Tracer(fx.Tracer):
         super().__init__(autowrap_functions=tuple(functions))
         self._is_box = is_box
         self.culprit: nn.Module | None = None
-        """The innermost module whose own code could not be traced."""
+        """The innermost module whose own code cannot be traced."""
         self._made: list[tuple[fx.Node, weakref.ref[_Proxy]]] = []
         self._tensors: dict[nn.Module, list[int]] = {}
         self.exchanged: set[nn.Module] = set()
@@ -64,11 +64,11 @@ class _Tracer(fx.Tracer):
         return proxy
 
     def kept(self) -> set[fx.Node]:
-        """Values that somebody still holds: a module, a list, whatever it may be."""
+        """Values that a module, a list or another object still holds."""
         return {node for node, proxy in self._made if proxy() is not None}
 
     def create_arg(self, a: Any) -> Any:
-        if type(a) is _Proxy:  # before anything asks whether it is a tensor
+        if type(a) is _Proxy:  # before an isinstance check, which it would pass
             return a.node
         return super().create_arg(a)
 
@@ -78,7 +78,7 @@ class _Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if _identities(m) != self._tensors.get(m):
             self.exchanged.add(m)
-        self.path_of_module(m)  # raises for a module that is not registered: the caller's fault
+        self.path_of_module(m)  # raises, in the caller, for a module that is not registered
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -96,11 +96,11 @@ class Trace(NamedTuple):
 
     graph: fx.Graph
     modules: dict[str, nn.Module]
-    """The model's own, by the names that the graph has for them."""
+    """The model's modules by their names in the graph."""
     kept: set[fx.Node]
-    """Values that forward keeps somewhere, where others find them."""
+    """Values that forward stores where other code may read them."""
     read: set[nn.Module]
-    """Modules whose tensors are read or exchanged, which the graph does not show."""
+    """Modules whose tensors are read or replaced without a node in the graph."""
 
 
 class UntraceableError(Exception):
@@ -109,11 +109,11 @@ class UntraceableError(Exception):
     def __init__(self, culprit: nn.Module, function: types.FunctionType | None) -> None:
         self.culprit = culprit
         self.function = function
-        """What its forward called that could not be traced, if it was a plain function."""
+        """The function called by its forward that cannot be traced, if there is one."""
 
 
 def _function_to_blame(error: BaseException, culprit: nn.Module) -> types.FunctionType | None:
-    """The function that ``culprit.forward`` called, by a global name, when it failed."""
+    """The global function that ``culprit.forward`` was calling when it failed."""
     forward = inspect.unwrap(type(culprit).forward)
     stack = traceback.walk_tb(error.__traceback__)
     codes = [frame.f_code for frame, _ in stack]
@@ -132,17 +132,17 @@ def run_trace(
     constants: dict[str, Any],
     watch: Watch,
 ) -> Trace:
-    """The graph of ``root``, traced on a copy that shares its tensors, as forward may write to it.
+    """Trace ``root`` on a copy that shares its tensors, as forward may write to its attributes.
 
     Args:
-        root: whose forward is traced.
-        is_box: tells modules that are not traced, but calls to them are.
-        functions: that are not traced either.
-        constants: arguments that are what they are, and not traced.
+        root: the module whose forward is traced.
+        is_box: whether only calls of a module are traced, and not its forward.
+        functions: functions of which only calls are traced.
+        constants: arguments that are passed as they are, and not traced.
         watch: follows the code that runs.
 
     Raises:
-        UntraceableError: names the module whose code is to blame.
+        UntraceableError: forward cannot be traced.
     """
     memo: dict[int, Any] = {id(t): t for t in [*root.parameters(), *root.buffers()]}
     memo |= {id(hooks): OrderedDict() for m in root.modules() for hooks in all_hooks(m)}
@@ -178,9 +178,9 @@ def run_trace(
 
 
 def ways_to_call(root: nn.Module) -> list[dict[str, Any]]:
-    """Which optional arguments to hold constant: all, none, and all but each.
+    """The sets of optional arguments to leave at their defaults: all, none, and all but each one.
 
-    A trace takes what it is given for a tensor, and so follows one branch of ``if mask is None``.
+    A traced argument is never None, so one trace follows only one branch of ``if mask is None``.
     """
     optional = {
         name: parameter.default
@@ -205,7 +205,7 @@ def reads_shape(user: fx.Node, node: fx.Node) -> bool:
 
 
 def asks_geometry(user: fx.Node, module: fx.Node) -> bool:
-    """Whether a function that was given a module reads no more of it than strides and the like."""
+    """Whether a function that gets a module reads only strides and similar attributes of it."""
     if not isinstance(user.target, types.FunctionType) or user.kwargs:
         return False
     places = [i for i, argument in enumerate(user.args) if argument is module]

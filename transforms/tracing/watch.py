@@ -1,7 +1,7 @@
-"""What a trace by torch.fx does not record: code that it ran, conditions, and tensors that it read.
+"""Records what torch.fx does not: lines that ran, open conditions, and tensors that were read.
 
-While a model is traced, :class:`Watch` follows the lines of the user's code (torch's own and the
-standard library's excepted), and :class:`TensorReads` the functions that get a model's tensors.
+While a model is traced, :class:`Watch` follows the lines of all code outside torch and the standard
+library, and :class:`TensorReads` sees the torch functions that get the model's tensors.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _META_DATA |= {"is_floating_point", "is_complex", "__len__", "__hash__"}
 
 
 Originals = Mapping[nn.Module, nn.Module]
-"""By the copy of a module that is traced, the module."""
+"""The model's modules, by their traced copies."""
 
 
 class TensorReads(TorchFunctionMode):
-    """Notes whose values are read by functions that a trace does not record.
+    """Notes the modules whose tensors torch functions read.
 
     Args:
-        modules: whose own parameters and buffers are watched.
+        modules: those whose own parameters and buffers are watched.
     """
 
     def __init__(self, modules: Iterator[nn.Module]) -> None:
@@ -71,13 +71,13 @@ class TensorReads(TorchFunctionMode):
 
 
 def _is_tensor(value: object) -> bool:
-    return issubclass(type(value), Tensor)  # a proxy says that it is one
+    return issubclass(type(value), Tensor)  # isinstance() is true of a proxy too
 
 
 def _memory(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of other tensors
+    except (NotImplementedError, RuntimeError):  # sparse, or a tensor that wraps others
         return id(tensor)
 
 
@@ -98,7 +98,7 @@ def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 class _Function:
-    """One function of the user's, as one module runs it."""
+    """A function outside torch, as called with one module as its first argument."""
 
     def __init__(self, frame: types.FrameType) -> None:
         code, variables = frame.f_code, frame.f_locals
@@ -107,13 +107,13 @@ class _Function:
         enclosed = {name: variables[name] for name in code.co_freevars if name in variables}
         self.namespace: Mapping[str, object] = ChainMap(enclosed, frame.f_globals)
         self.modules: dict[str, set[nn.Module]] = {}
-        """By the name of a local variable, what modules it has held."""
+        """The modules that local variables have held, by variable."""
         self.ran: set[int] = set()
         self._conditions: Conditions | None = None
 
     @property
     def conditions(self) -> Conditions | None:
-        """Those of its source; None if it has no source."""
+        """Its conditions; None if there is no source."""
         if self._conditions is None and self.source is not None:
             parameters = {*self.source.parameters}
             held = [m for name in parameters for m in self.modules.get(name, ())]
@@ -123,23 +123,23 @@ class _Function:
         return self._conditions
 
     def meet(self, variables: Mapping[str, object], originals: Originals) -> None:
-        """Note the modules that local variables hold."""
+        """Note the modules in local variables."""
         for name, value in variables.items():
             if modules := {originals.get(module, module) for module in modules_in(value)}:
                 self.modules.setdefault(name, set()).update(modules)
 
     def covers(self, inner: types.CodeType) -> bool:
-        """Whether the code of an inner function stands in this one."""
+        """Whether the code of an inner function is part of this one."""
         is_here = self.source is not None and self._file == inner.co_filename
         return is_here and self.source.covers(inner.co_firstlineno)  # type: ignore[union-attr]
 
     def is_open(self, line: int) -> bool:
-        """Whether a condition is evaluated on a line that another call may decide otherwise."""
+        """Whether an open condition is evaluated on a line."""
         return self.conditions is None or line in self.conditions.lines
 
 
 class Watch:
-    """Follows the user's code in all traces of one module."""
+    """Follows the code that runs in all traces of one module."""
 
     def __init__(self) -> None:
         self.undecided: set[fx.Node] = set()
@@ -149,7 +149,7 @@ class Watch:
 
     @contextmanager
     def following(self, originals: Originals) -> Iterator[None]:
-        """Follow what is run inside of this context."""
+        """Follow the code that runs in this context."""
         before = sys.gettrace()
         self._originals = originals
         sys.settrace(self._on_call)
@@ -159,7 +159,7 @@ class Watch:
             sys.settrace(before)
 
     def uses(self, model: nn.Module) -> Iterator[Use]:
-        """What code that was not run may do with modules of ``model``, which was traced."""
+        """What code that did not run may do with modules of ``model``."""
         reader = Reader(model)
         for function in list(self._functions.values()):
             if function.source is None or function.conditions is None:  # nothing is known
@@ -189,7 +189,7 @@ class Watch:
         return code.co_filename, code.co_firstlineno, id(module)
 
     def _enclosing(self, frame: types.FrameType) -> _Function | None:
-        """The function in which a lambda or a comprehension stands, if it was called."""
+        """The function that contains a lambda or a comprehension, if that function was called."""
         code = frame.f_code
         if not code.co_name.startswith("<"):
             return None
