@@ -6,16 +6,16 @@ JIT := .venv-jit/bin
 .PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench \
         notebooks lab clean
 
-demo: .venv/installed  ## train a network on real data with torch's SGD and with ours
+demo: .venv/installed  ## train on real data with torch's SGD and with FusedSGD
 	$(BIN)/python examples/digits.py
 
-convergence: .venv/installed  ## whole trainings beside torch's optimizers; what SplitSGD is for
+convergence: .venv/installed  ## train beside torch's optimizers, and draw the curves
 	$(BIN)/python examples/convergence.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest
 
-test-jit: .venv-jit/installed  ## the same tests on the frozen numba-dpex stack
+test-jit: .venv-jit/installed  ## the same tests on the pinned numba-dpex packages
 	$(JIT)/python -m pytest
 
 check: .venv/installed
@@ -24,6 +24,7 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/python -m fusedoptim.kernels check
 	$(BIN)/python -m benchmarks.traffic check
+	$(BIN)/python -m benchmarks.picture check
 	$(BIN)/python -m tools.reference check
 	$(BIN)/python -m notebooks check
 

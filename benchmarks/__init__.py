@@ -1,1 +1,1 @@
-"""Timings of fusedoptim against torch: a module for each optimizer, and what they share."""
+"""Benchmarks of fusedoptim against torch: docs/benchmarks.md has results and how to run them."""

@@ -1,6 +1,6 @@
-"""Runs the benchmarks that are named, or all: ``python -m benchmarks [name ...] [--save]``.
+"""Runs the named benchmarks, by default all: ``python -m benchmarks [name ...] [--save]``.
 
-Each in a process of its own.
+Each runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ NAMES = (
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("name", nargs="*", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("name", nargs="*", help=f"one of {', '.join(NAMES)}")
     _command.add_options(parser)
     args = parser.parse_args()
     if unknown := set(args.name) - set(NAMES):
-        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(NAMES)}")
     options = ["--save"] if args.save else []
     if args.rounds is not None:
         options += ["--rounds", str(args.rounds)]

@@ -1,7 +1,7 @@
-"""Allocations and releases as a program asks for them, in order.
+"""Recorded and random sequences of allocations and releases.
 
-A trace is a list of events ``(name, nbytes)``: with a positive number the block ``name`` of so many
-bytes is allocated, with a negative one it is released.
+A trace is a list of events ``(name, nbytes)``: a positive number allocates block ``name`` with that
+many bytes, a negative one releases it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _MAX_USAGE = 16_000 * MIB
 def random_trace(seed: int = 0, *, count: int = 10_000, largest: int = 64 * MIB) -> Trace:
     """The random workload of RMM's benchmark ``random_allocations``.
 
-    Twice ``count`` times, allocate with a probability of 73% while that leaves the sum below
-    16,000 MiB and no more than ``count`` were allocated, else release any. Sizes are uniform.
+    Twice ``count`` times, allocate with a probability of 73% as long as the sum stays below
+    16,000 MiB and at most ``count`` blocks were allocated; otherwise release a random block. Sizes
+    are uniform.
 
     Args:
-        seed: of the choices.
-        count: of the allocations.
-        largest: bytes of a block; the smallest has 1.
+        seed: seed of the random choices.
+        count: number of allocations.
+        largest: bytes of the largest possible block; the smallest has 1.
     """
     choose = random.Random(seed)
     live: list[Event] = []
@@ -60,14 +61,14 @@ def random_trace(seed: int = 0, *, count: int = 10_000, largest: int = 64 * MIB)
 def transformer_trace(
     seed: int = 0, *, steps: int = 20, width: int = 256, batches: int = 16, length: int = 192
 ) -> Trace:
-    """Training a transformer on batches whose size and length change with every step.
+    """A training of a transformer on batches whose size and length change with every step.
 
     Args:
-        seed: of weights, batches and lengths.
-        steps: of AdamW.
-        width: of the model, which has four layers.
-        batches: the most of them in a step, and a quarter of it the fewest.
-        length: the longest sequence, and a sixth of it the shortest.
+        seed: seed of weights, batches and lengths.
+        steps: number of AdamW steps.
+        width: width of the model, which has four layers.
+        batches: largest batch; the smallest is a quarter of it.
+        length: longest sequence; the shortest is a sixth of it.
     """
     return _recorded(lambda: _train_transformer(seed, steps, width, batches, length))
 
@@ -75,13 +76,13 @@ def transformer_trace(
 def two_models_trace(
     seed: int = 0, *, steps: int = 20, batches: int = 16, image: int = 224
 ) -> Trace:
-    """Training a convolutional network on images of changing size, then a transformer.
+    """A training of a convolutional network on images of changing size, then of a transformer.
 
     Args:
-        seed: of weights, batches, image sizes and lengths.
-        steps: of either optimizer.
-        batches: the most of them in a step, and a quarter of it the fewest.
-        image: the largest side, and two sevenths of it the smallest.
+        seed: seed of weights, batches, image sizes and lengths.
+        steps: number of steps of each optimizer.
+        batches: largest batch; the smallest is a quarter of it.
+        image: largest side of an image; the smallest is two sevenths of it.
     """
 
     def train() -> None:
@@ -107,7 +108,7 @@ def _train_transformer(seed: int, steps: int, width: int, batches: int, length: 
 
 
 class _Residual(nn.Module):
-    """Two convolutions beside a shortcut, as in a ResNet."""
+    """Two convolutions with a shortcut, as in a ResNet."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ def _train_convolutions(seed: int, steps: int, batches: int, image: int) -> None
 
 
 def _recorded(train: Callable[[], None]) -> Trace:
-    """What ``train`` allocates on the CPU, by torch's profiler; one thread, so always the same."""
+    """Record what ``train`` allocates on the CPU, on one thread so that it is reproducible."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints when it starts and stops
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -166,13 +167,13 @@ def _recorded(train: Callable[[], None]) -> Trace:
 
 def _all_events(roots: list[Any]) -> Iterator[Any]:
     waiting = list(roots)
-    for event in waiting:  # which grows
+    for event in waiting:  # grows meanwhile
         yield event
         waiting += event.children
 
 
 def _named(changes: Iterator[tuple[int, int]]) -> Trace:
-    """Number the blocks, whose addresses come again; leave out what was there before."""
+    """Number the blocks, because addresses are reused; omit blocks that existed before."""
     trace: Trace = []
     live: dict[int, Event] = {}
     for address, nbytes in changes:

@@ -11,22 +11,22 @@ from benchmarks._harness import Report
 from benchmarks._output import Table
 
 Measure = Callable[[int | None], Report | Table]
-"""Takes the rounds that the command line asks for; None is as many as the workload needs."""
+"""Takes the number of rounds; None means as many as the workload needs."""
 
 
 def run(name: str, description: str | None, workloads: Mapping[str, Measure]) -> None:
-    """Measure and print the workloads that the command line names, or all.
+    """Measure and print the workloads that the command line selects, by default all.
 
     Args:
-        name: of the benchmark, and of its file of results.
-        description: for ``--help``.
-        workloads: by the names that the command line has for them.
+        name: name of the benchmark and of its results file.
+        description: text for ``--help``.
+        workloads: what to measure, by name.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser)
     parser.add_argument(
-        "--workload", action="append", choices=workloads, help="only this; repeatable"
+        "--workload", action="append", choices=workloads, help="only this one; repeatable"
     )
     args = parser.parse_args()
 
@@ -35,7 +35,7 @@ def run(name: str, description: str | None, workloads: Mapping[str, Measure]) ->
     for workload, measure in workloads.items():
         if workload not in (args.workload or workloads):
             continue
-        gc.collect()  # the optimizers of the workload before
+        gc.collect()  # the previous workload's optimizers
         result = measure(args.rounds)
         if isinstance(result, Report):
             _output.print_report(result)
@@ -47,6 +47,8 @@ def run(name: str, description: str | None, workloads: Mapping[str, Measure]) ->
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What every benchmark takes."""
-    parser.add_argument("--rounds", type=int, help="of each workload; default: as it needs")
+    """Add the options that every benchmark has."""
+    parser.add_argument(
+        "--rounds", type=int, help="rounds of each workload; the default depends on the workload"
+    )
     parser.add_argument("--save", action="store_true", help="append to benchmarks/results/")

@@ -1,4 +1,4 @@
-"""Interleaved timing, and what it yields."""
+"""Interleaved timing and its results."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_WARM_UP_ROUNDS = 3  # the first step makes state, the second is the first of the steady kind
+_WARM_UP_ROUNDS = 3  # the first step creates state, and the second may still differ from later ones
 
 
 class Contender(NamedTuple):
-    """One way to take the step that is timed."""
+    """One implementation of the step that is timed."""
 
     name: str
     step: Callable[[], object]
     bytes_moved: int | None = None
-    """by one step, or None where that says nothing."""
+    """Bytes that one step moves, or None if that is meaningless."""
     peer: str | None = None
-    """the contender that does the same without us."""
+    """Name of the contender that does the same without fusedoptim."""
 
 
 class Absent(NamedTuple):
-    """A contender that cannot run here, and why."""
+    """A contender that cannot run here, and the reason."""
 
     name: str
     reason: str
 
 
 class Timing(NamedTuple):
-    """How long one contender took, round by round."""
+    """The times of one contender, round by round."""
 
     contender: Contender
     seconds: Sequence[float]
 
     @property
     def name(self) -> str:
-        """The contender's."""
+        """Name of the contender."""
         return self.contender.name
 
     @property
@@ -53,52 +53,52 @@ class Timing(NamedTuple):
 
     @property
     def gigabytes_per_second(self) -> float | None:
-        """The traffic of the fastest round."""
+        """Memory traffic of the fastest round."""
         moved = self.contender.bytes_moved
         return None if moved is None else moved / self.minimum / 1e9
 
     def over(self, other: Timing) -> tuple[float, float]:
-        """Minimum and median, each over the other's."""
+        """Return the ratios of the minima and of the medians."""
         return self.minimum / other.minimum, self.median / other.median
 
 
 class Report(NamedTuple):
-    """The timings of one workload, its base first."""
+    """The timings of one workload, the base first."""
 
     workload: str
     timings: Sequence[Timing]
     reference: str | None = None
-    """the contender whose traffic is 100%."""
+    """Name of the contender whose traffic counts as 100%."""
     notes: Sequence[str] = ()
 
     @property
     def base(self) -> Timing:
-        """What all ratios are to."""
+        """The timing that all ratios are relative to."""
         return self.timings[0]
 
     def timing(self, name: str) -> Timing:
-        """That of the contender of this name."""
+        """Return the timing of the named contender."""
         return next(timing for timing in self.timings if timing.name == name)
 
 
 def time_interleaved(
     contenders: Sequence[Contender],
     rounds: int,
-    before_step: Callable[[], None],
+    before_step: Callable[[], None] = lambda: None,
     *,
     lead: int = 0,
     limit: float = math.inf,
 ) -> list[Timing]:
     """Time the contenders in turn, round after round.
 
-    What slows the machine for a while, such as another job, then slows all of them, and each
-    finds the caches and torch's threads as the one before left them.
+    A disturbance, such as another job, then slows all of them. Each contender finds the caches and
+    torch's threads in the state that the previous one left.
 
     Args:
-        contenders: in the order in which they run.
-        rounds: that are timed, after a few that are not.
-        before_step: called before each step, untimed.
-        lead: steps that a contender takes untimed in each of its turns, before the timed one.
+        contenders: contenders in the order in which they run.
+        rounds: number of timed rounds, after a few untimed ones.
+        before_step: function that is called before each step, untimed.
+        lead: number of untimed steps before each timed one.
         limit: seconds after which no further round starts.
     """
     seconds: list[list[float]] = [[] for _ in contenders]
@@ -122,3 +122,13 @@ def time_interleaved(
     finally:
         gc.enable()
     return list(map(Timing, contenders, seconds))
+
+
+def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
+    """Return a function that makes ``times`` calls."""
+
+    def run() -> None:
+        for _ in range(times):
+            call()
+
+    return run

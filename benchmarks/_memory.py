@@ -1,8 +1,8 @@
-"""Prints by how many bytes the resident memory peaks in an optimizer's second step.
+"""Prints how many bytes the resident memory rises in an optimizer's second step.
 
-``python -m benchmarks._memory fusedoptim:FusedSGD resnet50``, in a process of its own each time.
-The first step makes the state, which every optimizer has to keep; the second shows what the step
-itself needs. Linux only.
+``python -m benchmarks._memory fusedoptim:FusedSGD resnet50``, in a fresh process each time. The
+first step creates the state, which every optimizer needs; the second shows what the step itself
+needs. Linux only.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 
 
 def reset_peak() -> int:
-    """Forget how high the resident memory ever was; the bytes that it has now."""
+    """Reset the peak of the resident memory, and return its present size in bytes."""
     (_PROCESS / "clear_refs").write_text(_RESET_PEAK)
     return _status_bytes("VmRSS")
 
 
 def peak() -> int:
-    """The most bytes of resident memory since :func:`reset_peak`."""
+    """Return the peak of the resident memory since :func:`reset_peak`, in bytes."""
     return _status_bytes("VmHWM")
 
 

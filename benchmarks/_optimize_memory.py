@@ -1,8 +1,8 @@
-"""Prints, as JSON, the seconds and the memory that ``optimize(inplace=True)`` takes on BERT-base.
+"""Prints, as JSON, the time and memory of ``optimize(inplace=True)`` on BERT-base.
 
-``python -m benchmarks._optimize_memory inference|training float32|bfloat16``, in a process of its
-own each time. The memory is that of the model, as a multiple of the plain model's: at its peak, and
-afterwards; for training with an AdamW that has no state yet. Linux only.
+``python -m benchmarks._optimize_memory inference|training float32|bfloat16``, in a fresh
+process each time. Memory is a multiple of the plain model's: at its peak, and afterwards. For
+training, the optimizer is an AdamW without state. Linux only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
         return (model, AdamW(model.parameters())) if is_training else (model.eval(),)
 
     small = pair(nn.Sequential(nn.Linear(2000, 2000), nn.Dropout()))
-    transforms.optimize(*small, dtype=dtype)  # what the first call of all loads
+    transforms.optimize(*small, dtype=dtype)  # loads what the first call loads
     model = bert_base()
     rewritten = pair(model)
     size = sum(p.nbytes for p in model.parameters())

@@ -34,7 +34,7 @@ _FIELDS = (
 
 
 class Table(NamedTuple):
-    """Facts that are printed, and not saved."""
+    """Results that are printed and not saved."""
 
     title: str
     header: Sequence[str]
@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
 @functools.cache
 def machine() -> dict[str, str]:
-    """What the numbers depend on besides the code."""
+    """Return what results depend on besides the code."""
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": _cpu_model(),
@@ -96,7 +96,7 @@ def _speed(timing: Timing, digits: str) -> str:
 
 
 def _percent(report: Report, timing: Timing) -> str:
-    """How near the traffic comes to the reference's."""
+    """Return the traffic relative to the reference's."""
     if report.reference is None:
         return ""
     best = report.timing(report.reference).gigabytes_per_second
@@ -113,7 +113,7 @@ def _to_peer(report: Report, timing: Timing) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits or so, in the unit that suits."""
+    """Format with about three digits in a suitable unit."""
     for unit, factor in (("us", 1e6), ("ms", 1e3)):
         if seconds * factor < 1000:
             return f"{seconds * factor:.3g} {unit}"
@@ -121,7 +121,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def print_table(table: Table) -> None:
-    """Print aligned columns, the first to the left and the others to the right."""
+    """Print columns, the first aligned left and the others right."""
     print(f"\n{table.title}")
     widths = [max(map(len, column)) for column in zip(table.header, *table.rows)]
     for row in (table.header, *table.rows):

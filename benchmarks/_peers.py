@@ -1,4 +1,4 @@
-"""What torch.optim lacks, written as a user of torch would."""
+"""Optimizers that torch.optim lacks, written as a user of torch would write them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class ForeachLamb:
-    """FusedLamb's update in torch's foreach functions, which read and write each tensor whole."""
+    """FusedLamb's update in torch's foreach functions, each of which passes over all tensors."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class MasterSGD:
 
     @property
     def momentum(self) -> list[Tensor]:
-        """Of each parameter, once there was a step."""
+        """The momentum buffer of each parameter, after the first step."""
         return [self._optimizer.state[master]["momentum_buffer"] for master in self.masters]
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Modules run in a process of their own."""
+"""Running modules in fresh processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(module: str, *args: str) -> None:
-    """Run a module, which prints to our output; raise CalledProcessError if it fails."""
+    """Run a module that prints to this process's output; raise CalledProcessError if it fails."""
     subprocess.run(_command(module, args), cwd=_ROOT, check=True)
 
 
 def output(module: str, *args: str) -> str:
-    """What a module prints."""
+    """Run a module and return what it prints."""
     process = subprocess.run(
         _command(module, args), cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True
     )

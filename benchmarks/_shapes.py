@@ -1,4 +1,4 @@
-"""The parameter shapes that the optimizers are timed on, generated from each architecture."""
+"""The parameter shapes that optimizers are timed on, generated from the architectures."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ Shape = tuple[int, ...]
 
 
 def one_large() -> list[Shape]:
-    """One tensor of 16.8 M parameters: the memory's speed and nothing else."""
+    """One tensor of 16.8 M parameters: limited by memory bandwidth only."""
     return [(4096, 4096)]
 
 
 def one_small() -> list[Shape]:
-    """One tensor of 8,192 parameters: what a step costs before it moves any data."""
+    """One tensor of 8,192 parameters: the fixed cost of a step."""
     return [(8192,)]
 
 
 def many_small() -> list[Shape]:
-    """10,000 tensors of 1,000 parameters: what each tensor costs."""
+    """10,000 tensors of 1,000 parameters: the cost of each tensor."""
     return [(1000,)] * 10_000
 
 
 def resnet50() -> list[Shape]:
-    """ResNet-50 as torchvision has it: 161 tensors, 25,557,032 parameters."""
+    """ResNet-50 of torchvision: 161 tensors, 25,557,032 parameters."""
     shapes = _conv_and_norm(64, 3, 7)
     width_in = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -50,10 +50,10 @@ def bert_base() -> list[Shape]:
 
 
 def dlrm() -> list[Shape]:
-    """DLRM for Criteo's Kaggle set, large tables cut: 40 tensors, 49,584,721 parameters.
+    """DLRM for Criteo's Kaggle data, large tables truncated: 40 tensors, 49,584,721 parameters.
 
-    Each of the 26 tables has as many rows as its feature has values, but at most 500,000, as DLRM's
-    ``--max-ind-range`` would have it; uncut, they have 540 M parameters. Source of the layers:
+    Each of the 26 tables has a row for each value of its feature, but at most 500,000, as with
+    DLRM's ``--max-ind-range``; without this limit they have 540 M parameters. Source of the layers:
     facebookresearch/dlrm, bench/dlrm_s_criteo_kaggle.sh.
     """
     width, features = 16, 13

@@ -1,8 +1,8 @@
-"""Prints, as JSON, the bytes that each weight takes in SplitSGD or with a float32 master copy.
+"""Prints, as JSON, the bytes per weight of SplitSGD or of a float32 master copy.
 
-``python -m benchmarks._split_memory split|master bert-base``, in a process of its own each time.
-"weights" is the value itself, "tensors" all tensors that live from step to step, and "peak" by how
-much the resident memory peaks over what it was without the model. Linux only.
+``python -m benchmarks._split_memory split|master bert-base``, in a fresh process each time.
+"weights" is the value itself, "tensors" all tensors that live from step to step, and "peak" the
+rise of the resident memory over a process without the model. Linux only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _size(tensors: Sequence[Tensor]) -> int:
 
 
 def split(params: list[Tensor]) -> tuple[int, int]:
-    """Take two steps; the bytes of the weights, and of the momentum."""
+    """Take two steps; return the bytes of the weights and of the momentum."""
     optimizer = SplitSGD(params, lr=LR, momentum=MOMENTUM)
     optimizer.step()
     optimizer.step()
@@ -44,7 +44,7 @@ def split(params: list[Tensor]) -> tuple[int, int]:
 
 
 def master(params: list[Tensor]) -> tuple[int, int]:
-    """Take two steps; the bytes of the weights, and of the momentum with the widened gradient."""
+    """Take two steps; return the bytes of the weights, and of momentum and float32 gradient."""
     optimizer = MasterSGD(params, lr=LR, momentum=MOMENTUM)
     optimizer.step()
     optimizer.step()
@@ -55,7 +55,7 @@ def master(params: list[Tensor]) -> tuple[int, int]:
 def main() -> None:
     steps = {"split": split, "master": master}[sys.argv[1]]
     shapes = MODELS[sys.argv[2]]()
-    steps(_params([(8192,)]))  # what the first step of all makes: the driver, the kernel, threads
+    steps(_params([(8192,)]))  # starts the driver and threads, and builds the kernel
     before = reset_peak()
     params = _params(shapes)
     weights, state = steps(params)

@@ -1,6 +1,6 @@
-"""Prints the seconds from after ``import torch`` to the end of one parameter's first step.
+"""Prints the seconds between ``import torch`` and the end of one parameter's first step.
 
-``python -m benchmarks._startup torch.optim:SGD``, in a process of its own each time.
+``python -m benchmarks._startup torch.optim:SGD``, in a fresh process each time.
 """
 
 from __future__ import annotations

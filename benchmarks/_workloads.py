@@ -1,4 +1,4 @@
-"""Lists of parameters, and the contenders that every table of them has."""
+"""Parameter lists, and the contenders that every table has."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from benchmarks._harness import Absent, Contender, Report
 from benchmarks._shapes import MODELS, Shape
 from benchmarks.traffic import Traffic
 
-LR = 1e-9  # no step of any optimizer may lead to infinity
+LR = 1e-9  # so small that no optimizer reaches infinity
 MOMENTUM = 0.9
 SGD_BYTES = 20
-"""Bytes for each parameter: reads it, gradient and momentum, writes the first and the last."""
+"""Bytes per parameter: reads parameter, gradient and momentum, writes parameter and momentum."""
 BASE = "torch fused SGD"
 TRAFFIC = "pure traffic"
 
-# Seconds for each workload. A step of torch's takes 10 ms for ResNet-50, but a second while another
-# job has one of the cores: its threads spin at a barrier for each tensor.
+# Seconds for each workload: torch's steps become 100 times slower while another job has a core,
+# because torch's threads spin at a barrier for each tensor.
 _TIME_LIMIT = 100
 
 
 class Workload(NamedTuple):
-    """What is timed on one list of shapes."""
+    """A list of shapes, and how it is timed."""
 
     name: str
-    """of the list, in MODELS."""
+    """Key of the list in MODELS."""
     rounds: int
-    """at most, when the command line does not say: enough for a steady minimum."""
+    """Default number of rounds, enough for a stable minimum."""
     new_gradients: bool = False
-    """whether gradients are made anew before each step, as after zero_grad()."""
+    """Whether gradients are new tensors in each step, as after zero_grad()."""
     lead: int = 0
-    """untimed steps before each timed one: a short step depends on whose code the caches hold."""
+    """Untimed steps before each timed one: a short step depends on the code in the caches."""
 
 
 RESNET50 = Workload("resnet50", 150)
@@ -45,11 +45,11 @@ BERT_BASE = Workload("bert-base", 60)
 DLRM = Workload("dlrm", 100)
 MANY_SMALL = Workload("10000x1000", 30, new_gradients=True)
 WORKLOADS = (RESNET50, BERT_BASE, DLRM, MANY_SMALL)
-"""What every optimizer is timed on."""
+"""The workloads of every optimizer."""
 
 
 class _Parameters:
-    """One list of parameters with gradients."""
+    """A list of parameters with gradients."""
 
     def __init__(self, shapes: Sequence[Shape], dtype: torch.dtype) -> None:
         self.tensors = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
@@ -57,16 +57,16 @@ class _Parameters:
         self.make_gradients()
 
     def make_gradients(self) -> None:
-        """Make new gradients, the old ones freed."""
+        """Free the gradients and create new ones."""
         for param in self.tensors:
             param.grad = None
         torch.autograd.backward(self.tensors, self._seeds)
 
 
 class Bench:
-    """The parameters of one workload with gradients, which its contenders share.
+    """The parameters and gradients of a workload, which its contenders share.
 
-    Each contender has state of its own.
+    Each contender has its own state.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -78,7 +78,7 @@ class Bench:
         self._small_network = _forward_and_backward()
 
     def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """The parameters in ``dtype``: one list, made when it is first asked for."""
+        """Return the parameters in ``dtype``, created on first use."""
         if dtype not in self._lists:
             self._lists[dtype] = _Parameters(self._shapes, dtype)
         return self._lists[dtype].tensors
@@ -90,24 +90,24 @@ class Bench:
         bytes_per_parameter: int,
         peer: str | None = None,
     ) -> Contender:
-        """One that updates all of the workload's parameters."""
+        """Return a contender that updates all parameters of the workload."""
         return Contender(name, step, bytes_per_parameter * sum(map(math.prod, self._shapes)), peer)
 
     def torch_fused_sgd(self) -> Contender:
-        """With momentum, in float32: the base of every table of parameter lists."""
+        """Return torch's fused SGD with momentum in float32, the base of every table."""
         optimizer = torch.optim.SGD(self.params(), lr=LR, momentum=MOMENTUM, fused=True)
         return self.contender(BASE, optimizer.step, SGD_BYTES)
 
     def pure_traffic(self) -> Contender:
-        """Best right after one of ours.
+        """Return the kernel that only moves SGD's bytes; run it right after a step of ours.
 
-        Ours leave the driver's threads awake. Those of torch, which spin after its fused steps as
-        they would after a backward pass, are put to sleep for pure traffic as for ours.
+        Our steps leave the driver's threads awake. torch's threads, which spin after its fused
+        steps as after a backward pass, are put to sleep for this kernel as for our steps.
         """
         return self.contender(TRAFFIC, self._traffic.step, SGD_BYTES)
 
     def time(self, contenders: Iterable[Contender | Absent], rounds: int | None) -> Report:
-        """Time all that are not absent, for so many rounds or as the workload needs."""
+        """Time all contenders that are not absent, for ``rounds`` or the workload's default."""
         contenders = list(contenders)
         timings = _harness.time_interleaved(
             [contender for contender in contenders if isinstance(contender, Contender)],
@@ -130,9 +130,9 @@ class Bench:
 
 
 def _forward_and_backward() -> Callable[[], None]:
-    """What comes before a step in training, on a network of 7,989 parameters.
+    """Return a forward and a backward pass of a network of 7,989 parameters.
 
-    Without it, the step of 8,192 parameters takes half the time: every cache is warm.
+    Run before each step as in training; otherwise the step would find every cache warm.
     """
     network = torch.nn.Sequential(torch.nn.Linear(90, 79), torch.nn.ReLU(), torch.nn.Linear(79, 10))
     batch = torch.randn(32, 90)
@@ -147,7 +147,7 @@ def timed(
     workloads: Iterable[Workload],
     contenders: Callable[[Bench], Iterable[Contender | Absent]],
 ) -> dict[str, Callable[[int | None], Report]]:
-    """For each workload, by its name, what times its contenders."""
+    """Return, for each workload by name, a function that times its contenders."""
 
     def measure(workload: Workload, rounds: int | None) -> Report:
         bench = Bench(workload)

@@ -1,6 +1,6 @@
 """Times FusedAdagrad against torch's Adagrad: ``python -m benchmarks.adagrad [--save]``.
 
-In float32, with gradients that are dense; benchmarks.sparse has the others.
+In float32 with dense gradients; benchmarks.sparse has sparse ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks._harness import Contender
 from benchmarks._workloads import LR, WORKLOADS, Bench, timed
 from fusedoptim import FusedAdagrad
 
-BYTES = 20  # reads parameter, gradient and sum, writes the first and the last
+BYTES = 20  # reads parameter, gradient and sum, writes parameter and sum
 
 
 def contenders(bench: Bench) -> Iterator[Contender]:

@@ -1,9 +1,9 @@
-"""How much memory pools hold beyond what is used: ``python -m benchmarks.fragmentation``.
+"""How much more memory pools reserve than is in use: ``python -m benchmarks.fragmentation``.
 
-Allocations of random sizes and of recorded trainings, replayed on a simulated upstream; nothing is
-touched, and nothing is timed. Ours is the pool's own code. The others are the published rules of
-those allocators, written anew: which sizes they round to, what they split, how much they ask
-upstream for. Every seed of ``--rounds`` is another trace; a column "worst" has the worst of them.
+Replays allocations of random sizes and of recorded trainings on a simulated upstream; no memory is
+touched, and nothing is timed. "ours" is the pool's own code. The others are reimplementations of
+published rules: the sizes that they round to, what they split, how much they request from upstream.
+Each round has another seed, and so another trace; a column "worst" has the worst round.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRACES: dict[str, Callable[[int], Trace]] = {
 
 
 class Upstream:
-    """Addresses without memory."""
+    """A source of addresses without memory."""
 
     def __init__(self) -> None:
         self._next = MIB
@@ -46,7 +46,7 @@ class Upstream:
         self.releases = 0
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
-        """An address, and the bytes as the handle."""
+        """Return an address, and the size as its handle."""
         address = self._next
         self._next += nbytes + MIB  # a gap, so that no two segments are neighbours
         self.reserved += nbytes
@@ -55,25 +55,25 @@ class Upstream:
         return address, nbytes
 
     def release(self, handle: int) -> None:
-        """Take so many bytes back."""
+        """Take back ``handle`` bytes."""
         self.reserved -= handle
         self.releases += 1
 
 
 class Rules(NamedTuple):
-    """What an allocator does with sizes, in bytes."""
+    """The rules of an allocator; sizes are in bytes."""
 
     name: str
     rounded: Callable[[int], int]
-    """from the bytes of a request."""
+    """Returns the rounded size of a request."""
     pool: Callable[[int], int]
-    """the number of the pool that serves a size."""
+    """Returns the number of the pool that serves a size."""
     segment: Callable[[int, int], int]
-    """what is asked of upstream for a size, having asked for so much."""
+    """Returns how much to request from upstream for a size, given what is reserved."""
     splits: Callable[[int, int], bool]
-    """whether a block is split for a size with such a remainder."""
+    """Returns whether a block is split for a size with that remainder."""
     over_reserve: float | None = None
-    """of the peak: free segments go back above it; None if they never do."""
+    """Share of the peak above which free segments are released; None if they never are."""
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -114,7 +114,7 @@ OTHERS = (
 
 
 class _Piece:
-    """A piece of a segment, whose neighbours are known."""
+    """A piece of a segment, linked to its neighbours."""
 
     def __init__(self, pool: int, address: int, size: int) -> None:
         self.pool = pool
@@ -126,7 +126,7 @@ class _Piece:
 
 
 class _RulesHeap:
-    """Best fit, splitting and merging, under the rules of one of the others."""
+    """Best fit with splitting and merging under another allocator's rules."""
 
     def __init__(self, upstream: Upstream, rules: Rules) -> None:
         self._upstream = upstream
@@ -162,11 +162,11 @@ class _RulesHeap:
     def _grow(self, size: int) -> _Piece:
         nbytes = self._rules.segment(size, self._upstream.reserved)
         if self._rules.over_reserve is not None:
-            self._give_back((1 + self._rules.over_reserve) * self._peak_live - nbytes)
+            self._release_free((1 + self._rules.over_reserve) * self._peak_live - nbytes)
         address, _ = self._upstream.allocate(nbytes)
         return _Piece(self._rules.pool(size), address, nbytes)
 
-    def _give_back(self, target: float) -> None:
+    def _release_free(self, target: float) -> None:
         for _, _, piece in sorted(itertools.chain(*self._free.values()), reverse=True):
             if self._upstream.reserved <= target:
                 break
@@ -184,7 +184,7 @@ class _RulesHeap:
         self._put(rest)
 
     def _merge(self, piece: _Piece) -> None:
-        """With the one behind it."""
+        """Merge the next piece into ``piece``."""
         absorbed = piece.after
         assert absorbed is not None
         piece.size += absorbed.size
@@ -202,10 +202,10 @@ class _RulesHeap:
 
 
 class Pool(Protocol):
-    """What a trace is replayed on."""
+    """A pool that a trace is replayed on."""
 
     def allocate(self, nbytes: int) -> Any:
-        """A block."""
+        """Return a block."""
 
     def free(self, block: Any) -> None:
         """Release the block."""
@@ -217,12 +217,12 @@ POLICIES: dict[str, Callable[[Upstream], Pool]] = {"ours": Heap} | {
 
 
 class Outcome(NamedTuple):
-    """Of a trace on a pool."""
+    """Result of replaying a trace on a pool."""
 
     ratio: float
-    """Most reserved over most live."""
+    """Peak reserved over peak live."""
     hits: float
-    """The part of the allocations that upstream did not see."""
+    """Share of the allocations that made no upstream call."""
     upstream_calls: int
 
 

@@ -1,7 +1,7 @@
-"""Times models against themselves optimized: ``python -m benchmarks.inference [--save]``.
+"""Times models with and without optimize: ``python -m benchmarks.inference [--save]``.
 
-ResNet-50 for inference in float32, at batch 1 and 16; and what ``optimize`` itself takes on
-BERT-base, in seconds and in memory.
+Inference of ResNet-50 in float32 with batches of 1 and 16; and the time and memory of ``optimize``
+itself on BERT-base.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TIME_LIMIT = 150  # seconds
 
 
 def inference(batch: int, rounds: int | None) -> Report:
-    """Time a forward pass of ResNet-50 as it is, optimized, and with one of two passes each."""
+    """Time a forward pass of ResNet-50, plain and optimized in three ways."""
     model = resnet50().eval()
     images = torch.randn(batch, 3, 224, 224)
     ways = {
@@ -48,7 +48,6 @@ def inference(batch: int, rounds: int | None) -> Report:
     timings = _harness.time_interleaved(
         [contender(name, module) for name, module in ways.items()],
         rounds or BATCHES[batch],
-        lambda: None,
         limit=_TIME_LIMIT if rounds is None else math.inf,
     )
     report = Report(f"resnet50, batch {batch}", timings)
@@ -56,13 +55,13 @@ def inference(batch: int, rounds: int | None) -> Report:
     layout = transforms.report(ways[OPTIMIZED]).done("auto_channels_last")
     notes = [
         f"eager over {OPTIMIZED}: {least:.2f} by the minimum, {median:.2f} by the median",
-        f"the sample has chosen {'channels_last' if layout else 'the layout as it was'}",
+        f"the sample input selected {'channels_last' if layout else 'the original memory format'}",
     ]
     return report._replace(notes=notes)
 
 
 def optimize(rounds: int | None) -> Table:
-    """Seconds and memory of ``optimize(inplace=True)``, each in a process of its own."""
+    """Measure time and memory of ``optimize(inplace=True)`` in fresh processes."""
     rows = []
     for purpose, dtype in itertools.product(("inference", "training"), ("float32", "bfloat16")):
         runs = [
@@ -78,7 +77,7 @@ def optimize(rounds: int | None) -> Table:
                 f"{best['after']:.2f}",
             ]
         )
-    header = ["model", "time", "peak memory, of the model's", "memory afterwards"]
+    header = ["model", "time", "peak memory / model", "memory afterwards / model"]
     return Table("optimize(model, inplace=True)", header, rows)
 
 

@@ -1,6 +1,6 @@
 """Times FusedLamb: ``python -m benchmarks.lamb [--save]``.
 
-In float32, with weight decay. torch.optim has no Lamb: the peer is made of foreach functions.
+In float32 with weight decay. torch.optim has no Lamb: the peer uses foreach functions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmarks._peers import ForeachLamb
 from benchmarks._workloads import LR, WORKLOADS, Bench, timed
 from fusedoptim import FusedLamb
 
-# What Adam moves, if the cache still has what the second pass reads; 40 if it has none of it.
+# As Adam, if the second pass finds everything in the cache; 40 if it finds nothing there.
 BYTES = 28
 WEIGHT_DECAY = 0.01
 

@@ -1,9 +1,9 @@
 """Times the pool against torch's allocator and raw USM: ``python -m benchmarks.pool [--save]``.
 
-``hit``: 1,000 times a tensor of 1,024 float32 elements and its release; a contender's time is that
-of all. ``64 MiB``: one tensor, filled and released. ``SGD``, ``Adam``: our step on one parameter of
-8.4 M elements whose state torch gave, where all arrays lie at one address modulo 4 KiB, and whose
-state the pool gave, which staggers them.
+``hit``: allocates and releases a tensor of 1,024 float32 elements 1,000 times; times are totals.
+``64 MiB``: one tensor, filled and released. ``SGD``, ``Adam``: our step on one parameter of 8.4 M
+elements, with state from torch, where all arrays share an address modulo 4 KiB, and with state from
+the pool, which staggers addresses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from allocator import Pool, load_dpctl, queue
 from benchmarks import _command
-from benchmarks._harness import Contender, Report, time_interleaved
+from benchmarks._harness import Contender, Report, repeated, time_interleaved
 from fusedoptim import FusedAdam, FusedSGD
 
 _REPEATS = 1000
@@ -28,16 +28,18 @@ _ELEMENTS = 8_400_000
 def hit(rounds: int | None) -> Report:
     pool = Pool("cpu")
     contenders = [
-        Contender("torch.empty", _repeated(lambda: torch.empty(1024))),
-        Contender("pool.empty", _repeated(lambda: pool.empty(1024))),
-        Contender("pool.empty, dtype", _repeated(lambda: pool.empty(1024, torch.float32))),
-        Contender("torch.empty, dtype", _repeated(lambda: torch.empty(1024, dtype=torch.float32))),
-        Contender("pool.empty, two at a time", _repeated(_pairs(pool.empty), _REPEATS // 2)),
-        Contender("torch.empty, two at a time", _repeated(_pairs(torch.empty), _REPEATS // 2)),
+        Contender("torch.empty", repeated(lambda: torch.empty(1024), _REPEATS)),
+        Contender("pool.empty", repeated(lambda: pool.empty(1024), _REPEATS)),
+        Contender("pool.empty, dtype", repeated(lambda: pool.empty(1024, torch.float32), _REPEATS)),
+        Contender(
+            "torch.empty, dtype", repeated(lambda: torch.empty(1024, dtype=torch.float32), _REPEATS)
+        ),
+        Contender("pool.empty, two at a time", repeated(_pairs(pool.empty), _REPEATS // 2)),
+        Contender("torch.empty, two at a time", repeated(_pairs(torch.empty), _REPEATS // 2)),
         Contender("pool.empty, kept until the next", _kept(pool.empty)),
         Contender("torch.empty, kept until the next", _kept(torch.empty)),
     ]
-    return Report("hit", time_interleaved(contenders, rounds or 200, _nothing))
+    return Report("hit", time_interleaved(contenders, rounds or 200))
 
 
 def large(rounds: int | None) -> Report:
@@ -45,16 +47,15 @@ def large(rounds: int | None) -> Report:
     memory, cpu = load_dpctl().memory, queue("cpu")
 
     def raw_usm() -> None:
-        torch.frombuffer(memory.MemoryUSMShared(4 * _LARGE, queue=cpu), dtype=torch.float32).fill_(
-            1
-        )
+        buffer = memory.MemoryUSMShared(4 * _LARGE, queue=cpu)
+        torch.frombuffer(buffer, dtype=torch.float32).fill_(1)
 
     contenders = [
         Contender("torch.empty, fill_", lambda: torch.empty(_LARGE).fill_(1)),
         Contender("pool.empty, fill_", lambda: pool.empty(_LARGE).fill_(1)),
         Contender("raw USM, fill_", raw_usm),
     ]
-    return Report("64 MiB", time_interleaved(contenders, rounds or 50, _nothing))
+    return Report("64 MiB", time_interleaved(contenders, rounds or 50))
 
 
 def step(
@@ -72,7 +73,7 @@ def step(
                 if value.shape == parameter.shape:
                     state[key] = torch.empty_like(value).copy_(value)
         contenders.append(Contender(f"state of {state_of}", stepped.step))
-    return Report(name, time_interleaved(contenders, rounds or 100, _nothing))
+    return Report(name, time_interleaved(contenders, rounds or 100))
 
 
 def sgd(rounds: int | None) -> Report:
@@ -87,14 +88,6 @@ def _pairs(empty: Callable[[int], Any]) -> Callable[[], object]:
     return lambda: (empty(1024), empty(1024))
 
 
-def _repeated(call: Callable[[], object], times: int = _REPEATS) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(times):
-            call()
-
-    return run
-
-
 def _kept(empty: Callable[[int], Any]) -> Callable[[], None]:
     def run() -> None:
         for _ in range(_REPEATS):
@@ -102,10 +95,6 @@ def _kept(empty: Callable[[int], Any]) -> Callable[[], None]:
         del kept
 
     return run
-
-
-def _nothing() -> None:
-    pass
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Times raw kernels: ``python -m benchmarks.raw [--save]``.
 
-``launch``: a kernel of four arguments on 1,024 elements and its end, 100 times; a contender's time
-is that of all. The base is dpctl's ``queue.submit_async`` of the same kernel on USM memory, and the
-wait for its event. "By turns" gives it two tensors and two others.
-``SAXPY``: 64 M elements (``y += a x``, 12 bytes each), in four shapes: a work item for each
-element, in groups of the driver's choice or of 16, or groups of 16 lanes that walk over a chunk of
-64 Ki. Beside them torch's, and the kernel of pure traffic on as many bytes, which reads 12 of 20.
+``launch``: launches a kernel with four arguments on 1,024 elements and waits for it, 100 times;
+times are totals. The base is dpctl's ``queue.submit_async`` of the same kernel on USM memory, and
+the wait for its event. "By turns" alternates between two pairs of tensors.
+``SAXPY``: ``y += a x`` over 64 M elements, 12 bytes each, in four shapes: a work item for each
+element, in groups of the driver's choice or of 16, and groups of 16 work items that walk a chunk of
+64 Ki. Also torch's ``add``, and pure traffic of as many bytes, of which it reads 12 of 20.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from allocator import Pool, load_dpctl, queue
 from benchmarks import _command
-from benchmarks._harness import Contender, Report, time_interleaved
+from benchmarks._harness import Contender, Report, repeated, time_interleaved
 from benchmarks.traffic import Traffic
 from fusedoptim.raw import RawKernel
 
@@ -38,7 +38,7 @@ kernel void saxpy(ulong n, float a, global const float *restrict x, global float
     if (i < n) y[i] += a * x[i];
 }
 """
-# Each lane takes every sixteenth element of its group's chunk; n is a multiple of CHUNK.
+# Each work item takes every sixteenth element of its group's chunk; n is a multiple of CHUNK.
 CHUNKS = """
 kernel void saxpy(ulong n, float a, global const float *restrict x, global float *restrict y) {
     size_t start = get_group_id(0) * CHUNK;
@@ -46,7 +46,7 @@ kernel void saxpy(ulong n, float a, global const float *restrict x, global float
         y[i] += a * x[i];
 }
 """
-# Two places of each array at once: a core then has more loads under way.
+# Two places of each array at once, so that a core has more loads in flight.
 HALVES = """
 kernel void saxpy(ulong n, float a, global const float *restrict x, global float *restrict y) {
     size_t start = get_group_id(0) * CHUNK, half_way = CHUNK / 2;
@@ -80,11 +80,11 @@ def launch(rounds: int | None) -> Report:
         Contender("RawKernel, no_grad", _repeated(on_parameter)),
         Contender("torch.add", _repeated(lambda: torch.add(y, x, alpha=0.5, out=y))),
     ]
-    return Report("launch", time_interleaved(contenders, rounds or 200, _nothing))
+    return Report("launch", time_interleaved(contenders, rounds or 200))
 
 
 def _submit(kernel: RawKernel) -> Callable[[], None]:
-    """The submission of the kernel by dpctl itself, on USM memory, and the wait for its end."""
+    """Return a launch of the kernel by dpctl itself, on USM memory, with the wait for its end."""
     pool, cpu = Pool("cpu"), queue("cpu")
     memory = load_dpctl().memory
     x, y = (memory.as_usm_memory(pool.allocate(4 * _SMALL)) for _ in range(2))
@@ -116,7 +116,7 @@ def saxpy(rounds: int | None) -> Report:
         Contender("RawKernel, halves of chunks", lambda: halves(items, _LANES, arguments), moved),
         Contender("pure traffic", traffic.step, moved),
     ]
-    timings = time_interleaved(contenders, rounds or 30, _nothing)
+    timings = time_interleaved(contenders, rounds or 30)
     return Report("SAXPY", timings, reference="pure traffic")
 
 
@@ -127,15 +127,7 @@ def _with_gradient(elements: int) -> Tensor:
 
 
 def _repeated(call: Callable[[], object]) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(_REPEATS):
-            call()
-
-    return run
-
-
-def _nothing() -> None:
-    pass
+    return repeated(call, _REPEATS)
 
 
 if __name__ == "__main__":

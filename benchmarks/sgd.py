@@ -25,7 +25,7 @@ LARGE = Workload("16.8M", 200)
 SMALL = Workload("8192", 1500, lead=4)
 STARTUP, MEMORY = "startup", "memory"
 
-_MOST_COMPILED = 500  # tensors: 42 s on two cores; 1,000 take 124 s
+_MOST_COMPILED = 500  # tensors; compiling takes more than proportionally long beyond
 _COMPILE_LIMIT = 100  # seconds
 _STARTUPS = 5
 
@@ -49,29 +49,29 @@ def _torch_sgd(params: list[Tensor], **options: bool) -> torch.optim.SGD:
 
 
 def _compiled(bench: Bench) -> Contender | Absent:
-    """SGD's step through torch.compile, as torch's recipe has it, or why that cannot be had."""
+    """Return SGD's step through torch.compile, as in torch's recipe, or why it is absent."""
     name = "torch compiled SGD"
     params = bench.params()
     if len(params) > _MOST_COMPILED:
         return Absent(name, f"{len(params):,} tensors take too long to compile")
     optimizer = _torch_sgd(params, foreach=True)
-    optimizer.step()  # the first step, which makes the buffers, would be compiled for itself
+    optimizer.step()  # creates the buffers; otherwise this first step would be compiled separately
     torch.compiler.reset()
     step: Callable[[], None] = torch.compile(lambda: optimizer.step())
     try:
         with _time_limit(_COMPILE_LIMIT):
             step()
-    except Exception as error:  # of many classes, as when there is no C++ compiler
+    except Exception as error:  # of many classes, for example without a C++ compiler
         return Absent(name, f"{type(error).__name__}: {error}".strip().splitlines()[0])
     return bench.contender(name, step, SGD_BYTES)
 
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block once the time is over."""
+    """Raise TimeoutError in the block when the time is over."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"not done after {seconds:g} s")
+        raise TimeoutError(f"not finished after {seconds:g} s")
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -83,7 +83,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def startup(rounds: int | None) -> Report:
-    """Time import and first step, in new processes by turns."""
+    """Time import and first step, in fresh processes by turns."""
     classes = {"torch.optim.SGD": "torch.optim:SGD", "FusedSGD": "fusedoptim:FusedSGD"}
     seconds: dict[str, list[float]] = {name: [] for name in classes}
     for _ in range(rounds or _STARTUPS):
@@ -100,7 +100,7 @@ def startup(rounds: int | None) -> Report:
 
 
 def memory(rounds: int | None) -> Table:
-    """By how much memory peaks in FusedSGD's second step; more rounds would measure the same."""
+    """Measure the rise of memory in FusedSGD's second step; further rounds would be identical."""
     del rounds
     rows = []
     for model in ("resnet50", "bert-base"):

@@ -1,8 +1,8 @@
 """Times sparse gradients against torch's optimizers: ``python -m benchmarks.sparse [--save]``.
 
-10,000 random rows of a table of a million rows of 64, other rows and a new gradient for each step.
-The base reads and writes those rows, and does nothing else. SGD is without momentum, which would
-move every row that was ever touched.
+10,000 random rows of a table of a million rows of 64, with other rows and a new gradient in each
+step. The base only reads and writes those rows. SGD is without momentum, which would update every
+row that was ever touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusedoptim import FusedAdagrad, FusedSGD, SplitSGD
 ROWS, WIDTH, TOUCHED = 1_000_000, 64, 10_000
 READ_AND_WRITTEN = "rows read and written"
 REPEATS = {"unique": 1, "duplicates": 2}
-"""For each workload, how often a gradient has each of its rows; coalesced if once."""
+"""How often a gradient contains each of its rows, by workload; once means coalesced."""
 
 _ROUNDS = 100
 _TIME_LIMIT = 60  # seconds
@@ -38,7 +38,7 @@ class _Table:
         self.make_gradient()
 
     def make_gradient(self) -> None:
-        """Touch other rows: in rising order if each is there once, else shuffled."""
+        """Touch other rows: in ascending order if each occurs once, otherwise shuffled."""
         self._rows = torch.randperm(ROWS)[:TOUCHED].sort().values
         rows = self._rows
         if self._repeats > 1:
@@ -53,14 +53,14 @@ class _Table:
         )
 
     def read_and_write_rows(self) -> None:
-        """Move what every update has to, the gradient apart."""
+        """Move the bytes that every update moves, except the gradient."""
         table = self.single.detach()
         torch.index_select(table, 0, self._rows, out=self._read)
         table.index_copy_(0, self._rows, self._read)
 
 
 def time_table(workload: str, rounds: int | None) -> Report:
-    """Time every contender on gradients in which each row occurs as often as ``workload`` says."""
+    """Time all contenders on gradients with the repeats of ``workload``."""
     repeats = REPEATS[workload]
     table = _Table(repeats)
     params = [table.single]
@@ -71,7 +71,7 @@ def time_table(workload: str, rounds: int | None) -> Report:
         peer: str | None = None,
         gradient: int = 4,
     ) -> Contender:
-        """One that moves so many bytes for each element, of the row and of the gradient."""
+        """Return a contender that moves these bytes per element of the rows and of the gradient."""
         kind = type(optimizer)
         name = f"torch {kind.__name__}" if kind.__module__.startswith("torch") else kind.__name__
         moved = (read_and_written + repeats * gradient) * TOUCHED * WIDTH
@@ -94,6 +94,6 @@ def time_table(workload: str, rounds: int | None) -> Report:
 
 
 if __name__ == "__main__":
-    # The default, without the warning that torch's Adagrad leads to.
+    # This is the default; setting it avoids a warning that torch's Adagrad triggers.
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # untyped in torch
     _command.run("sparse", __doc__, {w: functools.partial(time_table, w) for w in REPEATS})

@@ -1,7 +1,7 @@
 """Times SplitSGD and shows its memory: ``python -m benchmarks.split_sgd [--save]``.
 
-With momentum, on bfloat16 parameters and gradients; the base is on float32 ones. torch.optim has no
-such optimizer: its peer is torch's fused SGD on a float32 master copy.
+With momentum, on bfloat16 parameters and gradients; the base uses float32. torch.optim has no such
+optimizer: the peer is torch's fused SGD on a float32 master copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from benchmarks._workloads import LR, MOMENTUM, SGD_BYTES, WORKLOADS, Bench, tim
 from fusedoptim import SplitSGD
 
 BYTES = 18  # reads two halves, a gradient of 2 bytes and momentum, writes all but the gradient
-MASTER_BYTES = 6 + SGD_BYTES + 6  # widens the gradient, and rounds the master to the parameter
+MASTER_BYTES = (
+    6 + SGD_BYTES + 6
+)  # converts the gradient to float32, and the master copy to bfloat16
 PEER = "torch fused SGD, float32 master"
 MEMORY = "memory"
 
@@ -35,14 +37,14 @@ def contenders(bench: Bench) -> Iterator[Contender | Absent]:
 
 
 def memory(rounds: int | None) -> Table:
-    """Bytes for each weight of both ways; more rounds would measure the same."""
+    """Measure bytes per weight of both; further rounds would be identical."""
     del rounds
     model = "bert-base"
     rows = []
     for name, way in (("SplitSGD", "split"), (PEER, "master")):
         facts = json.loads(_processes.output("benchmarks._split_memory", way, model))
         rows.append([name, *(f"{facts[key]:.2f}" for key in ("weights", "tensors", "peak"))])
-    header = ["bytes for each weight", "weight", "with gradient and momentum", "peak resident"]
+    header = ["bytes per weight", "weight", "with gradient and momentum", "peak resident"]
     return Table(f"memory, {model}", header, rows)
 
 

@@ -1,8 +1,8 @@
 """Times whole training steps, plain and fused: ``python -m benchmarks.training_step [--save]``.
 
-Forward, backward and update of small models, with an optimizer of torch as it comes, with torch's
-own fused one, and with the same optimizer converted by ``transforms.optimize``; and under bfloat16
-autocast, plain and with weights split in halves.
+Forward, backward and step of small models with torch's optimizer, with torch's fused one, and with
+the optimizer converted by ``transforms.optimize``; and under bfloat16 autocast, with plain and with
+split weights.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks._harness import Contender, Report
 from fusedoptim import transforms
 
 _TIME_LIMIT = 100  # seconds
-LR = 1e-5  # training goes on for as long as the benchmark does
+LR = 1e-5  # small, because training continues throughout the benchmark
 
 
 class Workload(NamedTuple):
-    """A model, a batch of inputs and labels for it, and the optimizer that trains it."""
+    """A model, its batch of inputs and labels, and its optimizer."""
 
     name: str
     model: nn.Module
@@ -39,7 +39,7 @@ class Workload(NamedTuple):
 
 
 class Trainee:
-    """A model in training, which notes how long its optimizer takes."""
+    """A model in training that records the time of its optimizer."""
 
     def __init__(self, workload: Workload, *, autocast: bool = False, **options: Any) -> None:
         self.model = copy.deepcopy(workload.model)
@@ -51,7 +51,7 @@ class Trainee:
         self.optimizer_seconds: list[float] = []
 
     def fused(self) -> Trainee:
-        """With our step."""
+        """Convert to the fused step."""
         self._optimize()
         return self
 
@@ -61,12 +61,12 @@ class Trainee:
         )
 
     def split(self) -> Trainee:
-        """With our step and weights in halves."""
+        """Convert to the fused step and split weights."""
         self._optimize(dtype=torch.bfloat16, split_master_weight_for_bf16=True)
         return self
 
     def step(self) -> None:
-        """Take a training step."""
+        """Run a training iteration."""
         inputs, labels = self._batch
         self.optimizer.zero_grad()
         with self._precision:
@@ -107,15 +107,13 @@ def measure_in_bfloat16(make: Callable[[], Workload], rounds: int | None) -> Rep
 
 def _timed(workload: Workload, rounds: int | None, trainees: dict[str, Trainee]) -> Report:
     contenders = [Contender(name, trainee.step) for name, trainee in trainees.items()]
-    timings = _harness.time_interleaved(
-        contenders, rounds or workload.rounds, lambda: None, limit=_TIME_LIMIT
-    )
+    timings = _harness.time_interleaved(contenders, rounds or workload.rounds, limit=_TIME_LIMIT)
     notes = []
     for timing in timings:
-        # The untimed rounds came first.
+        # Skip the untimed rounds.
         seconds = trainees[timing.name].optimizer_seconds[-len(timing.seconds) :]
         share = statistics.median(s / whole for s, whole in zip(seconds, timing.seconds))
-        notes.append(f"{timing.name}: the optimizer takes {share:.1%} of a step")
+        notes.append(f"{timing.name}: the optimizer takes {share:.1%} of an iteration")
     return Report(workload.name, timings, notes=notes)
 
 
@@ -136,7 +134,7 @@ class SmallCNN(nn.Sequential):
 
 
 class BertTiny(nn.Module):
-    """BERT with two layers of width 128, of torch's own layers, and a head of two classes."""
+    """BERT with two of torch's layers of width 128, and a head of two classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +147,7 @@ class BertTiny(nn.Module):
         self.head = nn.Linear(128, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of a batch of sequences."""
+        """Return the logits of a batch of sequences."""
         x = self.words(tokens) + self.positions.weight[: tokens.shape[1]]
         x = self.layers(self.norm(x))
         logits: Tensor = self.head(torch.tanh(self.pooler(x[:, 0])))
@@ -174,7 +172,7 @@ _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 def workloads() -> dict[str, Callable[[int | None], Report]]:
-    """Each model with each optimizer, in float32 and in bfloat16, by name."""
+    """Return a workload for each model, optimizer and dtype, by name."""
     result: dict[str, Callable[[int | None], Report]] = {}
     for model, make in _MODELS.items():
         for optimizer, cls in _OPTIMIZERS.items():

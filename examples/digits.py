@@ -1,7 +1,7 @@
-"""Train one convolutional network twice on handwritten digits: with torch's SGD and with FusedSGD.
+"""Trains a convolutional network on handwritten digits with torch's SGD and with FusedSGD.
 
-Both trainings start from the same weights and see the same batches. What differs is who computes
-``optimizer.step()``. Run it with ``python examples/digits.py``; it takes well under a minute.
+Both trainings start from the same weights and use the same batches; only ``optimizer.step()``
+differs. Run ``python examples/digits.py``; it takes well under a minute.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class Digits(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What one training left behind."""
+    """The results of one training."""
 
     label: str
     model: nn.Module
     losses: list[float]
-    """of each step's batch."""
+    """Loss of each step's batch."""
     accuracies: list[float]
-    """on the test images, after each epoch."""
+    """Accuracy on the test images after each epoch."""
     step_seconds: list[float]
-    """that each call of optimizer.step() took."""
+    """Duration of each call of optimizer.step()."""
 
 
 def load_data(seed: int) -> Digits:
-    """Split scikit-learn's bundled digits into training and test images."""
+    """Split scikit-learn's digits into training and test images."""
     bundle = load_digits()
     images = torch.from_numpy(bundle.images).float().div(16).unsqueeze(1)
     labels = torch.from_numpy(bundle.target).long()
@@ -68,7 +68,7 @@ def load_data(seed: int) -> Digits:
 def convolution(channels_in: int, channels_out: int) -> nn.Sequential:
     """A 3x3 convolution with batch normalization and ReLU."""
     return nn.Sequential(
-        # The normalization subtracts the mean, and with it any bias of the convolution.
+        # No bias: the normalization would subtract it with the mean.
         nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(channels_out),
         nn.ReLU(),
@@ -91,14 +91,14 @@ def make_network() -> nn.Sequential:
 
 @torch.no_grad()
 def test_accuracy(model: nn.Module, digits: Digits) -> float:
-    """The share of test images that ``model`` names correctly."""
+    """The share of test images that ``model`` classifies correctly."""
     model.eval()
-    named = model(digits.test_images).argmax(dim=1)
-    return int((named == digits.test_labels).sum()) / len(named)
+    predicted = model(digits.test_images).argmax(dim=1)
+    return int((predicted == digits.test_labels).sum()) / len(predicted)
 
 
 def timed_step(optimizer: torch.optim.Optimizer) -> float:
-    """Make one step and return the seconds it took."""
+    """Take one step and return its duration in seconds."""
     start = time.perf_counter()
     optimizer.step()
     return time.perf_counter() - start
@@ -107,7 +107,7 @@ def timed_step(optimizer: torch.optim.Optimizer) -> float:
 def train(
     label: str, optimizer_class: type[torch.optim.SGD], digits: Digits, epochs: int, seed: int
 ) -> Training:
-    """Train a new network; equal seeds give equal weights to start from and equal batches."""
+    """Train a new network; equal seeds give equal initial weights and batches."""
     torch.manual_seed(seed)
     model = make_network()
     result = Training(label, model, losses=[], accuracies=[], step_seconds=[])
@@ -143,20 +143,20 @@ def largest_difference(a: nn.Module, b: nn.Module) -> float:
 
 
 def print_header(digits: Digits, epochs: int, seed: int) -> None:
-    """Name the data and the network before the bars appear."""
+    """Describe the data and the network."""
     weights = list(make_network().parameters())
     print(
-        f"Handwritten digits (scikit-learn): {len(digits.train_labels)} to train on, "
-        f"{len(digits.test_labels)} to test on, 8x8 pixels\n"
+        f"Handwritten digits (scikit-learn): {len(digits.train_labels)} for training, "
+        f"{len(digits.test_labels)} for testing, 8x8 pixels\n"
         f"Network: {sum(w.numel() for w in weights):,} weights in {len(weights)} tensors\n"
         f"Training: {epochs} x {steps_per_epoch(digits)} steps of {BATCH} images, seed {seed}, "
         f"torch threads: {torch.get_num_threads()}\n",
-        flush=True,  # the bars go to stderr and must not overtake it
+        flush=True,  # before the progress bars, which go to stderr
     )
 
 
 def print_results(reference: Training, fused: Training) -> None:
-    """Print both trainings as the columns of a table, and how far apart they ended."""
+    """Print both trainings as columns of a table, and the difference of their weights."""
     columns = (reference, fused)
     medians = [statistics.median(run.step_seconds) for run in columns]
     rows = [
@@ -171,32 +171,31 @@ def print_results(reference: Training, fused: Training) -> None:
         print(f"{name:<16}" + "".join(f"{cell:>18}" for cell in cells))
     print(f"\nStep time, {reference.label} / {fused.label}: {medians[0] / medians[1]:.2f}")
     print(f"Largest weight difference: {largest_difference(reference.model, fused.model):.1e}")
-    print("(small, not 0: the fused step rounds less often, and training magnifies a last bit)")
+    print("(not 0: the fused step rounds less often, and training amplifies the last bit)")
 
 
 def smoothed(losses: list[float]) -> NDArray[np.float64]:
-    """The moving average of ``losses`` over SMOOTHING steps, fewer than an epoch has."""
+    """The moving average of ``losses`` over SMOOTHING steps, fewer than in an epoch."""
     return np.convolve(losses, np.full(SMOOTHING, 1 / SMOOTHING), mode="valid")
 
 
 def save_picture(path: Path, reference: Training, fused: Training) -> None:
     """Draw both trainings' loss and test accuracy."""
-    # A Figure of its own, not pyplot's: it needs no display and no choice of a backend.
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")  # unlike pyplot's, needs no display
     loss_axes, accuracy_axes = figure.subplots(1, 2)
-    # The curves nearly coincide, so the first is broad and pale and the second thin, on top of it.
+    # The curves nearly coincide: the first is wide and pale, the second thin on top of it.
     for run, color, width, alpha in (
         (reference, "tab:orange", 6.0, 0.5),
         (fused, "tab:blue", 1.5, 1.0),
     ):
         epochs = len(run.accuracies)
         losses = smoothed(run.losses)
-        # A point stands in the middle of the steps that it averages.
+        # Plot a point in the middle of the steps that it averages.
         at = (np.arange(len(losses)) + SMOOTHING / 2) * epochs / len(run.losses)
         style = {"label": run.label, "color": color, "linewidth": width, "alpha": alpha}
         loss_axes.plot(at, losses, **style)
         percent = [100 * a for a in run.accuracies]
-        # With dots, because a single epoch makes no line.
+        # With dots, because a single epoch is not a line.
         accuracy_axes.plot(
             range(1, epochs + 1), percent, marker="o", markersize=2 * width + 2, **style
         )
@@ -215,34 +214,28 @@ def save_picture(path: Path, reference: Training, fused: Training) -> None:
 
 
 def positive(text: str) -> int:
-    """Parse a number that argparse shall refuse if it is not positive."""
+    """Parse a positive integer for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description="Train a network on digits with torch's SGD and with FusedSGD, and compare."
-    )
-    parser.add_argument("--epochs", type=positive, default=10, help="default: %(default)s")
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of the split, the weights and the batches; default: %(default)s",
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("out/digits.png"), help="default: %(default)s"
-    )
-    return parser.parse_args()
+def argument_parser(description: str, output: str) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of both examples that draw a picture."""
+    parser = argparse.ArgumentParser(description=description)
+    seeded = "seed of splits, weights and batches; default: %(default)s"
+    parser.add_argument("--seed", type=int, default=0, help=seeded)
+    parser.add_argument("--output", type=Path, default=output, help="default: %(default)s")
+    return parser
 
 
 def main() -> None:
-    """Train, show, and exit with an error if a network learned too little."""
-    arguments = parse_arguments()
+    """Train, show the results, and exit with an error if a network learned too little."""
+    description = "Train a network on digits with torch's SGD and with FusedSGD, and compare."
+    parser = argument_parser(description, "out/digits.png")
+    parser.add_argument("--epochs", type=positive, default=10, help="default: %(default)s")
+    arguments = parser.parse_args()
     digits = load_data(arguments.seed)
     print_header(digits, arguments.epochs, arguments.seed)
     reference, fused = (

@@ -1,7 +1,7 @@
-"""A new optimizer whose step is one kernel launch: Lion, written with RawKernel.
+"""Lion with RawKernel: an optimizer of your own whose step is one kernel launch.
 
-``python examples/lion.py`` trains a network on handwritten digits with it and with AdamW; it takes
-a few seconds. docs/writing-kernels.md explains it.
+``python examples/lion.py`` trains a network on handwritten digits with Lion and with AdamW, in a
+few seconds. docs/writing-kernels.md explains the kernel.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from fusedoptim.raw import RawKernel
 CHUNK = 32 * 1024  # elements that one work-group updates
 LANES = 16  # work items in a group: a CPU's SIMD width
 
-# Each group takes a row of the table: where a chunk of a parameter, its gradient and its momentum
-# start, and how long it is. So one launch updates tensors of any number and size.
+# Each work-group processes a row of the table: the addresses of a chunk of a parameter, of its
+# gradient and of its momentum, and the length. One launch updates tensors of any number and size.
 kernel = RawKernel("""
-kernel void lion(global const ulong4 *rows, float lr, float beta1, float gain1, float beta2,
-                 float gain2, float decay) {
+kernel void lion(global const ulong4 *rows, float lr, float beta1, float one_minus_beta1,
+                 float beta2, float one_minus_beta2, float weight_decay) {
     const ulong4 row = rows[get_group_id(0)];
     global float *theta = (global float *)row.x, *momentum = (global float *)row.z;
     global const float *grad = (global const float *)row.y;
     for (ulong i = get_local_id(0); i < row.w; i += get_local_size(0)) {
         const float g = grad[i], m = momentum[i], t = theta[i];
-        const float c = beta1 * m + gain1 * g;
-        const float sign = c > 0 ? 1 : c < 0 ? -1 : c;  // a NaN stays one
-        theta[i] = t - lr * (sign + decay * t);
-        momentum[i] = beta2 * m + gain2 * g;
+        const float c = beta1 * m + one_minus_beta1 * g;
+        const float sign = c > 0 ? 1 : c < 0 ? -1 : c;  // NaN stays NaN
+        theta[i] = t - lr * (sign + weight_decay * t);
+        momentum[i] = beta2 * m + one_minus_beta2 * g;
     }
 }""")
 
 
 class Lion(torch.optim.Optimizer):
-    """Moves each weight by the learning rate, in the direction of an average gradient.
+    """Moves each weight by the learning rate, in the direction of an averaged gradient.
 
     c = beta1 m + (1 - beta1) g;  theta = theta - lr (sign(c) + weight_decay theta);
-    m = beta2 m + (1 - beta2) g, with m = 0 at first.
+    m = beta2 m + (1 - beta2) g, starting from m = 0.
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
 
     Args:
-        params: parameters or groups; contiguous float32 on the CPU.
+        params: parameters or groups, which must be contiguous float32 on the CPU.
         lr: learning rate; the paper advises a tenth to a third of AdamW's.
-        betas: of the update and of the momentum.
+        betas: coefficients of the update and of the momentum.
         weight_decay: decoupled; the paper advises three to ten times AdamW's.
     """
 
@@ -68,7 +68,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients; returns what ``closure`` does."""
+        """Update the parameters that have gradients, and return the result of ``closure``."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -76,14 +76,14 @@ class Lion(torch.optim.Optimizer):
             rows = [row for p in params for row in self._rows(p)]
             if rows:
                 table = torch.tensor(rows, dtype=torch.int64).view(torch.uint64)
-                beta1, beta2 = group["betas"]  # in Python's float64, then rounded to the kernel's
+                beta1, beta2 = group["betas"]  # float64 here, rounded to float32 for the kernel
                 numbers = (group["lr"], beta1, 1 - beta1, beta2, 1 - beta2, group["weight_decay"])
                 kernel(len(rows) * LANES, LANES, (table, *numbers))
-                increment_version(params)  # the kernel writes through addresses, unseen by torch
+                increment_version(params)  # torch does not see writes through addresses
         return loss
 
     def _rows(self, p: Tensor) -> list[tuple[int, int, int, int]]:
-        """The chunks of a parameter: three addresses and a length each."""
+        """The table rows of a parameter: three addresses and a length for each chunk."""
         for t in (p, p.grad):
             dense = t.layout is torch.strided and t.is_contiguous()
             if t.dtype != torch.float32 or not t.is_cpu or not dense:

@@ -1,1 +1,1 @@
-"""The notebooks, and the commands that keep and run them: ``python -m notebooks``."""
+"""Notebooks, and the commands that execute and strip them: ``python -m notebooks``."""

@@ -1,8 +1,8 @@
-"""Runs the notebooks without a browser, and keeps their files free of what a run leaves in them.
+"""Executes the notebooks without a browser, and strips outputs from their files.
 
-``python -m notebooks run`` executes them with small parameters and fails if one raises or warns;
-``strip`` writes them as they are committed: without outputs, counts and an editor's metadata;
-``check`` fails if one is not written so. Each takes names of files, and all notebooks if none.
+``python -m notebooks run`` executes them with small parameters, and fails if one raises, warns, or
+draws a figure that suits only one theme; ``strip`` removes outputs, counts and an editor's
+metadata; ``check`` fails if a file is not stripped. Each takes file names; the default is all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import nbformat
 HERE = Path(__file__).parent
 EXECUTED = Path("out/notebooks")
 SMALL = "FUSEDOPTIM_NOTEBOOK_SMALL"
-CELL_SECONDS = 300  # a cell that runs for so long hangs
+CELL_SECONDS = 300  # a cell that takes longer is considered hung
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 _METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -32,10 +32,10 @@ _METADATA = {
 
 
 def stripped(text: str) -> str:
-    """A notebook's file as it is committed.
+    """The text of a notebook's file without outputs, counts and metadata, as it is committed.
 
     Raises:
-        ValueError: the text is no notebook.
+        ValueError: the text is not a notebook.
     """
     try:
         notebook = nbformat.reads(text, as_version=4)
@@ -51,7 +51,7 @@ def stripped(text: str) -> str:
 
 
 def strip(path: Path) -> str | None:
-    """Write the file as it is committed; what went wrong."""
+    """Strip the file in place; return an error message or None."""
     try:
         path.write_text(stripped(path.read_text("utf-8")), "utf-8")
     except ValueError as error:
@@ -60,7 +60,7 @@ def strip(path: Path) -> str | None:
 
 
 def check(path: Path) -> str | None:
-    """What is wrong with the file."""
+    """Return what is wrong with the file, or None."""
     text = path.read_text("utf-8")
     try:
         is_stripped = text == stripped(text)
@@ -71,13 +71,13 @@ def check(path: Path) -> str | None:
 
 
 def run(paths: Sequence[Path], *, small: bool, jobs: int) -> list[str]:
-    """Execute the notebooks, each in a fresh kernel; what went wrong.
+    """Execute the notebooks, each in a fresh kernel; return error messages.
 
-    The executed ones are written to ``out/notebooks``, those that failed up to where they did.
+    Executed notebooks are written to ``out/notebooks``, a failed one up to the failing cell.
     """
     EXECUTED.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, SMALL: "1" if small else ""}
-    if jobs > 1:  # threads of notebooks that run side by side would wait for each other
+    if jobs > 1:  # threads of concurrent notebooks would wait for each other
         environment.setdefault("OMP_NUM_THREADS", "1")
     with ThreadPoolExecutor(jobs) as executor:
         problems = executor.map(lambda path: _execute(path, environment), paths)
@@ -85,7 +85,7 @@ def run(paths: Sequence[Path], *, small: bool, jobs: int) -> list[str]:
 
 
 def _execute(path: Path, environment: dict[str, str]) -> str | None:
-    """Execute one notebook; what went wrong."""
+    """Execute one notebook; return an error message or None."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
     from traitlets.config import Config
@@ -97,11 +97,11 @@ def _execute(path: Path, environment: dict[str, str]) -> str | None:
             notebook,
             timeout=CELL_SECONDS,
             resources={"metadata": {"path": str(path.parent)}},
-            # Sockets in a folder of ours, where nobody else can open them, and not of the network.
+            # Sockets in a private folder, which other users cannot open, instead of network ports.
             config=Config({"KernelManager": {"transport": "ipc", "ip": f"{folder}/socket"}}),
         )
         try:
-            # A profile of nobody's, as a person's own may run code when IPython starts.
+            # An empty profile: a user's own may run code when IPython starts.
             client.execute(env={**environment, "IPYTHONDIR": folder})
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             return f"{path}: {_COLOURS.sub('', str(error))}"
@@ -109,12 +109,14 @@ def _execute(path: Path, environment: dict[str, str]) -> str | None:
             nbformat.write(notebook, EXECUTED / path.name)
     if warnings := _errors_printed(notebook):
         return f"{path}: a reader would see on stderr:\n{warnings}"
+    if theme := _theme_required(notebook):
+        return f"{path}: a figure asks JupyterLab for a {theme} background, whatever its theme"
     print(f"{path.name:<24}{time.perf_counter() - start:6.1f} s", flush=True)
     return None
 
 
 def _errors_printed(notebook: Any) -> str:
-    """What cells wrote to stderr: warnings, mostly."""
+    """Return what cells wrote to stderr, mostly warnings."""
     return "".join(
         output.text
         for cell in notebook.cells
@@ -123,15 +125,27 @@ def _errors_printed(notebook: Any) -> str:
     )
 
 
+def _theme_required(notebook: Any) -> str | None:
+    """Return the background, "light" or "dark", that the inline backend requests for a figure.
+
+    It does so if a figure is transparent and all its tick labels are light, or all dark.
+    """
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if theme := output.get("metadata", {}).get("needs_background"):
+                return str(theme)
+    return None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 0 if all is well."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser("python -m notebooks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for command in ("run", "strip", "check"):
         of_command = commands.add_parser(command)
         of_command.add_argument("paths", nargs="*", type=Path, metavar="file")
         if command == "run":
-            of_command.add_argument("--full", action="store_true", help="not with small parameters")
+            of_command.add_argument("--full", action="store_true", help="with the full parameters")
             of_command.add_argument("--jobs", type=int, default=1, help="notebooks at a time")
     given = parser.parse_args(arguments)
     paths = given.paths or sorted(HERE.glob("*.ipynb"))

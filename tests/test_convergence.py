@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
 
 # An example imports its neighbours by their bare names, as a script does.
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -19,7 +17,6 @@ import convergence
 from convergence import PAIRS, Pair, Task, Training, train, train_pair, train_stall
 
 SEED = 0
-BAR: tqdm[Any] = tqdm(disable=True)
 
 DIGITS_EPOCHS = 10
 LAYERS = 3
@@ -45,8 +42,8 @@ def weight_error(training: Training, truth: list[torch.Tensor]) -> float:
 
 @each_pair
 def test_a_training_ends_as_near_to_float64_as_torch_does(pair: Pair, digits: Task) -> None:
-    reference, fused = train_pair(digits, pair, SEED, BAR)
-    exact = train(digits, "float64", pair.reference, pair.digits, SEED, BAR, dtype=torch.float64)
+    reference, fused = train_pair(digits, pair, SEED)
+    exact = train(digits, "float64", pair.reference, pair.digits, SEED, dtype=torch.float64)
     truth = [p.detach() for p in exact.model.parameters()]
 
     # Roundings of forward and backward, which both have, make most of the error; the factor of 3 is
@@ -64,7 +61,7 @@ def test_a_training_ends_as_near_to_float64_as_torch_does(pair: Pair, digits: Ta
 
 @each_pair
 def test_a_convex_training_ends_where_torch_does(pair: Pair, diabetes: Task) -> None:
-    reference, fused = train_pair(diabetes, pair, SEED, BAR)
+    reference, fused = train_pair(diabetes, pair, SEED)
     exact = convergence.exact_weights(diabetes)
 
     # A gradient in float32 is off by a rounding of its terms, which are as large as the weights
@@ -83,7 +80,7 @@ def test_a_convex_training_ends_where_torch_does(pair: Pair, diabetes: Task) -> 
 
 def test_split_sgd_trains_on_where_bfloat16_stalls(digits: Task) -> None:
     task = digits._replace(epochs=convergence.STALL_EPOCHS)
-    exact, plain, split = train_stall(task, SEED, BAR)
+    exact, plain, split = train_stall(task, SEED)
     losses_at_drop = {
         run.label: next(
             loss for step, loss in run.curve if step >= task.steps * convergence.DROP_AT

@@ -1,12 +1,13 @@
-"""What the documents say holds: code blocks run, links lead somewhere, commands exist.
+"""The documents are correct: code blocks run, links lead somewhere, commands and files exist.
 
-The ``python`` blocks of a page run in order in one namespace; those fenced ``python jit`` only
-where the kernel compiler is installed. The API reference has none: its examples are docstrings'.
+The ``python`` blocks of a page run in order in one namespace, those fenced ``python jit`` only if
+the kernel compiler is installed. The API reference has no blocks: its examples are docstrings'.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import functools
 import importlib.util
 import io
@@ -23,31 +24,23 @@ import torch
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from benchmarks import picture
 from tools.markdown import anchors
 
 ROOT = Path(__file__).parent.parent
 HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
 REFERENCE = ROOT / "docs" / "reference"
 
-# What a page's prose takes for given, by the heading of the first block that needs it.
+# Names that a page uses without defining them, by the heading of the first block that does.
 SETUP = {
-    ("README.md", "fusedoptim"): """
+    ("docs/transforms.md", "Optimizing a model"): """
         import torch
-        model = torch.nn.Linear(3, 1)
-    """,
-    ("README.md", "bfloat16 without loss"): """
-        batch = torch.ones(2, 3)
-    """,
-    ("README.md", "Models optimized"): """
         images, labels = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
         criterion = torch.nn.CrossEntropyLoss()
         model = torch.nn.Sequential(
             torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(),
             torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 2),
         )
-    """,
-    ("README.md", "The kernels"): """
-        from fusedoptim.kernels.language import Computed, Index, Param, Scalar, Storage, fma
     """,
     ("docs/migrating-from-ipex.md", "Migrating from Intel Extension for PyTorch"): """
         import torch
@@ -113,7 +106,7 @@ def pages_with_code() -> list[str]:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files go to a folder of the test's, and what a page sets is set back."""
+    """Write files to a temporary folder, and restore what a page changes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("transforms.passes.channels_last._default", None)
 
@@ -170,6 +163,110 @@ def test_every_page_is_in_its_index(index: str) -> None:
     assert set(path.parent.glob("*.md")) - {path} <= linked
 
 
+def test_pages_that_sources_name_exist() -> None:
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
+    named = {
+        (name_of(path), page)
+        for path in sources
+        for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert [(name, page) for name, page in sorted(named) if not (ROOT / page).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 140
+
+
+def test_the_readme_says_that_no_gpu_was_used() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("| | x86 CPU | Intel GPU |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    assert table
+    assert all(row.endswith("**never run** |") for row in table.splitlines())
+    assert "Nothing here has ever run on an Intel GPU" in text
+
+
+# Steps in the README's speed table: benchmark, workload, torch's contender and ours.
+STEPS = {
+    "step alone, BERT-base": ("adam", "bert-base", "torch fused AdamW", "FusedAdamW"),
+    "clipping and step, BERT-base": (
+        "clipping",
+        "bert-base",
+        "clip_grad_norm_, torch fused AdamW",
+        "FusedAdamW(max_grad_norm=1)",
+    ),
+    "step alone, 10,000 tensors of 1,000 elements": (
+        "adam",
+        "10000x1000",
+        "torch fused AdamW",
+        "FusedAdamW",
+    ),
+    "SGD step, one tensor of 8,192 elements": ("sgd", "8192", "torch fused SGD", "FusedSGD"),
+    "Adagrad step, sparse: 10,000 of 1 M rows": (
+        "sparse",
+        "unique",
+        "torch Adagrad",
+        "FusedAdagrad",
+    ),
+}
+
+
+def recorded(benchmark: str) -> list[dict[str, str]]:
+    with (ROOT / f"benchmarks/results/{benchmark}.csv").open(encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if row["cpu"].startswith("AMD EPYC")]
+
+
+def speed_table() -> dict[str, list[str]]:
+    """The rows of the README's speed table: torch's time, ours, and the ratio."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Speed\n")[2]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", section.split("\n## ")[0], re.M)
+    return {name: figures for name, *figures in rows}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_readme_has_recorded_times_of_steps(name: str) -> None:
+    benchmark, workload, *contenders = STEPS[name]
+    rows = [row for row in recorded(benchmark) if row["workload"] == workload]
+    minima = [[float(r["min_us"]) for r in rows if r["contender"] == c] for c in contenders]
+    times = speed_table()[name][:2]
+    number, unit = times[0].split()
+    scale, digits = {"ms": 1e-3, "us": 1}[unit], len(number.partition(".")[2])
+    runs = [
+        [*(f"{us * scale:.{digits}f} {unit}" for us in (theirs, ours)), f"{ours / theirs:.2f}"]
+        for theirs, ours in zip(*minima)
+    ]
+    assert speed_table()[name] in runs
+
+
+@pytest.mark.parametrize("model", ["GPT", "ResNet-50", "BERT"])
+def test_the_readme_has_recorded_iterations(model: str) -> None:
+    recorded_ms = {
+        row["configuration"]: row["iteration_ms"]
+        for row in recorded("iterations")
+        if row["model"] == model
+    }
+    theirs, ours = recorded_ms["torch, bfloat16"], recorded_ms["fusedoptim, bfloat16"]
+    figures = [f"{theirs} ms", f"{ours} ms", f"{float(ours) / float(theirs):.2f}"]
+    assert speed_table()[f"{model} iteration, bfloat16"] == figures
+
+
+def test_the_picture_shows_its_figures() -> None:
+    assert picture.PICTURE.read_text(encoding="utf-8") == picture.svg()
+
+
+def design_pages() -> list[Path]:
+    return [path for path in (ROOT / "docs/design").glob("*.md") if path.name != "README.md"]
+
+
+@pytest.mark.parametrize("path", design_pages(), ids=name_of)
+def test_a_design_page_has_its_parts_in_order(path: Path) -> None:
+    parts = re.findall(
+        r"^\*\*(Decided|Because|Refused|Where)\.\*\*", path.read_text(encoding="utf-8"), re.M
+    )
+    assert parts == ["Decided", "Because", "Refused", "Where"]
+
+
 @functools.cache
 def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -182,7 +279,7 @@ def is_module(name: str) -> bool:
 
 @pytest.mark.parametrize("path", paths(), ids=name_of)
 def test_commands_and_files_exist(path: Path) -> None:
-    """Those of code spans and of shell blocks, a file being one with a folder of ours."""
+    """In code spans and shell blocks; a file is a path that starts with one of our folders."""
     codes = [token.content for token in inlines(path) if token.type == "code_inline"]
     codes += [block.code for block in blocks(path) if block.info in ("sh", "bash", "console")]
     text = "\n".join(codes)

@@ -1,4 +1,4 @@
-"""The API reference is built from docstrings that say everything."""
+"""The API reference is built from complete docstrings."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_complete_docstrings_lack_nothing(tmp_path: Path) -> None:
         (
             "            force: do.\n",
             "            farce: do.\n",
-            "open: Args has farce, which is no",
+            "open: Args has farce, which is not a parameter",
         ),
         ("        names: of things.\n", "", "fill: Args lacks names"),
         ("        size: in bytes", "        sise: in bytes", "Box: Args lacks size"),

@@ -1,1 +1,1 @@
-"""What developers run in a clone; not part of the distribution."""
+"""Developer tools, run in a clone; not part of the distribution."""

@@ -1,4 +1,4 @@
-"""What the forge makes of Markdown: the names by which a heading can be linked to."""
+"""The anchors that the forge generates for Markdown headings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 
 
 def anchors(headings: Iterable[str]) -> Iterator[str]:
-    """The anchor of each heading of a page, as GitHub names it.
+    """Yield the anchor of each heading of a page, as GitHub names it.
 
     Args:
-        headings: their text without markup, in the order of the page.
+        headings: the headings' text without markup, in the order of the page.
 
     Example:
         >>> list(anchors(["What works where?", "Pool.empty", "What works where?"]))

@@ -1,4 +1,4 @@
-"""The notebooks as they are committed, and the commands that keep and run them."""
+"""The committed notebooks, and the commands that execute and strip them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from matplotlib import rc_params_from_file
+from matplotlib.colors import to_rgb
 
 from notebooks.__main__ import HERE, check, main, strip, stripped
 
@@ -18,7 +20,7 @@ NAMES = sorted(path.stem for path in HERE.glob("*.ipynb"))
 
 
 def write(path: Path, *cells: str) -> Path:
-    """A notebook of code cells, as it would be committed."""
+    """Write a stripped notebook of code cells."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     path.write_text(stripped(nbformat.writes(notebook)), "utf-8")
     return path
@@ -101,6 +103,30 @@ def test_bad_arguments(
     assert message in capsys.readouterr().err
 
 
+def contrast(one: str, other: str) -> float:
+    """WCAG's contrast ratio of two colours."""
+    linear = [
+        sum(
+            weight * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4)
+            for weight, c in zip((0.2126, 0.7152, 0.0722), to_rgb(color))
+        )
+        for color in (one, other)
+    ]
+    return (max(linear) + 0.05) / (min(linear) + 0.05)
+
+
+@pytest.mark.parametrize("page", ["white", "#111111"], ids=["light", "dark"])
+def test_figures_are_readable_in_each_theme(page: str) -> None:
+    """3 is WCAG's bound for graphics; #111111 is the background of JupyterLab's dark theme."""
+    style = rc_params_from_file(HERE / "figures.mplstyle", use_default_template=False)
+    colors = [c["color"] for c in style["axes.prop_cycle"]]
+    colors += [value for key, value in style.items() if key.endswith(("labelcolor", "titlecolor"))]
+    colors += [style[key] for key in ("text.color", "xtick.color", "ytick.color")]
+    assert len(colors) == 11
+    for color in colors:
+        assert contrast(color, page) >= 3, color
+
+
 def test_run(tmp_path: Path) -> None:
     """In a process of its own, as people run it; what fails is named, the others still run."""
     small = (
@@ -109,9 +135,11 @@ def test_run(tmp_path: Path) -> None:
     write(tmp_path / "good.ipynb", small)
     write(tmp_path / "raises.ipynb", "print('before')", "1 / 0", "print('after')")
     write(tmp_path / "warns.ipynb", "import warnings; warnings.warn('look out')")
-    names = ["good.ipynb", "raises.ipynb", "warns.ipynb"]
+    draw = "import matplotlib.pyplot as plt\nplt.figure(facecolor='none').add_subplot();"
+    write(tmp_path / "dark.ipynb", draw)
+    names = ["good.ipynb", "raises.ipynb", "warns.ipynb", "dark.ipynb"]
     done = subprocess.run(
-        [sys.executable, "-m", "notebooks", "run", "--jobs", "3", *names],
+        [sys.executable, "-m", "notebooks", "run", "--jobs", "4", *names],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -124,6 +152,7 @@ def test_run(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in done.stderr
     assert "warns.ipynb: a reader would see on stderr" in done.stderr
     assert "look out" in done.stderr
+    assert "dark.ipynb: a figure asks JupyterLab for a light background" in done.stderr
     executed = {name: (tmp_path / "out/notebooks" / name).read_text("utf-8") for name in names}
     assert f"1 {tmp_path.name}" in executed["good.ipynb"]
     assert '"before\\n"' in executed["raises.ipynb"]

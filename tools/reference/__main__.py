@@ -1,6 +1,6 @@
-"""``python -m tools.reference build|check``: write docs/reference/, or compare it with docstrings.
+"""Writes docs/reference/, or compares it with the docstrings: ``python -m tools.reference``.
 
-Both fail on a public name whose docstring is missing or incomplete.
+Both commands fail on a public name whose docstring is missing or incomplete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOLDER = ROOT / "docs" / "reference"
 
 
 def main() -> int:
-    """Build or check; the exit code tells whether all is well."""
+    """Build or check, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.reference", description=__doc__)
     parser.add_argument("command", choices=("build", "check"))
     command = parser.parse_args().command

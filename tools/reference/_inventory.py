@@ -1,4 +1,4 @@
-"""The public names of the packages, and the page on which each is described."""
+"""The public names of the packages, and the page that describes each."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import NamedTuple
 import griffe
 
 PACKAGES = ("allocator", "fusedoptim", "transforms")
-# Sources of the kernels that the package ships: CONTRIBUTING.md is their reader's guide.
+# The sources of the package's own kernels: CONTRIBUTING.md describes them.
 _NOT_AN_INTERFACE = ("fusedoptim.kernels",)
 _OPTIONS = {
-    "warnings": False,  # our own check says more
+    "warnings": False,  # our own check is more specific
     "returns_multiple_items": False,
     "returns_named_value": False,
 }
 
 
 class Page(NamedTuple):
-    """A public module and the names that are described there."""
+    """A public module and the names that its page describes."""
 
     module: griffe.Module
     names: dict[str, griffe.Object]
-    """by public name; a name that an earlier page describes is not among them."""
+    """Objects by public name, without names that an earlier page describes."""
     bases: dict[str, griffe.Class]
-    """private base classes with public members, which the classes of ``names`` share."""
+    """Private base classes with public members that classes of ``names`` inherit."""
     lost: list[str]
-    """names in ``__all__`` that nothing defines."""
+    """Names in ``__all__`` that nothing defines."""
 
 
 def read(root: Path) -> list[Page]:
-    """The pages for the packages under ``root``, those of whole packages first.
+    """Return the pages for the packages under ``root``, packages before their modules.
 
     Args:
-        root: the folder that holds the packages.
+        root: the folder that contains the packages.
     """
     loader = griffe.GriffeLoader(
         search_paths=[root],
@@ -89,24 +89,24 @@ def _page(module: griffe.Module, described: set[str]) -> Page:
 
 
 def resolved(item: griffe.Object | griffe.Alias) -> griffe.Object:
-    """What an imported name stands for."""
+    """Return the object that an imported name refers to."""
     return item.final_target if isinstance(item, griffe.Alias) else item
 
 
 def own_bases(item: griffe.Object) -> list[griffe.Class]:
-    """The base classes of a class that are ours, nearest first."""
+    """Return a class's base classes in these packages, nearest first."""
     return item.mro() if isinstance(item, griffe.Class) else []
 
 
 def members(cls: griffe.Class) -> Iterator[griffe.Object]:
-    """The public attributes, properties and methods that a class itself defines."""
+    """Yield the public attributes, properties and methods that the class itself defines."""
     for name, member in cls.members.items():
         if not name.startswith("_") and not member.is_alias and not member.is_class:
             yield resolved(member)
 
 
 def parameters(item: griffe.Object) -> dict[str, griffe.Parameter]:
-    """What a function takes, or a class of which users make objects, without ``self``."""
+    """Return the parameters, without ``self``, of a function or of a class that users construct."""
     function = item
     if isinstance(item, griffe.Class):
         if is_made_by_us(item):
@@ -125,12 +125,12 @@ def parameters(item: griffe.Object) -> dict[str, griffe.Parameter]:
 
 
 def is_made_by_us(cls: griffe.Class) -> bool:
-    """Whether users get objects of the class from us alone: errors, and those that say so."""
+    """Return whether users do not construct the class: errors, and classes that say "Made by"."""
     is_error = any(name.endswith(("Error", "Exception", "Warning")) for name in base_names(cls))
     text = cls.docstring.value if cls.docstring is not None else ""
     return is_error or re.search(r"^Made by :\w+:`", text, re.MULTILINE) is not None
 
 
 def base_names(item: griffe.Object) -> list[str]:
-    """The base classes of a class, as its source names them."""
+    """Return the names of a class's bases as in its source."""
     return [str(base) for base in item.bases] if isinstance(item, griffe.Class) else []

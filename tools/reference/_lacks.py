@@ -1,4 +1,4 @@
-"""What public docstrings lack."""
+"""Checks that public docstrings are complete."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tools.reference._inventory import (
     parameters,
 )
 
-# Words of a kernel mean nothing outside of one: the module's docstring has one of them.
+# The names of the kernel language only make sense in a kernel, which the module's docstring shows.
 _SHOWN_TOGETHER = ("fusedoptim.raw.language",)
 
 
 def lacks(pages: Iterable[Page]) -> Iterator[str]:
-    """What is missing from the docstrings, one line for each thing, or nothing.
+    """Yield a line for each thing that is missing from the docstrings.
 
     Args:
-        pages: all public names.
+        pages: the pages with all public names.
     """
     for page in pages:
         if page.module.docstring is None:
@@ -57,7 +57,7 @@ def _of(item: griffe.Object, taken: Collection[str]) -> Iterator[str]:
             yield f"{_where(item)}: Args lacks {name}"
     for name in described:
         if taken and name not in taken:
-            yield f"{_where(item)}: Args has {name}, which is no parameter"
+            yield f"{_where(item)}: Args has {name}, which is not a parameter"
 
 
 def _where(item: griffe.Object) -> str:
@@ -78,20 +78,20 @@ def _arguments(docstring: griffe.Docstring) -> list[str]:
 
 
 def _is_documented_field(item: griffe.Object, name: str) -> bool:
-    """Whether it is a field of a dataclass, with a docstring where it stands."""
+    """Return whether ``name`` is a dataclass field with a docstring of its own."""
     field = item.members.get(name) if "dataclass" in item.labels else None
     return field is not None and field.docstring is not None
 
 
 def _is_documented_above(member: griffe.Object) -> bool:
-    """Whether it redefines a method of one of our classes, which says what it takes."""
+    """Return whether ``member`` overrides a method whose docstring describes the parameters."""
     return member.parent is not None and any(
         member.name in base.members for base in own_bases(member.parent)
     )
 
 
 def _needs_example(item: griffe.Object) -> bool:
-    """Whether users call it: a function, or a class that is no error and no record of ours."""
+    """Return whether users call it: functions, and classes except errors and passive records."""
     if isinstance(item, griffe.Class):
         passive = ("Exception", "Error", "Warning", "NamedTuple", "Protocol")
         is_passive = any(name.endswith(passive) for name in base_names(item))

@@ -1,4 +1,4 @@
-"""Docstrings' markup, which is Sphinx's, in the forge's Markdown."""
+"""Converts Sphinx's markup of docstrings to the forge's Markdown."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _INDENTED = re.compile(r"::\n\n((?:    .*\n|\n)+)")
 
 
 def to_markdown(text: str, link: Callable[[str], str | None]) -> str:
-    """The text of a docstring, dedented, as Markdown.
+    """Convert the dedented text of a docstring to Markdown.
 
     Args:
-        text: without sections such as Args.
-        link: the address of what a role such as ``:class:`` names, or None if it has none.
+        text: a docstring without sections such as Args.
+        link: returns the address for the name in a role such as ``:class:``, or None.
 
     Example:
         >>> to_markdown("see :func:`zip` and ``x``", {"zip": "#zip"}.get)
@@ -29,7 +29,7 @@ def to_markdown(text: str, link: Callable[[str], str | None]) -> str:
     text = _MATHS_BLOCK.sub(_maths_block, text)
     text = _INDENTED.sub(lambda match: f":\n\n{_fence('text', match[1])}\n", text)
     text = _EXAMPLE.sub(lambda match: _fence("pycon", match[0]), text)
-    pieces = _FENCED.split(text)  # prose and fenced blocks in turn
+    pieces = _FENCED.split(text)  # prose and fenced blocks alternate
     pieces[::2] = [_inline(prose, link) for prose in pieces[::2]]
     return "".join(pieces).strip()
 

@@ -1,4 +1,4 @@
-"""The pages of the reference, as Markdown."""
+"""Renders the pages of the reference as Markdown."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _NOTE = "<!-- Built from the docstrings by `make docs`; change those, not this. 
 _INDEX = """\
 # API reference
 
-What the packages offer, from their docstrings. `allocator` and `transforms` are best imported as
-`from fusedoptim import allocator, transforms`, which finds ours whatever else has these names.
+Built from the docstrings. Import `allocator` and `transforms` as
+`from fusedoptim import allocator, transforms`: other packages have the same top-level names.
 
 """
 _LINE = 96
@@ -31,10 +31,10 @@ _Kind = griffe.DocstringSectionKind
 
 
 def render(pages: list[Page]) -> dict[str, str]:
-    """The text of each file of the reference, by its name.
+    """Return the text of each file of the reference, by file name.
 
     Args:
-        pages: what there is to describe.
+        pages: the pages to render.
     """
     pages = [page for page in pages if page.names]
     links = _Links(pages)
@@ -52,7 +52,7 @@ def _file(page: Page) -> str:
 
 
 def _title(item: griffe.Object) -> str:
-    """The heading of a name; a class and a function may differ by a capital letter alone."""
+    """Return the heading of a name; a class and a function may differ only in case."""
     return f"class `{item.name}`" if item.is_class else f"`{item.name}`"
 
 
@@ -63,14 +63,14 @@ def _classes(page: Page) -> Iterator[griffe.Class]:
 
 
 def _entries(page: Page) -> Iterator[griffe.Object]:
-    """What a page describes, in its order: the names, classes first, then what they share."""
+    """Yield what a page describes: classes, then other names, then private bases."""
     yield from (item for item in page.names.values() if item.is_class)
     yield from (item for item in page.names.values() if not item.is_class)
     yield from page.bases.values()
 
 
 class _Links:
-    """Where in the reference a name is described."""
+    """Links to the place in the reference that describes a name."""
 
     def __init__(self, pages: Iterable[Page]) -> None:
         self._places: dict[str, tuple[Page, str]] = {}
@@ -84,7 +84,7 @@ class _Links:
                             titles[member.path] = f"`{item.name}.{member.name}`"
             places = zip(titles, anchors(titles.values()))
             self._places |= {path: (page, anchor) for path, anchor in places}
-            for name, item in page.names.items():  # by its public path too, and its members
+            for name, item in page.names.items():  # also by its public path, with its members
                 public = f"{page.module.path}.{name}"
                 for path in titles:
                     if path == item.path or path.startswith(f"{item.path}."):
@@ -92,7 +92,7 @@ class _Links:
             self._places[page.module.path] = (page, "")
 
     def address(self, name: str, origin: Page, scopes: Iterable[str]) -> str | None:
-        """The link from page ``origin`` to ``name``, looked for in each of ``scopes``."""
+        """Return the link from page ``origin`` to ``name``, looked up in each of ``scopes``."""
         for path in [name, *(f"{scope}.{name}" for scope in scopes)]:
             if path in self._places:
                 page, anchor = self._places[path]
@@ -102,7 +102,7 @@ class _Links:
 
 
 def _markdown(text: str, item: griffe.Object, page: Page, links: _Links) -> str:
-    """Text of an item's docstring; names in it are looked for from the item outwards."""
+    """Convert an item's docstring; names in it are looked up from the item outwards."""
     scopes = [item.path]
     outer = item.parent
     while outer is not None:
@@ -113,7 +113,7 @@ def _markdown(text: str, item: griffe.Object, page: Page, links: _Links) -> str:
 
 
 def _summary(item: griffe.Object, page: Page, links: _Links) -> str:
-    """The first paragraph of a docstring, for a table."""
+    """Return the first paragraph of a docstring, for a table."""
     if item.docstring is None:
         return ""
     first = item.docstring.value.strip().split("\n\n")[0]
@@ -121,7 +121,7 @@ def _summary(item: griffe.Object, page: Page, links: _Links) -> str:
 
 
 class _Writer:
-    """One page."""
+    """Writes one page."""
 
     def __init__(self, page: Page, links: _Links) -> None:
         self._page = page
@@ -161,7 +161,7 @@ class _Writer:
 
     def _signature(self, item: griffe.Object) -> str:
         if item.path in {base.path for base in self._page.bases.values()}:
-            return f"class {item.name}"  # that nobody makes an object of
+            return f"class {item.name}"  # not constructed by users
         return signature(item)
 
     def _inherited(self, cls: griffe.Class) -> Iterator[str]:
@@ -202,7 +202,7 @@ class _Writer:
     def _docstring(self, item: griffe.Object) -> Iterator[str]:
         if item.docstring is None:
             return
-        if item.is_attribute:  # "bytes: ..." of an attribute is no section
+        if item.is_attribute:  # "bytes: ..." of an attribute is not a section
             yield self._markdown(item.docstring.value, item)
             return
         for section in item.docstring.parsed:
@@ -230,7 +230,7 @@ class _Writer:
             yield "**Examples**"
             yield self._markdown("\n\n".join(text for _, text in value), item)
         else:
-            raise ValueError(f"{item.path}: a section of kind {kind.value} has no form here yet")
+            raise ValueError(f"{item.path}: sections of kind {kind.value} are not supported")
 
     def _list(self, title: str, rows: Iterable[tuple[str, str]], item: griffe.Object) -> str:
         lines = [
@@ -243,7 +243,7 @@ class _Writer:
 
 
 def _whole(entry: griffe.DocstringNamedElement, item: griffe.Object) -> str:
-    """What a docstring returns, also where griffe took words before a colon for a type."""
+    """Return a Returns entry; griffe may have taken words before a colon for a type."""
     if str(entry.annotation) in ("None", str(getattr(item, "returns", None))):
         return entry.description
     return f"{entry.annotation}: {entry.description}"
@@ -260,7 +260,7 @@ def _stars(parameter: griffe.Parameter) -> str:
 
 
 def signature(item: griffe.Object) -> str:
-    """How a function or class is declared, on one line if it fits.
+    """Return the declaration of a function or class, on one line if it fits.
 
     Args:
         item: the function or class.
