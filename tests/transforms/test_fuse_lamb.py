@@ -129,7 +129,7 @@ def test_in_the_middle_and_back(cls: Any, kwargs: Kwargs) -> None:
     attributes = dict(vars(fused))
     before = copy.deepcopy(fused.state_dict())
     entry = fuse_update_step(fused)
-    assert entry.what.endswith("step is FusedLamb's")
+    assert entry.what.endswith("is now that of FusedLamb")
     assert_same(fused.state_dict(), before)
     for _ in range(3):
         _step(fused, plain)
