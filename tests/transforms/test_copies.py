@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests.optimizer_cases import OptimizerCase
-from tests.transforms.training_helpers import assert_same, each_class
+from tests.transforms.helpers import assert_same, each_class
 from transforms.inputs.copies import copy_pair
 from transforms.passes.fuse_step import fuse_update_step
 from transforms.passes.split_weights import split_master_weights

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 
 from fusedoptim import transforms
 from tests.transforms.helpers import assert_right, fingerprint, randomise
+from tests.transforms.models import FOLDED, images
 from transforms.passes import fold_batch_norm
 
 CONV, LINEAR = "conv_bn_folding", "linear_bn_folding"
@@ -25,44 +26,6 @@ CONV, LINEAR = "conv_bn_folding", "linear_bn_folding"
 def optimize(model: nn.Module) -> tuple[nn.Module, transforms.Report]:
     optimized = transforms.optimize(model, auto_channels_last=False)
     return optimized, transforms.report(optimized)
-
-
-def images(channels: int = 3) -> Tensor:
-    return torch.randn(2, channels, 9, 9)
-
-
-FOLDED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
-    "conv1d": (lambda: [nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8)], (2, 3, 9)),
-    "conv2d": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)], (2, 3, 9, 9)),
-    "conv3d": (lambda: [nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8)], (2, 3, 5, 6, 7)),
-    "no bias": (lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)], (2, 3, 9, 9)),
-    "no affine": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)], (2, 3, 9, 9)),
-    "no bias in the norm": (
-        lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, bias=False)],
-        (2, 3, 9, 9),
-    ),
-    "groups": (lambda: [nn.Conv2d(6, 8, 3, groups=2), nn.BatchNorm2d(8)], (2, 6, 9, 9)),
-    "depthwise": (lambda: [nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8)], (2, 8, 9, 9)),
-    "stride, dilation, reflection": (
-        lambda: [
-            nn.Conv2d(3, 8, 3, 2, 2, dilation=2, padding_mode="reflect"),
-            nn.BatchNorm2d(8, eps=0.1),
-        ],
-        (2, 3, 9, 9),
-    ),
-    "transposed 1d": (lambda: [nn.ConvTranspose1d(3, 8, 3), nn.BatchNorm1d(8)], (2, 3, 9)),
-    "transposed 2d": (
-        lambda: [nn.ConvTranspose2d(3, 8, 3, 2, 1, output_padding=1), nn.BatchNorm2d(8)],
-        (2, 3, 9, 9),
-    ),
-    "transposed, groups": (
-        lambda: [nn.ConvTranspose2d(6, 8, 3, groups=2, bias=False), nn.BatchNorm2d(8)],
-        (2, 6, 5, 5),
-    ),
-    "transposed 3d": (lambda: [nn.ConvTranspose3d(3, 8, 2), nn.BatchNorm3d(8)], (2, 3, 4, 5, 6)),
-    "linear": (lambda: [nn.Linear(5, 8), nn.BatchNorm1d(8)], (7, 5)),
-    "linear, no bias": (lambda: [nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8)], (7, 5)),
-}
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -359,7 +322,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "pre-hook on conv": (_hooked("register_forward_pre_hook", "conv"), "conv has hooks"),
     "backward hook": (_hooked("register_full_backward_hook", "norm"), "norm has hooks"),
     "parametrized": (_parametrized, "computed from others"),
-    "forward replaced": (_replaced_forward, "code of its own"),
+    "forward replaced": (_replaced_forward, "overrides its methods"),
     "conv with code": (_sequence(OwnConv(3, 3, 3), nn.BatchNorm2d(3)), "follows abs"),
     "no statistics": (
         _sequence(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3, track_running_stats=False)),
@@ -370,7 +333,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
         _sequence(nn.Conv2d(3, 3, 3), nn.ReLU(), nn.BatchNorm2d(3)),
         r"follows 1 \(ReLU\)",
     ),
-    "synchronised": (_sequence(nn.Conv2d(3, 3, 3), nn.SyncBatchNorm(3)), "code of its own"),
+    "synchronised": (_sequence(nn.Conv2d(3, 3, 3), nn.SyncBatchNorm(3)), "overrides its methods"),
     "mixed dtypes": (
         _sequence(nn.Conv2d(3, 3, 3).bfloat16(), nn.BatchNorm2d(3)),
         "differs in dtype",

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 
 from tests.fusedoptim.helpers import SideBySide, make_params, random_like
 from tests.optimizer_cases import LAMB, configuration_id
+from tests.transforms.helpers import assert_same
 from tests.transforms.others_lamb import Apexs, Timms, TorchOptimizers
-from tests.transforms.training_helpers import assert_same
 from transforms.passes.fuse_step import fuse_update_step, unfuse_update_step
 
 Kwargs = dict[str, Any]

@@ -22,7 +22,7 @@ from fusedoptim import FusedSGD
 from fusedoptim._optimizer import FusedOptimizer
 from tests.fusedoptim.helpers import SideBySide, assert_same_state, make_params, snapshot
 from tests.optimizer_cases import OptimizerCase, configuration_id
-from tests.transforms.training_helpers import TORCHS, assert_same, converted, each_class
+from tests.transforms.helpers import TORCHS, assert_same, converted, each_class
 from transforms.passes.fuse_step import fuse_update_step, is_fused, unfuse_update_step
 
 LAYOUTS = ("17", "1000", "channels_last", "strided", "0-d", "empty")

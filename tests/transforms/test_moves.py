@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fusedoptim import transforms
 from tests.transforms.helpers import assert_right, assert_same_state, copied, randomise
+from tests.transforms.models import Net, images
 
 Move = Callable[[nn.Module], nn.Module]
 MOVES: dict[str, Move] = {
@@ -43,32 +44,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-
-
-class Net(nn.Module):
-    """One of every kind of module that is rewritten, and a shared weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, bias=False)
-        self.norm = nn.BatchNorm2d(8)
-        self.dropout = nn.Dropout2d(0.3)
-        self.up = nn.ConvTranspose2d(8, 6, 3, groups=2)
-        self.up_norm = nn.BatchNorm2d(6)
-        self.linear = nn.Linear(6, 5)
-        self.norm1d = nn.BatchNorm1d(5)
-        self.tied = nn.Linear(5, 5)
-        self.out = nn.Linear(5, 5)
-        self.out.weight = self.tied.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.dropout(self.norm(self.conv(x)).relu())
-        x = self.up_norm(self.up(x)).relu().mean((2, 3))
-        return self.out(self.tied(self.norm1d(self.linear(x))).relu())
-
-
-def images() -> Tensor:
-    return torch.randn(4, 3, 7, 7)
 
 
 def assert_runs_right(optimized: nn.Module, plain: nn.Module, cast: torch.dtype | None) -> None:

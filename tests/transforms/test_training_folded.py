@@ -15,36 +15,14 @@ from torch.optim.swa_utils import AveragedModel
 
 from fusedoptim import FusedSGD, transforms
 from tests.transforms.helpers import assert_right, assert_same_state, copied, randomise
+from tests.transforms.models import FOLDED
 from transforms.passes.fold_batch_norm import unfolded
 
-KINDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
-    "conv": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)], (4, 3, 6, 6)),
-    "no bias": (lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)], (4, 3, 6, 6)),
-    "no affine": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)], (4, 3, 6, 6)),
-    "no bias in the norm": (
-        lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, bias=False)],
-        (4, 3, 6, 6),
-    ),
-    "no bias, no affine": (
-        lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, affine=False)],
-        (4, 3, 6, 6),
-    ),
-    "no bias in either": (
-        lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, bias=False)],
-        (4, 3, 6, 6),
-    ),
-    "depthwise": (lambda: [nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8)], (4, 8, 6, 6)),
-    "transposed, groups": (
-        lambda: [nn.ConvTranspose2d(6, 8, 3, groups=2, bias=False), nn.BatchNorm2d(8)],
-        (4, 6, 5, 5),
-    ),
-    "linear": (lambda: [nn.Linear(5, 8), nn.BatchNorm1d(8)], (7, 5)),
-}
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("kind", FOLDED)
 
 
-def make(kind: str = "conv") -> tuple[nn.Sequential, Tensor]:
-    layers, shape = KINDS[kind]
+def make(kind: str = "conv2d") -> tuple[nn.Sequential, Tensor]:
+    layers, shape = FOLDED[kind]
     model = nn.Sequential(*layers(), nn.Tanh())
     randomise(model)
     return model, torch.randn(shape)

@@ -37,21 +37,17 @@ class Cast(Pass):
         """Round; entries are the modules with a float32 weight of at least two dimensions."""
         model, dtype, undo = job.model, job.options.dtype, job.undo
         assert dtype is not None
-        sharers = owners(model)
-        reasons = {name: _objection(module, dtype) for name, module in model.named_modules()}
         found = [(name, module, _float32(module)) for name, module in model.named_modules()]
+        reasons = _reasons(model, dtype)
         lowered: dict[int, _Lowered] = {}
         entries = []
         for name, module, params in found:
             if not any(p.dim() > 1 for p in params.values()):
                 continue
             reason, fold = reasons[name], fold_of(module)
-            others = {other for p in params.values() for other in sharers[id(p)] if reasons[other]}
             if reason is None and fold is not None:
                 undo.callback(fold.round_to, fold.dtype)
                 reason = fold.round_to(dtype)
-            elif reason is None and others:
-                reason = f"shares its weight with {', '.join(sorted(others))}, which stays float32"
             elif reason is None:
                 for p in params.values():
                     if id(p) not in lowered:
@@ -73,6 +69,21 @@ class Cast(Pass):
 def _entry(name: str, dtype: torch.dtype, module: nn.Module) -> Entry:
     saved = sum(p.nbytes for p in module.parameters(recurse=False))  # half of the bytes
     return Entry(name, str(dtype).removeprefix("torch."), bytes_saved=saved)
+
+
+def _reasons(model: nn.Module, dtype: torch.dtype) -> dict[str, str | None]:
+    """By the name of each module, why its weights must stay float32, if they must."""
+    sharers = owners(model)
+    reasons = {name: _objection(module, dtype) for name, module in model.named_modules()}
+    while True:  # a bias that one module shares may keep the weight of another
+        for name, module in model.named_modules():
+            shared = {other for p in _float32(module).values() for other in sharers[id(p)]}
+            others = sorted(other for other in shared if reasons[other])
+            if others and reasons[name] is None:
+                reasons[name] = f"shares its weight with {', '.join(others)}, which stays float32"
+                break
+        else:
+            return reasons
 
 
 def _float32(module: nn.Module) -> dict[str, Parameter]:

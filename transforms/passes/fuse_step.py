@@ -240,7 +240,7 @@ def unfuse_update_step(optimizer: Optimizer) -> Entry:
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> done = fuse_update_step(optimizer)
         >>> unfuse_update_step(optimizer).what
-        "its step is again that of torch.optim.adamw.AdamW"
+        'its step is again that of torch.optim.adamw.AdamW'
         >>> type(optimizer)
         <class 'torch.optim.adamw.AdamW'>
     """
