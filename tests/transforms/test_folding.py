@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.utils import parametrizations
 
 from fusedoptim import transforms
@@ -626,6 +627,75 @@ class IfMatches(Block):
         return self.norm(self.conv(x))
 
 
+class IfListInDict(Block):
+    def many(self, x: Any) -> Tensor:
+        return self.conv(x[0])
+
+    def forward(self, x: Any) -> Any:
+        return {list: self.many}.get(type(x), super().forward)(x)
+
+
+class IfListInTable(IfListInDict):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = {list: self.many, Tensor: super().forward, Proxy: super().forward}
+
+    def forward(self, x: Any) -> Any:
+        return self.table[type(x)](x)
+
+
+class IfListByIndex(Block):
+    def forward(self, x: Any) -> Any:
+        is_list = isinstance(x, list)
+        y = self.conv(x[0] if is_list else x)
+        return [self.norm, nn.Identity()][is_list](y)
+
+
+class IfListBySubmodule(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.ModuleList([self.norm, nn.Identity()])
+
+    def forward(self, x: Any) -> Any:
+        return self.ends[isinstance(x, list)](self.conv(x[0] if isinstance(x, list) else x))
+
+
+class IfListInIterator(Block):
+    def steps(self, x: Any) -> Any:
+        yield self.conv
+        if not isinstance(x, list):
+            yield self.norm
+
+    def forward(self, x: Any) -> Any:
+        y = x[0] if isinstance(x, list) else x
+        for step in self.steps(x):
+            y = step(y)
+        return y
+
+
+class IfListByAttribute(Block):
+    def forward(self, x: Any) -> Any:
+        self.is_list = isinstance(x, list)
+        return self.rest(x[0] if self.is_list else x)
+
+    def rest(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y if self.is_list else self.norm(y)
+
+
+class IfListByDispatch(Block):
+    @functools.singledispatchmethod
+    def run(self, x: Any) -> Tensor:
+        return self.norm(self.conv(x))
+
+    @run.register
+    def _(self, x: list) -> Tensor:
+        return self.conv(x[0])
+
+    def forward(self, x: Any) -> Any:
+        return self.run(x)
+
+
 HIDDEN: dict[str, Callable[[], nn.Module]] = {
     "parameters()": _reads(lambda m: sum(p.sum() for p in m.parameters())),
     "one of parameters()": _reads(lambda m: next(m.parameters()).mean()),
@@ -668,6 +738,13 @@ HIDDEN: dict[str, Callable[[], nn.Module]] = {
     "list, elsewhere": IfListElsewhere,
     "list, by a flag": IfListByFlag,
     "list, in a method": IfListHelper,
+    "list, in a dict": IfListInDict,
+    "list, in a table": IfListInTable,
+    "list, by an index": IfListByIndex,
+    "list, by a submodule": IfListBySubmodule,
+    "list, in an iterator": IfListInIterator,
+    "list, by an attribute": IfListByAttribute,
+    "list, by dispatch": IfListByDispatch,
     "exact type": IfExactTensor,
     "hasattr": IfAttribute,
     "gradient mode": IfGradients,

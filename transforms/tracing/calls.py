@@ -14,7 +14,14 @@ import torch
 from torch import fx, nn
 
 from transforms.tracing.modules import has_hooks
-from transforms.tracing.source import Reader, Use, modules_behind, modules_of_function
+from transforms.tracing.source import (
+    Reader,
+    Use,
+    changing_attributes,
+    dispatches,
+    modules_behind,
+    modules_of_function,
+)
 from transforms.tracing.trace import (
     Trace,
     UntraceableError,
@@ -48,9 +55,15 @@ class Calls:
         self.undecided: set[fx.Node] = set()
         """Values that a function holds when it evaluates an open condition."""
         self.module_of: dict[fx.Node, nn.Module] = {}
+        kinds = {type(module) for module in model.modules()}
+        self._changing = {name for kind in kinds for name in changing_attributes(kind)}
         self._waiting = [model]
         self._seen = {model}
         self._roots: set[nn.Module] = set()
+        for module in model.modules():
+            if dispatches(type(module)):
+                why = f"inside {self.name(module)}, which has a singledispatchmethod"
+                self._distrust(module, why)
         while self._waiting:
             self._explore(self._waiting.pop())
 
@@ -71,7 +84,7 @@ class Calls:
             self._distrust(root, f"inside {self.name(root)}, which overrides __call__")
             return
         while type(root) not in self._boxed_types and "forward" not in vars(root):
-            watch = Watch()
+            watch = Watch(self._changing)
             try:
                 traces = [
                     run_trace(root, self._is_box, self._boxed_functions, constants, watch)

@@ -35,8 +35,10 @@ _PURE |= {
 _PURE |= {"range", "enumerate", "zip", "reversed", "dict", "frozenset"}
 """Builtins whose result is fixed if their arguments are."""
 _PURE_METHODS = {"startswith", "endswith", "lower", "upper", "get", "keys", "values", "items"}
+_LOOKUPS = {"get", "pop", "setdefault", "__getitem__"}
 _LOGS = {"logger", "logging", "warnings", "print"}
 _ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+_LITERALS = (ast.List, ast.Tuple, ast.Dict)
 _NO_CODE = (ast.Global, ast.Nonlocal, ast.Pass)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -82,7 +84,7 @@ class Conditions:
     Args:
         source: the function's.
         modules: parameters that hold modules of the model, such as ``self``.
-        computed: attributes of those modules that are properties.
+        changing: attributes of those modules that are properties, or that forward assigns to.
         namespace: the function's globals.
     """
 
@@ -90,12 +92,12 @@ class Conditions:
         self,
         source: Source,
         modules: Iterable[str],
-        computed: Iterable[str],
+        changing: Iterable[str],
         namespace: Mapping[str, object],
     ) -> None:
         self._source = source
         self._namespace = namespace
-        self._changing = set(computed) | {
+        self._changing = set(changing) | {
             node.attr
             for node in ast.walk(source.tree)
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
@@ -166,6 +168,14 @@ class Conditions:
         if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
             tests = [test for each in node.generators for test in each.ifs]
             return [] if all(map(self._is_fixed, tests)) else [node]
+        if isinstance(node, ast.Subscript):
+            is_lookup = isinstance(node.value, _LITERALS) or self._is_fixed(node.value)
+            return [node] if is_lookup and not self._is_fixed(node.slice) else []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            value = node.func.value
+            is_lookup = isinstance(value, _LITERALS) or self._is_fixed(value)
+            is_lookup = is_lookup and node.func.attr in _LOOKUPS
+            return [node] if is_lookup and not all(map(self._is_fixed, node.args)) else []
         if isinstance(node, ast.If) and self._is_open(node):
             return [s for s in (*node.body, *node.orelse) if s.lineno == node.lineno]
         return []
@@ -193,6 +203,8 @@ class Conditions:
                 elif isinstance(node, ast.Try):
                     for statement in node.body:
                         yield from _span(statement)
+            elif isinstance(node, ast.For | ast.comprehension) and not self._is_fixed(node.iter):
+                yield from _span(node.iter)
             elif not isinstance(node, ast.stmt) and self._arms(node):
                 statement = self._statement(node)
                 is_block = any(self._blocks(statement))
@@ -245,7 +257,7 @@ class Conditions:
                 return name in _PURE_METHODS and all(map(self._is_fixed, parts))
             case ast.BoolOp() | ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.IfExp():
                 return all(map(self._is_fixed, _operands(node)))
-            case ast.Subscript() | ast.Slice() | ast.Tuple() | ast.List() | ast.Set():
+            case ast.Subscript() | ast.Slice() | ast.Tuple() | ast.List() | ast.Set() | ast.Dict():
                 return all(map(self._is_fixed, _operands(node)))
             case ast.NamedExpr(value=value):
                 return self._is_fixed(value)

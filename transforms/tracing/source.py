@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import functools
 import inspect
 import itertools
@@ -130,6 +131,9 @@ class Reader:
                 yield Use(module, False)
         for module in readers:
             yield from self._method(name, module)
+        for owner in owners or ():
+            for module in modules_behind(vars(owner).get(name)):
+                yield Use(module, False)
 
     def _variable(self, node: ast.Name, module: nn.Module, source: Source) -> Iterator[Use]:
         if _is_called(node, source):
@@ -227,6 +231,23 @@ def reads_only(function: types.FunctionType, place: int, names: set[str]) -> boo
             if not (isinstance(user, ast.Attribute) and user.attr in names):
                 return False
     return True
+
+
+def dispatches(cls: type) -> bool:
+    """Whether a method chooses its code by the type of an argument."""
+    methods = (value for base in cls.__mro__ for value in vars(base).values())
+    return any(isinstance(method, functools.singledispatchmethod) for method in methods)
+
+
+def changing_attributes(cls: type) -> set[str]:
+    """The attributes that are properties of ``cls``, or that its forward code assigns to."""
+    own = [base for base in cls.__mro__ if not _is_torchs(base)]
+    names = {name for base in own for name, v in vars(base).items() if isinstance(v, property)}
+    for function in _reachable(cls):
+        for instruction in dis.get_instructions(function):
+            if instruction.opname == "STORE_ATTR":
+                names.add(instruction.argval)
+    return names
 
 
 def names_used(cls: type) -> set[str]:

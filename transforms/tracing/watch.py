@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import types
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,7 +100,7 @@ def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
 class _Function:
     """A function outside torch, as called with one module as its first argument."""
 
-    def __init__(self, frame: types.FrameType) -> None:
+    def __init__(self, frame: types.FrameType, changing: Collection[str]) -> None:
         code, variables = frame.f_code, frame.f_locals
         self.source: Source | None = source_of(code)
         self._file = code.co_filename
@@ -109,17 +109,15 @@ class _Function:
         self.modules: dict[str, set[nn.Module]] = {}
         """The modules that local variables have held, by variable."""
         self.ran: set[int] = set()
+        self._changing = changing
         self._conditions: Conditions | None = None
 
     @property
     def conditions(self) -> Conditions | None:
         """Its conditions; None if there is no source."""
         if self._conditions is None and self.source is not None:
-            parameters = {*self.source.parameters}
-            held = [m for name in parameters for m in self.modules.get(name, ())]
-            computed = {n for m in held for n in _properties(type(m))}
-            names = parameters & self.modules.keys()
-            self._conditions = Conditions(self.source, names, computed, self.namespace)
+            names = {*self.source.parameters} & self.modules.keys()
+            self._conditions = Conditions(self.source, names, self._changing, self.namespace)
         return self._conditions
 
     def meet(self, variables: Mapping[str, object], originals: Originals) -> None:
@@ -139,9 +137,14 @@ class _Function:
 
 
 class Watch:
-    """Follows the code that runs in all traces of one module."""
+    """Follows the code that runs in all traces of one module.
 
-    def __init__(self) -> None:
+    Args:
+        changing: attributes of modules that may have another value in another call.
+    """
+
+    def __init__(self, changing: Collection[str]) -> None:
+        self._changing = changing
         self.undecided: set[fx.Node] = set()
         """Values that a function held when it evaluated an open condition."""
         self._functions: dict[_Key, _Function] = {}
@@ -174,7 +177,7 @@ class Watch:
         if not _is_users(code.co_filename):
             return None
         function = self._enclosing(frame) or self._functions.setdefault(
-            self._key(frame), _Function(frame)
+            self._key(frame), _Function(frame, self._changing)
         )
         if function.source is None and not _has_conditions(code):
             return None
@@ -229,12 +232,6 @@ def _is_module(value: object) -> bool:
 
 def _has_conditions(code: types.CodeType) -> bool:
     return any("JUMP_IF" in instruction.opname for instruction in dis.get_instructions(code))
-
-
-def _properties(cls: type) -> Iterator[str]:
-    for base in cls.__mro__:
-        if not base.__module__.startswith("torch."):
-            yield from (name for name, value in vars(base).items() if isinstance(value, property))
 
 
 def _nodes(value: object) -> Iterator[fx.Node]:
