@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from transforms import reports
 from transforms.inputs.arguments import (
     check_halves,
     check_model,
@@ -25,7 +24,7 @@ from transforms.inputs.sample import Comparison, check_sample
 from transforms.passes import INFERENCE, KNOBS, TRAINING
 from transforms.passes.protocol import Job, Pass
 from transforms.passes.split_weights import merge_copies
-from transforms.reports import Entry, NoEffectWarning, Report
+from transforms.reports import Entry, NoEffectWarning, Report, attach, merged
 from transforms.rewrites import plain_tensors
 
 __all__ = ["optimize"]
@@ -146,10 +145,10 @@ def optimize(
         merge_copies(model)
     with ExitStack() as undo:
         job = Job(model, optimizer, options, sample_input, undo)
-        report = reports.merged(model, _run(passes, job))
+        report = merged(model, _run(passes, job))
         _warn_of_no_effect(job, report)
         undo.pop_all()
-    reports.attach(model, report)
+    attach(model, report)
     return model if optimizer is None else (model, optimizer)
 
 

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from transforms import reports
 from transforms.inputs.arguments import check_halves, check_same_parameters
 from transforms.passes import INFERENCE, TRAINING
 from transforms.passes.fuse_step import is_converted
+from transforms.reports import attach, detach, find
+from transforms.reports import report as report_of
 from transforms.rewrites import plain_tensors
 
 __all__ = ["finalize", "restore"]
@@ -49,8 +50,8 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     if optimizer is None or not is_converted(
         optimizer
     ):  # else it may be the second optimizer of this model
-        reports.report(model)
-    if (report := reports.find(model)) is not None and report.is_final:
+        report_of(model)
+    if (report := find(model)) is not None and report.is_final:
         raise ValueError("the model was finalized, which freed the tensors that restore() needs")
     if optimizer is not None:
         check_same_parameters(model, optimizer)
@@ -59,7 +60,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     for passes in (TRAINING, INFERENCE):
         for each in reversed(passes):
             each.undo(model, optimizer)
-    reports.detach(model)
+    detach(model)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -83,7 +84,7 @@ def finalize(model: _Model) -> _Model:
         >>> list(model.state_dict())
         ['0.weight', '0.bias']
     """
-    report = reports.report(model)
+    report = report_of(model)
     plain_tensors.discard(model)
-    reports.attach(model, report._replace(kept_bytes=0, is_final=True))
+    attach(model, report._replace(kept_bytes=0, is_final=True))
     return model
