@@ -225,7 +225,7 @@ def test_rounded_alone_and_trained(dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["conv", "no bias", "no bias in the norm", "transposed, groups"])
+@pytest.mark.parametrize("kind", ["conv2d", "no bias", "no bias in the norm", "transposed, groups"])
 @pytest.mark.parametrize("gamma", [0.0, 1e-42, -0.0])
 def test_channels_that_the_norm_switches_off(kind: str, gamma: float) -> None:
     """What they learn cannot be divided by their scale: the scale becomes 1."""
