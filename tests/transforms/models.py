@@ -1,4 +1,4 @@
-"""Small models of every kind that is trained, with a loss on random data."""
+"""Small models of every kind, with a loss on random data for those that are trained."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def _bert() -> nn.Module:
         max_position_embeddings=16,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
+        attn_implementation="eager",
     )
     model: nn.Module = transformers.BertForMaskedLM(config)
     return model
@@ -190,6 +191,10 @@ def _gpt2() -> nn.Module:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        attn_implementation="eager",
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model
@@ -205,3 +210,79 @@ TASKS: dict[str, Task] = {
     "gan": Task(_Gan, _gan_loss),
     "gpt2": Task(_gpt2, _bert_loss),
 }
+
+
+FOLDED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+    "conv1d": (lambda: [nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8)], (2, 3, 9)),
+    "conv2d": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)], (2, 3, 9, 9)),
+    "conv3d": (lambda: [nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8)], (2, 3, 5, 6, 7)),
+    "no bias": (lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)], (2, 3, 9, 9)),
+    "no affine": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)], (2, 3, 9, 9)),
+    "no bias in the norm": (
+        lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, bias=False)],
+        (2, 3, 9, 9),
+    ),
+    "no bias, no affine": (
+        lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, affine=False)],
+        (2, 3, 9, 9),
+    ),
+    "no bias in either": (
+        lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, bias=False)],
+        (2, 3, 9, 9),
+    ),
+    "groups": (lambda: [nn.Conv2d(6, 8, 3, groups=2), nn.BatchNorm2d(8)], (2, 6, 9, 9)),
+    "depthwise": (lambda: [nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8)], (2, 8, 9, 9)),
+    "stride, dilation, reflection": (
+        lambda: [
+            nn.Conv2d(3, 8, 3, 2, 2, dilation=2, padding_mode="reflect"),
+            nn.BatchNorm2d(8, eps=0.1),
+        ],
+        (2, 3, 9, 9),
+    ),
+    "transposed 1d": (lambda: [nn.ConvTranspose1d(3, 8, 3), nn.BatchNorm1d(8)], (2, 3, 9)),
+    "transposed 2d": (
+        lambda: [nn.ConvTranspose2d(3, 8, 3, 2, 1, output_padding=1), nn.BatchNorm2d(8)],
+        (2, 3, 9, 9),
+    ),
+    "transposed, groups": (
+        lambda: [nn.ConvTranspose2d(6, 8, 3, groups=2, bias=False), nn.BatchNorm2d(8)],
+        (2, 6, 5, 5),
+    ),
+    "transposed 3d": (lambda: [nn.ConvTranspose3d(3, 8, 2), nn.BatchNorm3d(8)], (2, 3, 4, 5, 6)),
+    "linear": (lambda: [nn.Linear(5, 8), nn.BatchNorm1d(8)], (7, 5)),
+    "linear, no bias": (lambda: [nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8)], (7, 5)),
+}
+"""Layers of which the second is folded into the first, and the shape of an input."""
+
+
+class Net(nn.Module):
+    """One of every kind of module that is rewritten, and a shared weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.dropout = nn.Dropout2d(0.3)
+        self.up = nn.ConvTranspose2d(8, 6, 3, groups=2)
+        self.up_norm = nn.BatchNorm2d(6)
+        self.linear = nn.Linear(6, 5)
+        self.norm1d = nn.BatchNorm1d(5)
+        self.tied = nn.Linear(5, 5)
+        self.out = nn.Linear(5, 5)
+        self.out.weight = self.tied.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.norm(self.conv(x)).relu())
+        x = self.up_norm(self.up(x)).relu().mean((2, 3))
+        return self.out(self.tied(self.norm1d(self.linear(x))).relu())
+
+
+def images(channels: int = 3) -> Tensor:
+    return torch.randn(4, channels, 9, 9)
+
+
+def small() -> nn.Sequential:
+    """Trained in a moment, on images of 4 x 4."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)
+    )

@@ -1,4 +1,4 @@
-"""What was done to a model, what was left alone, and why."""
+"""The report of what was done to a model, what was left unchanged, and why."""
 
 from __future__ import annotations
 
@@ -8,45 +8,47 @@ from typing import NamedTuple
 
 from torch import nn
 
-ATTRIBUTE = "_fusedoptim_report"
+__all__ = ["Entry", "NoEffectWarning", "Report", "report"]
+
+_ATTRIBUTE = "_fusedoptim_report"
 _NAMES_SHOWN = 4
-_LINES_SHOWN = 3  # of what was done; all that was left is shown
+_LINES_SHOWN = 3  # of the changes; all that was left is shown
 
 
 class NoEffectWarning(UserWarning):
-    """A pass that was asked for by name found nothing to do."""
+    """A pass that was asked for by name changed nothing."""
 
 
 class Entry(NamedTuple):
-    """One module, parameter or optimizer that a pass changed or left alone."""
+    """A module, parameter or optimizer that a pass changed or left unchanged."""
 
     where: str
-    """its name in the model."""
+    """The name in the model."""
     what: str
-    """what was done to it, or why it was left alone."""
+    """What was done, or why nothing was done."""
     done: bool = True
-    """whether it was changed."""
+    """Whether it was changed."""
     bytes_saved: int = 0
-    """fewer bytes that a forward pass or a step reads from memory."""
+    """Bytes that a forward pass or a step no longer reads from memory."""
 
 
 class Report(NamedTuple):
-    """What :func:`transforms.optimize` did to a model, pass by pass.
+    """What :func:`transforms.optimize` did to a model, by pass.
 
     ``print`` shows it as text, Jupyter as a table.
     """
 
     title: str
-    """the model's class and what it was optimized for."""
+    """The model's class, and whether it was optimized for inference or training."""
     passes: Mapping[str, Sequence[Entry]]
-    """by the name of the knob, in the order in which they ran."""
+    """Entries by the name of the knob, in the order in which the passes ran."""
     kept_bytes: int
-    """of memory that hold the plain values for ``restore`` and ``state_dict``."""
+    """Bytes of memory that keep the plain tensors for ``restore`` and ``state_dict``."""
     is_final: bool = False
-    """whether that memory was freed."""
+    """Whether ``finalize`` has freed that memory."""
 
     def done(self, knob: str) -> list[Entry]:
-        """What a pass changed; nothing if it was off.
+        """The changes of a pass; empty if it was off.
 
         Args:
             knob: the name of the pass in :attr:`passes`, such as "conv_bn_folding".
@@ -54,7 +56,7 @@ class Report(NamedTuple):
         return [entry for entry in self.passes.get(knob, ()) if entry.done]
 
     def left(self, knob: str) -> list[Entry]:
-        """What a pass looked at and left alone.
+        """What a pass left unchanged.
 
         Args:
             knob: the name of the pass in :attr:`passes`, such as "conv_bn_folding".
@@ -62,7 +64,7 @@ class Report(NamedTuple):
         return [entry for entry in self.passes.get(knob, ()) if not entry.done]
 
     def bytes_saved(self, knob: str) -> int:
-        """Fewer bytes that a forward pass or a step reads, by all that a pass changed.
+        """Bytes that a forward pass or a step no longer reads because of a pass.
 
         Args:
             knob: the name of the pass in :attr:`passes`, such as "dtype".
@@ -119,7 +121,7 @@ class Report(NamedTuple):
 
 
 def _grouped(entries: Iterable[Entry]) -> list[tuple[str, str]]:
-    """The names of entries that say the same, with what they say."""
+    """Entries with equal texts, as the text and the names."""
     names: dict[str, list[str]] = {}
     for entry in entries:
         names.setdefault(entry.what, []).append(entry.where or "the model")
@@ -133,7 +135,7 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Three digits or so, in the unit that suits.
+    """Format a size with three digits and a unit.
 
     Example:
         >>> format_bytes(0), format_bytes(1536), format_bytes(437_928_960)
@@ -147,7 +149,7 @@ def format_bytes(size: float) -> str:
 
 
 def merged(model: nn.Module, report: Report) -> Report:
-    """``report`` with what earlier calls did to the model."""
+    """``report``, with the changes of earlier calls."""
     passes = {knob: list(entries) for knob, entries in report.passes.items()}
     if (before := find(model)) is not None:
         for knob in before.passes:
@@ -156,28 +158,28 @@ def merged(model: nn.Module, report: Report) -> Report:
 
 
 def attach(model: nn.Module, report: Report) -> None:
-    """Keep ``report`` on the model."""
-    vars(model)[ATTRIBUTE] = report
+    """Store the report in the model."""
+    vars(model)[_ATTRIBUTE] = report
 
 
 def find(model: nn.Module) -> Report | None:
-    """The report of a model that has been optimized."""
-    return vars(model).get(ATTRIBUTE)
+    """The report of an optimized model, if any."""
+    return vars(model).get(_ATTRIBUTE)
 
 
 def detach(model: nn.Module) -> None:
-    """Forget the report."""
-    vars(model).pop(ATTRIBUTE, None)
+    """Remove the report."""
+    vars(model).pop(_ATTRIBUTE, None)
 
 
 def report(model: nn.Module) -> Report:
-    """What :func:`transforms.optimize` did to ``model``, what it left alone and why.
+    """Return the report of what :func:`transforms.optimize` did, what it left unchanged, and why.
 
     Args:
-        model: what ``optimize`` returned.
+        model: the model that ``optimize`` returned.
 
     Raises:
-        ValueError: the model was not optimized, or was restored since.
+        ValueError: the model was not optimized, or has been restored.
 
     Example:
         >>> import torch
@@ -199,6 +201,6 @@ def report(model: nn.Module) -> Report:
     if found is None:
         raise ValueError(
             f"this {type(model).__name__} has no report: pass the model that "
-            "transforms.optimize returned (with inplace=False, its argument is left as it was)"
+            "transforms.optimize returned (with inplace=False, its argument is unchanged)"
         )
     return found

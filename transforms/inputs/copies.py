@@ -1,4 +1,4 @@
-"""A model and its optimizer copied together: what ``inplace=False`` rewrites."""
+"""Copies a model together with its optimizer, for ``inplace=False``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from transforms._fuse_step import refuse_replaced_methods
+from transforms.passes.fuse_step import refuse_replaced_methods
 
 __all__ = ["copy_pair"]
 
@@ -18,25 +18,25 @@ Memo = dict[int, Any]
 
 
 def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-    """Copy a model, and an optimizer of it that then updates the copy.
+    """Copy a model and its optimizer, so that the copy of the optimizer updates the copied model.
 
     Args:
-        model: stays as it is; so do its gradients, and what hooks are registered.
-        optimizer: of parameters of ``model`` alone, or None.
+        model: not changed, nor are its gradients and hooks.
+        optimizer: of parameters of ``model`` only, or None.
 
     Returns:
-        copies of both. The optimizer's groups and state, and what else its class keeps in the
-        object, are of the copied parameters. Hooks are kept: of modules, of parameters, and of the
-        optimizer; a hook that is a method of the model or the optimizer is that of the copy. A
-        scheduler stays with the original: make one for the copy.
+        the two copies. The copied optimizer's groups, state and other attributes refer to the
+        copied parameters. Hooks of modules, parameters and the optimizer are copied; a hook that is
+        a method of the model or the optimizer becomes the copy's method. Schedulers are not
+        copied: make new ones for the copy.
 
     Raises:
-        TypeError: one cannot be copied.
-        RuntimeError: a method was replaced on the optimizer.
+        TypeError: the model or the optimizer cannot be copied.
+        RuntimeError: a method was replaced on the optimizer object.
 
     Example:
         >>> import torch
-        >>> from transforms._copies import copy_pair
+        >>> from transforms.inputs.copies import copy_pair
         >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> twin, its_optimizer = copy_pair(model, optimizer)
@@ -59,9 +59,9 @@ def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
 
 
 def _carry_tensors(model: nn.Module, copied: nn.Module, memo: Memo) -> None:
-    """Give the copies of parameters what deepcopy leaves out: gradients, hooks, attributes."""
+    """Copy what deepcopy omits from parameters: gradients, hooks and attributes."""
     for param, twin in zip(model.parameters(), copied.parameters(), strict=True):
-        memo[id(param)] = twin  # of a model that copies itself, nobody has noted it
+        memo[id(param)] = twin  # a model with its own __deepcopy__ may not have recorded it
         if param.grad is not None and twin.grad is None:
             twin.grad = copy.deepcopy(param.grad, memo)
         # Tensor's methods are not annotated.
@@ -83,13 +83,13 @@ def _copied(optimizer: Optimizer, memo: Memo) -> Optimizer:
             registered = getattr(twin, name)
             registered.update({key: _rebound(hook, memo) for key, hook in value.items()})
         elif name != "step" and name not in vars(twin):
-            # torch's copy has groups and state alone; a class may keep more in the object.
+            # torch copies groups and state only; a class may keep more in the object.
             setattr(twin, name, copy.deepcopy(value, memo))
     return twin
 
 
 def _rebound(hook: Callable[..., Any], memo: Memo) -> Callable[..., Any]:
-    """The hook itself, or the same method of the copy if it is one of something copied."""
+    """The hook, or the copy's method if the hook is a method of a copied object."""
     if isinstance(hook, types.MethodType) and id(hook.__self__) in memo:
         return types.MethodType(hook.__func__, memo[id(hook.__self__)])
     return hook

@@ -1,4 +1,4 @@
-"""What a pass may take for granted about a module."""
+"""What passes need to know about a module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BEHAVIOUR = ("forward", "_conv_forward", "__call__", "_call_impl", "_output_pad
 
 
 def plain_kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
-    """Which of ``kinds`` the module computes as, its code unchanged; None if it is none of them."""
+    """The class in ``kinds`` whose methods the module uses unchanged; None if there is none."""
     for kind in kinds:
         if isinstance(module, kind):
             same = (
@@ -36,34 +36,34 @@ def plain_kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anyone watches or changes what goes in and out."""
+    """Whether hooks see or change the module's inputs, outputs or gradients."""
     return any(all_hooks(module))
 
 
 def all_hooks(module: nn.Module) -> list[dict[int, Any]]:
-    """The hooks that forward and backward passes call, of each kind."""
+    """The hooks of forward and backward passes, one dict for each kind."""
     return [getattr(module, name) for name in _HOOKS]
 
 
 def has_computed_tensors(module: nn.Module) -> bool:
-    """Whether the weight is computed from others, by a parametrization or an older weight norm."""
+    """Whether the weight is computed from others: a parametrization or the older weight norm."""
     return parametrize.is_parametrized(module) or "weight" not in module._parameters
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Of torch's family, whatever its code."""
+    """Whether the module is a BatchNorm of torch, or of a class derived from one."""
     return isinstance(module, _BatchNorm)
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Its parameters and buffers, without those of its children."""
+    """The module's parameters and buffers, without those of its children."""
     for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
         if tensor is not None:
             yield name, tensor
 
 
 def owners(model: nn.Module) -> dict[int, list[str]]:
-    """By the id of each parameter, the modules that have it, once for each module object."""
+    """The names of the modules that use each parameter, by the parameter's id."""
     found: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         for _, param in module.named_parameters(recurse=False, remove_duplicate=False):

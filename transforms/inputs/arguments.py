@@ -1,4 +1,4 @@
-"""Models and optimizers that cannot be rewritten are refused, with what to do instead."""
+"""Refuses models and optimizers that cannot be rewritten, and says what to do instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from transforms import _plain, _split_weights, _stand_in
+from transforms.passes import split_weights
+from transforms.rewrites import plain_tensors, stand_ins
 
 _WRAPPERS = {
     "DistributedDataParallel": "DDP",
@@ -21,7 +22,7 @@ _WRAPPERS = {
 _BEFORE_DDP = "optimize the model inside first, then wrap what optimize returns"
 _BEFORE_FSDP = (
     f"{_BEFORE_DDP} and make its optimizer; with auto_channels_last=False, as FSDP takes "
-    "contiguous weights alone"
+    "only contiguous weights"
 )
 
 
@@ -29,8 +30,8 @@ def check_model(model: Any) -> None:
     """Raise unless ``model`` is a plain module on one device.
 
     Raises:
-        TypeError: no module, a scripted, compiled or distributed one.
-        ValueError: on several devices, on the meta device, or with parameters that have no shape.
+        TypeError: not a module, or a scripted, compiled or distributed one.
+        ValueError: a model on several devices, on the meta device, or with lazy parameters.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
@@ -55,7 +56,7 @@ def check_model(model: Any) -> None:
 
 
 def _check_not_wrapped(name: str, module: nn.Module) -> None:
-    # torch.compile has imported this module, which takes seconds, if anyone has called it.
+    # Only torch.compile imports this module, which takes seconds.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     is_compiled = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     if is_compiled or module._compiled_call_impl is not None:
@@ -63,7 +64,7 @@ def _check_not_wrapped(name: str, module: nn.Module) -> None:
             f"{name} is compiled: optimize the model first, then torch.compile what that returns"
         )
     if getattr(module, "_is_fsdp_managed_module", False):
-        raise TypeError(f"{name} is inside of FSDP, which holds its weights: {_BEFORE_FSDP}")
+        raise TypeError(f"{name} is inside FSDP, which owns its weights: {_BEFORE_FSDP}")
     for cls in type(module).__mro__:
         wrapper = _WRAPPERS.get(cls.__name__)
         if wrapper is not None and cls.__module__.startswith("torch."):
@@ -75,19 +76,19 @@ def _check_not_wrapped(name: str, module: nn.Module) -> None:
 
 
 def check_pair(model: nn.Module, optimizer: Any) -> None:
-    """Raise unless there is an optimizer, of ``model``, exactly if ``model`` is in training mode.
+    """Raise unless a model in training mode, and only such a model, comes with its optimizer.
 
     Raises:
-        TypeError: ``optimizer`` is something else.
-        ValueError: it is missing, superfluous, or has parameters that are not the model's.
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: it is missing, not wanted, or has parameters that are not the model's.
     """
     if isinstance(optimizer, torch.dtype):
         raise TypeError(
-            f"optimizer={optimizer}: the dtype is named here, as in "
+            f"optimizer={optimizer}: pass the dtype by name, as in "
             f"optimize(model, dtype={optimizer})"
         )
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, no torch.optim.Optimizer")
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     if model.training and optimizer is None:
         raise ValueError(
             "the model is in training mode and there is no optimizer: call model.eval() first to "
@@ -96,7 +97,7 @@ def check_pair(model: nn.Module, optimizer: Any) -> None:
     if not model.training and optimizer is not None:
         raise ValueError(
             "the model is in eval mode and there is an optimizer: call model.train() first to "
-            "optimize both for training, or leave the optimizer away for inference"
+            "optimize both for training, or omit the optimizer for inference"
         )
     if optimizer is not None:
         check_same_parameters(model, optimizer)
@@ -119,9 +120,9 @@ def check_not_for_inference(model: nn.Module) -> None:
     """Raise if ``model``, which is to be trained, is optimized for inference.
 
     Raises:
-        ValueError: BatchNorms are folded, Dropouts dropped or weights rounded.
+        ValueError: its BatchNorms are folded, its Dropouts dropped or its weights rounded.
     """
-    if _plain.rewrites(model) or any(map(_stand_in.is_stand_in, model.modules())):
+    if plain_tensors.rewrites(model) or any(map(stand_ins.is_stand_in, model.modules())):
         raise ValueError(
             "the model is optimized for inference: call transforms.restore(model) first, then "
             "optimize it for training"
@@ -129,32 +130,31 @@ def check_not_for_inference(model: nn.Module) -> None:
 
 
 def check_halves(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Raise if weights are split whose lower halves another optimizer has.
+    """Raise if another optimizer holds the lower halves of weights that are to be rewritten.
 
     Raises:
-        ValueError: so they are, and of ``optimizer``, if there is one; to merge or update them
-            takes the other.
+        ValueError: weights are split, and only the other optimizer can merge or update them.
     """
     own = getattr(optimizer, "halves", None)
     updated = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
-    for halves in _split_weights.halves_in(model):
+    for halves in split_weights.halves_in(model):
         if halves is own or halves.is_alone:
             continue
         if optimizer is None or any(p in halves for p in updated):
             raise ValueError(
-                "the model's weights are split in halves, whose lower ones an optimizer has: call "
-                "transforms.restore(model, optimizer) with that optimizer"
+                "the model's weights are split into halves, and an optimizer holds the lower ones: "
+                "call transforms.restore(model, optimizer) with that optimizer"
             )
 
 
 def check_no_copied_halves(model: nn.Module) -> None:
-    """Raise if ``model`` is a copy, without the optimizer, of one with split weights.
+    """Raise if ``model`` was copied with split weights, but without their optimizer.
 
     Raises:
-        ValueError: so it is.
+        ValueError: it was.
     """
-    if any(halves.is_alone for halves in _split_weights.halves_in(model)):
+    if any(halves.is_alone for halves in split_weights.halves_in(model)):
         raise ValueError(
-            "the model's weights are split in halves, and it was copied without its optimizer: "
+            "the model's weights are split into halves, and it was copied without its optimizer: "
             "call transforms.restore(model) first"
         )

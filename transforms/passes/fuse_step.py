@@ -1,10 +1,10 @@
-"""An existing optimizer gets our fused step, in place.
+"""Pass: give an existing optimizer our fused step, in place.
 
-What changes is the object's class: it becomes one that inherits our step from, say, FusedSGD and
-all else from the class that it had. So ``isinstance`` holds, hooks run, GradScaler, pickle and
-deepcopy work, and later calls of load_state_dict or add_param_group are ours too. A step function
-bound to the object would reach none of these: that is how IPEX's fused optimizers lost their hooks.
-Nothing is copied: state, groups and hooks are the same objects before and after.
+Only the object's class is replaced. The new class inherits the step from, say, FusedSGD and
+everything else from the optimizer's own class. So ``isinstance`` holds, hooks run, GradScaler,
+pickle and deepcopy work, and later calls of load_state_dict and add_param_group are ours too. A
+step function bound to the object would affect none of these, which is how IPEX's fused optimizers
+lost their hooks. Nothing is copied: state, groups and hooks stay the same objects.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from fusedoptim import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
 from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.step.tensors import state_dtype
-from transforms._lamb import OthersLamb, lamb_for
-from transforms._report import Entry
+from transforms.inputs.options import FUSE, SPLIT
+from transforms.passes.others_lamb import OthersLamb, lamb_for
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
 
 __all__ = [
     "fuse_update_step",
@@ -40,8 +42,8 @@ _OURS: dict[type[Optimizer], type[FusedOptimizer]] = {
     torch.optim.Adam: FusedAdam,
     torch.optim.AdamW: FusedAdamW,
 }
-_INSTEAD = "or leave its step as it is with fuse_update_step=False"
-# What every class has of its own, a constructor, which has done its work, and texts.
+_INSTEAD = "or keep its own step with fuse_update_step=False"
+# Constructors, which have already run, texts, and attributes that every class has.
 _HARMLESS = {"__init__", "__repr__", "__str__", *vars(type("_", (), {"__annotations__": {}}))} | {
     *("__slots__", "__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl"),
     *("__firstlineno__", "__static_attributes__", "__annotate_func__", "__annotations_cache__"),
@@ -49,19 +51,19 @@ _HARMLESS = {"__init__", "__repr__", "__str__", *vars(type("_", (), {"__annotati
 
 
 class _Converted:
-    """What the class of a converted optimizer has besides ours and the one that it had."""
+    """A base class of all converted optimizers, beside our class and their own."""
 
     halves: Any
     _plain: type[Any]
-    """The class that the optimizer had."""
+    """The optimizer's own class."""
 
     @property
     def _original_step(self) -> Callable[..., Any]:
-        """The step of that class, which computes from the state as it is now."""
+        """The step of the optimizer's own class, bound to this object."""
         if list(self.halves):
             raise RuntimeError(
-                f"{type(self).__name__}: parameters are split in two halves, of which the original "
-                "step would update one; merge them first, as transforms.restore does"
+                f"{type(self).__name__}: parameters are split into two halves, and the original "
+                "step would update only one; merge them first, as transforms.restore does"
             )
         return types.MethodType(self._plain.step, self)
 
@@ -70,7 +72,7 @@ class _Converted:
 
 
 def _blank(plain: type[Any]) -> Optimizer:
-    """An object of the class that an optimizer of class ``plain`` gets, to be filled by pickle."""
+    """An empty object of the converted class of ``plain``, for pickle to fill."""
     fused: type[Optimizer] = _class_for(plain)
     return object.__new__(fused)
 
@@ -79,7 +81,7 @@ _classes: dict[type[Any], type[Any]] = {}
 
 
 def _class_for(plain: type[Any]) -> type[Any]:
-    """The class that an optimizer of class ``plain`` gets; always the same one."""
+    """The converted class of ``plain``, created once."""
     if plain not in _classes:
         _classes[plain] = _make_class(plain)
     return _classes[plain]
@@ -93,7 +95,7 @@ def _make_class(plain: type[Any]) -> type[Any]:
 
 
 def _implementation(plain: type[Any]) -> tuple[type[Optimizer], type[FusedOptimizer]]:
-    """The class that ``plain`` is or is derived from, and ours for it."""
+    """The known class that ``plain`` is or derives from, and our class for it."""
     for cls in plain.__mro__:
         ours = _OURS.get(cls) or lamb_for(cls)
         if ours is not None:
@@ -101,7 +103,8 @@ def _implementation(plain: type[Any]) -> tuple[type[Optimizer], type[FusedOptimi
     known = ", ".join(f"torch.optim.{cls.__name__}" for cls in _OURS)
     raise TypeError(
         f"no fused step for {_name(plain)}: there are those of {known}, and of the Lamb classes of "
-        f"timm, apex and torch_optimizer; use one of them or of fusedoptim, {_INSTEAD}"
+        "timm, apex and torch_optimizer; use one of these classes or a class of fusedoptim, "
+        f"{_INSTEAD}"
     )
 
 
@@ -113,58 +116,88 @@ def _ours_name(ours: type[FusedOptimizer]) -> str:
     return "FusedLamb" if issubclass(ours, OthersLamb) else ours.__name__
 
 
+class FuseStep(Pass):
+    """Replaces the optimizer's step with our fused one, if there is one for its class."""
+
+    knob = FUSE
+
+    def run(self, job: Job) -> list[Entry]:
+        """Fuse; an optimizer that an earlier call converted is not reported again."""
+        optimizer = job.optimizer
+        assert optimizer is not None
+        if is_converted(optimizer):
+            return []
+        job.undo.callback(unfuse_update_step, optimizer)
+        try:
+            return [fuse_update_step(optimizer)]
+        except (TypeError, ValueError, RuntimeError) as error:
+            if job.options.knobs[SPLIT]:
+                raise type(error)(
+                    f"dtype=torch.bfloat16 needs a fused step: {error} and no dtype, in float32 "
+                    "or under torch.autocast"
+                ) from error
+            if FUSE in job.options.explicit:
+                raise
+            return [Entry("optimizer", str(error), done=False)]
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Restore the optimizer's own class and step."""
+        if optimizer is not None:
+            unfuse_update_step(optimizer)
+
+
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether the step of ``optimizer`` is ours, by conversion or from the start."""
+    """Whether ``optimizer`` has our step, by conversion or because it is of our class."""
     return isinstance(optimizer, FusedOptimizer)
 
 
 def is_converted(optimizer: Optimizer) -> bool:
-    """Whether :func:`fuse_update_step` has given ``optimizer`` its step."""
+    """Whether :func:`fuse_update_step` has converted ``optimizer``."""
     return isinstance(optimizer, _Converted)
 
 
 def fuse_update_step(optimizer: Optimizer) -> Entry:
     """Give an existing optimizer our fused step, in place.
 
-    The object stays the same, with its state, groups and hooks; schedulers, made before or after,
-    a GradScaler, pickle, deepcopy, ``load_state_dict``, ``add_param_group`` go on to work. It is
-    an instance of its class still, and of ours. ``optimizer.fused`` is True, and
-    ``optimizer._original_step`` the step of the class that it had. Options that a group lacks, as
-    one out of an older torch may, are set to the optimizer's defaults, or else to its class's.
+    The object stays the same, with its state, groups and hooks. Schedulers created before or
+    after, GradScaler, pickle, deepcopy, ``load_state_dict`` and ``add_param_group`` keep working.
+    It remains an instance of its own class, and becomes one of ours. ``optimizer.fused`` is True,
+    and ``optimizer._original_step`` is the step of its own class. Options that a group lacks, for
+    example after loading from an older torch, are set to the optimizer's or the class's defaults.
 
     Args:
         optimizer: of torch.optim's SGD, Adagrad, Adam or AdamW, of the Lamb of timm or
             torch_optimizer, of apex's FusedLAMB, or of a subclass that overrides nothing but the
-            constructor. One that is fused already is left as it is.
+            constructor. One that is already fused is not changed.
 
     Returns:
-        what was done, for the report.
+        an entry for the report.
 
     Raises:
         TypeError: no fused step for this class, or for a parameter's dtype or layout.
-        RuntimeError: an option that asks for another step, a subclass or an object with methods of
-            its own, or a parameter that no kernel can update. Nothing was changed then.
+        RuntimeError: an option that asks for another step, a subclass or an object that overrides
+            methods, or a parameter that no kernel can update. Nothing is changed in that case.
 
     Example:
         >>> import torch
-        >>> from transforms._fuse_step import fuse_update_step
+        >>> from transforms.passes.fuse_step import fuse_update_step
         >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         >>> fuse_update_step(optimizer).what
-        "torch.optim.sgd.SGD's step is FusedSGD's"
+        'the step of torch.optim.sgd.SGD is now that of FusedSGD'
         >>> optimizer.fused, isinstance(optimizer, torch.optim.SGD)
         (True, True)
     """
     if is_fused(optimizer):
-        return Entry("optimizer", "its step is fused already", done=False)
+        return Entry("optimizer", "its step is already fused", done=False)
     plain: type[Any] = type(optimizer)
     base, ours = _implementation(plain)
     _refuse_overrides(plain, base, ours)
     refuse_replaced_methods(optimizer)
     if taken := _own_attributes(ours) & vars(optimizer).keys():
         raise RuntimeError(
-            f"the optimizer has attributes that the fused step has too: {', '.join(sorted(taken))};"
-            f" name them otherwise, {_INSTEAD}"
+            "the optimizer has attributes that the fused step needs for itself: "
+            f"{', '.join(sorted(taken))}; rename them, {_INSTEAD}"
         )
     added = _complete_options(optimizer, base)
     optimizer.__class__ = _class_for(plain)
@@ -178,45 +211,45 @@ def fuse_update_step(optimizer: Optimizer) -> Entry:
             del options[name]
         raise type(error)(f"{error}; {_INSTEAD}") from None
     _track_calls_again(optimizer)
-    what = f"{_name(plain)}'s step is {_ours_name(ours)}'s"
+    what = f"the step of {_name(plain)} is now that of {_ours_name(ours)}"
     if names := sorted({name for _, name in added}):
-        what += f"; options that it lacked have their defaults: {', '.join(names)}"
+        what += f"; missing options set to their defaults: {', '.join(names)}"
     return Entry("optimizer", what)
 
 
 def unfuse_update_step(optimizer: Optimizer) -> Entry:
-    """Give a converted optimizer its own class and step again; the inverse of a conversion.
+    """Restore a converted optimizer's own class and step; the inverse of a conversion.
 
-    State made by fused steps stays; that of 16-bit parameters, float32 here, takes their dtype, as
-    torch's has.
+    State from fused steps is kept. State of 16-bit parameters, float32 in ours, is cast to the
+    parameter's dtype, as in torch's classes.
 
     Args:
-        optimizer: that :func:`fuse_update_step` has converted. Another is left as it is.
+        optimizer: one that :func:`fuse_update_step` has converted. Others are not changed.
 
     Returns:
-        what was done, for the report.
+        an entry for the report.
 
     Raises:
-        RuntimeError: parameters are split in two halves, which only a fused step can update.
-            Nothing was changed then.
+        RuntimeError: parameters are split into two halves, which only a fused step can update.
+            Nothing is changed in that case.
 
     Example:
         >>> import torch
-        >>> from transforms._fuse_step import fuse_update_step, unfuse_update_step
+        >>> from transforms.passes.fuse_step import fuse_update_step, unfuse_update_step
         >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> done = fuse_update_step(optimizer)
         >>> unfuse_update_step(optimizer).what
-        "its step is torch.optim.adamw.AdamW's again"
+        'its step is again that of torch.optim.adamw.AdamW'
         >>> type(optimizer)
         <class 'torch.optim.adamw.AdamW'>
     """
     this: Any = optimizer
     if not isinstance(this, _Converted):
-        return Entry("optimizer", "its step was not fused here", done=False)
+        return Entry("optimizer", "its step was not converted", done=False)
     if list(this.halves):
         raise RuntimeError(
-            "parameters are split in two halves, which only a fused step can update; merge them "
+            "parameters are split into two halves, which only a fused step can update; merge them "
             "first, as transforms.restore(model, optimizer) does"
         )
     plain = this._plain
@@ -226,7 +259,7 @@ def unfuse_update_step(optimizer: Optimizer) -> Entry:
         this.give_back_steps()
     _become(optimizer, plain)
     _track_calls_again(optimizer)
-    return Entry("optimizer", f"its step is {_name(plain)}'s again")
+    return Entry("optimizer", f"its step is again that of {_name(plain)}")
 
 
 def _defaults_of(base: type[Any]) -> dict[str, Any]:
@@ -258,25 +291,25 @@ def _complete_options(
 
 
 def _become(optimizer: Optimizer, plain: type[Optimizer]) -> None:
-    """Give the optimizer its own class, and take away what ours added to the object."""
+    """Restore the optimizer's own class, and remove the attributes that ours added."""
     for name in _own_attributes(type(optimizer)):
         vars(optimizer).pop(name, None)
     optimizer.__class__ = plain
 
 
 def _own_attributes(fused: type[Any]) -> set[str]:
-    """What an object has when it is of the class ``fused``, and did not have before."""
+    """The attributes that the class ``fused`` adds to an object."""
     probe: Any = object.__new__(fused)
     probe._set_up(None, split=False)
     return set(vars(probe))
 
 
 def _as_torchs(param: Tensor, state: dict[str, Any]) -> None:
-    """Bring the state of ``param`` into the form that torch's classes give it."""
+    """Convert the state of ``param`` to the form of torch's classes."""
     for name, value in state.items():
         if name == "step":
             if isinstance(value, Tensor):
-                state[name] = value.clone()  # ours is one of many in a tensor
+                state[name] = value.clone()  # ours is a view into one tensor
         elif isinstance(value, Tensor) and value.dtype == state_dtype(param) != param.dtype:
             state[name] = value.to(param.dtype)
 
@@ -284,7 +317,7 @@ def _as_torchs(param: Tensor, state: dict[str, Any]) -> None:
 def _refuse_overrides(
     plain: type[Optimizer], base: type[Optimizer], ours: type[FusedOptimizer]
 ) -> None:
-    """Raise if ``plain`` changes anything of the class ``base`` that it is derived from."""
+    """Raise if ``plain`` overrides anything of its base class ``base``."""
     step = inspect.unwrap(base.step)
     if step.__module__ not in {cls.__module__ for cls in base.__mro__}:
         raise RuntimeError(
@@ -298,7 +331,7 @@ def _refuse_overrides(
             name
             for name in vars(cls).keys() - _HARMLESS
             if hasattr(base, name) or hasattr(ours, name)
-            # torch itself wraps the step of a class at the first construction.
+            # torch itself wraps the step of a class when it first creates an object.
             if not (name == "step" and inspect.unwrap(vars(cls)[name]) is step)
         ]
         if changed:
@@ -309,23 +342,23 @@ def _refuse_overrides(
 
 
 def refuse_replaced_methods(optimizer: Optimizer) -> None:
-    """Raise if a method was replaced on the object itself; by a scheduler is fine.
+    """Raise if a method was replaced on the object itself, except by a scheduler.
 
     Raises:
-        RuntimeError: so it was: what replaced it refers to the object and class as they are now.
+        RuntimeError: it was; the replacement refers to the object and its present class.
     """
     for name, value in vars(optimizer).items():
         if callable(getattr(type(optimizer), name, None)) and not _is_schedulers(optimizer, value):
             raise RuntimeError(
                 f"optimizer.{name} was replaced on this object by "
-                f"{getattr(value, '__qualname__', value)!r}, which would go on to call the method "
-                "of before; call transforms.optimize first and wrap its result, or pass "
+                f"{getattr(value, '__qualname__', value)!r}, which would keep calling the original "
+                "method; call transforms.optimize first and wrap its result, or pass "
                 "fuse_update_step=False and inplace=True"
             )
 
 
 def _is_schedulers(optimizer: Optimizer, step: Any) -> bool:
-    """Whether this is the step as a learning-rate scheduler wraps it, to see that it is called."""
+    """Whether ``step`` is a learning-rate scheduler's wrapper, which checks that it is called."""
     return (
         isinstance(step, types.FunctionType)
         and hasattr(step, "_wrapped_by_lr_sched")
@@ -341,9 +374,9 @@ def _unwrapped_steps(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def _track_calls_again(optimizer: Optimizer) -> None:
-    """If a scheduler has wrapped the step, wrap the step of the class as it is now.
+    """If a scheduler has wrapped the step, wrap the new class's step instead.
 
-    torch's own wrapper holds the function that was the class's step when the scheduler was made.
+    torch's wrapper refers to the step of the class that the object had before.
     """
     if "step" not in vars(optimizer):
         return

@@ -1,8 +1,8 @@
-"""Lamb classes of other libraries, and FusedLamb in the terms of each.
+"""FusedLamb with the options and state of other libraries' Lamb classes.
 
-timm and apex count steps by group and clip gradients on their own; torch_optimizer bounds the
-parameter's norm and does not correct the moments' bias. What FusedLamb computes is the same update;
-where options or state are kept is theirs.
+timm and apex count steps by group and clip gradients themselves; torch_optimizer bounds the
+parameter's norm and does not correct the moments' bias. FusedLamb computes the same updates; these
+classes adapt it to where each library keeps its options and state.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _STEP = "step"
 
 
 class OthersLamb(FusedLamb):
-    """FusedLamb for objects that another library's class has made."""
+    """FusedLamb for optimizers of another library's class."""
 
     _required: ClassVar[frozenset[str]]
-    """Options by which an object of that class is known."""
+    """Options that an object of that class must have."""
     _known: ClassVar[frozenset[str]] = frozenset()
-    """Further options; one that is in neither set was added since: who knows what it does."""
+    """Optional options; one that is in neither set is of a newer version and refused."""
 
     _number_attributes: ClassVar[tuple[str, ...]] = ()
-    """What the class keeps in the object; torch copies and pickles groups and state alone."""
+    """Attributes to copy and pickle; torch includes groups and state only."""
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
@@ -38,8 +38,8 @@ class OthersLamb(FusedLamb):
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
-        # What schedulers and steps add to a group is no option.
-        options = self.defaults.keys() - {"differentiable"}  # torch adds that one at a load
+        # Schedulers and steps also add keys to groups, so look at the defaults.
+        options = self.defaults.keys() - {"differentiable"}  # torch adds this one when loading
         if missing := self._required - options:
             raise RuntimeError(
                 f"{type(self).__name__}: no option {', '.join(sorted(missing))}, which the class "
@@ -52,7 +52,7 @@ class OthersLamb(FusedLamb):
             )
 
     def _options(self, group: Group) -> Group:
-        """The group in the terms of FusedLamb."""
+        """The group's options under the names that FusedLamb uses."""
         return group
 
     def _numbers(self, group: Group) -> Numbers:
@@ -62,12 +62,12 @@ class OthersLamb(FusedLamb):
         return super()._row_numbers(self._options(group), numbers, steps)
 
     def give_back_steps(self) -> None:
-        """Leave the count of steps as the plain class keeps it."""
+        """Convert the step counts to the form of the plain class."""
         raise NotImplementedError
 
 
 class _CountingByGroup(OthersLamb):
-    """Steps are counted in ``group["step"]``, for all parameters of the group."""
+    """Counts steps in ``group["step"]``, for all parameters of the group."""
 
     _clip_eps = 0.0
     _optional_state = frozenset({_STEP})
@@ -84,7 +84,7 @@ class _CountingByGroup(OthersLamb):
         return super()._row_numbers(group, numbers, np.float64(group[_STEP]))
 
     def _unsaved_state(self) -> set[str]:
-        return super()._unsaved_state() | {_STEP}  # by parameter, as the plain class has not
+        return super()._unsaved_state() | {_STEP}  # for each parameter; the plain class has none
 
     def give_back_steps(self) -> None:
         for state in self.state.values():
@@ -107,11 +107,11 @@ class _Timms(_CountingByGroup):
         for name in ("caution", "corrected_weight_decay"):
             if group.get(name):
                 raise RuntimeError(
-                    f"{name}=True: {type(self).__name__}'s step has no such thing; leave it away"
+                    f"{name}=True: {type(self).__name__}'s step does not support it; omit it"
                 )
 
     def _options(self, group: Group) -> Group:
-        # Older versions have no decoupled decay.
+        # Older versions of timm have no decoupled decay.
         return {"decoupled_decay": False, "max_param_norm": None, **group}
 
     def _first_count(self) -> Any:
@@ -193,5 +193,5 @@ _CLASSES: dict[tuple[str, str], type[OthersLamb]] = {
 
 
 def lamb_for(cls: type) -> type[OthersLamb] | None:
-    """Ours for a library's Lamb class, known by its name; its options are checked later."""
+    """Our class for a library's Lamb, recognized by name; its options are checked later."""
     return _CLASSES.get((cls.__module__.partition(".")[0], cls.__name__))

@@ -1,12 +1,12 @@
-r"""What rounding a float32 tensor to 16 bits loses, kept in 16 bits more.
+r"""The part of a float32 tensor that rounding to 16 bits loses, stored in 16 bits.
 
-The rounded value and the original are neighbours, so the difference of their bit patterns is small:
+A value and its rounded value are close, so the difference of their bit patterns is small:
 
 .. math::
     r = \mathrm{bits}(x) - \mathrm{bits}(\mathrm{float32}(\mathrm{round}(x)))
 
-It fits an int16 but for ties, NaN, overflow and what float16 holds as a subnormal number; those few
-are kept whole. Rounded values and residue take the 4 bytes that the float32 value took.
+It fits into an int16 except for ties, NaN, overflow and float16 subnormals; those few values are
+stored whole. A rounded value and its residue take 4 bytes together, like the float32 value.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ _MOST = torch.iinfo(torch.int16).max
 
 
 class Residue(NamedTuple):
-    """What :func:`join` needs besides the rounded tensor."""
+    """The data that :func:`join` needs besides the rounded tensor."""
 
     differences: Tensor
-    """int16, laid out as the tensor in memory."""
+    """int16, with the memory layout of the tensor."""
     exceptions: Tensor
-    """int64: where in memory order the difference does not fit."""
+    """int64: positions, in memory order, where the difference does not fit."""
     originals: Tensor
-    """float32: the values there."""
+    """float32: the values at those positions."""
 
     @property
     def nbytes(self) -> int:
-        """Of memory."""
+        """Size in memory."""
         return self.differences.nbytes + self.exceptions.nbytes + self.originals.nbytes
 
 
 def split(values: Tensor, dtype: torch.dtype, is_used_up: bool = False) -> tuple[Tensor, Residue]:
-    """``values`` rounded to ``dtype``, and what is lost.
+    """Round ``values`` to ``dtype``, and return the rounded tensor and the residue.
 
     Args:
-        values: float32, of any strides; overlapping ones are laid out anew.
+        values: float32, with any strides; copied if elements overlap.
         dtype: bfloat16 or float16.
-        is_used_up: give the memory of the values back, if they need not be laid out anew.
+        is_used_up: release the memory of ``values``, unless they were copied.
     """
     if torch.empty_like(values, device="meta").stride() != values.stride():
         values, is_used_up = torch.empty_like(values).copy_(values), False
     rounded = torch.empty_like(values, dtype=dtype)
     differences = torch.empty_like(values, dtype=torch.int16)
     exceptions, originals = [], []
-    # The same for each piece: one of its own each would leave a heap full of holes.
+    # Reused for all pieces, as buffers for each piece would fragment the heap.
     buffers = [
         torch.empty(CHUNK, dtype=kind, device=values.device)
         for kind in (torch.int32, torch.bool, torch.bool)
@@ -73,7 +73,7 @@ def split(values: Tensor, dtype: torch.dtype, is_used_up: bool = False) -> tuple
             done += 1
             if is_used_up:
                 release_pages(exact)
-    except BaseException:  # an interrupt
+    except BaseException:  # for example KeyboardInterrupt
         for (exact, low, difference), where, original in zip(pieces[:done], exceptions, originals):
             exact.view(torch.int32).copy_(low.float().view(torch.int32) + difference)
             exact[where] = original
@@ -88,7 +88,7 @@ def split(values: Tensor, dtype: torch.dtype, is_used_up: bool = False) -> tuple
 def join(rounded: Tensor, residue: Residue) -> Tensor:
     """The float32 values that :func:`split` was given, bit for bit, and with its strides.
 
-    Where ``rounded`` has been written to since, a value that rounds to the new one.
+    Where ``rounded`` was written to since, the result is a value that rounds to the new one.
     """
     differences, where, originals = (t.to(rounded.device) for t in residue)
     low = torch.empty_like(differences, dtype=rounded.dtype).copy_(rounded)
@@ -106,10 +106,10 @@ def join(rounded: Tensor, residue: Residue) -> Tensor:
 
 
 def _chunks(*tensors: Tensor) -> list[Sequence[Tensor]]:
-    """Each tensor's memory in pieces, so that what is computed of one needs little more."""
+    """Split each tensor's memory into pieces, so that temporaries stay small."""
     return [torch.split(_in_memory_order(tensor), CHUNK) for tensor in tensors]
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor as a vector over the same memory."""
+    """A view of a dense tensor's memory as a vector."""
     return tensor.as_strided((tensor.numel(),), (1,))

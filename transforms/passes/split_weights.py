@@ -1,13 +1,14 @@
-"""Weights as bfloat16 halves in the model, their lower 16 bits in the optimizer's state.
+"""Pass: split weights into bfloat16 halves in the model and their lower 16 bits in the optimizer.
 
-Forward and backward passes read 2 bytes of a weight instead of 4, and the pair of halves is the
-exact float32 weight: 4 bytes, where a bfloat16 weight with a float32 master copy has 6. The model's
-state_dict has the float32 weights, and takes them: a checkpoint does not tell whether a pair was
-split.
+Forward and backward passes read 2 bytes of a weight instead of 4. The two halves together are the
+exact float32 weight: 4 bytes, where a bfloat16 weight with a float32 master copy takes 6. The
+model's state_dict contains the float32 weights and loads them, so checkpoints do not depend on
+splitting.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.split.halves import Halves
 from fusedoptim.step.tensors import has_shared_elements
-from transforms._report import Entry
+from transforms.inputs.options import SPLIT
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
+from transforms.rewrites import plain_tensors
 
 __all__ = [
     "back_to_now",
@@ -29,7 +33,7 @@ __all__ = [
     "split_master_weights",
 ]
 
-SPLIT_ALREADY = "split already"
+_SPLIT_ALREADY = "already split"
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -40,28 +44,50 @@ _HOOKS = "_fusedoptim_split"
 """The attribute of a module that lists its :class:`_Hooks`."""
 
 
+class SplitWeights(Pass):
+    """Splits weights into bfloat16 halves in the model and lower halves in the optimizer."""
+
+    knob = SPLIT
+
+    def run(self, job: Job) -> list[Entry]:
+        """Split; weights that an earlier call split are not reported again."""
+        assert job.optimizer is not None
+        halves = getattr(job.optimizer, "halves", None)
+        is_first = halves is None or not halves.in_model
+        job.undo.callback(back_to_now(job.model, job.optimizer))
+        entries = split_master_weights(job.model, job.optimizer)
+        return [entry for entry in entries if is_first or entry.what != _SPLIT_ALREADY]
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Merge the halves, also those of a model that was copied without its optimizer."""
+        if optimizer is not None:
+            merge_master_weights(model, optimizer)
+        merge_copies(model)
+
+
 class _Hooks(NamedTuple):
-    """What was attached to a module for the halves of one optimizer."""
+    """The hooks of a module for the halves of one optimizer."""
 
     halves: Halves
     handles: list[RemovableHandle]
 
 
 class _Use(NamedTuple):
-    """A parameter as a module has it."""
+    """A module that uses a parameter."""
 
     module: nn.Module
     name: str
-    """the parameter's, in the model."""
+    """The parameter's name in the model."""
 
 
 def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
-    """Make weights bfloat16 halves, in place, whose lower halves the optimizer keeps.
+    """Split weights into bfloat16 halves, in place; the optimizer keeps the lower halves.
 
     Those of Linear, Conv1d to Conv3d, ConvTranspose1d to ConvTranspose3d, Embedding and
     EmbeddingBag, exact classes, if no other module has them too; the Parameter objects stay. The
     rest stays float32. No bit is lost: ``model.state_dict()`` and ``optimizer.state_dict()`` are
-    those of the plain pair, and load into it, and its into this one, in any order.
+    those of the plain pair, and load into it, and its into this one, in any order. A model that is
+    moved to another dtype is no longer split: its weights are the exact ones in that dtype.
 
     The forward pass is to run under ``torch.autocast(device, dtype=torch.bfloat16)``, as IPEX's;
     a Linear or convolution that gets float32 without it says so. What an embedding returns stays
@@ -72,7 +98,7 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
         optimizer: one with a fused step, of parameters of ``model``.
 
     Returns:
-        what was done with each parameter, for the report.
+        an entry for each parameter, for the report.
 
     Raises:
         RuntimeError: the optimizer's step is not fused.
@@ -81,15 +107,15 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
     Example:
         >>> import torch
         >>> from fusedoptim import FusedSGD
-        >>> from transforms._split_weights import split_master_weights
+        >>> from transforms.passes.split_weights import split_master_weights
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
         >>> optimizer = FusedSGD(model.parameters(), lr=0.1)
         >>> for entry in split_master_weights(model, optimizer):
         ...     print(entry.where, "-", entry.what)
         0.weight - float32 to bfloat16, lower halves in the optimizer
         0.bias - float32 to bfloat16, lower halves in the optimizer
-        1.weight - float32 still: LayerNorm has it
-        1.bias - float32 still: LayerNorm has it
+        1.weight - stays float32: LayerNorm uses it
+        1.bias - stays float32: LayerNorm uses it
         >>> with torch.autocast("cpu", dtype=torch.bfloat16):
         ...     model(torch.ones(2, 3)).sum().backward()
         >>> optimizer.step()
@@ -112,11 +138,15 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
     entries: list[Entry] = []
     for param, users in uses.items():
         name = users[0].name
-        reason = _why_not(param, users, shared) if param in updated else "the optimizer has it not"
+        reason = (
+            _why_not(param, users, shared)
+            if param in updated
+            else "the optimizer does not update it"
+        )
         if optimizer.is_split(param):
-            entries.append(Entry(name, SPLIT_ALREADY, done=False))
+            entries.append(Entry(name, _SPLIT_ALREADY, done=False))
         elif reason:
-            entries.append(Entry(name, f"{_text(param.dtype)} still: {reason}", done=False))
+            entries.append(Entry(name, f"stays {_text(param.dtype)}: {reason}", done=False))
         else:
             chosen.append(param)
             what = "float32 to bfloat16, lower halves in the optimizer"
@@ -127,14 +157,14 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
 
 
 def merge_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
-    """Make a model's halves float32 weights again, in place; the inverse of a split.
+    """Merge a model's halves into float32 weights, in place; the inverse of a split.
 
     Args:
         model: that :func:`split_master_weights` has split, or not.
         optimizer: that has the lower halves. What was split by ``split=True`` stays so.
 
     Returns:
-        what was done with each parameter, for the report.
+        an entry for each parameter, for the report.
 
     Raises:
         ValueError: the optimizer has lost a lower half. Nothing was changed then.
@@ -142,7 +172,7 @@ def merge_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
     Example:
         >>> import torch
         >>> from fusedoptim import FusedSGD
-        >>> from transforms._split_weights import merge_master_weights, split_master_weights
+        >>> from transforms.passes.split_weights import merge_master_weights, split_master_weights
         >>> model = torch.nn.Linear(3, 4)
         >>> optimizer = FusedSGD(model.parameters(), lr=0.1)
         >>> weight = model.weight.detach().clone()
@@ -157,15 +187,15 @@ def merge_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
         names = {p: users[0].name for p, users in _uses(model).items() if p in halves}
         if not optimizer.split:
             optimizer.merge_params(names)
-        what = "bfloat16 still: the optimizer was made with split=True"
-        done = Entry("", "float32 again") if not optimizer.split else Entry("", what, done=False)
+        what = "stays bfloat16: the optimizer was made with split=True"
+        done = Entry("", "float32 restored") if not optimizer.split else Entry("", what, done=False)
         entries += [done._replace(where=name) for name in names.values()]
         _detach(model, halves)
     return entries
 
 
 def halves_in(model: nn.Module) -> list[Halves]:
-    """Those of each optimizer, or copy, that weights of ``model`` are."""
+    """The halves, one for each optimizer or copy of one, that contain weights of ``model``."""
     found: dict[int, Halves] = {}
     for module in model.modules():
         for hooks in vars(module).get(_HOOKS, ()):
@@ -174,7 +204,7 @@ def halves_in(model: nn.Module) -> list[Halves]:
 
 
 def merge_copies(model: nn.Module) -> None:
-    """Make float32, in place, the halves of a model that was copied without its optimizer."""
+    """Merge, in place, the halves of a model that was copied without its optimizer."""
     for halves in halves_in(model):
         if halves.is_alone:
             for p in model.parameters():
@@ -184,7 +214,7 @@ def merge_copies(model: nn.Module) -> None:
 
 
 def back_to_now(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
-    """What merges, in place, the weights that will be split from now on."""
+    """A function that merges, in place, the weights that are split after this call."""
     before = frozenset(optimizer.halves) if isinstance(optimizer, FusedOptimizer) else frozenset()
     hooked = {id(module) for module in model.modules() if _HOOKS in vars(module)}
     grads = [(p, p.grad) for p in model.parameters() if p not in before]
@@ -195,7 +225,7 @@ def back_to_now(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
         if not optimizer.split:
             optimizer.merge_params(p for p in optimizer.halves if p not in before)
         _detach(model, optimizer.halves, hooked)
-        for p, grad in grads:  # which the halves' have rounded
+        for p, grad in grads:  # splitting has rounded them
             p.grad = grad
 
     return undo
@@ -206,7 +236,7 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _uses(model: nn.Module) -> dict[Tensor, list[_Use]]:
-    """Each parameter of the model with the modules that have it."""
+    """The modules that use each parameter of the model."""
     uses: dict[Tensor, list[_Use]] = {}
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
@@ -215,7 +245,7 @@ def _uses(model: nn.Module) -> dict[Tensor, list[_Use]]:
 
 
 def _sharing_memory(params: list[Tensor]) -> set[Tensor]:
-    """Those whose memory another one has too: to convert one would part them."""
+    """The parameters that share memory; converting one of them would separate them."""
     owners: dict[int, list[Tensor]] = {}
     for p in params:
         if p.layout is torch.strided and p.numel() and type(p) is nn.Parameter:
@@ -224,10 +254,10 @@ def _sharing_memory(params: list[Tensor]) -> set[Tensor]:
 
 
 def _why_not(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | None:
-    """Why a parameter stays as it is, if it does."""
+    """Why a parameter is not split, if it is not."""
     for module, name in users:
         if type(module) not in (*_COMPUTING, *_TABLES):
-            return f"{type(module).__name__} has it"
+            return f"{type(module).__name__} uses it"
         if name.rpartition(".")[2] not in ("weight", "bias"):
             return "a weight is computed from it"
         if getattr(module, "max_norm", None) is not None:
@@ -235,7 +265,7 @@ def _why_not(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | Non
     if type(param) is not nn.Parameter:
         return f"it is a {type(param).__name__}"
     if param.dtype != torch.float32:
-        return "only float32 is split"
+        return "only float32 weights are split"
     if param.device.type not in ("cpu", "xpu"):
         return f"it is on {param.device.type!r}"
     if param in shared or has_shared_elements(param):
@@ -244,15 +274,15 @@ def _why_not(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | Non
 
 
 def _attach(model: nn.Module, halves: Halves) -> None:
-    """Let the modules that have halves save and load exact values, and compute with them."""
+    """Make the modules with halves save and load exact values, and compute with the halves."""
     for module in model.modules():
         attached: list[_Hooks] = vars(module).get(_HOOKS, [])
         own = module.parameters(recurse=False)
         if not any(p in halves for p in own) or any(h.halves is halves for h in attached):
             continue
         handles: list[RemovableHandle] = [
-            module.register_state_dict_post_hook(_Saving(halves)),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(_Loading(halves)),  # type: ignore[no-untyped-call]
+            plain_tensors.hook_save(module, _Saving(halves)),
+            plain_tensors.hook_load(module, _Loading(halves)),
         ]
         if type(module) in _COMPUTING:
             handles.append(module.register_forward_pre_hook(_require_autocast))
@@ -260,11 +290,12 @@ def _attach(model: nn.Module, halves: Halves) -> None:
             handles.append(module.register_forward_hook(_return_float32))
             handles.append(module.register_forward_pre_hook(_cast_weights, with_kwargs=True))
         setattr(module, _HOOKS, [*attached, _Hooks(halves, handles)])
+        vars(module)["_apply"] = functools.partial(_move, module)
         halves.in_model = True
 
 
 def _detach(model: nn.Module, halves: Halves, kept: Collection[int] = ()) -> None:
-    """Undo what :func:`_attach` did for these halves; another optimizer's stay.
+    """Undo :func:`_attach` for these halves; another optimizer's are not touched.
 
     So do those of the modules whose ids are in ``kept``.
     """
@@ -274,17 +305,66 @@ def _detach(model: nn.Module, halves: Halves, kept: Collection[int] = ()) -> Non
             own: list[_Hooks] = vars(module)[_HOOKS]
             halves.in_model |= any(hooks.halves is halves for hooks in own)
             continue
-        attached: list[_Hooks] = vars(module).pop(_HOOKS, [])
-        for hooks in attached:
-            if hooks.halves is halves:
-                for handle in hooks.handles:
-                    handle.remove()
-        if others := [hooks for hooks in attached if hooks.halves is not halves]:
-            setattr(module, _HOOKS, others)
+        _detach_from(module, lambda attached: attached is halves)
+
+
+def _detach_from(module: nn.Module, is_done_with: Callable[[Halves], bool]) -> None:
+    attached: list[_Hooks] = vars(module).get(_HOOKS, [])
+    others = []
+    for hooks in attached:
+        if is_done_with(hooks.halves):
+            for handle in hooks.handles:
+                handle.remove()
+        else:
+            others.append(hooks)
+    if others:
+        setattr(module, _HOOKS, others)
+    elif attached:
+        del vars(module)[_HOOKS], vars(module)["_apply"]  # so that torch's own method applies
+
+
+def _move(
+    module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> nn.Module:
+    """``Module._apply`` on the exact weights; weights that stay float32 stay split.
+
+    Raises:
+        ValueError: the optimizer has lost a lower half. Nothing was changed then.
+    """
+    split = [
+        (name, param, hooks.halves)
+        for hooks in vars(module)[_HOOKS]
+        for name, param in _halves_of(module, "", hooks.halves)
+    ]
+    exact = [halves.exact(param) for _, param, halves in split]
+    for (_, param, _), values in zip(split, exact):
+        _exchange(param, values)
+    try:
+        type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+    finally:
+        for name, param, halves in split:
+            is_same = module._parameters[name] is param and not param.is_meta
+            if is_same and param.dtype == torch.float32:
+                _exchange(
+                    param, plain_tensors.shared_as(halves.write(param, param.data), param.data)
+                )
+            else:
+                halves.forget(param)
+        own = list(module.parameters(recurse=False))
+        _detach_from(module, lambda halves: not any(p in halves for p in own))
+    return module
+
+
+def _exchange(param: Tensor, values: Tensor) -> None:
+    """Replace the tensor of a parameter, and cast its gradient to the same dtype."""
+    grad, param.grad = param.grad, None
+    param.data = values
+    if grad is not None:
+        param.grad = grad.to(values.dtype)
 
 
 class _Saving:
-    """A hook of ``state_dict``: exact values for the halves of a module."""
+    """A ``state_dict`` hook that saves exact values for the halves of a module."""
 
     def __init__(self, halves: Halves) -> None:
         self._halves = halves
@@ -298,7 +378,7 @@ class _Saving:
 
 
 class _Loading:
-    """A hook of ``load_state_dict``: splits the values that come for the halves of a module."""
+    """A ``load_state_dict`` hook that splits the values for the halves of a module."""
 
     def __init__(self, halves: Halves) -> None:
         self._halves = halves
@@ -309,7 +389,7 @@ class _Loading:
         for key, param in _halves_of(module, prefix, self._halves):
             value = state_dict.get(key)
             if not isinstance(value, Tensor) or value.shape != param.shape:
-                continue  # torch says what is wrong
+                continue  # torch raises the error
             if metadata.get("assign_to_params_buffers"):
                 raise RuntimeError(
                     f"assign=True would replace {key}, which is split in two halves and updated by "
@@ -320,14 +400,14 @@ class _Loading:
 
 
 def _halves_of(module: nn.Module, prefix: str, halves: Halves) -> Iterator[tuple[str, Tensor]]:
-    """The module's own parameters that are halves still, with their keys in a state_dict."""
+    """The module's own parameters that are split, with their keys in a state_dict."""
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
         if param in halves and param.dtype == torch.bfloat16:
             yield prefix + name, param
 
 
 def _require_autocast(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Raise if a module that is bfloat16 now gets float32 outside of autocast."""
+    """Raise if a module with bfloat16 halves gets float32 outside autocast."""
     if not args or args[0].dtype == torch.bfloat16:
         return
     device = args[0].device.type
@@ -340,14 +420,14 @@ def _require_autocast(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _return_float32(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """What follows an embedding goes on to compute in the dtype in which it did."""
+    """Cast the output, so that later layers compute in the same dtype as before."""
     return output.float()
 
 
 def _cast_weights(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
-    """An EmbeddingBag's weights of samples have to be of the table's dtype."""
+    """Cast an EmbeddingBag's per-sample weights to the dtype of the table."""
     if kwargs.get("per_sample_weights") is not None:
         weights = kwargs["per_sample_weights"].to(torch.bfloat16)
         return args, {**kwargs, "per_sample_weights": weights}
