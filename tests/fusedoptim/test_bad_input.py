@@ -264,7 +264,7 @@ assert torch.equal(p, torch.ones(3))
 def test_opencl_had_looked_for_drivers_before() -> None:
     script = """
 from allocator import DeviceNotFoundError, queue
-from allocator._runtime import load_dpctl
+from allocator.runtime.libraries import load_dpctl
 assert not load_dpctl().get_devices(device_type="cpu")
 try:
     queue()

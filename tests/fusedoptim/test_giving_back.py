@@ -16,7 +16,7 @@ from fusedoptim import allocator
 from fusedoptim.split import halves as split_halves
 from fusedoptim.split import pages
 from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
-from transforms import _residue
+from transforms.rewrites import residues
 
 SHAPE = (3, CHUNK + 100)
 
@@ -94,13 +94,13 @@ def test_the_neighbours_stay() -> None:
 
 
 def _residues_inverse(halves: Any) -> Tensor:
-    return _residue.join(*halves)
+    return residues.join(*halves)
 
 
 CONVERSIONS: dict[str, tuple[Callable[[Tensor, bool], Any], Callable[[Any], Tensor]]] = {
     "halves": (split_halves.halves_of, lambda pair: split_halves.join(*pair)),
-    "bfloat16": (lambda v, u: _residue.split(v, torch.bfloat16, u), _residues_inverse),
-    "float16": (lambda v, u: _residue.split(v, torch.float16, u), _residues_inverse),
+    "bfloat16": (lambda v, u: residues.split(v, torch.bfloat16, u), _residues_inverse),
+    "float16": (lambda v, u: residues.split(v, torch.float16, u), _residues_inverse),
 }
 each_conversion = pytest.mark.parametrize("conversion", CONVERSIONS)
 
@@ -139,7 +139,7 @@ def test_interrupted(conversion: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if len(pieces) == 2:
             raise KeyboardInterrupt
 
-    for module in ("fusedoptim.split.halves", "transforms._residue"):
+    for module in ("fusedoptim.split.halves", "transforms.rewrites.residues"):
         monkeypatch.setattr(f"{module}.release_pages", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(values, True)

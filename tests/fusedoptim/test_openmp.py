@@ -19,8 +19,8 @@ from fusedoptim import FusedSGD
 from fusedoptim.launch import openmp
 from fusedoptim.launch.opencl import driver_of
 from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
-from tests.allocator.interrupts import interrupted
 from tests.fusedoptim.test_interrupts import InterruptAt
+from tests.interrupts import interrupted
 
 SEVEN = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 7)
 
