@@ -8,35 +8,23 @@ from __future__ import annotations
 
 import functools
 import html
-import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from fusedoptim._torch_private import disable_dynamo, increment_version
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
-from fusedoptim.launch.cache import cached
 from fusedoptim.launch.devices import backend_of, named_queue, queue_of
 from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Program
 from fusedoptim.raw._built import Built, Size
-from fusedoptim.raw._opencl_c import (
-    DRIVER_OPTIONS,
-    as_options,
-    check_options,
-    compile_opencl_c,
-    compiler_version,
-)
 from fusedoptim.raw._pointers import Uses, owners
-from fusedoptim.raw._python import compile_python, identity
+from fusedoptim.raw._sources import Source, check_source_options, compile_source, read_source
 from fusedoptim.raw._spirv import Parameter
 
 __all__ = ["RawKernel", "RawModule"]
-
-Source = str | bytes | Path | Callable[..., Any]
 
 
 class RawModule:
@@ -80,18 +68,18 @@ class RawModule:
     """
 
     def __init__(self, source: Source, options: Sequence[str] = (), *, device: Any = "cpu") -> None:
-        self.kind, self._source = _read(source)
+        self.kind, self._source = read_source(source)
         """of the source: "OpenCL C", "SPIR-V" or "Python"."""
         self.source = source
         """as it was given."""
-        self.options = _check_options(self.kind, options)
+        self.options = check_source_options(self.kind, options)
         """of the compiler."""
         self.device = _check_device(device)
         """where launches run whose arguments do not say."""
 
     @functools.cached_property
     def _program(self) -> Program:
-        return _program(self.kind, self._source, self.options)
+        return compile_source(self.kind, self._source, self.options)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -451,87 +439,6 @@ def _untraced(
 ) -> None:
     """A call out of a function that torch.compile traces."""
     kernel(global_size, local_size, args, wait=wait)
-
-
-class _Identified(NamedTuple):
-    """A Python function, the same as another that compiles to the same."""
-
-    identity: bytes
-    function: Callable[..., Any]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identified) and self.identity == other.identity
-
-    def __hash__(self) -> int:
-        return hash(self.identity)
-
-
-def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> Program:
-    """What a source compiles to."""
-    if kind == "SPIR-V":
-        spirv = source
-    elif kind == "Python":
-        parts = ("Python", source.identity.hex())
-        spirv = cached(parts, lambda: compile_python(source.function, options))
-    elif _includes(source):
-        spirv = compile_opencl_c(source, options)
-    else:
-        parts = ("OpenCL C", compiler_version(), *options, source)
-        spirv = cached(parts, lambda: compile_opencl_c(source, options))
-    return Program(spirv, [option for option in options if option in DRIVER_OPTIONS])
-
-
-_shared = functools.lru_cache(maxsize=256)(_compiled)
-"""What a source compiles to, once for all kernels of the same source."""
-
-
-def _program(kind: str, source: Any, options: tuple[str, ...]) -> Program:
-    # Files that a source includes may change.
-    if kind == "Python":
-        source = _Identified(identity(source), source)
-    includes = kind == "OpenCL C" and _includes(source)
-    return (_compiled if includes else _shared)(kind, source, options)
-
-
-def _includes(source: str) -> bool:
-    return "include" in source
-
-
-def _read(source: Any) -> tuple[str, Any]:
-    """The kind of a source, and its text, bytes or function."""
-    if isinstance(source, Path):
-        if source.suffix == ".cl":
-            return "OpenCL C", source.read_text()
-        if source.suffix == ".spv":
-            return "SPIR-V", source.read_bytes()
-        raise ValueError(f"source={source} is neither a .cl nor a .spv file")
-    if isinstance(source, str):
-        if "\n" not in source and "{" not in source and source.endswith((".cl", ".spv")):
-            raise ValueError(
-                f"source={source!r} is text, and looks like a file's name; "
-                f"pass pathlib.Path({source!r})"
-            )
-        return "OpenCL C", source
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return "SPIR-V", bytes(source)
-    if inspect.isroutine(source):
-        return "Python", source
-    raise TypeError(
-        f"source is a {type(source).__name__}; pass OpenCL C text, SPIR-V bytes, a pathlib.Path or "
-        "a Python function"
-    )
-
-
-def _check_options(kind: str, options: Sequence[str]) -> tuple[str, ...]:
-    if kind == "OpenCL C":
-        return check_options(options)
-    known = DRIVER_OPTIONS if kind == "SPIR-V" else ()
-    options = as_options(options)
-    for option in options:
-        if option not in known:
-            listed = ", ".join(known) or "none"
-            raise ValueError(f"a kernel from {kind} has no option {option!r}; there are: {listed}")
-    return options
 
 
 def _check_device(device: Any) -> Any:

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+import fusedoptim
 from fusedoptim import FusedSGD, allocator
 from fusedoptim.launch.opencl import Driver, OpenCLKernel, driver_of
 from fusedoptim.launch.order import in_flight_on
 from fusedoptim.launch.sycl import SyclKernel
-from fusedoptim.raw import LocalMemory, RawKernel, RawModule, kernel
-from tests.fusedoptim.test_interrupts import InterruptAt
+from fusedoptim.raw import LocalMemory, RawKernel, RawModule, _sources
+from tests.interrupts import InterruptAt
 
 SLOW = """
 kernel void slow(global float *x) {
@@ -206,12 +207,8 @@ def test_interrupt_after_a_submission(wait: bool) -> None:
     launched = set()
     for n in range(1000):
         array = np.ones(16, np.float32)
-        interrupt = InterruptAt(n, "launch")
-        try:
-            with interrupt:
-                twice(16, 16, (torch.from_numpy(array),), wait=wait)
-        except KeyboardInterrupt:
-            pass
+        with InterruptAt(n, "polls", within=fusedoptim, since="launch") as interrupt:
+            twice(16, 16, (torch.from_numpy(array),), wait=wait)
         owners = in_flight_on(queue, is_ordered=True).owners.values()
         is_kept = array.ctypes.data in [owner.data_ptr() for kept in owners for owner in kept]
         if not wait:
@@ -353,7 +350,7 @@ def test_programs_go_with_their_kernels() -> None:
     assert isinstance(waited, OpenCLKernel)
     program = weakref.ref(waited.program)
     del twice, waited
-    kernel._shared.cache_clear()
+    _sources._shared.cache_clear()
     gc.collect()
     assert program() is None
 
