@@ -51,7 +51,7 @@ _KEYWORDS = frozenset(
     private generic pipe read_only write_only read_write uniform
     """.split()  # noqa: SIM905
 )
-_REBACKENDS = ("i", "n", "a", "b")  # names that operations use
+_RESERVED = ("i", "n", "a", "b")  # names that operations use
 
 # Round to nearest even, in integers: see fusedoptim/kernels/_lowering.py. A half is read as a
 # ushort, as OpenCL C has no other way without the extension for its arithmetic.
@@ -158,10 +158,10 @@ def parse(text: str, what: str) -> tuple[Param, ...]:
                 f"{what}: {type_!r} of {declaration!r} is no type; there are "
                 f"{', '.join(DTYPES)}, and capital letters for any of them"
             )
-        if name in _REBACKENDS or name.endswith("_"):
+        if name in _RESERVED or name.endswith("_"):
             raise ValueError(
                 f"{what}: {name!r} is a name of the generated kernel, as are "
-                f"{', '.join(_REBACKENDS)} and those that end with _; choose another"
+                f"{', '.join(_RESERVED)} and those that end with _; choose another"
             )
         if name in _KEYWORDS:
             raise ValueError(f"{what}: {name!r} is a word of OpenCL C; choose another name")

@@ -56,11 +56,21 @@ kernel void {name}_finish(
     {name}_store(o_, n, a{names});
 }}
 """
-# A group reduces a chunk of the elements of one result, its work items side by side.
+# A group reduces a chunk of the elements of one result, its work items side by side. Each has four
+# partial results, as one alone would wait in each turn for the turn before.
 _ALONG = """
     const index_t o_ = group_ / chunks_, first_ = group_ % chunks_ * chunk_;
     const index_t end_ = first_ + chunk_ < n ? first_ + chunk_ : n;
     index_t start_ = first_;
+    reduced_t b = {identity}, c_ = {identity}, d_ = {identity};
+    for (; start_ + 4 * {lanes} <= end_; start_ += 4 * {lanes}) {{
+        const index_t at_ = start_ + lane_;
+        a = {name}_reduce(a, {name}_map(o_, at_, n{names}));
+        b = {name}_reduce(b, {name}_map(o_, at_ + {lanes}, n{names}));
+        c_ = {name}_reduce(c_, {name}_map(o_, at_ + 2 * {lanes}, n{names}));
+        d_ = {name}_reduce(d_, {name}_map(o_, at_ + 3 * {lanes}, n{names}));
+    }}
+    a = {name}_reduce({name}_reduce(a, b), {name}_reduce(c_, d_));
     for (; start_ + {lanes} <= end_; start_ += {lanes})
         a = {name}_reduce(a, {name}_map(o_, start_ + lane_, n{names}));
     if (start_ + lane_ < end_) a = {name}_reduce(a, {name}_map(o_, start_ + lane_, n{names}));
@@ -309,7 +319,9 @@ class ReductionKernel:
             loads="\n".join(loads),
             results="\n".join(results),
             stores="\n".join(stores),
-            body=body.format(name=self.name, names=names, lanes=lanes),
+            body=body.format(
+                name=self.name, names=names, lanes=lanes, identity=self._expressions["identity"]
+            ),
         )
 
 
