@@ -108,7 +108,7 @@ def pages_with_code() -> list[str]:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write files to a temporary folder, and restore what a page changes."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("transforms._channels_last._default", None)
+    monkeypatch.setattr("transforms.passes.channels_last._default", None)
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE  # an error's message may be long
-CHANGED = {"transforms._channels_last": "_default"}  # what a module's examples change
+CHANGED = {"transforms.passes.channels_last": "_default"}  # what a module's examples change
 
 
 def modules_with_examples() -> Iterator[str]:

@@ -1,13 +1,14 @@
-"""Rewrites of a model for inference, and of a model and its optimizer for training.
+"""Rewrites a model for inference, or a model and its optimizer for training.
 
-:func:`optimize` folds BatchNorms, drops Dropouts, casts to 16 bits and chooses the memory format;
-for training it fuses the optimizer's step and splits weights in bfloat16 halves. :func:`report`
-says what it did and why; :func:`restore` undoes it.
+:func:`optimize` folds BatchNorms, removes Dropouts, casts to 16 bits and chooses the memory format.
+For training it fuses the optimizer's step and splits weights into bfloat16 halves. :func:`report`
+lists what it did and why; :func:`restore` undoes it.
 """
 
-from transforms._channels_last import disable_auto_channels_last, enable_auto_channels_last
-from transforms._optimize import finalize, optimize, restore
-from transforms._report import Entry, NoEffectWarning, Report, report
+from transforms.front_end import optimize
+from transforms.passes.channels_last import disable_auto_channels_last, enable_auto_channels_last
+from transforms.reports import Entry, NoEffectWarning, Report, report
+from transforms.undo import finalize, restore
 
 __fusedoptim__ = "0.1.0"  # what `fusedoptim.transforms` knows us by, should the name be shadowed
 

@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _automatic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transforms._channels_last._default", None)
+    monkeypatch.setattr("transforms.passes.channels_last._default", None)

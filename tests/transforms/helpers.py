@@ -1,16 +1,23 @@
-"""Models with statistics that matter, and what must not change."""
+"""What the tests of transforms share: models with statistics, comparisons, small trainings."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tests import optimizer_cases
+from tests.optimizer_cases import OptimizerCase, configuration_id
 from tests.tolerances import assert_as_exact
+from tests.transforms.models import TASKS, Task
+from transforms.passes.fuse_step import fuse_update_step
 
 
 def randomise(model: nn.Module) -> nn.Module:
@@ -75,7 +82,10 @@ def assert_right(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> None:
-    """Assert that ``optimized`` returns what ``plain`` would in float64, but for ``dtype``."""
+    """Assert that ``optimized`` returns what ``plain`` would in float64, but for ``dtype``.
+
+    For 16 bits it runs under autocast, unless it was moved to that dtype, which its inputs have.
+    """
     double = copy.deepcopy(plain).double()
 
     def widened(value: Any) -> Any:
@@ -84,6 +94,8 @@ def assert_right(
 
     exact_args = [widened(a) for a in args]
     exact_kwargs = {k: widened(v) for k, v in kwargs.items()}
+    is_moved = any(t.dtype == dtype for t in tensors([*args, kwargs]))
+    is_cast = dtype in (torch.bfloat16, torch.float16) and not is_moved
 
     def exact() -> Sequence[Tensor]:
         module = double
@@ -92,11 +104,8 @@ def assert_right(
         return tensors(module(*exact_args, **exact_kwargs))
 
     with torch.no_grad():
-        if dtype == torch.float32:
+        with torch.autocast("cpu", dtype=dtype if is_cast else None, enabled=is_cast):
             results = tensors(optimized(*args, **kwargs))
-        else:
-            with torch.autocast("cpu", dtype=dtype):
-                results = tensors(optimized(*args, **kwargs))
         assert_as_exact(results, exact, dtype)
 
 
@@ -107,3 +116,72 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         u = torch.finfo(dtype).eps / 2
         param.mul_(1 + u * (torch.randint_like(param, 2) * 2 - 1))
     return result
+
+
+TORCHS = tuple(case for case in optimizer_cases.CASES if case.is_torchs and not case.is_split)
+"""Our classes, by the classes of torch.optim that can be converted."""
+
+RATES = {"FusedSGD": 0.01, "FusedAdagrad": 0.02, "FusedAdam": 0.002, "FusedAdamW": 0.002}
+"""With which no model of the tests diverges."""
+
+each_class = pytest.mark.parametrize("case", TORCHS, ids=configuration_id)
+
+
+def converted(case: OptimizerCase) -> OptimizerCase:
+    """The case with torch's own optimizer, converted, for ours."""
+
+    class Converted:
+        def __new__(cls, params: Any, **kwargs: Any) -> Any:
+            optimizer = case.reference(params, **kwargs)
+            fuse_update_step(optimizer)
+            return optimizer
+
+    return dataclasses.replace(case, cls=Converted)
+
+
+def task_and_kwargs(name: str, case: OptimizerCase) -> tuple[Task, dict[str, Any]]:
+    """What is to be trained, and with what options, as far as the optimizer can train it."""
+    task = TASKS[name]
+    if task.has_sparse_gradients:
+        if not case.supports_sparse_gradients:
+            pytest.skip(f"{case.name} takes no sparse gradients")
+        return task, {"lr": RATES[case.name]}
+    momentum = {"momentum": 0.9} if case.name == "FusedSGD" else {}
+    return task, {"lr": RATES[case.name], "weight_decay": 0.01, **momentum}
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Two state_dicts, or parts of them, are equal in structure, dtypes and bits."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b):
+            assert_same(x, y)
+    elif isinstance(a, Tensor):
+        assert (a.dtype, a.layout, a.shape) == (b.dtype, b.layout, b.shape)
+        assert torch.equal(a.to_dense(), b.to_dense())
+    else:
+        assert a == b
+
+
+def saved(*objects: Any) -> list[Any]:
+    """The state_dicts, through a file."""
+    file = io.BytesIO()
+    torch.save([o.state_dict() for o in objects], file)
+    file.seek(0)
+    states: list[Any] = torch.load(file)
+    return states
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 2, seed: int = 0) -> None:
+    """Train :func:`tests.transforms.models.small` under autocast."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(torch.randn(4, 3, 4, 4, generator=generator))
+        output.float().square().mean().backward()
+        optimizer.step()

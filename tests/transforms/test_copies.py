@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests.optimizer_cases import OptimizerCase
-from tests.transforms.training_helpers import assert_same, each_class
-from transforms._copies import copy_pair
-from transforms._fuse_step import fuse_update_step
-from transforms._split_weights import split_master_weights
+from tests.transforms.helpers import assert_same, each_class
+from transforms.inputs.copies import copy_pair
+from transforms.passes.fuse_step import fuse_update_step
+from transforms.passes.split_weights import split_master_weights
 
 
 class Tied(nn.Module):

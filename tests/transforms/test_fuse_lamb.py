@@ -13,9 +13,9 @@ from torch.nn import Parameter
 
 from tests.fusedoptim.helpers import SideBySide, make_params, random_like
 from tests.optimizer_cases import LAMB, configuration_id
+from tests.transforms.helpers import assert_same
 from tests.transforms.others_lamb import Apexs, Timms, TorchOptimizers
-from tests.transforms.training_helpers import assert_same
-from transforms._fuse_step import fuse_update_step, unfuse_update_step
+from transforms.passes.fuse_step import fuse_update_step, unfuse_update_step
 
 Kwargs = dict[str, Any]
 _ADAPTIVE = {"always_adapt": True}
@@ -129,7 +129,7 @@ def test_in_the_middle_and_back(cls: Any, kwargs: Kwargs) -> None:
     attributes = dict(vars(fused))
     before = copy.deepcopy(fused.state_dict())
     entry = fuse_update_step(fused)
-    assert entry.what.endswith("step is FusedLamb's")
+    assert entry.what.endswith("is now that of FusedLamb")
     assert_same(fused.state_dict(), before)
     for _ in range(3):
         _step(fused, plain)
@@ -203,9 +203,9 @@ def test_copy_has_what_the_class_keeps_in_the_object(cls: Any) -> None:
 
 
 REFUSED: list[tuple[Any, Kwargs, str]] = [
-    (Timms, {"caution": True}, r"caution=True: FusedLamb's step has no such thing"),
+    (Timms, {"caution": True}, r"caution=True: FusedLamb's step does not support it"),
     (Timms, {"corrected_weight_decay": True}, "corrected_weight_decay=True"),
-    (Timms, {"foreach": True}, "foreach=True: .*; leave the option away"),
+    (Timms, {"foreach": True}, "foreach=True: .*; omit the option"),
     (Apexs, {"adam_w_mode": False}, "adam_w_mode=False: .*no L2 penalty; use weight_decay=0"),
     (TorchOptimizers, {"adam": True}, "adam=True: .*has a trust ratio"),
     (TorchOptimizers, {"debias": True}, "debias=True: .*use fusedoptim.FusedLamb"),
@@ -218,7 +218,7 @@ def test_option_that_a_group_lacks(cls: Any) -> None:
     for name in cls([Parameter(torch.randn(3))]).defaults:
         optimizer, twin = (cls([Parameter(torch.ones(3))]) for _ in range(2))
         del optimizer.param_groups[0][name]
-        assert fuse_update_step(optimizer).what.endswith(f"have their defaults: {name}")
+        assert fuse_update_step(optimizer).what.endswith(f"set to their defaults: {name}")
         assert optimizer.param_groups[0].keys() == twin.param_groups[0].keys()
         fuse_update_step(twin)
         _step(optimizer, twin)

@@ -19,11 +19,11 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
 from fusedoptim import FusedSGD
-from fusedoptim._optimizer import FusedOptimizer
+from fusedoptim.optimizer import FusedOptimizer
 from tests.fusedoptim.helpers import SideBySide, assert_same_state, make_params, snapshot
 from tests.optimizer_cases import OptimizerCase, configuration_id
-from tests.transforms.training_helpers import TORCHS, assert_same, converted, each_class
-from transforms._fuse_step import fuse_update_step, is_fused, unfuse_update_step
+from tests.transforms.helpers import TORCHS, assert_same, converted, each_class
+from transforms.passes.fuse_step import fuse_update_step, is_fused, unfuse_update_step
 
 LAYOUTS = ("17", "1000", "channels_last", "strided", "0-d", "empty")
 each_configuration = pytest.mark.parametrize(
@@ -164,7 +164,7 @@ class TestSameObject:
         group = dict(groups[0])
         entry = fuse_update_step(optimizer)
         assert entry.done
-        assert entry.what == f"{_path(case.reference)}'s step is {case.name}'s"
+        assert entry.what == f"the step of {_path(case.reference)} is now that of {case.name}"
         assert optimizer.param_groups is groups
         assert optimizer.state is state
         assert groups[0] == group
@@ -282,7 +282,7 @@ class TestRefused:
         optimizer = case.reference(_params())
         optimizer.param_groups[0].update(kwargs)
         attributes = dict(vars(optimizer))
-        with pytest.raises(RuntimeError, match=rf"^{option}=.*; or leave its step as it is"):
+        with pytest.raises(RuntimeError, match=rf"^{option}=.*; or keep its own step"):
             fuse_update_step(optimizer)
         assert type(optimizer) is case.reference
         assert vars(optimizer) == attributes
@@ -328,7 +328,9 @@ class TestRefused:
     def test_attributes_that_ours_needs(self) -> None:
         optimizer: Any = torch.optim.SGD(_params())
         optimizer.split = "my own"
-        with pytest.raises(RuntimeError, match="attributes that the fused step has too: split"):
+        with pytest.raises(
+            RuntimeError, match="attributes that the fused step needs for itself: split"
+        ):
             fuse_update_step(optimizer)
         assert optimizer.split == "my own"
 
@@ -526,7 +528,7 @@ class TestCheckpoints:
         assert_same(optimizer.state_dict(), before)
         entry = unfuse_update_step(optimizer)
         assert entry.done
-        assert entry.what == f"its step is {_path(case.reference)}'s again"
+        assert entry.what == f"its step is again that of {_path(case.reference)}"
         assert type(optimizer) is case.reference
         assert vars(optimizer) == attributes
         assert_same(optimizer.state_dict(), before)
@@ -569,7 +571,7 @@ class TestMissingOptions:
                     del optimizer.defaults[name]
                 entry = fuse_update_step(optimizer)
                 assert entry.done
-                assert entry.what.endswith(f"; options that it lacked have their defaults: {name}")
+                assert entry.what.endswith(f"; missing options set to their defaults: {name}")
                 assert optimizer.defaults == twin.defaults
                 (group,), (other,) = optimizer.param_groups, twin.param_groups
                 assert group | {"params": []} == other | {"params": []}

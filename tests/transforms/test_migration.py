@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 from fusedoptim import transforms as ipex
 from tests.transforms.helpers import assert_same_state, randomise
-from transforms._options import IPEX_ONLY, LEVELS
+from transforms.passes import INFERENCE, KNOBS, TRAINING
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating-from-ipex.md").read_text()
 
@@ -43,14 +44,19 @@ def test_the_example() -> None:
 
 def test_every_knob_is_in_the_table_with_its_defaults() -> None:
     table = rows("Knobs")
-    for name, default in LEVELS["O1"].items():
-        assert table[name][:2] == ["off", "on"]
-        assert (LEVELS["O0"][name], default) == (False, True)
-    for name in IPEX_ONLY:
-        assert "NotImplementedError if True" in table[name][2]
-        with pytest.raises(NotImplementedError, match=name):
-            ipex.optimize(make().eval(), **{name: True})
-    assert set(table) == {*LEVELS["O1"], *IPEX_ONLY, "inplace", "sample_input"}
+    for each in (*INFERENCE, *TRAINING):
+        if each.knob != "dtype":
+            assert table[each.knob][:2] == ["off", "on"]
+            assert [each.default(level) for level in ("O0", "O1")] == [False, True]
+    assert set(table) == {*KNOBS, "inplace", "sample_input"}
+    assert set(table) < set(inspect.signature(ipex.optimize).parameters)
+
+
+def test_knobs_that_do_not_exist() -> None:
+    for name in rows("Knobs that do not exist"):
+        for value in (None, False, True):
+            with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+                ipex.optimize(make().eval(), **{name: value})
 
 
 def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from fusedoptim import transforms
 from tests.transforms.helpers import (
@@ -19,40 +19,9 @@ from tests.transforms.helpers import (
     randomise,
     without_addresses,
 )
+from tests.transforms.models import TASKS
 
 Inputs = dict[str, Any]
-
-
-class Dlrm(nn.Module):
-    """Dense features and bags of categories, their dot products, and a tower on top."""
-
-    def __init__(self, is_sparse: bool) -> None:
-        super().__init__()
-        self.bags = nn.ModuleList(
-            nn.EmbeddingBag(rows, 8, mode="sum", sparse=is_sparse) for rows in (50, 20, 10)
-        )
-        self.bottom = nn.Sequential(nn.Linear(13, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU())
-        self.top = nn.Sequential(nn.Linear(8 + 6, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 1))
-
-    def forward(self, dense: Tensor, categories: Tensor, offsets: Tensor) -> Tensor:
-        x = self.bottom(dense)
-        rows = [x] + [bag(categories % bag.num_embeddings, offsets) for bag in self.bags]
-        stacked = torch.stack([row.to(x.dtype) for row in rows], dim=1)
-        products = torch.bmm(stacked, stacked.transpose(1, 2))
-        i, j = torch.tril_indices(4, 4, offset=-1)
-        return torch.sigmoid(self.top(torch.cat([x, products[:, i, j]], dim=1)))
-
-
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(30, 12)
-        self.lstm = nn.LSTM(12, 16, num_layers=2, batch_first=True, bidirectional=True)
-        self.norm = nn.LayerNorm(32)
-        self.out = nn.Linear(32, 5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.norm(self.lstm(self.embedding(tokens))[0]))
 
 
 def _generator() -> nn.Module:
@@ -73,9 +42,14 @@ def _pixels() -> Inputs:
     return {"pixel_values": torch.randn(2, 3, 32, 32)}
 
 
+def _categories() -> Inputs:
+    rows = [torch.randint(rows, (4, 3)) for rows in (40, 3, 17)]
+    return {"numbers": torch.randn(4, 5), "categories": rows}
+
+
 def _tokens() -> Inputs:
     return {
-        "input_ids": torch.randint(0, 99, (2, 9)),
+        "input_ids": torch.randint(0, 50, (2, 9)),
         "attention_mask": torch.ones(2, 9, dtype=torch.long),
     }
 
@@ -106,42 +80,6 @@ def _levit() -> nn.Module:
     return transformers.LevitForImageClassification(config)
 
 
-def _bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=99,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        attn_implementation="eager",
-    )
-    return transformers.BertForSequenceClassification(config)
-
-
-def _gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=99,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        attn_implementation="eager",
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _categories() -> Inputs:
-    return {
-        "dense": torch.randn(4, 13),
-        "categories": torch.randint(0, 50, (10,)),
-        "offsets": torch.tensor([0, 3, 3, 7]),
-    }
-
-
 class Model(NamedTuple):
     make: Callable[[], nn.Module]
     inputs: Callable[[], Inputs]
@@ -155,12 +93,12 @@ MODELS = {
     "ResNet": Model(_resnet, _pixels, (19, 0)),
     "MobileNetV2": Model(_mobilenet, _pixels, (52, 0)),
     "LeViT": Model(_levit, _pixels, (4, 22), left=1),
-    "BERT": Model(_bert, _tokens),
-    "GPT-2": Model(_gpt2, _tokens),
-    "DLRM": Model(lambda: Dlrm(False), _categories),
-    "sparse DLRM": Model(lambda: Dlrm(True), _categories),
+    "BERT": Model(TASKS["bert"].make, _tokens),
+    "GPT-2": Model(TASKS["gpt2"].make, _tokens),
+    "DLRM": Model(TASKS["dlrm"].make, _categories),
+    "sparse DLRM": Model(TASKS["sparse dlrm"].make, _categories),
     "GAN": Model(_generator, lambda: {"input": torch.randn(2, 10, 1, 1)}, (3, 0)),
-    "LSTM": Model(Tagger, lambda: {"tokens": torch.randint(0, 30, (3, 7))}),
+    "LSTM": Model(TASKS["lstm"].make, lambda: {"tokens": torch.randint(0, 20, (3, 7))}),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
 

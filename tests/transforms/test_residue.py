@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from transforms import _residue
+from transforms.rewrites import residues
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -24,16 +24,16 @@ def test_every_kind_of_bits(dtype: torch.dtype) -> None:
     top = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     ties = torch.cat([top + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     values = torch.cat([bits, ties]).view(torch.float32)
-    rounded, residue = _residue.split(values, dtype)
+    rounded, residue = residues.split(values, dtype)
     expected = values.to(dtype)
     assert torch.equal(rounded.view(torch.int16), expected.view(torch.int16))
-    assert_same_bits(_residue.join(rounded, residue), values)
+    assert_same_bits(residues.join(rounded, residue), values)
 
 
 @each_dtype
 def test_takes_no_more_than_float32(dtype: torch.dtype) -> None:
     values = torch.randn(1 << 21) * 0.02
-    rounded, residue = _residue.split(values, dtype)
+    rounded, residue = residues.split(values, dtype)
     assert rounded.nbytes + residue.nbytes <= 1.01 * values.nbytes
 
 
@@ -45,7 +45,7 @@ def test_shapes_and_strides(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if values.dim() == 4:
         layouts.append(values.contiguous(memory_format=torch.channels_last))
     for laid_out in layouts:
-        joined = _residue.join(*_residue.split(laid_out, dtype))
+        joined = residues.join(*residues.split(laid_out, dtype))
         assert_same_bits(joined, laid_out)
         if laid_out is not layouts[2]:
             assert joined.stride() == laid_out.stride()
@@ -54,10 +54,10 @@ def test_shapes_and_strides(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 @each_dtype
 def test_rounded_values_laid_out_anew_and_written_to(dtype: torch.dtype) -> None:
     values = torch.randn(4, 3, 5, 5) * torch.tensor(10.0).pow(torch.randint(-12, 4, (4, 3, 5, 5)))
-    rounded, residue = _residue.split(values, dtype)
+    rounded, residue = residues.split(values, dtype)
     other = rounded.contiguous(memory_format=torch.channels_last)
-    assert_same_bits(_residue.join(other, residue), values)
+    assert_same_bits(residues.join(other, residue), values)
     other[1] = 1.0
-    joined = _residue.join(other, residue)
+    joined = residues.join(other, residue)
     assert_same_bits(joined[0], values[0])
     assert torch.equal(joined.to(dtype), other)

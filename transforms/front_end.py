@@ -1,0 +1,192 @@
+"""``optimize``: checks its arguments, runs the passes, and reports what they did."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from transforms.inputs.arguments import (
+    check_halves,
+    check_model,
+    check_no_copied_halves,
+    check_not_for_inference,
+    check_pair,
+)
+from transforms.inputs.copies import copy_pair
+from transforms.inputs.options import DTYPE, SPLIT, check_knobs, resolve
+from transforms.inputs.sample import Comparison, check_sample
+from transforms.passes import INFERENCE, KNOBS, TRAINING
+from transforms.passes.protocol import Job, Pass
+from transforms.passes.split_weights import merge_copies
+from transforms.reports import Entry, NoEffectWarning, Report, attach, merged
+from transforms.rewrites import plain_tensors
+
+__all__ = ["optimize"]
+
+
+def optimize(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    level: str = "O1",
+    inplace: bool = False,
+    conv_bn_folding: bool | None = None,
+    linear_bn_folding: bool | None = None,
+    replace_dropout_with_identity: bool | None = None,
+    split_master_weight_for_bf16: bool | None = None,
+    fuse_update_step: bool | None = None,
+    auto_channels_last: bool | None = None,
+    sample_input: Any = None,
+) -> Any:
+    """Rewrite a model for inference, or a model and its optimizer for training.
+
+    A model in eval mode is optimized for inference, a model in training mode, with its optimizer,
+    for training. What is not safe is left unchanged; :func:`transforms.report` lists what was done,
+    what was not, and why. The model keeps its class, hooks and names. Its ``state_dict()`` equals
+    the plain model's, and each loads into the other. :func:`transforms.restore` undoes the rewrite.
+    A model that is moved afterwards (``to``, ``half``, ``share_memory``) saves, and is restored to,
+    what the plain model would be after that move.
+
+    A model optimized for inference keeps what it learns in eval mode, and what is written into its
+    parameters: ``state_dict()`` and ``restore`` give a plain model that computes the same. What a
+    folded weight learnt is divided by the BatchNorm's scale, and what its bias learnt goes to the
+    BatchNorm's bias; values that did not change keep every bit. In training mode a folded BatchNorm
+    raises: restore the model first. Write through ``load_state_dict``, not into the tensors of
+    ``state_dict()``, which the model does not compute with.
+
+    For each knob, None means the level's default, True turns it on, and False turns it off.
+
+    Args:
+        model: a module on one device.
+        optimizer: the optimizer of the model's parameters, for training only.
+        dtype: torch.bfloat16 or, for inference, torch.float16: casts the weights of convolutions,
+            Linears and embeddings. Run the model under ``torch.autocast`` with the same dtype. None
+            and torch.float32 cast nothing.
+        level: "O1" does all that is safe, "O0" only what is asked for.
+        inplace: rewrite the given model and optimizer. Otherwise they are copied; schedulers stay
+            with the given optimizer, so create new ones for the copy.
+        conv_bn_folding: in eval mode, fold each BatchNorm into the convolution before it.
+        linear_bn_folding: in eval mode, fold each BatchNorm into the Linear before it.
+        replace_dropout_with_identity: in eval mode, remove Dropouts of all kinds.
+        split_master_weight_for_bf16: in training with bfloat16, which requires it: split weights
+            into two halves, and keep the lower ones in the optimizer.
+        fuse_update_step: in training, run the optimizer's step in one kernel. None, at level "O1":
+            if its class is SGD, Adagrad, Adam, AdamW or a known Lamb.
+        auto_channels_last: lay out the weights of convolutions in channels_last. None, at level
+            "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
+            a ``sample_input``, if that is faster. True: always.
+        sample_input: a tensor, a tuple of arguments or a dict of keyword arguments. In eval mode
+            the model is called with it before and after folding and dropping. A pass that changes
+            the output by more than rounding is undone, and the report says so. The model is also
+            timed with it in both layouts.
+
+    Returns:
+        the model; with an optimizer, a tuple of the model and the optimizer.
+
+    Raises:
+        TypeError: a scripted, compiled or distributed model, or one that cannot be copied; an
+            optimizer without a fused step, if the call needs one; a knob that is not a bool.
+        ValueError: an unknown level or dtype, a knob of the other mode, training mode without an
+            optimizer or eval mode with one, an optimizer of other parameters, several devices; a
+            model that is optimized for the other mode or with another optimizer.
+        RuntimeError: an optimizer that overrides its step, if the call needs a fused one. Whatever
+            is raised, nothing was changed.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import transforms
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Dropout()
+        ... ).eval()
+        >>> transforms.optimize(model)
+        Sequential(
+          (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+          (1): FoldedBatchNorm()
+          (2): SkippedDropout()
+        )
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> pair = transforms.optimize(model.train(), optimizer, dtype=torch.bfloat16)
+        >>> print(transforms.report(pair[0]))
+        Sequential for training
+        pass                          done  left  bytes saved
+        fuse_update_step                 1     0          0 B
+            the step of torch.optim.adamw.AdamW is now that of FusedAdamW: optimizer
+        auto_channels_last               1     0          0 B
+            weight in channels_last: 0
+        split_master_weight_for_bf16     2     2        448 B
+            float32 to bfloat16, lower halves in the optimizer: 0.weight, 0.bias
+            left: 1.weight, 1.bias: stays float32: BatchNorm2d uses it
+        kept for restore() and state_dict(): 0 B
+
+    Signature and defaults: IPEX 2.8's ``optimize``, whose second argument was the dtype.
+    """
+    knobs = {name: value for name, value in locals().items() if name in KNOBS}
+    check_model(model)
+    check_knobs(level, dtype, inplace, knobs)
+    passes = TRAINING if model.training else INFERENCE
+    options = resolve(level, dtype, knobs, passes, model.training)
+    check_pair(model, optimizer)
+    if optimizer is not None:
+        check_not_for_inference(model)
+    if inplace:
+        check_halves(model, optimizer)
+        check_no_copied_halves(model)
+    if sample_input is not None and not model.training:
+        check_sample(model, sample_input)
+    if not inplace:
+        model, optimizer = copy_pair(model, optimizer)
+        merge_copies(model)
+    with ExitStack() as undo:
+        job = Job(model, optimizer, options, sample_input, undo)
+        report = merged(model, _run(passes, job))
+        _warn_of_no_effect(job, report)
+        undo.pop_all()
+    attach(model, report)
+    return model if optimizer is None else (model, optimizer)
+
+
+def _run(passes: Sequence[Pass], job: Job) -> Report:
+    chosen = [each for each in passes if each.is_on(job.options)]
+    is_compared = job.sample_input is not None and any(each.keeps_outputs for each in chosen)
+    comparison = Comparison(job.model, job.sample_input) if is_compared else None
+    done = {each.knob: _run_one(each, job, comparison) for each in chosen}
+    mode = "training" if job.model.training else "inference"
+    title = f"{type(job.model).__name__} for {mode}"
+    return Report(title, done, plain_tensors.kept_bytes(job.model))
+
+
+def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[Entry]:
+    """Run a pass, and undo it if it changes what the model returns for the sample."""
+    undo = job.undo.enter_context(ExitStack())
+    entries = each.run(job._replace(undo=undo))
+    if comparison is None or not each.keeps_outputs or not any(e.done for e in entries):
+        return entries
+    difference = comparison.difference()
+    if difference is None:
+        return entries
+    undo.close()
+    why = f"undone: {difference}"
+    return [e._replace(what=why, done=False, bytes_saved=0) if e.done else e for e in entries]
+
+
+def _warn_of_no_effect(job: Job, report: Report) -> None:
+    """Warn about passes that were asked for by name and changed nothing, now or before."""
+    asked = job.options.explicit | ({DTYPE, SPLIT} if job.options.dtype is not None else set())
+    for knob in report.passes:
+        if knob in asked and not report.done(knob):
+            reasons = {entry.what for entry in report.left(knob)} or {
+                "the model has nothing of the kind"
+            }
+            warnings.warn(
+                f"{knob} changed nothing in this {type(job.model).__name__}: "
+                f"{'; '.join(sorted(reasons))}",
+                NoEffectWarning,
+                stacklevel=3,
+            )

@@ -1,0 +1,160 @@
+"""Refuses models and optimizers that cannot be rewritten, and says what to do instead."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from transforms.passes import split_weights
+from transforms.rewrites import plain_tensors, stand_ins
+
+_WRAPPERS = {
+    "DistributedDataParallel": "DDP",
+    "DataParallel": "DataParallel",
+    "FullyShardedDataParallel": "FSDP",
+    "FSDPModule": "FSDP2 (fully_shard)",
+}
+_BEFORE_DDP = "optimize the model inside first, then wrap what optimize returns"
+_BEFORE_FSDP = (
+    f"{_BEFORE_DDP} and make its optimizer; with auto_channels_last=False, as FSDP takes "
+    "only contiguous weights"
+)
+
+
+def check_model(model: Any) -> None:
+    """Raise unless ``model`` is a plain module on one device.
+
+    Raises:
+        TypeError: not a module, or a scripted, compiled or distributed one.
+        ValueError: a model on several devices, on the meta device, or with lazy parameters.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"a {type(model).__name__} cannot be rewritten: optimize the model first, then "
+            "torch.jit.script or torch.jit.trace it"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+    for name, module in model.named_modules():
+        _check_not_wrapped(name or "the model", module)
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(map(is_lazy, tensors)):
+        raise ValueError("the model has lazy parameters: run it once on a batch, then optimize it")
+    devices = sorted({str(t.device) for t in tensors})
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model is on several devices ({', '.join(devices)}): move it to one with "
+            "model.to(device) first"
+        )
+    if devices == ["meta"]:
+        raise ValueError("the model has no values (device meta): load its weights first")
+
+
+def _check_not_wrapped(name: str, module: nn.Module) -> None:
+    # Only torch.compile imports this module, which takes seconds.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    is_compiled = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    if is_compiled or module._compiled_call_impl is not None:
+        raise TypeError(
+            f"{name} is compiled: optimize the model first, then torch.compile what that returns"
+        )
+    if getattr(module, "_is_fsdp_managed_module", False):
+        raise TypeError(f"{name} is inside FSDP, which owns its weights: {_BEFORE_FSDP}")
+    for cls in type(module).__mro__:
+        wrapper = _WRAPPERS.get(cls.__name__)
+        if wrapper is not None and cls.__module__.startswith("torch."):
+            cure = _BEFORE_FSDP if "FSDP" in wrapper else f"{_BEFORE_DDP} (the inside is .module)"
+            raise TypeError(f"{name} is wrapped in {wrapper}: {cure}")
+    for param in module.parameters(recurse=False):
+        if any(cls.__name__ == "DTensor" for cls in type(param).__mro__):
+            raise TypeError(f"{name} has sharded weights (DTensor): {_BEFORE_FSDP}")
+
+
+def check_pair(model: nn.Module, optimizer: Any) -> None:
+    """Raise unless a model in training mode, and only such a model, comes with its optimizer.
+
+    Raises:
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: it is missing, not wanted, or has parameters that are not the model's.
+    """
+    if isinstance(optimizer, torch.dtype):
+        raise TypeError(
+            f"optimizer={optimizer}: pass the dtype by name, as in "
+            f"optimize(model, dtype={optimizer})"
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    if model.training and optimizer is None:
+        raise ValueError(
+            "the model is in training mode and there is no optimizer: call model.eval() first to "
+            "optimize it for inference, or pass the optimizer to optimize both for training"
+        )
+    if not model.training and optimizer is not None:
+        raise ValueError(
+            "the model is in eval mode and there is an optimizer: call model.train() first to "
+            "optimize both for training, or omit the optimizer for inference"
+        )
+    if optimizer is not None:
+        check_same_parameters(model, optimizer)
+
+
+def check_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise unless all parameters of ``optimizer`` are the model's."""
+    own = set(map(id, model.parameters()))
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(p) not in own for p in params)
+    if foreign:
+        raise ValueError(
+            f"{foreign} of the {len(params)} parameters of the optimizer are not in this "
+            f"{type(model).__name__}: make the optimizer from its parameters(); several models "
+            "with one optimizer go into one torch.nn.ModuleDict"
+        )
+
+
+def check_not_for_inference(model: nn.Module) -> None:
+    """Raise if ``model``, which is to be trained, is optimized for inference.
+
+    Raises:
+        ValueError: its BatchNorms are folded, its Dropouts dropped or its weights rounded.
+    """
+    if plain_tensors.rewrites(model) or any(map(stand_ins.is_stand_in, model.modules())):
+        raise ValueError(
+            "the model is optimized for inference: call transforms.restore(model) first, then "
+            "optimize it for training"
+        )
+
+
+def check_halves(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Raise if another optimizer holds the lower halves of weights that are to be rewritten.
+
+    Raises:
+        ValueError: weights are split, and only the other optimizer can merge or update them.
+    """
+    own = getattr(optimizer, "halves", None)
+    updated = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
+    for halves in split_weights.halves_in(model):
+        if halves is own or halves.is_alone:
+            continue
+        if optimizer is None or any(p in halves for p in updated):
+            raise ValueError(
+                "the model's weights are split into halves, and an optimizer holds the lower ones: "
+                "call transforms.restore(model, optimizer) with that optimizer"
+            )
+
+
+def check_no_copied_halves(model: nn.Module) -> None:
+    """Raise if ``model`` was copied with split weights, but without their optimizer.
+
+    Raises:
+        ValueError: it was.
+    """
+    if any(halves.is_alone for halves in split_weights.halves_in(model)):
+        raise ValueError(
+            "the model's weights are split into halves, and it was copied without its optimizer: "
+            "call transforms.restore(model) first"
+        )

@@ -1,0 +1,111 @@
+"""The arguments of :func:`transforms.optimize`, checked, with the level's defaults filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+LEVELS = ("O0", "O1")
+DTYPE, FUSE, SPLIT = "dtype", "fuse_update_step", "split_master_weight_for_bf16"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Options(NamedTuple):
+    """The options of one call."""
+
+    dtype: torch.dtype | None
+    """bfloat16 or float16; None casts nothing."""
+    knobs: Mapping[str, bool]
+    """by the name of the knob: whether its pass runs."""
+    explicit: frozenset[str]
+    """knobs that the call itself turned on."""
+
+
+class _Pass(Protocol):
+    knob: str
+
+    def default(self, level: str) -> bool: ...
+
+
+def check_knobs(level: str, dtype: Any, inplace: Any, knobs: Mapping[str, Any]) -> None:
+    """Raise if an argument has the wrong type or an unknown value.
+
+    Raises:
+        TypeError: a knob or ``inplace`` that is not a bool, a dtype that is not a torch.dtype.
+        ValueError: an unknown level or dtype.
+    """
+    if not isinstance(inplace, bool):
+        raise TypeError(f"inplace={inplace!r} is not True or False")
+    if level not in LEVELS:
+        raise ValueError(f"level={level!r} is unknown; use 'O0' (only what is asked for) or 'O1'")
+    if dtype is not None and dtype not in _DTYPES:
+        choices = "torch.bfloat16, torch.float16, torch.float32 or None"
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype={dtype!r} is not a torch.dtype; use {choices}")
+        raise ValueError(f"dtype={dtype} is not supported; use {choices}")
+    for name, value in knobs.items():
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is not True, False or None")
+
+
+def resolve(
+    level: str,
+    dtype: torch.dtype | None,
+    knobs: Mapping[str, bool | None],
+    passes: Sequence[_Pass],
+    is_training: bool,
+) -> Options:
+    """Fill in the level's defaults.
+
+    Args:
+        level: "O0" or "O1".
+        dtype: float32 and None cast nothing.
+        knobs: True, False, or None for the default.
+        passes: those of the model's mode.
+        is_training: the model's mode.
+
+    Raises:
+        ValueError: a knob of the other mode, or two that exclude each other.
+    """
+    own = {each.knob: each for each in passes}
+    for name, value in knobs.items():
+        if value and name not in own:
+            now, other = ("training", "eval") if is_training else ("eval", "train")
+            raise ValueError(
+                f"{name}=True is for a model in {other} mode, and this one is in {now} mode: "
+                f"call model.{other}() first, or omit it"
+            )
+    low = dtype if dtype in (torch.bfloat16, torch.float16) else None
+    chosen = {}
+    for name, each in own.items():
+        if name in knobs:
+            value = knobs[name]
+            chosen[name] = each.default(level) if value is None else value
+    if is_training:
+        _check_training(low, chosen, knobs)
+    return Options(low, chosen, frozenset(name for name in chosen if knobs[name]))
+
+
+def _check_training(
+    dtype: torch.dtype | None, chosen: dict[str, bool], knobs: Mapping[str, bool | None]
+) -> None:
+    """Raise if the knobs for training contradict each other; turn splitting off in float32."""
+    if dtype == torch.float16:
+        raise ValueError(
+            "dtype=torch.float16 is for inference: train with dtype=torch.bfloat16, or in float32 "
+            "under torch.autocast with a torch.amp.GradScaler"
+        )
+    if dtype is None:
+        if knobs[SPLIT]:
+            raise ValueError(f"{SPLIT}=True needs dtype=torch.bfloat16")
+        chosen[SPLIT] = False
+        return
+    if not chosen[SPLIT]:
+        raise ValueError(
+            f"dtype=torch.bfloat16 trains on split weights: set {SPLIT}=True (level 'O1' does), "
+            "or train in float32 under torch.autocast"
+        )
+    if not chosen[FUSE]:
+        raise ValueError(f"{SPLIT} needs {FUSE}=True: only our step updates both halves")

@@ -1,0 +1,111 @@
+"""The sample input, and whether a pass changes what the model returns for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+
+def check_sample(model: nn.Module, sample_input: Any) -> None:
+    """Raise unless the model accepts the sample.
+
+    Raises:
+        ValueError: the model raises an error for it.
+    """
+    try:
+        with torch.no_grad():
+            caller(model, sample_input)()
+    except Exception as error:  # of any class: the model's own
+        raise ValueError(
+            f"sample_input: {type(model).__name__} fails with it ({error}); it must be a tensor, "
+            "a tuple of arguments, or a dict of keyword arguments"
+        ) from error
+
+
+def caller(model: nn.Module, sample_input: Any) -> Callable[[], object]:
+    """A function that calls ``model`` with the sample."""
+    if isinstance(sample_input, Tensor):
+        return lambda: model(sample_input)
+    if isinstance(sample_input, dict):
+        return lambda: model(**sample_input)
+    return lambda: model(*sample_input)
+
+
+class Comparison:
+    """The outputs of a model for a sample, to be compared with its later outputs.
+
+    Args:
+        model: in eval mode; called twice, now.
+        sample_input: a tensor, a tuple of arguments or a dict of named ones.
+    """
+
+    def __init__(self, model: nn.Module, sample_input: Any) -> None:
+        self._model = model
+        self._sample = sample_input
+        self._before = self._run()
+        self._is_repeatable = _difference(self._before, self._run()) is None
+
+    def difference(self) -> str | None:
+        """How the model's output differs from the first one; None if it does not.
+
+        Also None if the first two outputs differed, as no later difference means anything then.
+        """
+        if not self._is_repeatable:
+            return None
+        try:
+            after = self._run()
+        except Exception as error:  # of any class: the model's own
+            return f"the model failed with sample_input: {error}"
+        return _difference(self._before, after)
+
+    def _run(self) -> list[Tensor]:
+        sample = _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self._sample)
+        others = {p.device for p in self._model.parameters() if p.device.type != "cpu"}
+        kind = next(iter(others)).type if others else "cuda"
+        with torch.no_grad(), torch.random.fork_rng(others, device_type=kind):
+            torch.manual_seed(0)
+            output = caller(self._model, sample)()
+        return [t.detach().clone() for t in _tensors(output)]
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    """The tensors in what a model returned."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(output):
+        for field in dataclasses.fields(output):
+            yield from _tensors(getattr(output, field.name))
+
+
+def _difference(before: list[Tensor], after: list[Tensor]) -> str | None:
+    """How the outputs differ, if they differ by more than rounding.
+
+    Folding changes roundings, and later layers may amplify them. So half of the digits must agree,
+    relative to the tensor's largest value.
+    """
+    if [(t.shape, t.dtype) for t in before] != [(t.shape, t.dtype) for t in after]:
+        return "the output for sample_input changed its shape or dtype"
+    for expected, actual in zip(before, after):
+        if not expected.is_floating_point() and not expected.is_complex():
+            continue
+        tolerance = torch.finfo(expected.dtype).eps ** 0.5
+        finite = expected[expected.isfinite()]
+        largest = finite.abs().max().item() if finite.numel() else 0.0
+        if not torch.allclose(actual, expected, rtol=0, atol=tolerance * largest, equal_nan=True):
+            distance = (actual - expected).abs().max().item()
+            return (
+                f"the output for sample_input changed by {distance:.3g}, where its largest value "
+                f"is {largest:.3g}"
+            )
+    return None

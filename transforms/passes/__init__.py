@@ -1,0 +1,25 @@
+"""The passes, in the order in which they run; a new one is a module here and a line below."""
+
+from collections.abc import Sequence
+
+from transforms.passes.cast import Cast
+from transforms.passes.channels_last import ChannelsLast
+from transforms.passes.drop_dropout import DropDropout
+from transforms.passes.fold_batch_norm import FoldIntoConvolutions, FoldIntoLinears
+from transforms.passes.fuse_step import FuseStep
+from transforms.passes.protocol import Pass
+from transforms.passes.split_weights import SplitWeights
+
+_CHANNELS_LAST = ChannelsLast()
+INFERENCE: Sequence[Pass] = (
+    FoldIntoConvolutions(),
+    FoldIntoLinears(),
+    DropDropout(),
+    Cast(),
+    _CHANNELS_LAST,
+)
+"""For a model in eval mode: what changes values first, the layout of the result last."""
+TRAINING: Sequence[Pass] = (FuseStep(), _CHANNELS_LAST, SplitWeights())
+"""For a pair in training: what may refuse first; halves are laid out as the weights are."""
+KNOBS = {each.knob for each in (*INFERENCE, *TRAINING)} - {Cast.knob}
+"""The arguments of :func:`transforms.optimize` that are True, False or None."""

@@ -1,0 +1,204 @@
+"""Pass: lay out the weights of convolutions in channels_last.
+
+A convolution whose weight or input is in channels_last computes in that layout, and torch's layers
+preserve it. Later code may depend on strides: ``x.view(...)`` of such an output fails, where
+``x.reshape(...)`` does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from transforms.inputs.sample import caller
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
+from transforms.tracing.modules import has_computed_tensors, plain_kind
+from transforms.tracing.source import names_used
+
+_FORMATS = {
+    nn.Conv2d: torch.channels_last,
+    nn.ConvTranspose2d: torch.channels_last,
+    nn.Conv3d: torch.channels_last_3d,
+    nn.ConvTranspose3d: torch.channels_last_3d,
+}
+_STRIDES = "_fusedoptim_strides"
+_READS_STRIDES = {"view", "view_as", "as_strided", "is_contiguous"}
+_ROUNDS = 2
+_LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 2, 10, 0.5  # in each round
+
+Convolutions = list[tuple[str, Any, torch.memory_format]]
+"""Names and modules, with the memory format for the dimensions of each."""
+
+
+_default: bool | None = None
+
+
+def enable_auto_channels_last() -> None:
+    """Make :func:`transforms.optimize` use channels_last on every device and level.
+
+    Example:
+        >>> from fusedoptim import transforms
+        >>> transforms.enable_auto_channels_last()
+        >>> transforms.disable_auto_channels_last()
+    """
+    global _default
+    _default = True
+
+
+def disable_auto_channels_last() -> None:
+    """Make :func:`transforms.optimize` keep memory formats, unless a call asks for a change.
+
+    Example:
+        >>> from fusedoptim import transforms
+        >>> transforms.disable_auto_channels_last()
+    """
+    global _default
+    _default = False
+
+
+class ChannelsLast(Pass):
+    """Lays out the weights of 2-d and 3-d convolutions, also transposed ones, channels last.
+
+    By default only on the CPU, if the model's code does not depend on strides and, in eval mode
+    with a sample input, if that makes the model faster. With True, always.
+    """
+
+    knob = "auto_channels_last"
+
+    def default(self, level: str) -> bool:
+        """What :func:`enable_auto_channels_last` or its opposite set, else the level's default."""
+        return super().default(level) if _default is None else _default
+
+    def run(self, job: Job) -> list[Entry]:
+        """Change strides; entries are the convolutions that are not in channels_last already."""
+        entries: list[Entry] = []
+        changed: Convolutions = []
+        for name, module, layout in _convolutions(job.model):
+            reason = _objection(module)
+            if reason is None:
+                changed.append((name, module, layout))
+            else:
+                entries.append(Entry(name, reason, done=False))
+        if not changed:
+            return entries
+        is_forced = self.knob in job.options.explicit or bool(_default)
+        why = None if is_forced else _no_gain(job.model)
+        is_timed = job.sample_input is not None and not is_forced and not job.model.training
+        if why is None and is_timed:
+            dtype = job.options.dtype
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                why = _slower(caller(job.model, job.sample_input), changed)
+        if why is None:
+            job.undo.callback(_undo_all, changed)
+            _lay_out(changed)
+        what = why or "weight in channels_last"
+        return entries + [Entry(name, what, done=why is None) for name, *_ in changed]
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Give every weight its original strides, and keep its current values."""
+        for module in model.modules():
+            _undo(module)
+
+
+def _undo(module: nn.Module) -> None:
+    strides = vars(module).pop(_STRIDES, None)
+    weight = module._parameters.get("weight")
+    if strides is not None and weight is not None and weight.dim() == len(strides):
+        _put(weight, functools.partial(_strided, strides=strides))
+
+
+def _undo_all(convolutions: Convolutions) -> None:
+    for _, module, _ in convolutions:
+        _undo(module)
+
+
+def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_format]]:
+    """The convolutions whose weight is not in channels_last already."""
+    for name, module in model.named_modules():
+        kind = next((kind for kind in _FORMATS if isinstance(module, kind)), None)
+        if kind is None:
+            continue
+        layout = _FORMATS[kind]
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.is_contiguous(memory_format=layout):
+            yield name, module, layout
+
+
+def _objection(module: nn.Module) -> str | None:
+    if has_computed_tensors(module):
+        return "has a weight that is computed from others (a parametrization)"
+    return None if plain_kind(module, tuple(_FORMATS)) else "overrides its methods"
+
+
+def _lay_out(convolutions: Convolutions) -> None:
+    for _, module, _ in convolutions:  # before any changes, as two modules may share a weight
+        attributes: dict[str, Any] = module.__dict__
+        attributes[_STRIDES] = module.weight.stride()
+    for _, module, layout in convolutions:
+        _put(module.weight, functools.partial(torch.Tensor.contiguous, memory_format=layout))
+
+
+def _put(param: nn.Parameter, laid_out: Callable[[Tensor], Tensor]) -> None:
+    """Change the layout of a parameter and its gradient, which must match."""
+    grad, param.grad = param.grad, None
+    param.data = laid_out(param.data)
+    if grad is not None:
+        param.grad = laid_out(grad) if grad.layout is torch.strided else grad
+
+
+def _strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    result = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return result.copy_(tensor)
+
+
+def _no_gain(model: nn.Module) -> str | None:
+    """Why the layout may be slower or unsafe, if it may."""
+    device = next(model.parameters()).device.type
+    if device != "cpu":
+        return f"not known to be faster on {device}; auto_channels_last=True applies it anyway"
+    for cls in {type(module) for module in model.modules()}:
+        if used := sorted(names_used(cls) & _READS_STRIDES):
+            return (
+                f"{cls.__name__}.forward uses {used[0]}, which depends on the layout; "
+                "auto_channels_last=True applies it anyway"
+            )
+    return None
+
+
+def _slower(call: Callable[[], object], changed: Convolutions) -> str | None:
+    """Why not to use channels_last, if the model is not faster; it is timed alternately in both."""
+    before = after = math.inf
+    for _ in range(_ROUNDS):
+        before = min(before, _time(call))
+        _lay_out(changed)
+        try:
+            after = min(after, _time(call))
+        except RuntimeError as error:
+            return f"the model fails with it on the sample: {error}"
+        finally:
+            _undo_all(changed)
+    if after < before:
+        return None
+    return f"slower on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
+
+
+def _time(call: Callable[[], object]) -> float:
+    """The time in seconds of the fastest of several forward passes, after a warm-up."""
+    seconds: list[float] = []
+    with torch.no_grad():
+        call()
+        while len(seconds) < _LEAST_PASSES or (
+            len(seconds) < _MOST_PASSES and sum(seconds) < _ENOUGH_SECONDS
+        ):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+    return min(seconds)

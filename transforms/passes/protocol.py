@@ -1,0 +1,59 @@
+"""What a pass is, and what it works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from transforms.inputs.options import Options
+from transforms.reports import Entry
+
+
+class Job(NamedTuple):
+    """One call of :func:`transforms.optimize`, as its passes see it."""
+
+    model: nn.Module
+    """in training mode if there is an optimizer, in eval mode otherwise."""
+    optimizer: Optimizer | None
+    options: Options
+    sample_input: Any
+    """a tensor, a tuple of arguments, a dict of named ones, or None."""
+    undo: ExitStack
+    """gets a callback that undoes each change, before the change is made."""
+
+
+class Pass:
+    """One rewrite of a model, or of a model and its optimizer.
+
+    A pass exchanges the tensors inside Parameters. It never writes into a tensor, which someone
+    else may hold. What it must remember is kept in ``vars(module)``, outside of ``state_dict()``.
+    """
+
+    knob: str
+    """The argument of :func:`transforms.optimize` that controls it, and its name in the report."""
+    keeps_outputs: ClassVar[bool] = False
+    """Whether the model's outputs stay the same, up to rounding; checked with a sample input."""
+
+    def default(self, level: str) -> bool:
+        """Whether the pass runs if its knob is None."""
+        return level == "O1"
+
+    def is_on(self, options: Options) -> bool:
+        """Whether a call with these options runs the pass."""
+        return options.knobs[self.knob]
+
+    def run(self, job: Job) -> Sequence[Entry]:
+        """Rewrite the job's model or optimizer.
+
+        Returns:
+            an entry for each thing that was changed or left alone.
+        """
+        raise NotImplementedError
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Undo the pass for good; does nothing if it has changed nothing."""
+        raise NotImplementedError

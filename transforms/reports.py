@@ -1,0 +1,206 @@
+"""The report of what was done to a model, what was left unchanged, and why."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+__all__ = ["Entry", "NoEffectWarning", "Report", "report"]
+
+_ATTRIBUTE = "_fusedoptim_report"
+_NAMES_SHOWN = 4
+_LINES_SHOWN = 3  # of the changes; all that was left is shown
+
+
+class NoEffectWarning(UserWarning):
+    """A pass that was asked for by name changed nothing."""
+
+
+class Entry(NamedTuple):
+    """A module, parameter or optimizer that a pass changed or left unchanged."""
+
+    where: str
+    """The name in the model."""
+    what: str
+    """What was done, or why nothing was done."""
+    done: bool = True
+    """Whether it was changed."""
+    bytes_saved: int = 0
+    """Bytes that a forward pass or a step no longer reads from memory."""
+
+
+class Report(NamedTuple):
+    """What :func:`transforms.optimize` did to a model, by pass.
+
+    ``print`` shows it as text, Jupyter as a table.
+    """
+
+    title: str
+    """The model's class, and whether it was optimized for inference or training."""
+    passes: Mapping[str, Sequence[Entry]]
+    """Entries by the name of the knob, in the order in which the passes ran."""
+    kept_bytes: int
+    """Bytes of memory that keep the plain tensors for ``restore`` and ``state_dict``."""
+    is_final: bool = False
+    """Whether ``finalize`` has freed that memory."""
+
+    def done(self, knob: str) -> list[Entry]:
+        """The changes of a pass; empty if it was off.
+
+        Args:
+            knob: the name of the pass in :attr:`passes`, such as "conv_bn_folding".
+        """
+        return [entry for entry in self.passes.get(knob, ()) if entry.done]
+
+    def left(self, knob: str) -> list[Entry]:
+        """What a pass left unchanged.
+
+        Args:
+            knob: the name of the pass in :attr:`passes`, such as "conv_bn_folding".
+        """
+        return [entry for entry in self.passes.get(knob, ()) if not entry.done]
+
+    def bytes_saved(self, knob: str) -> int:
+        """Bytes that a forward pass or a step no longer reads because of a pass.
+
+        Args:
+            knob: the name of the pass in :attr:`passes`, such as "dtype".
+        """
+        return sum(entry.bytes_saved for entry in self.done(knob))
+
+    def __str__(self) -> str:
+        header = ("pass", "done", "left", "bytes saved")
+        rows = [header, *self._totals()]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = [self.title]
+        for knob, row in zip((None, *self.passes), rows):
+            cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))
+            lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+            if knob is not None:
+                lines += [f"    {line}" for line in self._details(knob)]
+        lines.append(self._footer())
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for knob, row in zip(self.passes, self._totals()):
+            cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+            details = "<br>".join(map(html.escape, self._details(knob)))
+            rows.append(f"<tr>{cells}<td style='text-align: left'>{details}</td></tr>")
+        header = "".join(
+            f"<th>{name}</th>" for name in ("pass", "done", "left", "bytes saved", "details")
+        )
+        return (
+            f"<table><caption>{html.escape(self.title)}</caption><thead><tr>{header}</tr></thead>"
+            f"<tbody>{''.join(rows)}</tbody></table><p>{html.escape(self._footer())}</p>"
+        )
+
+    def _totals(self) -> list[tuple[str, str, str, str]]:
+        return [
+            (
+                knob,
+                str(len(self.done(knob))),
+                str(len(self.left(knob))),
+                format_bytes(self.bytes_saved(knob)),
+            )
+            for knob in self.passes
+        ]
+
+    def _details(self, knob: str) -> list[str]:
+        done = [f"{what}: {names}" for what, names in _grouped(self.done(knob))]
+        if len(done) > _LINES_SHOWN:
+            done[_LINES_SHOWN:] = [f"and {len(done) - _LINES_SHOWN} more"]
+        left = [f"left: {names}: {why}" for why, names in _grouped(self.left(knob))]
+        return [*done, *left]
+
+    def _footer(self) -> str:
+        return f"kept for restore() and state_dict(): {format_bytes(self.kept_bytes)}"
+
+
+def _grouped(entries: Iterable[Entry]) -> list[tuple[str, str]]:
+    """Entries with equal texts, as the text and the names."""
+    names: dict[str, list[str]] = {}
+    for entry in entries:
+        names.setdefault(entry.what, []).append(entry.where or "the model")
+    return [(what, _shortened(where)) for what, where in names.items()]
+
+
+def _shortened(names: Sequence[str]) -> str:
+    if len(names) <= _NAMES_SHOWN:
+        return ", ".join(names)
+    return f"{', '.join(names[: _NAMES_SHOWN - 1])} and {len(names) - _NAMES_SHOWN + 1} more"
+
+
+def format_bytes(size: float) -> str:
+    """Format a size with three digits and a unit.
+
+    Example:
+        >>> format_bytes(0), format_bytes(1536), format_bytes(437_928_960)
+        ('0 B', '1.54 kB', '438 MB')
+    """
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def merged(model: nn.Module, report: Report) -> Report:
+    """``report``, with the changes of earlier calls."""
+    passes = {knob: list(entries) for knob, entries in report.passes.items()}
+    if (before := find(model)) is not None:
+        for knob in before.passes:
+            passes[knob] = [*before.done(knob), *passes.get(knob, before.left(knob))]
+    return report._replace(passes=passes)
+
+
+def attach(model: nn.Module, report: Report) -> None:
+    """Store the report in the model."""
+    vars(model)[_ATTRIBUTE] = report
+
+
+def find(model: nn.Module) -> Report | None:
+    """The report of an optimized model, if any."""
+    return vars(model).get(_ATTRIBUTE)
+
+
+def detach(model: nn.Module) -> None:
+    """Remove the report."""
+    vars(model).pop(_ATTRIBUTE, None)
+
+
+def report(model: nn.Module) -> Report:
+    """Return the report of what :func:`transforms.optimize` did, what it left unchanged, and why.
+
+    Args:
+        model: the model that ``optimize`` returned.
+
+    Raises:
+        ValueError: the model was not optimized, or has been restored.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import transforms
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+        >>> model = transforms.optimize(model.eval())
+        >>> print(transforms.report(model))
+        Sequential for inference
+        pass                           done  left  bytes saved
+        conv_bn_folding                   1     0        128 B
+            folded into 0: 1
+        linear_bn_folding                 0     0          0 B
+        replace_dropout_with_identity     0     0          0 B
+        auto_channels_last                1     0          0 B
+            weight in channels_last: 0
+        kept for restore() and state_dict(): 1.03 kB
+    """
+    found = find(model)
+    if found is None:
+        raise ValueError(
+            f"this {type(model).__name__} has no report: pass the model that "
+            "transforms.optimize returned (with inplace=False, its argument is unchanged)"
+        )
+    return found

@@ -1,0 +1,168 @@
+"""Keeps checkpoints of rewritten modules plain.
+
+``state_dict()`` of an optimized model returns the plain model's tensors, and ``load_state_dict``
+accepts them: a rewritten module becomes plain while torch loads into it, and is rewritten from the
+loaded values. The same happens while a module moves to another dtype or device. The plain tensors
+are kept in attributes that neither ``parameters()`` nor ``state_dict()`` includes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+_REWRITE, _HANDLES = "_fusedoptim_rewrite", "_fusedoptim_handles"
+_APPLY = "_apply"
+"""The method behind ``to``, ``half``, ``cpu`` and ``share_memory``."""
+
+
+class Rewrite(Protocol):
+    """A change to the tensors of one or more modules."""
+
+    def plain(self, module: nn.Module) -> Mapping[str, Tensor | None]:
+        """The tensors of the module's checkpoint, by name; None removes a name from it."""
+        ...
+
+    def check(self) -> None:
+        """Raise unless the modules can be made plain."""
+        ...
+
+    def undo(self) -> None:
+        """Make the modules plain."""
+        ...
+
+    def redo(self) -> None:
+        """Rewrite the plain modules; do nothing to those that cannot be rewritten."""
+        ...
+
+    def kept(self) -> Iterator[Tensor]:
+        """The tensors that are kept only for :meth:`plain` and :meth:`undo`."""
+        ...
+
+
+def attach(module: nn.Module, rewrite: Rewrite) -> None:
+    """Make ``module`` save, load and move its plain tensors."""
+    vars(module)[_REWRITE] = rewrite
+    vars(module)[_APPLY] = functools.partial(_move, module)
+    vars(module)[_HANDLES] = [
+        hook_save(module, _save),
+        hook_load(module, _before_load),
+        module.register_load_state_dict_post_hook(_after_load),  # type: ignore[no-untyped-call]
+    ]
+
+
+def hook_save(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
+    """Register a ``state_dict`` hook that runs before all others, so that they see its result."""
+    handle: RemovableHandle = module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+    _call_first(module._state_dict_hooks, handle)
+    return handle
+
+
+def hook_load(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
+    """Register a ``load_state_dict`` hook that runs before all others."""
+    handle: RemovableHandle = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+    _call_first(module._load_state_dict_pre_hooks, handle)
+    return handle
+
+
+def _call_first(hooks: Any, handle: RemovableHandle) -> None:
+    hooks.move_to_end(handle.id, last=False)  # an OrderedDict
+
+
+def detach(module: nn.Module) -> None:
+    """Make ``module`` save, load and move its current tensors."""
+    handles: list[RemovableHandle] = vars(module).pop(_HANDLES, [])
+    for handle in handles:
+        handle.remove()
+    if vars(module).pop(_REWRITE, None) is not None:
+        vars(module).pop(_APPLY, None)
+
+
+def find(module: nn.Module) -> Rewrite | None:
+    """The rewrite of ``module``, if any."""
+    return vars(module).get(_REWRITE)
+
+
+def rewrites(model: nn.Module) -> list[Rewrite]:
+    """The rewrites of all modules of ``model``, without duplicates."""
+    found = [find(module) for module in model.modules()]
+    return list({id(rewrite): rewrite for rewrite in found if rewrite is not None}.values())
+
+
+def check_all(model: nn.Module) -> None:
+    """Raise unless all modules can be made plain."""
+    for rewrite in rewrites(model):
+        rewrite.check()
+
+
+def changed(module: nn.Module, how: str) -> RuntimeError:
+    """The error for a module that was changed so that it cannot be made plain."""
+    return RuntimeError(
+        f"{type(module).__name__} {how} since transforms.optimize, so its plain tensors cannot be "
+        "computed: undo that, or call transforms.finalize(model), after which the model saves the "
+        "tensors that it computes with"
+    )
+
+
+def undo_all(model: nn.Module) -> None:
+    """Make all modules plain."""
+    for rewrite in rewrites(model):
+        rewrite.undo()
+    discard(model)
+
+
+def discard(model: nn.Module) -> None:
+    """Make all modules save, load and move their current tensors."""
+    for module in model.modules():
+        if find(module) is not None:
+            detach(module)
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """The memory that is kept for undoing."""
+    return sum(t.nbytes for rewrite in rewrites(model) for t in rewrite.kept())
+
+
+def shared_as(values: Tensor, source: Tensor) -> Tensor:
+    """Move ``values`` to shared memory if ``source`` is there, and return them."""
+    if source.is_shared():  # type: ignore[no-untyped-call]
+        values.share_memory_()  # type: ignore[no-untyped-call]
+    return values
+
+
+def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+    rewrite = vars(module)[_REWRITE]
+    rewrite.check()
+    for name, tensor in rewrite.plain(module).items():
+        if tensor is None:
+            state_dict.pop(prefix + name, None)
+        else:
+            state_dict[prefix + name] = tensor
+
+
+def _before_load(module: nn.Module, *_: object) -> None:
+    rewrite = vars(module)[_REWRITE]
+    rewrite.check()
+    rewrite.undo()
+
+
+def _after_load(module: nn.Module, _: object) -> None:
+    vars(module)[_REWRITE].redo()
+
+
+def _move(
+    module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> nn.Module:
+    """``Module._apply`` on the plain tensors."""
+    rewrite = vars(module)[_REWRITE]
+    rewrite.check()
+    rewrite.undo()
+    try:
+        type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+    finally:
+        rewrite.redo()
+    return module

@@ -1,0 +1,96 @@
+"""Classes of modules that were optimized away but keep their names and attributes.
+
+Only the module's class is replaced, as in ``torch.nn.utils.parametrize``. The object stays the
+same, so all references to it stay valid, also after it is restored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from transforms.rewrites import plain_tensors
+
+_CLASS, _DIMENSIONS = "_fusedoptim_class", "_fusedoptim_dimensions"
+_ANY = 0
+
+
+class SkippedDropout(nn.Identity):
+    """A Dropout of any kind that returns its input."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        """Return ``input``, as a Dropout does in eval mode.
+
+        Raises:
+            RuntimeError: the module is in training mode.
+        """
+        if self.training:
+            raise RuntimeError(
+                "this Dropout was removed for inference, but is in training mode: call "
+                "transforms.restore(model) before training, or model.eval()"
+            )
+        return input
+
+
+class FoldedBatchNorm(nn.Identity):
+    """A BatchNorm whose arithmetic was folded into the module before it."""
+
+    _version = 2  # of the checkpoint format, as for BatchNorm
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        """Return ``input``.
+
+        Raises:
+            RuntimeError: the module is in training mode, or the input has its channels in another
+                dimension than the one that was folded.
+        """
+        if self.training:
+            raise RuntimeError(
+                "this BatchNorm was folded for inference, but is in training mode: call "
+                "transforms.restore(model) before training, or model.eval()"
+            )
+        expected: int = self._fusedoptim_dimensions  # type: ignore[assignment]
+        # A torch.fx proxy is not a Tensor and has no number of dimensions.
+        if expected > 0 and isinstance(input, Tensor) and input.dim() != expected:
+            raise RuntimeError(
+                "a BatchNorm1d was folded into the module before it for inputs of "
+                f"{expected} dimensions, but this input has {input.dim()}, with its channels in "
+                "another dimension: optimize with linear_bn_folding=False (after a Conv1d, "
+                "conv_bn_folding=False)"
+            )
+        return input
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        rewrite = plain_tensors.find(self)
+        if rewrite is None:  # the model was finalized
+            super()._load_from_state_dict(*args, **kwargs)
+            return
+        rewrite.check()
+        rewrite.undo()
+        self._load_from_state_dict(*args, **kwargs)  # the BatchNorm's
+
+
+def stand_in(module: nn.Module, kind: type[nn.Identity], dimensions: int = _ANY) -> None:
+    """Replace the module's class; inputs must have ``dimensions`` dimensions unless that is 0."""
+    vars(module)[_CLASS] = type(module)
+    vars(module)[_DIMENSIONS] = dimensions
+    module.__class__ = kind
+
+
+def is_stand_in(module: nn.Module) -> bool:
+    """Whether the class of ``module`` was replaced."""
+    return _CLASS in vars(module)
+
+
+def revert(module: nn.Module) -> None:
+    """Give ``module`` its own class again."""
+    if _CLASS in vars(module):
+        del vars(module)[_DIMENSIONS]
+        module.__class__ = vars(module).pop(_CLASS)
+
+
+def revert_all(model: nn.Module) -> None:
+    """Give all modules of ``model`` their own classes again."""
+    for module in model.modules():
+        revert(module)

@@ -1,0 +1,1 @@
+"""What is proven about the forward code of a model."""

@@ -1,0 +1,202 @@
+"""All calls of a model's modules, in all traces of its forward code.
+
+A function that torch.fx cannot trace becomes a box; so does a module whose own ``forward`` it
+cannot trace, and its children are traced by themselves. Code that did not run, in a box or behind a
+condition, is read from its source.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+
+import torch
+from torch import fx, nn
+
+from transforms.tracing.modules import has_hooks
+from transforms.tracing.source import (
+    Reader,
+    Use,
+    changing_attributes,
+    dispatches,
+    modules_behind,
+    modules_of_function,
+)
+from transforms.tracing.trace import (
+    Trace,
+    UntraceableError,
+    asks_geometry,
+    reads_shape,
+    run_trace,
+    ways_to_call,
+)
+from transforms.tracing.watch import Watch
+
+
+class Calls:
+    """All calls of all modules of a model.
+
+    Args:
+        model: in eval mode; traced on copies.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._boxed_types: set[type] = set()
+        self._boxed_functions: set[types.FunctionType] = set()
+        self.unknown: dict[nn.Module, str] = {}
+        """Modules that untraceable code may call or read, and that code."""
+        self.doubtful: dict[nn.Module, str] = {}
+        """Modules that code which did not run may call or read, and that code."""
+        self.of: dict[nn.Module, list[fx.Node]] = {}
+        self.read: set[nn.Module] = set()
+        """Modules whose tensors are read without a call."""
+        self.kept: set[fx.Node] = set()
+        self.undecided: set[fx.Node] = set()
+        """Values that a function holds when it evaluates an open condition."""
+        self.module_of: dict[fx.Node, nn.Module] = {}
+        kinds = {type(module) for module in model.modules()}
+        self._changing = {name for kind in kinds for name in changing_attributes(kind)}
+        self._waiting = [model]
+        self._seen = {model}
+        self._roots: set[nn.Module] = set()
+        for module in model.modules():
+            if dispatches(type(module)):
+                why = f"inside {self.name(module)}, which has a singledispatchmethod"
+                self._distrust(module, why)
+        while self._waiting:
+            self._explore(self._waiting.pop())
+
+    def _is_box(self, module: nn.Module) -> bool:
+        return (
+            has_hooks(module)
+            or type(module) in self._boxed_types
+            or "forward" in vars(module)
+            or isinstance(module, torch.jit.ScriptModule)
+        )
+
+    def _explore(self, root: nn.Module) -> None:
+        """Trace ``root``; if its own code cannot be traced, explore its children instead."""
+        if root in self._roots:
+            return
+        self._roots.add(root)
+        if type(root).__call__ is not nn.Module.__call__:
+            self._distrust(root, f"inside {self.name(root)}, which overrides __call__")
+            return
+        while type(root) not in self._boxed_types and "forward" not in vars(root):
+            watch = Watch(self._changing)
+            try:
+                traces = [
+                    run_trace(root, self._is_box, self._boxed_functions, constants, watch)
+                    for constants in ways_to_call(root)
+                ]
+            except UntraceableError as error:
+                if error.function is not None and error.function not in self._boxed_functions:
+                    self._boxed_functions.add(error.function)
+                    continue
+                known = type(error.culprit) in self._boxed_types
+                self._boxed_types.add(type(root if known else error.culprit))
+            else:
+                for trace in traces:
+                    self._add(trace)
+                self.undecided |= watch.undecided
+                for use in watch.uses(root):
+                    code = f"code of {self.name(root)} that was not traced"
+                    self._suspect(use, code, self.doubtful)
+                return
+        self._open(root)
+
+    def _add(self, trace: Trace) -> None:
+        self.kept |= trace.kept
+        self.read |= trace.read
+        for node in trace.graph.nodes:
+            if node.op == "get_attr":
+                if not all(asks_geometry(u, node) or reads_shape(u, node) for u in node.users):
+                    self.read.add(trace.modules[node.target])
+            elif node.op == "call_module":
+                module = trace.modules[node.target]
+                self.of.setdefault(module, []).append(node)
+                self.module_of[node] = module
+                self._queue(module)
+            elif node.target in self._boxed_functions:
+                for module in modules_of_function(node.target):
+                    self._distrust(module, f"used by {describe(node, self)}")
+
+    def _queue(self, module: nn.Module) -> None:
+        """Have the children of a box explored too."""
+        if module in self._seen:
+            return
+        self._seen.add(module)
+        if next(module.children(), None) is None:
+            return
+        if self._is_box(module) and not _is_opaque(module):
+            self._waiting.append(module)
+        else:
+            self._distrust(module, f"inside {self.name(module)}, whose code is torch's own")
+
+    def _open(self, box: nn.Module) -> None:
+        """Explore the children of a module whose own code cannot be traced."""
+        for attribute, value in vars(box).items():
+            if attribute != "_modules":
+                for module in modules_behind(value):
+                    why = f"{self.name(box)} cannot be traced and has it in {attribute} too"
+                    self._distrust(module, why)
+        for use in Reader(box).forward(box):
+            code = f"{self.name(box)}, whose forward cannot be traced"
+            self._suspect(use, code, self.unknown)
+
+    def _suspect(self, use: Use, code: str, reasons: dict[nn.Module, str]) -> None:
+        """Note what code may do with a module, and explore the module if it may be called."""
+        if not use.is_call:
+            name = self.name(use.module)
+            why = f"used by {code}, which does more with {name} than call it"
+            self._distrust(use.module, why, reasons)
+            return
+        for module in _callable(use.module):
+            self._seen.add(module)
+            if next(module.children(), None) is None:
+                reasons.setdefault(module, f"called by {code}")
+            elif _is_opaque(module):
+                self._distrust(module, f"inside {self.name(module)}, whose code is torch's own")
+            else:
+                self._waiting.append(module)
+
+    def _distrust(
+        self, parent: nn.Module, why: str, reasons: dict[nn.Module, str] | None = None
+    ) -> None:
+        for module in parent.modules():
+            (self.unknown if reasons is None else reasons).setdefault(module, why)
+
+    def name(self, module: nn.Module) -> str:
+        """The module's name in the model, or its class."""
+        return self._names.get(module) or type(module).__name__
+
+
+def _is_opaque(module: nn.Module) -> bool:
+    """Whether torch.fx does not trace it: torch's own modules except Sequential."""
+    is_torchs = type(module).__module__.startswith("torch.")
+    return is_torchs and not isinstance(module, nn.Sequential)
+
+
+def _callable(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in a ModuleList or ModuleDict, or the module itself."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        for child in module.children():
+            yield from _callable(child)
+    else:
+        yield module
+
+
+def describe(node: fx.Node | None, calls: Calls) -> str:
+    """Name a value for a reader of the report."""
+    if node is None:
+        return "more than one value"
+    if node.op == "call_module":
+        module = calls.module_of[node]
+        return f"{calls.name(module)} ({type(module).__name__})"
+    if node.op == "placeholder":
+        return f"the argument {node.target}"
+    if node.op == "output":
+        return "what forward returns"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
+    return f"{name}()"

@@ -1,0 +1,336 @@
+"""Finds open conditions in a function, and the code that did not run because of them.
+
+A trace follows one path. A condition is fixed if it depends only on the model's configuration, as
+``if self.downsample is not None`` does. All others are open, and may differ in another call: the
+type of an argument, whether it is None, a global mode, a counter.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor, nn
+
+_PURE = {"len", "isinstance", "issubclass", "hasattr", "getattr", "callable", "type", "bool", "int"}
+_PURE |= {
+    "float",
+    "str",
+    "abs",
+    "any",
+    "all",
+    "min",
+    "max",
+    "sum",
+    "sorted",
+    "list",
+    "tuple",
+    "set",
+}
+_PURE |= {"range", "enumerate", "zip", "reversed", "dict", "frozenset"}
+"""Builtins whose result is fixed if their arguments are."""
+_PURE_METHODS = {"startswith", "endswith", "lower", "upper", "get", "keys", "values", "items"}
+_LOOKUPS = {"get", "pop", "setdefault", "__getitem__"}
+_LOGS = {"logger", "logging", "warnings", "print"}
+_ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+_LITERALS = (ast.List, ast.Tuple, ast.Dict)
+_NO_CODE = (ast.Global, ast.Nonlocal, ast.Pass)
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+class Source:
+    """The source of a function with its nested functions, and line numbers of the file."""
+
+    def __init__(self, tree: ast.AST, first_line: int) -> None:
+        self.tree = tree
+        self.first_line = first_line
+        self.last_line: int = tree.end_lineno  # type: ignore[attr-defined]
+        self.parents = {
+            child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)
+        }
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the function's parameters."""
+        return _parameters(self.tree)
+
+    def covers(self, line: int) -> bool:
+        """Whether a line is part of the function."""
+        return self.first_line <= line <= self.last_line
+
+
+@functools.lru_cache(maxsize=1024)
+def source_of(code: types.CodeType) -> Source | None:
+    """The source of a function's code; None if it cannot be read."""
+    try:
+        text = textwrap.dedent(inspect.getsource(code))
+        body = ast.parse(text).body
+    except (OSError, TypeError, SyntaxError, IndentationError):
+        return None
+    if len(body) != 1 or not isinstance(body[0], ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    ast.increment_lineno(body[0], code.co_firstlineno - 1)
+    return Source(body[0], code.co_firstlineno)
+
+
+class Conditions:
+    """The open conditions of a function.
+
+    Args:
+        source: the function's.
+        modules: parameters that hold modules of the model, such as ``self``.
+        changing: attributes of those modules that are properties, or that forward assigns to.
+        namespace: the function's globals.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        modules: Iterable[str],
+        changing: Iterable[str],
+        namespace: Mapping[str, object],
+    ) -> None:
+        self._source = source
+        self._namespace = namespace
+        self._changing = set(changing) | {
+            node.attr
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        }
+        self._locals = set(_all_parameters(source.tree)) | _assigned(source.tree)
+        self._fixed = set(modules) | (self._locals - set(_all_parameters(source.tree)))
+        while True:  # until all remaining variables depend on fixed values only
+            variables = self._fixed & _assigned(source.tree)
+            wrong = {name for name in variables if not self._is_fixed_variable(name)}
+            if not wrong:
+                break
+            self._fixed -= wrong
+        self.lines = frozenset(self._open_lines())
+        """The lines on which an open condition is evaluated."""
+
+    def not_run(self, ran: set[int]) -> Iterator[ast.AST]:
+        """Statements and expressions that did not run, but may run in another call.
+
+        Args:
+            ran: the lines that ran.
+        """
+        body = self._source.tree.body  # type: ignore[attr-defined]
+        yield from self._not_run(body if isinstance(body, list) else [], ran)
+        for node in ast.walk(self._source.tree):  # lines do not tell what ran within a statement
+            if isinstance(node, ast.stmt | ast.expr) and _ran(self._statement(node), ran):
+                yield from self._arms(node)
+
+    def _not_run(self, block: list[ast.stmt], ran: set[int]) -> Iterator[ast.AST]:
+        last: ast.stmt | None = None
+        for statement in block:
+            if isinstance(statement, _NO_CODE) or _is_text(statement):
+                continue
+            if _ran(statement, ran):
+                last = statement
+                for inner in self._blocks(statement):
+                    if inner and not _starts(inner, ran):
+                        if self._is_open(statement) and not _only_raises(inner):
+                            yield from inner
+                    else:
+                        yield from self._not_run(inner, ran)
+            elif last is None or self._may_end_otherwise(last):
+                yield statement
+            else:
+                return
+
+    def _blocks(self, statement: ast.stmt) -> list[list[ast.stmt]]:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return []
+        names = ("body", "orelse", "finalbody")
+        blocks = [getattr(statement, name, []) for name in names]
+        blocks += [handler.body for handler in getattr(statement, "handlers", [])]
+        return blocks + [case.body for case in getattr(statement, "cases", [])]
+
+    def _may_end_otherwise(self, statement: ast.stmt) -> bool:
+        """Whether an open condition may be why the statement after this one did not run."""
+        if isinstance(statement, _ENDS):
+            return False
+        if not any(isinstance(node, ast.stmt) and self._is_open(node) for node in _walk(statement)):
+            return not any(isinstance(node, _ENDS) for node in _walk(statement))
+        return True
+
+    def _arms(self, node: ast.AST) -> list[ast.AST]:
+        """The parts of an expression that depend on an open condition."""
+        if isinstance(node, ast.IfExp) and not self._is_fixed(node.test):
+            return [node.body, node.orelse]
+        if isinstance(node, ast.BoolOp) and not all(map(self._is_fixed, node.values[:-1])):
+            return [*node.values[1:]]
+        if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+            tests = [test for each in node.generators for test in each.ifs]
+            return [] if all(map(self._is_fixed, tests)) else [node]
+        if isinstance(node, ast.Subscript):
+            is_lookup = isinstance(node.value, _LITERALS) or self._is_fixed(node.value)
+            return [node] if is_lookup and not self._is_fixed(node.slice) else []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            value = node.func.value
+            is_lookup = isinstance(value, _LITERALS) or self._is_fixed(value)
+            is_lookup = is_lookup and node.func.attr in _LOOKUPS
+            return [node] if is_lookup and not all(map(self._is_fixed, node.args)) else []
+        if isinstance(node, ast.If) and self._is_open(node):
+            return [s for s in (*node.body, *node.orelse) if s.lineno == node.lineno]
+        return []
+
+    def _is_open(self, node: ast.stmt) -> bool:
+        if isinstance(node, ast.If):
+            return not (
+                self._is_fixed(node.test)
+                or _only_logs(node)
+                or (_only_raises(node.body) and not node.orelse)
+                or _only_raises(node.orelse)
+            )
+        if isinstance(node, ast.While):
+            return not self._is_fixed(node.test)
+        if isinstance(node, ast.Try):
+            return not all(_only_raises(handler.body) for handler in node.handlers)
+        return isinstance(node, ast.Match) and not self._is_fixed(node.subject)
+
+    def _open_lines(self) -> Iterator[int]:
+        for node in ast.walk(self._source.tree):
+            if isinstance(node, ast.stmt) and self._is_open(node):
+                yield node.lineno
+                if isinstance(node, ast.If | ast.While):
+                    yield from _span(node.test)
+                elif isinstance(node, ast.Try):
+                    for statement in node.body:
+                        yield from _span(statement)
+            elif isinstance(node, ast.For | ast.comprehension) and not self._is_fixed(node.iter):
+                yield from _span(node.iter)
+            elif not isinstance(node, ast.stmt) and self._arms(node):
+                statement = self._statement(node)
+                is_block = any(self._blocks(statement))
+                yield from _span(node) if is_block else _span(statement)
+
+    def _statement(self, node: ast.AST) -> ast.stmt:
+        while not isinstance(node, ast.stmt):
+            node = self._source.parents[node]
+        return node
+
+    def _is_fixed_variable(self, name: str) -> bool:
+        """Whether a variable is assigned only fixed values, under fixed conditions."""
+        for node in ast.walk(self._source.tree):
+            if not (isinstance(node, ast.Name) and node.id == name):
+                continue
+            if not isinstance(node.ctx, ast.Load) and not self._is_fixed_binding(node):
+                return False
+        return True
+
+    def _is_fixed_binding(self, name: ast.Name) -> bool:
+        node: ast.AST = name
+        while isinstance(self._source.parents[node], ast.Tuple | ast.List | ast.Starred):
+            node = self._source.parents[node]
+        parent = self._source.parents[node]
+        if isinstance(parent, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+            is_fixed = parent.value is not None and self._is_fixed(parent.value)
+        elif isinstance(parent, ast.For | ast.comprehension):
+            is_fixed = self._is_fixed(parent.iter)
+        else:
+            return False
+        while is_fixed and parent in self._source.parents:
+            parent = self._source.parents[parent]
+            is_fixed = not (isinstance(parent, ast.stmt) and self._is_open(parent))
+        return is_fixed
+
+    def _is_fixed(self, node: ast.AST) -> bool:
+        """Whether an expression has the same value in every call."""
+        match node:
+            case ast.Constant():
+                return True
+            case ast.Name():
+                return node.id in self._fixed or self._is_fixed_global(node.id)
+            case ast.Attribute():
+                return node.attr not in self._changing and self._is_fixed(node.value)
+            case ast.Call(func=ast.Name(id=name)):
+                is_pure = name in _PURE and name not in self._locals
+                return is_pure and not node.keywords and all(map(self._is_fixed, node.args))
+            case ast.Call(func=ast.Attribute(attr=name, value=value)):
+                parts = [value, *node.args]
+                return name in _PURE_METHODS and all(map(self._is_fixed, parts))
+            case ast.BoolOp() | ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.IfExp():
+                return all(map(self._is_fixed, _operands(node)))
+            case ast.Subscript() | ast.Slice() | ast.Tuple() | ast.List() | ast.Set() | ast.Dict():
+                return all(map(self._is_fixed, _operands(node)))
+            case ast.NamedExpr(value=value):
+                return self._is_fixed(value)
+        return False
+
+    def _is_fixed_global(self, name: str) -> bool:
+        if name in self._locals:
+            return False
+        if name in self._namespace:
+            return not isinstance(self._namespace[name], nn.Module | Tensor)
+        return hasattr(builtins, name)
+
+
+def _operands(node: ast.AST) -> Iterator[ast.AST]:
+    return (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+
+
+def _parameters(tree: ast.AST) -> list[str]:
+    if not isinstance(tree, _Function):
+        return []
+    a = tree.args
+    rest = [each for each in (a.vararg, a.kwarg) if each is not None]
+    return [each.arg for each in (*a.posonlyargs, *a.args, *a.kwonlyargs, *rest)]
+
+
+def _all_parameters(tree: ast.AST) -> Iterator[str]:
+    """The parameters of a function and its nested functions."""
+    for node in ast.walk(tree):
+        yield from _parameters(node)
+
+
+def _assigned(tree: ast.AST) -> set[str]:
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+
+
+def _walk(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The statements in a statement, without the bodies of functions that it defines."""
+    yield statement
+    for child in ast.iter_child_nodes(statement):
+        if isinstance(child, ast.stmt) and not isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ):
+            yield from _walk(child)
+        elif isinstance(child, ast.ExceptHandler | ast.match_case):
+            for inner in child.body:
+                yield from _walk(inner)
+
+
+def _span(node: ast.AST) -> range:
+    return range(node.lineno, node.end_lineno + 1)  # type: ignore[attr-defined]
+
+
+def _ran(statement: ast.stmt, ran: set[int]) -> bool:
+    return not ran.isdisjoint(_span(statement))
+
+
+def _starts(block: list[ast.stmt], ran: set[int]) -> bool:
+    return any(_ran(statement, ran) for statement in block)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _only_raises(block: list[ast.stmt]) -> bool:
+    return bool(block) and isinstance(block[-1], ast.Raise)
+
+
+def _only_logs(node: ast.If) -> bool:
+    return not node.orelse and all(
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and next(n.id for n in ast.walk(statement.value.func) if isinstance(n, ast.Name)) in _LOGS
+        for statement in node.body
+    )

@@ -1,0 +1,71 @@
+"""What passes need to know about a module."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_BEHAVIOUR = ("forward", "_conv_forward", "__call__", "_call_impl", "_output_padding")
+
+
+def plain_kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
+    """The class in ``kinds`` whose methods the module uses unchanged; None if there is none."""
+    for kind in kinds:
+        if isinstance(module, kind):
+            same = (
+                name not in vars(module) and getattr(type(module), name, None) is method
+                for name, method in ((name, getattr(kind, name, None)) for name in _BEHAVIOUR)
+            )
+            return kind if all(same) else None
+    return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks see or change the module's inputs, outputs or gradients."""
+    return any(all_hooks(module))
+
+
+def all_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """The hooks of forward and backward passes, one dict for each kind."""
+    return [getattr(module, name) for name in _HOOKS]
+
+
+def has_computed_tensors(module: nn.Module) -> bool:
+    """Whether the weight is computed from others: a parametrization or the older weight norm."""
+    return parametrize.is_parametrized(module) or "weight" not in module._parameters
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether the module is a BatchNorm of torch, or of a class derived from one."""
+    return isinstance(module, _BatchNorm)
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The module's parameters and buffers, without those of its children."""
+    for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def owners(model: nn.Module) -> dict[int, list[str]]:
+    """The names of the modules that use each parameter, by the parameter's id."""
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for _, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(param), []).append(path)
+    return found

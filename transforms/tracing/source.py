@@ -1,0 +1,418 @@
+"""Reads from source code what it may do with a model's modules."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import functools
+import inspect
+import itertools
+import types
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from transforms.tracing.conditions import Source, source_of
+
+_HARMLESS = {"training", "__class__", "_get_name", "extra_repr", "forward", "__init__"}
+"""Attributes of torch.nn.Module that give access to neither tensors nor children."""
+_REACHING = {f"{named}{what}" for named in ("", "named_") for what in ("modules", "children")}
+_REACHING |= {f"{named}{what}" for named in ("", "named_") for what in ("parameters", "buffers")}
+_REACHING |= {"get_submodule", "get_parameter", "get_buffer", "state_dict"}
+_REACHING |= {"_modules", "_parameters", "_buffers", "__dict__"}
+"""Attributes that give access to tensors or children, on any object."""
+_ASKS = ("isinstance", "type", "id", "len", "bool", "callable")
+"""Builtins that do not look inside a module."""
+_BY_NAME = ("hasattr", "getattr")
+_OF_TENSORS = {"device", "dtype", "is_cuda", "shape", "ndim", "requires_grad"}
+_OF_TENSORS |= {"is_floating_point", "dim", "size", "numel"}
+
+
+class Use(NamedTuple):
+    """A use of a module by code."""
+
+    module: nn.Module
+    is_call: bool
+    """Whether the code only calls the module, or the items of a ModuleList or ModuleDict."""
+
+
+class Reader:
+    """Finds the uses of a model's modules in code.
+
+    Args:
+        model: the model whose modules the code may use.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._by_name: dict[str, set[nn.Module]] = {}
+        for module in model.modules():
+            for name, child in module._modules.items():
+                if child is not None:
+                    self._by_name.setdefault(name, set()).add(child)
+        self._methods: dict[str, set[nn.Module]] = {}
+        for module in model.modules():
+            for cls in type(module).__mro__:
+                if not _is_torchs(cls):
+                    for name in vars(cls).keys() - {"forward"}:
+                        self._methods.setdefault(name, set()).add(module)
+        self._seen: set[tuple[types.FunctionType, nn.Module]] = set()
+
+    def forward(self, module: nn.Module) -> Iterator[Use]:
+        """The uses in the forward code of ``module``, none of which has run."""
+        if "forward" in vars(module):
+            yield Use(module, False)
+        yield from self._method("forward", module)
+        if (own := _own_getattr(type(module))) is not None:
+            yield from self._function(own, module)
+
+    def code(
+        self,
+        node: ast.AST,
+        source: Source,
+        modules: Mapping[str, Iterable[nn.Module]],
+        namespace: Mapping[str, object],
+    ) -> Iterator[Use]:
+        """The uses in a part of a function.
+
+        Args:
+            node: the part.
+            source: the function.
+            modules: the modules that local variables may hold, by variable.
+            namespace: the function's globals and the variables of enclosing functions.
+        """
+        for each in ast.walk(node):
+            match each:
+                case ast.Attribute(attr=name):
+                    yield from self._attribute(each, name, source, modules, namespace)
+                case ast.Name(id=name) if name in modules:
+                    for module in modules[name]:
+                        yield from self._variable(each, module, source)
+                case ast.Name(id=name):
+                    for module in modules_behind(namespace.get(name)):
+                        yield Use(module, False)
+                case ast.Constant(value=str(name)) if not _is_text(each, source):
+                    for module in itertools.chain(*modules.values()):
+                        if (child := module._modules.get(name)) is not None:
+                            yield Use(child, False)
+
+    def _attribute(
+        self,
+        node: ast.Attribute,
+        name: str,
+        source: Source,
+        modules: Mapping[str, Iterable[nn.Module]],
+        namespace: Mapping[str, object],
+    ) -> Iterator[Use]:
+        owners = _owners(node.value, modules, namespace)
+        if owners is None:
+            if _is_super(node.value):
+                for owner in modules.get((source.parameters or [""])[0], ()):
+                    yield from self._method(name, owner, of_bases=True)
+            children = self._by_name.get(name, set())
+            reaches = name in _REACHING and (name.startswith("_") or _is_called(node, source))
+            reached = {self._model} if reaches else set()
+            readers = set() if hasattr(Tensor, name) else self._methods.get(name, set())
+        else:
+            own = [owner._modules.get(name) for owner in owners]
+            children = {child for child in own if child is not None}
+            reaches = hasattr(nn.Module, name) and name not in _HARMLESS
+            reached = set(owners) if reaches else set()
+            readers = set(owners)
+        for child in children:
+            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if not _is_asked(node, source):
+                yield Use(child, (_items_are_called if is_list else _is_called)(node, source))
+        for module in reached:
+            if not _reads_meta_data(node, source):
+                yield Use(module, False)
+        for module in readers:
+            yield from self._method(name, module)
+        for owner in owners or ():
+            for module in modules_behind(vars(owner).get(name)):
+                yield Use(module, False)
+
+    def _variable(self, node: ast.Name, module: nn.Module, source: Source) -> Iterator[Use]:
+        if _is_called(node, source):
+            yield Use(module, True)
+        elif not (
+            isinstance(node.ctx, ast.Store)
+            or isinstance(source.parents.get(node), ast.Attribute)
+            or _is_asked(node, source)
+        ):
+            yield Use(module, False)
+
+    def _method(self, name: str, module: nn.Module, of_bases: bool = False) -> Iterator[Use]:
+        for cls in type(module).__mro__:
+            if name in vars(cls):
+                function = _function(vars(cls)[name])
+                if function is not None and not _is_torchs(cls):
+                    yield from self._function(function, module)
+                if not of_bases:
+                    return
+
+    def _function(self, function: types.FunctionType, module: nn.Module) -> Iterator[Use]:
+        if (function, module) in self._seen:
+            return
+        self._seen.add((function, module))
+        source = source_of(function.__code__)
+        if source is None:
+            yield Use(module, False)
+            return
+        modules = {source.parameters[0]: [module]} if source.parameters else {}
+        namespace = ChainMap(_closure(function), function.__globals__)
+        body: list[ast.AST] = source.tree.body  # type: ignore[attr-defined]
+        for node in body:
+            yield from self.code(node, source, modules, namespace)
+
+
+def modules_in(value: object) -> Iterator[nn.Module]:
+    """The modules in a value, also inside lists and dicts."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, list | tuple | set | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from modules_in(item)
+
+
+def modules_behind(*values: object) -> Iterator[nn.Module]:
+    """The modules in values, also inside the attributes of other objects and in closures."""
+    waiting, seen = [*values], set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, type | types.ModuleType | Tensor):
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            yield value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+        elif isinstance(value, types.FunctionType):
+            waiting += _closure(value).values()
+        elif isinstance(value, types.MethodType):
+            waiting.append(value.__self__)
+        elif isinstance(value, functools.partial):
+            waiting += [value.func, value.args, value.keywords]
+        else:
+            waiting += getattr(value, "__dict__", {}).values()
+
+
+def _closure(function: types.FunctionType) -> dict[str, object]:
+    """The variables of enclosing functions that a function uses."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # an unassigned variable
+            found[name] = cell.cell_contents
+    return found
+
+
+def modules_of_function(function: types.FunctionType) -> Iterator[nn.Module]:
+    """The modules that a function can access without arguments: globals, closure, defaults."""
+    named = [function.__globals__.get(name) for name in all_names(function.__code__)]
+    yield from modules_behind(named, _closure(function), function.__defaults__)
+
+
+def reads_only(function: types.FunctionType, place: int, names: set[str]) -> bool:
+    """Whether ``function`` only reads these attributes of the argument at ``place``."""
+    parameters = [*inspect.signature(function).parameters.values()]
+    if place >= len(parameters) or parameters[place].kind is inspect.Parameter.VAR_POSITIONAL:
+        return False
+    source = source_of(function.__code__)
+    if source is None:
+        return False
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Name) and node.id == parameters[place].name:
+            user = source.parents[node]
+            if not (isinstance(user, ast.Attribute) and user.attr in names):
+                return False
+    return True
+
+
+def dispatches(cls: type) -> bool:
+    """Whether a method chooses its code by the type of an argument."""
+    methods = (value for base in cls.__mro__ for value in vars(base).values())
+    return any(isinstance(method, functools.singledispatchmethod) for method in methods)
+
+
+def changing_attributes(cls: type) -> set[str]:
+    """The attributes that are properties of ``cls``, or that its forward code assigns to."""
+    own = [base for base in cls.__mro__ if not _is_torchs(base)]
+    names = {name for base in own for name, v in vars(base).items() if isinstance(v, property)}
+    for function in _reachable(cls):
+        for instruction in dis.get_instructions(function):
+            if instruction.opname == "STORE_ATTR":
+                names.add(instruction.argval)
+    return names
+
+
+def names_used(cls: type) -> set[str]:
+    """The attributes and globals in ``forward`` and in what it calls, without torch's code."""
+    names: set[str] = set()
+    waiting = _reachable(cls)
+    seen = set(waiting)
+    while waiting:
+        function = waiting.pop()
+        used = all_names(function.__code__)
+        names |= used
+        for name in used:
+            called = _function(function.__globals__.get(name))
+            if called is not None and called not in seen and not _is_torchs(called):
+                seen.add(called)
+                waiting.append(called)
+    return names
+
+
+def _reachable(cls: type) -> list[types.FunctionType]:
+    """``forward`` and all methods whose names it or they mention, without torch's own."""
+    methods: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if not _is_torchs(base):
+            methods |= vars(base)
+    found: dict[str, types.FunctionType] = {}
+    names = ["forward"]
+    while names:
+        name = names.pop()
+        function = _function(methods.get(name))
+        if function is not None and name not in found:
+            found[name] = function
+            names += all_names(function.__code__)
+    return list(found.values())
+
+
+def all_names(code: types.CodeType) -> set[str]:
+    """The attributes and globals in code and its nested functions."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= all_names(constant)
+    return names
+
+
+def _function(attribute: object) -> types.FunctionType | None:
+    """The Python function of a method, without decorators."""
+    if isinstance(attribute, property):
+        attribute = attribute.fget
+    if isinstance(attribute, staticmethod | classmethod):
+        attribute = attribute.__func__
+    if callable(attribute):
+        attribute = inspect.unwrap(attribute)
+    return attribute if isinstance(attribute, types.FunctionType) else None
+
+
+def _own_getattr(cls: type) -> types.FunctionType | None:
+    for name in ("__getattr__", "__getattribute__"):
+        function = _function(getattr(cls, name, None))
+        if function is not None and not _is_torchs(function):
+            return function
+    return None
+
+
+def _is_torchs(thing: type | Callable[..., Any]) -> bool:
+    return (thing.__module__ or "").partition(".")[0] == "torch"
+
+
+def _owners(
+    value: ast.expr, modules: Mapping[str, Iterable[nn.Module]], namespace: Mapping[str, object]
+) -> list[nn.Module] | None:
+    """The modules that an expression may refer to; None if it may be anything."""
+    if isinstance(value, ast.Name):
+        if value.id in modules:
+            return list(modules[value.id])
+        is_other = value.id in namespace and not any(modules_behind(namespace[value.id]))
+        return [] if is_other else None
+    if not isinstance(value, ast.Attribute):
+        return None
+    owners = _owners(value.value, modules, namespace)
+    if owners is None or not all(value.attr in vars(owner) for owner in owners):
+        return None  # a child, a property, a method
+    held = [vars(owner)[value.attr] for owner in owners]
+    return None if any(modules_behind(held)) else []
+
+
+def _is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and _is_name(node.func, ("super",))
+
+
+def _is_asked(node: ast.AST, source: Source) -> bool:
+    """Whether code only tests whether a module is None, its class, or its attributes' names."""
+    parent = source.parents.get(node)
+    if isinstance(parent, ast.Compare):
+        return all(isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops)
+    if not isinstance(parent, ast.Call) or parent.func is node:
+        return False
+    if _is_name(parent.func, _BY_NAME):  # the name is a constant, which is looked at by itself
+        return len(parent.args) > 1 and isinstance(parent.args[1], ast.Constant)
+    return _is_name(parent.func, _ASKS)
+
+
+def _is_called(node: ast.AST, source: Source) -> bool:
+    parent = source.parents.get(node)
+    return isinstance(parent, ast.Call) and parent.func is node
+
+
+def _items_are_called(node: ast.Attribute, source: Source) -> bool:
+    """Whether a list of modules is only indexed and iterated over, and its items only called."""
+    used: ast.AST = node
+    user = source.parents[node]
+    if isinstance(user, ast.Call) and _is_name(user.func, ("len",)):
+        return True
+    if isinstance(user, ast.Subscript) and not isinstance(user.slice, ast.Slice):
+        return user.value is node and _is_called(user, source)
+    if isinstance(user, ast.Call) and _is_name(user.func, ("enumerate", "zip")):
+        used, user = user, source.parents[user]
+    if not (isinstance(user, ast.For | ast.comprehension) and user.iter is used):
+        return False
+    targets = {n.id for n in ast.walk(user.target) if isinstance(n, ast.Name)}
+    return all(
+        _is_called(use, source) or _is_index(use, source)
+        for use in ast.walk(source.tree)
+        if isinstance(use, ast.Name) and use.id in targets and isinstance(use.ctx, ast.Load)
+    )
+
+
+def _is_index(use: ast.AST, source: Source) -> bool:
+    """Whether a name is used as an index or a number, as in ``i < n`` or ``x[i]``."""
+    parent = source.parents.get(use)
+    if isinstance(parent, ast.Subscript):
+        return parent.slice is use
+    return isinstance(parent, ast.Compare)
+
+
+def _reads_meta_data(node: ast.Attribute, source: Source) -> bool:
+    """Whether only dtype, device and similar attributes of ``x.parameters()`` are read.
+
+    As in ``next(x.parameters()).device`` and ``(p.dtype for p in x.parameters())``.
+    """
+    call = source.parents.get(node)
+    user = source.parents.get(call) if isinstance(call, ast.Call) else None
+    if node.attr not in ("parameters", "buffers") or user is None:
+        return False
+    if isinstance(user, ast.Call) and _is_name(user.func, ("next",)):
+        return _asks_tensor(user, source)
+    if not (isinstance(user, ast.comprehension) and isinstance(user.target, ast.Name)):
+        return False
+    return all(
+        _asks_tensor(use, source)
+        for use in ast.walk(source.parents[user])
+        if isinstance(use, ast.Name) and use.id == user.target.id and use is not user.target
+    )
+
+
+def _asks_tensor(node: ast.AST, source: Source) -> bool:
+    parent = source.parents.get(node)
+    return isinstance(parent, ast.Attribute) and parent.attr in _OF_TENSORS
+
+
+def _is_text(node: ast.AST, source: Source) -> bool:
+    """Whether a string constant is a docstring or a message."""
+    parent = source.parents.get(node)
+    return isinstance(parent, ast.Expr | ast.JoinedStr | ast.Raise)
+
+
+def _is_name(node: ast.AST, names: tuple[str, ...]) -> bool:
+    return isinstance(node, ast.Name) and node.id in names

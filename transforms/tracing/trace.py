@@ -1,0 +1,212 @@
+"""One trace of a module's forward code by ``torch.fx``, with what its graph does not show."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import traceback
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from transforms.tracing.modules import all_hooks, own_tensors
+from transforms.tracing.source import reads_only
+from transforms.tracing.watch import TensorReads, Watch
+
+_OF_SHAPE = {"shape", "ndim", "device", "dtype", "is_cuda", "requires_grad", "layout"}
+_SHAPE_METHODS = {"size", "dim", "ndimension", "numel", "nelement", "get_device"}
+_GEOMETRY = {"stride", "kernel_size", "dilation", "padding", "groups"}
+_GEOMETRY |= {"in_channels", "out_channels", "in_features", "out_features", "training"}
+_SHAPE_OF_OTHER = {"reshape_as", "view_as", "expand_as"}
+
+
+class _Proxy(fx.Proxy):
+    """A traced value that passes for a tensor in ``isinstance``."""
+
+    _is_param = _is_buffer = False  # read by isinstance(..., Parameter) and Buffer
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return Tensor
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(Tensor, name):  # such as weight.data = ...
+            raise RuntimeError(f"forward sets {name} of a tensor, which a trace does not record")
+        super().__setattr__(name, value)
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(
+        self, is_box: Callable[[nn.Module], bool], functions: set[types.FunctionType]
+    ) -> None:
+        super().__init__(autowrap_functions=tuple(functions))
+        self._is_box = is_box
+        self.culprit: nn.Module | None = None
+        """The innermost module whose own code cannot be traced."""
+        self._made: list[tuple[fx.Node, weakref.ref[_Proxy]]] = []
+        self._tensors: dict[nn.Module, list[int]] = {}
+        self.exchanged: set[nn.Module] = set()
+        """Modules that were called with other tensors than their own."""
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        self._tensors = {m: _identities(m) for m in root.modules()}
+        return super().trace(root, concrete_args)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        proxy = _Proxy(node, self)
+        self._made.append((node, weakref.ref(proxy)))
+        return proxy
+
+    def kept(self) -> set[fx.Node]:
+        """Values that a module, a list or another object still holds."""
+        return {node for node, proxy in self._made if proxy() is not None}
+
+    def create_arg(self, a: Any) -> Any:
+        if type(a) is _Proxy:  # before an isinstance check, which it would pass
+            return a.node
+        return super().create_arg(a)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self._is_box(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if _identities(m) != self._tensors.get(m):
+            self.exchanged.add(m)
+        self.path_of_module(m)  # raises, in the caller, for a module that is not registered
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            if not self.is_leaf_module(m, ""):
+                self.culprit = self.culprit or m
+            raise
+
+
+def _identities(module: nn.Module) -> list[int]:
+    return [id(tensor) for _, tensor in own_tensors(module)]
+
+
+class Trace(NamedTuple):
+    """The graph of one trace, and what else it found out."""
+
+    graph: fx.Graph
+    modules: dict[str, nn.Module]
+    """The model's modules by their names in the graph."""
+    kept: set[fx.Node]
+    """Values that forward stores where other code may read them."""
+    read: set[nn.Module]
+    """Modules whose tensors are read or replaced without a node in the graph."""
+
+
+class UntraceableError(Exception):
+    """A forward that torch.fx cannot trace, with the module whose code is to blame."""
+
+    def __init__(self, culprit: nn.Module, function: types.FunctionType | None) -> None:
+        self.culprit = culprit
+        self.function = function
+        """The function called by its forward that cannot be traced, if there is one."""
+
+
+def _function_to_blame(error: BaseException, culprit: nn.Module) -> types.FunctionType | None:
+    """The global function that ``culprit.forward`` was calling when it failed."""
+    forward = inspect.unwrap(type(culprit).forward)
+    stack = traceback.walk_tb(error.__traceback__)
+    codes = [frame.f_code for frame, _ in stack]
+    if not isinstance(forward, types.FunctionType) or forward.__code__ not in codes[:-1]:
+        return None
+    below = codes[len(codes) - codes[::-1].index(forward.__code__) :]
+    called = forward.__globals__.get(below[0].co_name) if below else None
+    is_it = isinstance(called, types.FunctionType) and called.__code__ is below[0]
+    return called if is_it else None
+
+
+def run_trace(
+    root: nn.Module,
+    is_box: Callable[[nn.Module], bool],
+    functions: set[types.FunctionType],
+    constants: dict[str, Any],
+    watch: Watch,
+) -> Trace:
+    """Trace ``root`` on a copy that shares its tensors, as forward may write to its attributes.
+
+    Args:
+        root: the module whose forward is traced.
+        is_box: whether only calls of a module are traced, and not its forward.
+        functions: functions of which only calls are traced.
+        constants: arguments that are passed as they are, and not traced.
+        watch: follows the code that runs.
+
+    Raises:
+        UntraceableError: forward cannot be traced.
+    """
+    memo: dict[int, Any] = {id(t): t for t in [*root.parameters(), *root.buffers()]}
+    memo |= {id(hooks): OrderedDict() for m in root.modules() for hooks in all_hooks(m)}
+    originals: dict[nn.Module, nn.Module] = {}
+    try:
+        clone = copy.deepcopy(root, memo)
+        originals = {memo[id(m)]: m for m in root.modules()}
+    except Exception as error:  # of any class: the model's own
+        raise UntraceableError(root, None) from error
+    tracer = _Tracer(lambda m: is_box(originals[m]), functions)
+    reads = TensorReads(clone.modules())
+    try:
+        with watch.following(originals), reads:
+            graph = tracer.trace(clone, concrete_args=constants or None)
+    except Exception as error:
+        culprit = originals.get(tracer.culprit or clone, root)
+        raise UntraceableError(culprit, _function_to_blame(error, culprit)) from error
+    modules = {
+        node.target: originals[clone.get_submodule(node.target)]
+        for node in graph.nodes
+        if node.op == "call_module"
+    }
+    named = dict(clone.named_modules(remove_duplicate=False))
+    handed_over: set[nn.Module] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            whole = named.get(node.target)
+            modules[node.target] = originals[whole or named[node.target.rpartition(".")[0]]]
+            if whole is not None and not all(asks_geometry(user, node) for user in node.users):
+                handed_over.update(modules[node.target].modules())
+    read = handed_over | {originals[module] for module in reads.of | tracer.exchanged}
+    return Trace(graph, modules, tracer.kept(), read)
+
+
+def ways_to_call(root: nn.Module) -> list[dict[str, Any]]:
+    """The sets of optional arguments to leave at their defaults: all, none, and all but each one.
+
+    A traced argument is never None, so one trace follows only one branch of ``if mask is None``.
+    """
+    optional = {
+        name: parameter.default
+        for name, parameter in inspect.signature(type(root).forward).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    ways = [optional]
+    if optional:
+        ways.append({})
+    if len(optional) > 1:
+        ways += [{k: v for k, v in optional.items() if k != name} for name in optional]
+    return ways
+
+
+def reads_shape(user: fx.Node, node: fx.Node) -> bool:
+    """Whether ``user`` reads only the shape, dtype or device of the value of ``node``."""
+    if user.op == "call_function" and user.target is getattr:
+        return user.args[1] in _OF_SHAPE
+    if user.op == "call_method" and user.target in _SHAPE_OF_OTHER:
+        return user.args[0] is not node
+    return user.op == "call_method" and user.target in _SHAPE_METHODS
+
+
+def asks_geometry(user: fx.Node, module: fx.Node) -> bool:
+    """Whether a function that gets a module reads only strides and similar attributes of it."""
+    if not isinstance(user.target, types.FunctionType) or user.kwargs:
+        return False
+    places = [i for i, argument in enumerate(user.args) if argument is module]
+    return all(reads_only(user.target, place, _GEOMETRY) for place in places)

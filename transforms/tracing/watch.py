@@ -1,0 +1,243 @@
+"""Records what torch.fx does not: lines that ran, open conditions, and tensors that were read.
+
+While a model is traced, :class:`Watch` follows the lines of all code outside torch and the standard
+library, and :class:`TensorReads` sees the torch functions that get the model's tensors.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sys
+import sysconfig
+import types
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import _pytree
+
+from transforms.tracing.conditions import Conditions, Source, source_of
+from transforms.tracing.modules import own_tensors
+from transforms.tracing.source import Reader, Use, modules_in
+
+_TRUSTED = tuple(
+    os.path.realpath(folder) + os.sep
+    for folder in (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+)
+_STANDARD = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
+_META_DATA = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "itemsize"}
+_META_DATA |= {"is_cuda", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "nbytes"}
+_META_DATA |= {"size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"}
+_META_DATA |= {"is_floating_point", "is_complex", "__len__", "__hash__"}
+
+
+Originals = Mapping[nn.Module, nn.Module]
+"""The model's modules, by their traced copies."""
+
+
+class TensorReads(TorchFunctionMode):
+    """Notes the modules whose tensors torch functions read.
+
+    Args:
+        modules: those whose own parameters and buffers are watched.
+    """
+
+    def __init__(self, modules: Iterator[nn.Module]) -> None:
+        super().__init__()
+        self.of: set[nn.Module] = set()
+        """The modules whose tensors were read."""
+        self._owners: dict[int, set[nn.Module]] = {}
+        for module in modules:
+            for _, tensor in own_tensors(module):
+                self._owners.setdefault(_memory(tensor), set()).add(module)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if not _is_meta_data(func):
+            tensors = [t for t in _pytree.tree_leaves((args, kwargs)) if _is_tensor(t)]
+            owners = [self._owners.get(_memory(t), set()) for t in tensors]
+            if any(owners) and _writes(func, kwargs):
+                raise RuntimeError(f"forward writes to the model's tensors ({resolve_name(func)})")
+            self.of.update(*owners)
+        return func(*args, **kwargs)
+
+
+def _is_tensor(value: object) -> bool:
+    return issubclass(type(value), Tensor)  # isinstance() is true of a proxy too
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):  # sparse, or a tensor that wraps others
+        return id(tensor)
+
+
+def _is_meta_data(func: Any) -> bool:
+    name = resolve_name(func) or getattr(func, "__name__", "")
+    return (
+        name.removeprefix("torch.").removeprefix("Tensor.").removesuffix(".__get__") in _META_DATA
+    )
+
+
+def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    name: str = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    is_operator = name in ("__setitem__", "__set__") or (
+        name.startswith("__i") and name != "__invert__"
+    )
+    return is_in_place or is_operator or kwargs.get("out") is not None
+
+
+class _Function:
+    """A function outside torch, as called with one module as its first argument."""
+
+    def __init__(self, frame: types.FrameType, changing: Collection[str]) -> None:
+        code, variables = frame.f_code, frame.f_locals
+        self.source: Source | None = source_of(code)
+        self._file = code.co_filename
+        enclosed = {name: variables[name] for name in code.co_freevars if name in variables}
+        self.namespace: Mapping[str, object] = ChainMap(enclosed, frame.f_globals)
+        self.modules: dict[str, set[nn.Module]] = {}
+        """The modules that local variables have held, by variable."""
+        self.ran: set[int] = set()
+        self._changing = changing
+        self._conditions: Conditions | None = None
+
+    @property
+    def conditions(self) -> Conditions | None:
+        """Its conditions; None if there is no source."""
+        if self._conditions is None and self.source is not None:
+            names = {*self.source.parameters} & self.modules.keys()
+            self._conditions = Conditions(self.source, names, self._changing, self.namespace)
+        return self._conditions
+
+    def meet(self, variables: Mapping[str, object], originals: Originals) -> None:
+        """Note the modules in local variables."""
+        for name, value in variables.items():
+            if modules := {originals.get(module, module) for module in modules_in(value)}:
+                self.modules.setdefault(name, set()).update(modules)
+
+    def covers(self, inner: types.CodeType) -> bool:
+        """Whether the code of an inner function is part of this one."""
+        is_here = self.source is not None and self._file == inner.co_filename
+        return is_here and self.source.covers(inner.co_firstlineno)  # type: ignore[union-attr]
+
+    def is_open(self, line: int) -> bool:
+        """Whether an open condition is evaluated on a line."""
+        return self.conditions is None or line in self.conditions.lines
+
+
+class Watch:
+    """Follows the code that runs in all traces of one module.
+
+    Args:
+        changing: attributes of modules that may have another value in another call.
+    """
+
+    def __init__(self, changing: Collection[str]) -> None:
+        self._changing = changing
+        self.undecided: set[fx.Node] = set()
+        """Values that a function held when it evaluated an open condition."""
+        self._functions: dict[_Key, _Function] = {}
+        self._originals: Originals = {}
+
+    @contextmanager
+    def following(self, originals: Originals) -> Iterator[None]:
+        """Follow the code that runs in this context."""
+        before = sys.gettrace()
+        self._originals = originals
+        sys.settrace(self._on_call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def uses(self, model: nn.Module) -> Iterator[Use]:
+        """What code that did not run may do with modules of ``model``."""
+        reader = Reader(model)
+        for function in list(self._functions.values()):
+            if function.source is None or function.conditions is None:  # nothing is known
+                for module in set().union(*function.modules.values()):
+                    yield Use(module, False)
+                continue
+            for node in function.conditions.not_run(function.ran):
+                yield from reader.code(node, function.source, function.modules, function.namespace)
+
+    def _on_call(self, frame: types.FrameType, event: str, _: object) -> Any:
+        code = frame.f_code
+        if not _is_users(code.co_filename):
+            return None
+        function = self._enclosing(frame) or self._functions.setdefault(
+            self._key(frame), _Function(frame, self._changing)
+        )
+        if function.source is None and not _has_conditions(code):
+            return None
+        function.meet(frame.f_locals, self._originals)
+        function.ran.add(frame.f_lineno)
+        return functools.partial(self._on_line, function)
+
+    def _key(self, frame: types.FrameType) -> _Key:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+        module = self._originals.get(first, first) if _is_module(first) else None  # type: ignore[arg-type]
+        return code.co_filename, code.co_firstlineno, id(module)
+
+    def _enclosing(self, frame: types.FrameType) -> _Function | None:
+        """The function that contains a lambda or a comprehension, if that function was called."""
+        code = frame.f_code
+        if not code.co_name.startswith("<"):
+            return None
+        callers = [self._functions.get(self._key(frame.f_back))] if frame.f_back else []
+        for function in (*callers, *self._functions.values()):
+            if function is not None and function.covers(code):
+                return function
+        return None
+
+    def _on_line(
+        self, function: _Function, frame: types.FrameType, event: str, _: object
+    ) -> Callable[..., Any]:
+        if event == "line":
+            function.ran.add(frame.f_lineno)
+            if function.is_open(frame.f_lineno):
+                self.undecided.update(_nodes(list(frame.f_locals.values())))
+        elif event == "return":
+            function.meet(frame.f_locals, self._originals)
+        return functools.partial(self._on_line, function)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_users(filename: str) -> bool:
+    path = os.path.realpath(filename)
+    is_standard = path.startswith(_STANDARD) and "-packages" not in path
+    is_generated = filename.startswith("<") and not filename.startswith("<ipython")
+    return not (path.startswith(_TRUSTED) or is_standard or is_generated)
+
+
+_Key = tuple[str, int, int]
+"""A function's file and line, and the id of the module whose method it is."""
+
+
+def _is_module(value: object) -> bool:
+    return issubclass(type(value), nn.Module)
+
+
+def _has_conditions(code: types.CodeType) -> bool:
+    return any("JUMP_IF" in instruction.opname for instruction in dis.get_instructions(code))
+
+
+def _nodes(value: object) -> Iterator[fx.Node]:
+    """The traced values in a value."""
+    if issubclass(type(value), fx.Proxy):
+        yield value.node  # type: ignore[attr-defined]
+    elif type(value) in (list, tuple, set, dict):
+        for item in value.values() if isinstance(value, dict) else value:  # type: ignore[attr-defined]
+            yield from _nodes(item)

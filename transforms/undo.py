@@ -1,0 +1,90 @@
+"""``restore`` undoes what ``optimize`` did; ``finalize`` makes it permanent."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from transforms.inputs.arguments import check_halves, check_same_parameters
+from transforms.passes import INFERENCE, TRAINING
+from transforms.passes.fuse_step import is_converted
+from transforms.reports import attach, detach, find
+from transforms.reports import report as report_of
+from transforms.rewrites import plain_tensors
+
+__all__ = ["finalize", "restore"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
+    """Undo all that :func:`transforms.optimize` did, in place and bit for bit.
+
+    Values that were loaded, written or trained since are kept.
+
+    Args:
+        model: the model that ``optimize`` returned.
+        optimizer: the optimizer that it returned with the model, if there was one.
+
+    Returns:
+        the model; with an optimizer, a tuple of the model and the optimizer.
+
+    Raises:
+        ValueError: the model was not optimized, or has been finalized; the optimizer is of another
+            model; or weights are split, and the optimizer with their lower halves is not given.
+        RuntimeError: a folded or rounded weight was pruned, parametrized or given another shape
+            since. Whatever is raised, nothing was changed.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import transforms
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).eval()
+        >>> weight = model[0].weight.clone()
+        >>> _ = transforms.optimize(model, inplace=True)
+        >>> _ = transforms.restore(model)
+        >>> torch.equal(model[0].weight, weight), type(model[1]).__name__
+        (True, 'BatchNorm1d')
+    """
+    if optimizer is None or not is_converted(
+        optimizer
+    ):  # else it may be the second optimizer of this model
+        report_of(model)
+    if (report := find(model)) is not None and report.is_final:
+        raise ValueError("the model was finalized, which freed the tensors that restore() needs")
+    if optimizer is not None:
+        check_same_parameters(model, optimizer)
+    check_halves(model, optimizer)
+    plain_tensors.check_all(model)
+    for passes in (TRAINING, INFERENCE):
+        for each in reversed(passes):
+            each.undo(model, optimizer)
+    detach(model)
+    return model if optimizer is None else (model, optimizer)
+
+
+def finalize(model: _Model) -> _Model:
+    """Free the tensors that are kept of the plain model for :func:`restore` and ``state_dict()``.
+
+    Afterwards the model saves and loads the tensors that it computes with: folded, in 16 bits,
+    without the BatchNorms.
+
+    Args:
+        model: a model that :func:`transforms.optimize` returned for inference.
+
+    Raises:
+        ValueError: the model was not optimized.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import transforms
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).eval()
+        >>> model = transforms.finalize(transforms.optimize(model))
+        >>> list(model.state_dict())
+        ['0.weight', '0.bias']
+    """
+    report = report_of(model)
+    plain_tensors.discard(model)
+    attach(model, report._replace(kept_bytes=0, is_final=True))
+    return model
