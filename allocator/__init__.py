@@ -1,7 +1,7 @@
-"""SYCL devices for Python programs: the driver found, one queue for each device.
+"""A memory pool for SYCL devices, and their drivers and queues.
 
-The lowest of fusedoptim's three packages: it finds the driver, gives one queue for each device,
-and pools the device's memory. It imports neither torch nor dpctl until a device is asked for.
+The lowest of fusedoptim's three packages: it finds the driver, makes one queue for each device, and
+pools the device's memory. It imports torch and dpctl only when a device is used.
 """
 
 from allocator.exchange.borrowed import from_dlpack
@@ -45,7 +45,7 @@ from allocator.watching.statistics import Health
 from allocator.watching.timeline import Timeline
 from allocator.watching.trace import Event, Trace
 
-__fusedoptim__ = "0.1.0"  # what `fusedoptim.allocator` knows us by, should the name be shadowed
+__fusedoptim__ = "0.1.0"  # by which `fusedoptim.allocator` recognizes this package
 
 __all__ = [
     "ISA_LEVELS",

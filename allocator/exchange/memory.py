@@ -176,7 +176,7 @@ class Memory:
 
     @property
     def sycl_queue(self) -> Any:
-        """The pool's."""
+        """The pool's queue."""
         return self.pool.sycl_queue
 
     @property

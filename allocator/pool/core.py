@@ -91,12 +91,12 @@ class Core:
         self.reentrancy = ReentrancyGuard(self._recover)
         self.hooks = Hooks()
         self.debugger: Debugger | None = None
-        self.exporter = Exporter.obtain()
         self.cache = ReuseCache()
         self.released: deque[Allocation | Reserve] = deque()
         """what ended other than by a deleter; finalizers append to it."""
         self.is_closed = False
         self._process = os.getpid()
+        self.exporter = Exporter.obtain()  # last: __del__ returns it
         for core in lifecycle.cores():
             core.drain_if_idle()  # frees pools that only released tensors keep alive
         lifecycle.watch(self)

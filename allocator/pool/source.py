@@ -17,8 +17,6 @@ class Source:
         """bytes that may be held at once, or None."""
         self.reserved = 0
         """bytes held."""
-        self.refusal = ""
-        """why the last request failed."""
 
     @property
     def is_over_limit(self) -> bool:
@@ -32,19 +30,14 @@ class Source:
             MemoryError: the limit or the driver refuses.
         """
         self.check(nbytes)
-        try:
-            address, memory = self.driver.allocate(nbytes)
-        except MemoryError as error:
-            self.refusal = str(error)
-            raise
+        address, memory = self.driver.allocate(nbytes)
         self.reserved += nbytes
         return address, (memory, nbytes)
 
     def check(self, nbytes: int) -> None:
         """Raise MemoryError if this many bytes more would pass the limit."""
         if self.limit is not None and self.reserved + nbytes > self.limit:
-            self.refusal = f"the limit of {size_text(self.limit)}"
-            raise MemoryError(self.refusal)
+            raise MemoryError(f"the limit of {size_text(self.limit)}")
 
     def release(self, handle: Any) -> None:
         """Return the memory of ``handle`` to the driver."""

@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+from allocator import Pool
+
 MIB = 2**20
 
 
@@ -61,3 +63,10 @@ class AligningDriver(FaultyDriver):
         address = -(-ctypes.addressof(buffer) // (2 * MIB)) * 2 * MIB + self.shift
         self.held[address] = nbytes, buffer
         return address, address
+
+
+def check(pool: Pool, driver: FaultyDriver) -> None:
+    """The pool's figures agree with the driver's."""
+    assert pool.memory_reserved() == driver.reserved == pool._core.store.source.reserved
+    store = pool._core.store
+    assert pool.memory_allocated() == sum(a.size for a in store.in_use.values())

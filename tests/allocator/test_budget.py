@@ -15,23 +15,12 @@ import pytest
 import torch
 
 from allocator import Budget, Hook, OutOfMemoryError, Pool
-from tests.allocator.drivers import FaultyDriver
-from tests.allocator.test_faults import check
+from tests.allocator.drivers import FaultyDriver, check
 from tests.conftest import SEED
 from tests.interrupts import interrupted
 
 KIB = 2**10
 MIB = 2**20
-
-
-@pytest.fixture
-def driver() -> FaultyDriver:
-    return FaultyDriver()
-
-
-@pytest.fixture
-def pool(driver: FaultyDriver) -> Pool:
-    return Pool(driver=driver, name="mine")
 
 
 def test_charges_and_credits(pool: Pool, driver: FaultyDriver) -> None:

@@ -10,17 +10,10 @@ from typing import Any
 import pytest
 
 from allocator import Hook, OutOfMemoryError, Pool
-from tests.allocator.drivers import FaultyDriver
+from tests.allocator.drivers import FaultyDriver, check
 
 KIB = 2**10
 MIB = 2**20
-
-
-def check(pool: Pool, driver: FaultyDriver) -> None:
-    """The books agree with the driver's."""
-    assert pool.memory_reserved() == driver.reserved == pool._core.store.source.reserved
-    store = pool._core.store
-    assert pool.memory_allocated() == sum(a.size for a in store.in_use.values())
 
 
 @pytest.mark.parametrize("n", [2, 3, 7])

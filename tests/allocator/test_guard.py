@@ -23,19 +23,13 @@ from allocator import empty as current_empty
 from allocator.exchange.exports import _DELETER, Export
 from allocator.options.guard import IN_REDZONE, ON_ALLOCATION, ON_RELEASE, QUARANTINE, REDZONE
 from allocator.pool.blocks import Heap
-from tests.allocator.drivers import FaultyDriver
-from tests.allocator.test_faults import check
+from tests.allocator.drivers import FaultyDriver, check
 from tests.conftest import SEED
 from tests.interrupts import interrupted
 
 KIB = 2**10
 MIB = 2**20
 call_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_DELETER)
-
-
-@pytest.fixture
-def driver() -> FaultyDriver:
-    return FaultyDriver()
 
 
 @pytest.fixture

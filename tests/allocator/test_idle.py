@@ -17,18 +17,12 @@ import pytest
 
 from allocator import Pool
 from allocator.options.idle import Decay
-from tests.allocator.drivers import FaultyDriver
-from tests.allocator.test_faults import check
+from tests.allocator.drivers import FaultyDriver, check
 
 KIB = 2**10
 MIB = 2**20
 LONG = 1000.0
 """Seconds in which no thread looks."""
-
-
-@pytest.fixture
-def driver() -> FaultyDriver:
-    return FaultyDriver()
 
 
 @pytest.fixture

@@ -252,16 +252,10 @@ class DevicePoolAgainstModel(PoolAgainstModel):
         return Pool("cpu", **options)
 
 
-@pytest.fixture(autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Those that need not walk all of torch."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-TestPoolAgainstModel = PoolAgainstModel.TestCase
-TestDevicePoolAgainstModel = DevicePoolAgainstModel.TestCase
+TestPoolAgainstModel = pytest.mark.usefixtures("quick_collections")(PoolAgainstModel.TestCase)
+TestDevicePoolAgainstModel = pytest.mark.usefixtures("quick_collections")(
+    DevicePoolAgainstModel.TestCase
+)
 TestPoolAgainstModel.settings = TestDevicePoolAgainstModel.settings = settings(
     derandomize=True, database=None, deadline=None, max_examples=25, stateful_step_count=50
 )

@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +17,7 @@ import torch
 
 from allocator import Hook, OutOfMemoryError, Pool, Rules
 from allocator.pool.blocks import Heap
-from tests.allocator.drivers import AligningDriver, FaultyDriver
-from tests.allocator.test_faults import check
+from tests.allocator.drivers import AligningDriver, FaultyDriver, check
 from tests.conftest import SEED
 
 KIB = 2**10
@@ -34,14 +33,6 @@ def driver() -> AligningDriver:
 @pytest.fixture
 def pool(driver: AligningDriver) -> Pool:
     return Pool(driver=driver, name="mine", stable_addresses=ARENA)
-
-
-@pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """Those that need not walk all of torch."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def walk(
