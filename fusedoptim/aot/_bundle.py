@@ -7,6 +7,7 @@ make the same bytes, whatever the clock and the version of zlib.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -84,7 +85,8 @@ def write(path: Path, modules: list[Module]) -> None:
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):  # an interrupt may come after the exchange
+            os.unlink(temporary)
         raise
 
 

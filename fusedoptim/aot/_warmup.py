@@ -7,14 +7,10 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-
-from fusedoptim.allocator import queue
 from fusedoptim.aot._bundle import Bundle, load
-from fusedoptim.launch.devices import queue_of
+from fusedoptim.launch.devices import named_queue
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.modules import shipped
-from fusedoptim.raw.kernel import device_queue
 
 
 class Warmed(NamedTuple):
@@ -76,14 +72,14 @@ def warmup(
 
 def _of(bundle: Bundle) -> Iterator[Warmed]:
     for name, kernel in bundle.items():
-        device_queue(kernel.device)  # the driver starts, which is no kernel's time
+        named_queue(kernel.device)  # the driver starts, which is no kernel's time
         began = time.perf_counter()
         kernel.compile()
         yield Warmed(name, time.perf_counter() - began)
 
 
 def _shipped(device: str) -> Iterator[Warmed]:
-    chosen = queue_of(torch.device(device)) if device.startswith("xpu") else queue(device)
+    chosen = named_queue(device)
     has_float64 = chosen.sycl_device.has_aspect_fp64
     for kernel, dtype in shipped():
         if dtype == "f64" and not has_float64:

@@ -26,7 +26,8 @@ _CHECKS = {
 def examine(device: str | None = None) -> Report:
     """Examine the machine, its drivers and devices, and run every shipped kernel on each device.
 
-    Each kernel runs on random inputs, and its results are compared with its formula in float64.
+    Each kernel runs on random inputs, and its results are compared with those of its
+    source, run as plain Python in float64.
     That, and all else that a driver could crash, happens in processes of its own; a notebook's
     process may call this at any time.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 _DESCRIPTION = """\
 Examine the machine, the drivers, the environment and this package; run every shipped kernel on
-every device and compare it with its formula in float64; say what is wrong, and the cure.
+every device and compare it with its source in float64; say what is wrong, and the cure.
 Exit status: 0, also with warnings; 1 with errors.
 """
 

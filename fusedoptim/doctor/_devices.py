@@ -123,7 +123,7 @@ def describe_kernels(outcomes: Sequence[Outcome]) -> Section:
         lines = [line for line in tested if line["device"] == device]
         right = sum(line["problem"] == "" for line in lines)
         skipped = sum(line["problem"] is None for line in lines)
-        facts[device] = f"{right} of {total} kernels agree with their formulas in float64" + (
+        facts[device] = f"{right} of {total} kernels agree with their source in float64" + (
             f"; {skipped} need float64, which the device lacks" if skipped else ""
         )
         results[device] = {

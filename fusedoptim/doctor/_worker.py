@@ -64,6 +64,7 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
     from fusedoptim import isa
     from fusedoptim.allocator import devices, queue
     from fusedoptim.doctor._self_test import kernel_problem
+    from fusedoptim.launch.devices import backend_of
     from fusedoptim.launch.modules import shipped
 
     found = {d.filter_string: d for d in devices()}
@@ -90,7 +91,8 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
                 problem = None  # a step says so, and what to do
             else:
                 try:
-                    problem = kernel_problem(on_device, kernel, in_usm="cpu" not in name)
+                    in_usm = not backend_of(on_device).runs_on_host
+                    problem = kernel_problem(on_device, kernel, in_usm=in_usm)
                 except Exception as failure:
                     problem = f"cannot be run: {_last_line(failure)}"
             _say(lines, tested=kernel, device=name, problem=problem)
@@ -115,14 +117,14 @@ def _try_torch(lines: TextIO) -> None:
     from fusedoptim import isa
 
     _say(lines, highest=isa.highest())  # by torch's means
-    places = ["cpu"]
-    if torch.xpu.is_available():
-        places += [f"xpu:{i}" for i in range(torch.xpu.device_count())]
-    _say(lines, torch=torch.__version__, places=places)
+    from fusedoptim.launch.devices import BACKENDS
+
+    places = [device for backend in BACKENDS.values() for device in backend.devices()]
+    _say(lines, torch=torch.__version__, places=list(map(str, places)))
     for place in places:
         _say(lines, at=f"updates torch's tensors on {place}")
         try:
-            _say(lines, updated=place, problem=_update_problem(torch.device(place)))
+            _say(lines, updated=str(place), problem=_update_problem(place))
         except Exception as failure:
             _say(lines, failed=_last_line(failure))
 

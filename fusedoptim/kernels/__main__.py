@@ -21,12 +21,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from fusedoptim.dtypes import VARIANTS
 from fusedoptim.launch.modules import FOLDER, MANIFEST, MANIFEST_VERSION
 
 _HERE = Path(__file__).parent
-DTYPES = ("f32", "f64", "bf16", "f16", "split")
 GPUS = ("skl", "dg2", "pvc")  # Gen9, Arc, Data Center Max
 _COMPILER_SOURCES = ("language.py", "_lowering.py", "_compiler.py")
+_TABLES = tuple(_HERE.parent / name for name in ("dtypes.py", "launch/layout.py"))
 _TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
 
 
@@ -38,7 +39,7 @@ def kernel_files() -> list[Path]:
 def source_hash(path: Path) -> str:
     """SHA-256 of all the source that decides what the kernels of ``path`` compile to."""
     digest = hashlib.sha256()
-    for source in (path, *(_HERE / name for name in _COMPILER_SOURCES)):
+    for source in (path, *(_HERE / name for name in _COMPILER_SOURCES), *_TABLES):
         digest.update(source.read_bytes().replace(b"\r\n", b"\n"))
     return digest.hexdigest()
 
@@ -52,7 +53,7 @@ def _compile_all() -> tuple[dict[str, Any], dict[str, bytes]]:
         source = importlib.import_module(f"fusedoptim.kernels.{path.stem}")
         for kernel in (getattr(source, name) for name in source.__all__):
             alike: dict[Any, list[str]] = {}
-            for dtype in DTYPES:
+            for dtype in VARIANTS:
                 alike.setdefault(argument_types(kernel, dtype), []).append(dtype)
             for dtypes in alike.values():
                 shape = signature(kernel, dtypes[0])

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 
 from fusedoptim.allocator import load_compiler
+from fusedoptim.dtypes import VARIANTS
 from fusedoptim.kernels import language
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch.layout import WORD, Argument, Layout
@@ -91,18 +92,16 @@ def argument_types(kernel: Callable[..., Any], dtype: str) -> tuple[types.Type, 
 
 
 def _numba_type(role: Role, dtype: str) -> types.Type:
-    wide = "f64" if dtype == "f64" else "f32"
+    variant = VARIANTS[dtype]
     if role is Role.PARAM:
         return _lowering.Pointer(dtype)
     if role is Role.GRAD:
-        return _lowering.Pointer("bf16" if dtype == "split" else dtype)
-    if role in (Role.STATE, Role.SUMS, Role.CHUNK_SUMS, Role.RESULT):
-        return _lowering.Pointer(wide)
-    if role in (Role.DEVICE_SCALAR, Role.ROW_RESULT):
-        return _lowering.Pointer(wide)
+        return _lowering.Pointer(variant.element)
     if role in (Role.SCALAR, Role.ROW_SCALAR):
-        return types.float64 if wide == "f64" else types.float32
-    return types.int64
+        return getattr(types, variant.arithmetic)
+    if role in (Role.INDEX, Role.LENGTH, Role.ROW_FLAG, Role.FLAG):
+        return types.int64
+    return _lowering.Pointer(variant.real)
 
 
 def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None]:
@@ -112,7 +111,7 @@ def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None
     """
     shape = signature(kernel, dtype)
     layout = Layout(shape.arguments)
-    real = np.float64 if dtype == "f64" else np.float32
+    real = getattr(np, VARIANTS[dtype].arithmetic)
     namespace: dict[str, Any] = {
         "kernel": device_func(_with_globals(kernel, **_helpers(kernel, real), real=real)),
         "real": real,
@@ -245,7 +244,7 @@ def compile_kernel(kernel: Callable[..., Any], dtype: str, name: str) -> bytes:
 
     Args:
         kernel: a function whose arguments are annotated with types of the kernel language.
-        dtype: "f32", "f64", "bf16", "f16" or "split".
+        dtype: a variant's name, such as "bf16" or "split".
         name: of the module's entry point.
 
     Returns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba.cpython.tupleobj  # noqa: F401 (its lowering of tuples registers itself)
 from llvmlite import ir
@@ -17,6 +17,7 @@ from numba.extending import intrinsic, models, overload, register_model
 from numba_dpex.kernel_api_impl.spirv.math.mathimpl import registry as device_functions
 from numba_dpex.kernel_api_impl.spirv.target import SPIRV_TARGET_NAME
 
+from fusedoptim.dtypes import ELEMENTS, Element
 from fusedoptim.kernels import language
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -25,7 +26,7 @@ _GLOBAL = 1  # SPIR-V's CrossWorkgroup storage class, OpenCL's __global
 
 
 class Pointer(types.Type):  # type: ignore[misc]
-    """Address of values stored as ``element``: "f32", "f64", "bf16", "f16" or "split".
+    """Address of values stored as ``element``, or as "split".
 
     A split value is a float32 in two halves: a pair of addresses, upper halves first.
     """
@@ -37,7 +38,7 @@ class Pointer(types.Type):  # type: ignore[misc]
     @property
     def value(self) -> types.Type:
         """The type that a load gives and a store takes."""
-        return types.float64 if self.element == "f64" else types.float32
+        return types.float32 if self.element == "split" else VALUES[self.element]
 
 
 @register_model(Pointer)
@@ -199,14 +200,39 @@ def as_is(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return value
 
 
-# element: type in memory, its alignment, and the conversions from and to arithmetic
-FORMATS: dict[str, tuple[ir.Type, int, Any, Any]] = {
-    "f32": (_F32, 4, as_is, as_is),
-    "f64": (_F64, 8, as_is, as_is),
-    "bf16": (_I16, 2, _bf16_to_f32, _f32_to_bf16),
-    "f16": (_I16, 2, _f16_to_f32, _f32_to_f16),
-    "half": (_I16, 2, _zero_extended, _truncated),  # of a split value, as an integer
+# Elements that no device computes with, and the conversions from and to arithmetic.
+_CONVERSIONS = {
+    "bf16": (_bf16_to_f32, _f32_to_bf16),
+    "f16": (_f16_to_f32, _f32_to_f16),
 }
+
+
+class Format(NamedTuple):
+    """How an element lies in memory."""
+
+    memory: ir.Type
+    size: int
+    """Bytes, and the alignment."""
+    widen: Any
+    """From memory to arithmetic."""
+    narrow: Any
+    """And back."""
+
+
+def _format(element: Element) -> Format:
+    if element.name in _CONVERSIONS:
+        return Format(ir.IntType(8 * element.size), element.size, *_CONVERSIONS[element.name])
+    memory = {"f32": _F32, "f64": _F64}.get(element.name, ir.IntType(8 * element.size))
+    return Format(memory, element.size, as_is, as_is)
+
+
+FORMATS = {element.name: _format(element) for element in ELEMENTS.values()}
+"""By the name of the element."""
+FORMATS["half"] = Format(_I16, 2, _zero_extended, _truncated)  # of a split value, as an integer
+VALUES: dict[str, types.Type] = {
+    name: getattr(types, ELEMENTS[element.arithmetic].dtype) for name, element in ELEMENTS.items()
+}
+"""The type that a load of an element gives and a store takes."""
 
 
 def _element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, memory: ir.Type) -> Any:

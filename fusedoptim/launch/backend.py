@@ -7,13 +7,13 @@ A new kind of device is one file with a subclass of :class:`Backend`, and one li
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from fusedoptim.launch.arguments import Frame, Packing
 
 if TYPE_CHECKING:
     import torch
-
-    from fusedoptim.launch.modules import Module
 
 
 class LaunchShape(NamedTuple):
@@ -27,27 +27,104 @@ class LaunchShape(NamedTuple):
     """Elements that a work-group walks: it takes several rows that are shorter than that."""
 
 
-class Launcher(Protocol):
-    """Submits a kernel whose one argument is an address."""
+class BuildError(Exception):
+    """A driver refuses a module."""
 
-    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> bool:
-        """Submit the kernel, and append its event to ``events`` in the same C call.
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+        """The driver's text; "" if it says nothing."""
+
+
+class LaunchError(RuntimeError):
+    """A driver refuses a launch."""
+
+
+class Limits(NamedTuple):
+    """A device's properties of one kernel."""
+
+    work_group_size: int
+    """The most work items in a group."""
+    preferred_work_group_size_multiple: int
+    """What a group's size is best a multiple of."""
+    private_mem_size: int
+    """Bytes that each work item needs."""
+
+
+class DeviceKernel(Protocol):
+    """A compiled kernel that can be launched on one queue."""
+
+    @property
+    def limits(self) -> Limits:
+        """What the device allows this kernel."""
+
+    def sizes(self, items: tuple[int, ...], group: tuple[int, ...] | None) -> Any:
+        """The sizes of a launch, as :meth:`submit` takes them.
 
         Args:
-            address: the kernel's argument.
-            items: work items in all.
+            items: work items in all, in 1 to 3 dimensions.
+            group: of them in a group; None lets the driver choose.
+        """
+
+    def prepare(self, frame: Frame) -> None:
+        """Take over the arguments in ``frame``, to be called whenever they have changed.
+
+        Raises:
+            RuntimeError: the driver refuses one.
+        """
+
+    def submit(self, frame: Frame, sizes: Any, elements: int, events: list[Any]) -> bool:
+        """Submit the kernel, and append its event to ``events`` in the same C call.
+
+        So the event is in the list if and only if the kernel runs, whatever interrupts this method.
+
+        Args:
+            frame: the arguments, which were prepared.
+            sizes: of :meth:`sizes`.
             elements: about how many elements the kernel goes through.
-            events: of the update's launches so far.
+            events: of the launches so far.
 
         Returns:
             whether the kernel may still be running.
 
         Raises:
-            RuntimeError: the driver refuses the launch; then ``events`` has not changed.
+            LaunchError: the driver refuses the launch; then ``events`` has not changed.
         """
 
     def wait(self, event: Any) -> None:
         """Return when the kernel of this event has ended."""
+
+
+class Program(Protocol):
+    """A module that a driver has compiled."""
+
+    def kernel(
+        self, queue: Any, name: str, packing: Packing, is_short: bool = False
+    ) -> DeviceKernel:
+        """The kernel ``name`` on a ``dpctl.SyclQueue``.
+
+        Args:
+            queue: of the device for which the program was compiled.
+            name: in the module.
+            packing: of its arguments.
+            is_short: whether one group runs for some microseconds only and needs little memory of
+                its own, so that it may run on the calling thread while other Python threads wait.
+        """
+
+
+class Compiler(Hashable, Protocol):
+    """A driver's compiler for one device. Programs of equal compilers serve the same queues."""
+
+    def compile(self, spirv: bytes, options: str = "") -> Program:
+        """Compile a module.
+
+        Args:
+            spirv: the module.
+            options: for the driver's compiler.
+
+        Raises:
+            BuildError: the driver refuses the module.
+        """
 
 
 class Backend(abc.ABC):
@@ -57,20 +134,26 @@ class Backend(abc.ABC):
     """Its ``torch.device.type``."""
     shape: LaunchShape
     runs_on_host: bool
-    """Whether kernels use host memory, so that a step waits for their end."""
+    """Whether kernels use the host's memory, so that a step waits for their end."""
 
     @abc.abstractmethod
     def drives(self, sycl_device: Any) -> bool:
         """Whether a ``dpctl.SyclDevice`` is of this kind."""
 
     @abc.abstractmethod
+    def devices(self) -> Sequence[torch.device]:
+        """The torch devices of this kind."""
+
+    @abc.abstractmethod
     def queue(self, device: torch.device) -> Any:
         """The ``dpctl.SyclQueue`` on which tensors of ``device`` are updated now."""
 
     @abc.abstractmethod
-    def build(self, queue: Any, module: Module) -> Callable[[], Launcher]:
-        """Have the driver compile ``module``; returns what makes a launcher of its kernel.
+    def compiler(self, queue: Any, by_sycl: bool = False) -> Compiler:
+        """What compiles for the device of ``queue``.
 
-        Raises:
-            BuildError: the driver refuses the module.
+        Args:
+            queue: on which kernels will run.
+            by_sycl: whether kernels must be launched by SYCL: their launches are not waited for
+                and others wait for the queue, or they share variables with such kernels.
         """

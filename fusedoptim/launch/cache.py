@@ -13,16 +13,18 @@ import hashlib
 import os
 import secrets
 import stat
-import warnings
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fusedoptim._version import __version__
+from fusedoptim._warn import warn
 
 LIMIT = 256 << 20
 """Bytes that the files may take; those that were used longest ago go first."""
 _MAGIC = b"fusedoptim kernel 1 "
-_SUFFIX = ".spvcache"
+_SUFFIX, _UNFINISHED = ".spvcache", ".tmp"
+_ABANDONED = 3600  # seconds after which nobody is writing an unfinished file any more
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -46,11 +48,10 @@ def folder() -> Path | None:
 @functools.cache
 def warn_of(place: Path, reason: str) -> None:
     """Warn once that nothing can be kept."""
-    warnings.warn(
+    warn(
         f"compiled kernels cannot be kept in {place} ({reason}); set FUSEDOPTIM_CACHE_DIR to a "
         "folder that can be written to, or to nothing to keep none",
         RuntimeWarning,
-        stacklevel=6,
     )
 
 
@@ -120,11 +121,10 @@ def _read(place: Path, name: str) -> bytes | None:
                 return module
     except OSError:
         return None
-    warnings.warn(
+    warn(
         f"the cached kernel {place / name} is {danger or 'truncated or damaged'}, and is compiled "
         "again",
         RuntimeWarning,
-        stacklevel=5,
     )
     return None
 
@@ -135,7 +135,7 @@ def _head(module: bytes) -> bytes:
 
 def _write(place: Path, name: str, module: bytes) -> None:
     _make(place)
-    temporary = f"{name}.{secrets.token_hex(8)}.tmp"
+    temporary = f"{name}.{secrets.token_hex(8)}{_UNFINISHED}"
     with _opened_folder(place) as inside:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -209,17 +209,26 @@ def _danger(*found: os.stat_result) -> str | None:
 
 
 def _drop_oldest(inside: int, limit: int) -> None:
-    """Delete what was used longest ago, until the rest takes no more than ``limit`` bytes."""
-    files = []
+    """Delete the files used longest ago, until the rest take no more than ``limit`` bytes.
+
+    Files that a killed process left unfinished go as well.
+    """
+    files, dropped = [], []
+    oldest = time.time() - _ABANDONED
     for entry in os.scandir(inside):
-        if entry.name.endswith(_SUFFIX):
+        if _SUFFIX in entry.name:
             with contextlib.suppress(FileNotFoundError):  # another process drops too
                 found = entry.stat(follow_symlinks=False)
-                files.append((found.st_mtime, found.st_size, entry.name))
+                if entry.name.endswith(_SUFFIX):
+                    files.append((found.st_mtime, found.st_size, entry.name))
+                elif entry.name.endswith(_UNFINISHED) and found.st_mtime < oldest:
+                    dropped.append(entry.name)
     total = sum(size for _, size, _ in files)
     for _, size, name in sorted(files):
         if total <= limit:
             break
+        dropped.append(name)
+        total -= size
+    for name in dropped:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=inside)
-        total -= size

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fusedoptim.allocator import queue
-from fusedoptim.launch import sycl
-from fusedoptim.launch.backend import Backend, Launcher, LaunchShape
-from fusedoptim.launch.opencl import OpenCLLauncher, driver_of
+from fusedoptim.allocator import queue as shared_queue
+from fusedoptim.launch.backend import Backend, Compiler, LaunchShape
+from fusedoptim.launch.opencl import driver_of
+from fusedoptim.launch.sycl import SyclCompiler
 
 if TYPE_CHECKING:
     import torch
-
-    from fusedoptim.launch.modules import Module
 
 
 class CPU(Backend):
@@ -29,14 +26,25 @@ class CPU(Backend):
         """Whether it is a CPU."""
         return bool(sycl_device.is_cpu)
 
+    def devices(self) -> Sequence[torch.device]:
+        """The one that torch has."""
+        import torch
+
+        return [torch.device("cpu")]
+
     def queue(self, device: torch.device) -> Any:
         """The one queue that all share."""
-        return queue("cpu")
+        return shared_queue("cpu")
 
-    def build(self, queue: Any, module: Module) -> Callable[[], Launcher]:
-        """See :meth:`Backend.build`."""
-        driver = driver_of(queue.sycl_device)
-        if driver is None:
-            return sycl.build_launcher(queue, module, self.shape.lanes)
-        program = driver.program(module.spirv)
-        return functools.partial(OpenCLLauncher, driver, program, module.name, self.shape.lanes)
+    def compiler(self, queue: Any, by_sycl: bool = False) -> Compiler:
+        """OpenCL's driver, on the queue that all share; else SYCL."""
+        driver = None
+        if not by_sycl and _is_shared(queue):
+            driver = driver_of(queue.sycl_device)
+        return driver or SyclCompiler.of(queue, is_ordered=True)
+
+
+def _is_shared(queue: Any) -> bool:
+    """Whether the allocator made it: other work on a user's own queue is ordered by SYCL alone."""
+    names = "cpu", queue.sycl_device.filter_string
+    return any(queue is shared_queue(name) for name in names)

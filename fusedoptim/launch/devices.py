@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fusedoptim.allocator import queue
 from fusedoptim.launch.backend import Backend
 from fusedoptim.launch.cpu import CPU
 from fusedoptim.launch.xpu import XPU
@@ -25,3 +26,20 @@ def backend_of(queue: Any) -> Backend:
 def queue_of(device: torch.device) -> Any:
     """The ``dpctl.SyclQueue`` on which tensors of ``device`` are updated now."""
     return BACKENDS[device.type].queue(device)
+
+
+def named_queue(device: Any) -> Any:
+    """The ``dpctl.SyclQueue`` that a ``device`` argument of the user's names.
+
+    Args:
+        device: a SYCL filter string such as "cpu" or "level_zero:gpu:1"; the name of a torch device
+            that is not the host's, such as "xpu"; or a queue.
+    """
+    if not isinstance(device, str):
+        return device
+    backend = BACKENDS.get(device.partition(":")[0])
+    if backend is None or backend.runs_on_host:
+        return queue(device)
+    import torch
+
+    return backend.queue(torch.device(device))

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from fusedoptim.launch.arguments import ONE_ADDRESS
+from fusedoptim.launch.backend import BuildError
 from fusedoptim.launch.devices import backend_of
 from fusedoptim.launch.modules import Module, load_module
-from fusedoptim.launch.sycl import BuildError
 
 
 class Kernel:
@@ -38,8 +39,9 @@ class Kernel:
         self.real = np.dtype(module.arithmetic)
         """The arithmetic dtype."""
         try:
-            self.new_launcher = self.backend.build(queue, module)
-            """Makes the launcher of one launch block."""
+            program = self.backend.compiler(queue).compile(module.spirv)
+            self.on_device = program.kernel(queue, module.name, ONE_ADDRESS, is_short=True)
+            """What submits it."""
         except BuildError as error:
             raise RuntimeError(
                 f"the driver of {device.name} ({device.sycl_platform.name}, version "

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +78,14 @@ def load_module(kernel: str, dtype: str) -> Module:
         raise ModuleError(f"the compiled kernel {path} is not the one that was shipped; {_CURE}")
     arguments = tuple(Argument(name, Role(role)) for name, role in entry["arguments"])
     return Module(name, entry["dtypes"][0], arguments, entry["sums"], spirv)
+
+
+def kernel_function(kernel: str) -> Callable[..., Any]:
+    """The plain Python function that a kernel was compiled from."""
+    (source,) = {e["source"] for e in _manifest().values() if e["kernel"] == kernel}
+    module = importlib.import_module(f"fusedoptim.kernels.{Path(source).stem}")
+    function: Callable[..., Any] = getattr(module, kernel)
+    return function
 
 
 def shipped() -> list[tuple[str, str]]:

@@ -13,18 +13,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
 from itertools import starmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fusedoptim.allocator import is_forked, loaded_files, loaded_isa
+from fusedoptim.launch.arguments import LOCAL, WORD, Frame, Packing
+from fusedoptim.launch.backend import BuildError, LaunchError, Limits
 from fusedoptim.launch.cache import cached
 from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
-from fusedoptim.launch.progress import Progress, unwaited
-from fusedoptim.launch.sycl import BuildError
+from fusedoptim.launch.order import Progress, on_host, wait_for_host
 
 # Of OpenCL's headers, the same in all its versions.
 SUCCESS = 0
@@ -35,6 +38,8 @@ _WORK_GROUP_SIZE, _MULTIPLE, _PRIVATE_MEMORY = 0x11B0, 0x11B3, 0x11B4
 
 _OUT_OF_ORDER, _ON_CALLING_THREAD = 1 << 0, 1 << 31  # the latter by cl_intel_exec_by_local_thread
 
+_STACK = 64 << 10
+"""Bytes that a kernel may take of the calling thread's stack."""
 _SETTINGS = "CL_CONFIG_"
 """Begins the environment variables that the driver reads; some have it print what it compiles."""
 _Handle = ctypes.c_void_p
@@ -60,6 +65,8 @@ class OpenCL:
         self.set_pointer.argtypes = (pointer, count, pointer)
         # It takes objects of ctypes, None and small numbers, which need no types: 0.5 us less.
         self.enqueue = short.clEnqueueNDRangeKernel
+        self.enqueue_long = self._library.clEnqueueNDRangeKernel
+        """Gives Python's lock away, for what may run on the calling thread."""
         self.finish = self._library.clFinish
         self.finish.argtypes = (pointer,)
         self.release_kernel = short.clReleaseKernel
@@ -119,7 +126,11 @@ def check(status: int, function: str) -> None:
         RuntimeError: so it has.
     """
     if status != SUCCESS:
-        raise RuntimeError(f"the CPU driver's {function} failed with OpenCL's error {status}")
+        raise RuntimeError(_failure(status, function))
+
+
+def _failure(status: int, function: str) -> str:
+    return f"the CPU driver's {function} failed with OpenCL's error {status}"
 
 
 class Owned:
@@ -141,15 +152,24 @@ class Owned:
             self._release(self.handle)
 
 
-class Limits(NamedTuple):
-    """What a device says of a kernel."""
+class OpenCLProgram(Owned):
+    """A compiled module."""
 
-    work_group_size: int
-    """work items that a group may have."""
-    preferred_work_group_size_multiple: int
-    """what a group's size is best a multiple of."""
-    private_mem_size: int
-    """bytes that each work item needs."""
+    def __init__(self, driver: Driver, handle: ctypes.c_void_p) -> None:
+        """Take the handle.
+
+        Args:
+            driver: that made it.
+            handle: of the program.
+        """
+        super().__init__(handle, driver.opencl.release_program)
+        self.driver = driver
+
+    def kernel(
+        self, queue: Any, name: str, packing: Packing, is_short: bool = False
+    ) -> OpenCLKernel:
+        """See :class:`fusedoptim.launch.backend.Program`; its queue is the driver's own."""
+        return OpenCLKernel(self, name, packing, is_short)
 
 
 class Driver:
@@ -185,26 +205,21 @@ class Driver:
             "clCreateCommandQueue", self._context, self._device, ctypes.c_uint64(properties)
         )
 
-    def program(self, spirv: bytes, options: str = "") -> Owned:
+    def compile(self, spirv: bytes, options: str = "") -> OpenCLProgram:
         """A module compiled for the device, from the disk if it was compiled before.
 
-        Args:
-            spirv: the module.
-            options: for the driver's compiler.
-
-        Raises:
-            BuildError: the driver refuses the module.
+        See :class:`fusedoptim.launch.backend.Compiler`.
         """
         if any(name.startswith(_SETTINGS) for name in os.environ):
-            return self.compiled(spirv, options)
-        made: list[Owned] = []
+            return self.compile_now(spirv, options)
+        made: list[OpenCLProgram] = []
 
-        def compile_now() -> bytes:
-            made.append(self.compiled(spirv, options))
+        def build() -> bytes:
+            made.append(self.compile_now(spirv, options))
             return self._binary(made[0])
 
         parts = ("CPU driver", *self._identity, options, hashlib.sha256(spirv).hexdigest())
-        keep = functools.partial(cached, parts, compile_now, lambda place, reason: None)
+        keep = functools.partial(cached, parts, build, lambda place, reason: None)
         binary = keep()
         if not made:
             try:
@@ -213,8 +228,8 @@ class Driver:
                 keep(anew=True)
         return made[0]
 
-    def compiled(self, spirv: bytes, options: str = "") -> Owned:
-        """A module compiled now.
+    def compile_now(self, spirv: bytes, options: str = "") -> OpenCLProgram:
+        """A module compiled now, whatever the disk has.
 
         Raises:
             BuildError: the driver refuses the module.
@@ -222,7 +237,7 @@ class Driver:
         arguments = self._context, spirv, ctypes.c_size_t(len(spirv))
         return self._built("clCreateProgramWithIL", arguments, options)
 
-    def _read(self, binary: bytes, options: str) -> Owned:
+    def _read(self, binary: bytes, options: str) -> OpenCLProgram:
         arguments = (
             *(self._context, 1, ctypes.byref(self._device)),
             ctypes.byref(ctypes.c_size_t(len(binary))),
@@ -231,11 +246,11 @@ class Driver:
         )
         return self._built("clCreateProgramWithBinary", arguments, options)
 
-    def _built(self, function: str, arguments: tuple[Any, ...], options: str) -> Owned:
+    def _built(self, function: str, arguments: tuple[Any, ...], options: str) -> OpenCLProgram:
         """The program that ``function`` makes of its arguments."""
         opencl = self.opencl
         try:
-            program = Owned(opencl.make(function, *arguments), opencl.release_program)
+            program = OpenCLProgram(self, opencl.make(function, *arguments))
         except RuntimeError as error:
             raise BuildError(str(error)) from error
         device = ctypes.byref(self._device)
@@ -244,7 +259,7 @@ class Driver:
         except RuntimeError as error:
             log = opencl.text("clGetProgramBuildInfo", program.handle, self._device, _BUILD_LOG)
             log = log.strip()
-            raise BuildError(f"{error}: {log or 'it does not say why'}", log) from error
+            raise BuildError(f"{error}: {log or 'it gives no reason'}", log) from error
         return program
 
     def _binary(self, program: Owned) -> bytes:
@@ -256,19 +271,10 @@ class Driver:
         call("clGetProgramInfo", handle, _BINARIES, room, ctypes.byref(place), None)
         return binary.raw
 
-    def kernel(self, program: Owned, name: str) -> Owned:
-        """A kernel of a program, with room for its arguments: for one launch at a time.
-
-        Raises:
-            RuntimeError: the program has none of this name.
-        """
-        handle = self.opencl.make("clCreateKernel", program.handle, name.encode())
-        return Owned(handle, self.opencl.release_kernel)
-
     def expect(self, elements: int) -> None:
         """Make way for a kernel that is about to be submitted to ``queue``, if it is a long one.
 
-        The thread that calls this calls :meth:`finish` or :meth:`wait` afterwards.
+        The thread that calls this calls :meth:`wait` afterwards.
 
         Args:
             elements: of the tensors that it goes through, about.
@@ -280,15 +286,11 @@ class Driver:
     def finish(self) -> None:
         """Return when all has ended that was submitted to ``queue``."""
         self._elements = 0
-        check(call_and_wake(self._finish), "clFinish")
-
-    def wait(self) -> None:
-        """As :meth:`finish`, unless all is known to have ended."""
-        self.progress.wait(self.finish)
-        wake()  # another thread may have seen the end
+        if status := call_and_wake(self._finish):
+            check(status, "clFinish")
 
     def limits(self, kernel: Owned) -> Limits:
-        """What the device says of a kernel."""
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
         facts = _WORK_GROUP_SIZE, _MULTIPLE, _PRIVATE_MEMORY
         return Limits(*[self._number(kernel, fact) for fact in facts])
 
@@ -301,55 +303,93 @@ class Driver:
         return number.value
 
 
-class OpenCLLauncher:
-    """Submits a kernel to a driver's queue. It has a handle, and so arguments, of its own."""
+class OpenCLKernel:
+    """A kernel on a driver's queue. Each frame has a handle, and so arguments, of its own."""
 
-    def __init__(self, driver: Driver, program: Owned, name: str, lanes: int) -> None:
-        """Make the handle.
+    def __init__(self, program: OpenCLProgram, name: str, packing: Packing, is_short: bool) -> None:
+        """Note what it is.
 
         Args:
-            driver: that has the program.
             program: that has the kernel.
             name: of the kernel.
-            lanes: work items in a group.
+            packing: of its arguments.
+            is_short: see :meth:`fusedoptim.launch.backend.Program.kernel`.
         """
-        self._driver = driver
-        self._opencl = driver.opencl
-        self._kernel = driver.kernel(program, name)
-        self._address = ctypes.c_int64()
-        self._set_address: int | None = None
-        self._items = (ctypes.c_size_t * 1)()
-        self._lanes = lanes
-        sizes = None, self._items, (ctypes.c_size_t * 1)(lanes)
-        arguments = self._kernel.handle, 1, *sizes, 0, None, None
-        self._shared = ((driver.queue, *arguments),)
-        """One call's arguments, on the queue of all."""
-        self._own = ((driver.own_thread, *arguments),)
+        self.program = program
+        self._driver = program.driver
+        self._opencl = program.driver.opencl
+        self._name = name
+        self._packing = packing
+        self._is_short = is_short
+        self._enqueue_here = self._opencl.enqueue if is_short else self._opencl.enqueue_long
+        values = packing.values
+        self._by_value = [value.argument for value in values], [value.size for value in values]
 
-    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> bool:
-        """See :class:`fusedoptim.launch.backend.Launcher`; an event is the driver's answer."""
-        if address != self._set_address:
-            self._set_address = None  # whatever is set if this is interrupted
-            self._address.value = address
-            place = ctypes.byref(self._address)
-            check(self._opencl.set_argument(self._kernel.handle, 0, 8, place), "clSetKernelArg")
-            self._set_address = address
-        self._items[0] = items
-        if unwaited.queues:  # raw kernels, which may write what this one reads
-            unwaited.wait()
+    def _new_handle(self) -> Owned:
+        handle = self._opencl.make("clCreateKernel", self.program.handle, self._name.encode())
+        return Owned(handle, self._opencl.release_kernel)
+
+    @functools.cached_property
+    def limits(self) -> Limits:
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
+        return self._driver.limits(self._new_handle())
+
+    def sizes(self, items: tuple[int, ...], group: tuple[int, ...] | None) -> Any:
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
+        in_c = [None if size is None else (ctypes.c_size_t * 3)(*size) for size in (items, group)]
+        # One group uses one thread: this one has its memory in the cache.
+        is_here = items == group and self._driver.own_thread is not None
+        if is_here and not self._is_short:
+            is_here = self.limits.private_mem_size * math.prod(items) <= _STACK
+        return is_here, (len(items), None, *in_c, 0, None, None)
+
+    def prepare(self, frame: Frame) -> None:
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
+        if frame.owner is not self:
+            frame.given, frame.owner = None, self
+            frame.kernel = self._new_handle()
+        now, before = frame.buffer.raw, frame.given
+        if now == before:
+            return
+        frame.given = None  # the handle may have any arguments if this is interrupted
+        opencl, kernel, end = self._opencl, frame.kernel.handle, WORD * self._packing.count
+        handle, table = itertools.repeat(kernel), frame.table
+        statuses: list[int] = []
+        if before is None or now[:end] != before[:end]:
+            pointers = self._packing.pointers
+            addresses = [table[i] for i in pointers]
+            statuses += map(opencl.set_pointer, handle, pointers, addresses)
+        if before is None or now[end:] != before[end:]:
+            indices, sizes = self._by_value
+            values = [table[i] for i in indices]
+            statuses += map(opencl.set_argument, handle, indices, sizes, values)
+            for i, place, _ in self._packing.local:
+                nbytes = LOCAL.unpack_from(frame.buffer, place)[2]
+                statuses.append(opencl.set_argument(kernel, i, nbytes, None))
+        for status in filter(None, statuses):
+            check(status, "clSetKernelArg")
+        frame.given = now
+
+    def submit(self, frame: Frame, sizes: Any, elements: int, events: list[Any]) -> bool:
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`; an event is the driver's answer."""
+        is_here, last = sizes
+        if on_host:  # raw kernels, which may write what this one reads
+            wait_for_host()
         driver, progress = self._driver, self._driver.progress
-        is_idle = progress.latest is progress.ended
-        # One group uses one thread: this one has the tensors in its cache.
-        at_once = items == self._lanes and driver.own_thread is not None and is_idle
+        at_once = is_here and progress.latest is progress.ended
+        enqueue = self._enqueue_here if at_once else self._opencl.enqueue
+        queue = driver.own_thread if at_once else driver.queue
+        call = ((queue, frame.kernel.handle, *last),)
         try:
             if not at_once:
                 driver.expect(elements)
-                driver.progress.submit()
-            events.extend(starmap(self._opencl.enqueue, self._own if at_once else self._shared))
+                progress.latest = object()
+            events.extend(starmap(enqueue, call))
             if events[-1] != SUCCESS:
-                check(events.pop(), "clEnqueueNDRangeKernel")
+                status = events.pop()
+                raise LaunchError(_failure(status, "clEnqueueNDRangeKernel"))
             if not at_once:
-                driver.progress.submit()  # again: a thread may have seen the end of all before
+                progress.latest = object()  # again: see Progress
         except BaseException:
             wake()
             raise
@@ -357,7 +397,23 @@ class OpenCLLauncher:
 
     def wait(self, event: Any) -> None:
         """Return when the kernel has ended, and all that were submitted before."""
-        self._driver.wait()
+        if not self._driver.progress.wait(self._driver.finish):
+            wake()  # another thread has seen the end
+
+
+def build_log(device: Any, spirv: bytes, options: str) -> str:
+    """What the driver says against a module that it refuses.
+
+    Returns:
+        "" where OpenCL does not have the device, or the driver says nothing.
+    """
+    driver = driver_of(device)
+    try:
+        if driver is not None:
+            driver.compile_now(spirv, options)
+    except BuildError as error:
+        return error.log
+    return ""
 
 
 def driver_of(device: Any) -> Driver | None:

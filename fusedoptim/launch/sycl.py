@@ -1,7 +1,8 @@
-"""SPIR-V compiled by a device's driver, through dpctl's C library.
+"""Kernels built and launched by SYCL, through the C library that dpctl is made of.
 
-``dpctl.program.create_program_from_spirv`` does the same and keeps all other threads waiting: 60 ms
-for a kernel, 300 ms for a process's first.
+dpctl's Python passes no host pointer to a kernel, which the CPU device reads like any other, and
+``dpctl.program.create_program_from_spirv`` keeps all other threads waiting while the driver
+compiles.
 """
 
 from __future__ import annotations
@@ -9,25 +10,61 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
-from typing import Any
+import struct
+from collections.abc import Callable, Sequence
+from itertools import starmap, tee
+from typing import Any, NamedTuple
 
-from fusedoptim.allocator import load_dpctl
-from fusedoptim.launch.backend import Launcher
-from fusedoptim.launch.modules import Module
+from fusedoptim.allocator import is_forked, load_dpctl
+from fusedoptim.launch.arguments import WORD, Frame, Packing
+from fusedoptim.launch.backend import BuildError, LaunchError, Limits
+from fusedoptim.launch.opencl import build_log
+from fusedoptim.launch.order import InFlight, in_flight_on, on_host, wait_for_host
+
+# Of the enumeration DPCTLKernelArgType, the same in dpctl 0.17 to 0.22. What is passed by value is
+# bytes to the driver, so the type says no more than how many.
+_BY_SIZE = {1: 1, 2: 3, 4: 5, 8: 7}
+_POINTER, _LOCAL_MEMORY = 10, 11
+_ANY_SIZE = 13  # a raw kernel argument, of dpctl 0.21 and newer
+_COMPLETE = 3  # of DPCTLSyclEventStatusType
 
 
-class BuildError(Exception):
-    """The driver does not compile a module; ``log`` is what it said, "" where that is not known."""
+class SyclEvent(ctypes.c_void_p):
+    """The end of a launch; false if the driver refused it."""
 
-    def __init__(self, message: str, log: str = "") -> None:
-        super().__init__(message)
-        self.log = log
+    __hash__ = object.__hash__  # ctypes' own types have none
+
+    def wait(self) -> None:
+        """Return when the kernel has ended."""
+        _functions().wait(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the kernel has ended."""
+        return not self or _functions().status(self) == _COMPLETE
+
+    def __del__(self) -> None:
+        if self and not is_forked():
+            self._delete(self)
+
+    _delete: Callable[[SyclEvent], None]
+
+
+class _Functions(NamedTuple):
+    """Functions of dpctl's C library."""
+
+    submit: Any
+    submit_groups: Any
+    wait: Any
+    status: Any
+    raw_argument: Any
+    """Makes an argument of any size, None where dpctl has none."""
+    delete_raw_argument: Any
 
 
 @functools.cache
 def dpctl_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the C library that dpctl is made of, or None where this dpctl has none such.
+    """A function of dpctl's C library, or None if this dpctl has none of this name.
 
     Args:
         name: of the function.
@@ -42,34 +79,56 @@ def dpctl_function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-def build(queue: Any, spirv: bytes, options: str = "") -> Any:
-    """Compile a module for the device of ``queue``.
-
-    Args:
-        queue: a dpctl.SyclQueue.
-        spirv: the module.
-        options: for the driver's compiler.
-
-    Returns:
-        a dpctl.program.SyclProgram.
-
-    Raises:
-        BuildError: the driver refuses the module.
-    """
-    pointer, text = ctypes.c_void_p, ctypes.c_char_p
-    takes = pointer, pointer, text, ctypes.c_size_t, text
-    create = dpctl_function("DPCTLKernelBundle_CreateFromSpirv", pointer, *takes)
-    delete = dpctl_function("DPCTLKernelBundle_Delete", None, pointer)
-    context, device = queue.sycl_context, queue.sycl_device
-    bundle = create(
-        context.addressof_ref(), device.addressof_ref(), spirv, len(spirv), options.encode()
+@functools.cache
+def _functions() -> _Functions:
+    """The functions that a launch needs."""
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    submission = [pointer, pointer, pointer, pointer, size]
+    SyclEvent._delete = dpctl_function("DPCTLEvent_Delete", None, pointer)
+    return _Functions(
+        submit=dpctl_function(
+            "DPCTLQueue_SubmitRange", SyclEvent, *submission, pointer, size, pointer, size
+        ),
+        submit_groups=dpctl_function(
+            "DPCTLQueue_SubmitNDRange",
+            SyclEvent,
+            *(*submission, pointer, pointer, size, pointer, size),
+        ),
+        wait=dpctl_function("DPCTLEvent_Wait", None, pointer),
+        status=dpctl_function("DPCTLEvent_GetCommandExecutionStatus", ctypes.c_int, pointer),
+        raw_argument=dpctl_function("DPCTLRawKernelArg_Create", pointer, pointer, size),
+        delete_raw_argument=dpctl_function("DPCTLRawKernelArg_Delete", None, pointer),
     )
-    if bundle is None:
-        raise BuildError("the driver does not say why")
-    try:
-        return _program_maker()(bundle)
-    finally:
-        delete(bundle)
+
+
+class SyclCompiler(NamedTuple):
+    """The compiler of one device."""
+
+    context: Any
+    device: Any
+    is_ordered: bool
+    """Whether its kernels may use memory that kernels on other queues use too."""
+
+    @classmethod
+    def of(cls, queue: Any, is_ordered: bool) -> SyclCompiler:
+        """That of the device of a ``dpctl.SyclQueue``."""
+        return cls(queue.sycl_context, queue.sycl_device, is_ordered)
+
+    def compile(self, spirv: bytes, options: str = "") -> SyclProgram:
+        """See :class:`fusedoptim.launch.backend.Compiler`."""
+        pointer, text = ctypes.c_void_p, ctypes.c_char_p
+        takes = pointer, pointer, text, ctypes.c_size_t, text
+        create = dpctl_function("DPCTLKernelBundle_CreateFromSpirv", pointer, *takes)
+        delete = dpctl_function("DPCTLKernelBundle_Delete", None, pointer)
+        context, device = self.context.addressof_ref(), self.device.addressof_ref()
+        bundle = create(context, device, spirv, len(spirv), options.encode())
+        if bundle is None:  # dpctl keeps the driver's log to itself
+            log = build_log(self.device, spirv, options)
+            raise BuildError(log or "the driver gives no reason", log)
+        try:
+            return SyclProgram(_program_maker()(bundle), self.is_ordered)
+        finally:
+            delete(bundle)
 
 
 @functools.cache
@@ -85,43 +144,141 @@ def _program_maker() -> Callable[[int], Any]:
     return make(address_of(capsule, name_of(capsule)))
 
 
-class SyclLauncher:
-    """Submits a kernel to a SYCL queue."""
+class SyclProgram(NamedTuple):
+    """A compiled module."""
 
-    def __init__(self, queue: Any, handle: Any, lanes: int) -> None:
+    program: Any
+    """A dpctl.program.SyclProgram."""
+    is_ordered: bool
+    """See :class:`SyclCompiler`."""
+
+    def kernel(self, queue: Any, name: str, packing: Packing, is_short: bool = False) -> SyclKernel:
+        """See :class:`fusedoptim.launch.backend.Program`."""
+        in_flight = in_flight_on(queue, self.is_ordered)
+        return SyclKernel(queue, self.program.get_sycl_kernel(name), packing, in_flight)
+
+
+class SyclKernel:
+    """A kernel on a SYCL queue."""
+
+    def __init__(self, queue: Any, handle: Any, packing: Packing, in_flight: InFlight) -> None:
         """Prepare submissions.
 
         Args:
             queue: a dpctl.SyclQueue.
             handle: a dpctl.program.SyclKernel.
-            lanes: work items in a group.
+            packing: of its arguments.
+            in_flight: on the queue.
         """
-        self._submit = queue.submit_async
-        self._handle = handle
-        self._local_size = [lanes]
+        self.handle = handle
+        self._in_flight = in_flight
+        types = [_POINTER] * packing.count
+        for value in packing.values:
+            types[value.argument] = _BY_SIZE.get(value.size, _ANY_SIZE)
+        for value in packing.local:
+            types[value.argument] = _LOCAL_MEMORY
+        self._of_any_size = [v for v in packing.values if v.size not in _BY_SIZE]
+        self._described = (ctypes.c_int * max(len(types), 1))(*types), packing.count
+        self._queue = queue  # which must live as long as its address is used
+        self._refs = handle.addressof_ref(), queue.addressof_ref()
+        self._wait = _functions().wait
 
-    def submit(self, address: int, items: int, elements: int, events: list[Any]) -> bool:
-        """See :meth:`Launcher.submit`."""
-        argument = ctypes.c_int64(address)
-        sizes = ([items],), (self._local_size,)
-        events.extend(map(self._submit, (self._handle,), ([argument],), *sizes))
+    @functools.cached_property
+    def limits(self) -> Limits:
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
+        return Limits(*[int(getattr(self.handle, name)) for name in Limits._fields])
+
+    def sizes(self, items: tuple[int, ...], group: tuple[int, ...] | None) -> Any:
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
+        # SYCL's last dimension is the one that OpenCL calls 0.
+        given = [(ctypes.c_size_t * 3)(*size[::-1]) for size in (items, group) if size]
+        submit = _functions().submit if group is None else _functions().submit_groups
+        return submit, (*given, len(items), None, 0)
+
+    def prepare(self, frame: Frame) -> None:
+        """A submission takes the arguments itself."""
+
+    def submit(self, frame: Frame, sizes: Any, elements: int, events: list[Any]) -> bool:
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
+        if on_host and self._in_flight.is_ordered:
+            wait_for_host(but_for=self._in_flight)
+        made = self._of_any_size and self._make_any_size(frame)
+        function, last = sizes
+        call = *self._refs, frame.buffer, *self._described, *last
+        try:
+            events.extend(starmap(function, (call,)))
+        finally:
+            if made:
+                _delete_any_size(made)
+        if not events[-1]:
+            events.pop()
+            raise LaunchError(_REFUSED)
         return True
 
-    def wait(self, event: Any) -> None:
+    def submit_unwaited(self, frame: Frame, sizes: Any, owners: Any) -> None:
+        """Submit the kernel, whose end nobody will wait for, and keep the memory that it uses.
+
+        Args:
+            frame: the arguments.
+            sizes: of :meth:`sizes`.
+            owners: of the memory that the kernel uses.
+
+        Raises:
+            LaunchError: the driver refuses the launch.
+        """
+        if on_host and self._in_flight.is_ordered:
+            wait_for_host(but_for=self._in_flight)
+        if self._in_flight.owners:
+            self._in_flight.drop_ended()
+        made = self._of_any_size and self._make_any_size(frame)
+        function, last = sizes
+        call = *self._refs, frame.buffer, *self._described, *last
+        noted, mine = tee(starmap(function, (call,)))
+        try:
+            self._in_flight.submit(noted, owners)
+        finally:
+            if made:
+                _delete_any_size(made)
+        event = next(mine)
+        if not event:
+            self._in_flight.owners.pop(event, None)
+            raise LaunchError(_REFUSED)
+
+    def wait(self, event: SyclEvent) -> None:
         """Return when the kernel of this event has ended."""
-        event.wait()
+        self._wait(event)
+        if self._in_flight.owners:
+            self._in_flight.drop_ended()
+
+    def _make_any_size(self, frame: Frame) -> list[int]:
+        """Make what dpctl has for values of any size, and put it into the frame."""
+        make = _functions().raw_argument
+        made: list[int] = []
+        for value in self._of_any_size:
+            if make is None:
+                raise ArgumentError(
+                    value.argument,
+                    "this dpctl passes only values of 1, 2, 4 or 8 bytes, and this one has "
+                    f"{value.size}; pass a pointer to it, wait for the kernel on the CPU, or "
+                    "install dpctl 0.21 or newer",
+                )
+            made.append(make(ctypes.addressof(frame.buffer) + value.place, value.size))
+            struct.pack_into("<Q", frame.buffer, WORD * value.argument, made[-1])
+        return made
 
 
-def build_launcher(queue: Any, module: Module, lanes: int) -> Callable[[], Launcher]:
-    """Have the driver of ``queue`` compile a shipped kernel; returns what makes its launchers.
+_REFUSED = "with DPCTL_VERBOSITY=error in the environment dpctl shows the driver's reason"
 
-    Args:
-        queue: a dpctl.SyclQueue.
-        module: the kernel.
-        lanes: work items in a group.
 
-    Raises:
-        BuildError: the driver refuses the module.
-    """
-    handle = build(queue, module.spirv).get_sycl_kernel(module.name)
-    return functools.partial(SyclLauncher, queue, handle, lanes)
+class ArgumentError(RuntimeError):
+    """An argument cannot be passed."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
+        """Of the argument."""
+
+
+def _delete_any_size(made: Sequence[int]) -> None:
+    for argument in made:
+        _functions().delete_raw_argument(argument)

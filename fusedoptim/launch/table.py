@@ -17,6 +17,7 @@ import numpy as np
 
 from fusedoptim.allocator import default_pool, is_forked
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.arguments import frame_of
 from fusedoptim.launch.kernel import Kernel
 from fusedoptim.launch.layout import HEADER, WORD
 
@@ -115,8 +116,10 @@ class LaunchBlock:
             for name, role in layout.row
         }
         self.write("length", lengths)
-        self._first_row = address + head
-        self._launcher = kernel.new_launcher()
+        self._on_device = kernel.on_device
+        self._frame = frame_of(address + head)
+        self._on_device.prepare(self._frame)
+        self._sizes = self._sizes_of(self.rows)
 
     def write_head(self, values: tuple[float, ...]) -> None:
         """Set the launch's scalars, flags and addresses, in the kernel's order."""
@@ -148,12 +151,18 @@ class LaunchBlock:
         if rows != self._header[self._row_count]:
             self.wait()
             self._header[self._row_count] = rows
+            self._sizes = self._sizes_of(rows)
         events = [] if events is None else events
         self.pending = events
-        items = -(-rows // self._rows_per_group) * self.kernel.shape.lanes
         elements = self._elements * rows // self.rows
-        if not self._launcher.submit(self._first_row, items, elements, events):
+        if not self._on_device.submit(self._frame, self._sizes, elements, events):
             self.pending = ()
+
+    def _sizes_of(self, rows: int) -> Any:
+        """The size of a launch that walks the first ``rows``."""
+        lanes = self.kernel.shape.lanes
+        items = -(-rows // self._rows_per_group) * lanes
+        return self._on_device.sizes((items,), (lanes,))
 
     def wait_on_host(self) -> None:
         """Where kernels write host memory, return when the kernel has ended."""
@@ -163,7 +172,7 @@ class LaunchBlock:
     def wait(self) -> None:
         """Return when the kernel has ended."""
         if self.pending:
-            self._launcher.wait(self.pending[-1])
+            self._on_device.wait(self.pending[-1])
             self.pending = ()
 
     def __del__(self) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fusedoptim.allocator import borrowed_queue
-from fusedoptim.launch import sycl
-from fusedoptim.launch.backend import Backend, Launcher, LaunchShape
+from fusedoptim.launch.backend import Backend, Compiler, LaunchShape
+from fusedoptim.launch.sycl import SyclCompiler
 
 if TYPE_CHECKING:
     import torch
-
-    from fusedoptim.launch.modules import Module
 
 
 class XPU(Backend):
@@ -26,12 +24,19 @@ class XPU(Backend):
         """Whether it is no CPU: what SYCL has besides are accelerators."""
         return not sycl_device.is_cpu
 
+    def devices(self) -> Sequence[torch.device]:
+        """Those that torch finds."""
+        import torch
+
+        count = torch.xpu.device_count() if torch.xpu.is_available() else 0
+        return [torch.device("xpu", i) for i in range(count)]
+
     def queue(self, device: torch.device) -> Any:
         """Torch's current stream."""
         from torch import xpu
 
         return borrowed_queue(xpu.current_stream(device).sycl_queue)
 
-    def build(self, queue: Any, module: Module) -> Callable[[], Launcher]:
-        """See :meth:`Backend.build`."""
-        return sycl.build_launcher(queue, module, self.shape.lanes)
+    def compiler(self, queue: Any, by_sycl: bool = False) -> Compiler:
+        """SYCL."""
+        return SyclCompiler.of(queue, is_ordered=False)

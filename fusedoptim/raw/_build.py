@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from fusedoptim.launch import sycl
-from fusedoptim.launch.opencl import Driver, Owned, driver_of
-from fusedoptim.launch.sycl import BuildError
+from fusedoptim.launch.arguments import Packing
+from fusedoptim.launch.backend import BuildError, Compiler, DeviceKernel
+from fusedoptim.launch.backend import Program as BuiltProgram
+from fusedoptim.launch.devices import backend_of
 from fusedoptim.raw._errors import InvalidModuleError, KernelCompileError
 from fusedoptim.raw._spirv import ModuleFacts, read_module
 
@@ -33,64 +34,36 @@ class Program:
         self.spirv = spirv
         self.facts: ModuleFacts = read_module(spirv)
         self._options = " ".join(options)
-        self._built: dict[Any, Any] = {}
+        self._built: dict[Compiler, BuiltProgram] = {}
         self._lock = threading.RLock()  # a signal handler may launch a kernel in the middle
 
-    def by_sycl(self, queue: Any) -> Any:
-        """Dpctl's program for the device of ``queue``, built at the first call.
+    def kernel(
+        self, queue: Any, name: str, packing: Packing, by_sycl: bool = False
+    ) -> DeviceKernel:
+        """The kernel ``name`` on ``queue``, built at the first call for its device.
 
-        This is where the driver compiles: the CPU's takes some 40 ms for a small kernel.
-
-        Raises:
-            InvalidModuleError: the module needs what the device lacks.
-            KernelCompileError: the driver refuses it; the message has the driver's log.
-        """
-        device = queue.sycl_device
-
-        def build() -> Any:
-            try:
-                return sycl.build(queue, self.spirv, self._options)
-            except BuildError as error:
-                raise _refusal(device, self._log(device)) from error
-
-        return self._once((queue.sycl_context, device), device, build)
-
-    def by_opencl(self, driver: Driver, device: Any) -> Owned:
-        """OpenCL's program for the same device, from the disk if it was compiled before.
+        Args:
+            queue: a dpctl.SyclQueue.
+            name: of the kernel.
+            packing: of its arguments.
+            by_sycl: whether it must be launched by SYCL.
 
         Raises:
             InvalidModuleError: the module needs what the device lacks.
             KernelCompileError: the driver refuses it; the message has the driver's log.
         """
-
-        def build() -> Owned:
-            try:
-                return driver.program(self.spirv, self._options)
-            except BuildError as error:
-                raise _refusal(device, error.log) from error
-
-        program: Owned = self._once(driver, device, build)
-        return program
-
-    def _once(self, key: Any, device: Any, build: Callable[[], Any]) -> Any:
+        # Variables that outlive a launch must be the same for all launches.
+        by_sycl = by_sycl or self.facts.has_globals
+        compiler = backend_of(queue).compiler(queue, by_sycl)
         with self._lock:
-            if key not in self._built:
+            if compiler not in self._built:
+                device = queue.sycl_device
                 check_capabilities(self.facts, device)
-                self._built[key] = build()
-            return self._built[key]
-
-    def _log(self, device: Any) -> str:
-        """What the driver says as it builds the module once more; dpctl keeps it to itself.
-
-        "" where the device is not OpenCL's or it says nothing.
-        """
-        driver = driver_of(device)
-        try:
-            if driver is not None:
-                driver.compiled(self.spirv, self._options)
-        except BuildError as error:
-            return error.log
-        return ""
+                try:
+                    self._built[compiler] = compiler.compile(self.spirv, self._options)
+                except BuildError as error:
+                    raise _refusal(device, error.log) from error
+            return self._built[compiler].kernel(queue, name, packing)
 
 
 def check_capabilities(facts: ModuleFacts, device: Any) -> None:
@@ -102,7 +75,7 @@ def check_capabilities(facts: ModuleFacts, device: Any) -> None:
 
 
 def _refusal(device: Any, log: str) -> KernelCompileError:
-    said = log or "it does not say why"
+    said = log or "it gives no reason"
     return KernelCompileError(
         f"the driver of {device.name} does not build the module:\n{said}", log
     )

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fusedoptim.allocator import queue as default_queue
-from fusedoptim.launch.opencl import driver_of
-from fusedoptim.raw._arguments import Frame, Signature
+from fusedoptim.launch.arguments import Frame
+from fusedoptim.launch.backend import LaunchError
+from fusedoptim.launch.devices import backend_of
+from fusedoptim.launch.sycl import ArgumentError, SyclKernel
+from fusedoptim.raw._arguments import Signature
 from fusedoptim.raw._build import Program
-from fusedoptim.raw._dpctl import functions
-from fusedoptim.raw._launch import SyclKernel
 from fusedoptim.raw._pointers import Uses
-from fusedoptim.raw._waited import WaitedKernel
 
 Size = int | Sequence[int]
 _MOST_SHAPES = 1024  # sizes that are remembered
@@ -24,26 +22,27 @@ _LARGEST = 1 << 31  # work items in all, from where SYCL refuses a launch
 
 
 class Shape(NamedTuple):
-    """Checked sizes of a launch, as functions in C take them."""
+    """Checked sizes of a launch."""
 
     is_empty: bool
     """whether there are no work items."""
-    by_sycl: tuple[Any, tuple[Any, ...]]
-    """dpctl's function that submits a kernel so, and its last arguments."""
-    by_opencl: tuple[Any, ...]
-    """the last arguments of OpenCL's function."""
+    waited: Any
+    """as the kernel takes them whose end is waited for."""
+    items: tuple[int, ...]
+    group: tuple[int, ...] | None
 
 
 class Built:
     """A kernel for one queue."""
 
-    def __init__(self, queue: Any, program: Program, name: str) -> None:
+    def __init__(self, queue: Any, program: Program, name: str, signature: Signature) -> None:
         """Have the driver build it.
 
         Args:
             queue: a dpctl.SyclQueue.
             program: that has the kernel.
             name: of the kernel.
+            signature: of the kernel.
 
         Raises:
             InvalidModuleError: the module needs what the device lacks.
@@ -55,33 +54,14 @@ class Built:
         self._name = name
         self._device = device.name
         self._required = program.facts.entries[name].local_size
-        self._waited = self._by_opencl()
-        self.limits = self.by_sycl.limits if self._waited is None else self._waited.limits
+        self._signature = signature
+        self._waited = program.kernel(queue, name, signature.packing)
+        self.limits = self._waited.limits
         self._most_each = tuple(map(int, reversed(device.max_work_item_sizes3d)))
         self.local_memory = int(device.local_mem_size)
-        self.on_host = bool(device.is_cpu)
+        self.on_host = backend_of(queue).runs_on_host
         self.in_order = bool(queue.is_in_order)
         self._shapes: dict[tuple[tuple[int, ...], tuple[int, ...] | None], Shape] = {}
-
-    def _by_opencl(self) -> WaitedKernel | None:
-        """What launches the kernel and waits for its end, on the CPU's own queue."""
-        device = self.queue.sycl_device
-        if not device.is_cpu or self.queue is not default_queue("cpu"):
-            return None
-        if self._program.facts.has_globals:  # which launches by SYCL must see too
-            return None
-        driver = driver_of(device)
-        if driver is None:
-            return None
-        program = self._program.by_opencl(driver, device)
-        return WaitedKernel(driver, program, self._name, self._refusal)
-
-    @property
-    def _refusal(self) -> str:
-        return (
-            f"{self._name}: the driver of {self._device} refused the launch, as it does if a "
-            "kernel needs more local memory or registers than there are"
-        )
 
     def shape(self, global_size: Any, local_size: Any) -> Shape:
         """Sizes checked against what the device and the kernel allow.
@@ -115,13 +95,7 @@ class Built:
             group = self._required[: len(items)]
         if group is not None:
             self._check_group(items, group)
-        nothing_to_wait_for = 0, None
-        by_opencl = len(items), None, _in_c(items), _in_c(group), *nothing_to_wait_for, None
-        # SYCL's last dimension is the one that OpenCL calls 0.
-        sizes = [_in_c(size[::-1]) for size in (items, group) if size]
-        submit = functions().submit if group is None else functions().submit_groups
-        by_sycl = submit, (*sizes, len(items), None, 0)
-        return Shape(0 in items, by_sycl, by_opencl)
+        return Shape(0 in items, self._waited.sizes(items, group), items, group)
 
     def _check_group(self, items: tuple[int, ...], group: tuple[int, ...]) -> None:
         what = f"{self._name}: local_size={group}"
@@ -153,26 +127,52 @@ class Built:
             )
 
     @functools.cached_property
-    def by_sycl(self) -> SyclKernel:
-        """What launches the kernel on the queue."""
-        handle = self._program.by_sycl(self.queue).get_sycl_kernel(self._name)
-        return SyclKernel(self.queue, handle, self._refusal)
+    def unwaited(self) -> SyclKernel:
+        """The kernel whose launches nobody waits for, in the order of the queue's other work."""
+        if isinstance(self._waited, SyclKernel):
+            return self._waited
+        packing = self._signature.packing
+        kernel = self._program.kernel(self.queue, self._name, packing, by_sycl=True)
+        assert isinstance(kernel, SyclKernel)
+        return kernel
 
-    def launch(
-        self, shape: Shape, signature: Signature, frame: Frame, uses: Uses, wait: bool, used: Any
-    ) -> None:
-        """Submit the kernel, and wait for its end or keep what it uses until then."""
-        if wait and self._waited is not None:
-            if uses.queues:  # of which SYCL may have been asked something
-                self.queue.wait()
-            self._waited.run(shape.by_opencl, signature, frame, uses.elements)
-        else:
-            self.by_sycl.launch(*shape.by_sycl, signature, frame, wait, used)
-        signature.release(frame)
+    def launch(self, shape: Shape, frame: Frame, uses: Uses, owners: Any) -> None:
+        """Submit the kernel, and wait for its end or keep what it uses until then.
 
+        Args:
+            shape: the sizes.
+            frame: the arguments.
+            uses: what they use.
+            owners: of the memory that they use; None is to wait.
+        """
+        try:
+            if owners is None:
+                self._run(shape.waited, frame, uses)
+            else:
+                kernel = self.unwaited
+                kernel.submit_unwaited(frame, kernel.sizes(shape.items, shape.group), owners)
+        except LaunchError as error:
+            raise RuntimeError(
+                f"{self._name}: the driver of {self._device} refused the launch, as it does if a "
+                f"kernel needs more local memory or registers than there are ({error})"
+            ) from error
+        except ArgumentError as error:
+            raise RuntimeError(f"{self._signature.what(error.index)}: {error}") from error
+        self._signature.frames.append(frame)  # a submission copies the arguments
 
-def _in_c(size: tuple[int, ...] | None) -> Any:
-    return None if size is None else (ctypes.c_size_t * 3)(*size)
+    def _run(self, sizes: Any, frame: Frame, uses: Uses) -> None:
+        kernel = self._waited
+        if uses.queues:  # others may have submitted work to them
+            self.queue.wait()
+        kernel.prepare(frame)
+        events: list[Any] = []
+        try:
+            if kernel.submit(frame, sizes, uses.elements, events):
+                kernel.wait(events[0])
+        except BaseException:
+            for event in events:  # an interrupt must not leave a kernel with memory that goes
+                kernel.wait(event)
+            raise
 
 
 def _as_size(size: Any, argument: str) -> tuple[int, ...]:

@@ -18,29 +18,12 @@ from numba.extending import models, overload, register_model
 from numba_dpex.kernel_api_impl.spirv.dispatcher import SPIRVKernelDispatcher
 from numba_dpex.kernel_api_impl.spirv.target import SPIRV_TARGET_NAME
 
-from fusedoptim.kernels._lowering import FORMATS, as_is, call_builtin, device_intrinsic
+from fusedoptim.kernels._lowering import FORMATS, VALUES, call_builtin, device_intrinsic
 from fusedoptim.raw import language
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _GLOBAL, _LOCAL = 1, 3  # SPIR-V's CrossWorkgroup and Workgroup, OpenCL's __global and __local
 _FENCES = 1 | 2  # OpenCL's CLK_LOCAL_MEM_FENCE and CLK_GLOBAL_MEM_FENCE
-
-VALUES: dict[str, types.Type] = {
-    **{f"i{bits}": getattr(types, f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"u{bits}": getattr(types, f"uint{bits}") for bits in (8, 16, 32, 64)},
-    "f32": types.float32,
-    "f64": types.float64,
-    "f16": types.float32,
-    "bf16": types.float32,
-}
-"""What a load of each element gives and a store takes."""
-
-
-def _format(element: str) -> tuple[ir.Type, int, Any, Any]:
-    if element in FORMATS:
-        return FORMATS[element]
-    bits = int(element[1:])
-    return ir.IntType(bits), bits // 8, as_is, as_is
 
 
 class Pointer(types.Type):  # type: ignore[misc]
@@ -55,7 +38,7 @@ class Pointer(types.Type):  # type: ignore[misc]
 @register_model(Pointer)
 class _PointerModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, pointer: Pointer) -> None:
-        memory = _format(pointer.element)[0]
+        memory = FORMATS[pointer.element].memory
         super().__init__(manager, pointer, ir.PointerType(memory, pointer.address_space))
 
 
@@ -66,7 +49,7 @@ SPIRVKernelDispatcher.targetdescr.target_context.data_model_manager.register(Poi
 @device_intrinsic
 def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        _, align, widen, _ = _format(pointer.element)
+        _, align, widen, _ = FORMATS[pointer.element]
         address = builder.gep(args[0], [args[1]], inbounds=True)
         return widen(builder, builder.load(address, align=align))
 
@@ -76,7 +59,7 @@ def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
 @device_intrinsic
 def _store(context: Any, pointer: Pointer, index: types.Type, value: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        _, align, _, narrow = _format(pointer.element)
+        _, align, _, narrow = FORMATS[pointer.element]
         address = builder.gep(args[0], [args[1]], inbounds=True)
         builder.store(narrow(builder, args[2]), address, align=align)
         return context.get_dummy_value()

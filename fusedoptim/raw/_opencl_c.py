@@ -11,11 +11,11 @@ import functools
 import importlib.metadata
 import re
 import threading
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fusedoptim._warn import warn
 from fusedoptim.allocator import load_opencl_compiler
 from fusedoptim.raw._errors import KernelCompileError, KernelCompileWarning
 
@@ -149,8 +149,7 @@ def compile_opencl_c(source: str, options: Sequence[str] = ()) -> bytes:
         reason = log or f"the compiler's status is {status}"
         raise KernelCompileError(f"the OpenCL C source does not compile:\n{reason}", log)
     if log:
-        message = f"the OpenCL C source compiles, with warnings:\n{log}"
-        warnings.warn(message, KernelCompileWarning, stacklevel=2)
+        warn(f"the OpenCL C source compiles, with warnings:\n{log}", KernelCompileWarning)
     return spirv
 
 

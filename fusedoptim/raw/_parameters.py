@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fusedoptim._torch_private import disable_dynamo
+from fusedoptim.dtypes import ELEMENTS, Element
 from fusedoptim.launch.devices import BACKENDS
 
 Scalar = bool | int | float
@@ -26,17 +28,17 @@ class Dtype(NamedTuple):
     """C functions between the two, "" where they are the same."""
 
 
-DTYPES = {
-    "bool": Dtype(torch.bool, "uchar", "bool", "(bool)", "(uchar)"),
-    "int8": Dtype(torch.int8, "char", "char"),
-    "int16": Dtype(torch.int16, "short", "short"),
-    "int32": Dtype(torch.int32, "int", "int"),
-    "int64": Dtype(torch.int64, "long", "long"),
-    "uint8": Dtype(torch.uint8, "uchar", "uchar"),
-    "float32": Dtype(torch.float32, "float", "float"),
-    "float64": Dtype(torch.float64, "double", "double"),
-    "float16": Dtype(torch.float16, "half", "float", "from_half", "to_half"),
-    "bfloat16": Dtype(torch.bfloat16, "bfloat16", "float", "from_bfloat16", "to_bfloat16"),
+def _dtype(element: Element) -> Dtype:
+    dtype = getattr(torch, element.dtype)
+    if element.arithmetic == element.name:
+        return Dtype(dtype, element.c, element.c)
+    arithmetic = ELEMENTS[element.arithmetic].c
+    return Dtype(dtype, element.c, arithmetic, f"from_{element.c}", f"to_{element.c}")
+
+
+_TOO_NEW = ("u16", "u32", "u64")  # torch computes little with them
+DTYPES = {"bool": Dtype(torch.bool, "uchar", "bool", "(bool)", "(uchar)")} | {
+    element.dtype: _dtype(element) for element in ELEMENTS.values() if element.name not in _TOO_NEW
 }
 _BY_TORCH = {dtype.torch: dtype for dtype in DTYPES.values()}
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float32}
@@ -49,7 +51,7 @@ _KEYWORDS = frozenset(
     private generic pipe read_only write_only read_write uniform
     """.split()  # noqa: SIM905
 )
-_REBACKENDS = ("i", "n", "a", "b")  # names that operations use
+_RESERVED = ("i", "n", "a", "b")  # names that operations use
 
 # Round to nearest even, in integers: see fusedoptim/kernels/_lowering.py. A half is read as a
 # ushort, as OpenCL C has no other way without the extension for its arithmetic.
@@ -156,10 +158,10 @@ def parse(text: str, what: str) -> tuple[Param, ...]:
                 f"{what}: {type_!r} of {declaration!r} is no type; there are "
                 f"{', '.join(DTYPES)}, and capital letters for any of them"
             )
-        if name in _REBACKENDS or name.endswith("_"):
+        if name in _RESERVED or name.endswith("_"):
             raise ValueError(
                 f"{what}: {name!r} is a name of the generated kernel, as are "
-                f"{', '.join(_REBACKENDS)} and those that end with _; choose another"
+                f"{', '.join(_RESERVED)} and those that end with _; choose another"
             )
         if name in _KEYWORDS:
             raise ValueError(f"{what}: {name!r} is a word of OpenCL C; choose another name")
@@ -271,7 +273,7 @@ def prepared(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ..
     return values, tuple(forms)
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # untyped
+@disable_dynamo  # type: ignore[untyped-decorator]
 def untraced(kernel: Any, *args: Any, **options: Any) -> Any:
     """A call out of a function that torch.compile traces."""
     return kernel(*args, **options)
@@ -300,7 +302,7 @@ def check_count(kernel: str, inputs: int, outputs: int, values: Sequence[Any]) -
         if torch.device(device).type not in BACKENDS:
             raise RuntimeError(
                 f"{kernel}: the tensors are on {device}, which SYCL does not serve; move them to "
-                "'cpu' or 'xpu'"
+                f"{' or '.join(map(repr, BACKENDS))}"
             )
 
 

@@ -11,37 +11,23 @@ from torch import Tensor
 from torch.nn import Parameter as TorchParameter
 
 from fusedoptim.allocator import Array, Memory
+from fusedoptim.dtypes import ELEMENTS
+from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.raw._spirv import Parameter
 
 PLAIN = frozenset((Tensor, TorchParameter))
 """Classes whose tensors have memory of their own."""
-_TORCH = {
-    dtype: str(dtype).removeprefix("torch.")
-    for dtype in (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-        *(torch.bool, torch.complex64, torch.complex128),
-    )
-}
-_NUMPY = {
-    np.dtype(name): name for name in _TORCH.values() if name != "bfloat16"
-}  # numpy computes a dtype's name anew each time
+_NAMES = [element.dtype for element in ELEMENTS.values()] + ["bool", "complex64", "complex128"]
+_TORCH = {getattr(torch, name): name for name in _NAMES}
+# numpy computes a dtype's name anew each time.
+_NUMPY = {np.dtype(name): name for name in _NAMES if name != "bfloat16"}
 # The dtypes that a pointer takes, by what it points to. OpenCL C has no bfloat16, whose bits are a
 # ushort, and a complex number is a vector of two.
 _DTYPES = {
-    "f16": ("float16",),
-    "f32": ("float32",),
-    "f64": ("float64",),
-    "bf16": ("bfloat16",),
+    **{name: (element.dtype,) for name, element in ELEMENTS.items() if element.size > 1},
     "f32x2": ("float32", "complex64"),
     "f64x2": ("float64", "complex128"),
-    "i16": ("int16",),
-    "i32": ("int32",),
-    "i64": ("int64",),
     "u16": ("uint16", "bfloat16"),
-    "u32": ("uint32",),
-    "u64": ("uint64",),
     "int16": ("int16", "uint16", "bfloat16", "float16"),
     "int32": ("int32", "uint32"),
     "int64": ("int64", "uint64"),
@@ -51,15 +37,15 @@ _DTYPES = {
 class Uses:
     """What the pointers of one call use, and where it is."""
 
-    __slots__ = ("elements", "host", "is_elsewhere", "queues", "written", "xpu")
+    __slots__ = ("elements", "elsewhere", "host", "is_elsewhere", "queues", "written")
 
     def __init__(self) -> None:
         self.host: int | None = None
         """the first argument in the host's memory."""
         self.is_elsewhere = False
         """whether there is memory that is not the host's."""
-        self.xpu: tuple[int, torch.device] | None = None
-        """the first torch XPU tensor, and its device."""
+        self.elsewhere: tuple[int, torch.device] | None = None
+        """the first torch tensor that is not in the host's memory, and its device."""
         self.queues: list[tuple[int, Any]] = []
         """arguments in SYCL memory, and the queues that they belong to."""
         self.written: list[int] = []
@@ -88,15 +74,17 @@ def pointer(parameter: Parameter, index: int) -> Accept:
         value = _plain(value)
         if dtypes is not None and value.dtype not in dtypes:
             raise TypeError(_wrong_dtype(value.dtype, parameter, names))
-        if value.is_cpu:
-            uses.host = index
-        elif value.is_xpu:
-            _note_xpu(value.device, index, uses)
-        else:
+        device = value.device
+        backend = BACKENDS.get(device.type)
+        if backend is None:
             raise RuntimeError(
-                f"the tensor is on {value.device}, which SYCL does not serve; "
-                "move it to 'cpu' or 'xpu'"
+                f"the tensor is on {device}, which SYCL does not serve; "
+                f"move it to {' or '.join(map(repr, BACKENDS))}"
             )
+        if backend.runs_on_host:
+            uses.host = index
+        else:
+            _note_device(device, index, uses)
         if value.layout is not torch.strided:
             raise ValueError(
                 f"the tensor's layout is {value.layout}, which has no one address; make it dense"
@@ -111,7 +99,7 @@ def pointer(parameter: Parameter, index: int) -> Accept:
                     "the parameter const"
                 )
             uses.written.append(index)
-            uses.elements += value.numel() if value.is_cpu else 0
+            uses.elements += value.numel() if backend.runs_on_host else 0
         if value.is_neg() or value.is_conj():
             raise ValueError(
                 "the tensor's values are the negatives or conjugates of what is in memory; "
@@ -166,14 +154,14 @@ def _accepted(pointee: str) -> tuple[str, ...] | None:
     return _DTYPES.get(scalar) if lanes else None
 
 
-def _note_xpu(device: torch.device, index: int, uses: Uses) -> None:
+def _note_device(device: torch.device, index: int, uses: Uses) -> None:
     uses.is_elsewhere = True
-    if uses.xpu is None:
-        uses.xpu = index, device
-    elif uses.xpu[1] != device:
+    if uses.elsewhere is None:
+        uses.elsewhere = index, device
+    elif uses.elsewhere[1] != device:
         raise RuntimeError(
-            f"the tensor is on {device}, and argument {uses.xpu[0]} on {uses.xpu[1]}; "
-            "move them to one device"
+            f"the tensor is on {device}, and argument {uses.elsewhere[0]} on "
+            f"{uses.elsewhere[1]}; move them to one device"
         )
 
 
@@ -196,12 +184,17 @@ def _memory(value: Any, index: int, uses: Uses) -> tuple[int, str | None, bool]:
         return address, dtype, is_read_only
     if isinstance(value, Array):
         return _array(value, index, uses)
+    if isinstance(value, Memory):  # whose interface is for those who keep the memory
+        if value.is_released:
+            raise RuntimeError("the memory was released; allocate it again")
+        _note_memory(value, index, uses)
+        return value.address, None, False
     try:
         interface = value.__sycl_usm_array_interface__
     except AttributeError:
         raise TypeError(_unknown(value)) from None
     _note_queue(_queue(interface["syclobj"]), index, uses)
-    untyped = isinstance(value, Memory) or not hasattr(value, "dtype")
+    untyped = not hasattr(value, "dtype")
     dtype = np.dtype(interface["typestr"])
     offset = interface.get("offset") or 0
     strides = interface.get("strides")
@@ -216,6 +209,13 @@ def _memory(value: Any, index: int, uses: Uses) -> tuple[int, str | None, bool]:
     return address + offset * dtype.itemsize, dtype.name, is_read_only
 
 
+def _note_memory(memory: Memory, index: int, uses: Uses) -> None:
+    if memory.sycl_queue is None:
+        uses.host = index
+    else:
+        _note_queue(memory.sycl_queue, index, uses)
+
+
 def _array(value: Array, index: int, uses: Uses) -> tuple[int, str, bool]:
     """Of an array of :mod:`allocator`, which has element types that numpy has not."""
     if not value.is_contiguous:
@@ -226,8 +226,7 @@ def _array(value: Array, index: int, uses: Uses) -> tuple[int, str, bool]:
     if isinstance(memory, Memory):
         if memory.is_released:
             raise ValueError(f"the memory of the array at {value.address:#x} was released")
-        if memory.sycl_queue is not None:
-            _note_queue(memory.sycl_queue, index, uses)
+        _note_memory(memory, index, uses)
     elif value.__dlpack_device__()[0] != 1:  # DLPack's number of the host
         raise TypeError("the array is another library's device memory; pass that library's object")
     else:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 import numpy as np
 
 import fusedoptim.kernels.language
+from fusedoptim.dtypes import ELEMENTS
 from fusedoptim.raw import language
 from fusedoptim.raw._errors import KernelCompileError
 from fusedoptim.raw.language import Element, Global, Local
@@ -28,25 +29,11 @@ _TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
 _FOLDER = Path(__file__).parents[1]
 _SOURCES = (
     *("raw/language.py", "raw/_lowering.py", "raw/_python.py"),
-    *("kernels/_lowering.py", "kernels/_compiler.py"),
+    *("kernels/_lowering.py", "kernels/_compiler.py", "dtypes.py"),
 )
 _LANGUAGES = (language.__name__, fusedoptim.kernels.language.__name__)
 _NUMBERS = (bool, int, float, str, type(None), np.generic)
 _BUILTINS = {"abs", "bool", "divmod", "float", "int", "max", "min", "pow", "range", "round"}
-_C_NAMES = {
-    "i8": "char",
-    "i16": "short",
-    "i32": "int",
-    "i64": "long",
-    "u8": "uchar",
-    "u16": "ushort",
-    "u32": "uint",
-    "u64": "ulong",
-    "f32": "float",
-    "f64": "double",
-    "f16": "half",
-    "bf16": "bfloat16",
-}
 # The module then says the arguments' types in OpenCL C's words: SPIR-V's have no signs.
 _KEEP_TYPES = "--preserve-ocl-kernel-arg-type-metadata-through-string"
 
@@ -63,7 +50,7 @@ class Argument(NamedTuple):
     @property
     def c_type(self) -> str:
         """The type in OpenCL C."""
-        return _C_NAMES[self.element] + ("*" if self.memory else "")
+        return ELEMENTS[self.element].c + ("*" if self.memory else "")
 
 
 def identity(function: Callable[..., None]) -> bytes:
@@ -104,7 +91,8 @@ def compile_python(function: Callable[..., None], options: Sequence[str] = ()) -
     from numba.core.errors import NumbaError
 
     from fusedoptim.kernels._compiler import llvm_module, to_spirv
-    from fusedoptim.raw._lowering import VALUES, Pointer
+    from fusedoptim.kernels._lowering import VALUES
+    from fusedoptim.raw._lowering import Pointer
 
     types = [
         VALUES[a.element] if a.memory is None else Pointer(a.element, local=a.memory is Local)
@@ -168,7 +156,7 @@ def _check_argument(kernel: str, parameter: inspect.Parameter, argument: Argumen
         raise TypeError(
             f"{kernel}: argument {name!r} has no type of fusedoptim.raw.language; {cure}"
         )
-    if argument.memory is None and argument.element in ("f16", "bf16"):
+    if argument.memory is None and ELEMENTS[argument.element].arithmetic != argument.element:
         raise TypeError(f"{kernel}: argument {name!r} is a 16-bit number; make it a Float32")
     if parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY:
         raise TypeError(

@@ -10,23 +10,22 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from fusedoptim.dtypes import ELEMENTS, Element
 from fusedoptim.raw._spirv import Parameter
 
 Convert = Callable[[Any], Any]
 """From what a caller passes to what :mod:`struct` packs; TypeError, ValueError or OverflowError
 with what is wrong and the cure."""
 
-_INTEGERS = {8: "bB", 16: "hH", 32: "iI", 64: "qQ"}
-_FLOATS = {"f16": "e", "f32": "f", "f64": "d"}
-_FLOAT_NAMES = {"f16": "half", "f32": "float", "f64": "double"}
 _VECTOR = re.compile(r"(\w+?)x(\d+)")
 
 
 def scalar(parameter: Parameter) -> tuple[str, Convert]:
     """How :mod:`struct` packs a parameter that is passed by value, and what converts to it."""
     dtype = parameter.dtype
-    if dtype in _FLOATS:
-        return _FLOATS[dtype], _real(dtype)
+    element = ELEMENTS.get(dtype)
+    if element is not None and element.is_float and element.code:
+        return element.code, _real(element)
     if match := re.fullmatch(r"(i|u|int)(8|16|32|64)", dtype):
         return _integer(match[1], int(match[2]))
     return f"{parameter.size}s", _bytes(parameter)
@@ -45,7 +44,7 @@ def _integer(sign: str, bits: int) -> tuple[str, Convert]:
             return int(value) & mask if mask != -1 else value
         raise OverflowError(f"{value} is not in {' or '.join(names)}'s range, {low} to {high}")
 
-    return _INTEGERS[bits][sign != "i"], convert
+    return ELEMENTS[f"{'i' if sign == 'i' else 'u'}{bits}"].code, convert
 
 
 def _as_int(value: Any, names: list[str]) -> int:
@@ -64,15 +63,15 @@ def _as_int(value: Any, names: list[str]) -> int:
     raise TypeError(f"{_kind(value)}, where {wanted} is wanted")
 
 
-def _real(dtype: str) -> Convert:
-    name = f"float{dtype[1:]}"
+def _real(element: Element) -> Convert:
+    name = element.dtype
     most = float(np.finfo(name).max)
 
     def convert(value: Any) -> float:
         number: float = value if type(value) is float else _as_float(value, name)
         if -most <= number <= most or number - number != 0:  # infinities and NaN are in any
             return number
-        raise OverflowError(f"{number} is larger than any {_FLOAT_NAMES[dtype]}")
+        raise OverflowError(f"{number} is larger than any {element.c}")
 
     return convert
 

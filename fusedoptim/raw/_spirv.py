@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fusedoptim.dtypes import ELEMENTS
 from fusedoptim.raw._errors import InvalidModuleError
 
 _MAGIC = 0x07230203
@@ -26,21 +27,7 @@ _CPACKED, _FUNC_PARAM_ATTR, _NO_WRITE = 10, 38, 6  # decorations
 # Classes of storage.
 _UNIFORM_CONSTANT, _WORKGROUP, _CROSS_WORKGROUP, _BY_VALUE, _GENERIC = 0, 4, 5, 7, 8
 
-# What clang writes for OpenCL C's types.
-_OPENCL_TYPES = {
-    "char": "i8",
-    "short": "i16",
-    "int": "i32",
-    "long": "i64",
-    "uchar": "u8",
-    "ushort": "u16",
-    "uint": "u32",
-    "ulong": "u64",
-    "half": "f16",
-    "float": "f32",
-    "double": "f64",
-    "bfloat16": "bf16",  # no type of OpenCL C, but a name that kernels may give a ushort
-}
+_OPENCL_TYPES = {element.c: element for element in ELEMENTS.values()}  # as clang writes them
 
 
 class Parameter(NamedTuple):
@@ -268,9 +255,9 @@ class _Reader:
             scalar = self._dtype(operands[0], re.sub(r"\d+$", "", text))
             return f"{scalar}x{operands[1]}" if scalar else ""
         if opcode == _TYPE_INT:
-            noted = _OPENCL_TYPES.get(text, "")
-            same = noted[:1] in ("i", "u") and noted[1:] == str(operands[0])
-            return noted if same else f"int{operands[0]}"
+            noted = _OPENCL_TYPES.get(text)
+            is_same = noted and not noted.is_float and 8 * noted.size == operands[0]
+            return noted.name if noted and is_same else f"int{operands[0]}"
         if opcode == _TYPE_FLOAT:
             return "bf16" if operands[1:] == [_BFLOAT16] else f"f{operands[0]}"
         return ""
@@ -313,8 +300,8 @@ def _noted_pointee(text: str) -> tuple[str, int]:
     if match is None or match[1] not in _OPENCL_TYPES:
         return "", 0
     scalar, lanes = _OPENCL_TYPES[match[1]], int(match[2] or 1)
-    size = int(scalar.lstrip("iubf")) // 8 * (4 if lanes == 3 else lanes)
-    return (f"{scalar}x{lanes}" if lanes > 1 else scalar), size
+    size = scalar.size * (4 if lanes == 3 else lanes)
+    return (f"{scalar.name}x{lanes}" if lanes > 1 else scalar.name), size
 
 
 def _text(words: list[int]) -> str:

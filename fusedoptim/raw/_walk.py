@@ -6,18 +6,24 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-# The shape of the launches, those of fusedoptim/launch/table.py: on a CPU, a group of
-# 16 work items, the SIMD width, walks a chunk of 32 Ki elements. A GPU wants more; not measured.
-LANES = {"cpu": 16, "xpu": 256}
-_CHUNK = 32 * 1024
-_LEAST = 4 * 1024  # so that a group's start costs little
+from fusedoptim.launch.backend import LaunchShape
+from fusedoptim.launch.devices import BACKENDS
+
+_LEAST = 4 * 1024  # elements, so that a group's start costs little
+_GROUPS = 16  # so that no core is idle
 
 
-def chunk_of(n: int) -> int:
+def launch_shape(device: torch.device) -> LaunchShape:
+    """How a kernel of elements is spread over a device."""
+    return BACKENDS[device.type].shape
+
+
+def chunk_of(n: int, shape: LaunchShape) -> int:
     """Elements that a group walks of ``n``: fewer where a processor's cores would be idle."""
-    return min(_CHUNK, max(_LEAST, -(-n // 16)))
+    return min(shape.chunk, max(_LEAST, -(-n // _GROUPS)))
 
 
 class Walk(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedoptim.raw import _parameters
 from fusedoptim.raw._parameters import Made, Operand, Param, Scalar
-from fusedoptim.raw._walk import LANES, Walk, chunk_of, memory, walk
+from fusedoptim.raw._walk import Walk, chunk_of, launch_shape, memory, walk
 from fusedoptim.raw.kernel import RawKernel
 
 __all__ = ["ElementwiseKernel"]
@@ -178,14 +178,15 @@ class ElementwiseKernel:
         rows, row = way.cut(max(len(way.shape) - 1, 0))
         types = tuple([(o.dtype, isinstance(o.value, Tensor)) for o in operands])
         key = types, rows.pattern, row.pattern, n < 2**32, device.type
-        lanes = LANES[device.type]
+        spread = launch_shape(device)
+        lanes = spread.lanes
         if key not in self._kernels:
             source = _source(self.name, self._operation, operands, self._outputs, rows, row, lanes)
             head = _parameters.head(n, found) + self._preamble
             self._kernels[key] = RawKernel(head + source, self.name, self._options)
 
         length, count = row.numel, rows.numel
-        chunk = chunk_of(n)
+        chunk = chunk_of(n, spread)
         chunks = -(-length // chunk)
         rows_of_group = max(chunk // length, 1)
         groups = chunks * -(-count // rows_of_group)

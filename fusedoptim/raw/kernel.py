@@ -8,35 +8,23 @@ from __future__ import annotations
 
 import functools
 import html
-import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
+from fusedoptim._torch_private import disable_dynamo, increment_version
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
-from fusedoptim.launch.cache import cached
-from fusedoptim.launch.devices import queue_of
+from fusedoptim.launch.devices import backend_of, named_queue, queue_of
 from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Program
 from fusedoptim.raw._built import Built, Size
-from fusedoptim.raw._opencl_c import (
-    DRIVER_OPTIONS,
-    as_options,
-    check_options,
-    compile_opencl_c,
-    compiler_version,
-)
 from fusedoptim.raw._pointers import Uses, owners
-from fusedoptim.raw._python import compile_python, identity
+from fusedoptim.raw._sources import Source, check_source_options, compile_source, read_source
 from fusedoptim.raw._spirv import Parameter
 
 __all__ = ["RawKernel", "RawModule"]
-
-Source = str | bytes | Path | Callable[..., Any]
 
 
 class RawModule:
@@ -80,18 +68,18 @@ class RawModule:
     """
 
     def __init__(self, source: Source, options: Sequence[str] = (), *, device: Any = "cpu") -> None:
-        self.kind, self._source = _read(source)
+        self.kind, self._source = read_source(source)
         """of the source: "OpenCL C", "SPIR-V" or "Python"."""
         self.source = source
         """as it was given."""
-        self.options = _check_options(self.kind, options)
+        self.options = check_source_options(self.kind, options)
         """of the compiler."""
         self.device = _check_device(device)
         """where launches run whose arguments do not say."""
 
     @functools.cached_property
     def _program(self) -> Program:
-        return _program(self.kind, self._source, self.options)
+        return compile_source(self.kind, self._source, self.options)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -231,7 +219,8 @@ class RawKernel:
                 call in a process that was forked after its parent used a device.
         """
         if torch.compiler.is_compiling():
-            return _untraced(self, global_size, local_size, args, wait)
+            _untraced(self, global_size, local_size, args, wait)
+            return
         signature = self._signature
         if signature is None:
             signature = self._find()
@@ -247,18 +236,14 @@ class RawKernel:
         if signature.needs_local_memory:
             self._check_local_memory(args, built)
         if shape.is_empty:
-            return None
+            return
         if wait is None:
             wait = built.on_host
         if uses.is_elsewhere or not built.in_order:
             wait = _wait_for_others(uses, built) or wait
-        # A GPU's stream orders the reuse of its torch memory.
-        is_kept = not wait and (uses.host is not None or bool(uses.queues))
-        kept = owners(args) if is_kept else None
-        for i in uses.written:
-            increment_version(args[i])
-        built.launch(shape, signature, frame, uses, wait, kept)
-        return None
+        kept = None if wait else owners(args)
+        increment_version([args[i] for i in uses.written])
+        built.launch(shape, frame, uses, kept)
 
     def compile(self) -> RawKernel:
         """Compile now, for the kernel's own device, rather than at the first call.
@@ -369,43 +354,55 @@ class RawKernel:
 
     def _own(self) -> Built:
         """The kernel for its own device."""
-        return self._built_for(device_queue(self.device))
+        return self._built_for(named_queue(self.device))
 
     def _queue(self, uses: Uses) -> Any:
         """Where the arguments are."""
         cpu, queues = self._on_cpu, uses.queues
-        if cpu is not None and uses.xpu is None and all(q is cpu.queue for _, q in queues):
+        if cpu is not None and uses.elsewhere is None and all(q is cpu.queue for _, q in queues):
             return cpu.queue
-        if uses.xpu is not None:
-            index, device = uses.xpu
-            chosen, where = queue_of(device), f"argument {index}, on {device}"
-        elif uses.queues:
-            index, chosen = uses.queues[0]
-            where = f"argument {index}, on {chosen.sycl_device.name}"
+        if uses.elsewhere is not None:
+            chosen = queue_of(uses.elsewhere[1])
+        elif queues:
+            chosen = queues[0][1]
         else:
-            chosen, where = device_queue(self.device), f"device={self.device!r}"
-        for index, other in uses.queues:
+            chosen = named_queue(self._module.device)
+        for index, other in queues:
             if other.sycl_context != chosen.sycl_context:
                 raise RuntimeError(
                     f"{self.name}: argument {index} is in the SYCL context of "
-                    f"{other.sycl_device.name}, another than that of {where}; copy it there"
+                    f"{other.sycl_device.name}, another than that of {self._place(uses, chosen)}; "
+                    "copy it there"
                 )
-        if uses.host is not None and not chosen.sycl_device.is_cpu:
+        if uses.host is not None and not self._runs_on_host(chosen):
             raise RuntimeError(
                 f"{self.name}: argument {uses.host} is in the host's memory, which "
-                f"{chosen.sycl_device.name} ({where}) cannot read; move it there, as tensor.to("
-                "'xpu') does, or use device='cpu' and arguments on the host alone"
+                f"{chosen.sycl_device.name} ({self._place(uses, chosen)}) cannot read; move it "
+                "there, as tensor.to('xpu') does, or use device='cpu' and arguments on the host "
+                "alone"
             )
         return chosen
+
+    def _runs_on_host(self, queue: Any) -> bool:
+        built = self._built.get(queue)
+        return backend_of(queue).runs_on_host if built is None else built.on_host
+
+    def _place(self, uses: Uses, chosen: Any) -> str:
+        """What chose the queue, for errors."""
+        if uses.elsewhere is not None:
+            index, device = uses.elsewhere
+            return f"argument {index}, on {device}"
+        if uses.queues:
+            return f"argument {uses.queues[0][0]}, on {chosen.sycl_device.name}"
+        return f"device={self.device!r}"
 
     def _built_for(self, chosen: Any) -> Built:
         check_not_forked()
         built = self._built.get(chosen)
         if built is None:
-            if self._signature is None:
-                self._find()
+            signature = self._signature or self._find()
             with self._lock:
-                built = Built(chosen, self._module._program, self.name)
+                built = Built(chosen, self._module._program, self.name, signature)
                 built = self._built.setdefault(chosen, built)
                 if isinstance(self.device, str) and self.device == "cpu" and chosen is queue("cpu"):
                     self._on_cpu = built
@@ -436,93 +433,12 @@ def _type_text(parameter: Parameter) -> str:
     return str(parameter).removesuffix(parameter.name).strip()
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # untyped
+@disable_dynamo  # type: ignore[untyped-decorator]
 def _untraced(
     kernel: RawKernel, global_size: Any, local_size: Any, args: Any, wait: bool | None
 ) -> None:
     """A call out of a function that torch.compile traces."""
     kernel(global_size, local_size, args, wait=wait)
-
-
-class _Identified(NamedTuple):
-    """A Python function, the same as another that compiles to the same."""
-
-    identity: bytes
-    function: Callable[..., Any]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identified) and self.identity == other.identity
-
-    def __hash__(self) -> int:
-        return hash(self.identity)
-
-
-def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> Program:
-    """What a source compiles to."""
-    if kind == "SPIR-V":
-        spirv = source
-    elif kind == "Python":
-        parts = ("Python", source.identity.hex())
-        spirv = cached(parts, lambda: compile_python(source.function, options))
-    elif _includes(source):
-        spirv = compile_opencl_c(source, options)
-    else:
-        parts = ("OpenCL C", compiler_version(), *options, source)
-        spirv = cached(parts, lambda: compile_opencl_c(source, options))
-    return Program(spirv, [option for option in options if option in DRIVER_OPTIONS])
-
-
-_shared = functools.lru_cache(maxsize=256)(_compiled)
-"""What a source compiles to, once for all kernels of the same source."""
-
-
-def _program(kind: str, source: Any, options: tuple[str, ...]) -> Program:
-    # Files that a source includes may change.
-    if kind == "Python":
-        source = _Identified(identity(source), source)
-    includes = kind == "OpenCL C" and _includes(source)
-    return (_compiled if includes else _shared)(kind, source, options)
-
-
-def _includes(source: str) -> bool:
-    return "include" in source
-
-
-def _read(source: Any) -> tuple[str, Any]:
-    """The kind of a source, and its text, bytes or function."""
-    if isinstance(source, Path):
-        if source.suffix == ".cl":
-            return "OpenCL C", source.read_text()
-        if source.suffix == ".spv":
-            return "SPIR-V", source.read_bytes()
-        raise ValueError(f"source={source} is neither a .cl nor a .spv file")
-    if isinstance(source, str):
-        if "\n" not in source and "{" not in source and source.endswith((".cl", ".spv")):
-            raise ValueError(
-                f"source={source!r} is text, and looks like a file's name; "
-                f"pass pathlib.Path({source!r})"
-            )
-        return "OpenCL C", source
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return "SPIR-V", bytes(source)
-    if inspect.isroutine(source):
-        return "Python", source
-    raise TypeError(
-        f"source is a {type(source).__name__}; pass OpenCL C text, SPIR-V bytes, a pathlib.Path or "
-        "a Python function"
-    )
-
-
-def _check_options(kind: str, options: Sequence[str]) -> tuple[str, ...]:
-    if kind == "OpenCL C":
-        return check_options(options)
-    known = DRIVER_OPTIONS if kind == "SPIR-V" else ()
-    options = as_options(options)
-    for option in options:
-        if option not in known:
-            listed = ", ".join(known) or "none"
-            raise ValueError(f"a kernel from {kind} has no option {option!r}; there are: {listed}")
-    return options
 
 
 def _check_device(device: Any) -> Any:
@@ -531,12 +447,3 @@ def _check_device(device: Any) -> Any:
     if not isinstance(device, load_dpctl().SyclQueue):
         raise TypeError(f"device={device!r} is neither a SYCL filter string nor a dpctl.SyclQueue")
     return device
-
-
-def device_queue(device: Any) -> Any:
-    """The queue of what a kernel's ``device`` says."""
-    if not isinstance(device, str):
-        return device
-    if device.startswith("xpu"):
-        return queue_of(torch.device(device))
-    return queue(device)

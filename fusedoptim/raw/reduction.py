@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedoptim.raw import _parameters
 from fusedoptim.raw._parameters import DTYPES, Made, Operand, Param, Scalar
-from fusedoptim.raw._walk import LANES, Walk, chunk_of, memory, walk
+from fusedoptim.raw._walk import Walk, chunk_of, launch_shape, memory, walk
 from fusedoptim.raw.kernel import RawKernel, RawModule
 
 __all__ = ["ReductionKernel"]
@@ -56,11 +56,21 @@ kernel void {name}_finish(
     {name}_store(o_, n, a{names});
 }}
 """
-# A group reduces a chunk of the elements of one result, its work items side by side.
+# A group reduces a chunk of the elements of one result, its work items side by side. Each has four
+# partial results, as one alone would wait in each turn for the turn before.
 _ALONG = """
     const index_t o_ = group_ / chunks_, first_ = group_ % chunks_ * chunk_;
     const index_t end_ = first_ + chunk_ < n ? first_ + chunk_ : n;
     index_t start_ = first_;
+    reduced_t b = {identity}, c_ = {identity}, d_ = {identity};
+    for (; start_ + 4 * {lanes} <= end_; start_ += 4 * {lanes}) {{
+        const index_t at_ = start_ + lane_;
+        a = {name}_reduce(a, {name}_map(o_, at_, n{names}));
+        b = {name}_reduce(b, {name}_map(o_, at_ + {lanes}, n{names}));
+        c_ = {name}_reduce(c_, {name}_map(o_, at_ + 2 * {lanes}, n{names}));
+        d_ = {name}_reduce(d_, {name}_map(o_, at_ + 3 * {lanes}, n{names}));
+    }}
+    a = {name}_reduce({name}_reduce(a, b), {name}_reduce(c_, d_));
     for (; start_ + {lanes} <= end_; start_ += {lanes})
         a = {name}_reduce(a, {name}_map(o_, start_ + lane_, n{names}));
     if (start_ + lane_ < end_) a = {name}_reduce(a, {name}_map(o_, start_ + lane_, n{names}));
@@ -250,7 +260,8 @@ class ReductionKernel:
         n, count = inner.numel, outer.numel
         if count == 0:
             return _Plan(None, (0, 0), 0, (), (), None, (), tuple(made))
-        lanes = LANES[device.type]
+        spread = launch_shape(device)
+        lanes = spread.lanes
         near = [sum(of_one[-1:] == (1,) for of_one in way.strides) for way in (inner, outer)]
         is_across = count >= lanes and (near[1] > near[0] or n < _SHORT)
         types = tuple([(o.dtype, isinstance(o.value, Tensor)) for o in operands])
@@ -268,7 +279,7 @@ class ReductionKernel:
             module = RawModule(head + source, self._options)
             self._kernels[key] = module[self.name], module[f"{self.name}_finish"]
 
-        chunk = min(_ROWS, max(n, 1)) if is_across else chunk_of(n)
+        chunk = min(_ROWS, max(n, 1)) if is_across else chunk_of(n, spread)
         chunks = max(-(-n // chunk), 1)
         items = -(-count // lanes) * lanes
         strided = [
@@ -308,7 +319,9 @@ class ReductionKernel:
             loads="\n".join(loads),
             results="\n".join(results),
             stores="\n".join(stores),
-            body=body.format(name=self.name, names=names, lanes=lanes),
+            body=body.format(
+                name=self.name, names=names, lanes=lanes, identity=self._expressions["identity"]
+            ),
         )
 
 

@@ -99,6 +99,20 @@ def test_no_file(tmp_path: Path) -> None:
         aot.load(tmp_path / "none.fob")
 
 
+def test_interrupt_after_the_exchange(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = os.replace
+
+    def interrupted(*arguments: Any) -> None:
+        exchange(*arguments)
+        raise KeyboardInterrupt
+
+    modules = _bundle.read(copy)
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _bundle.write(copy, modules)
+    assert _bundle.read(copy) == modules
+
+
 @pytest.mark.parametrize("size", [0, 10, 1000, -30])
 def test_truncated(copy: Path, size: int) -> None:
     copy.write_bytes(copy.read_bytes()[:size])

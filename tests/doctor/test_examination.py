@@ -73,7 +73,7 @@ def test_crash_and_a_broken_torch(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "tests adam_f32 on opencl:cpu:0 was killed by SIGSEGV" in done.stdout
     assert "tests sgd_split on opencl:cpu:0 was killed by SIGSEGV" in done.stdout
-    assert "39 of 41 kernels agree" in done.stdout
+    assert f"{len(modules.shipped()) - 2} of {len(modules.shipped())} kernels agree" in done.stdout
     assert "torch cannot be imported: ImportError: libtorch.so is gone" in done.stdout
     assert "  cure: pip install --force-reinstall torch\n" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("3 errors ")

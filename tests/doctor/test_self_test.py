@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 import allocator
 from fusedoptim.doctor import _self_test
-from fusedoptim.doctor._self_test import FORMULAS, kernel_problem
+from fusedoptim.doctor._self_test import kernel_problem
+from fusedoptim.kernels.language import Role
 from fusedoptim.launch import modules
 from fusedoptim.launch.table import LaunchBlock
 
@@ -19,31 +21,42 @@ def queue() -> Any:
     return allocator.queue("cpu")
 
 
-def test_every_kernel_has_a_formula() -> None:
-    assert {name.rpartition("_")[0] for name in modules._manifest()} == set(FORMULAS)
+KERNELS = sorted({kernel for kernel, _ in modules.shipped()})
+RESULTS = (Role.PARAM, Role.STATE, Role.SUMS, Role.RESULT)
 
 
-@pytest.mark.parametrize("kernel", FORMULAS)
+def perturb(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], name: str) -> list[str]:
+    """Have what a kernel should write to an argument changed; returns it if it does write it."""
+    in_float64 = _self_test.in_float64
+    written: list[str] = []
+
+    def changed(function: Any, module: Any, values: Any) -> Any:
+        results = in_float64(function, module, values)
+        if not np.array_equal(results[name], values[name]):  # else the kernel only reads it
+            results[name] = change(results[name])
+            written.append(name)
+        return results
+
+    monkeypatch.setattr(_self_test, "in_float64", changed)
+    return written
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_an_error_of_2_to_the_minus_16_is_found(
     queue: Any, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any one of a kernel's results, and without it the kernel passes."""
     name = f"{kernel}_f32"
     assert kernel_problem(queue, name, in_usm=False) == ""
-    formula = FORMULAS[kernel]
-    names: list[str] = []
-    monkeypatch.setitem(FORMULAS, kernel, lambda a: names.extend(r := formula(a)) or r)
-    kernel_problem(queue, name, in_usm=False)
-    for result in set(names):
-
-        def slightly_off(a: Any, result: str = result) -> dict[str, Any]:
-            results = formula(a)
-            magnitude = np.maximum(abs(results[result]), 1)
-            return results | {result: results[result] + magnitude * 2.0**-16}
-
-        monkeypatch.setitem(FORMULAS, kernel, slightly_off)
-        problem = kernel_problem(queue, name, in_usm=False)
-        assert f"values of {result!r} are wrong" in problem
+    arguments = modules.load_module(kernel, "f32").arguments
+    found = []
+    for result, _ in (argument for argument in arguments if argument.role in RESULTS):
+        with monkeypatch.context() as patch:
+            written = perturb(patch, lambda x: x + np.maximum(abs(x), 1) * 2.0**-16, result)
+            problem = kernel_problem(queue, name, in_usm=False)
+        assert (f"values of {result!r} are wrong" in problem) == bool(written)
+        found += written
+    assert found
 
 
 @pytest.mark.parametrize("dtype", ["f64", "bf16", "f16", "split"])
@@ -52,14 +65,24 @@ def test_other_dtypes(queue: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -
     name = f"sgd_momentum_{dtype}"
     assert kernel_problem(queue, name, in_usm=False) == ""
     unit = {"f64": 2.0**-45, "bf16": 2.0**-6, "f16": 2.0**-9, "split": 2.0**-16}[dtype]
-    formula = FORMULAS["sgd_momentum"]
-
-    def off(a: Any) -> dict[str, Any]:
-        results = formula(a)
-        return results | {"param": results["param"] * (1 + unit) + np.sign(results["param"]) * unit}
-
-    monkeypatch.setitem(FORMULAS, "sgd_momentum", off)
+    perturb(monkeypatch, lambda x: x * (1 + unit) + np.sign(x) * unit, "param")
     assert "values of 'param' are wrong" in kernel_problem(queue, name, in_usm=False)
+
+
+@pytest.mark.parametrize("name", ["grad", "grad_factor"])
+def test_a_write_to_what_is_only_read_is_found(
+    queue: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = _self_test._Trial._launch
+
+    def writing(trial: Any) -> None:
+        launch(trial)
+        values = trial._arrays[name]._values
+        values[-1] = np.nextafter(values[-1], np.float32(9))
+
+    monkeypatch.setattr(_self_test._Trial, "_launch", writing)
+    problem = kernel_problem(queue, "sgd_f32", in_usm=False)
+    assert f"1 of {513 if name == 'grad' else 1} values of {name!r} are wrong" in problem
 
 
 def test_in_memory_of_the_driver(queue: Any) -> None:
@@ -89,9 +112,9 @@ def test_a_write_past_the_end_is_found(queue: Any, monkeypatch: pytest.MonkeyPat
 
 def test_a_launch_that_does_nothing_is_found(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LaunchBlock, "launch", lambda self: None)
-    for kernel in FORMULAS:
+    for kernel in KERNELS:
         assert "are wrong" in kernel_problem(queue, f"{kernel}_f32", in_usm=False)
 
 
-def test_a_kernel_without_a_formula(queue: Any) -> None:
-    assert "no formula" in kernel_problem(queue, "other_f32", in_usm=False)
+def test_a_kernel_that_is_not_shipped(queue: Any) -> None:
+    assert "is no kernel" in kernel_problem(queue, "other_f32", in_usm=False)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fusedoptim.dtypes import VARIANTS
 from fusedoptim.kernels import __main__ as build_tool
 from fusedoptim.kernels import adagrad, adam, lamb, language, norm, sgd
 from fusedoptim.kernels.language import Role
@@ -291,7 +292,7 @@ class TestValidate:
         ]
 
 
-@pytest.mark.parametrize("dtype", build_tool.DTYPES)
+@pytest.mark.parametrize("dtype", VARIANTS)
 @pytest.mark.parametrize("kernel", dict.fromkeys(kernel for kernel, _ in shipped()))
 def test_module_for_each_dtype(kernel: str, dtype: str) -> None:
     module = load_module(kernel, dtype)

@@ -58,7 +58,7 @@ def test_each_row_knows_the_head(block: LaunchBlock) -> None:
     words = np.frombuffer(block._memory, dtype=np.int64, offset=head).reshape(-1, columns)
     address, _ = block._memory.__sycl_usm_array_interface__["data"]
     assert words[:4, 0].tolist() == [address] * 4
-    assert block._first_row == address + head
+    assert struct.unpack_from("<q", block._frame.buffer, 8) == (address + head,)
 
 
 def test_head(block: LaunchBlock) -> None:

@@ -17,13 +17,14 @@ import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedSGD
-from fusedoptim.allocator import queue
+from fusedoptim.allocator import load_dpctl, queue
 from fusedoptim.launch import cache, cpu, opencl
+from fusedoptim.launch.arguments import ONE_ADDRESS, frame_of
+from fusedoptim.launch.backend import BuildError, LaunchError
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.modules import load_module
-from fusedoptim.launch.opencl import Driver, OpenCLLauncher, driver_of
-from fusedoptim.launch.progress import Progress
-from fusedoptim.launch.sycl import BuildError, SyclLauncher
+from fusedoptim.launch.opencl import Driver, driver_of
+from fusedoptim.launch.sycl import SyclKernel
 from fusedoptim.launch.table import LaunchBlock
 from fusedoptim.raw import RawKernel
 from fusedoptim.step import dense
@@ -31,6 +32,13 @@ from tests.fusedoptim.helpers import SideBySide, make_params
 from tests.optimizer_cases import CASES, OptimizerCase, configuration_id
 
 SGD = load_module("sgd", "f32")
+SLOW = """
+kernel void slow(global float *grad) {
+    float x = 0;
+    for (int i = 0; i < 30000000; i++) x = x * 0.5f + 1;
+    grad[get_global_id(0)] = x;
+}
+"""
 
 
 @pytest.fixture
@@ -50,13 +58,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What the driver compiles."""
     seen: list[bytes] = []
-    compile_now = Driver.compiled
+    compile_now = Driver.compile_now
 
     def counting(driver: Driver, spirv: bytes, options: str = "") -> Any:
         seen.append(spirv)
         return compile_now(driver, spirv, options)
 
-    monkeypatch.setattr(Driver, "compiled", counting)
+    monkeypatch.setattr(Driver, "compile_now", counting)
     return seen
 
 
@@ -64,8 +72,8 @@ def _step(driver: Driver, program: Any) -> list[float]:
     """The parameters 0 to 4 after a step of 0.5 with gradients of 1, by a kernel of ``program``."""
     kernel = kernel_for(queue("cpu"), "sgd", "f32")
     block = LaunchBlock(kernel, np.array([5]))
-    launcher = OpenCLLauncher(driver, program, SGD.name, kernel.shape.lanes)
-    block._launcher = launcher
+    block._on_device = program.kernel(kernel.queue, SGD.name, ONE_ADDRESS)
+    block._on_device.prepare(block._frame)
     param, grad, factor = torch.arange(5.0), torch.ones(5), torch.ones(())
     block.write("param", param.data_ptr())
     block.write("grad", grad.data_ptr())
@@ -80,7 +88,7 @@ def _step(driver: Driver, program: Any) -> list[float]:
 class TestKept:
     def test_compiled_once(self, driver: Driver, place: Path, compiled: list[bytes]) -> None:
         for _ in range(3):
-            assert _step(driver, driver.program(SGD.spirv)) == [-0.5, 0.5, 1.5, 2.5, 3.5]
+            assert _step(driver, driver.compile(SGD.spirv)) == [-0.5, 0.5, 1.5, 2.5, 3.5]
         assert compiled == [SGD.spirv]
         assert len(list(place.iterdir())) == 1
 
@@ -88,10 +96,11 @@ class TestKept:
         """Which then compiles nothing, unless it is for another instruction set."""
         script = (
             "import torch\n"
-            "from fusedoptim import FusedAdam\nfrom fusedoptim.launch import opencl\n"
+            "from fusedoptim import FusedAdam\n"
+            "from fusedoptim.launch import opencl\n"
             "compiled = []\n"
-            "compile_now = opencl.Driver.compiled\n"
-            "opencl.Driver.compiled = lambda *a: compiled.append(a) or compile_now(*a)\n"
+            "compile_now = opencl.Driver.compile_now\n"
+            "opencl.Driver.compile_now = lambda *a: compiled.append(a) or compile_now(*a)\n"
             "p = torch.nn.Parameter(torch.ones(1000))\n"
             "p.grad = torch.linspace(-1, 1, 1000)\n"
             "optimizer = FusedAdam([p], max_grad_norm=1.0)\n"
@@ -112,14 +121,14 @@ class TestKept:
     def test_for_the_same_machine_only(
         self, of: str, driver: Driver, place: Path, compiled: list[bytes]
     ) -> None:
-        driver.program(SGD.spirv)
+        driver.compile(SGD.spirv)
         platform, name, version, *target, features = driver._identity
         if of == "driver":
             version += ".1"
         else:
             features += " avx1024"
         identity = (platform, name, version, *target, features)
-        Driver(driver.opencl, driver._device, identity).program(SGD.spirv)
+        Driver(driver.opencl, driver._device, identity).compile(SGD.spirv)
         assert len(compiled) == 2
 
     def test_not_while_the_driver_has_settings(
@@ -128,16 +137,16 @@ class TestKept:
         """They may have it compile otherwise, or write what it compiles to files."""
         monkeypatch.setenv("CL_CONFIG_DUMP_ASM", "False")
         for _ in range(2):
-            driver.program(SGD.spirv)
+            driver.compile(SGD.spirv)
         assert len(compiled) == 2
         assert not place.exists()
 
     def test_damaged(self, driver: Driver, place: Path, compiled: list[bytes]) -> None:
-        driver.program(SGD.spirv)
+        driver.compile(SGD.spirv)
         (file,) = place.iterdir()
         file.write_bytes(file.read_bytes()[:-1])
         with pytest.warns(RuntimeWarning, match="truncated or damaged"):
-            program = driver.program(SGD.spirv)
+            program = driver.compile(SGD.spirv)
         assert _step(driver, program)[0] == -0.5
         assert len(compiled) == 2
 
@@ -147,9 +156,9 @@ class TestKept:
         """Which has the same name and version, and takes no such program."""
         with monkeypatch.context() as patch:
             patch.setattr(Driver, "_binary", lambda *_: b"a program of another driver")
-            driver.program(SGD.spirv)
+            driver.compile(SGD.spirv)
         for _ in range(2):
-            assert _step(driver, driver.program(SGD.spirv))[0] == -0.5
+            assert _step(driver, driver.compile(SGD.spirv))[0] == -0.5
         assert len(compiled) == 2
 
     def test_of_another_driver_where_nothing_can_be_written(
@@ -158,7 +167,7 @@ class TestKept:
         """The refused program stays there, and is not read again and again."""
         with monkeypatch.context() as patch:
             patch.setattr(Driver, "_binary", lambda *_: b"a program of another driver")
-            driver.program(SGD.spirv)
+            driver.compile(SGD.spirv)
         (file,) = place.iterdir()
         content = file.read_bytes()
 
@@ -176,7 +185,7 @@ class TestKept:
             return read(driver, binary, options)
 
         monkeypatch.setattr(Driver, "_read", counting)
-        assert _step(driver, driver.program(SGD.spirv))[0] == -0.5
+        assert _step(driver, driver.compile(SGD.spirv))[0] == -0.5
         assert len(reads) == 1
         assert len(compiled) == 2
         assert file.read_bytes() == content
@@ -188,7 +197,7 @@ class TestKept:
         (tmp_path / "file").touch()
         for place in ("", str(tmp_path / "file" / "cache")):
             monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", place)
-            assert _step(driver, driver.program(SGD.spirv))[0] == -0.5
+            assert _step(driver, driver.compile(SGD.spirv))[0] == -0.5
         assert len(compiled) == 2
 
 
@@ -206,23 +215,18 @@ def test_driver_says_why(driver: Driver) -> None:
 
 def test_refused_launch(driver: Driver) -> None:
     lanes = 1 << 20  # more than any device has in a group
-    launcher = OpenCLLauncher(driver, driver.program(SGD.spirv), SGD.name, lanes)
+    kernel = driver.compile(SGD.spirv).kernel(queue("cpu"), SGD.name, ONE_ADDRESS)
+    frame, sizes = frame_of(0), kernel.sizes((lanes,), (lanes,))
+    kernel.prepare(frame)
     events = ["of another"]
-    with pytest.raises(RuntimeError, match=r"clEnqueueNDRangeKernel failed with OpenCL's error -"):
-        launcher.submit(0, lanes, 5, events)
+    with pytest.raises(LaunchError, match=r"clEnqueueNDRangeKernel failed with OpenCL's error -"):
+        kernel.submit(frame, sizes, 5, events)
     assert events == ["of another"]
 
 
 def test_step_after_a_raw_kernel_that_nobody_waits_for() -> None:
     """Launches run in order, by whichever interface."""
-    text = """
-    kernel void slow(global float *grad) {
-        float x = 0;
-        for (int i = 0; i < 30000000; i++) x = x * 0.5f + 1;
-        grad[get_global_id(0)] = x;
-    }
-    """
-    slow = RawKernel(text)
+    slow = RawKernel(SLOW)
     p = Parameter(torch.zeros(16))
     p.grad = torch.zeros(16)
     optimizer = FusedSGD([p], lr=1.0)
@@ -240,11 +244,12 @@ def test_one_group_runs_on_the_calling_thread(driver: Driver) -> None:
     for _ in range(20):
         small.grad, large.grad = torch.ones(8), torch.ones(2_000_000)
         optimizer.step()
-    assert driver.progress.is_idle
-    latest = driver.progress._latest
+    progress = driver.progress
+    assert progress.latest is progress.ended
+    latest = progress.latest
     large.grad = None
     optimizer.step()
-    assert driver.progress._latest is latest  # nothing was asked of the other threads
+    assert progress.latest is latest  # nothing was asked of the other threads
     assert small.tolist() == [-21.0] * 8
     assert large.eq(-20).all()
 
@@ -285,24 +290,23 @@ def test_end_that_is_seen_between_note_and_submission(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another thread, which takes what is about to be submitted for ended."""
-    submit, seen = Progress.submit, []
+    enqueue = driver.opencl.enqueue
 
-    def seen_at_once(progress: Progress) -> None:
-        submit(progress)
-        if not seen:
-            progress.wait(lambda: None)
-        seen.append(progress)
+    def seen_before(*arguments: Any) -> int:
+        driver.progress.wait(lambda: None)
+        status: int = enqueue(*arguments)
+        return status
 
     p = Parameter(torch.zeros(4_000_000))
     p.grad = torch.ones(4_000_000)
     optimizer = FusedSGD([p], lr=1.0)
     optimizer.step()
-    monkeypatch.setattr(Progress, "submit", seen_at_once)
+    monkeypatch.setattr(driver.opencl, "enqueue", seen_before)
     states = []
     marks = dense.increment_version
 
     def look(params: Any) -> None:
-        states.append(driver.progress.is_idle)
+        states.append(driver.progress.latest is driver.progress.ended)
         marks(params)
 
     monkeypatch.setattr(dense, "increment_version", look)
@@ -312,18 +316,25 @@ def test_end_that_is_seen_between_note_and_submission(
 
 
 @pytest.fixture
-def by_sycl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are built and launched as on a GPU."""
+def by_sycl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SyclKernel]]:
+    """Kernels are built and launched as on a GPU; those that were."""
     kernel_for.cache_clear()
     monkeypatch.setattr(cpu, "driver_of", lambda device: None)
-    yield
+    submitted = []
+    submit = SyclKernel.submit
+
+    def noting(kernel: SyclKernel, *arguments: Any) -> bool:
+        submitted.append(kernel)
+        return submit(kernel, *arguments)
+
+    monkeypatch.setattr(SyclKernel, "submit", noting)
+    yield submitted
     kernel_for.cache_clear()
 
 
-@pytest.mark.usefixtures("by_sycl")
 @pytest.mark.parametrize("case", CASES, ids=configuration_id)
 @pytest.mark.parametrize("kwargs", [{}, {"max_grad_norm": 1.0}], ids=["", "clipped"])
-def test_by_sycl(case: OptimizerCase, kwargs: dict[str, Any]) -> None:
+def test_by_sycl(case: OptimizerCase, kwargs: dict[str, Any], by_sycl: list[SyclKernel]) -> None:
     dtypes = case.dtypes[-1:] if case.is_split else (torch.float32, torch.float64, torch.bfloat16)
     for dtype in dtypes:
         params = make_params(dtype)
@@ -332,19 +343,29 @@ def test_by_sycl(case: OptimizerCase, kwargs: dict[str, Any]) -> None:
             for p in params:
                 p.grad = torch.randn_like(p)
             optimizer.step()
-            assert isinstance(_launcher(optimizer), SyclLauncher)
+            assert len(by_sycl) >= 2
             continue
         pair = SideBySide(case, case.kwargs[-1], params)
         for _ in range(3):
             pair.set_gradients()
             pair.step()
         pair.assert_equal()
-        assert isinstance(_launcher(pair.ours), SyclLauncher)
+        assert len(by_sycl) >= 3
 
 
-def _launcher(optimizer: Any) -> Any:
-    (rows,) = optimizer._plan.groups[0].rows
-    return rows._pipeline._blocks[0]._launcher
+@pytest.mark.usefixtures("by_sycl")
+def test_by_sycl_after_a_raw_kernel_on_another_queue() -> None:
+    """A step waits for kernels that nobody waited for, whatever launches it."""
+    ours = queue("cpu")
+    other = load_dpctl().SyclQueue(ours.sycl_context, ours.sycl_device, property="in_order")
+    slow = RawKernel(SLOW, device=other)
+    p = Parameter(torch.zeros(16))
+    p.grad = torch.zeros(16)
+    optimizer = FusedSGD([p], lr=1.0)
+    optimizer.step()
+    slow(16, 16, (p.grad,), wait=False)
+    optimizer.step()
+    assert p.tolist() == [-2.0] * 16
 
 
 def test_a_device_that_opencl_does_not_have() -> None:

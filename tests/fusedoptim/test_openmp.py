@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+import fusedoptim
 from allocator import queue
 from fusedoptim import FusedSGD
 from fusedoptim.launch import openmp
 from fusedoptim.launch.opencl import driver_of
 from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
-from tests.fusedoptim.test_interrupts import InterruptAt
-from tests.interrupts import interrupted
+from tests.interrupts import InterruptAt, interrupted
 
 SEVEN = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 7)
 
@@ -183,12 +183,8 @@ def test_interrupted_wherever_python_looks_for_it() -> None:
     for n in range(1000):
         before = float(param.detach()[0, 0])
         torch.ones(1_000_000).add(1)
-        interrupt = InterruptAt(n, "submit")
-        try:
-            with interrupt:
-                optimizer.step()
-        except KeyboardInterrupt:
-            pass
+        with InterruptAt(n, "polls", within=fusedoptim, since="submit") as interrupt:
+            optimizer.step()
         assert not is_in_region()
         assert torch.is_grad_enabled()
         after = float(param.detach()[0, 0])

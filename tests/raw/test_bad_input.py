@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -261,8 +262,8 @@ def test_more_local_memory_than_a_number_can_tell(module: RawModule) -> None:
 
 def test_host_memory_where_the_device_cannot_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device = types.SimpleNamespace(name="A", is_cpu=False)
-    elsewhere = types.SimpleNamespace(sycl_device=device)
-    monkeypatch.setattr(kernel, "device_queue", lambda name: elsewhere)
+    elsewhere = mock.Mock(sycl_device=device)
+    monkeypatch.setattr(kernel, "named_queue", lambda name: elsewhere)
     text = r"f: argument 0 is in the host's memory, which A \(device='gpu'\) cannot read"
     with pytest.raises(RuntimeError, match=text):
         RawKernel("kernel void f(global int *x) {}", device="gpu")(

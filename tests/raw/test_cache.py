@@ -13,7 +13,7 @@ import pytest
 
 from fusedoptim.launch import cache
 from fusedoptim.launch.cache import cached
-from fusedoptim.raw import RawKernel, kernel
+from fusedoptim.raw import RawKernel, _sources
 
 PARTS = ("kind", "source")
 
@@ -49,21 +49,21 @@ def test_kernels_are_kept_by_source_and_options(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = []
-    compile_now = kernel.compile_opencl_c
+    compile_now = _sources.compile_opencl_c
 
     def counting(source: str, options: tuple[str, ...]) -> bytes:
         compiled.append(options)
         return compile_now(source, options)
 
-    monkeypatch.setattr(kernel, "compile_opencl_c", counting)
+    monkeypatch.setattr(_sources, "compile_opencl_c", counting)
     text = "kernel void kept(global int *x) { x[0] = N; }"
     for _ in range(2):
-        kernel._shared.cache_clear()  # as in another process
+        _sources._shared.cache_clear()  # as in another process
         for options in (("-DN=1",), ("-DN=2",)):
             RawKernel(text, options=options).compile()
     assert compiled == [("-DN=1",), ("-DN=2",)]
-    monkeypatch.setattr(kernel, "compiler_version", lambda: "another")
-    kernel._shared.cache_clear()
+    monkeypatch.setattr(_sources, "compiler_version", lambda: "another")
+    _sources._shared.cache_clear()
     RawKernel(text, options=("-DN=1",)).compile()
     assert len(compiled) == 3
     assert RawKernel(text, options=("-DN=1",)).spirv is RawKernel(text, options=["-DN=1"]).spirv
@@ -111,6 +111,47 @@ def test_a_write_that_fails_leaves_nothing(place: Path, monkeypatch: pytest.Monk
     with pytest.warns(RuntimeWarning, match="No space left"):
         cached(PARTS, Builds())
     assert not list(place.iterdir())
+
+
+def test_what_a_killed_process_left_unfinished(place: Path) -> None:
+    place.mkdir(mode=0o700)
+    old, new, foreign = (place / f"{name}.tmp" for name in ("a.spvcache.1", "b.spvcache.2", "c"))
+    for path in (old, new, foreign):
+        path.touch()
+    for path in (old, foreign):
+        os.utime(path, (1, 1))
+    cached(PARTS, Builds())
+    assert not old.exists()
+    assert new.exists()
+    assert foreign.exists()
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_warnings_name_the_line_of_the_user(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """However many functions of the package lie between."""
+    _sources._shared.cache_clear()
+
+    def use() -> None:
+        cached(PARTS, Builds()) if depth == 0 else RawKernel(
+            "kernel void f(global int *x) { int unused; x[0] = 1; }"
+        ).compile()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        use()
+    for path in place.iterdir():
+        path.write_bytes(b"")
+    _sources._shared.cache_clear()
+    with pytest.warns(RuntimeWarning, match="truncated or damaged") as damaged:
+        use()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(tmp_path / "file" / f"cache {depth}"))
+    _sources._shared.cache_clear()
+    with pytest.warns(RuntimeWarning, match="cannot be kept") as unkept:
+        use()
+    assert {warning.filename for warning in [*damaged, *unkept]} == {__file__}
 
 
 def test_an_interrupt_after_the_exchange(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fusedoptim import allocator
-from fusedoptim.raw import LocalMemory, RawKernel, RawModule, _built
+from fusedoptim.launch import cpu
+from fusedoptim.raw import LocalMemory, RawKernel, RawModule
 from tests.fusedoptim.helpers import assert_within
 from tests.tolerances import Bounded, number
 
@@ -22,7 +23,7 @@ from tests.tolerances import Bounded, number
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """By whose interface the CPU's kernels are built and launched; a GPU's are by SYCL's."""
     if request.param == "SYCL":
-        monkeypatch.setattr(_built, "driver_of", lambda device: None)
+        monkeypatch.setattr(cpu, "driver_of", lambda device: None)
     way: str = request.param
     return way
 
@@ -164,6 +165,17 @@ def test_memory_of_every_kind(module: RawModule, kind: str) -> None:
     back = torch.zeros(16, dtype=torch.uint8)
     module["copy"](16, None, (source, back))
     assert torch.equal(back, to)
+
+
+def test_memory_of_a_pool_can_be_released(module: RawModule) -> None:
+    """A kernel keeps nothing of what it was given once it has ended."""
+    pool = allocator.Pool("cpu")
+    memory, array = pool.allocate(16), pool.array(16, "uint8")
+    module["copy"](16, None, (memory, array))
+    array.memory.release()
+    memory.release()
+    with pytest.raises(ValueError, match=r"argument 0, .* array at .* was released"):
+        module["copy"](16, None, (array, None))
 
 
 def test_dpctl_and_dpnp_arrays(module: RawModule) -> None:

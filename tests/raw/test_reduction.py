@@ -87,6 +87,14 @@ def test_broadcast_numbers_and_outputs() -> None:
     assert torch.equal(strided, out)
 
 
+@pytest.mark.parametrize("n", [15, 16, 63, 64, 65, 127, 128, 4096, 5000])
+def test_sizes_around_the_unrolled_loop(n: int) -> None:
+    """Whatever the user's parameters are called; and with the index of every element."""
+    scaled = ReductionKernel("T x, T k, T d", "T y", "x * k + i * d", "a + b", "y = a", "0")
+    x = torch.rand(n, dtype=torch.float64)
+    _assert_sum(scaled(x, 2.0, 0.5), 2 * x + 0.5 * torch.arange(n), [0])
+
+
 def test_norm() -> None:
     x = torch.randn(70_000)
     expected = torch.linalg.vector_norm(x.double())

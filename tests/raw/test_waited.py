@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,13 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+import fusedoptim
 from fusedoptim import FusedSGD, allocator
-from fusedoptim.launch.opencl import Driver, driver_of
-from fusedoptim.raw import LocalMemory, RawKernel, RawModule, kernel
-from fusedoptim.raw._launch import SyclKernel, in_flight
+from fusedoptim.launch.opencl import Driver, OpenCLKernel, driver_of
+from fusedoptim.launch.order import in_flight_on
+from fusedoptim.launch.sycl import SyclKernel
+from fusedoptim.raw import LocalMemory, RawKernel, RawModule, _sources
+from tests.interrupts import InterruptAt
 
 SLOW = """
 kernel void slow(global float *x) {
@@ -34,13 +38,18 @@ kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }
 def by_sycl(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each launch by SYCL is waited for."""
     launches: list[bool] = []
-    launch = SyclKernel.launch
 
-    def noting(self: SyclKernel, *arguments: Any) -> None:
-        launches.append(arguments[4])
-        launch(self, *arguments)
+    def note(method: str, is_waited: bool) -> None:
+        submit = getattr(SyclKernel, method)
 
-    monkeypatch.setattr(SyclKernel, "launch", noting)
+        def noting(self: SyclKernel, *arguments: Any) -> Any:
+            launches.append(is_waited)
+            return submit(self, *arguments)
+
+        monkeypatch.setattr(SyclKernel, method, noting)
+
+    note("submit", is_waited=True)
+    note("submit_unwaited", is_waited=False)
     return launches
 
 
@@ -95,7 +104,7 @@ def test_after_what_sycl_was_asked() -> None:
     module = RawModule(SLOW)
     queue = allocator.queue("cpu")
     memory = allocator.load_dpctl().memory.MemoryUSMShared(64, queue=queue)
-    slow = module["slow"]._own().by_sycl.handle
+    slow = module["slow"]._own().unwaited.handle
     event = queue.submit_async(slow, [memory], [16], [16])
     module["twice"](16, 16, (memory,))
     assert memoryview(memory).cast("f").tolist() == [4.0] * 16
@@ -171,7 +180,7 @@ def test_memory_lives_until_the_end(kind: str, let_go: Callable[[Any, list[Any]]
 def test_a_list_that_changes_during_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """By another thread, while the caller waits for the kernel's end."""
     twice = RawModule(SLOW)["twice"]
-    array = np.ones(16, np.float32)
+    array = np.ones(32, np.float32)
     owned = weakref.ref(array)
     args = [torch.from_numpy(array)]
     del array
@@ -185,22 +194,75 @@ def test_a_list_that_changes_during_a_launch(monkeypatch: pytest.MonkeyPatch) ->
         finish(driver)
 
     monkeypatch.setattr(Driver, "finish", changing)
-    twice(16, 16, args)
+    twice(32, 16, args)
     assert is_alive == [True]
 
 
-def test_interrupt_after_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before what the kernel uses is kept: the kernel has ended when the caller knows of it."""
-    slow = RawModule(SLOW)["slow"]
+@pytest.mark.parametrize("wait", [True, False])
+def test_interrupt_after_a_submission(wait: bool) -> None:
+    """A kernel that was launched has ended, or its memory is kept, wherever the interrupt came."""
+    twice = RawModule(SLOW)["twice"]
+    queue = allocator.queue("cpu")
+    twice(16, 16, (torch.zeros(16),), wait=wait)
+    launched = set()
+    for n in range(1000):
+        array = np.ones(16, np.float32)
+        with InterruptAt(n, "polls", within=fusedoptim, since="launch") as interrupt:
+            twice(16, 16, (torch.from_numpy(array),), wait=wait)
+        owners = in_flight_on(queue, is_ordered=True).owners.values()
+        is_kept = array.ctypes.data in [owner.data_ptr() for kept in owners for owner in kept]
+        if not wait:
+            queue.wait()
+        launched.add(array[0] == 2)
+        assert array.tolist() in ([1.0] * 16, [2.0] * 16)
+        assert is_kept == (array[0] == 2 and not wait)
+        if not interrupt.has_raised:
+            break
+    assert 3 < n < 1000
+    assert launched == {False, True}
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(in_flight, "keep", interrupted)
+def test_one_group_lets_other_threads_run() -> None:
+    """It runs on the calling thread, for as long as it likes."""
+    slow = RawModule(SLOW)["slow"].compile()
     x = torch.zeros(16)
-    with pytest.raises(KeyboardInterrupt):
-        slow(16, 16, (x,), wait=False)
-    assert x.tolist() == [2.0] * 16
+    go, went = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        go.wait()
+        went.set()
+
+    slow(16, 16, (x,))
+    thread = threading.Thread(target=wait)
+    interval = sys.getswitchinterval()
+    thread.start()
+    sys.setswitchinterval(1000)  # seconds: no thread is made to give the lock away
+    try:
+        go.set()
+        slow(16, 16, (x,))
+        assert went.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+
+
+def test_one_group_that_needs_much_memory() -> None:
+    """It does not run on the stack of a thread of the user's."""
+    text = """kernel void f(global float *x) {
+        float a[100000];
+        for (int i = 0; i < 100000; i++) a[(i * 7919 + (int)x[0]) % 100000] = i;
+        x[0] = a[(int)x[0]] >= 0;
+    }"""
+    x = torch.ones(1)
+    kernel = RawKernel(text).compile()
+    before = threading.stack_size(256 << 10)
+    try:
+        thread = threading.Thread(target=kernel, args=(1, 1, (x,)))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert x.item() == 1
 
 
 def test_arguments_that_change(module: RawModule) -> None:
@@ -225,7 +287,7 @@ def test_arguments_given_half(module: RawModule, monkeypatch: pytest.MonkeyPatch
     saxpy = module["saxpy"]
     x, y, z = torch.ones(16), torch.zeros(16), torch.zeros(16)
     saxpy(16, 16, (16, 1, x, y))
-    frames = saxpy._signature._frames
+    frames = saxpy._signature.frames
     (frame,) = frames
 
     def interrupted(*arguments: Any) -> int:
@@ -254,8 +316,8 @@ import sys, torch
 from fusedoptim.launch import opencl
 from fusedoptim.raw import RawKernel
 compiled = []
-compile_now = opencl.Driver.compiled
-opencl.Driver.compiled = lambda *a: compiled.append(a) or compile_now(*a)
+compile_now = opencl.Driver.compile_now
+opencl.Driver.compile_now = lambda *a: compiled.append(a) or compile_now(*a)
 text = 'kernel void f(global int *x) { x[0] += 1; printf("x is %d\\\\n", x[0]); }'
 x = torch.zeros(1, dtype=torch.int32)
 RawKernel(text, options=sys.argv[1:])(1, None, (x,))
@@ -285,10 +347,10 @@ def test_programs_go_with_their_kernels() -> None:
     twice = RawKernel(SLOW, "twice")
     twice(16, 16, (torch.ones(16),))
     waited = twice._own()._waited
-    assert waited is not None
-    program = weakref.ref(waited._program)
+    assert isinstance(waited, OpenCLKernel)
+    program = weakref.ref(waited.program)
     del twice, waited
-    kernel._shared.cache_clear()
+    _sources._shared.cache_clear()
     gc.collect()
     assert program() is None
 
@@ -299,9 +361,10 @@ def test_refused_launch(module: RawModule) -> None:
     saxpy(16, 16, (16, 1, x, y))
     built = saxpy._own()
     shape = built.shape(16, 16)
-    nine_dimensions = 9, *shape.by_opencl[1:]
-    built._shapes[(16,), (16,)] = shape._replace(by_opencl=nine_dimensions)
-    with pytest.raises(RuntimeError, match=r"saxpy: .* refused .* \(OpenCL's error -53\)"):
+    is_here, arguments = shape.waited
+    nine_dimensions = is_here, (9, *arguments[1:])
+    built._shapes[(16,), (16,)] = shape._replace(waited=nine_dimensions)
+    with pytest.raises(RuntimeError, match=r"saxpy: .* refused .* \(.* OpenCL's error -53\)"):
         saxpy(16, 16, (16, 1, x, y))
     built._shapes.clear()
     saxpy(16, 16, (16, 1, x, y))

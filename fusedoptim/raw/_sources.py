@@ -1,0 +1,105 @@
+"""The source of raw kernels: what it may be, and what it compiles to."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fusedoptim.launch.cache import cached
+from fusedoptim.raw._build import Program
+from fusedoptim.raw._opencl_c import (
+    DRIVER_OPTIONS,
+    as_options,
+    check_options,
+    compile_opencl_c,
+    compiler_version,
+)
+from fusedoptim.raw._python import compile_python, identity
+
+Source = str | bytes | Path | Callable[..., Any]
+
+
+class _Identified(NamedTuple):
+    """A Python function, the same as another that compiles to the same."""
+
+    identity: bytes
+    function: Callable[..., Any]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identified) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+
+def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> Program:
+    """What a source compiles to."""
+    if kind == "SPIR-V":
+        spirv = source
+    elif kind == "Python":
+        parts = ("Python", source.identity.hex())
+        spirv = cached(parts, lambda: compile_python(source.function, options))
+    elif _includes(source):
+        spirv = compile_opencl_c(source, options)
+    else:
+        parts = ("OpenCL C", compiler_version(), *options, source)
+        spirv = cached(parts, lambda: compile_opencl_c(source, options))
+    return Program(spirv, [option for option in options if option in DRIVER_OPTIONS])
+
+
+_shared = functools.lru_cache(maxsize=256)(_compiled)
+"""What a source compiles to, once for all kernels of the same source."""
+
+
+def compile_source(kind: str, source: Any, options: tuple[str, ...]) -> Program:
+    """What a source compiles to, as :func:`read_source` gives it."""
+    # Files that a source includes may change.
+    if kind == "Python":
+        source = _Identified(identity(source), source)
+    includes = kind == "OpenCL C" and _includes(source)
+    return (_compiled if includes else _shared)(kind, source, options)
+
+
+def _includes(source: str) -> bool:
+    return "include" in source
+
+
+def read_source(source: Any) -> tuple[str, Any]:
+    """The kind of a source, and its text, bytes or function."""
+    if isinstance(source, Path):
+        if source.suffix == ".cl":
+            return "OpenCL C", source.read_text()
+        if source.suffix == ".spv":
+            return "SPIR-V", source.read_bytes()
+        raise ValueError(f"source={source} is neither a .cl nor a .spv file")
+    if isinstance(source, str):
+        if "\n" not in source and "{" not in source and source.endswith((".cl", ".spv")):
+            raise ValueError(
+                f"source={source!r} is text, and looks like a file's name; "
+                f"pass pathlib.Path({source!r})"
+            )
+        return "OpenCL C", source
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return "SPIR-V", bytes(source)
+    if inspect.isroutine(source):
+        return "Python", source
+    raise TypeError(
+        f"source is a {type(source).__name__}; pass OpenCL C text, SPIR-V bytes, a pathlib.Path or "
+        "a Python function"
+    )
+
+
+def check_source_options(kind: str, options: Sequence[str]) -> tuple[str, ...]:
+    """The options as a tuple; TypeError or ValueError if a source of this kind has no such."""
+    if kind == "OpenCL C":
+        return check_options(options)
+    known = DRIVER_OPTIONS if kind == "SPIR-V" else ()
+    options = as_options(options)
+    for option in options:
+        if option not in known:
+            listed = ", ".join(known) or "none"
+            raise ValueError(f"a kernel from {kind} has no option {option!r}; there are: {listed}")
+    return options
