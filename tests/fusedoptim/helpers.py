@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import os
 import pickle
 import subprocess
@@ -194,11 +195,18 @@ def unchanged(optimizer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused(
-    optimizer: Any, error: type[Exception], match: str
+    optimizer: Any, error: Any, match: str
 ) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Assert that an error is raised and nothing changes."""
     with unchanged(optimizer), pytest.raises(error, match=match) as raised:
         yield raised
+
+
+def through_a_file(state_dict: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file)
 
 
 def run_script(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
