@@ -157,6 +157,20 @@ def assert_same_state(optimizer: Any, expected: dict[Tensor, dict[str, Any]]) ->
                 assert torch.equal(now.to_dense(), value.to_dense())
 
 
+def values_after(
+    cls: type[Any], start: list[float], grads: Sequence[list[float]], **kwargs: Any
+) -> list[float]:
+    """The values after each step with these gradients, in float64, of one parameter."""
+    p = Parameter(torch.tensor(start, dtype=torch.float64))
+    optimizer = cls([p], lr=0.1, **kwargs)
+    values = []
+    for grad in grads:
+        p.grad = torch.tensor(grad, dtype=torch.float64)
+        optimizer.step()
+        values += p.tolist()
+    return values
+
+
 def bits(tensor: Tensor) -> Tensor:
     """A copy of the values as bytes, which compare equal where they are NaN too."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
