@@ -37,6 +37,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,6 +67,14 @@ CHUNK = 32 * 1024
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Largest relative error of rounding to ``dtype``."""
     return torch.finfo(dtype).eps / 2
+
+
+def by_hand(expected: Any, roundings: int, dtype: torch.dtype = torch.float64) -> Any:
+    """Equal to a number computed by hand, or a list of them, up to so many roundings.
+
+    The kernels' arithmetic and that of the expression in the test may each round so often.
+    """
+    return pytest.approx(expected, rel=roundings * unit_roundoff(dtype), abs=0.0)
 
 
 def additions(sizes: Sequence[int]) -> int:

@@ -1,16 +1,46 @@
-"""Parameters of every shape that matters, and the float64 reference beside them."""
+"""What the tests of the optimizers share.
+
+Parameters of every layout that matters, an optimizer beside its float64 reference, and assertions
+that a call changes nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tests.optimizer_cases import OptimizerCase
+from tests.conftest import SEED
+from tests.optimizer_cases import ALL_CASES, CASES, OptimizerCase, configuration_id
 from tests.tolerances import ARITHMETIC, Bounded, clipping, number
+
+each_class = pytest.mark.parametrize("case", CASES, ids=configuration_id)
+"""Each class, in its default form."""
+each_case = pytest.mark.parametrize("case", ALL_CASES, ids=configuration_id)
+"""Each class, and each with ``split=True``."""
+each_case_and_dtype = pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, dtype) for case in ALL_CASES for dtype in case.dtypes],
+    ids=configuration_id,
+)
+each_way_to_copy = pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))],
+    ids=["copy", "pickle"],
+)
 
 
 def _strided(dtype: torch.dtype) -> Tensor:
@@ -50,6 +80,9 @@ LAYOUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
     "0-d": _dense(),
 }
 
+# One of each kind, for tests that need no particular size.
+FEW_LAYOUTS = ("17", "1000", "strided", "channels_last", "empty", "0-d")
+
 
 def make_params(dtype: torch.dtype, layouts: Sequence[str] = tuple(LAYOUTS)) -> list[Parameter]:
     return [Parameter(LAYOUTS[layout](dtype)) for layout in layouts]
@@ -61,6 +94,30 @@ def random_like(param: Tensor) -> Tensor:
     parts = torch.view_as_real(grad) if grad.is_complex() else grad
     parts += torch.where(parts < 0, -0.5, 0.5)
     return grad
+
+
+def single(
+    case: OptimizerCase, layout: str = "17", dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> tuple[Parameter, Any]:
+    """A parameter with a gradient, and its optimizer: by default in the last configuration."""
+    (p,) = make_params(dtype, [layout])
+    optimizer = case.make([p], **(kwargs or case.kwargs[-1]))
+    p.grad = random_like(p)
+    return p, optimizer
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def step_alike(*optimizers: Any, grads: Sequence[Tensor] | None = None) -> None:
+    """Step each with the same gradients, new ones unless ``grads`` are given."""
+    if grads is None:
+        grads = [random_like(p) for p in params_of(optimizers[0])]
+    for optimizer in optimizers:
+        for p, grad in zip(params_of(optimizer), grads):
+            p.grad = grad.clone()
+        optimizer.step()
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -77,8 +134,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def exact_values(optimizer: Any) -> dict[Tensor, Tensor]:
     """What each parameter stands for: itself, or both halves of it."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    return dict(zip(params, optimizer.master_params()))
+    return dict(zip(params_of(optimizer), optimizer.master_params()))
 
 
 def snapshot(optimizer: Any) -> dict[Tensor, dict[str, Any]]:
@@ -101,6 +157,103 @@ def assert_same_state(optimizer: Any, expected: dict[Tensor, dict[str, Any]]) ->
                 assert torch.equal(now.to_dense(), value.to_dense())
 
 
+def values_after(
+    cls: type[Any], start: list[float], grads: Sequence[list[float]], **kwargs: Any
+) -> list[float]:
+    """The values after each step with these gradients, in float64, of one parameter."""
+    p = Parameter(torch.tensor(start, dtype=torch.float64))
+    optimizer = cls([p], lr=0.1, **kwargs)
+    values = []
+    for grad in grads:
+        p.grad = torch.tensor(grad, dtype=torch.float64)
+        optimizer.step()
+        values += p.tolist()
+    return values
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A copy of the values as bytes, which compare equal where they are NaN too."""
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    return dense.resolve_conj().resolve_neg().flatten().clone().view(torch.uint8)
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    """The parameters, exact values and state of two optimizers."""
+    for p, q in zip(params_of(one), params_of(other), strict=True):
+        assert torch.equal(bits(p), bits(q))
+        state, expected = one.state.get(p, {}), other.state.get(q, {})
+        assert state.keys() == expected.keys()
+        for key, value in state.items():
+            assert (value.dtype, value.layout) == (expected[key].dtype, expected[key].layout)
+            assert torch.equal(value.to_dense(), expected[key].to_dense())
+
+
+@contextlib.contextmanager
+def unchanged(optimizer: Any) -> Iterator[None]:
+    """Assert that parameters, their versions, gradients and state are the same at the end."""
+    params = [p for p in params_of(optimizer) if not p.is_meta]
+    values, versions = [bits(p) for p in params], [p._version for p in params]
+    grads = [p.grad for p in params]
+    grad_values = [bits(grad) if type(grad) is Tensor else None for grad in grads]  # none of a fake
+    state = snapshot(optimizer)
+    groups = len(optimizer.param_groups)
+    yield
+    assert len(optimizer.param_groups) == groups
+    assert [p._version for p in params] == versions
+    assert all(map(torch.equal, map(bits, params), values))
+    for p, grad, value in zip(params, grads, grad_values):
+        assert p.grad is grad
+        assert value is None or torch.equal(bits(grad), value)
+    assert_same_state(optimizer, state)
+
+
+@contextlib.contextmanager
+def refused(optimizer: Any, error: Any, match: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Assert that an error is raised and nothing changes."""
+    with unchanged(optimizer), pytest.raises(error, match=match) as raised:
+        yield raised
+
+
+def through_a_file(state_dict: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def run_script(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own, with these environment variables; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "FUSEDOPTIM_TEST_SEED": str(SEED), **variables},
+        timeout=300,
+    )
+    assert done.returncode == 0, f"ended with {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
+
+
+def run_in_threads(*functions: Callable[[], object]) -> None:
+    """Call each in a thread of its own; raise the first error."""
+    errors: list[BaseException] = []
+
+    def call(function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=[function]) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
 def assert_within(actual: Tensor, expected: Tensor, error: Tensor | float, what: str) -> None:
     """Raise unless no element is further from its expected value than its ``error``."""
     actual, expected = as_real(widened(actual)), as_real(expected)
@@ -115,10 +268,20 @@ def assert_within(actual: Tensor, expected: Tensor, error: Tensor | float, what:
 
 
 class SideBySide:
-    """An optimizer and its reference, in float64, on the same values and gradients."""
+    """An optimizer and its reference, in float64, on the same values and gradients.
 
-    def __init__(self, case: OptimizerCase, kwargs: dict[str, Any], params: list[Parameter]):
+    By default in the case's last configuration, on a float32 parameter of each layout.
+    """
+
+    def __init__(
+        self,
+        case: OptimizerCase,
+        kwargs: dict[str, Any] | None = None,
+        params: list[Parameter] | None = None,
+    ):
         self.case = case
+        kwargs = case.kwargs[-1] if kwargs is None else kwargs
+        params = make_params(torch.float32) if params is None else params
         self.kwargs = dict(kwargs)
         self.params = params
         self.ours = case.make(params, **kwargs)
@@ -141,6 +304,13 @@ class SideBySide:
         (ours or self.ours.step)()
         self._carry_errors()
         self.torchs.step()
+
+    def train(self, steps: int = 1, skip: Sequence[int] = ()) -> None:
+        """Take steps with new gradients, and compare after each."""
+        for _ in range(steps):
+            self.set_gradients(skip)
+            self.step()
+            self.assert_equal()
 
     def _bounded(self, value: Tensor, error: Tensor | float = 0.0) -> Bounded:
         return Bounded(as_real(value), error, ARITHMETIC[self.dtype])
@@ -178,7 +348,7 @@ class SideBySide:
         """What our clipping may add to the error of the gradients; the reference's are clipped."""
         if self.ours.max_grad_norm is None:
             return None
-        params = [p for group in self.ours.param_groups for p in group["params"]]
+        params = params_of(self.ours)
         grads = [widened(p.grad) for p in params if p.grad is not None]
         dense = [as_real(grad.to_dense() if grad.is_sparse else grad) for grad in grads]
         if not dense:
@@ -197,6 +367,32 @@ class SideBySide:
             for key in state:
                 error = 0.0 if key == "step" else errors.get(key, 0.0)
                 assert_within(state[key], expected[key], error, f"{key} of parameter {i}")
+
+
+def few(case: OptimizerCase) -> SideBySide:
+    """A pair with one parameter of each kind of layout."""
+    return SideBySide(case, params=make_params(torch.float32, FEW_LAYOUTS))
+
+
+def new_scaler(scale: float = 256.0, **kwargs: Any) -> torch.amp.GradScaler:
+    """A GradScaler that has scaled a loss."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, **kwargs)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def scale_gradients(pair: SideBySide, scaler: torch.amp.GradScaler, also: float = 1.0) -> None:
+    """Scale our gradients; the reference gets, in float64, what unscaling them gives."""
+    scale = scaler.get_scale() * also
+    for p, reference in zip(pair.params, pair.references):
+        if p.grad is not None:
+            p.grad.mul_(scale)
+            reference.grad = widened(p.grad) / scale
+
+
+def scaled_step(pair: SideBySide, scaler: torch.amp.GradScaler) -> None:
+    pair.step(lambda: scaler.step(pair.ours))
+    scaler.update()
 
 
 def _hosts(value: Any) -> Any:

@@ -1,14 +1,9 @@
-"""KeyboardInterrupt wherever Python looks for one in a launch: the step is taken, or not."""
+"""A KeyboardInterrupt at each place where CPython looks for signals: all or nothing is done."""
 
 from __future__ import annotations
 
-import gc
-import inspect
-import opcode
-import sys
+import itertools
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,10 +16,9 @@ from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
 from fusedoptim.launch.table import LaunchBlock
 from fusedoptim.split.halves import Halves
 from fusedoptim.split.pages import has_sole_owner
-
-PACKAGE = str(Path(fusedoptim.__file__).parent)
-POLLING = {"CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
-"""Opcodes after which CPython looks for signals; it also does when a function starts."""
+from tests.conftest import SEED
+from tests.fusedoptim.helpers import params_of
+from tests.interrupts import InterruptAt
 
 MAKE: dict[str, Callable[[list[Parameter]], Any]] = {
     "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
@@ -34,63 +28,27 @@ MAKE: dict[str, Callable[[list[Parameter]], Any]] = {
 }
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th of those places from the start of a function on."""
-
-    def __init__(self, n: int, function: str) -> None:
-        self._left = n
-        self._function = function
-        self._has_begun = False
-        self._last: dict[FrameType, str] = {}
-        self.has_raised = False
-
-    def __enter__(self) -> None:
-        self._before = sys.gettrace()
-        gc.disable()  # of what is raised in a finalizer Python only warns
-        sys.settrace(self._trace)
-
-    def __exit__(self, *exception: object) -> None:
-        sys.settrace(self._before)
-
-    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        code = frame.f_code
-        is_ours = code.co_filename.startswith(PACKAGE) and code.co_name != "__del__"
-        if self.has_raised or not is_ours or code.co_flags & inspect.CO_GENERATOR:
-            return None
-        if event == "call":
-            self._has_begun |= code.co_name == self._function
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            self._last.pop(frame.f_back, None)  # type: ignore[arg-type]  # a call from Python
-            self._look()
-        elif event == "opcode":
-            if self._last.pop(frame, "") in POLLING:
-                self._look()
-            self._last[frame] = opcode.opname[code.co_code[frame.f_lasti]]
-        return self._trace
-
-    def _look(self) -> None:
-        if not self._has_begun:
-            return
-        if self._left == 0:
-            self.has_raised = True
-            raise KeyboardInterrupt
-        self._left -= 1
+def interrupt(n: int, since: str) -> InterruptAt:
+    """At the n-th place from the start of a function on."""
+    return InterruptAt(n, "polls", within=fusedoptim, since=since)
 
 
-def new_params() -> list[Parameter]:
-    torch.manual_seed(0)
-    return [Parameter(torch.randn(7)), Parameter(torch.randn(3, 4)[:, ::2])]
+def new_params(numel: int = 7) -> list[Parameter]:
+    """The same at each call within one run of the tests."""
+    torch.manual_seed(SEED)
+    return [Parameter(torch.randn(numel)), Parameter(torch.randn(3, 4)[:, ::2])]
 
 
-def make_gradients(params: list[Parameter], seed: int) -> None:
-    torch.manual_seed(seed)
+def make_gradients(params: list[Parameter], which: int) -> None:
+    """The gradients of one of the steps: the same at each call within one run of the tests."""
+    torch.manual_seed(SEED + which)
     for p in params:
         p.grad = torch.randn(p.shape).to(p.dtype)
 
 
 def everything(optimizer: Any) -> list[dict[str, Tensor]]:
     """A copy of each parameter and its state."""
-    params = optimizer.param_groups[0]["params"]
+    params = params_of(optimizer)
     return [
         {"param": p.detach().clone(), **{k: v.clone() for k, v in optimizer.state[p].items()}}
         for p in params
@@ -109,9 +67,9 @@ def is_same(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> b
 def test_step_is_taken_or_not(
     name: str, steps_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then, and after the next one."""
+    """Also after the next step."""
     new_state = fusedoptim.sgd.new_state
-    # Memory that nobody has written to holds anything.
+    # New memory holds arbitrary values.
     monkeypatch.setattr(
         fusedoptim.sgd, "new_state", lambda *arguments: new_state(*arguments).fill_(777)
     )
@@ -130,17 +88,13 @@ def test_step_is_taken_or_not(
         for is_taken, seeds in ((False, before), (True, [*before, 8]))
     }
     outcomes = set()
-    for n in range(10_000):
+    for n in itertools.count():
         optimizer = run(before)
-        params = optimizer.param_groups[0]["params"]
+        params = params_of(optimizer)
         make_gradients(params, 8)
-        interrupt = InterruptAt(n, "_update")
-        try:
-            with interrupt:
-                optimizer.step()
-        except KeyboardInterrupt:
-            pass
-        if not interrupt.has_raised:
+        with interrupt(n, "_update") as interrupted:
+            optimizer.step()
+        if not interrupted.has_raised:
             break
         now = everything(optimizer)
         make_gradients(params, 9)
@@ -156,8 +110,8 @@ def test_step_is_taken_or_not(
 
 
 @pytest.mark.parametrize("name", ["FusedSGD", "FusedLamb"])
-def test_nothing_of_an_interrupted_step_is_taken_for_the_next_ones(name: str) -> None:
-    """It has the gradients' memory and the learning rate of the step before."""
+def test_a_later_step_takes_over_nothing_of_an_interrupted_one(name: str) -> None:
+    """The later step has the gradients' memory and the learning rate of the first one."""
 
     def run(steps: list[str], n: int = -1) -> tuple[Any, bool]:
         params = new_params()
@@ -172,16 +126,13 @@ def test_nothing_of_an_interrupted_step_is_taken_for_the_next_ones(name: str) ->
             optimizer.param_groups[0]["lr"] = 0.5 if step == "interrupted" else 0.1
             for p, *grads in zip(params, first, second):
                 p.grad = grads[step == "interrupted"]
-            interrupt = InterruptAt(n if step == "interrupted" else -1, "_update")
-            try:
-                with interrupt:
-                    optimizer.step()
-            except KeyboardInterrupt:
-                has_raised = True
+            with interrupt(n if step == "interrupted" else -1, "_update") as interrupted:
+                optimizer.step()
+            has_raised |= interrupted.has_raised
         return everything(optimizer), has_raised
 
     expected = [run(["before", "after"])[0], run(["before", "interrupted", "after"])[0]]
-    for n in range(10_000):
+    for n in itertools.count():
         result, has_raised = run(["before", "interrupted", "after"], n)
         if not has_raised:
             break
@@ -203,27 +154,22 @@ def test_checkpoint_is_loaded_or_not(name: str) -> None:
     loaded.load_state_dict(checkpoint)
     expected = [everything(old), everything(loaded)]
     outcomes = set()
-    for n in range(10_000):
+    for n in itertools.count():
         optimizer = new(1)
-        interrupt = InterruptAt(n, "load_state_dict")
-        try:
-            with interrupt:
-                optimizer.load_state_dict(checkpoint)
-        except KeyboardInterrupt:
-            pass
-        if not interrupt.has_raised:
+        with interrupt(n, "load_state_dict") as interrupted:
+            optimizer.load_state_dict(checkpoint)
+        if not interrupted.has_raised:
             break
         result = everything(optimizer)
         (which,) = [i for i, states in enumerate(expected) if is_same(result, states)]
         outcomes.add(which)
-        make_gradients(optimizer.param_groups[0]["params"], 3)
+        make_gradients(params_of(optimizer), 3)
         optimizer.step()
     assert outcomes == {0, 1}
 
 
 def _params(numel: int = 7) -> list[Parameter]:
-    torch.manual_seed(0)
-    params = [Parameter(torch.randn(numel)), Parameter(torch.randn(3, 4)[:, ::2])]
+    params = new_params(numel)
     make_gradients(params, 1)
     return params
 
@@ -241,7 +187,7 @@ def _add_param_group() -> tuple[list[Parameter], Any, Callable[[], Any]]:
 
 def _split_params() -> tuple[list[Parameter], Any, Callable[[], Any]]:
     params = _params(300_000)
-    assert has_sole_owner(params[0])  # so its memory is given back
+    assert has_sole_owner(params[0])  # so its memory is released
     optimizer = FusedSGD(params, lr=0.1)
     return params, optimizer, lambda: optimizer.split_params(params)
 
@@ -265,24 +211,19 @@ def _exact(params: list[Parameter], halves: Halves | None) -> list[Tensor]:
 def test_parameters_are_converted_or_not(
     new: Callable[[], tuple[list[Parameter], Any, Callable[[], Any]]],
 ) -> None:
-    """All of them, and none has lost a bit or its gradient."""
-    for n in range(10_000):
+    """All of them or none, and no parameter loses a bit or its gradient."""
+    for n in itertools.count():
         params, optimizer, convert = new()
         halves = None if optimizer is None else optimizer.halves
         values, dtype = _exact(params, halves), params[0].dtype
         groups = 0 if optimizer is None else len(optimizer.param_groups)
-        interrupt = InterruptAt(n, "__init__" if new is _constructor else new.__name__[1:])
-        try:
-            with interrupt:
-                converted = convert()
-        except KeyboardInterrupt:
-            pass
-        else:
-            halves = (optimizer or converted).halves
+        since = "__init__" if new is _constructor else new.__name__[1:]
+        with interrupt(n, since) as interrupted:
+            halves = (convert() or optimizer).halves
         assert len({p.dtype for p in params}) == 1
         assert all(map(torch.equal, _exact(params, halves), values)), f"lost at place {n}"
         assert all(p.grad is not None and p.grad.dtype == p.dtype for p in params)
-        if not interrupt.has_raised:
+        if not interrupted.has_raised:
             break
         if optimizer is not None and params[0].dtype == dtype:
             assert len(optimizer.param_groups) == groups
@@ -294,12 +235,12 @@ def test_parameters_are_converted_or_not(
 
 
 class OddParameter(Parameter):
-    """One whose gradient is gone when it is asked for again, as if a thread had taken it away."""
+    """Its gradient is None the second time it is read, as if a thread had removed it."""
 
     @property
     def grad(self) -> Any:
         grad = Tensor.grad.__get__(self)
-        if self.is_taken_away:
+        if self.is_removed:
             Tensor.grad.__set__(self, None)
         return grad
 
@@ -308,20 +249,20 @@ class OddParameter(Parameter):
         Tensor.grad.__set__(self, value)
 
 
-def test_gradient_that_another_thread_takes_away() -> None:
+def test_gradient_that_another_thread_removes() -> None:
     params = [OddParameter(torch.zeros(3)) for _ in range(2)]
     optimizer = FusedSGD(params, lr=1.0)
     for steps in range(1, 4):
         for p in params:
             p.grad = torch.ones(3)
-            p.is_taken_away = p is params[1] and steps == 1
+            p.is_removed = p is params[1] and steps == 1
         optimizer.step()
         assert params[0].tolist() == [-steps] * 3
         assert params[1].tolist() in ([-steps] * 3, [1.0 - steps] * 3)
 
 
 def test_no_memory_for_one_of_several_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch says so by a RuntimeError."""
+    """torch raises a RuntimeError then."""
     split = Halves.split
     params = [Parameter(torch.randn(5)) for _ in range(3)]
     values = [p.detach().clone() for p in params]
@@ -346,7 +287,7 @@ def test_no_memory_for_one_of_several_halves(monkeypatch: pytest.MonkeyPatch) ->
 def test_step_in_the_middle_of_a_step(
     optimizer_class: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a signal handler may call it: refused, and the step under way is whole."""
+    """A signal handler may call it: it is refused, and the running step completes."""
     p, other = Parameter(torch.ones(100)), Parameter(torch.ones(100))
     optimizer, alone = optimizer_class([p], lr=0.1), optimizer_class([other], lr=0.1)
     launch, refusals = LaunchBlock.launch, []

@@ -16,10 +16,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedoptim import FusedAdagrad, FusedLamb, FusedSGD, SplitSGD
-from tests.fusedoptim.helpers import LAYOUTS, SideBySide, make_params, random_like
+from tests.fusedoptim.helpers import (
+    LAYOUTS,
+    SideBySide,
+    each_case,
+    make_params,
+    random_like,
+    single,
+    step_alike,
+)
 from tests.optimizer_cases import ALL_CASES, OptimizerCase, configuration_id
 
-each_case = pytest.mark.parametrize("case", ALL_CASES, ids=configuration_id)
 each_size = pytest.mark.parametrize("size", [1, 7, 15, 16, 17, 31, 32, 33, 63, 65, 32_769])
 
 
@@ -33,10 +40,7 @@ SPLIT_LAMB = _case(FusedLamb, split=True)
 
 def _assert_steps_equal(case: OptimizerCase, kwargs: dict[str, Any], params: Any) -> SideBySide:
     pair = SideBySide(case, kwargs, params)
-    for _ in range(4):
-        pair.set_gradients()
-        pair.step()
-        pair.assert_equal()
+    pair.train(4)
     return pair
 
 
@@ -72,27 +76,25 @@ def test_03_sparse_gradients_reach_the_weight_of_the_forward_pass(kwargs: Any) -
     assert torch.equal(table(rows), upper)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("cls", [SplitSGD, FusedAdagrad])
-def test_04_sparse_gradients_reach_the_lower_halves(cls: type[Any], momentum: float) -> None:
+@pytest.mark.parametrize(
+    ("case", "kwargs"),
+    [
+        (_case(SplitSGD), {}),
+        (_case(SplitSGD), {"momentum": 0.5}),
+        (SPLIT_ADAGRAD, {"initial_accumulator_value": 1.0}),
+    ],
+    ids=configuration_id,
+)
+def test_04_sparse_gradients_reach_the_lower_halves(case: OptimizerCase, kwargs: Any) -> None:
     """IPEX's split with momentum, or Adagrad, loses what a sparse gradient adds below bfloat16."""
-    if cls is FusedAdagrad:
-        if momentum:
-            pytest.skip("Adagrad has no momentum")
-        kwargs: dict[str, Any] = {"split": True, "initial_accumulator_value": 1.0}
-        case = SPLIT_ADAGRAD
-    else:
-        kwargs, case = {"momentum": momentum}, _case(SplitSGD)
     p, q = (Parameter(torch.ones(4, 3, dtype=torch.bfloat16)) for _ in range(2))
-    lr = 2.0**-12
-    sparse, dense = cls([p], lr=lr, **kwargs), cls([q], lr=lr, **kwargs)
+    sparse, dense = (case.make([param], lr=2.0**-12, **kwargs) for param in (p, q))
     for _ in range(50):
         values = torch.ones(1, 3).bfloat16()
         p.grad = torch.sparse_coo_tensor([[2]], values, (4, 3), check_invariants=True)
         q.grad = p.grad.to_dense()
         sparse.step()
         dense.step()
-    assert case.is_split
     (ours,), (expected,) = sparse.master_params(), dense.master_params()
     assert torch.equal(ours, expected)
     assert (ours[2] < 1 - 2.0**-9).all()
@@ -107,9 +109,7 @@ def test_05_float16_without_a_scaler(case: OptimizerCase, dtype: torch.dtype) ->
         pytest.skip(f"{case.name} takes no {dtype}")
     pair = SideBySide(case, {"lr": 0.5}, make_params(dtype, ["1000", "17", "1"]))
     before = [p.detach().clone() for p in pair.params]
-    pair.set_gradients()
-    pair.step()
-    pair.assert_equal()
+    pair.train()
     for p, old in zip(pair.params, before):
         assert not torch.equal(p, old)
 
@@ -127,24 +127,19 @@ def test_07_gradients_are_no_workspace(case: OptimizerCase) -> None:
     for dtype in case.dtypes:
         params = make_params(dtype)
         optimizer = case.make(params, **case.kwargs[-1])
-        for p in params:
-            p.grad = random_like(p)
-        before = [p.grad.clone() for p in params]
+        grads = [random_like(p) for p in params]
         for _ in range(2):
-            optimizer.step()
-        for p, grad in zip(params, before):
-            assert torch.equal(p.grad, grad)
+            step_alike(optimizer, grads=grads)
+            assert all(torch.equal(p.grad, grad) for p, grad in zip(params, grads))
 
 
 @each_case
 def test_08_step_hooks(case: OptimizerCase) -> None:
     """IPEX replaces ``step`` by a bare function, after which no step hook is called."""
-    (p,) = make_params(torch.float32, ["17"])
-    optimizer = case.make([p], **case.kwargs[-1])
+    _, optimizer = single(case)
     seen: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    p.grad = random_like(p)
     for _ in range(2):
         optimizer.step()
     assert seen == ["before", "after"] * 2
@@ -162,9 +157,7 @@ def test_09_scheduler_made_before_anything_else(case: OptimizerCase) -> None:
         warnings.simplefilter("error")
         for i in range(3):
             assert pair.ours.param_groups[0]["lr"] == 0.5 ** (i + 1)
-            pair.set_gradients()
-            pair.step()
-            pair.assert_equal()
+            pair.train()
             for scheduler in schedulers:
                 scheduler.step()
 
@@ -205,12 +198,12 @@ class Test10:
         assert torch.equal(next(optimizer.master_params()), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cls", [FusedSGD, SplitSGD])
+@pytest.mark.parametrize(
+    ("cls", "dtype"),
+    [(FusedSGD, torch.bfloat16), (FusedSGD, torch.float16), (SplitSGD, torch.bfloat16)],
+)
 def test_11_momentum_of_16_bit_parameters(cls: type[Any], dtype: torch.dtype) -> None:
     """IPEX's SGD on GPUs reads the float32 momentum of bfloat16 weights as if it were bfloat16."""
-    if cls is SplitSGD and dtype == torch.float16:
-        pytest.skip("split parameters are bfloat16")
     pair = _assert_steps_equal(
         _case(cls), {"lr": 0.1, "momentum": 0.9}, make_params(dtype, list(LAYOUTS))
     )

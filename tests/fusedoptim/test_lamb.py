@@ -10,9 +10,16 @@ from torch.nn import Parameter
 
 from fusedoptim import FusedLamb
 from fusedoptim.launch.table import LaunchBlock
-from tests.fusedoptim.helpers import SideBySide
+from tests.fusedoptim.helpers import (
+    SideBySide,
+    assert_same_bits,
+    params_of,
+    step_alike,
+    values_after,
+)
 from tests.optimizer_cases import LAMB, configuration_id
 from tests.references.lamb import ReferenceLamb
+from tests.tolerances import by_hand
 
 
 @pytest.mark.parametrize("cls", [FusedLamb, ReferenceLamb])
@@ -21,14 +28,8 @@ class TestByHand:
 
     @staticmethod
     def _two_steps(cls: Any, **kwargs: Any) -> list[float]:
-        p = Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
-        optimizer = cls([p], lr=0.1, betas=(0.5, 0.5), eps=0.0, **kwargs)
-        result: list[float] = []
-        for grad in ([1.0, 1.0], [1.0, 0.0]):
-            p.grad = torch.tensor(grad, dtype=torch.float64)
-            optimizer.step()
-            result += p.tolist()
-        return result
+        grads = ([1.0, 1.0], [1.0, 0.0])
+        return values_after(cls, [3.0, 4.0], grads, betas=(0.5, 0.5), eps=0.0, **kwargs)
 
     def test_plain(self, cls: Any) -> None:
         # m = v = (0.5, 0.5), over 1 - 0.5: u = (1, 1) of norm 1.414213562
@@ -36,8 +37,8 @@ class TestByHand:
         # m = v = (0.75, 0.25), over 1 - 0.25: (1, 1/3); u = (1, 0.5773502692) of norm 1.154700538
         # ratio = 4.505580155 / 1.154700538 = 3.901946873
         # p = (2.646446609 - 0.3901946873, 3.646446609 - 0.2252790077)
-        assert self._two_steps(cls) == pytest.approx(
-            [2.646446609406726, 3.646446609406726, 2.256251922118821, 3.421167601664692], rel=1e-14
+        assert self._two_steps(cls) == by_hand(
+            [2.646446609406726, 3.646446609406726, 2.256251922118821, 3.421167601664692], 90
         )
 
     def test_weight_decay(self, cls: Any) -> None:
@@ -46,8 +47,8 @@ class TestByHand:
         # u = (1 + 0.5 * 2.679907800, 0.5773502692 + 0.5 * 3.615889360)
         #   = (2.339953900, 2.385294949) of norm 3.341409321; ratio = 4.500729017 / 3.341409321
         # p = (2.679907800 - 0.1346955307 * 2.339953900, 3.615889360 - 0.1346955307 * 2.385294949)
-        assert self._two_steps(cls, weight_decay=0.5) == pytest.approx(
-            [2.679907800167760, 3.615889360201312, 2.364726467839617, 3.294600791188926], rel=1e-14
+        assert self._two_steps(cls, weight_decay=0.5) == by_hand(
+            [2.679907800167760, 3.615889360201312, 2.364726467839617, 3.294600791188926], 90
         )
 
     def test_bounded_norm(self, cls: Any) -> None:
@@ -55,8 +56,8 @@ class TestByHand:
         # p = (3 - 0.2828427125, 4 - 0.2828427125), of norm 4.604309893
         # u = (1, 0.5773502692) of norm 1.154700538; ratio = 4 / 1.154700538 = 3.464101615
         # p = (2.717157288 - 0.3464101615, 3.717157288 - 0.2)
-        assert self._two_steps(cls, max_param_norm=4.0) == pytest.approx(
-            [2.717157287525381, 3.717157287525381, 2.370747126011605, 3.517157287525381], rel=1e-14
+        assert self._two_steps(cls, max_param_norm=4.0) == by_hand(
+            [2.717157287525381, 3.717157287525381, 2.370747126011605, 3.517157287525381], 90
         )
 
     def test_without_bias_correction_and_averaging(self, cls: Any) -> None:
@@ -69,21 +70,21 @@ class TestByHand:
         # ratio = 4.501103829 / 4.161561810 = 1.081590046
         # p = (2.675391942 - 0.1081590046 * 3.069746778, 3.619698004 - 0.1081590046 * 2.809849002)
         result = self._two_steps(cls, weight_decay=0.5, bias_correction=False, grad_averaging=False)
-        assert result == pytest.approx(
-            [2.675391941584273, 3.619698003671330, 2.343371185684998, 3.315787532576902], rel=1e-14
+        assert result == by_hand(
+            [2.675391941584273, 3.619698003671330, 2.343371185684998, 3.315787532576902], 90
         )
 
     def test_trust_clip(self, cls: Any) -> None:
         # Both ratios of test_plain are above 1, so 1: p = (3 - 0.1, 4 - 0.1);
         # p = (2.9 - 0.1, 3.9 - 0.05773502692)
-        assert self._two_steps(cls, trust_clip=True) == pytest.approx(
-            [2.9, 3.9, 2.8, 3.842264973081037], rel=1e-14
+        assert self._two_steps(cls, trust_clip=True) == by_hand(
+            [2.9, 3.9, 2.8, 3.842264973081037], 90
         )
 
     def test_never_adapted_without_weight_decay(self, cls: Any) -> None:
         # Adam's steps: the same numbers.
-        assert self._two_steps(cls, always_adapt=False) == pytest.approx(
-            [2.9, 3.9, 2.8, 3.842264973081037], rel=1e-14
+        assert self._two_steps(cls, always_adapt=False) == by_hand(
+            [2.9, 3.9, 2.8, 3.842264973081037], 90
         )
 
     def test_decoupled_decay(self, cls: Any) -> None:
@@ -91,14 +92,14 @@ class TestByHand:
         # p = (2.85 - 0.3358757211, 3.8 - 0.3358757211)
         # p shrinks to (2.388418065, 3.290918065), of norm 4.066286090; ratio = 3.521507053
         # p = (2.388418065 - 0.3521507053, 3.290918065 - 0.2033143045)
-        assert self._two_steps(cls, weight_decay=0.5, decoupled_decay=True) == pytest.approx(
-            [2.514124278936389, 3.464124278936389, 2.036267359712236, 3.087603760502384], rel=1e-14
+        assert self._two_steps(cls, weight_decay=0.5, decoupled_decay=True) == by_hand(
+            [2.514124278936389, 3.464124278936389, 2.036267359712236, 3.087603760502384], 90
         )
 
     def test_maximize(self, cls: Any) -> None:
         # test_plain, the other way: p = (3 + 0.3535533906, 4 + 0.3535533906)
         first = self._two_steps(cls, maximize=True)[:2]
-        assert first == pytest.approx([3.353553390593274, 4.353553390593274], rel=1e-14)
+        assert first == by_hand([3.353553390593274, 4.353553390593274], 90)
 
 
 class TestRatio:
@@ -168,9 +169,7 @@ def test_four_launches_for_any_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = SideBySide(LAMB, LAMB.kwargs[-1], [Parameter(torch.randn(n)) for n in sizes])
     for _ in range(2):
         launches.clear()
-        pair.set_gradients()
-        pair.step()
-        pair.assert_equal()
+        pair.train()
         of_larger = ["lamb_moments_f32", "lamb_ratio_f32", "lamb_update_f32"]
         assert launches == ["lamb_f32", *of_larger]
 
@@ -179,7 +178,7 @@ def test_four_launches_for_any_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_kernel_computes_what_three_do(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit: a tensor may pass from one to the other when it is loaded elsewhere."""
+    """Bit for bit: which of them updates a tensor may change when a checkpoint is loaded."""
     sizes = [1, 15, 16, 17, 1000, 16 * 1024, 32 * 1024]
     params = [Parameter(torch.randn(n, dtype=dtype)) for n in sizes]
     copies = [Parameter(p.detach().clone()) for p in params]
@@ -187,37 +186,23 @@ def test_one_kernel_computes_what_three_do(
     three = FusedLamb(copies, lr=0.1, weight_decay=0.1)
     kernels = FusedLamb._kernels
     for _ in range(3):
+        step_alike(one)
         for p, copy in zip(params, copies):
-            p.grad = copy.grad = torch.randn_like(p)
-        one.step()
+            copy.grad = p.grad
         with monkeypatch.context() as patch:
             patch.setattr(
                 FusedLamb, "_kernels", lambda self, group, one_row: kernels(self, group, False)
             )
             three.step()
-    for p, copy in zip(params, copies):
-        assert torch.equal(p, copy)
-        for name, state in one.state[p].items():
-            assert torch.equal(state, three.state[copy][name])
+    assert_same_bits(one, three)
 
 
 def test_nothing_but_empty_tensors() -> None:
-    params = [Parameter(torch.ones(shape)) for shape in ((0,), (3, 0))]
-    optimizer = FusedLamb(params, weight_decay=0.1)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert [int(optimizer.state[p]["step"]) for p in params] == [1, 1]
-
-
-def test_gradient_stays() -> None:
-    """IPEX's Lamb overwrites it with the update."""
-    p = Parameter(torch.randn(1000))
-    p.grad = torch.randn_like(p)
-    before, version = p.grad.clone(), p.grad._version
-    FusedLamb([p], weight_decay=0.1).step()
-    assert torch.equal(p.grad, before)
-    assert p.grad._version == version
+    optimizer = FusedLamb(
+        [Parameter(torch.ones(shape)) for shape in ((0,), (3, 0))], weight_decay=0.1
+    )
+    step_alike(optimizer)
+    assert [int(optimizer.state[p]["step"]) for p in params_of(optimizer)] == [1, 1]
 
 
 def test_options_of_a_group_changed_later() -> None:
@@ -232,19 +217,7 @@ def test_options_of_a_group_changed_later() -> None:
     ):
         for optimizer in (pair.ours, pair.torchs):
             optimizer.param_groups[0].update(change)
-        pair.set_gradients()
-        pair.step()
-        pair.assert_equal()
-
-
-def test_steps_are_counted_for_each_parameter() -> None:
-    params = [Parameter(torch.randn(5)) for _ in range(3)]
-    pair = SideBySide(LAMB, LAMB.kwargs[-1], params)
-    for skip in ([], [1], [1, 2], []):
-        pair.set_gradients(skip=skip)
-        pair.step()
-        pair.assert_equal()
-    assert [int(pair.ours.state[p]["step"]) for p in params] == [4, 2, 3]
+        pair.train()
 
 
 def test_without_torchs_options() -> None:

@@ -1,4 +1,4 @@
-"""State and parameters whose memory moved, shrank or is shared since the step before."""
+"""State and parameters whose memory moves, shrinks or is shared between steps."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_counts_are_on_the_cpu_whatever_the_default_device() -> None:
     assert optimizer.state[p]["step"].device.type == "cpu"
 
 
-def test_turns_of_parameters_that_share_memory() -> None:
+def test_update_order_of_parameters_that_share_memory() -> None:
     base = torch.zeros(10)
     params = [base[0:4], base[2:6], torch.zeros(3), base[5:8], base[0:0], base[0:4], base[8:]]
     assert update_order(params) == [0, 1, 0, 2, 0, 2, 0]

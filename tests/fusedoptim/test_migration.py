@@ -1,10 +1,8 @@
-"""What docs/migrating-from-torch-optim.md says that its blocks do not run."""
+"""Statements of docs/migrating-from-torch-optim.md that its code blocks do not test."""
 
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 import fusedoptim
 from fusedoptim import FusedAdamW
+from tests.fusedoptim.helpers import run_script
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating-from-torch-optim.md").read_text()
 NAMES = ["SGD", "Adagrad", "Adam", "AdamW"]
@@ -48,6 +47,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedoptim import FusedAdamW
+from tests.conftest import SEED
 
 warnings.filterwarnings("ignore", module="torch.*")
 torch.distributed.init_process_group(
@@ -56,7 +56,7 @@ torch.distributed.init_process_group(
 
 
 def trained(wrap, make):
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     model = wrap(torch.nn.Linear(3, 2))
     optimizer = make(model.parameters())
     for _ in range(3):
@@ -91,9 +91,4 @@ torch.distributed.destroy_process_group()
 
 
 def test_several_processes(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL_PROCESSES, str(tmp_path / "store")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    run_script(SEVERAL_PROCESSES, str(tmp_path / "store"))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,81 +12,51 @@ from torch.amp import GradScaler
 from torch.nn import Parameter
 
 from tests.fusedoptim.helpers import (
+    FEW_LAYOUTS,
     SideBySide,
-    assert_same_state,
+    assert_same_bits,
+    each_case,
+    each_case_and_dtype,
+    each_way_to_copy,
+    few,
     make_params,
+    new_scaler,
+    params_of,
     random_like,
-    snapshot,
+    scale_gradients,
+    scaled_step,
+    single,
+    unchanged,
     widened,
 )
 from tests.optimizer_cases import ALL_CASES, OptimizerCase, configuration_id
 
 Kwargs = dict[str, Any]
-each_case = pytest.mark.parametrize("case", ALL_CASES, ids=configuration_id)
-each_dtype = pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, dtype) for case in ALL_CASES for dtype in case.dtypes],
-    ids=configuration_id,
-)
 each_configuration = pytest.mark.parametrize(
     ("case", "kwargs"),
     [(case, kwargs) for case in ALL_CASES for kwargs in case.kwargs],
     ids=configuration_id,
 )
-LAYOUTS = ("17", "1000", "strided", "channels_last", "empty", "0-d")
 NOT_FINITE = [float("inf"), -float("inf"), float("nan")]
 
 
-def _scaler(scale: float = 256.0, **kwargs: Any) -> GradScaler:
-    """A GradScaler that has scaled a loss."""
-    scaler = GradScaler("cpu", init_scale=scale, **kwargs)
-    scaler.scale(torch.ones(()))
-    return scaler
-
-
-def _scale_gradients(pair: SideBySide, scale: float) -> None:
-    """Scale ours; torch gets, in float64, what they are when divided again."""
-    for p, reference in zip(pair.params, pair.references):
-        if p.grad is not None:
-            p.grad.mul_(scale)
-            reference.grad = widened(p.grad) / scale
-
-
-def _scaled_step(pair: SideBySide, scaler: GradScaler) -> None:
-    pair.step(lambda: scaler.step(pair.ours))
-    scaler.update()
-
-
-class _Before:
-    """Parameters, their versions, gradients and state as they were."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.params = [(p, p.detach().clone(), p._version) for p in params]
-        self.grads = [None if p.grad is None else p.grad.clone() for p in params]
-        self.state = snapshot(optimizer)
-
-    def assert_unchanged(self) -> None:
-        for (p, value, version), grad in zip(self.params, self.grads):
-            assert torch.equal(p, value)
-            assert p._version == version
-            torch.testing.assert_close(p.grad, grad, rtol=0, atol=0, equal_nan=True)
-        assert_same_state(self.optimizer, self.state)
+def _train_scaled(pair: SideBySide, scaler: GradScaler, skip: Sequence[int] = ()) -> None:
+    """Step with new gradients, ours scaled, and compare."""
+    pair.set_gradients(skip)
+    scale_gradients(pair, scaler)
+    scaled_step(pair, scaler)
+    pair.assert_equal()
 
 
 class TestScaledGradients:
     """Equal to unscaling in float64 and a step."""
 
-    @each_dtype
+    @each_case_and_dtype
     def test_three_steps(self, case: OptimizerCase, dtype: torch.dtype) -> None:
-        pair = SideBySide(case, case.kwargs[-1], make_params(dtype, LAYOUTS))
-        scaler = _scaler(growth_interval=1)
+        pair = SideBySide(case, params=make_params(dtype, FEW_LAYOUTS))
+        scaler = new_scaler(growth_interval=1)
         for i in range(3):
-            pair.set_gradients(skip=[5] if i == 1 else [])
-            _scale_gradients(pair, scaler.get_scale())
-            _scaled_step(pair, scaler)
-            pair.assert_equal()
+            _train_scaled(pair, scaler, skip=[5] if i == 1 else [])
         assert scaler.get_scale() == 2048.0
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=configuration_id)
@@ -97,10 +65,10 @@ class TestScaledGradients:
         """The same bits as after unscale_, where a gradient need not be rounded to 16 bits."""
         if dtype not in case.dtypes or case.is_split:
             pytest.skip(f"{case.name} has no gradients of {dtype}")
-        params = make_params(dtype, LAYOUTS)
+        params = make_params(dtype, FEW_LAYOUTS)
         twins = [Parameter(p.detach().clone()) for p in params]
         optimizers = [case.make(each, **case.kwargs[-1]) for each in (params, twins)]
-        scaler = _scaler(1000.1)
+        scaler = new_scaler(1000.1)
         for _ in range(3):
             for p, twin in zip(params, twins):
                 p.grad = random_like(p) * scaler.get_scale()
@@ -109,96 +77,96 @@ class TestScaledGradients:
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
-        for p, twin in zip(params, twins):
-            assert torch.equal(p, twin)
+        assert_same_bits(*optimizers)
 
     @each_case
     def test_gradients_keep_their_values(self, case: OptimizerCase) -> None:
-        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32, LAYOUTS))
-        scaler = _scaler()
+        pair = few(case)
+        scaler = new_scaler()
         pair.set_gradients()
-        _scale_gradients(pair, scaler.get_scale())
+        scale_gradients(pair, scaler)
         before = [p.grad.clone() for p in pair.params]
-        _scaled_step(pair, scaler)
+        scaled_step(pair, scaler)
         for p, grad in zip(pair.params, before):
             assert torch.equal(p.grad, grad)
 
     @each_case
     def test_plain_and_scaled_steps_in_turn(self, case: OptimizerCase) -> None:
-        """What a GradScaler told the optimizer ends with its step."""
-        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32, LAYOUTS))
-        scaler = _scaler()
+        """What a GradScaler sets on the optimizer lasts for one step."""
+        pair = few(case)
+        scaler = new_scaler()
         for i in range(4):
             pair.set_gradients()
             if i % 2:
                 pair.step()
             else:
-                _scale_gradients(pair, scaler.get_scale())
-                _scaled_step(pair, scaler)
+                scale_gradients(pair, scaler)
+                scaled_step(pair, scaler)
             pair.assert_equal()
             assert not hasattr(pair.ours, "grad_scale")
             assert not hasattr(pair.ours, "found_inf")
 
     @each_case
     def test_unscaled_by_hand(self, case: OptimizerCase) -> None:
-        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32, LAYOUTS))
-        scaler = _scaler()
+        pair = few(case)
+        scaler = new_scaler()
         for _ in range(3):
             pair.set_gradients()
-            _scale_gradients(pair, scaler.get_scale())
+            scale_gradients(pair, scaler)
             scaler.unscale_(pair.ours)
-            for p in pair.params:  # the usual reason to do so
+            for p in (*pair.params, *pair.references):  # the usual reason to do so
                 p.grad.clamp_(-0.5, 0.5)
-            for reference in pair.references:
-                reference.grad.clamp_(-0.5, 0.5)
-            _scaled_step(pair, scaler)
+            scaled_step(pair, scaler)
             pair.assert_equal()
 
     @each_case
     def test_scale_of_the_users(self, case: OptimizerCase) -> None:
         """torch multiplies its scale by the attribute ``grad_scale``, if there is one."""
-        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32, LAYOUTS))
-        scaler = _scaler()
+        pair = few(case)
+        scaler = new_scaler()
         pair.set_gradients()
-        _scale_gradients(pair, 4 * scaler.get_scale())
+        scale_gradients(pair, scaler, also=4.0)
         pair.ours.grad_scale = torch.tensor(4.0)
-        _scaled_step(pair, scaler)
+        scaled_step(pair, scaler)
         pair.assert_equal()
 
     @each_case
-    def test_disabled_scaler(self, case: OptimizerCase) -> None:
-        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32, LAYOUTS))
-        scaler = _scaler(enabled=False)
+    def test_disablednew_scaler(self, case: OptimizerCase) -> None:
+        pair = few(case)
+        scaler = new_scaler(enabled=False)
         for _ in range(2):
             pair.set_gradients()
-            _scaled_step(pair, scaler)
+            scaled_step(pair, scaler)
             pair.assert_equal()
 
     @each_case
-    @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-    def test_copies_unscale_too(self, case: OptimizerCase, how: str) -> None:
-        (p,) = make_params(torch.float32, ["1000"])
-        optimizer = case.make([p], **case.kwargs[-1])
-        p.grad = random_like(p)
-        if how == "deepcopy":
-            twin = copy.deepcopy(optimizer)
-        else:
-            twin = pickle.loads(pickle.dumps(optimizer))
-        (q,) = twin.param_groups[0]["params"]
+    @each_way_to_copy
+    def test_copies_unscale_too(self, case: OptimizerCase, copied: Any) -> None:
+        p, optimizer = single(case, "1000")
+        twin = copied(optimizer)
+        (q,) = params_of(twin)
         q.grad = p.grad * 256
         optimizer.step()
-        _scaler().step(twin)
+        new_scaler().step(twin)
         assert torch.equal(p, q)
 
     @each_case
     def test_fused_true(self, case: OptimizerCase) -> None:
-        pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32, ["1000"]))
+        """A step with infinities, which changes nothing, and then one without."""
+        pair = SideBySide(case, {"lr": 0.1}, make_params(torch.float32, ["1000"]))
         pair.ours.param_groups[0]["fused"] = True
-        scaler = _scaler()
-        pair.set_gradients()
-        _scale_gradients(pair, scaler.get_scale())
-        _scaled_step(pair, scaler)
+        scaler = new_scaler()
+        (p,), (reference,) = pair.params, pair.references
+        scaler.scale((p * float("inf")).sum()).backward()
+        with unchanged(pair.ours):
+            scaler.step(pair.ours)
+        scaler.update()
+        pair.ours.zero_grad()
+        scaler.scale(p.sum()).backward()
+        reference.grad = torch.ones_like(reference)
+        scaled_step(pair, scaler)
         pair.assert_equal()
+        _train_scaled(pair, scaler)
 
     @each_case
     def test_sparse_gradients(self, case: OptimizerCase) -> None:
@@ -206,7 +174,7 @@ class TestScaledGradients:
             pytest.skip(f"{case.name} takes no sparse gradients")
         params = [Parameter(torch.ones(20, 8).bfloat16()) for _ in range(2)]
         plain, scaled = (case.make([p], lr=0.1) for p in params)
-        scaler = _scaler()
+        scaler = new_scaler()
         for _ in range(3):
             grad = torch.sparse_coo_tensor(
                 torch.randint(20, (1, 8)),
@@ -228,10 +196,8 @@ class TestScaledGradients:
         optimizer = case.make([p], lr=0.1)
         values = torch.full((1, 8), float("inf")).bfloat16()
         p.grad = torch.sparse_coo_tensor([[3]], values, (20, 8), check_invariants=True)
-        state = snapshot(optimizer)
-        _scaler().step(optimizer)
-        assert (p == 1).all()
-        assert_same_state(optimizer, state)
+        with unchanged(optimizer):
+            new_scaler().step(optimizer)
 
 
 class TestNotFinite:
@@ -241,20 +207,16 @@ class TestNotFinite:
     @each_configuration
     def test_first_and_later_step(self, case: OptimizerCase, kwargs: Kwargs, value: float) -> None:
         pair = SideBySide(case, kwargs, make_params(torch.float32, ["17", "1000", "0-d"]))
-        scaler = _scaler()
+        scaler = new_scaler()
         for _ in range(2):
             pair.set_gradients()
             pair.params[1].grad[-1] = value
-            before = _Before(pair.ours)
             scale = scaler.get_scale()
-            assert scaler.step(pair.ours) is None
+            with unchanged(pair.ours):
+                assert scaler.step(pair.ours) is None
             scaler.update()
-            before.assert_unchanged()
             assert scaler.get_scale() == scale / 2
-            pair.set_gradients()
-            _scale_gradients(pair, scaler.get_scale())
-            _scaled_step(pair, scaler)
-            pair.assert_equal()
+            _train_scaled(pair, scaler)
 
     @each_case
     def test_in_any_group_and_dtype(self, case: OptimizerCase) -> None:
@@ -262,57 +224,48 @@ class TestNotFinite:
         groups = [{"params": params[:3]}, {"params": params[3:]}]
         optimizer = case.make(groups, **case.kwargs[-1])
         for bad in params:
-            scaler = _scaler()
+            scaler = new_scaler()
             for p in params:
                 p.grad = random_like(p)
             bad.grad[50] = float("inf")
-            before = _Before(optimizer)
-            scaler.step(optimizer)
-            before.assert_unchanged()
+            with unchanged(optimizer):
+                scaler.step(optimizer)
 
     @each_case
     def test_unscaled_by_hand(self, case: OptimizerCase) -> None:
-        (p,) = make_params(torch.float32, ["1000"])
-        optimizer = case.make([p], **case.kwargs[-1])
-        scaler = _scaler()
-        p.grad = random_like(p)
+        p, optimizer = single(case, "1000")
+        scaler = new_scaler()
         p.grad[5] = float("nan")
         scaler.unscale_(optimizer)
-        before = _Before(optimizer)
-        scaler.step(optimizer)
+        with unchanged(optimizer):
+            scaler.step(optimizer)
         scaler.update()
-        before.assert_unchanged()
         assert scaler.get_scale() == 128.0
 
     @each_case
     def test_with_max_grad_norm(self, case: OptimizerCase) -> None:
-        (p,) = make_params(torch.float32, ["1000"])
-        optimizer = case.make([p], max_grad_norm=1.0, **case.kwargs[-1])
+        p, optimizer = single(case, "1000", max_grad_norm=1.0, **case.kwargs[-1])
         for _ in range(2):
             p.grad = torch.full_like(p, float("inf"))
-            before = _Before(optimizer)
-            _scaler().step(optimizer)
-            before.assert_unchanged()
+            with unchanged(optimizer):
+                new_scaler().step(optimizer)
             p.grad = random_like(p)
             optimizer.step()
 
     @each_case
     def test_one_of_two_optimizers_skips(self, case: OptimizerCase) -> None:
-        pairs = [
-            SideBySide(case, case.kwargs[-1], make_params(torch.float32, LAYOUTS)) for _ in range(2)
-        ]
-        scaler = _scaler()
+        pairs = [few(case) for _ in range(2)]
+        scaler = new_scaler()
         for i in range(4):
             for pair in pairs:
                 pair.set_gradients()
-                _scale_gradients(pair, scaler.get_scale())
+                scale_gradients(pair, scaler)
             good, bad = pairs if i % 2 else reversed(pairs)
             bad.params[0].grad.fill_(float("inf"))
-            before = _Before(bad.ours)
-            scaler.step(bad.ours)
-            good.step(lambda optimizer=good.ours: scaler.step(optimizer))
-            scaler.update()
-            before.assert_unchanged()
+            with unchanged(bad.ours):
+                scaler.step(bad.ours)
+                good.step(lambda optimizer=good.ours: scaler.step(optimizer))
+                scaler.update()
             for pair in pairs:
                 pair.assert_equal()
         assert scaler.get_scale() == 256.0 / 2**4
@@ -321,7 +274,7 @@ class TestNotFinite:
     def test_scale_grows_and_backs_off_as_with_torchs(self, case: OptimizerCase) -> None:
         params = [Parameter(torch.ones(5)) for _ in range(2)]
         optimizers = [case.make(params[:1], lr=0.1), torch.optim.SGD(params[1:], lr=0.1)]
-        scalers = [_scaler(growth_interval=2, growth_factor=4.0) for _ in range(2)]
+        scalers = [new_scaler(growth_interval=2, growth_factor=4.0) for _ in range(2)]
         history: list[list[float]] = []
         for good in (True, True, True, False, True, True, False, False, True):
             for optimizer, scaler in zip(optimizers, scalers):
@@ -335,30 +288,29 @@ class TestNotFinite:
 
     @each_case
     def test_without_a_gradient(self, case: OptimizerCase) -> None:
-        """Of two optimizers with one scaler, one may have had no part in the loss."""
+        """Two optimizers share a scaler, and the loss does not depend on the parameters of one."""
         idle, busy = (make_params(torch.float32, ["17"])[0] for _ in range(2))
         optimizers = [case.make([p], **case.kwargs[-1]) for p in (idle, busy)]
-        scaler = _scaler()
+        scaler = new_scaler()
         busy.grad = torch.ones_like(busy)
-        before = _Before(optimizers[0])
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        before.assert_unchanged()
+        with unchanged(optimizers[0]):
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
 
 
 @pytest.mark.parametrize(
     "case", [case for case in ALL_CASES if torch.float16 in case.dtypes], ids=configuration_id
 )
 class TestFloat16:
-    """Parameters of float16, which torch's unscale_ refuses, with an explicit scaler."""
+    """Parameters of float16, whose gradients torch's unscale_ refuses."""
 
     def test_a_gradient_that_would_underflow(self, case: OptimizerCase) -> None:
         """2^-30 is zero in float16; scaled by 2^20 it is not, and is unscaled in float32."""
         p = Parameter(torch.zeros(100, dtype=torch.float16))
         optimizer = case.make([p], lr=2.0**10)
         p.grad = torch.full_like(p, 2.0**-10)
-        _scaler(2.0**20).step(optimizer)
+        new_scaler(2.0**20).step(optimizer)
         assert p.isfinite().all()
         assert (p < 0).all()
 
@@ -367,12 +319,12 @@ class TestFloat16:
         optimizer = case.make([p], lr=0.1)
         p.grad = torch.ones_like(p)
         with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-            _scaler().unscale_(optimizer)
+            new_scaler().unscale_(optimizer)
 
     def test_overflow_backs_off(self, case: OptimizerCase) -> None:
         p = Parameter(torch.ones(3, dtype=torch.float16))
         optimizer = case.make([p], lr=0.1)
-        scaler = _scaler(2.0**17)
+        scaler = new_scaler(2.0**17)
         taken = []
         for _ in range(4):
             p.grad = None
@@ -382,14 +334,6 @@ class TestFloat16:
             scaler.update()
             taken.append(not torch.equal(p, before))
         assert taken == [False, False, False, True]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class TestAutocast:
@@ -412,17 +356,18 @@ class TestAutocast:
             if scaler is None:
                 pair.step()
             else:
-                _scaled_step(pair, scaler)
+                scaled_step(pair, scaler)
             pair.assert_equal()
             losses.append(loss.item())
         return losses
 
+    @pytest.mark.usefixtures("one_thread")
     @each_case
     @pytest.mark.parametrize("scaled", [False, True])
-    def test_training(self, case: OptimizerCase, scaled: bool, one_thread: None) -> None:
+    def test_training(self, case: OptimizerCase, scaled: bool) -> None:
         model = torch.nn.Sequential(
             torch.nn.Linear(8, 32), torch.nn.LayerNorm(32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
         )
         pair = SideBySide(case, {"lr": 0.01}, list(model.parameters()))
-        losses = self._train(pair, model, _scaler() if scaled else None)
+        losses = self._train(pair, model, new_scaler() if scaled else None)
         assert losses[-1] < losses[0]

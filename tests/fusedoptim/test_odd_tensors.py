@@ -1,9 +1,8 @@
-"""Tensors whose memory is not what it seems: each of these once gave a wrong result or a crash."""
+"""Tensors in unusual memory: each of these once gave a wrong result or a crash."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 
 import pytest
@@ -17,6 +16,7 @@ from fusedoptim.launch import pipeline
 from fusedoptim.launch.cpu import CPU
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.step import dense
+from tests.fusedoptim.helpers import run_in_threads
 
 
 def _steps(params: list[Tensor], grads: list[Tensor], count: int = 1) -> list[Tensor]:
@@ -38,6 +38,13 @@ def _steps(params: list[Tensor], grads: list[Tensor], count: int = 1) -> list[Te
         ours.step()
         torchs.step()
     return copies
+
+
+def _with_ones(*shape: int, momentum: float = 0.0) -> tuple[Parameter, FusedSGD]:
+    """A parameter of zeros, with a gradient of ones, and its optimizer."""
+    p = Parameter(torch.zeros(shape))
+    p.grad = torch.ones(shape)
+    return p, FusedSGD([p], lr=1.0, momentum=momentum)
 
 
 def test_lazily_negated_gradient() -> None:
@@ -83,9 +90,8 @@ def test_gradient_without_memory() -> None:
 
 
 def test_parameter_transposed_at_the_same_address() -> None:
-    p = Parameter(torch.zeros(2, 2))
+    p, optimizer = _with_ones(2, 2)
     p.grad = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
-    optimizer = FusedSGD([p], lr=1.0)
     optimizer.step()
     p.data = p.data.t()
     optimizer.step()
@@ -93,9 +99,8 @@ def test_parameter_transposed_at_the_same_address() -> None:
 
 
 def test_state_transposed_at_the_same_address() -> None:
-    p = Parameter(torch.zeros(2, 2))
+    p, optimizer = _with_ones(2, 2, momentum=1.0)
     p.grad = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
-    optimizer = FusedSGD([p], lr=1.0, momentum=1.0)
     optimizer.step()
     state = optimizer.state[p]
     state["momentum_buffer"] = state["momentum_buffer"].t()
@@ -118,7 +123,7 @@ def test_views_of_one_memory() -> None:
 
 
 def test_a_step_in_the_middle_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt while a launch is under way loses neither state nor the wait for its end."""
+    """An interrupt during a launch loses neither the state nor the wait for its end."""
     params = [Parameter(torch.zeros(100_000)), Parameter(torch.zeros(16)[::2])]
     for p in params:
         p.grad = torch.ones_like(p)
@@ -139,13 +144,11 @@ def test_a_step_in_the_middle_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_hyper_parameter_that_cannot_be_packed() -> None:
-    p = Parameter(torch.zeros(3))
-    p.grad = torch.ones(3)
-    optimizer = FusedSGD([p], lr=1.0)
+    p, optimizer = _with_ones(3)
     optimizer.step()
-    for bad in (None, 1e39):
+    for bad, error, message in ((None, TypeError, "NoneType"), (1e39, OverflowError, "too large")):
         optimizer.param_groups[0]["lr"] = bad
-        with pytest.raises(Exception, match=r"."):
+        with pytest.raises(error, match=message):
             optimizer.step()
     optimizer.param_groups[0]["lr"] = 1.0
     optimizer.step()
@@ -153,9 +156,7 @@ def test_hyper_parameter_that_cannot_be_packed() -> None:
 
 
 def test_option_set_after_a_step() -> None:
-    p = Parameter(torch.zeros(3))
-    p.grad = torch.ones(3)
-    optimizer = FusedSGD([p], lr=1.0)
+    _, optimizer = _with_ones(3)
     optimizer.step()
     optimizer.param_groups[0]["differentiable"] = True
     with pytest.raises(RuntimeError, match="differentiable=True"):
@@ -199,7 +200,7 @@ def test_removed_group_is_forgotten() -> None:
 
 
 def test_one_optimizer_in_two_threads() -> None:
-    """Each makes the launch anew, while the other's may be under way."""
+    """Each prepares its own launch while the other one's may be running."""
     params = [Parameter(torch.zeros(2000)) for _ in range(64)]
     for p in params:
         p.grad = torch.ones(2000)
@@ -210,11 +211,7 @@ def test_one_optimizer_in_two_threads() -> None:
             optimizer.load_state_dict(optimizer.state_dict())
             optimizer.step()
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, work)
     assert all(p.unique().tolist() == [-200.0] for p in params)
 
 
@@ -232,7 +229,7 @@ def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("few", [0, 2])
 def test_address_beyond_2_to_the_63(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As GPUs hand out; whether or not rows are few enough to be written one by one."""
+    """GPUs have such; whether or not the rows are few enough to be written one by one."""
     monkeypatch.setattr(pipeline, "_FEW", few)
     p = Parameter(torch.zeros(40_000))  # two rows
     p.grad = torch.zeros(40_000)

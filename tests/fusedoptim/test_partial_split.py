@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import weakref
 from typing import Any
 
@@ -14,26 +13,27 @@ from torch.nn import Parameter
 from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
 from tests.fusedoptim.helpers import (
     SideBySide,
-    assert_same_state,
+    assert_same_bits,
+    each_way_to_copy,
     exact_values,
     make_params,
-    random_like,
-    snapshot,
+    params_of,
+    refused,
+    step_alike,
+    unchanged,
 )
 from tests.optimizer_cases import CASES, OptimizerCase, configuration_id
 
-each_case = pytest.mark.parametrize(
+each_whole_case = pytest.mark.parametrize(
     "case", [case for case in CASES if not case.is_split], ids=configuration_id
 )
 LAYOUTS = ("17", "1000", "65537", "channels_last", "transposed", "strided", "0-d", "empty")
 
 
 def _pair(case: OptimizerCase, every: int = 2, steps: int = 0) -> SideBySide:
-    """An optimizer, every so many of whose parameters are split after so many steps."""
-    pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32, LAYOUTS))
-    for _ in range(steps):
-        pair.set_gradients()
-        pair.step()
+    """Every second or each parameter is split, after some steps."""
+    pair = SideBySide(case, params=make_params(torch.float32, LAYOUTS))
+    pair.train(steps)
     pair.ours.split_params(pair.params[::every])
     return pair
 
@@ -43,38 +43,25 @@ def _trained(steps: int = 2) -> tuple[Any, list[Parameter]]:
     optimizer = FusedAdam(params, lr=0.01)
     optimizer.split_params(params[:2])
     for _ in range(steps):
-        _step(optimizer)
+        step_alike(optimizer)
     return optimizer, params
 
 
-def _step(*optimizers: Any) -> None:
-    """With equal gradients for all."""
-    grads = [random_like(p) for p in optimizers[0]._params()]
-    for optimizer in optimizers:
-        for p, grad in zip(optimizer._params(), grads):
-            p.grad = grad.clone()
-        optimizer.step()
-
-
-@each_case
+@each_whole_case
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("every", [1, 2])
 def test_parity(case: OptimizerCase, every: int, steps: int) -> None:
     pair = _pair(case, every, steps)
-    for _ in range(4):
-        pair.set_gradients()
-        pair.step()
-        pair.assert_equal()
+    pair.train(4)
     for i, p in enumerate(pair.params):
         assert p.dtype == (torch.float32 if i % every else torch.bfloat16)
         assert ("trail" in pair.ours.state[p]) == pair.ours.is_split(p) == (i % every == 0)
 
 
-@each_case
+@each_whole_case
 def test_merged_again(case: OptimizerCase) -> None:
     pair = _pair(case)
-    pair.set_gradients()
-    pair.step()
+    pair.train()
     values, strides = exact_values(pair.ours), [p.stride() for p in pair.params]
     pair.ours.merge_params(pair.params[::2])
     for p, value in values.items():
@@ -82,9 +69,7 @@ def test_merged_again(case: OptimizerCase) -> None:
         assert torch.equal(p, value)
         assert "trail" not in pair.ours.state[p]
     assert [p.stride() for p in pair.params] == strides
-    pair.set_gradients()
-    pair.step()
-    pair.assert_equal()
+    pair.train()
 
 
 def test_untouched_parameters_have_no_state_when_merged() -> None:
@@ -98,10 +83,8 @@ def test_untouched_parameters_have_no_state_when_merged() -> None:
 
 def test_splitting_twice_changes_nothing() -> None:
     optimizer, params = _trained()
-    state, values = snapshot(optimizer), [p.detach().clone() for p in params]
-    optimizer.split_params(params[:2])
-    assert_same_state(optimizer, state)
-    assert all(torch.equal(p, value) for p, value in zip(params, values))
+    with unchanged(optimizer):
+        optimizer.split_params(params[:2])
 
 
 def test_gradients_and_objects_stay() -> None:
@@ -156,17 +139,15 @@ class TestBadInput:
     def test_lost_trail(self) -> None:
         optimizer, params = _trained()
         optimizer.state.clear()
-        before = [p.detach().clone() for p in params]
-        for action in (lambda: _step(optimizer), lambda: optimizer.merge_params(params[:2])):
-            with pytest.raises(ValueError, match="lost its lower half"):
+        for action in (optimizer.step, lambda: optimizer.merge_params(params[:2])):
+            with refused(optimizer, ValueError, "lost its lower half"):
                 action()
-        assert all(torch.equal(p, value) for p, value in zip(params, before))
 
     def test_converted_afterwards(self) -> None:
         optimizer, params = _trained()
         params[1].data = params[1].data.float()
         with pytest.raises(TypeError, match="converted after it was split"):
-            _step(optimizer)
+            step_alike(optimizer)
 
 
 class TestCheckpoints:
@@ -176,31 +157,27 @@ class TestCheckpoints:
         twin = FusedAdam(twins)
         twin.split_params(twins[:2])
         twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        _step(optimizer, twin)
-        for a, b in zip(optimizer.master_params(), twin.master_params()):
-            assert torch.equal(a, b)
+        step_alike(optimizer, twin)
+        assert_same_bits(optimizer, twin)
 
     def test_damaged(self) -> None:
         optimizer, _ = _trained()
         checkpoint = copy.deepcopy(optimizer.state_dict())
         del checkpoint["state"][1]["trail"]
-        state = snapshot(optimizer)
-        with pytest.raises(ValueError, match="lost the 'trail' of parameter 1"):
+        with refused(optimizer, ValueError, "lost the 'trail' of parameter 1"):
             optimizer.load_state_dict(checkpoint)
-        assert_same_state(optimizer, state)
 
-    @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-    def test_copies(self, how: Any) -> None:
+    @each_way_to_copy
+    def test_copies(self, copied: Any) -> None:
         optimizer, _ = _trained()
-        twin = how(optimizer)
-        assert [twin.is_split(p) for p in twin._params()] == [True, True, False]
-        _step(optimizer, twin)
-        for a, b in zip(optimizer.master_params(), twin.master_params()):
-            assert torch.equal(a, b)
+        twin = copied(optimizer)
+        assert [twin.is_split(p) for p in params_of(twin)] == [True, True, False]
+        step_alike(optimizer, twin)
+        assert_same_bits(optimizer, twin)
 
 
 class TestHalves:
-    """What a model holds of its optimizer."""
+    """The part of an optimizer that its model refers to."""
 
     def test_copied_together(self) -> None:
         optimizer, _ = _trained()
@@ -208,7 +185,7 @@ class TestHalves:
             copies = copy.deepcopy(order)
             (twin,) = (o for o in copies if isinstance(o, FusedAdam))
             assert twin.halves in copies
-            _step(twin)
+            step_alike(twin)
             for p in twin.halves:
                 assert twin.halves.trail(p) is twin.state[p]["trail"]
 
@@ -216,7 +193,7 @@ class TestHalves:
         optimizer, params = _trained()
         values = [optimizer.halves.exact(p) for p in params[:2]]
         halves = copy.deepcopy(optimizer.halves)
-        _step(optimizer)
+        step_alike(optimizer)
         assert all(torch.equal(halves.exact(p), value) for p, value in zip(halves, values))
 
     def test_outlive_the_optimizer_without_its_moments(self) -> None:
@@ -237,11 +214,11 @@ def test_checkpoint_of_a_class_with_fewer_options() -> None:
     """IPEX's Lamb has none of the options beyond the paper's."""
     p = Parameter(torch.randn(5))
     optimizer = FusedLamb([p], trust_clip=True)
-    _step(optimizer)
+    step_alike(optimizer)
     checkpoint = copy.deepcopy(optimizer.state_dict())
     (group,) = checkpoint["param_groups"]
     for name in group.keys() - {"params", "lr", "betas", "eps", "weight_decay"}:
         del group[name]
     optimizer.load_state_dict(checkpoint)
     assert optimizer.param_groups[0]["trust_clip"] is True
-    _step(optimizer)
+    step_alike(optimizer)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedSGD
+from tests.fusedoptim.helpers import values_after
+from tests.tolerances import by_hand
 
 
 def _parameter(values: list[float], grad: list[float]) -> Parameter:
@@ -19,41 +23,35 @@ class TestByHand:
     """Two steps from 1.0 with gradients 0.5 and 0.25."""
 
     @staticmethod
-    def _two_steps(**kwargs: float) -> tuple[float, float]:
-        p = _parameter([1.0], [0.5])
-        optimizer = FusedSGD([p], lr=0.1, **kwargs)
-        optimizer.step()
-        first = p.item()
-        p.grad = torch.tensor([0.25], dtype=torch.float64)
-        optimizer.step()
-        return first, p.item()
+    def _two_steps(**kwargs: Any) -> list[float]:
+        return values_after(FusedSGD, [1.0], ([0.5], [0.25]), **kwargs)
 
     def test_plain(self) -> None:
         # 1 - 0.1 * 0.5 = 0.95; 0.95 - 0.1 * 0.25 = 0.925
-        assert self._two_steps() == pytest.approx((0.95, 0.925), abs=1e-15)
+        assert self._two_steps() == by_hand([0.95, 0.925], 7)
 
     def test_momentum(self) -> None:
         # b = 0.5; p = 0.95
         # b = 0.9 * 0.5 + 0.25 = 0.7; p = 0.95 - 0.07 = 0.88
-        assert self._two_steps(momentum=0.9) == pytest.approx((0.95, 0.88), abs=1e-15)
+        assert self._two_steps(momentum=0.9) == by_hand([0.95, 0.88], 7)
 
     def test_dampening_starts_at_the_second_step(self) -> None:
         # b = 0.5; p = 0.95
         # b = 0.9 * 0.5 + 0.6 * 0.25 = 0.6; p = 0.95 - 0.06 = 0.89
         result = self._two_steps(momentum=0.9, dampening=0.4)
-        assert result == pytest.approx((0.95, 0.89), abs=1e-15)
+        assert result == by_hand([0.95, 0.89], 7)
 
     def test_nesterov(self) -> None:
         # b = 0.5; p = 1 - 0.1 * (0.5 + 0.9 * 0.5) = 0.905
         # b = 0.9 * 0.5 + 0.25 = 0.7; p = 0.905 - 0.1 * (0.25 + 0.9 * 0.7) = 0.817
         result = self._two_steps(momentum=0.9, nesterov=True)
-        assert result == pytest.approx((0.905, 0.817), abs=1e-15)
+        assert result == by_hand([0.905, 0.817], 7)
 
     def test_weight_decay_and_maximize(self) -> None:
         # g = -0.5 + 0.2 * 1 = -0.3; p = 1.03
         # g = -0.25 + 0.2 * 1.03 = -0.044; p = 1.0344
         result = self._two_steps(weight_decay=0.2, maximize=True)
-        assert result == pytest.approx((1.03, 1.0344), abs=1e-15)
+        assert result == by_hand([1.03, 1.0344], 7)
 
 
 def test_without_momentum_there_is_no_buffer() -> None:
@@ -85,21 +83,21 @@ def test_every_element_of_16_bit_parameters_moves(dtype: torch.dtype, size: int)
 
 
 def test_torchs_fused_sgd_skips_16_bit_parameters() -> None:
-    """Document the defect that FusedSGD has not (pytorch#191763); passes if torch mends it."""
+    """The defect that FusedSGD does not have, pytorch#191763: the last partial block alone moves.
+
+    Should torch update all of them, the statements about it in the documentation are out of date.
+    """
     p = Parameter(torch.ones(1000, dtype=torch.bfloat16))
     p.grad = torch.ones_like(p)
     torch.optim.SGD([p], lr=0.5, fused=True).step()
-    moved = int((p == 0.5).sum())
-    print(f"torch {torch.__version__}: SGD(fused=True) moved {moved} of 1000 bfloat16 elements")
-    assert 0 <= moved <= 1000
+    blocks = (16, 32)  # a SIMD register's elements, at each of torch's instruction sets
+    assert int((p == 0.5).sum()) in {1000 % block for block in blocks}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bits"), [(torch.bfloat16, torch.int16), (torch.float16, torch.int16)]
-)
-def test_conversions_of_all_16_bit_values(dtype: torch.dtype, bits: torch.dtype) -> None:
-    """Each of the 65,536 bit patterns, loaded and stored again, is the value that it was."""
-    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(bits).view(dtype)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_conversions_of_all_16_bit_values(dtype: torch.dtype) -> None:
+    """Loading and storing preserves each of the 65,536 bit patterns' values."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     p = Parameter(values.clone())
     p.grad = torch.zeros_like(p)
     FusedSGD([p], lr=0.5).step()

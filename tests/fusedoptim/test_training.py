@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from tests.fusedoptim.helpers import SideBySide, make_params, random_like, widened
-from tests.optimizer_cases import ALL_CASES, CASES, OptimizerCase, configuration_id
+from tests.fusedoptim.helpers import SideBySide, each_case, each_class, make_params, single, widened
+from tests.optimizer_cases import OptimizerCase
 
-each_class = pytest.mark.parametrize("case", CASES, ids=configuration_id)
-each_case = pytest.mark.parametrize("case", ALL_CASES, ids=configuration_id)
 LAYOUTS = ("1000", "0-d")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _model() -> torch.nn.Module:
@@ -57,6 +43,14 @@ def _twin_models(case: OptimizerCase, **kwargs: Any) -> tuple[Any, Any, Any, Any
     second = copy.deepcopy(first)
     optimizers = [case.make(model.parameters(), **kwargs) for model in (first, second)]
     return first, second, *optimizers
+
+
+def _train(x: Tensor, *pairs: tuple[torch.nn.Module, Any]) -> None:
+    """Step each model's optimizer with the gradients of one batch."""
+    for model, optimizer in pairs:
+        optimizer.zero_grad()
+        _backward(model, x)
+        optimizer.step()
 
 
 def _assert_same_parameters(a: torch.nn.Module, b: torch.nn.Module) -> None:
@@ -90,9 +84,7 @@ class TestSchedulers:
     @staticmethod
     def _run(pair: SideBySide, schedulers: list[Any], steps: int = 5) -> None:
         for i in range(steps):
-            pair.set_gradients()
-            pair.step()
-            pair.assert_equal()
+            pair.train()
             for scheduler in schedulers:
                 if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
                     scheduler.step(float(i))
@@ -126,23 +118,19 @@ class TestSchedulers:
 
     @each_case
     def test_momentum_and_betas_too(self, case: OptimizerCase) -> None:
-        kwargs = case.kwargs[-1] | {"lr": 0.1}
-        if not {"momentum", "betas"} & set(case.make([Parameter(torch.ones(1))]).defaults):
-            pytest.skip(f"{case.name} has neither")
-        pair = SideBySide(case, kwargs, make_params(torch.float32, LAYOUTS))
+        pair = SideBySide(case, case.kwargs[-1] | {"lr": 0.1}, make_params(torch.float32, LAYOUTS))
+        has_either = bool({"momentum", "betas"} & set(pair.ours.defaults))
         schedulers = [
-            lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=6)
+            lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=6, cycle_momentum=has_either)
             for optimizer in (pair.ours, pair.torchs)
         ]
         self._run(pair, schedulers)
 
     @each_case
     def test_rate_of_zero(self, case: OptimizerCase) -> None:
-        (p,) = make_params(torch.float32, ["1000"])
-        optimizer = case.make([p], lr=0.1)
+        _, optimizer = single(case, "1000", lr=0.1)
         scheduler = lr_scheduler.LambdaLR(optimizer, lambda i: 0.0)
         (before,) = optimizer.master_params()
-        p.grad = random_like(p)
         optimizer.step()
         scheduler.step()
         (after,) = optimizer.master_params()
@@ -153,10 +141,7 @@ class TestSchedulers:
         first, second, ours, twin = _twin_models(case, **(case.kwargs[-1] | {"lr": 0.1}))
         scheduler, copied = (_sequence(optimizer) for optimizer in (ours, twin))
         for i, x in enumerate(_batches(first, 6)):
-            for model, optimizer in ((first, ours), (second, twin)):
-                optimizer.zero_grad()
-                _backward(model, x)
-                optimizer.step()
+            _train(x, (first, ours), (second, twin))
             scheduler.step()
             copied.step()
             if i == 2:
@@ -174,7 +159,7 @@ class TestAveragedModel:
     @pytest.mark.parametrize("kind", ["mean", "exponential"])
     @each_case
     def test_average(self, case: OptimizerCase, kind: str) -> None:
-        """As of a model that is given the same parameters, and no kernel has touched."""
+        """Equal to that of a model with the same parameters that no kernel has touched."""
         model = _model()
         optimizer = case.make(model.parameters(), lr=0.05)
         plain = copy.deepcopy(model)
@@ -182,9 +167,7 @@ class TestAveragedModel:
         averages = [AveragedModel(m, multi_avg_fn=multi_avg_fn) for m in (model, plain)]
         seen = []
         for x in _batches(model):
-            optimizer.zero_grad()
-            _backward(model, x)
-            optimizer.step()
+            _train(x, (model, optimizer))
             seen.append([p.detach().clone() for p in model.parameters()])
             for p, value in zip(plain.parameters(), seen[-1]):
                 p.data.copy_(value)
@@ -197,24 +180,21 @@ class TestAveragedModel:
 
     @each_case
     def test_training_goes_on_from_the_average(self, case: OptimizerCase) -> None:
-        """Parameters written between two steps are those that the next step reads."""
+        """A step reads the parameters that were written since the last one."""
         pair = SideBySide(case, {"lr": 0.05}, make_params(torch.float32, LAYOUTS))
-        pair.set_gradients()
-        pair.step()
+        pair.train()
         for p, reference in zip(pair.params, pair.references):
             pair.ours.state.get(p, {}).get("trail", torch.empty(0)).zero_()
             p.data.copy_(torch.randn(p.shape))
             reference.data.copy_(widened(p))
         for errors in pair._errors.values():
             errors["param"] = torch.zeros(())
-        pair.set_gradients()
-        pair.step()
-        pair.assert_equal()
+        pair.train()
 
 
 @each_case
 def test_a_step_for_each_parameter_in_backward(case: OptimizerCase) -> None:
-    """One optimizer a parameter, stepped by a hook as its gradient arrives, which then goes."""
+    """An optimizer for each parameter, stepped by a hook, which then frees the gradient."""
     first, second, together, _ = _twin_models(case, **case.kwargs[-1])
     second = copy.deepcopy(second)
     alone = {p: case.make([p], **case.kwargs[-1]) for p in second.parameters()}
@@ -229,9 +209,7 @@ def test_a_step_for_each_parameter_in_backward(case: OptimizerCase) -> None:
         for p, master in zip(second.parameters(), together.master_params()):
             alone[p].state[p]["trail"].copy_(master.view(torch.int32))
     for x in _batches(first):
-        together.zero_grad()
-        _backward(first, x)
-        together.step()
+        _train(x, (first, together))
         _backward(second, x)
         assert all(p.grad is None for p in second.parameters())
     _assert_same_parameters(first, second)
@@ -252,10 +230,7 @@ class TestGroups:
         groups = optimizers[0].param_groups
         assert [group["param_names"] for group in groups] == [names[:2], names[2:]]
         for i, x in enumerate(_batches(first)):
-            for model, optimizer in zip((first, second), optimizers):
-                optimizer.zero_grad()
-                _backward(model, x)
-                optimizer.step()
+            _train(x, *zip((first, second), optimizers))
             if i == 1:
                 saved = copy.deepcopy(optimizers[0].state_dict())
                 assert saved["param_groups"][1]["param_names"] == names[2:]
@@ -266,6 +241,8 @@ class TestGroups:
     def test_an_error_has_the_name(self, case: OptimizerCase) -> None:
         model = _model()
         optimizer = case.make(model.named_parameters(), lr=0.1)
+        names = [name for name, _ in model.named_parameters()]
+        assert optimizer.param_groups[0]["param_names"] == names
         model[3].weight.grad = torch.ones_like(model[3].weight)
         model[3].weight.data = model[3].weight.data.t()
         with pytest.raises(RuntimeError, match=r"3\.weight"):
@@ -275,7 +252,7 @@ class TestGroups:
 @pytest.mark.parametrize("steps", [0, 2])
 @each_case
 def test_checkpoint_with_a_frozen_layer(case: OptimizerCase, steps: int) -> None:
-    """Of a parameter that has taken no step there is nothing to save, or its lower half alone."""
+    """A parameter without a step has no state, or its lower half alone."""
     first, second, ours, twin = _twin_models(case, **case.kwargs[-1])
     for model in (first, second):
         model[0].requires_grad_(False)
@@ -284,10 +261,7 @@ def test_checkpoint_with_a_frozen_layer(case: OptimizerCase, steps: int) -> None
             saved = copy.deepcopy(twin.state_dict())
             twin = case.make(second.parameters(), **case.kwargs[-1])
             twin.load_state_dict(saved)
-        for model, optimizer in ((first, ours), (second, twin)):
-            optimizer.zero_grad()
-            _backward(model, x)
-            optimizer.step()
+        _train(x, (first, ours), (second, twin))
     _assert_same_parameters(first, second)
 
 
@@ -319,10 +293,9 @@ class TestHooks:
 
     @each_case
     def test_state_dict_hooks(self, case: OptimizerCase) -> None:
-        (p,) = make_params(torch.float32, ["17"])
-        optimizer = case.make([p], **case.kwargs[-1])
-        p.grad = random_like(p)
+        p, optimizer = single(case)
         optimizer.step()
+        rate = float(optimizer.param_groups[0]["lr"])
         seen: list[str] = []
 
         def add(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
@@ -334,6 +307,9 @@ class TestHooks:
             assert saved["epoch"] == 3
             return {key: value for key, value in saved.items() if key != "epoch"}
 
+        def halve(_: Any, saved: dict[str, Any]) -> None:
+            saved["param_groups"][0]["lr"] = rate / 2
+
         def check(loaded: Any) -> None:
             seen.append("loaded")
             assert set(loaded.state[p]) == set(case.state_keys)
@@ -341,10 +317,12 @@ class TestHooks:
         optimizer.register_state_dict_pre_hook(lambda _: seen.append("saving"))
         optimizer.register_state_dict_post_hook(add)
         optimizer.register_load_state_dict_pre_hook(take)
+        optimizer.register_load_state_dict_pre_hook(halve)
         optimizer.register_load_state_dict_post_hook(check)
         before = copy.deepcopy(optimizer.state[p])
         optimizer.load_state_dict(optimizer.state_dict())
         assert seen == ["saving", "saved", "loading", "loaded"]
+        assert optimizer.param_groups[0]["lr"] == rate / 2
         for key, value in before.items():
             assert torch.equal(optimizer.state[p][key], value)
 
@@ -352,11 +330,11 @@ class TestHooks:
 class TestCompiledModel:
     @each_case
     def test_trains_as_in_eager_mode(self, case: OptimizerCase) -> None:
-        """The parameters change under the graph, which is compiled once."""
+        """The graph is compiled once and sees each update."""
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
         model = _model()
-        pair = SideBySide(case, case.kwargs[-1], list(model.parameters()))
+        pair = SideBySide(case, params=list(model.parameters()))
         compiled = torch.compile(model, backend="aot_eager")
         for x in _batches(model, 5):
             pair.ours.zero_grad()
@@ -368,42 +346,3 @@ class TestCompiledModel:
             pair.step()
             pair.assert_equal()
         assert not torch._dynamo.utils.counters["graph_break"]
-
-
-SCRIPT = """
-import hashlib
-import torch
-from tests.optimizer_cases import CASES
-for case in CASES:
-    torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(n)) for n in (300_001, 5, 40_000)]
-    optimizer = case.make(params, **case.kwargs[-1], max_grad_norm=1.0)
-    for _ in range(3):
-        for p in params:
-            p.grad = torch.randn(p.shape).to(p.dtype)
-        optimizer.step()
-    digest = hashlib.sha256()
-    for p in optimizer.master_params():
-        digest.update(p.numpy().tobytes())
-    print(case.name, digest.hexdigest())
-"""
-
-
-def test_the_same_bits_whatever_the_number_of_threads() -> None:
-    """Of the driver's, in a process each."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "CL_CONFIG_CPU_TBB_NUM_WORKERS": workers},
-        )
-        for workers in ("1", "5")
-    ]
-    results = [process.communicate(timeout=300) for process in processes]
-    assert [errors for _, errors in results] == ["", ""]
-    outputs = [output for output, _ in results]
-    assert len(outputs[0].splitlines()) == len(CASES)
-    assert outputs[0] == outputs[1]

@@ -1,4 +1,4 @@
-"""Memory given back while values are converted: only if nobody sees it, and never a value lost."""
+"""Pages released during a conversion: only if nothing else uses them, and no value is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_held_by(holder: str) -> None:
     assert not has_sole_owner(param)
     del held
     gc.collect()
-    assert has_sole_owner(param) or holder == "numpy"  # torch does not forget that one
+    assert has_sole_owner(param) or holder == "numpy"  # torch keeps the use count of that one
 
 
 OTHERS: dict[str, Callable[[Path], Tensor]] = {
@@ -75,7 +75,7 @@ def test_memory_of_others(other: str, tmp_path: Path) -> None:
 
 
 def test_without_torchs_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is not public: it may go."""
+    """It is private, and may be removed."""
     monkeypatch.setattr(pages, "storage_use_count", None)
     pages._madvise.cache_clear()
     assert not has_sole_owner(_param())
@@ -89,7 +89,7 @@ def test_the_neighbours_stay() -> None:
     release_pages(values[1000:-1000])
     assert values[:1000].eq(1).all()
     assert values[-1000:].eq(1).all()
-    values.fill_(2)  # it is memory still
+    values.fill_(2)  # it can still be written
     assert values.eq(2).all()
 
 
@@ -106,7 +106,7 @@ each_conversion = pytest.mark.parametrize("conversion", CONVERSIONS)
 
 
 def _odd_values() -> Tensor:
-    """With those that no residue of 16 bits can hold."""
+    """Some are not exact in 16 bits and a residue of 16 bits."""
     values = torch.randn(SHAPE)
     values[:, ::1000] = torch.tensor(1 + 2.0**-8)  # halfway between two of bfloat16
     values[:, 7::1000] = 1e-7
@@ -127,7 +127,7 @@ def test_right(conversion: str, is_used_up: bool) -> None:
 
 @each_conversion
 def test_interrupted(conversion: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the values are back."""
+    """The values are restored."""
     convert, _ = CONVERSIONS[conversion]
     values = _odd_values()
     expected = values.clone()
