@@ -112,10 +112,10 @@ class FusedOptimizer(Optimizer):
     split: bool
     """Whether all parameters are bfloat16 halves, whose lower halves are the state "trail"."""
     halves: Halves
-    """The parameters that are."""
+    """The parameters that are split."""
 
     fused = True
-    """As IPEX tells of its own."""
+    """IPEX sets the same attribute on its fused optimizers."""
     _step_supports_amp_scaling = True
     """GradScaler leaves it to the step to unscale, and to skip a step with infinities."""
     _clip_eps = 1e-6
@@ -402,7 +402,7 @@ class FusedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         for p, saved, trail in self._to_restore:  # before it is the optimizer's
             restore_state(state["state"], p, saved, trail)
-        # torch's classes take all state for that of a parameter that has taken a step.
+        # torch's classes assume that a parameter with any state has taken a step.
         unstepped = {p: s for p, s in state["state"].items() if s.keys() == {TRAIL}}
         for p in unstepped:
             del state["state"][p]

@@ -93,7 +93,7 @@ class Core:
         self.debugger: Debugger | None = None
         self.cache = ReuseCache()
         self.released: deque[Allocation | Reserve] = deque()
-        """what ended other than by a deleter; finalizers append to it."""
+        """Allocations released without a DLPack deleter; finalizers append to it."""
         self.is_closed = False
         self._process = os.getpid()
         self.exporter = Exporter.obtain()  # last: __del__ returns it

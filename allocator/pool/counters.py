@@ -7,17 +7,12 @@ from typing import NamedTuple
 
 from allocator.pool.allocation import Allocation
 
-METRICS = (
-    "allocation",
-    "allocated_bytes",
-    "requested_bytes",
-    "active",
-    "active_bytes",
-    "segment",
-    "reserved_bytes",
-    "inactive_split",
-    "inactive_split_bytes",
-)
+_ALLOCATION_METRICS = ("allocation", "allocated_bytes", "requested_bytes")
+_BLOCK_METRICS = ("active", "active_bytes")
+_SEGMENT_METRICS = ("segment", "reserved_bytes")
+_FREE_METRICS = ("inactive_split", "inactive_split_bytes")
+METRICS = (*_ALLOCATION_METRICS, *_BLOCK_METRICS, *_SEGMENT_METRICS, *_FREE_METRICS)
+"""By torch's names."""
 TIERS = ("all", "large_pool", "small_pool")
 FACTS = ("current", "peak", "allocated", "freed")
 
@@ -73,10 +68,10 @@ class Tally:
 
     def __init__(self) -> None:
         self.levels = {metric: tuple(Level() for _ in TIERS) for metric in METRICS}
-        self._given = [self.levels[name] for name in METRICS[:3]]
-        self._active = [self.levels[name] for name in METRICS[3:5]]
-        self._reserved = [self.levels[name] for name in METRICS[5:7]]
-        self._splits = [self.levels[name] for name in METRICS[7:]]
+        self._given = [self.levels[name] for name in _ALLOCATION_METRICS]
+        self._active = [self.levels[name] for name in _BLOCK_METRICS]
+        self._reserved = [self.levels[name] for name in _SEGMENT_METRICS]
+        self._splits = [self.levels[name] for name in _FREE_METRICS]
         self.misses = 0
         """allocations that needed the driver."""
         self.retries = 0

@@ -1,4 +1,4 @@
-"""Numbers of bytes, and shapes, as people write them."""
+"""Parsing and formatting of sizes in bytes, and of shapes."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def signature(kernel: Callable[..., Any], dtype: str) -> Signature:
 
 
 def argument_types(kernel: Callable[..., Any], dtype: str) -> tuple[types.Type, ...]:
-    """What the arguments of ``kernel`` are compiled as: for dtypes that agree, so is the kernel."""
+    """The types of a kernel's arguments. Dtypes with equal types share one compiled kernel."""
     return tuple(_numba_type(role, dtype) for _, role in signature(kernel, dtype).arguments)
 
 
@@ -257,7 +257,7 @@ def to_spirv(module: Any, *options: str) -> bytes:
     """Translate an LLVM module, with further options of the translator.
 
     Raises:
-        RuntimeError: it cannot, for what it says.
+        RuntimeError: llvm-spirv failed; the message has its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         bitcode, spirv = Path(folder, "kernel.bc"), Path(folder, "kernel.spv")

@@ -1,4 +1,4 @@
-"""What a kind of device is to a launch.
+"""The interface of a kind of device.
 
 A new kind of device is one file with a subclass of :class:`Backend`, and one line in
 :mod:`fusedoptim.launch.devices`.

@@ -25,6 +25,7 @@ LIMIT = 256 << 20
 _MAGIC = b"fusedoptim kernel 1 "
 _SUFFIX, _UNFINISHED = ".spvcache", ".tmp"
 _ABANDONED = 3600  # seconds after which nobody is writing an unfinished file any more
+_VARIABLE = "FUSEDOPTIM_CACHE_DIR"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -38,7 +39,7 @@ def folder() -> Path | None:
     ``FUSEDOPTIM_CACHE_DIR`` names it; empty, it keeps nothing. Without it, that is
     ``XDG_CACHE_HOME/fusedoptim``, or ``~/.cache/fusedoptim``.
     """
-    own = os.environ.get("FUSEDOPTIM_CACHE_DIR")
+    own = os.environ.get(_VARIABLE)
     if own is not None:
         return Path(own) if own else None
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -179,7 +180,7 @@ def _opened_folder(place: Path) -> Iterator[int]:
         OSError: it cannot be opened.
     """
     with _opened(place, os.O_RDONLY | os.O_DIRECTORY) as inside:
-        if "FUSEDOPTIM_CACHE_DIR" not in os.environ:  # else it may be anybody's, such as /tmp
+        if _VARIABLE not in os.environ:  # else it may be anybody's, such as /tmp
             _make_private(place, inside)
         danger = _danger(os.lstat(place), os.fstat(inside))
         if danger:

@@ -19,8 +19,19 @@ BACKENDS = {backend.torch_type: backend for backend in _BACKENDS}
 
 
 def backend_of(queue: Any) -> Backend:
-    """What drives the device of a ``dpctl.SyclQueue``."""
-    return next(backend for backend in _BACKENDS if backend.drives(queue.sycl_device))
+    """What drives the device of a ``dpctl.SyclQueue``.
+
+    Raises:
+        RuntimeError: nothing does.
+    """
+    device = queue.sycl_device
+    for backend in _BACKENDS:
+        if backend.drives(device):
+            return backend
+    raise RuntimeError(
+        f"{device.name} is neither a CPU nor a GPU, and kernels run on no other kind of device; "
+        "name another, such as device='cpu'"
+    )
 
 
 def queue_of(device: torch.device) -> Any:

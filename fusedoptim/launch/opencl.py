@@ -56,7 +56,7 @@ class OpenCL:
             path: of the library, which SYCL has loaded: it knows the same drivers.
         """
         self._library = ctypes.CDLL(path)
-        # These return at once. To give Python's lock away for them takes longer than they do.
+        # These return at once: releasing the GIL would take longer than the calls.
         short = ctypes.PyDLL(path)
         pointer, count = ctypes.c_void_p, ctypes.c_uint
         self.set_argument = short.clSetKernelArg

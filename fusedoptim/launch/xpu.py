@@ -21,8 +21,8 @@ class XPU(Backend):
     runs_on_host = False
 
     def drives(self, sycl_device: Any) -> bool:
-        """Whether it is no CPU: what SYCL has besides are accelerators."""
-        return not sycl_device.is_cpu
+        """Whether it is a GPU."""
+        return bool(sycl_device.is_gpu)
 
     def devices(self) -> Sequence[torch.device]:
         """Those that torch finds."""

@@ -1,4 +1,4 @@
-"""A SPIR-V module built by a device's driver, or what the driver has against it."""
+"""A SPIR-V module built by a device's driver, or the driver's build error."""
 
 from __future__ import annotations
 

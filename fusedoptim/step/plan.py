@@ -53,7 +53,7 @@ class DeferredUpdate(NamedTuple):
     planned: Rows
     """What would update them now."""
     is_repeated: bool
-    """Whether they are those themselves."""
+    """Whether the same parameters were given before."""
     fresh: Sequence[bool] | None
     """Whether the state of each counts as just made; None to look it up then."""
 
@@ -171,8 +171,8 @@ class StepPlan:
         self.state_seen: list[object] = []
         """The keys and dicts of the state when last seen; a load or a reset makes new ones."""
         self._seen: list[object] = []
-        """Those and what the groups held when the plans last fitted; empty if what they hold may
-        change in place."""
+        """The state's and the groups' contents when the plans last fitted; empty if a value among
+        them may change in place."""
         self._idle: list[Tensor] = []
         self._rows: list[Rows] = []
         """Of all groups, while ``_seen`` is not empty."""
@@ -194,7 +194,7 @@ class StepPlan:
             TypeError, ValueError, RuntimeError, KeyError: there is no plan for a parameter.
         """
         seen: list[object] = [*state, *state.values()]
-        for group in groups:  # in one list: short lists cost most of their time for being one
+        for group in groups:  # in one list: a list costs more than its few items
             seen += group.values()
             seen += group["params"]
         known = self._seen

@@ -29,7 +29,7 @@ def state_tensor(
         name: of the state.
         state: of the parameter; what it lacks is made.
         target: the parameter's memory.
-        dtype: of the state, but for a trail's.
+        dtype: of the state, except for a trail, which is int16.
 
     Raises:
         ValueError: the state has another shape, or a trail another dtype.

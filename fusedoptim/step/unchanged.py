@@ -76,7 +76,7 @@ class TensorRun:
 
     def refresh(self) -> bool:
         """Take this step's gradients; False if any tensor differs from when it was watched."""
-        # One list of all tensors: a pass over a list costs most of its time for being one.
+        # One list of all tensors: a pass over a short list costs more than its items.
         tensors: list[Tensor] = [*self.params, *map(_GRAD, self.params)]
         try:
             for get in self._get_state:

@@ -18,8 +18,9 @@ INFERENCE: Sequence[Pass] = (
     Cast(),
     _CHANNELS_LAST,
 )
-"""For a model in eval mode: what changes values first, the layout of the result last."""
+"""For a model in eval mode: passes that change values first, the layout last."""
 TRAINING: Sequence[Pass] = (FuseStep(), _CHANNELS_LAST, SplitWeights())
-"""For a pair in training: what may refuse first; halves are laid out as the weights are."""
+"""For a model and its optimizer: FuseStep first, as it may raise; SplitWeights last, so that
+halves copy the layout of the weights."""
 KNOBS = {each.knob for each in (*INFERENCE, *TRAINING)} - {Cast.knob}
 """The arguments of :func:`transforms.optimize` that are True, False or None."""

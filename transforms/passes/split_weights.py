@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.split.halves import Halves
 from fusedoptim.step.tensors import has_shared_elements
@@ -266,7 +267,7 @@ def _why_not(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | Non
         return f"it is a {type(param).__name__}"
     if param.dtype != torch.float32:
         return "only float32 weights are split"
-    if param.device.type not in ("cpu", "xpu"):
+    if param.device.type not in BACKENDS:
         return f"it is on {param.device.type!r}"
     if param in shared or has_shared_elements(param):
         return "its elements share memory"
