@@ -4,12 +4,24 @@ The lowest of fusedoptim's three packages: it finds the driver, gives one queue 
 and pools the device's memory. It imports neither torch nor dpctl until a device is asked for.
 """
 
-from allocator._advice import Advice, advise
-from allocator._allocation import Allocation
-from allocator._blocks import Rules
-from allocator._budget import Budget
-from allocator._default import current_pool, default_pool, empty, full, named_pool, zeros
-from allocator._default_statistics import (
+from allocator.exchange.borrowed import from_dlpack
+from allocator.exchange.memory import Array, Memory
+from allocator.options.budget import Budget
+from allocator.options.guard import MemoryCorruptionError
+from allocator.options.reserve import Reservation
+from allocator.pool.allocation import Allocation
+from allocator.pool.blocks import Rules
+from allocator.pool.defaults import current_pool, default_pool, empty, full, named_pool, zeros
+from allocator.pool.errors import OutOfMemoryError
+from allocator.pool.pool import Pool
+from allocator.runtime.devices import Device, Devices, devices
+from allocator.runtime.fork import check_not_forked, is_forked
+from allocator.runtime.isa import ISA_LEVELS, highest_isa, loaded_isa
+from allocator.runtime.libraries import load_compiler, load_dpctl, load_opencl_compiler
+from allocator.runtime.maps import loaded_files
+from allocator.runtime.queues import DeviceNotFoundError, borrowed_queue, queue
+from allocator.watching.advice import Advice, advise
+from allocator.watching.default_statistics import (
     max_memory_allocated,
     max_memory_reserved,
     memory_allocated,
@@ -20,35 +32,18 @@ from allocator._default_statistics import (
     reset_accumulated_memory_stats,
     reset_peak_memory_stats,
 )
-from allocator._devices import Device, Devices, devices
-from allocator._errors import OutOfMemoryError
-from allocator._guard import MemoryCorruptionError
-from allocator._hooks import Hook
-from allocator._isa import ISA_LEVELS, highest_isa, loaded_isa
-from allocator._maps import loaded_files
-from allocator._memory import Array, Memory, from_dlpack
-from allocator._plan import Plan
-from allocator._pool import Pool
-from allocator._queues import (
-    DeviceNotFoundError,
-    borrowed_queue,
-    check_not_forked,
-    is_forked,
-    queue,
-)
-from allocator._replay import Replay, replay
-from allocator._reserve import Reservation
-from allocator._runtime import load_compiler, load_dpctl, load_opencl_compiler
-from allocator._scopes import (
+from allocator.watching.hooks import Hook
+from allocator.watching.replay import Replay, replay
+from allocator.watching.scopes import (
     Scope,
     Usage,
     reset_statistics_report,
     statistics,
     statistics_report,
 )
-from allocator._statistics import Health
-from allocator._timeline import Timeline
-from allocator._trace import Event, Trace
+from allocator.watching.statistics import Health
+from allocator.watching.timeline import Timeline
+from allocator.watching.trace import Event, Trace
 
 __fusedoptim__ = "0.1.0"  # what `fusedoptim.allocator` knows us by, should the name be shadowed
 
@@ -67,7 +62,6 @@ __all__ = [
     "Memory",
     "MemoryCorruptionError",
     "OutOfMemoryError",
-    "Plan",
     "Pool",
     "Replay",
     "Reservation",

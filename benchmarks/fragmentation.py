@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from allocator._blocks import Heap
+from allocator.pool.blocks import Heap
 from benchmarks import _command
 from benchmarks._allocation_traces import (
     MIB,

@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._launch import Chunks, Kernel, LaunchBlock
-from fusedoptim._modules import Argument, Module
 from fusedoptim.allocator import queue
 from fusedoptim.kernels.__main__ import source_hash
-from fusedoptim.kernels.language import Index, Param, Role, State, Storage
+from fusedoptim.kernels.language import Grad, Index, Param, Role, State
+from fusedoptim.launch.kernel import Kernel
+from fusedoptim.launch.modules import Argument, Module
+from fusedoptim.launch.table import Chunks, LaunchBlock
 
 DTYPE = "f32"
 NAME = f"traffic_{DTYPE}"
@@ -34,7 +35,7 @@ SPIRV = Path(__file__).with_name(f"{NAME}.spv")
 DESCRIPTION = SPIRV.with_suffix(".json")
 
 
-def traffic(i: Index, param: Param, grad: Storage, momentum_buffer: State) -> None:
+def traffic(i: Index, param: Param, grad: Grad, momentum_buffer: State) -> None:
     """Reads three values and writes two for each parameter, as SGD with momentum does.
 
     One addition is the least that makes all three values be read: it descends along the gradient

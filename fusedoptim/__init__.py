@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from fusedoptim._version import __version__
 
 if TYPE_CHECKING:
-    from fusedoptim._modules import ModuleError
     from fusedoptim.adagrad import FusedAdagrad
     from fusedoptim.adam import FusedAdam, FusedAdamW
     from fusedoptim.lamb import FusedLamb
+    from fusedoptim.launch.modules import ModuleError
     from fusedoptim.sgd import FusedSGD
     from fusedoptim.split_sgd import SplitSGD
 
@@ -37,7 +37,7 @@ _HOMES = {
     "FusedAdamW": "adam",
     "FusedLamb": "lamb",
     "FusedSGD": "sgd",
-    "ModuleError": "_modules",
+    "ModuleError": "launch.modules",
     "SplitSGD": "split_sgd",
 }
 

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim._device import new_state
-from fusedoptim._optimizer import FusedOptimizer, number
-from fusedoptim._plan import Numbers
-from fusedoptim._steps import Steps
-from fusedoptim._tensors import Candidate, Group
+from fusedoptim.optimizer import FusedOptimizer, number
+from fusedoptim.step.rule import Candidate, Numbers
+from fusedoptim.step.step_counts import Steps
+from fusedoptim.step.tensors import Group, new_state
 
 __all__ = ["FusedAdagrad"]
 
@@ -91,14 +90,14 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
             split=split,
         )
 
-    def _kernels(self, group: Group) -> tuple[str, ...]:
+    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
         return ("adagrad",)
 
     def _numbers(self, group: Group) -> Numbers:
         return {name: number(group[name]) for name in ("lr", "lr_decay", "weight_decay", "eps")}
 
-    def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
-        return {"step_size": number(group["lr"]) / (1 + (steps - 1) * number(group["lr_decay"]))}
+    def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
+        return {"step_size": numbers["lr"] / (1 + (steps - 1) * numbers["lr_decay"])}
 
     def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         if name == "sum":

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim._optimizer import FusedOptimizer, number
-from fusedoptim._plan import Numbers
-from fusedoptim._steps import Steps
-from fusedoptim._tensors import Candidate, Group
+from fusedoptim.optimizer import FusedOptimizer, number
+from fusedoptim.step.rule import Candidate, Numbers
+from fusedoptim.step.step_counts import Steps
+from fusedoptim.step.tensors import Group
 
 __all__ = ["FusedAdam", "FusedAdamW"]
 
@@ -19,7 +19,7 @@ class _Adam(FusedOptimizer):
 
     _optional_state = frozenset({"max_exp_avg_sq"})  # amsgrad may be switched on later
 
-    def _kernels(self, group: Group) -> tuple[str, ...]:
+    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
         return ("adam_amsgrad",) if group["amsgrad"] else ("adam",)
 
     def _numbers(self, group: Group) -> Numbers:
@@ -28,20 +28,19 @@ class _Adam(FusedOptimizer):
         decoupled = group["decoupled_weight_decay"]
         return {
             "lr": lr,
-            "shrink": 1 - lr * decay if decoupled else 1.0,
+            "decay_factor": 1 - lr * decay if decoupled else 1.0,
             "weight_decay": 0.0 if decoupled else decay,
             "beta1": beta1,
-            "gain1": 1 - beta1,
+            "one_minus_beta1": 1 - beta1,
             "beta2": beta2,
-            "gain2": 1 - beta2,
+            "one_minus_beta2": 1 - beta2,
             "eps": number(group["eps"]),
         }
 
-    def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
-        beta1, beta2 = map(number, group["betas"])
+    def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
         return {
-            "step_size": number(group["lr"]) / (1 - beta1**steps),
-            "root_correction": (1 - beta2**steps) ** -0.5,
+            "step_size": numbers["lr"] / (1 - numbers["beta1"] ** steps),
+            "root_correction": (1 - numbers["beta2"] ** steps) ** -0.5,
         }
 
     def _check_sparse(self, group: Group, candidate: Candidate) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim._optimizer import FusedOptimizer, number
-from fusedoptim._plan import Numbers
-from fusedoptim._steps import Steps
-from fusedoptim._tensors import Candidate, Group
+from fusedoptim.optimizer import FusedOptimizer, number
+from fusedoptim.step.rule import Candidate, Numbers
+from fusedoptim.step.step_counts import Steps
+from fusedoptim.step.tensors import Group
 
 __all__ = ["FusedLamb"]
 
@@ -114,8 +114,8 @@ class FusedLamb(FusedOptimizer):
         }
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, split=split)
 
-    def _kernels(self, group: Group) -> tuple[str, ...]:
-        return "lamb_moments", "lamb_ratio", "lamb_update"
+    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
+        return ("lamb",) if one_row else ("lamb_moments", "lamb_ratio", "lamb_update")
 
     def _numbers(self, group: Group) -> Numbers:
         lr, decay = number(group["lr"]), number(group["weight_decay"])
@@ -124,20 +124,20 @@ class FusedLamb(FusedOptimizer):
         most = group["max_param_norm"]
         return {
             "lr": lr,
-            "shrink": 1 - lr * decay if decoupled else 1.0,
+            "decay_factor": 1 - lr * decay if decoupled else 1.0,
             "weight_decay": 0.0 if decoupled else decay,
             "beta1": beta1,
-            "gain1": 1 - beta1 if group["grad_averaging"] else 1.0,
+            "beta3": 1 - beta1 if group["grad_averaging"] else 1.0,
             "beta2": beta2,
-            "gain2": 1 - beta2,
+            "one_minus_beta2": 1 - beta2,
             "eps": group["eps"],
             "adapt": group["always_adapt"] or decay != 0,
             "clip": group["trust_clip"],
             "max_param_norm": float("inf") if most is None else most,
         }
 
-    def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
-        beta1, beta2 = group["betas"]
+    def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
+        beta1, beta2 = numbers["beta1"], numbers["beta2"]
         steps = steps if group["bias_correction"] else steps * float("inf")
         return {
             "average_correction": 1 / (1 - beta1**steps),

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim._device import new_state
-from fusedoptim._optimizer import FusedOptimizer, number
-from fusedoptim._plan import Numbers
-from fusedoptim._tensors import Candidate, Group, describe
+from fusedoptim.optimizer import FusedOptimizer, number
+from fusedoptim.step.checks import describe
+from fusedoptim.step.rule import Candidate, Numbers
+from fusedoptim.step.tensors import Group, new_state
 
 __all__ = ["FusedSGD"]
 
@@ -96,7 +96,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
             split=split,
         )
 
-    def _kernels(self, group: Group) -> tuple[str, ...]:
+    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
         return ("sgd_momentum",) if group["momentum"] != 0 else ("sgd",)
 
     def _numbers(self, group: Group) -> Numbers:
@@ -104,7 +104,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
             "lr": number(group["lr"]),
             "weight_decay": number(group["weight_decay"]),
             "momentum": number(group["momentum"]),
-            "undampened": 1 - number(group["dampening"]),
+            "one_minus_dampening": 1 - number(group["dampening"]),
             "nesterov": group["nesterov"],
         }
 

@@ -40,8 +40,6 @@ class OptimizerCase:
     """What ours, and not the reference, is always given."""
     dtypes: tuple[torch.dtype, ...] = FLOATS
     """Of the parameters that ours takes."""
-    launches: int = 1
-    """Of kernels, for the parameters of one group, device and dtype."""
     is_split: bool = False
     """Parameters become bfloat16; their exact values are float32, halved into state."""
     is_torchs: bool = True
@@ -184,7 +182,6 @@ LAMB = OptimizerCase(
     refused_kwargs=({"fused": False},),
     state_keys=("exp_avg", "exp_avg_sq", "step"),
     own_arguments=("fused", "max_grad_norm", "split"),
-    launches=3,
     is_torchs=False,
     supports_sparse_gradients=False,
 )

@@ -118,6 +118,15 @@ def test_a_public_module_without_a_list_is_named(tmp_path: Path) -> None:
     assert "fusedoptim.md" not in render(described)
 
 
+def test_a_folder_without_a_list_is_internal(tmp_path: Path) -> None:
+    pages(tmp_path)
+    folder = tmp_path / "fusedoptim" / "step"
+    folder.mkdir()
+    (folder / "__init__.py").write_text('"""Steps."""\n')
+    (folder / "plan.py").write_text('"""Plans."""\n')
+    assert list(lacks(read(tmp_path))) == []
+
+
 def test_objects_that_only_we_make_need_no_arguments(tmp_path: Path) -> None:
     source = DOCUMENTED.replace("    Args:\n        size: in bytes, :math:`n`.", "    None.")
     made = source.replace("Source: nowhere.", "Made by :func:`fill`.")

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from fusedoptim._device import queue_of
-from fusedoptim._launch import kernel_for
-from fusedoptim._modules import shipped
 from fusedoptim.allocator import queue
 from fusedoptim.aot._bundle import Bundle, load
+from fusedoptim.launch.devices import queue_of
+from fusedoptim.launch.kernel import kernel_for
+from fusedoptim.launch.modules import shipped
 from fusedoptim.raw.kernel import device_queue
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fusedoptim import _cache, _modules
 from fusedoptim._facade import overwritten, own_file
-from fusedoptim._modules import ModuleError
 from fusedoptim._version import __version__
 from fusedoptim.doctor._report import Problem, Section, error, warning
+from fusedoptim.launch import cache, modules
+from fusedoptim.launch.modules import ModuleError
 
 _NAMES = ("allocator", "transforms")
 _MARKER = re.compile(r"""^__fusedoptim__ = ["'](.*?)["']""", re.MULTILINE)
@@ -25,17 +25,17 @@ REINSTALL = "pip install --force-reinstall --no-deps fusedoptim (in a clone: git
 def check_kernels() -> Section:
     """Each shipped module against its hash in the manifest."""
     try:
-        entries = _modules._manifest.__wrapped__()  # as it is now, not when it was first read
+        entries = modules._manifest.__wrapped__()  # as it is now, not when it was first read
     except ModuleError as failure:
         return Section("kernels", {}, [error(str(failure).rpartition(";")[0], REINSTALL)])
-    manifest = json.loads(_modules.MANIFEST.read_text())
+    manifest = json.loads(modules.MANIFEST.read_text())
     states = {name: _state(entry) for name, entry in entries.items()}
     facts: dict[str, Any] = {
-        "folder": str(_modules.FOLDER),
+        "folder": str(modules.FOLDER),
         "manifest": f"version {manifest['version']}",
         "compiled by": dict(manifest["tools"]),
         "as shipped": f"{list(states.values()).count('')} of {len(states)}",
-        "compiled ones kept in": str(_cache.folder() or "no folder: FUSEDOPTIM_CACHE_DIR is empty"),
+        "compiled ones kept in": str(cache.folder() or "no folder: FUSEDOPTIM_CACHE_DIR is empty"),
     }
     problems = [
         error(f"the compiled kernel {name} {state}", REINSTALL)
@@ -43,10 +43,10 @@ def check_kernels() -> Section:
         if state
     ]
     listed = {entry["file"] for entry in entries.values()}
-    for path in sorted(_modules.FOLDER.glob("*.spv")):
+    for path in sorted(modules.FOLDER.glob("*.spv")):
         if path.name not in listed:
             problems.append(warning(f"{path} is of no kernel that the manifest has", REINSTALL))
-    problems += _unkept(_cache.folder())
+    problems += _unkept(cache.folder())
     hashes = {name: entry["sha256"] for name, entry in entries.items()}
     return Section("kernels", facts, problems, {"sha256": hashes})
 
@@ -54,7 +54,7 @@ def check_kernels() -> Section:
 def _state(entry: dict[str, Any]) -> str:
     """What is wrong with a module's file, or nothing."""
     try:
-        spirv = (_modules.FOLDER / entry["file"]).read_bytes()
+        spirv = (modules.FOLDER / entry["file"]).read_bytes()
     except OSError as failure:
         return f"cannot be read ({failure})"
     digest = hashlib.sha256(spirv).hexdigest()
@@ -68,7 +68,7 @@ def _unkept(folder: Path | None) -> Iterator[Problem]:
     if folder is None:
         return
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
-    reason = _cache.danger_in(folder)
+    reason = cache.danger_in(folder)
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         reason = "it cannot be written to"
     if reason:
@@ -80,7 +80,7 @@ def _unkept(folder: Path | None) -> Iterator[Problem]:
 
 def check_names() -> Section:
     """Where our packages' names lead, and who else has installed them."""
-    root = Path(_modules.FOLDER).parents[1]
+    root = Path(modules.FOLDER).parents[1]
     facts: dict[str, Any] = {"fusedoptim": str(root / "fusedoptim")}
     problems: list[Problem] = []
     for name in _NAMES:

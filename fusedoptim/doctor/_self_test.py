@@ -17,18 +17,27 @@ from typing import Any
 
 import numpy as np
 
-from fusedoptim._launch import LaunchBlock, kernel_for
-from fusedoptim._modules import Argument, Module
 from fusedoptim.allocator import default_pool
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.kernel import kernel_for
+from fusedoptim.launch.layout import Argument
+from fusedoptim.launch.modules import Module
+from fusedoptim.launch.table import LaunchBlock
 
 Reals = np.ndarray[Any, np.dtype[np.float64]]
 _LENGTHS = np.array([301, 1, 211])  # of the rows; no multiple of a vector, and rows lie unaligned
 _BEYOND = 32  # elements past the end, which nothing may write to
 _UNITS = 64
 _ROUNDOFF = {"f64": 2.0**-53, "f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
-_ARRAYS = (Role.PARAM, Role.TRAIL, Role.STORAGE, Role.STATE)
-_ADDRESSES = (*_ARRAYS, Role.SUMS, Role.CHUNK_SUMS, Role.RESULT, Role.ROW_RESULT, Role.COMPUTED)
+_ARRAYS = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.STATE)
+_ADDRESSES = (
+    *_ARRAYS,
+    Role.SUMS,
+    Role.CHUNK_SUMS,
+    Role.RESULT,
+    Role.ROW_RESULT,
+    Role.DEVICE_SCALAR,
+)
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "sum", "sums")
 
 
@@ -42,7 +51,7 @@ def _sgd(a: SimpleNamespace) -> dict[str, Any]:
 
 def _sgd_momentum(a: SimpleNamespace) -> dict[str, Any]:
     g = _gradient(a)
-    b = np.where(a.fresh, g, a.momentum * a.momentum_buffer + a.undampened * g)
+    b = np.where(a.fresh, g, a.momentum * a.momentum_buffer + a.one_minus_dampening * g)
     step = g + a.momentum * b if a.nesterov else b
     return {"momentum_buffer": b, "param": a.param - a.lr * step}
 
@@ -54,12 +63,12 @@ def _adagrad(a: SimpleNamespace) -> dict[str, Any]:
 
 
 def _adam(a: SimpleNamespace) -> dict[str, Any]:
-    theta = a.shrink * a.param
+    theta = a.decay_factor * a.param
     g = a.grad_factor * a.grad + a.weight_decay * theta
-    m = a.exp_avg + a.gain1 * (g - a.exp_avg)
-    if a.gain1 >= a.beta1:  # the numbers are random, and do not add up to 1
+    m = a.exp_avg + a.one_minus_beta1 * (g - a.exp_avg)
+    if a.one_minus_beta1 >= a.beta1:  # the numbers are random, and do not add up to 1
         m = g + a.beta1 * (a.exp_avg - g)
-    v = a.beta2 * a.exp_avg_sq + a.gain2 * g**2
+    v = a.beta2 * a.exp_avg_sq + a.one_minus_beta2 * g**2
     results = {"exp_avg": m, "exp_avg_sq": v}
     if hasattr(a, "max_exp_avg_sq"):
         results["max_exp_avg_sq"] = v = np.maximum(a.max_exp_avg_sq, v)
@@ -68,15 +77,15 @@ def _adam(a: SimpleNamespace) -> dict[str, Any]:
 
 
 def _lamb_direction(a: SimpleNamespace, m: Any, v: Any) -> Any:
-    decay = a.weight_decay * a.shrink * a.param
+    decay = a.weight_decay * a.decay_factor * a.param
     return a.average_correction * m / (np.sqrt(v) * a.root_correction + a.eps) + decay
 
 
 def _lamb_moments(a: SimpleNamespace) -> dict[str, Any]:
     g = a.grad_factor * a.grad
-    m = a.beta1 * a.exp_avg + a.gain1 * g
-    v = a.beta2 * a.exp_avg_sq + a.gain2 * g**2
-    squares = (a.shrink * a.param) ** 2, _lamb_direction(a, m, v) ** 2
+    m = a.beta1 * a.exp_avg + a.beta3 * g
+    v = a.beta2 * a.exp_avg_sq + a.one_minus_beta2 * g**2
+    squares = (a.decay_factor * a.param) ** 2, _lamb_direction(a, m, v) ** 2
     return {"exp_avg": m, "exp_avg_sq": v, "sums": _row_sums(*squares)}
 
 
@@ -91,7 +100,14 @@ def _lamb_ratio(a: SimpleNamespace) -> dict[str, Any]:
 
 def _lamb_update(a: SimpleNamespace) -> dict[str, Any]:
     step = a.lr * a.ratio * _lamb_direction(a, a.exp_avg, a.exp_avg_sq)
-    return {"param": a.shrink * a.param - step}
+    return {"param": a.decay_factor * a.param - step}
+
+
+def _lamb(a: SimpleNamespace) -> dict[str, Any]:
+    moments = _lamb_moments(a)
+    ratio = _lamb_ratio(SimpleNamespace(**(vars(a) | {"sums": moments.pop("sums")})))["ratio"]
+    after = SimpleNamespace(**(vars(a) | moments | {"ratio": np.repeat(ratio, _LENGTHS)}))
+    return moments | _lamb_update(after)
 
 
 def _sum_of_squares(a: SimpleNamespace) -> dict[str, Any]:
@@ -108,6 +124,7 @@ FORMULAS: dict[str, Callable[[SimpleNamespace], dict[str, Any]]] = {
     "adagrad": _adagrad,
     "adam": _adam,
     "adam_amsgrad": _adam,
+    "lamb": _lamb,
     "lamb_moments": _lamb_moments,
     "lamb_ratio": _lamb_ratio,
     "lamb_update": _lamb_update,
@@ -202,12 +219,12 @@ class _Trial:
             Role.CHUNK_SUMS: 2 * _LENGTHS.sum(),
             Role.RESULT: len(_LENGTHS),
             Role.ROW_RESULT: len(_LENGTHS),
-            Role.COMPUTED: 1,
+            Role.DEVICE_SCALAR: 1,
         }
         values = self._random.uniform(0.5, 2, int(sizes.get(role, _LENGTHS.sum())))
         if role in _ARRAYS and name not in _SQUARES:
             values *= self._random.choice([-1.0, 1.0], len(values))
-        storages = {Role.PARAM: self._narrow, Role.STORAGE: self._narrow, Role.TRAIL: "trail"}
+        storages = {Role.PARAM: self._narrow, Role.GRAD: self._narrow, Role.TRAIL: "trail"}
         return _Array(self._queue, values, storages.get(role, self._real), self._in_usm)
 
     def _new_number(self, argument: Argument) -> Any:
@@ -268,7 +285,7 @@ class _Trial:
     def _launch(self) -> None:
         block = LaunchBlock(self._kernel, _LENGTHS)
         starts = np.cumsum(_LENGTHS) - _LENGTHS
-        for name, role in self._module.row:
+        for name, role in self._module.layout.row:
             if role in _ADDRESSES:
                 array = self._arrays[name]
                 base = np.array([array.address], dtype=np.uint64).view(np.int64)
@@ -282,8 +299,8 @@ class _Trial:
             elif role is not Role.LENGTH:
                 block.write(name, self._numbers[name])
         head = {
-            name: self._arrays[name].address if role is Role.COMPUTED else self._numbers[name]
-            for name, role in self._module.head
+            name: self._arrays[name].address if role is Role.DEVICE_SCALAR else self._numbers[name]
+            for name, role in self._module.layout.head
         }
         block.write_head(self._kernel.in_order(head))
         block.launch()

@@ -62,9 +62,9 @@ def _loaded() -> list[str]:
 def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool) -> None:
     """Test the kernels that are claimed, on each device."""
     from fusedoptim import isa
-    from fusedoptim._modules import shipped
     from fusedoptim.allocator import devices, queue
     from fusedoptim.doctor._self_test import kernel_problem
+    from fusedoptim.launch.modules import shipped
 
     found = {d.filter_string: d for d in devices()}
     kernels = [f"{kernel}_{dtype}" for kernel, dtype in shipped()]
@@ -135,8 +135,9 @@ def _update_problem(device: Any) -> str:
     import numpy as np
     import torch
 
-    from fusedoptim._device import queue_of
-    from fusedoptim._launch import LaunchBlock, kernel_for
+    from fusedoptim.launch.devices import queue_of
+    from fusedoptim.launch.kernel import kernel_for
+    from fusedoptim.launch.table import LaunchBlock
 
     param, grad = torch.rand(2, 1000, device=device)
     factor = torch.ones((), device=device)

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fusedoptim._modules import FOLDER, MANIFEST, MANIFEST_VERSION
+from fusedoptim.launch.modules import FOLDER, MANIFEST, MANIFEST_VERSION
 
 _HERE = Path(__file__).parent
 DTYPES = ("f32", "f64", "bf16", "f16", "split")

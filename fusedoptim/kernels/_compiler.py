@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
-from fusedoptim._modules import COUNTS, Argument
 from fusedoptim.allocator import load_compiler
 from fusedoptim.kernels import language
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.layout import WORD, Argument, Layout
 
 load_compiler()  # numba-dpex's wheels cannot find their own libraries
 
@@ -37,7 +37,6 @@ from numba_dpex.kernel_api_impl.spirv.target import (  # noqa: E402
 
 from fusedoptim.kernels import _lowering  # noqa: E402
 
-WORD = 8  # bytes of one value in a launch block
 _SPIRV_VERSION = "--spirv-max-version=1.0"  # what OpenCL 2.1 takes, so every driver
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
 
@@ -71,7 +70,7 @@ def signature(kernel: Callable[..., Any], dtype: str) -> Signature:
         if not roles:
             raise TypeError(
                 f"{kernel.__name__}: argument {name!r} has no type of fusedoptim.kernels.language; "
-                "annotate it with Index, Param, Storage, State, Scalar or another"
+                "annotate it with Index, Param, Grad, State, Scalar or another"
             )
         found.append(Argument(name, roles[0]))
     sums = len(get_args(hints.get("return")))
@@ -95,11 +94,11 @@ def _numba_type(role: Role, dtype: str) -> types.Type:
     wide = "f64" if dtype == "f64" else "f32"
     if role is Role.PARAM:
         return _lowering.Pointer(dtype)
-    if role is Role.STORAGE:
+    if role is Role.GRAD:
         return _lowering.Pointer("bf16" if dtype == "split" else dtype)
     if role in (Role.STATE, Role.SUMS, Role.CHUNK_SUMS, Role.RESULT):
         return _lowering.Pointer(wide)
-    if role in (Role.COMPUTED, Role.ROW_RESULT):
+    if role in (Role.DEVICE_SCALAR, Role.ROW_RESULT):
         return _lowering.Pointer(wide)
     if role in (Role.SCALAR, Role.ROW_SCALAR):
         return types.float64 if wide == "f64" else types.float32
@@ -112,38 +111,37 @@ def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None
     What belongs to the launch is read once for a run.
     """
     shape = signature(kernel, dtype)
-    in_row = [argument.name for argument in shape.arguments if argument.role.in_row]
-    of_launch = [argument.name for argument in shape.arguments if not argument.role.in_row]
+    layout = Layout(shape.arguments)
     real = np.float64 if dtype == "f64" else np.float32
     namespace: dict[str, Any] = {
-        "kernel": device_func(_with_globals(kernel, real=real)),
+        "kernel": device_func(_with_globals(kernel, **_helpers(kernel, real), real=real)),
         "real": real,
         "group": _lowering.group,
         "lane": language.lane,
         "lanes": language.lanes,
         "group_sum": language.group_sum,
     }
+    rows, rows_per_group = map(layout.word_in_head, ("rows", "rows_per_group"))
     of_group = [
         "head = read_length(rows)",
-        f"run = read_length(head + {WORD})",
+        f"run = read_length(head + {WORD * rows_per_group})",
         "next_row = group() * run",
-        "end = min(next_row + run, read_length(head))",
+        f"end = min(next_row + run, read_length(head + {WORD * rows}))",
     ]
-    of_row = [f"row = rows + next_row * {WORD * (1 + len(in_row))}"]
+    of_row = [f"row = rows + next_row * {WORD * layout.row_words}"]
     for argument in shape.arguments:
         name, role = argument
         if role is Role.TRAIL:
             continue  # read with its Param
         namespace[f"read_{name}"] = _lowering.argument_reader(_numba_type(role, dtype))
         lines = of_row if role.in_row else of_group
-        place = 1 + in_row.index(name) if role.in_row else COUNTS + of_launch.index(name)
-        base = "row" if role.in_row else "head"
-        lines.append(f"{name} = read_{name}({base} + {WORD * place})")
-        if role in (Role.COMPUTED, Role.ROW_RESULT):
+        base, word = ("row", layout.word_in_row) if role.in_row else ("head", layout.word_in_head)
+        lines.append(f"{name} = read_{name}({base} + {WORD * word(name)})")
+        if role in (Role.DEVICE_SCALAR, Role.ROW_RESULT):
             lines.append(f"{name}_value = {name}[0]")
     values = {
         Role.INDEX: "start + lane()",
-        Role.COMPUTED: "{}_value",
+        Role.DEVICE_SCALAR: "{}_value",
         Role.ROW_RESULT: "{}_value",
     }
     call = ", ".join(values.get(role, "{}").format(name) for name, role in shape.parameters)
@@ -156,6 +154,17 @@ def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None
     exec(source, namespace)
     entry_point: Callable[[int], None] = namespace["entry_point"]
     return entry_point
+
+
+def _helpers(kernel: Callable[..., Any], real: Any) -> dict[str, Any]:
+    """The functions of the kernel's module, which it may call, for the device."""
+    assert isinstance(kernel, FunctionType)
+    helpers = {}
+    for name, value in kernel.__globals__.items():
+        is_here = isinstance(value, FunctionType) and value.__module__ == kernel.__module__
+        if is_here and value is not kernel:
+            helpers[name] = device_func(_with_globals(value, real=real))
+    return helpers
 
 
 def _with_globals(function: Callable[..., Any], **names: Any) -> FunctionType:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 
 from fusedoptim.kernels.language import (
-    Computed,
+    DeviceScalar,
+    Grad,
     Index,
     Param,
     RowScalar,
     Scalar,
     State,
-    Storage,
     fma,
 )
 
@@ -31,10 +31,10 @@ __all__ = ["adagrad"]
 def adagrad(
     i: Index,
     param: Param,
-    grad: Storage,
+    grad: Grad,
     sum: State,  # noqa: A002 (what torch calls the state)
     step_size: RowScalar,
-    grad_factor: Computed,
+    grad_factor: DeviceScalar,
     weight_decay: Scalar,
     eps: Scalar,
 ) -> None:

@@ -10,16 +10,16 @@ r"""Lamb: Adam's update, scaled for each tensor by the ratio of two norms.
     \theta &\leftarrow \theta - \gamma\,r\,u
 
 ``average_correction`` is :math:`1/(1-\beta_1^t)` and ``root_correction``
-:math:`1/\sqrt{1-\beta_2^t}`; both are 1 without bias correction. ``gain1`` is :math:`\beta_3`:
-:math:`1-\beta_1`, or 1 without averaging of gradients. ``shrink`` is the first bracket,
+:math:`1/\sqrt{1-\beta_2^t}`; both are 1 without bias correction. ``beta3`` is :math:`\beta_3`:
+:math:`1-\beta_1`, or 1 without averaging of gradients. ``decay_factor`` is the first bracket,
 :math:`c` ``grad_factor``, and :math:`n` ``max_param_norm``, which may be infinite.
 
-Three kernels: the moments with the squares of :math:`\theta` and :math:`u` summed over each chunk,
-the ratio of each tensor, and the update, which computes :math:`u` again from the moments rather
-than keep it: 16 bytes read and written where it would be 12, and no memory.
+The kernel ``lamb`` updates tensors of one row. Larger tensors take three kernels: the moments,
+with the squares of :math:`\theta` and :math:`u` summed over each chunk; the ratio of each tensor;
+and the update, which computes :math:`u` again from the moments, as keeping it would take memory.
 
 Semantics: IPEX's Lamb. Source: You et al., "Large Batch Optimization for Deep Learning" (2019),
-of whose bounds on the norm there is the upper one.
+with the upper of its bounds on the norm.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ import math
 
 from fusedoptim.kernels.language import (
     ChunkSums,
-    Computed,
+    DeviceScalar,
     Flag,
+    Grad,
     Index,
     Length,
     Param,
@@ -38,7 +39,6 @@ from fusedoptim.kernels.language import (
     RowScalar,
     Scalar,
     State,
-    Storage,
     fma,
     group_sum,
     lane,
@@ -46,31 +46,31 @@ from fusedoptim.kernels.language import (
     real,
 )
 
-__all__ = ["lamb_moments", "lamb_ratio", "lamb_update"]
+__all__ = ["lamb", "lamb_moments", "lamb_ratio", "lamb_update"]
 
 
 def lamb_moments(
     i: Index,
     param: Param,
-    grad: Storage,
+    grad: Grad,
     exp_avg: State,
     exp_avg_sq: State,
     average_correction: RowScalar,
     root_correction: RowScalar,
-    grad_factor: Computed,
-    shrink: Scalar,
+    grad_factor: DeviceScalar,
+    decay_factor: Scalar,
     weight_decay: Scalar,
     beta1: Scalar,
-    gain1: Scalar,
+    beta3: Scalar,
     beta2: Scalar,
-    gain2: Scalar,
+    one_minus_beta2: Scalar,
     eps: Scalar,
 ) -> tuple[float, float]:
     """Update both moments; sum the squares of the parameter and of its update."""
-    theta = shrink * param[i]
+    theta = decay_factor * param[i]
     g = grad_factor * grad[i]
-    m = fma(beta1, exp_avg[i], gain1 * g)
-    v = fma(gain2 * g, g, beta2 * exp_avg_sq[i])
+    m = fma(beta1, exp_avg[i], beta3 * g)
+    v = fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq[i])
     exp_avg[i] = m
     exp_avg_sq[i] = v
     u = average_correction * m / fma(math.sqrt(v), root_correction, eps)
@@ -94,6 +94,15 @@ def lamb_ratio(
         param_squares += sums[2 * i]
         update_squares += sums[2 * i + 1]
         i += lanes()
+    r = trust_ratio(param_squares, update_squares, max_param_norm, adapt, clip)
+    if lane() == 0:
+        ratio[0] = r
+
+
+def trust_ratio(
+    param_squares: float, update_squares: float, max_param_norm: float, adapt: int, clip: int
+) -> float:
+    """The ratio of two norms, of whose squares each lane of the group has a part."""
     param_norm = math.sqrt(group_sum(param_squares))
     update_norm = math.sqrt(group_sum(update_squares))
     if param_norm > max_param_norm:
@@ -103,8 +112,7 @@ def lamb_ratio(
         r = param_norm / update_norm
     if clip and r > 1:
         r = real(1)
-    if lane() == 0:
-        ratio[0] = r
+    return r
 
 
 def lamb_update(
@@ -115,14 +123,63 @@ def lamb_update(
     ratio: RowResult,
     average_correction: RowScalar,
     root_correction: RowScalar,
-    shrink: Scalar,
+    decay_factor: Scalar,
     weight_decay: Scalar,
     lr: Scalar,
     eps: Scalar,
 ) -> None:
     """Step along the update, times the trust ratio."""
-    theta = shrink * param[i]
+    theta = decay_factor * param[i]
     u = average_correction * exp_avg[i] / fma(math.sqrt(exp_avg_sq[i]), root_correction, eps)
     if weight_decay != 0:
         u = fma(weight_decay, theta, u)
     param[i] = fma(-lr * ratio, u, theta)
+
+
+def lamb(
+    length: Length,
+    param: Param,
+    grad: Grad,
+    exp_avg: State,
+    exp_avg_sq: State,
+    average_correction: RowScalar,
+    root_correction: RowScalar,
+    grad_factor: DeviceScalar,
+    decay_factor: Scalar,
+    weight_decay: Scalar,
+    beta1: Scalar,
+    beta3: Scalar,
+    beta2: Scalar,
+    one_minus_beta2: Scalar,
+    lr: Scalar,
+    eps: Scalar,
+    max_param_norm: Scalar,
+    adapt: Flag,
+    clip: Flag,
+) -> None:
+    """All three for a tensor of one row, which stays in the cache between the two passes."""
+    corrections = average_correction, root_correction
+    decay = decay_factor, weight_decay
+    betas = beta1, beta3, beta2, one_minus_beta2
+    moments = param, grad, exp_avg, exp_avg_sq, *corrections, grad_factor, *decay, *betas, eps
+    param_squares = update_squares = real(0)
+    whole = length - lanes()  # up to it every lane has an element, so loads need no mask
+    start = 0
+    while start <= whole:
+        p2, u2 = lamb_moments(start + lane(), *moments)
+        param_squares += p2
+        update_squares += u2
+        start += lanes()
+    if start + lane() < length:
+        p2, u2 = lamb_moments(start + lane(), *moments)
+        param_squares += p2
+        update_squares += u2
+
+    r = trust_ratio(param_squares, update_squares, max_param_norm, adapt, clip)
+    update = param, exp_avg, exp_avg_sq, r, *corrections, *decay, lr, eps
+    start = 0
+    while start <= whole:
+        lamb_update(start + lane(), *update)
+        start += lanes()
+    if start + lane() < length:
+        lamb_update(start + lane(), *update)

@@ -3,12 +3,12 @@
 A kernel is a plain Python function. Its annotations say where each argument comes from:
 
 ============ ======================== =========================================================
-annotation   in the kernel            in the launch block (see :mod:`fusedoptim._launch`)
+annotation   in the kernel            in the launch block (see :mod:`fusedoptim.launch.table`)
 ============ ======================== =========================================================
 Index        int                      nowhere: the element that this call updates
 Length       int                      of the row: elements in this chunk, or chunks of this tensor
 Param        ``x[i]``, ``x[i] = v``   of the row: address of the parameter (split: of both halves)
-Storage      ``x[i]``, ``x[i] = v``   of the row: address of values in the parameter's dtype
+Grad         ``x[i]``                 of the row: address of the gradient, in the parameter's dtype
 State        ``x[i]``, ``x[i] = v``   of the row: address of values in the arithmetic dtype
 ChunkSums    ``x[i]``                 of the row: address of what the tensor's chunks summed up to
 Result       ``x[0] = v``             of the row: address of one value for the tensor
@@ -17,7 +17,7 @@ RowScalar    float                    of the row: in the arithmetic dtype
 RowFlag      int, 0 is false          of the row
 Scalar       float                    of the launch: in the arithmetic dtype
 Flag         int, 0 is false          of the launch
-Computed     float                    of the launch: address of a value computed on the device
+DeviceScalar float                    of the launch: address of a value computed on the device
 ============ ======================== =========================================================
 
 Arithmetic is float32 for float32, bfloat16 and float16 parameters and float64 for float64
@@ -50,7 +50,7 @@ class Role(enum.Enum):
     PARAM = "param"
     TRAIL = "trail"
     """The lower halves of a split parameter; no kernel names it, a Param includes it."""
-    STORAGE = "storage"
+    GRAD = "grad"
     STATE = "state"
     SUMS = "sums"
     """Where a row's sums go; no kernel names it, the returned tuple is it."""
@@ -61,12 +61,12 @@ class Role(enum.Enum):
     ROW_FLAG = "row_flag"
     SCALAR = "scalar"
     FLAG = "flag"
-    COMPUTED = "computed"
+    DEVICE_SCALAR = "device_scalar"
 
     @property
     def in_row(self) -> bool:
         """Whether each row of the launch block has its own value (else: one for the launch)."""
-        return self not in (Role.SCALAR, Role.FLAG, Role.COMPUTED)
+        return self not in (Role.SCALAR, Role.FLAG, Role.DEVICE_SCALAR)
 
 
 class _Values(Protocol):
@@ -77,7 +77,7 @@ class _Values(Protocol):
 Index = Annotated[int, Role.INDEX]
 Length = Annotated[int, Role.LENGTH]
 Param = Annotated[_Values, Role.PARAM]
-Storage = Annotated[_Values, Role.STORAGE]
+Grad = Annotated[_Values, Role.GRAD]
 State = Annotated[_Values, Role.STATE]
 ChunkSums = Annotated[_Values, Role.CHUNK_SUMS]
 Result = Annotated[_Values, Role.RESULT]
@@ -86,7 +86,7 @@ RowScalar = Annotated[float, Role.ROW_SCALAR]
 RowFlag = Annotated[int, Role.ROW_FLAG]
 Scalar = Annotated[float, Role.SCALAR]
 Flag = Annotated[int, Role.FLAG]
-Computed = Annotated[float, Role.COMPUTED]
+DeviceScalar = Annotated[float, Role.DEVICE_SCALAR]
 
 
 def lane() -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fusedoptim.kernels.language import Index, Storage
+from fusedoptim.kernels.language import Grad, Index
 
 __all__ = ["sum_of_squares"]
 
 
-def sum_of_squares(i: Index, grad: Storage) -> tuple[float]:
+def sum_of_squares(i: Index, grad: Grad) -> tuple[float]:
     """Sum the squares of a gradient's elements."""
     g = grad[i]
     return (g * g,)

@@ -14,14 +14,14 @@ torch 2.13.
 from __future__ import annotations
 
 from fusedoptim.kernels.language import (
-    Computed,
+    DeviceScalar,
     Flag,
+    Grad,
     Index,
     Param,
     RowFlag,
     Scalar,
     State,
-    Storage,
     fma,
 )
 
@@ -31,8 +31,8 @@ __all__ = ["sgd", "sgd_momentum"]
 def sgd(
     i: Index,
     param: Param,
-    grad: Storage,
-    grad_factor: Computed,
+    grad: Grad,
+    grad_factor: DeviceScalar,
     lr: Scalar,
     weight_decay: Scalar,
 ) -> None:
@@ -47,26 +47,26 @@ def sgd(
 def sgd_momentum(
     i: Index,
     param: Param,
-    grad: Storage,
+    grad: Grad,
     momentum_buffer: State,
     fresh: RowFlag,
-    grad_factor: Computed,
+    grad_factor: DeviceScalar,
     lr: Scalar,
     weight_decay: Scalar,
     momentum: Scalar,
-    undampened: Scalar,
+    one_minus_dampening: Scalar,
     nesterov: Flag,
 ) -> None:
     """SGD with momentum: reads three values and writes two for each parameter.
 
-    ``undampened`` is one minus the dampening. A ``fresh`` row's buffer holds nothing yet.
+    ``one_minus_dampening`` is one minus the dampening. A ``fresh`` row's buffer holds nothing yet.
     """
     theta = param[i]
     g = grad_factor * grad[i]
     b = momentum_buffer[i]
     if weight_decay != 0:
         g = fma(weight_decay, theta, g)
-    b = fma(momentum, b, undampened * g)
+    b = fma(momentum, b, one_minus_dampening * g)
     if fresh:
         b = g
     momentum_buffer[i] = b

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedoptim._opencl import OpenCL, Owned, check
-from fusedoptim._tensors import facts_of
+from fusedoptim.launch.opencl import OpenCL, Owned, check
 from fusedoptim.raw._dpctl import ANY_SIZE, BY_SIZE, LOCAL_MEMORY, POINTER, functions
 from fusedoptim.raw._pointers import PLAIN, Uses, alignment, pointer
 from fusedoptim.raw._scalars import scalar
 from fusedoptim.raw._spirv import Parameter
+from fusedoptim.step.unchanged import tensor_guards
 
 _WORD = 8
 _BYTE_TYPE = 1  # of the elements of memory of a work-group
@@ -216,7 +216,7 @@ class Signature:
             for value, (i, _) in zip(pointed, self._pointers)
             if i in uses.written
         )
-        known = _Known(facts_of(pointed).check, uses, requires_grad)
+        known = _Known(tensor_guards(pointed).check, uses, requires_grad)
         self._known = [known, *self._known[: _MOST_KNOWN - 1]]
 
     def _refused_value(self, arguments: Sequence[Any]) -> Exception:

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fusedoptim import _program
-from fusedoptim._opencl import Driver, Owned, driver_of
-from fusedoptim._program import BuildError
+from fusedoptim.launch import sycl
+from fusedoptim.launch.opencl import Driver, Owned, driver_of
+from fusedoptim.launch.sycl import BuildError
 from fusedoptim.raw._errors import InvalidModuleError, KernelCompileError
 from fusedoptim.raw._spirv import ModuleFacts, read_module
 
@@ -49,7 +49,7 @@ class Program:
 
         def build() -> Any:
             try:
-                return _program.build(queue, self.spirv, self._options)
+                return sycl.build(queue, self.spirv, self._options)
             except BuildError as error:
                 raise _refusal(device, self._log(device)) from error
 

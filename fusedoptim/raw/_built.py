@@ -9,8 +9,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fusedoptim._opencl import driver_of
 from fusedoptim.allocator import queue as default_queue
+from fusedoptim.launch.opencl import driver_of
 from fusedoptim.raw._arguments import Frame, Signature
 from fusedoptim.raw._build import Program
 from fusedoptim.raw._dpctl import functions

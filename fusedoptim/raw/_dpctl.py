@@ -10,7 +10,7 @@ import ctypes
 import functools
 from typing import Any, NamedTuple
 
-from fusedoptim._program import dpctl_function
+from fusedoptim.launch.sycl import dpctl_function
 
 # Of the enumeration DPCTLKernelArgType, the same in dpctl 0.17 to 0.22. What is passed by value is
 # bytes to the driver, so the type says no more than how many.

@@ -7,9 +7,9 @@ import collections
 import threading
 from typing import Any
 
-from fusedoptim._opencl import Limits
-from fusedoptim._progress import unwaited
 from fusedoptim.allocator import is_forked
+from fusedoptim.launch.opencl import Limits
+from fusedoptim.launch.progress import unwaited
 from fusedoptim.raw._arguments import Frame, Signature
 from fusedoptim.raw._dpctl import COMPLETE, functions
 

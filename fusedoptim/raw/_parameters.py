@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._device import SERVED
+from fusedoptim.launch.devices import BACKENDS
 
 Scalar = bool | int | float
 
@@ -49,7 +49,7 @@ _KEYWORDS = frozenset(
     private generic pipe read_only write_only read_write uniform
     """.split()  # noqa: SIM905
 )
-_RESERVED = ("i", "n", "a", "b")  # names that operations use
+_REBACKENDS = ("i", "n", "a", "b")  # names that operations use
 
 # Round to nearest even, in integers: see fusedoptim/kernels/_lowering.py. A half is read as a
 # ushort, as OpenCL C has no other way without the extension for its arithmetic.
@@ -156,10 +156,10 @@ def parse(text: str, what: str) -> tuple[Param, ...]:
                 f"{what}: {type_!r} of {declaration!r} is no type; there are "
                 f"{', '.join(DTYPES)}, and capital letters for any of them"
             )
-        if name in _RESERVED or name.endswith("_"):
+        if name in _REBACKENDS or name.endswith("_"):
             raise ValueError(
                 f"{what}: {name!r} is a name of the generated kernel, as are "
-                f"{', '.join(_RESERVED)} and those that end with _; choose another"
+                f"{', '.join(_REBACKENDS)} and those that end with _; choose another"
             )
         if name in _KEYWORDS:
             raise ValueError(f"{what}: {name!r} is a word of OpenCL C; choose another name")
@@ -297,7 +297,7 @@ def check_count(kernel: str, inputs: int, outputs: int, values: Sequence[Any]) -
             f"{kernel}: the tensors are on {' and '.join(sorted(devices))}; move them to one device"
         )
     for device in devices:
-        if torch.device(device).type not in SERVED:
+        if torch.device(device).type not in BACKENDS:
             raise RuntimeError(
                 f"{kernel}: the tensors are on {device}, which SYCL does not serve; move them to "
                 "'cpu' or 'xpu'"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusedoptim._opencl import SUCCESS, Driver, Owned
-from fusedoptim._progress import unwaited
+from fusedoptim.launch.opencl import SUCCESS, Driver, Owned
+from fusedoptim.launch.progress import unwaited
 from fusedoptim.raw._arguments import Frame, Signature
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# The shape of the launches, as of the optimizers' (fusedoptim/_launch.py): on a CPU, a group of 16
-# work items, the SIMD width, walks a chunk of 32 Ki elements. A GPU wants more; not measured.
+# The shape of the launches, those of fusedoptim/launch/table.py: on a CPU, a group of
+# 16 work items, the SIMD width, walks a chunk of 32 Ki elements. A GPU wants more; not measured.
 LANES = {"cpu": 16, "xpu": 256}
 _CHUNK = 32 * 1024
 _LEAST = 4 * 1024  # so that a group's start costs little

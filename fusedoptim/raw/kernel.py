@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from fusedoptim._cache import cached
-from fusedoptim._device import queue_of
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
+from fusedoptim.launch.cache import cached
+from fusedoptim.launch.devices import queue_of
 from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Program
 from fusedoptim.raw._built import Built, Size

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack as to_torch
 
 import allocator
 from allocator import Allocation, Hook, OutOfMemoryError, Pool
-from allocator._driver import UsmDriver
+from allocator.runtime.driver import UsmDriver
 
 Call = Callable[[Pool], Any]
 
@@ -33,10 +33,10 @@ def pool() -> Iterator[Pool]:
     """A pool in use, that must be the same afterwards."""
     pool = Pool("cpu", limit="1GiB")
     kept = pool.full(100, 3.0)
-    before = (pool.memory_allocated(), pool.limit, pool._hooks)
+    before = (pool.memory_allocated(), pool.limit, pool._core.hooks.all)
     yield pool
     gc.collect()  # errors hold the frames that they passed through
-    assert (pool.memory_allocated(), pool.limit, pool._hooks) == before
+    assert (pool.memory_allocated(), pool.limit, pool._core.hooks.all) == before
     assert kept.tolist() == [3.0] * 100
     assert pool.zeros(100).sum() == 0
 

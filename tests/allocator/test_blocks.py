@@ -10,7 +10,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,8 +17,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from allocator import Pool, _blocks
-from allocator._blocks import Block, Heap, Rules, Segment
+from allocator import Pool
+from allocator.pool import blocks as blocks_module
+from allocator.pool.blocks import Block, Heap, Rules, Segment
+from tests.interrupts import InterruptAt
 
 KIB = 2**10
 MIB = 2**20
@@ -503,35 +504,18 @@ class Interrupted(BaseException):
 
 def interrupt(call: Callable[[], Any], after: int) -> bool:
     """Stop a call before its instruction ``after`` in the module; False if it ends before."""
-    passed = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
-        nonlocal passed
-        if frame.f_code.co_filename != _blocks.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            if passed == after:
-                raise Interrupted
-            passed += 1
-        return trace
-
-    was_interrupted = False
+    stop = InterruptAt(after, "opcodes", within=blocks_module, error=Interrupted)
 
     def run() -> None:
-        nonlocal was_interrupted
-        sys.settrace(trace)
-        try:
+        with stop:
             call()
-        except Interrupted:
-            was_interrupted = True
 
     # In a thread of its own: stopped in an except clause, CPython 3.11 leaves the exception in
     # sys.exc_info(), and with it all that its frames refer to.
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return was_interrupted
+    return stop.has_raised
 
 
 class Scene:

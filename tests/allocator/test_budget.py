@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from allocator import Budget, Hook, OutOfMemoryError, Pool
-from tests.allocator.interrupts import interrupted
-from tests.allocator.test_faults import FaultyDriver, check
+from tests.allocator.drivers import FaultyDriver
+from tests.allocator.test_faults import check
 from tests.conftest import SEED
+from tests.interrupts import interrupted
 
 KIB = 2**10
 MIB = 2**20
@@ -83,7 +84,7 @@ def test_error(pool: Pool) -> None:
 def test_a_loop_stays_within(pool: Pool) -> None:
     """Tensors that come back are seen, though nobody asks for the books."""
     for _ in range(20):
-        pool.empty(100)  # stays on a shelf
+        pool.empty(100)  # is cached
     with pool.budget(5 * KIB) as budget:
         for _ in range(100):
             pool.empty(1000)
@@ -166,7 +167,7 @@ def test_exception_in_the_block(pool: Pool, error: type[BaseException]) -> None:
 
     with pytest.raises(error):
         fail()
-    assert pool._hooks == ()
+    assert pool._core.hooks.all == ()
     gc.collect()
     assert pool.memory_allocated() == 0
     pool.allocate(MIB)
@@ -298,7 +299,7 @@ def test_tasks(pool: Pool) -> None:
     asyncio.run(work())
     gc.collect()
     assert pool.memory_allocated() == 0
-    assert pool._hooks == ()
+    assert pool._core.hooks.all == ()
 
 
 def test_many_threads_of_one_budget(
@@ -338,7 +339,7 @@ def test_many_threads_of_one_budget(
 
 
 def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from allocator._blocks import Heap
+    from allocator.pool.blocks import Heap
 
     allocate, held = Heap.allocate, []
 
@@ -350,7 +351,7 @@ def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.Mon
     monkeypatch.setattr(Heap, "allocate", interrupted)
     with pool.budget(8 * KIB) as budget:
         x = pool.allocate(KIB)
-        assert held[0]._allocation.block is None  # is of the driver
+        assert held[0].allocation.block is None  # is of the driver
         assert budget.used == 4 * KIB
         held.clear()
         assert budget.used == KIB or held

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import allocator
-from allocator import Device, Devices, _devices, _queues
+from allocator import Device, Devices
+from allocator.runtime import devices as devices_module
+from allocator.runtime import fork
 
 GPU = Device("level_zero:gpu:0", "A <GPU> & more", "1.6.3", 16 << 30, ("device",), 32, False, True)
 
@@ -49,7 +51,7 @@ def test_html_is_a_table() -> None:
 
 def test_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     dpctl = SimpleNamespace(get_devices=list[Any])
-    monkeypatch.setattr(_devices, "load_dpctl", lambda: dpctl)
+    monkeypatch.setattr(devices_module, "load_dpctl", lambda: dpctl)
     none = allocator.devices()
     assert none == ()
     assert "no SYCL device" in repr(none)
@@ -57,6 +59,6 @@ def test_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_queues, "_forked", True)
+    monkeypatch.setattr(fork, "_forked", True)
     with pytest.raises(RuntimeError, match="'spawn'"):
         allocator.devices()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +16,10 @@ import torch
 from torch.utils.dlpack import from_dlpack as to_torch
 
 import allocator
-from allocator import Array, Memory, Pool, _memory, from_dlpack
-from allocator._dlpack import Legacy, Versioned, _get_pointer, is_valid
-from allocator._dtypes import _ALL, as_dtype
+from allocator import Array, Memory, Pool, from_dlpack
+from allocator.exchange import borrowed
+from allocator.exchange.dlpack import Legacy, Versioned, _get_pointer, is_valid
+from allocator.exchange.dtypes import _ALL, as_dtype
 
 LEGACY, VERSIONED = b"dltensor", b"dltensor_versioned"
 READ_ONLY, IS_COPIED = 1, 2
@@ -30,7 +34,7 @@ def pool() -> Iterator[Pool]:
     pool = Pool("cpu")
     yield pool
     gc.collect()
-    _memory._lent_on.sweep()
+    borrowed.exporter.sweep()
     assert pool.memory_allocated() == 0
 
 
@@ -324,7 +328,7 @@ def test_structs_are_used_again(pool: Pool) -> None:
     for _ in range(1000):
         to_torch(memory)
         pool.memory_allocated()  # takes in what came back
-    assert sum(e.owner is not None for e in pool._exporter.exports) == 0
+    assert sum(e.owner is not None for e in pool._core.exporter.exports) == 0
 
 
 # ---------------------------------------------------------------- arguments of __dlpack__
@@ -449,3 +453,46 @@ def test_what_is_no_import() -> None:
         from_dlpack(Through(capsule))
     managed(capsule).tensor.bits = 32
     assert from_dlpack(Through(capsule)).shape == (2,)
+
+
+ANY_MINOR = """
+import importlib, sys, types
+package = types.ModuleType("allocator")  # so that its __init__ does not run yet
+package.__path__ = [{folder!r}]
+sys.modules["allocator"] = package
+importlib.import_module("{dlpack}").VERSION = (1, {minor})
+del sys.modules["allocator"]
+import numpy, torch, allocator
+pool = allocator.Pool("cpu")
+array = pool.array(3, "int32")
+assert torch.from_dlpack(array).fill_(7).tolist() == [7, 7, 7]
+assert numpy.from_dlpack(array).tolist() == [7, 7, 7]
+kept = pool.empty((1024,)).fill_(1)
+before, calls = pool.memory_stats()["allocation.all.allocated"], 0
+for _ in range(5):
+    x = pool.empty((1024,)).fill_(2)
+def profile(frame, event, argument):
+    global calls
+    calls += event == "call" and frame.f_code.co_filename.startswith({folder!r})
+sys.setprofile(profile)
+for _ in range(100):
+    x = pool.empty((1024,))
+sys.setprofile(None)
+x.fill_(3)
+assert (kept == 1).all()
+assert pool.memory_stats()["allocation.all.allocated"] - before == 105
+assert pool.memory_allocated() == 2 * 4096 + 512, pool.memory_allocated()
+del x, kept, array
+assert pool.memory_allocated() == 0
+print(calls)
+"""
+
+
+@pytest.mark.parametrize("minor", [0, 1, 3, 2**32 - 1])
+def test_reuse_does_not_depend_on_the_minor_version(minor: int) -> None:
+    """The word that holds the version says whether a consumer is done, whatever the version."""
+    dlpack = sys.modules[Versioned.__module__]
+    folder = os.path.dirname(allocator.__file__)
+    script = ANY_MINOR.format(folder=folder, dlpack=dlpack.__name__, minor=minor)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("200\n", "")  # empty() and its look at the shape

@@ -2,63 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import pickle
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from allocator import Hook, OutOfMemoryError, Pool
+from tests.allocator.drivers import FaultyDriver
 
 KIB = 2**10
 MIB = 2**20
 
 
-class FaultyDriver:
-    """Host memory of ctypes, which fails when it is told to."""
-
-    name = "faulty"
-    capacity = 100 * MIB
-    is_host_accessible = True
-    dlpack_device = (1, 0)
-    queue: Any = None
-
-    def __init__(self, fails: Callable[[FaultyDriver, int], bool] = lambda *_: False) -> None:
-        self.fails = fails
-        self.error: Exception = MemoryError("faulty: told to fail")
-        self.calls = 0
-        self.held: dict[int, Any] = {}
-
-    @property
-    def reserved(self) -> int:
-        return sum(nbytes for nbytes, _ in self.held.values())
-
-    def allocate(self, nbytes: int) -> tuple[int, Any]:
-        self.calls += 1
-        if self.fails(self, nbytes):
-            raise self.error
-        buffer = ctypes.create_string_buffer(nbytes + 512)
-        address = -(-ctypes.addressof(buffer) // 512) * 512
-        self.held[address] = nbytes, buffer
-        return address, address
-
-    def release(self, handle: Any) -> None:
-        del self.held[handle]
-
-    def read(self, address: int, nbytes: int) -> bytes:
-        return ctypes.string_at(address, nbytes)
-
-    def write(self, address: int, data: memoryview) -> None:
-        ctypes.memmove(address, bytes(data), data.nbytes)
-
-
 def check(pool: Pool, driver: FaultyDriver) -> None:
     """The books agree with the driver's."""
-    assert pool.memory_reserved() == driver.reserved == pool._store.source.reserved
-    store = pool._store
+    assert pool.memory_reserved() == driver.reserved == pool._core.store.source.reserved
+    store = pool._core.store
     assert pool.memory_allocated() == sum(a.size for a in store.in_use.values())
 
 
@@ -108,7 +69,7 @@ def test_fails_after_so_many_bytes() -> None:
             while True:
                 kept.append(pool.allocate(MIB))
                 check(pool, driver)
-        assert caught.value.live == sum(a.size for a in pool._store.in_use.values())
+        assert caught.value.live == sum(a.size for a in pool._core.store.in_use.values())
         assert 18 <= len(kept) <= 20
         del kept[5:]
         kept += [pool.allocate(MIB) for _ in range(10)]
@@ -126,7 +87,11 @@ def test_error_has_all_that_its_message_says() -> None:
         pool.allocate(8 * MIB)
     error = caught.value
     assert (error.requested, error.pool, error.limit) == (8 * MIB, "mine", 4 * MIB)
-    assert error.live == pool.memory_allocated() == sum(a.size for a in pool._store.in_use.values())
+    assert (
+        error.live
+        == pool.memory_allocated()
+        == sum(a.size for a in pool._core.store.in_use.values())
+    )
     assert error.reserved == pool.memory_reserved()
     assert 0 < error.largest_free <= error.reserved - error.live
     assert error.fragmentation == pytest.approx(

@@ -20,12 +20,13 @@ import torch
 
 from allocator import MemoryCorruptionError, OutOfMemoryError, Pool, current_pool, queue
 from allocator import empty as current_empty
-from allocator._blocks import Heap
-from allocator._exports import _DELETER, Export
-from allocator._guard import IN_REDZONE, ON_ALLOCATION, ON_RELEASE, QUARANTINE, REDZONE
-from tests.allocator.interrupts import interrupted
-from tests.allocator.test_faults import FaultyDriver, check
+from allocator.exchange.exports import _DELETER, Export
+from allocator.options.guard import IN_REDZONE, ON_ALLOCATION, ON_RELEASE, QUARANTINE, REDZONE
+from allocator.pool.blocks import Heap
+from tests.allocator.drivers import FaultyDriver
+from tests.allocator.test_faults import check
 from tests.conftest import SEED
+from tests.interrupts import interrupted
 
 KIB = 2**10
 MIB = 2**20
@@ -83,7 +84,7 @@ class TestOverflow:
         memory = pool.allocate(100)
         for give in (lambda: pool.empty(8), lambda: pool.array(8), pool.trim, pool.check):
             write(memory.address - 1)
-            memory.release() if give is pool.trim else pool._guard.check(pool)
+            memory.release() if give is pool.trim else pool._core.debugger.check(pool._core)
             with pytest.raises(MemoryCorruptionError, match="overflow before of 100 B"):
                 give()
             if memory.is_released:
@@ -146,7 +147,7 @@ class TestOverflow:
 
         monkeypatch.setattr(Heap, "allocate", interrupted)
         x = pool.allocate(100)
-        assert held[0]._allocation.block is None
+        assert held[0].allocation.block is None
         pool.check()
         write(held[0].address - 1)
         with pytest.raises(MemoryCorruptionError, match="before"):
@@ -196,7 +197,7 @@ class TestUseAfterRelease:
         with pytest.raises(MemoryCorruptionError, match="use after release of 100 B"):
             allocate()
         allocate()
-        assert sum(heap.live for heap in pool._store.heaps.values()) <= QUARANTINE + 2 * MIB
+        assert sum(heap.live for heap in pool._core.store.heaps.values()) <= QUARANTINE + 2 * MIB
         check(pool, driver)
 
     def test_memory_is_not_given_again_at_once(self, pool: Pool) -> None:
@@ -249,7 +250,7 @@ class TestDoubleRelease:
     )
     def test_deleter_called_twice(self, pool: Pool, make: Callable[[Pool], Any]) -> None:
         x = make(pool)
-        (address,) = [e.address for e in pool._exporter.exports if e.owner is not None]
+        (address,) = [e.address for e in pool._core.exporter.exports if e.owner is not None]
         del x
         released_here(pool)
         pool.check()
@@ -455,8 +456,8 @@ class TestNoFalseAlarm:
 
     def test_interrupts(self, pool: Pool) -> None:
         held: list[Any] = []
-        assert pool._guard is not None
-        pool._guard.room = 100 * KIB
+        assert pool._core.debugger is not None
+        pool._core.debugger.room = 100 * KIB
 
         def step(choose: random.Random) -> None:
             held.append(pool.empty(choose.choice([8, 100, 5000])))
@@ -557,7 +558,7 @@ def test_found_when_the_pool_dies(pool: Pool, monkeypatch: pytest.MonkeyPatch) -
 PREAMBLE = """
 import ctypes, os, sys
 from allocator import Pool
-from tests.allocator.test_faults import FaultyDriver
+from tests.allocator.drivers import FaultyDriver
 pool = Pool(driver=FaultyDriver(), name="mine", debug=True)
 """
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from allocator import Pool
-from allocator._idle import Decay
-from tests.allocator.test_faults import FaultyDriver, check
+from allocator.options.idle import Decay
+from tests.allocator.drivers import FaultyDriver
+from tests.allocator.test_faults import check
 
 KIB = 2**10
 MIB = 2**20
@@ -34,7 +35,7 @@ def driver() -> FaultyDriver:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in seconds, to be changed."""
     now = [100.0]
-    monkeypatch.setattr("allocator._idle.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("allocator.options.idle.time.monotonic", lambda: now[0])
     return now
 
 
@@ -48,7 +49,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 20) -> None:
 def look(pool: Pool) -> None:
     """What the thread does from time to time."""
     assert pool._decay is not None
-    pool._decay.look(pool)
+    pool._decay.check(pool._core)
 
 
 def thread_of(pool: Pool) -> threading.Thread:
@@ -177,14 +178,14 @@ def test_hooks_are_told(driver: FaultyDriver, clock: list[float]) -> None:
 def test_no_look_while_another_thread_is_inside(driver: FaultyDriver, clock: list[float]) -> None:
     pool = Pool(driver=driver, idle_seconds=LONG)
     pool.empty(8)
-    with pool._lock:
+    with pool._core.lock:
         thread = threading.Thread(target=look, args=[pool])
         thread.start()
         thread.join(10)
         assert not thread.is_alive()
     look(pool)
     clock[0] += LONG
-    with pool._lock, pool._section:
+    with pool._core.lock, pool._core.reentrancy:
         look(pool)  # as if a signal handler did
     assert driver.reserved
     look(pool)
@@ -257,7 +258,7 @@ def test_times_without_sense(seconds: float) -> None:
 
 @pytest.mark.parametrize("seconds", ["1", True, [1]])
 def test_no_times(seconds: Any) -> None:
-    with pytest.raises(TypeError, match="no number of seconds"):
+    with pytest.raises(TypeError, match="is not a number"):
         Pool(driver=FaultyDriver(), idle_seconds=seconds)
 
 
@@ -281,7 +282,7 @@ def test_with_the_debug_mode(driver: FaultyDriver, clock: list[float]) -> None:
 PREAMBLE = """
 import faulthandler, os, sys, threading, time
 from allocator import Pool
-from tests.allocator.test_faults import FaultyDriver
+from tests.allocator.drivers import FaultyDriver
 faulthandler.dump_traceback_later(90, exit=True)
 pool = Pool(driver=FaultyDriver(), idle_seconds=0.001)
 """
@@ -325,7 +326,7 @@ def test_exit() -> None:
     run("""
     import atexit
     sys.held = [pool.allocate(8), Pool(driver=FaultyDriver(), idle_seconds=1e-4), pool]
-    from allocator._idle import _decays
+    from allocator.options.idle import _decays
     atexit.register(lambda: pool.allocate(100))
     assert len(_decays) == 2
     for _ in range(100):

@@ -176,7 +176,7 @@ def test_close_with_live_tensors(pool: Pool, n: int) -> None:
     assert (y == 4).all()
     del y
     assert pool.memory_allocated() == 0
-    assert pool._store.source.reserved == 0
+    assert pool._core.store.source.reserved == 0
 
 
 def test_closed_pool_gives_memory_back_without_being_asked(pool: Pool) -> None:
@@ -184,7 +184,7 @@ def test_closed_pool_gives_memory_back_without_being_asked(pool: Pool) -> None:
     pool.close(force=True)
     del x
     gc.collect()
-    assert pool._store.source.reserved == 0
+    assert pool._core.store.source.reserved == 0
 
 
 def test_soak(pool: Pool) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from allocator import OutOfMemoryError, Pool
-from tests.allocator.test_shelves import check_shelves
-from tests.allocator.test_stable import AligningDriver
+from tests.allocator.drivers import AligningDriver
+from tests.allocator.test_reuse import check_cache
 
 KIB = 2**10
 MIB = 2**20
@@ -225,12 +225,12 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert self.pool.memory_allocated() == live
         reserved = self.pool.memory_reserved()
         assert live <= reserved <= self.allowed
-        assert reserved == self.pool._store.source.reserved
+        assert reserved == self.pool._core.store.source.reserved
         if self.driver is not None:
             assert reserved == self.driver.reserved
         self.pool.tally()
-        check_shelves(self.pool)
-        for heap in self.pool._store.heaps.values():
+        check_cache(self.pool)
+        for heap in self.pool._core.store.heaps.values():
             blocks = [block for block in heap.blocks() if not block.is_free]
             assert heap.live == sum(block.size for block in blocks)
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import allocator
-from allocator import _maps, _queues, _runtime
+from allocator.runtime import libraries, maps, queues
 
 
 def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -29,7 +29,7 @@ def test_one_queue_for_each_device() -> None:
 
 
 def test_threads_get_the_same_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_queues, "_queues", {})
+    monkeypatch.setattr(queues, "_queues", {})
     found: list[object] = []
     threads = [
         threading.Thread(target=lambda: found.append(allocator.queue("cpu"))) for _ in range(8)
@@ -53,9 +53,9 @@ def test_another_cpu_driver_ranks_higher(names: list[str], monkeypatch: pytest.M
     dpctl = SimpleNamespace(
         SyclDevice=lambda device: devices[0], get_devices=lambda device_type: devices
     )
-    monkeypatch.setattr(_queues, "load_dpctl", lambda: dpctl)
-    assert _queues._found("cpu") is devices[-1]
-    assert _queues._found("opencl:cpu:0") is devices[0]
+    monkeypatch.setattr(queues, "load_dpctl", lambda: dpctl)
+    assert queues._found("cpu") is devices[-1]
+    assert queues._found("opencl:cpu:0") is devices[0]
 
 
 def test_fresh_process_finds_the_cpu_without_help() -> None:
@@ -115,8 +115,8 @@ def test_drivers_of_the_system_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_missing_distribution_is_not_an_error() -> None:
-    assert _runtime._installed_file("no-such-distribution", "lib.so") is None
-    assert _runtime._installed_file("torch", "no-such-file") is None
+    assert libraries._installed_file("no-such-distribution", "lib.so") is None
+    assert libraries._installed_file("torch", "no-such-file") is None
 
 
 def test_borrowed_queue() -> None:
@@ -129,12 +129,12 @@ def test_borrowed_queue() -> None:
 
 
 def test_two_sycl_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    maps = "7f00 r-xp 0 0 0 /a/libsycl.so.8.0.0\n7f01 r-xp 0 0 0 /b/libsycl.so.9.0.0\n"
+    text = "7f00 r-xp 0 0 0 /a/libsycl.so.8.0.0\n7f01 r-xp 0 0 0 /b/libsycl.so.9.0.0\n"
     path = tmp_path / "maps"
-    path.write_text(maps)
-    monkeypatch.setattr(_maps, "_MAPS", str(path))
+    path.write_text(text)
+    monkeypatch.setattr(maps, "_MAPS", str(path))
     with pytest.raises(RuntimeError, match=r"different major versions \(8, 9\)"):
-        _queues._check_one_sycl_runtime()
+        queues._check_one_sycl_runtime()
 
 
 class TestProcessLife:

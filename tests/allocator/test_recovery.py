@@ -4,57 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import linecache
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+import allocator
 from allocator import Pool, load_dpctl
-from allocator._exports import Exporter
-from allocator._shelves import Shelves
-from tests.allocator.interrupts import interrupted
-from tests.allocator.test_faults import FaultyDriver
-from tests.allocator.test_shelves import check_shelves
+from allocator.exchange.exports import Exporter
+from allocator.exchange.reuse import ReuseCache
+from allocator.exchange.tensors import TensorFactory
+from allocator.pool.core import Core
+from tests.allocator.drivers import FaultyDriver
+from tests.allocator.test_reuse import check_cache
+from tests.interrupts import InterruptAt, at, at_call_from, at_line, interrupted, stopping_at
 
 MANY = 1400
 """Exports, of which a quick look sees some only."""
 SHAPES = (1000, 100, 64, (10, 10), (40, 25), 2000)
-
-
-@contextlib.contextmanager
-def stopping_at(
-    condition: Callable[[FrameType, str], bool], stop: Callable[[], None]
-) -> Iterator[None]:
-    """Call ``stop`` at the first traced event for which ``condition`` holds."""
-    before = sys.gettrace()
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if condition(frame, event):
-            sys.settrace(before)
-            stop()
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def at(function: Callable[..., Any], event: str) -> Callable[[FrameType, str], bool]:
-    """A condition: the start of a function, its "call", or its "return"."""
-    return lambda frame, found: frame.f_code is function.__code__ and found == event
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def check_apart(*tensors: torch.Tensor) -> None:
@@ -70,7 +41,7 @@ def test_lost_export_among_many() -> None:
     keep = [pool.empty(10) for _ in range(MANY)]
     x = pool.empty(1000)
     del x
-    with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.come_back, "return"), interrupt):
+    with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.come_back, "return")):
         pool.tally()
     memory = pool.allocate(100)  # mends, and looks at some of the exports only
     x = pool.empty(1000)
@@ -88,12 +59,12 @@ def test_block_that_was_freed_twice_among_many() -> None:
     address = x.data_ptr()
     del x
     pool.tally()
-    with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.reclaim, "call"), interrupt):
+    with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.reclaim, "call")):
         pool.empty_cache()
     taken = [pool.allocate(4000) for _ in range(2)]
     assert address in {memory.address for memory in taken}
     pool.tally()
-    with pytest.raises(KeyboardInterrupt), stopping_at(at(Pool._drain, "call"), interrupt):
+    with pytest.raises(KeyboardInterrupt), stopping_at(at(Core.drain, "call")):
         pool.tally()
     addresses = {memory.address for memory in taken}
     assert not addresses & {pool.empty(1000).data_ptr(), pool.empty((10, 100)).data_ptr()}
@@ -174,15 +145,9 @@ def test_lock_is_released() -> None:
     """An interrupt at any call in a look between other work."""
     pool = Pool("cpu")
     array = pool.array(10)
-    code = Pool._drain_if_idle.__code__
     for n in range(4):
-        calls = itertools.count()
-
-        def is_nth(frame: FrameType, event: str, n: int = n, calls: Any = calls) -> bool:
-            is_call = event == "call" and frame.f_back is not None and frame.f_back.f_code is code
-            return is_call and next(calls) == n
-
-        with contextlib.suppress(KeyboardInterrupt), stopping_at(is_nth, interrupt):
+        stop = stopping_at(at_call_from(Core.drain_if_idle, n))
+        with contextlib.suppress(KeyboardInterrupt), stop:
             torch.from_dlpack(array)
         other = threading.Thread(target=pool.tally)
         other.start()
@@ -196,27 +161,20 @@ def test_public_capsule() -> None:
     array = pool.array(10)
     capsule = array.__dlpack__(max_version=(1, 0))
     del capsule, array
-    code = Exporter.come_back.__code__
-
-    def is_there(frame: FrameType, event: str) -> bool:
-        return frame.f_back is not None and frame.f_back.f_code is code and event == "call"
-
     for _ in range(6):
-        with contextlib.suppress(KeyboardInterrupt), stopping_at(is_there, interrupt):
+        stop = stopping_at(at_call_from(Exporter.come_back))
+        with contextlib.suppress(KeyboardInterrupt), stop:
             pool.tally()
     assert pool.memory_allocated() == 0
 
 
-def test_shelf_that_was_not_finished() -> None:
-    """What is ready on it is free when it is asked for."""
-    code = Shelves.shelf.__code__
+def test_cache_entry_that_was_not_finished() -> None:
+    """What it has cached is free when it is asked for."""
+    code = ReuseCache.entry_for.__code__
     for line in sorted({line for _, _, line in code.co_lines() if line})[1:]:
         pool = Pool("cpu")
-
-        def is_there(frame: FrameType, event: str, line: int = line) -> bool:
-            return frame.f_code is code and event == "line" and frame.f_lineno == line
-
-        with contextlib.suppress(KeyboardInterrupt), stopping_at(is_there, interrupt):
+        stop = stopping_at(at_line(ReuseCache.entry_for, line))
+        with contextlib.suppress(KeyboardInterrupt), stop:
             pool.empty(1000)
         kept = [pool.empty(1000) for _ in range(8)]
         del kept
@@ -230,18 +188,13 @@ def test_threads_between_two_lines() -> None:
     pool = Pool("cpu")
     x = pool.empty(1000)
     del x
-    code = Pool.empty.__code__
-
-    def is_there(frame: FrameType, event: str) -> bool:
-        line = linecache.getline(code.co_filename, frame.f_lineno)
-        return frame.f_code is code and event == "line" and "if words[first] > GIVEN" in line
 
     def meanwhile() -> None:
         first = pool.empty(1000)
         others = [pool.empty(1000) for _ in range(8)]
         del others
         pool.tally()
-        del first  # of which its shelf has enough
+        del first  # of which its entry has cached enough
         pool.tally()
         small = [pool.empty(100) for _ in range(20)]
         del small
@@ -251,13 +204,13 @@ def test_threads_between_two_lines() -> None:
         thread.start()
         thread.join()
 
-    with stopping_at(is_there, in_another_thread):
+    with stopping_at(at_line(Pool.empty, "if words[first] not in NOT_BACK"), in_another_thread):
         x = pool.empty(1000)
     assert x.shape == (1000,)
 
 
-def test_flush_before_a_shelf_is_looked_at() -> None:
-    """A tensor of a shelf that is gone by then is counted, too."""
+def test_flush_before_an_entry_is_looked_at() -> None:
+    """A tensor of an entry that was cleared by then is counted, too."""
     pool = Pool("cpu")
     held = [pool.empty(1000) for _ in range(4)]
 
@@ -265,7 +218,7 @@ def test_flush_before_a_shelf_is_looked_at() -> None:
         pool.empty_cache()
         held.pop(0)
 
-    with stopping_at(at(Pool._next_tensor, "call"), meanwhile):
+    with stopping_at(at(TensorFactory.another, "call"), meanwhile):
         held.append(pool.empty(1000))
     assert pool.memory_stats()["allocation.all.allocated"] == 5
 
@@ -292,7 +245,7 @@ def test_close_inside_the_pools_own_work() -> None:
     for n in (1000, 500, 1000):
         x = pool.empty(n)
         del x
-    with pool._lock, pool._section:
+    with pool._core.lock, pool._core.reentrancy:
         (lambda: pool.close(force=True))()
     with pytest.raises(RuntimeError, match="was closed"):
         pool.empty(1000)
@@ -323,28 +276,19 @@ def a_little_of_all(pool: Pool) -> None:
 def test_an_interrupt_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first line of every function of the package, wherever it is called from."""
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)  # one of a finalizer
-    folder = os.path.dirname(sys.modules["allocator"].__file__ or "")
-    was_interrupted, n = True, 0
-    while was_interrupted:
-        pool, calls, was_interrupted = Pool("cpu"), itertools.count(), False
-
-        def is_nth(frame: FrameType, event: str, n: int = n, calls: Any = calls) -> bool:
-            is_call = event == "call" and frame.f_code.co_filename.startswith(folder)
-            return is_call and next(calls) == n
-
-        try:
-            with stopping_at(is_nth, interrupt):
-                a_little_of_all(pool)
-        except KeyboardInterrupt:
-            was_interrupted = True
-        pool._drain_if_idle(with_unclaimed=True)  # as after a collection of garbage
+    for n in itertools.count():
+        pool = Pool("cpu")
+        with InterruptAt(n, "calls", within=allocator) as interrupt:
+            a_little_of_all(pool)
+        pool._core.drain_if_idle(with_unclaimed=True)  # as after a collection of garbage
         assert pool.memory_allocated() == 0, n
-        assert not pool._store.in_use, n
-        check_shelves(pool)
+        assert not pool._core.store.in_use, n
+        check_cache(pool)
         check_apart(*[pool.empty(n) for n in (1000, 1000, 100)])
         pool.close()
         assert pool.memory_reserved() == 0, n
-        n += 1
+        if not interrupt.has_raised:
+            break
     assert n > 300
 
 

@@ -13,8 +13,8 @@ PREAMBLE = """
 import atexit, ctypes, faulthandler, gc, os, random, signal, sys, threading, time, types, weakref
 import torch
 from allocator import Pool
-from allocator import _exports
-from allocator._blocks import Heap
+from allocator.exchange import exports
+from allocator.pool.blocks import Heap
 
 faulthandler.dump_traceback_later(90, exit=True)
 pool = Pool("cpu")
@@ -27,13 +27,13 @@ class Cycle:
 
 
 def recount(pool):
-    blocks = [b for heap in pool._store.heaps.values() for b in heap.blocks() if not b.is_free]
-    shelved = {id(e.owner) for s in pool._shelves for e in s.ready}
-    return sum(b.size for b in blocks if id(b.tag) not in shelved)
+    blocks = [b for heap in pool._core.store.heaps.values() for b in heap.blocks() if not b.is_free]
+    cached = {id(export.owner) for entry in pool._core.cache for export in entry.cached}
+    return sum(b.size for b in blocks if id(b.tag) not in cached)
 
 
 def recount_in_use(pool):
-    return sum(allocation.size for allocation in pool._store.in_use.values())
+    return sum(allocation.size for allocation in pool._core.store.in_use.values())
 
 
 def check(pool):
@@ -205,35 +205,15 @@ def test_exception_pending_with_the_tensor_in_no_variable(make: str) -> None:
 def test_interrupts() -> None:
     """Wherever KeyboardInterrupt comes, the pool works on, and no memory is lost."""
     run("""
-    armed = []
-    def interrupt(number, frame):
-        if armed:
-            armed.clear()
-            raise KeyboardInterrupt
-    def arm():
-        armed.append(1)
-        signal.setitimer(signal.ITIMER_REAL, random.random() * 2e-3)
-    sys.unraisablehook = lambda error: None  # an interrupt of the callback after a collection
-    signal.signal(signal.SIGALRM, interrupt)
-    kept, interrupts = [], 0
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
-        try:
-            while time.monotonic() < end:
-                if not armed:
-                    arm()
-                x = pool.empty(random.choice([8, 8, 8, 100, 200_000]))
-                kept.append(x)
-                if len(kept) > 20:
-                    kept.pop(random.randrange(20))
-        except KeyboardInterrupt:
-            interrupts += 1
-    armed.clear()
+    from tests.interrupts import interrupted
+    kept = []
+    def step(choose):
+        kept.append(pool.empty(choose.choice([8, 8, 8, 100, 200_000])))
+        if len(kept) > 20:
+            kept.pop(choose.randrange(20))
+    interrupts = interrupted(step, seconds=5, most=2e-3)
     assert interrupts > 100
-    sys.unraisablehook = sys.__unraisablehook__
     kept.clear()
-    x = None
-    gc.collect()
     assert pool.memory_allocated() == 0, (interrupts, pool.memory_allocated())
     check(pool)
     tensors = [pool.full(1000, float(i)) for i in range(200)]
@@ -375,8 +355,8 @@ def test_memory_released_twice() -> None:
 
 TWICE = """
 Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-export = next(e for e in pool._exporter.exports if e.owner is not None)
-call, address = Deleter(_exports._DELETER), export.address
+export = next(e for e in pool._core.exporter.exports if e.owner is not None)
+call, address = Deleter(exports._DELETER), export.address
 del export
 """
 
@@ -412,7 +392,7 @@ def test_capsule_that_nobody_took(options: str) -> None:
         capsules = [pool.array(n).__dlpack__({options}) for _ in range(20)]
         taken = [torch.from_dlpack(c) for c in capsules[:10]]
         del capsules
-        assert len(pool._store.in_use) == 10 or pool.memory_allocated()
+        assert len(pool._core.store.in_use) == 10 or pool.memory_allocated()
         del taken
         assert pool.memory_allocated() == 0
     works(pool)

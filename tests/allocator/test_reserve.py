@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from allocator import OutOfMemoryError, Pool, Reservation
-from allocator._blocks import Heap
-from tests.allocator.interrupts import interrupted
-from tests.allocator.test_faults import FaultyDriver, check
+from allocator.pool.blocks import Heap
+from tests.allocator.drivers import FaultyDriver
+from tests.allocator.test_faults import check
 from tests.conftest import SEED
+from tests.interrupts import interrupted
 
 KIB = 2**10
 MIB = 2**20
@@ -37,8 +38,8 @@ def pool(driver: FaultyDriver) -> Pool:
 def held_blocks(pool: Pool) -> int:
     """Bytes of blocks that are not free, though nothing is in use."""
     assert pool.memory_allocated() == 0
-    pool._flush_shelves()
-    return sum(heap.live for heap in pool._store.heaps.values())
+    pool._core.flush_cache()
+    return sum(heap.live for heap in pool._core.store.heaps.values())
 
 
 def test_nothing_else_is_taken_from_the_driver(pool: Pool, driver: FaultyDriver) -> None:
@@ -113,7 +114,7 @@ def test_fails_at_the_start(pool: Pool, driver: FaultyDriver) -> None:
     with pytest.raises(OutOfMemoryError, match="mine has no room for 8 MiB"), reservation:
         pytest.fail("entered")
     assert reservation.left == 0
-    assert not pool._store.holders
+    assert not pool._core.store.holders
     pool.set_limit(None)
     assert held_blocks(pool) == 0
     with pytest.raises(RuntimeError, match="entered before"), reservation:
@@ -290,7 +291,7 @@ def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.Mon
     assert "in the middle of mine's own work" in str(errors[0])
     del x
     assert held_blocks(pool) == 0
-    assert not pool._store.holders
+    assert not pool._core.store.holders
 
 
 def test_tasks(pool: Pool) -> None:

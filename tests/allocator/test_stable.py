@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -17,29 +16,14 @@ import pytest
 import torch
 
 from allocator import Hook, OutOfMemoryError, Pool, Rules
-from allocator._blocks import Heap
-from tests.allocator.test_faults import FaultyDriver, check
+from allocator.pool.blocks import Heap
+from tests.allocator.drivers import AligningDriver, FaultyDriver
+from tests.allocator.test_faults import check
 from tests.conftest import SEED
 
 KIB = 2**10
 MIB = 2**20
 ARENA = 64 * MIB
-
-
-class AligningDriver(FaultyDriver):
-    """As the driver does with large memory."""
-
-    capacity = 1024 * MIB
-    shift = 0
-
-    def allocate(self, nbytes: int) -> tuple[int, Any]:
-        self.calls += 1
-        if self.fails(self, nbytes):
-            raise self.error
-        buffer = ctypes.create_string_buffer(nbytes + 2 * MIB)
-        address = -(-ctypes.addressof(buffer) // (2 * MIB)) * 2 * MIB + self.shift
-        self.held[address] = nbytes, buffer
-        return address, address
 
 
 @pytest.fixture
@@ -157,7 +141,7 @@ def test_whatever_watches(driver: AligningDriver) -> None:
 @pytest.mark.usefixtures("quick_collections")
 def test_quarantine_is_stable_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory leaves it in an order that does not depend on when the pool heard of releases."""
-    monkeypatch.setattr("allocator._guard.QUARANTINE", 4 * MIB)
+    monkeypatch.setattr("allocator.options.guard.QUARANTINE", 4 * MIB)
     pool = Pool(driver=AligningDriver(), stable_addresses=ARENA, debug=True)
     expected = walk(pool, 60)
     pool.check()

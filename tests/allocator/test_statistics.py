@@ -160,7 +160,7 @@ def test_the_names_are_torchs(pool: Pool) -> None:
 def test_idle_blocks_equal_a_recount(pool: Pool) -> None:
     kept = shuffled_use(pool, 600)
     stats = pool.memory_stats()
-    snapshot = pool.snapshot()  # puts the shelves' blocks together with their neighbours
+    snapshot = pool.snapshot()  # merges the cached blocks with their neighbours
     after = pool.memory_stats()
     for tier in ("small", "large"):
         idle = [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fusedoptim import aot
-from fusedoptim._modules import FOLDER
+from fusedoptim.launch.modules import FOLDER
 
 SAXPY = """
 #ifndef FACTOR

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from fusedoptim import FusedAdam, _launch, aot
-from fusedoptim._modules import shipped
+from fusedoptim import FusedAdam, aot
 from fusedoptim.aot import BundleError, _bundle, _warmup
+from fusedoptim.launch.kernel import Kernel
+from fusedoptim.launch.modules import shipped
 from fusedoptim.raw import RawKernel
 
 
@@ -301,5 +302,5 @@ def test_warmup_of_the_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.name for each in aot.warmup()] == [f"{kernel}_f32" for kernel, _ in ours]
     param = torch.nn.Parameter(torch.ones(10))
     param.grad = torch.ones(10)
-    monkeypatch.delattr(_launch.Kernel, "__init__")  # a step that compiles fails
+    monkeypatch.delattr(Kernel, "__init__")  # a step that compiles fails
     FusedAdam([param]).step()

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from fusedoptim import _modules
 from fusedoptim.doctor import (
     _devices,
     _drivers,
@@ -29,6 +28,7 @@ from fusedoptim.doctor import (
 )
 from fusedoptim.doctor._report import Problem, Section
 from fusedoptim.doctor._workers import Outcome, _outcome
+from fusedoptim.launch import modules
 
 
 def only(problems: Sequence[Problem], text: str) -> Problem:
@@ -104,9 +104,9 @@ class TestKernels:
     def folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         """A copy of the shipped kernels, which are taken from there."""
         folder = tmp_path / "spirv"
-        shutil.copytree(_modules.FOLDER, folder)
-        monkeypatch.setattr(_modules, "FOLDER", folder)
-        monkeypatch.setattr(_modules, "MANIFEST", folder / "manifest.json")
+        shutil.copytree(modules.FOLDER, folder)
+        monkeypatch.setattr(modules, "FOLDER", folder)
+        monkeypatch.setattr(modules, "MANIFEST", folder / "manifest.json")
         return folder
 
     def test_damaged(self, folder: Path) -> None:
@@ -445,7 +445,7 @@ class TestDevices:
         [
             ("a.DeviceNotFoundError: no x; unset y", "no x", "unset y"),
             ("ImportError: dpctl is gone", "dpctl is gone", "pip install --force-reinstall dpctl"),
-            ("fusedoptim._modules.ModuleError: no k; reinstall", "no k", "reinstall"),
+            ("fusedoptim.launch.modules.ModuleError: no k; reinstall", "no k", "reinstall"),
             ("ValueError: SOME_VAR='x' is none", "SOME_VAR='x' is none", "unset SOME_VAR"),
             ("RuntimeError: odd", "fails: RuntimeError: odd", "doctor --json"),
         ],

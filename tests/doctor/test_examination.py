@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import fusedoptim
-from fusedoptim import __main__, _modules, doctor
+from fusedoptim import __main__, doctor
 from fusedoptim.doctor import _command
 from fusedoptim.doctor._report import Problem, Report, Section, guarded
+from fusedoptim.launch import modules
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,11 +40,11 @@ def test_healthy(tmp_path: Path) -> None:
     assert [problem for problem in found["problems"] if problem["level"] == "error"] == []
     sections = found["sections"]
     assert sections["packages"]["fusedoptim"] == str(ROOT / "fusedoptim")
-    count = len(_modules._manifest())
+    count = len(modules._manifest())
     assert sections["kernels"]["as shipped"] == f"{count} of {count}"
     (cpu,) = (name for name in sections["devices"] if "cpu" in name)
     assert set(sections["self-test"]["results"][cpu].values()) == {"right"}
-    assert set(sections["self-test"]["results"][cpu]) == set(_modules._manifest())
+    assert set(sections["self-test"]["results"][cpu]) == set(modules._manifest())
     assert sections["torch"]["an update of its tensors on cpu"] == "right"
     assert any("libintelocl.so" in path for path in sections["devices"]["loaded"])
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import allocator
-from fusedoptim import _modules
-from fusedoptim._launch import LaunchBlock
 from fusedoptim.doctor import _self_test
 from fusedoptim.doctor._self_test import FORMULAS, kernel_problem
+from fusedoptim.launch import modules
+from fusedoptim.launch.table import LaunchBlock
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def queue() -> Any:
 
 
 def test_every_kernel_has_a_formula() -> None:
-    assert {name.rpartition("_")[0] for name in _modules._manifest()} == set(FORMULAS)
+    assert {name.rpartition("_")[0] for name in modules._manifest()} == set(FORMULAS)
 
 
 @pytest.mark.parametrize("kernel", FORMULAS)

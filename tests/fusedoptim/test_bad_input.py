@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fusedoptim
-from fusedoptim import _launch, _modules
+from fusedoptim.launch import kernel, modules
 from tests.fusedoptim.helpers import assert_same_state, snapshot
 from tests.optimizer_cases import CASES, OptimizerCase, configuration_id
 
@@ -183,18 +183,18 @@ class TestCompiledKernels:
     @pytest.fixture
     def spirv(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         folder = tmp_path / "spirv"
-        shutil.copytree(_modules.FOLDER, folder)
-        monkeypatch.setattr(_modules, "FOLDER", folder)
-        monkeypatch.setattr(_modules, "MANIFEST", folder / "manifest.json")
+        shutil.copytree(modules.FOLDER, folder)
+        monkeypatch.setattr(modules, "FOLDER", folder)
+        monkeypatch.setattr(modules, "MANIFEST", folder / "manifest.json")
         self._forget()
         yield folder
         self._forget()
 
     @staticmethod
     def _forget() -> None:
-        _modules.load_module.cache_clear()
-        _modules._manifest.cache_clear()
-        _launch.kernel_for.cache_clear()
+        modules.load_module.cache_clear()
+        modules._manifest.cache_clear()
+        kernel.kernel_for.cache_clear()
 
     @staticmethod
     def _assert_refused(case: OptimizerCase, message: str) -> None:
@@ -264,7 +264,7 @@ assert torch.equal(p, torch.ones(3))
 def test_opencl_had_looked_for_drivers_before() -> None:
     script = """
 from allocator import DeviceNotFoundError, queue
-from allocator._runtime import load_dpctl
+from allocator.runtime.libraries import load_dpctl
 assert not load_dpctl().get_devices(device_type="cpu")
 try:
     queue()

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusedoptim import _bucket
-from fusedoptim._bucket import Bucket
-from fusedoptim._launch import LaunchBlock
+from fusedoptim.launch.table import LaunchBlock
+from fusedoptim.step import dense
+from fusedoptim.step.dense import DenseRows
 from tests.fusedoptim.helpers import (
     LAYOUTS,
     SideBySide,
@@ -210,14 +210,14 @@ class TestGradients:
             optimizer.step()
         state = optimizer.state[p]
         kernels = [weakref.ref(state[key]) for key in case.state_keys if key != "step"]
-        marks_written = _bucket.increment_version
+        marks_written = dense.increment_version
 
         def clear(params: Any) -> None:
             state.clear()
             assert all(tensor() is not None for tensor in kernels)
             marks_written(params)
 
-        monkeypatch.setattr(_bucket, "increment_version", clear)
+        monkeypatch.setattr(dense, "increment_version", clear)
         optimizer.step()
         assert all(tensor() is None for tensor in kernels)
 
@@ -329,7 +329,7 @@ class TestTorchContract:
 
     @each_case
     def test_refused_arguments(self, case: OptimizerCase) -> None:
-        cure = "leave the option away"
+        cure = "omit the option"
         if case.is_torchs:
             cure = rf"use torch\.optim\.{case.reference.__name__} for that"
         for kwargs in case.refused_kwargs:
@@ -796,7 +796,7 @@ class TestLaunches:
         for p in params:
             p.grad = torch.randn_like(p)
         optimizer.step()
-        assert len(launches) == case.launches
+        assert len(launches) == 1
 
     @each_case
     def test_one_for_each_group_and_dtype(
@@ -812,7 +812,7 @@ class TestLaunches:
                 p.grad = torch.ones_like(p)
         optimizer.step()
         buckets = {(i, p.dtype) for i, group in enumerate(groups) for p in group["params"]}
-        assert len(launches) == case.launches * len(buckets)
+        assert len(launches) == len(buckets)
 
     @each_case
     def test_none_without_gradients(self, case: OptimizerCase, launches: list[LaunchBlock]) -> None:
@@ -827,16 +827,20 @@ class TestLaunches:
         self, case: OptimizerCase, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         built = []
-        init = Bucket.__init__
+        init = DenseRows.__init__
         monkeypatch.setattr(
-            Bucket, "__init__", lambda self, *args: (built.append(self), init(self, *args))[1]
+            DenseRows, "__init__", lambda self, *args: (built.append(self), init(self, *args))[1]
         )
         pair = SideBySide(case, case.kwargs[-1], make_params(torch.float32))
-        for _ in range(5):
+        pair.set_gradients()
+        pair.step()
+        once = len(built)
+        assert once > 0
+        for _ in range(4):
+            pair.ours.zero_grad()
             pair.set_gradients()
             pair.step()
-            pair.ours.zero_grad()
-        assert len(built) == 1
+        assert len(built) == once
         pair.assert_equal()
 
 

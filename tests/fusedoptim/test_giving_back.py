@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusedoptim import _giving_back, _split, allocator
-from fusedoptim._giving_back import CHUNK, give_back, is_ours_alone
+from fusedoptim import allocator
+from fusedoptim.split import halves as split_halves
+from fusedoptim.split import pages
+from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
 from transforms.rewrites import residues
 
 SHAPE = (3, CHUNK + 100)
@@ -25,10 +27,10 @@ def _param() -> nn.Parameter:
 
 def test_alone() -> None:
     param = _param()
-    assert is_ours_alone(param)
-    assert is_ours_alone(param)
+    assert has_sole_owner(param)
+    assert has_sole_owner(param)
     param.sum().backward()
-    assert is_ours_alone(param)
+    assert has_sole_owner(param)
 
 
 HOLDERS: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -47,10 +49,10 @@ HOLDERS: dict[str, Callable[[nn.Parameter], Any]] = {
 def test_held_by(holder: str) -> None:
     param = _param()
     held = HOLDERS[holder](param)
-    assert not is_ours_alone(param)
+    assert not has_sole_owner(param)
     del held
     gc.collect()
-    assert is_ours_alone(param) or holder == "numpy"  # torch does not forget that one
+    assert has_sole_owner(param) or holder == "numpy"  # torch does not forget that one
 
 
 OTHERS: dict[str, Callable[[Path], Tensor]] = {
@@ -69,22 +71,22 @@ OTHERS: dict[str, Callable[[Path], Tensor]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_memory_of_others(other: str, tmp_path: Path) -> None:
-    assert not is_ours_alone(OTHERS[other](tmp_path))
+    assert not has_sole_owner(OTHERS[other](tmp_path))
 
 
 def test_without_torchs_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is not public: it may go."""
-    monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    _giving_back._madvise.cache_clear()
-    assert not is_ours_alone(_param())
+    monkeypatch.setattr(pages, "storage_use_count", None)
+    pages._madvise.cache_clear()
+    assert not has_sole_owner(_param())
     monkeypatch.undo()
-    _giving_back._madvise.cache_clear()
-    assert is_ours_alone(_param())
+    pages._madvise.cache_clear()
+    assert has_sole_owner(_param())
 
 
 def test_the_neighbours_stay() -> None:
     values = torch.ones(CHUNK)
-    give_back(values[1000:-1000])
+    release_pages(values[1000:-1000])
     assert values[:1000].eq(1).all()
     assert values[-1000:].eq(1).all()
     values.fill_(2)  # it is memory still
@@ -96,7 +98,7 @@ def _residues_inverse(halves: Any) -> Tensor:
 
 
 CONVERSIONS: dict[str, tuple[Callable[[Tensor, bool], Any], Callable[[Any], Tensor]]] = {
-    "halves": (_split.halves_of, lambda halves: _split.join(*halves)),
+    "halves": (split_halves.halves_of, lambda pair: split_halves.join(*pair)),
     "bfloat16": (lambda v, u: residues.split(v, torch.bfloat16, u), _residues_inverse),
     "float16": (lambda v, u: residues.split(v, torch.float16, u), _residues_inverse),
 }
@@ -132,13 +134,13 @@ def test_interrupted(conversion: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[Tensor] = []
 
     def interrupted(piece: Tensor) -> None:
-        give_back(piece)
+        release_pages(piece)
         pieces.append(piece)
         if len(pieces) == 2:
             raise KeyboardInterrupt
 
-    for module in ("fusedoptim._split", "transforms.rewrites.residues"):
-        monkeypatch.setattr(f"{module}.give_back", interrupted)
+    for module in ("fusedoptim.split.halves", "transforms.rewrites.residues"):
+        monkeypatch.setattr(f"{module}.release_pages", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(values, True)
     assert torch.equal(values, expected)

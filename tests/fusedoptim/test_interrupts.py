@@ -18,9 +18,9 @@ from torch.nn import Parameter
 
 import fusedoptim.sgd
 from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
-from fusedoptim._giving_back import is_ours_alone
-from fusedoptim._launch import LaunchBlock
-from fusedoptim._split import Halves
+from fusedoptim.launch.table import LaunchBlock
+from fusedoptim.split.halves import Halves
+from fusedoptim.split.pages import has_sole_owner
 
 PACKAGE = str(Path(fusedoptim.__file__).parent)
 POLLING = {"CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
@@ -241,7 +241,7 @@ def _add_param_group() -> tuple[list[Parameter], Any, Callable[[], Any]]:
 
 def _split_params() -> tuple[list[Parameter], Any, Callable[[], Any]]:
     params = _params(300_000)
-    assert is_ours_alone(params[0])  # so its memory is given back
+    assert has_sole_owner(params[0])  # so its memory is given back
     optimizer = FusedSGD(params, lr=0.1)
     return params, optimizer, lambda: optimizer.split_params(params)
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import pytest
 
 import allocator
-from allocator import _isa, _maps
+from allocator.runtime import isa as driver_isa
+from allocator.runtime import maps
 from fusedoptim import isa
 
 ROOT = Path(__file__).parents[2]
@@ -69,13 +70,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     variables = {
         name: value
         for name, value in os.environ.items()
-        if name not in (_isa.VARIABLE, _isa.DRIVER_VARIABLE)
+        if name not in (driver_isa.VARIABLE, driver_isa.DRIVER_VARIABLE)
     } | {"CL_CONFIG_DUMP_DISASSEMBLY": "True", "PYTHONPATH": str(ROOT)}
     lower = lower_level()
     started = {}
     for name, script, level in (
         (_WITHOUT, _STEPS, {}),
-        (lower, _WRONG_THEN_STEPS, {_isa.VARIABLE: lower}),
+        (lower, _WRONG_THEN_STEPS, {driver_isa.VARIABLE: lower}),
     ):
         folder = tmp_path_factory.mktemp("disassembly")  # written to the current folder
         process = subprocess.Popen(
@@ -141,7 +142,7 @@ def test_highest_is_what_the_system_says() -> None:
 @pytest.fixture
 def wanted(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     allocator.queue("cpu")
-    monkeypatch.delenv(_isa.DRIVER_VARIABLE, raising=False)
+    monkeypatch.delenv(driver_isa.DRIVER_VARIABLE, raising=False)
     return monkeypatch
 
 
@@ -157,8 +158,8 @@ def test_empty_is_unset(wanted: pytest.MonkeyPatch) -> None:
 
 
 def test_above_the_machine(wanted: pytest.MonkeyPatch) -> None:
-    wanted.setattr(_isa, "highest_isa", lambda: "avx2")
-    wanted.setattr(_isa, "_loaded", "avx2")
+    wanted.setattr(driver_isa, "highest_isa", lambda: "avx2")
+    wanted.setattr(driver_isa, "_loaded", "avx2")
     wanted.setenv("FUSEDOPTIM_ISA", "avx512")
     with pytest.raises(ValueError, match="'avx512' is above this machine's highest level, 'avx2'"):
         allocator.queue("cpu")
@@ -179,15 +180,15 @@ def test_same_level_is_never_too_late(wanted: pytest.MonkeyPatch) -> None:
 def test_contradicts_the_drivers_own_variable(wanted: pytest.MonkeyPatch) -> None:
     wanted.setenv("FUSEDOPTIM_ISA", "sse4.2")
     wanted.setenv("CL_CONFIG_CPU_TARGET_ARCH", "corei7")
-    assert _isa.wanted_isa() == "sse4.2"
+    assert driver_isa.wanted_isa() == "sse4.2"
     wanted.setenv("CL_CONFIG_CPU_TARGET_ARCH", "skx")
     with pytest.raises(ValueError, match="unset one of the two"):
-        _isa.wanted_isa()
+        driver_isa.wanted_isa()
 
 
 def test_driver_of_another_make(wanted: pytest.MonkeyPatch) -> None:
-    wanted.setattr(_isa, "_loaded", None)
-    wanted.setattr(_maps, "_MAPS", os.devnull)
+    wanted.setattr(driver_isa, "_loaded", None)
+    wanted.setattr(maps, "_MAPS", os.devnull)
     with pytest.raises(RuntimeError, match="does not show its instruction set"):
         isa.level()
     wanted.setenv("FUSEDOPTIM_ISA", "sse4.2")
@@ -198,4 +199,4 @@ def test_driver_of_another_make(wanted: pytest.MonkeyPatch) -> None:
 def test_processor_without_any_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cpu.get_capabilities", dict)
     with pytest.raises(RuntimeError, match=r"lacks SSE4\.2"):
-        _isa.highest_isa.__wrapped__()
+        driver_isa.highest_isa.__wrapped__()

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusedoptim import _modules
-from fusedoptim._modules import load_module, shipped
 from fusedoptim.kernels import __main__ as build_tool
 from fusedoptim.kernels import adagrad, adam, lamb, language, norm, sgd
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch import modules
+from fusedoptim.launch.modules import load_module, shipped
 
 HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
 
@@ -57,7 +57,7 @@ class TestInterpreted:
             lr=0.1,
             weight_decay=0.0,
             momentum=0.9,
-            undampened=0.5,
+            one_minus_dampening=0.5,
             nesterov=1,
         )
         expected = -grad if fresh else 0.9 * buffer - 0.5 * grad
@@ -99,12 +99,12 @@ class TestInterpreted:
             step_size=0.1,
             root_correction=2.0,
             grad_factor=0.5,
-            shrink=0.9,
+            decay_factor=0.9,
             weight_decay=0.2,
             beta1=beta1,
-            gain1=1 - beta1,
+            one_minus_beta1=1 - beta1,
             beta2=0.6,
-            gain2=0.4,
+            one_minus_beta2=0.4,
             eps=1e-3,
         )
         g = 0.5 * grad + 0.2 * 0.9 * theta
@@ -126,7 +126,7 @@ class TestInterpreted:
         both = {
             "average_correction": 3.0,
             "root_correction": 2.0,
-            "shrink": 0.9,
+            "decay_factor": 0.9,
             "weight_decay": 0.2,
             "eps": 1e-3,
         }
@@ -138,9 +138,9 @@ class TestInterpreted:
             exp_avg_sq,
             grad_factor=-0.5,
             beta1=0.7,
-            gain1=0.3,
+            beta3=0.3,
             beta2=0.6,
-            gain2=0.4,
+            one_minus_beta2=0.4,
             **both,
         )
         m = 0.7 * m - 0.3 * 0.5 * grad
@@ -173,6 +173,36 @@ class TestInterpreted:
         lamb.lamb_ratio(2, np.array(sums), ratio, most, adapt, clip)
         assert ratio == pytest.approx(expected)
 
+    def test_lamb_of_one_row(self) -> None:
+        """The three in one; a work-group of plain Python has one lane."""
+        theta, grad, m = self._values(3)
+        (v,) = self._squares(1)
+        numbers = {
+            "average_correction": 3.0,
+            "root_correction": 2.0,
+            "grad_factor": -0.5,
+            "decay_factor": 0.9,
+            "weight_decay": 0.2,
+            "beta1": 0.7,
+            "beta3": 0.3,
+            "beta2": 0.6,
+            "one_minus_beta2": 0.4,
+            "lr": 0.1,
+            "eps": 1e-3,
+            "max_param_norm": np.inf,
+            "adapt": 1,
+            "clip": 0,
+        }
+        param, exp_avg, exp_avg_sq = theta.copy(), m.copy(), v.copy()
+        lamb.lamb(len(theta), param, grad, exp_avg, exp_avg_sq, **numbers)
+        m = 0.7 * m - 0.3 * 0.5 * grad
+        v = 0.6 * v + 0.4 * (0.5 * grad) ** 2
+        u = 3 * m / (2 * np.sqrt(v) + 1e-3) + 0.2 * 0.9 * theta
+        ratio = np.linalg.norm(0.9 * theta) / np.linalg.norm(u)
+        np.testing.assert_allclose(exp_avg, m, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(exp_avg_sq, v, rtol=1e-12)
+        np.testing.assert_allclose(param, 0.9 * theta - 0.1 * ratio * u, rtol=1e-10, atol=1e-13)
+
     def test_lamb_ratio_of_an_update_of_zero(self) -> None:
         ratio = np.zeros(1)
         # numpy divides by zero as a device does, and warns, where Python would raise.
@@ -191,7 +221,7 @@ class TestCheck:
 
     @pytest.fixture
     def tree(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-        shutil.copytree(_modules.FOLDER, tmp_path / "spirv")
+        shutil.copytree(modules.FOLDER, tmp_path / "spirv")
         shutil.copytree(build_tool._HERE, tmp_path / "kernels")
         monkeypatch.setattr(build_tool, "FOLDER", tmp_path / "spirv")
         monkeypatch.setattr(build_tool, "MANIFEST", tmp_path / "spirv" / "manifest.json")
@@ -249,7 +279,7 @@ class TestValidate:
     )
     def test_modules(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Those of one kernel with sums; `make kernels-validate` takes all, and minutes."""
-        for path in _modules.FOLDER.glob("lamb_moments_*.spv"):
+        for path in modules.FOLDER.glob("lamb_moments_*.spv"):
             shutil.copy(path, tmp_path)
         monkeypatch.setattr(build_tool, "FOLDER", tmp_path)
         assert build_tool.validate() == []
@@ -266,8 +296,8 @@ class TestValidate:
 def test_module_for_each_dtype(kernel: str, dtype: str) -> None:
     module = load_module(kernel, dtype)
     assert (kernel, module.dtype) in shipped()
-    of_parameter = {Role.PARAM, Role.STORAGE}.intersection(role for _, role in module.arguments)
-    if of_parameter == {Role.STORAGE} and dtype == "split":
+    of_parameter = {Role.PARAM, Role.GRAD}.intersection(role for _, role in module.arguments)
+    if of_parameter == {Role.GRAD} and dtype == "split":
         assert module.dtype == "bf16"  # what the gradients of a split parameter are
     elif of_parameter:
         assert module.dtype == dtype

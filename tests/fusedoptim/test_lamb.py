@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedLamb
-from fusedoptim._launch import LaunchBlock
+from fusedoptim.launch.table import LaunchBlock
 from tests.fusedoptim.helpers import SideBySide
 from tests.optimizer_cases import LAMB, configuration_id
 from tests.references.lamb import ReferenceLamb
@@ -156,7 +156,7 @@ class TestRatio:
         torch.testing.assert_close(params[1].detach(), torch.full((1000,), 4 - 0.25 * 2 * 2))
 
 
-def test_three_launches_for_any_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_launches_for_any_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
     launch = LaunchBlock.launch
     monkeypatch.setattr(
@@ -171,7 +171,34 @@ def test_three_launches_for_any_tensors(monkeypatch: pytest.MonkeyPatch) -> None
         pair.set_gradients()
         pair.step()
         pair.assert_equal()
-        assert launches == ["lamb_moments_f32", "lamb_ratio_f32", "lamb_update_f32"]
+        of_larger = ["lamb_moments_f32", "lamb_ratio_f32", "lamb_update_f32"]
+        assert launches == ["lamb_f32", *of_larger]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_one_kernel_computes_what_three_do(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: a tensor may pass from one to the other when it is loaded elsewhere."""
+    sizes = [1, 15, 16, 17, 1000, 16 * 1024, 32 * 1024]
+    params = [Parameter(torch.randn(n, dtype=dtype)) for n in sizes]
+    copies = [Parameter(p.detach().clone()) for p in params]
+    one = FusedLamb(params, lr=0.1, weight_decay=0.1)
+    three = FusedLamb(copies, lr=0.1, weight_decay=0.1)
+    kernels = FusedLamb._kernels
+    for _ in range(3):
+        for p, copy in zip(params, copies):
+            p.grad = copy.grad = torch.randn_like(p)
+        one.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                FusedLamb, "_kernels", lambda self, group, one_row: kernels(self, group, False)
+            )
+            three.step()
+    for p, copy in zip(params, copies):
+        assert torch.equal(p, copy)
+        for name, state in one.state[p].items():
+            assert torch.equal(state, three.state[copy][name])
 
 
 def test_nothing_but_empty_tensors() -> None:

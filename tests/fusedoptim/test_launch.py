@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from fusedoptim._launch import Chunks, LaunchBlock, kernel_for
 from fusedoptim.allocator import queue
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.kernel import kernel_for
+from fusedoptim.launch.table import Chunks, LaunchBlock
 
 
 @pytest.fixture
@@ -52,8 +53,8 @@ def test_rows(block: LaunchBlock) -> None:
 
 def test_each_row_knows_the_head(block: LaunchBlock) -> None:
     """A row is the head's address and one word for each argument, in the module's order."""
-    head = 2 * 8 + block.kernel.head.size
-    columns = 1 + len(block.kernel.module.row)
+    head = 2 * 8 + block.kernel.head_packing.size
+    columns = 1 + len(block.kernel.layout.row)
     words = np.frombuffer(block._memory, dtype=np.int64, offset=head).reshape(-1, columns)
     address, _ = block._memory.__sycl_usm_array_interface__["data"]
     assert words[:4, 0].tolist() == [address] * 4
@@ -66,7 +67,7 @@ def test_head(block: LaunchBlock) -> None:
         "lr": 0.5,
         "weight_decay": 0.25,
         "momentum": 0.9,
-        "undampened": 1.0,
+        "one_minus_dampening": 1.0,
         "nesterov": True,
     }
     block.write_head(block.kernel.in_order({**values, "unused": 1.0}))
@@ -111,7 +112,7 @@ def test_groups_of_short_rows(count: int) -> None:
     """A group walks a run of rows of any lengths; the last run may be shorter."""
     lengths = np.random.default_rng(count).integers(1, 200, size=100)
     block = LaunchBlock(kernel_for(queue("cpu"), "sgd", "f32"), lengths)
-    assert 5 < block._run < 20
+    assert 5 < block._rows_per_group < 20
     params, grads, factor = torch.randn(100, 200), torch.randn(100, 200), torch.ones(())
     rows = np.arange(100) * 200 * 4
     block.write("param", params.data_ptr() + rows)
@@ -142,7 +143,7 @@ def test_a_kernel_is_built_once() -> None:
 
 def test_arguments_of_split_kernels() -> None:
     """Right after its Param, a kernel of split parameters has the lower halves."""
-    plain = kernel_for(queue("cpu"), "adam", "f32").module.row
-    split = kernel_for(queue("cpu"), "adam", "split").module.row
+    plain = kernel_for(queue("cpu"), "adam", "f32").layout.row
+    split = kernel_for(queue("cpu"), "adam", "split").layout.row
     assert [a for a in split if a.role is not Role.TRAIL] == list(plain)
     assert split[[role for _, role in split].index(Role.PARAM) + 1] == ("trail", Role.TRAIL)

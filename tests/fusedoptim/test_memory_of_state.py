@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedAdagrad, FusedAdam, FusedSGD
-from fusedoptim._tensors import turns
+from fusedoptim.step.tensors import update_order
 
 
 def test_step_counts_moved_to_shared_memory() -> None:
@@ -135,4 +135,4 @@ def test_counts_are_on_the_cpu_whatever_the_default_device() -> None:
 def test_turns_of_parameters_that_share_memory() -> None:
     base = torch.zeros(10)
     params = [base[0:4], base[2:6], torch.zeros(3), base[5:8], base[0:0], base[0:4], base[8:]]
-    assert turns(params) == [0, 1, 0, 2, 0, 2, 0]
+    assert update_order(params) == [0, 1, 0, 2, 0, 2, 0]

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedoptim import FusedSGD, _bucket
-from fusedoptim._launch import kernel_for
+from fusedoptim import FusedSGD
 from fusedoptim.allocator import queue
+from fusedoptim.launch import pipeline
+from fusedoptim.launch.cpu import CPU
+from fusedoptim.launch.kernel import kernel_for
+from fusedoptim.step import dense
 
 
 def _steps(params: list[Tensor], grads: list[Tensor], count: int = 1) -> list[Tensor]:
@@ -125,7 +128,7 @@ def test_a_step_in_the_middle_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_bucket, "increment_version", interrupt)
+        patch.setattr(dense, "increment_version", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert params[0].unique().tolist() == [-1.0]
@@ -217,9 +220,7 @@ def test_one_optimizer_in_two_threads() -> None:
 
 def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a step does not wait; dropping its block does. The CPU stands for the GPU here."""
-    kernel = kernel_for(queue("cpu"), "sgd", "f32")
-    monkeypatch.setattr(kernel, "on_host", False)
-    monkeypatch.setattr(_bucket, "queue_of", lambda device: kernel.queue)
+    monkeypatch.setattr(CPU, "runs_on_host", False)
     params = [Parameter(torch.zeros(100_000)) for _ in range(100)]
     for p in params:
         p.grad = torch.ones_like(p)
@@ -232,14 +233,14 @@ def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("few", [0, 2])
 def test_address_beyond_2_to_the_63(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs hand out; whether or not rows are few enough to be written one by one."""
-    monkeypatch.setattr(_bucket, "_FEW", few)
+    monkeypatch.setattr(pipeline, "_FEW", few)
     p = Parameter(torch.zeros(40_000))  # two rows
     p.grad = torch.zeros(40_000)
     optimizer = FusedSGD([p], lr=1.0)
     optimizer.step()
-    (bucket,) = optimizer._plans[0].buckets
+    (rows,) = optimizer._plan.groups[0].rows
     address = 0xFF00_FFFF_FFE0_0000
-    bucket._write_addresses("param", [address])
+    rows._pipeline.write_addresses("param", [address], 4)
     second = address + 4 * kernel_for(queue("cpu"), "sgd", "f32").shape.chunk
-    column = bucket._pipeline._blocks[0]._column["param"]
+    column = rows._pipeline._blocks[0]._column["param"]
     assert column.astype("uint64").tolist() == [address, second]

@@ -16,15 +16,17 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from fusedoptim import FusedSGD, _bucket, _cache, _launch, _opencl
-from fusedoptim._launch import LaunchBlock, kernel_for
-from fusedoptim._launchers import OpenCLLauncher, SyclLauncher
-from fusedoptim._modules import load_module
-from fusedoptim._opencl import Driver, driver_of
-from fusedoptim._program import BuildError
-from fusedoptim._progress import Progress
+from fusedoptim import FusedSGD
 from fusedoptim.allocator import queue
+from fusedoptim.launch import cache, cpu, opencl
+from fusedoptim.launch.kernel import kernel_for
+from fusedoptim.launch.modules import load_module
+from fusedoptim.launch.opencl import Driver, OpenCLLauncher, driver_of
+from fusedoptim.launch.progress import Progress
+from fusedoptim.launch.sycl import BuildError, SyclLauncher
+from fusedoptim.launch.table import LaunchBlock
 from fusedoptim.raw import RawKernel
+from fusedoptim.step import dense
 from tests.fusedoptim.helpers import SideBySide, make_params
 from tests.optimizer_cases import CASES, OptimizerCase, configuration_id
 
@@ -86,10 +88,10 @@ class TestKept:
         """Which then compiles nothing, unless it is for another instruction set."""
         script = (
             "import torch\n"
-            "from fusedoptim import FusedAdam, _opencl\n"
+            "from fusedoptim import FusedAdam\nfrom fusedoptim.launch import opencl\n"
             "compiled = []\n"
-            "compile_now = _opencl.Driver.compiled\n"
-            "_opencl.Driver.compiled = lambda *a: compiled.append(a) or compile_now(*a)\n"
+            "compile_now = opencl.Driver.compiled\n"
+            "opencl.Driver.compiled = lambda *a: compiled.append(a) or compile_now(*a)\n"
             "p = torch.nn.Parameter(torch.ones(1000))\n"
             "p.grad = torch.linspace(-1, 1, 1000)\n"
             "optimizer = FusedAdam([p], max_grad_norm=1.0)\n"
@@ -164,7 +166,7 @@ class TestKept:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
         for change in ("unlink", "replace", "mkdir"):
-            monkeypatch.setattr(_cache.os, change, refused)
+            monkeypatch.setattr(cache.os, change, refused)
         reads = []
         read = Driver._read
 
@@ -191,7 +193,7 @@ class TestKept:
 
 
 def test_processor_features() -> None:
-    assert " sse4_2 " in _opencl._processor_features()
+    assert " sse4_2 " in opencl._processor_features()
 
 
 def test_driver_says_why(driver: Driver) -> None:
@@ -264,13 +266,13 @@ def test_one_queue_for_all_threads() -> None:
     """By which Lamb's three kernels are ordered, whichever thread built each."""
     script = (
         "import threading, time\n"
-        "from fusedoptim import _opencl\n"
+        "from fusedoptim.launch import opencl\n"
         "from fusedoptim.allocator import queue\n"
-        "devices = _opencl.OpenCL.devices\n"
-        "_opencl.OpenCL.devices = lambda self: time.sleep(0.2) or devices(self)\n"
+        "devices = opencl.OpenCL.devices\n"
+        "opencl.OpenCL.devices = lambda self: time.sleep(0.2) or devices(self)\n"
         "device = queue('cpu').sycl_device\n"
         "found = []\n"
-        "work = lambda: found.append(_opencl.driver_of(device))\n"
+        "work = lambda: found.append(opencl.driver_of(device))\n"
         "threads = [threading.Thread(target=work) for _ in range(4)]\n"
         "for thread in threads: thread.start()\n"
         "for thread in threads: thread.join()\n"
@@ -297,13 +299,13 @@ def test_end_that_is_seen_between_note_and_submission(
     optimizer.step()
     monkeypatch.setattr(Progress, "submit", seen_at_once)
     states = []
-    marks = _bucket.increment_version
+    marks = dense.increment_version
 
     def look(params: Any) -> None:
         states.append(driver.progress.is_idle)
         marks(params)
 
-    monkeypatch.setattr(_bucket, "increment_version", look)
+    monkeypatch.setattr(dense, "increment_version", look)
     optimizer.step()
     assert p.eq(-2).all()
     assert states == [False]
@@ -313,7 +315,7 @@ def test_end_that_is_seen_between_note_and_submission(
 def by_sycl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels are built and launched as on a GPU."""
     kernel_for.cache_clear()
-    monkeypatch.setattr(_launch, "driver_of", lambda device: None)
+    monkeypatch.setattr(cpu, "driver_of", lambda device: None)
     yield
     kernel_for.cache_clear()
 
@@ -341,12 +343,12 @@ def test_by_sycl(case: OptimizerCase, kwargs: dict[str, Any]) -> None:
 
 
 def _launcher(optimizer: Any) -> Any:
-    bucket = optimizer._plans[0].buckets[0]
-    return bucket._pipeline._blocks[0]._launcher
+    (rows,) = optimizer._plan.groups[0].rows
+    return rows._pipeline._blocks[0]._launcher
 
 
 def test_a_device_that_opencl_does_not_have() -> None:
-    assert _opencl._driver("Level-Zero", "Data Center GPU", "1.6") is None
+    assert opencl._driver("Level-Zero", "Data Center GPU", "1.6") is None
 
 
 def test_exit_with_optimizers_alive(place: Path) -> None:

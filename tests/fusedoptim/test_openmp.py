@@ -15,11 +15,12 @@ import torch
 from torch.nn import Parameter
 
 from allocator import queue
-from fusedoptim import FusedSGD, _openmp
-from fusedoptim._opencl import driver_of
-from fusedoptim._openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
-from tests.allocator.interrupts import interrupted
+from fusedoptim import FusedSGD
+from fusedoptim.launch import openmp
+from fusedoptim.launch.opencl import driver_of
+from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
 from tests.fusedoptim.test_interrupts import InterruptAt
+from tests.interrupts import interrupted
 
 SEVEN = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 7)
 
@@ -38,7 +39,7 @@ def long_step(lr: float = 0.5) -> tuple[Parameter, FusedSGD]:
 def test_threads_sleep_meanwhile() -> None:
     script = """
     import os, time, torch
-    from fusedoptim._openmp import put_to_sleep, wake
+    from fusedoptim.launch.openmp import put_to_sleep, wake
     before = set(os.listdir("/proc/self/task"))
     torch.ones(1_000_000).add(1)
     threads = set(os.listdir("/proc/self/task")) - before
@@ -75,7 +76,7 @@ def test_threads_sleep_meanwhile() -> None:
 def test_threads_that_sleep_already_are_left_alone(policy: str) -> None:
     script = """
     import os, time, torch
-    from fusedoptim import _openmp
+    from fusedoptim.launch import openmp
     from tests.fusedoptim.test_openmp import long_step
     before = set(os.listdir("/proc/self/task"))
     torch.ones(1_000_000).add(1)
@@ -91,7 +92,7 @@ def test_threads_that_sleep_already_are_left_alone(policy: str) -> None:
     time.sleep(0.01)
     before = sleeps()
     for _ in range(20):
-        print(_openmp._team.worker.spins())
+        print(openmp._team.worker.spins())
         optimizer.step()
         time.sleep(0.01)
     print("put to sleep" if sleeps() > before else "left alone")
@@ -113,7 +114,7 @@ def test_threads_that_sleep_already_are_left_alone(policy: str) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Or those that sleep by themselves are left alone.
-    monkeypatch.setattr(_openmp._Worker, "spins", lambda worker: True)
+    monkeypatch.setattr(openmp._Worker, "spins", lambda worker: True)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -141,7 +142,7 @@ def test_a_step_while_the_threads_sleep() -> None:
 
 
 def test_refused_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_openmp._Worker, "spins", lambda worker: True)
+    monkeypatch.setattr(openmp._Worker, "spins", lambda worker: True)
     _, optimizer = long_step()
     optimizer.step()
 

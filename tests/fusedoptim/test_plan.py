@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from fusedoptim import FusedAdam, FusedSGD, _bucket
-from fusedoptim._tensors import RUN
+from fusedoptim import FusedAdam, FusedSGD
+from fusedoptim.step import dense
+from fusedoptim.step.unchanged import RUN
 from tests.fusedoptim.helpers import SideBySide, make_params
 from tests.optimizer_cases import ADAM, SGD
 
@@ -116,14 +117,14 @@ def test_memory_swapped_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch)
     p = Parameter(torch.zeros(100))
     optimizer = FusedSGD([p], lr=1.0, momentum=0.5)
     p.grad = torch.ones(100)
-    commit = _bucket.Bucket._commit
+    commit = dense.DenseRows._add_state
 
     def swap(self: Any, *arguments: Any) -> None:
         p.data = torch.full((100,), 7.0)
         commit(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_bucket.Bucket, "_commit", swap)
+        patch.setattr(dense.DenseRows, "_add_state", swap)
         optimizer.step()
     optimizer.step()
     assert p.unique().tolist() == [5.5]

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from fusedoptim._modules import load_module
-from fusedoptim._program import BuildError, build
 from fusedoptim.allocator import queue
+from fusedoptim.launch.modules import load_module
+from fusedoptim.launch.sycl import BuildError, build
 
 
 def test_kernel_of_a_program() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusedoptim._progress import Progress, Unwaited
+from fusedoptim.launch.progress import Progress, Unwaited
 
 
 def test_progress() -> None:

@@ -17,8 +17,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from fusedoptim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedSGD, SplitSGD
-from fusedoptim._sparse_gradient import stable_order
-from fusedoptim._tensors import Candidate, check_candidate
+from fusedoptim.step.checks import check_candidate
+from fusedoptim.step.rule import Candidate
+from fusedoptim.step.sparse_gradient import stable_order
 from tests.fusedoptim.helpers import SideBySide, assert_within, exact_values, widened
 from tests.optimizer_cases import ALL_CASES
 

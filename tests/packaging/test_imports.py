@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -104,3 +106,96 @@ def test_every_package_is_listed_and_typed() -> None:
     assert listed == found
     for name in PACKAGES:
         assert (ROOT / name / "py.typed").exists()
+
+
+REBUILT = ("allocator",)
+"""Packages that keep the rules of the layout."""
+MOST_METHODS = 30
+MOST_LINES = 500
+
+
+def modules(package: str) -> dict[str, Path]:
+    """The modules of a package, by their names."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, known: set[str]) -> set[str]:
+    """The known modules that a module imports, wherever in it: in functions, for type checkers."""
+    found = set()
+    folder = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            start = folder.split(".")[: len(folder.split(".")) - node.level + 1]
+            base = ".".join(
+                [*(start if node.level else []), *([node.module] if node.module else [])]
+            )
+            inner = {f"{base}.{alias.name}" for alias in node.names} & known
+            found |= inner or {base}
+    return (found & known) - {name}
+
+
+def cycles(graph: dict[str, set[str]]) -> Iterator[set[str]]:
+    """The sets of modules that import each other, directly or through others."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reachable = {name: reached(name) for name in graph}
+    done: set[str] = set()
+    for name in graph:
+        if name not in done and name in reachable[name]:
+            cycle = {other for other in reachable[name] if name in reachable[other]}
+            done |= cycle
+            yield cycle
+
+
+@pytest.mark.parametrize("package", REBUILT)
+def test_no_import_cycle_between_folders(package: str) -> None:
+    found = modules(package)
+    graph = {name: imports(name, path, set(found)) for name, path in found.items()}
+    for cycle in cycles(graph):
+        assert len({found[name].parent for name in cycle}) == 1, sorted(cycle)
+
+
+def test_cycles_are_found() -> None:
+    graph = {"a.x": {"b.y"}, "b.y": {"c.z"}, "c.z": {"a.x"}, "d": {"a.x"}, "e": set()}
+    assert list(cycles(graph)) == [{"a.x", "b.y", "c.z"}]
+
+
+@pytest.mark.parametrize("package", REBUILT)
+def test_no_class_and_no_module_is_too_large(package: str) -> None:
+    for name, path in modules(package).items():
+        source = path.read_text()
+        assert len(source.splitlines()) <= MOST_LINES, name
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                assert len(methods) <= MOST_METHODS, f"{name}.{node.name}"
+
+
+@pytest.mark.parametrize("package", REBUILT)
+def test_private_attributes_stay_in_their_module(package: str) -> None:
+    """An attribute with an underscore is used by the module that defines it, or by subclasses."""
+    for name, path in modules(package).items():
+        tree = ast.parse(path.read_text())
+        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        own = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "cls")}
+        own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        for node in attributes:
+            is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+            value = ast.unparse(node.value)
+            if is_private and value not in ("self", "cls"):
+                is_foreign = value.split(".")[0] in ("ctypes", "sys", "torch")
+                assert is_foreign or node.attr in own, f"{name}:{node.lineno} {ast.unparse(node)}"

@@ -305,7 +305,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match="pip install intel-opencl-rt"):
         RawKernel("kernel void without_a_compiler() {}").compile()
     monkeypatch.undo()
-    monkeypatch.setattr("allocator._runtime._installed_file", lambda *names: None)
+    monkeypatch.setattr("allocator.runtime.libraries._installed_file", lambda *names: None)
     with pytest.raises(ImportError, match="pip install intel-opencl-rt"):
         allocator.load_opencl_compiler()
 

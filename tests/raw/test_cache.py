@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fusedoptim import _cache
-from fusedoptim._cache import cached
+from fusedoptim.launch import cache
+from fusedoptim.launch.cache import cached
 from fusedoptim.raw import RawKernel, kernel
 
 PARTS = ("kind", "source")
@@ -107,7 +107,7 @@ def test_a_write_that_fails_leaves_nothing(place: Path, monkeypatch: pytest.Monk
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_cache.os, "replace", full)
+    monkeypatch.setattr(cache.os, "replace", full)
     with pytest.warns(RuntimeWarning, match="No space left"):
         cached(PARTS, Builds())
     assert not list(place.iterdir())
@@ -120,7 +120,7 @@ def test_an_interrupt_after_the_exchange(place: Path, monkeypatch: pytest.Monkey
         exchange(*args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_cache.os, "replace", interrupted)
+    monkeypatch.setattr(cache.os, "replace", interrupted)
     build = Builds()
     with pytest.raises(KeyboardInterrupt):
         cached(PARTS, build)
@@ -129,7 +129,7 @@ def test_an_interrupt_after_the_exchange(place: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_longest_unused_go_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cache, "LIMIT", 3 * 1200)
+    monkeypatch.setattr(cache, "LIMIT", 3 * 1200)
     builds = [Builds(bytes(1000)) for _ in range(4)]
     for i in range(3):
         cached((str(i),), builds[i])
@@ -146,13 +146,13 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/of/mine")
     monkeypatch.delenv("FUSEDOPTIM_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert _cache.folder() == Path("/home/of/mine/.cache/fusedoptim")
+    assert cache.folder() == Path("/home/of/mine/.cache/fusedoptim")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert _cache.folder() == Path("/caches/fusedoptim")
+    assert cache.folder() == Path("/caches/fusedoptim")
     monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", "/kernels")
-    assert _cache.folder() == Path("/kernels")
+    assert cache.folder() == Path("/kernels")
     monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", "")
-    assert _cache.folder() is None
+    assert cache.folder() is None
     build = Builds()
     assert cached(PARTS, build) == cached(PARTS, build) == b"module"
     assert build.count == 2
@@ -250,7 +250,7 @@ class TestOtherUsers:
                 planted.write_bytes(b"of another user")
             return found
 
-        monkeypatch.setattr(_cache.os, "fstat", exchanging)
+        monkeypatch.setattr(cache.os, "fstat", exchanging)
         assert cached(PARTS, Builds()) == b"planted"
 
     def test_new_files_and_folders(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ class TestOtherUsers:
     @as_root
     def test_files_of_root(self, planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Serve every user, such as a cache that an administrator filled."""
-        monkeypatch.setattr(_cache.os, "geteuid", lambda: 4242)
+        monkeypatch.setattr(cache.os, "geteuid", lambda: 4242)
         assert cached(PARTS, Builds()) == b"planted"
 
     @pytest.mark.filterwarnings("error")
@@ -313,6 +313,6 @@ class TestOtherUsers:
         self, default: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As on a file system without modes."""
-        monkeypatch.setattr(_cache.os, "fchmod", lambda *_: None)
+        monkeypatch.setattr(cache.os, "fchmod", lambda *_: None)
         with pytest.warns(RuntimeWarning, match="mode 0775"):
             assert cached(PARTS, Builds()) == b"module"

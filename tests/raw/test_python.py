@@ -16,8 +16,8 @@ import numpy
 import pytest
 import torch
 
-from fusedoptim._modules import load_module
 from fusedoptim.kernels import lamb, sgd
+from fusedoptim.launch.modules import load_module
 from fusedoptim.raw import KernelCompileError, LocalMemory, RawKernel, language
 from fusedoptim.raw._python import arguments, compile_python, identity
 from fusedoptim.raw.language import (

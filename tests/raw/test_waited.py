@@ -16,7 +16,7 @@ import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedSGD, allocator
-from fusedoptim._opencl import Driver, driver_of
+from fusedoptim.launch.opencl import Driver, driver_of
 from fusedoptim.raw import LocalMemory, RawKernel, RawModule, kernel
 from fusedoptim.raw._launch import SyclKernel, in_flight
 
@@ -251,11 +251,11 @@ def test_compiled_once_for_all_processes(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(tmp_path))
     script = """
 import sys, torch
-from fusedoptim import _opencl
+from fusedoptim.launch import opencl
 from fusedoptim.raw import RawKernel
 compiled = []
-compile_now = _opencl.Driver.compiled
-_opencl.Driver.compiled = lambda *a: compiled.append(a) or compile_now(*a)
+compile_now = opencl.Driver.compiled
+opencl.Driver.compiled = lambda *a: compiled.append(a) or compile_now(*a)
 text = 'kernel void f(global int *x) { x[0] += 1; printf("x is %d\\\\n", x[0]); }'
 x = torch.zeros(1, dtype=torch.int32)
 RawKernel(text, options=sys.argv[1:])(1, None, (x,))

@@ -205,7 +205,7 @@ def test_copy_has_what_the_class_keeps_in_the_object(cls: Any) -> None:
 REFUSED: list[tuple[Any, Kwargs, str]] = [
     (Timms, {"caution": True}, r"caution=True: FusedLamb's step does not support it"),
     (Timms, {"corrected_weight_decay": True}, "corrected_weight_decay=True"),
-    (Timms, {"foreach": True}, "foreach=True: .*; leave the option away"),
+    (Timms, {"foreach": True}, "foreach=True: .*; omit the option"),
     (Apexs, {"adam_w_mode": False}, "adam_w_mode=False: .*no L2 penalty; use weight_decay=0"),
     (TorchOptimizers, {"adam": True}, "adam=True: .*has a trust ratio"),
     (TorchOptimizers, {"debias": True}, "debias=True: .*use fusedoptim.FusedLamb"),

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
 from fusedoptim import FusedSGD
-from fusedoptim._optimizer import FusedOptimizer
+from fusedoptim.optimizer import FusedOptimizer
 from tests.fusedoptim.helpers import SideBySide, assert_same_state, make_params, snapshot
 from tests.optimizer_cases import OptimizerCase, configuration_id
 from tests.transforms.helpers import TORCHS, assert_same, converted, each_class

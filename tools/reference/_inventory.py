@@ -10,8 +10,8 @@ from typing import NamedTuple
 import griffe
 
 PACKAGES = ("allocator", "fusedoptim", "transforms")
-# The sources of the package's own kernels: CONTRIBUTING.md describes them.
-_NOT_AN_INTERFACE = ("fusedoptim.kernels",)
+# Modules of our own that users do not import: CONTRIBUTING.md describes them.
+_NOT_AN_INTERFACE = ("fusedoptim.dtypes", "fusedoptim.kernels", "fusedoptim.optimizer")
 _OPTIONS = {
     "warnings": False,  # our own check is more specific
     "returns_multiple_items": False,

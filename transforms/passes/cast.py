@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from fusedoptim._giving_back import is_ours_alone
+from fusedoptim.split.pages import has_sole_owner
 from transforms.inputs.options import DTYPE, Options
 from transforms.passes.fold_batch_norm import CONVOLUTION_KINDS, fold_of
 from transforms.passes.protocol import Job, Pass
@@ -129,7 +129,7 @@ class _Lowered:
     def lower(self) -> None:
         if self.param.dtype != torch.float32 or self.param.is_meta:
             return
-        is_used_up = is_ours_alone(self.param)
+        is_used_up = has_sole_owner(self.param)
         self._grad, self.param.grad = self.param.grad, None
         values = self.param.data
         rounded, self.residue = residues.split(values, self.dtype, is_used_up)

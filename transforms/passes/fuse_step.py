@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from fusedoptim import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
-from fusedoptim._optimizer import FusedOptimizer
-from fusedoptim._tensors import state_dtype
+from fusedoptim.optimizer import FusedOptimizer
+from fusedoptim.step.tensors import state_dtype
 from transforms.inputs.options import FUSE, SPLIT
 from transforms.passes.others_lamb import OthersLamb, lamb_for
 from transforms.passes.protocol import Job, Pass

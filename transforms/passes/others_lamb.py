@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from fusedoptim import FusedLamb
-from fusedoptim._plan import Numbers
-from fusedoptim._steps import Steps
-from fusedoptim._tensors import Group
+from fusedoptim.step.rule import Numbers
+from fusedoptim.step.step_counts import Steps
+from fusedoptim.step.tensors import Group
 
 _STEP = "step"
 
@@ -58,8 +58,8 @@ class OthersLamb(FusedLamb):
     def _numbers(self, group: Group) -> Numbers:
         return super()._numbers(self._options(group))
 
-    def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
-        return super()._row_numbers(self._options(group), steps)
+    def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
+        return super()._row_numbers(self._options(group), numbers, steps)
 
     def give_back_steps(self) -> None:
         """Convert the step counts to the form of the plain class."""
@@ -75,14 +75,13 @@ class _CountingByGroup(OthersLamb):
     def _first_count(self) -> Any:
         raise NotImplementedError
 
-    def _launch_all(self, *args: Any) -> None:
+    def _before_launch(self) -> None:
         for group in self.param_groups:
             group.setdefault(_STEP, self._first_count())
             group[_STEP] += 1
-        super()._launch_all(*args)
 
-    def _row_numbers(self, group: Group, steps: Steps) -> dict[str, Steps]:
-        return super()._row_numbers(group, np.float64(group[_STEP]))
+    def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
+        return super()._row_numbers(group, numbers, np.float64(group[_STEP]))
 
     def _unsaved_state(self) -> set[str]:
         return super()._unsaved_state() | {_STEP}  # for each parameter; the plain class has none

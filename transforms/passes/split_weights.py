@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fusedoptim._optimizer import FusedOptimizer
-from fusedoptim._split import Halves
-from fusedoptim._tensors import has_shared_elements
+from fusedoptim.optimizer import FusedOptimizer
+from fusedoptim.split.halves import Halves
+from fusedoptim.step.tensors import has_shared_elements
 from transforms.inputs.options import SPLIT
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry

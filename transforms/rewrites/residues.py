@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedoptim._giving_back import CHUNK, give_back
+from fusedoptim.split.pages import CHUNK, release_pages
 
 _MOST = torch.iinfo(torch.int16).max
 
@@ -72,7 +72,7 @@ def split(values: Tensor, dtype: torch.dtype, is_used_up: bool = False) -> tuple
             originals.append(exact[where])
             done += 1
             if is_used_up:
-                give_back(exact)
+                release_pages(exact)
     except BaseException:  # for example KeyboardInterrupt
         for (exact, low, difference), where, original in zip(pieces[:done], exceptions, originals):
             exact.view(torch.int32).copy_(low.float().view(torch.int32) + difference)

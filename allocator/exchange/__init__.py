@@ -1,0 +1,1 @@
+"""What a pool hands out, and how other libraries take it: tensors, arrays, DLPack."""

@@ -1,0 +1,121 @@
+"""The buffer protocol for classes written in Python.
+
+From Python 3.12 on a class may define ``__buffer__``. Before, only a C type has a buffer, so one is
+made here with CPython's public ``PyType_FromSpec``; its only slot is a ctypes function. That
+function cannot report an error's text: objects that never have a buffer should not have this base
+class, and a refused request is a ``SystemError`` there.
+
+The buffer belongs to a numpy array, which numpy releases in C: a Python function might run with an
+exception pending, and ctypes would clear that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any, Protocol
+
+from allocator.exchange.dlpack import View
+
+
+class Readable(Protocol):
+    """Memory that Python can read."""
+
+    address: int
+    is_read_only: bool
+    views: int
+
+    @property
+    def readable_bytes(self) -> int:
+        """Bytes that a buffer may have."""
+
+
+class Lender(Readable, Protocol):
+    """Memory of another library."""
+
+    nbytes: int
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack's device type and id."""
+
+    def capsule(self, view: View, versioned: bool, flags: int) -> Any:
+        """A capsule that describes a view of the memory."""
+
+
+class _Reader:
+    """Keeps memory alive while a numpy array reads it, and counts as one of its views."""
+
+    __slots__ = ("__array_interface__", "_memory")
+
+    def __init__(self, memory: Readable) -> None:
+        memory.views += 1
+        self._memory = memory
+        self.__array_interface__ = {
+            # numpy 1 accepts no NULL, not even for zero bytes.
+            "data": (memory.address or id(self), memory.is_read_only),
+            "shape": (memory.readable_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        self._memory.views -= 1
+
+
+def bytes_of(memory: Readable) -> Any:
+    """A numpy array of the bytes, which keeps the memory alive."""
+    import numpy as np
+
+    return np.asarray(_Reader(memory))
+
+
+if sys.version_info >= (3, 12):
+
+    class Buffered:
+        """Base class of objects whose buffer is that of their ``_buffer()``."""
+
+        __slots__ = ()
+
+        def __buffer__(self, flags: int) -> memoryview:
+            return memoryview(self._buffer())  # type: ignore[attr-defined]  # the other base's
+
+else:
+
+    class _Slot(ctypes.Structure):
+        _fields_ = (("slot", ctypes.c_int), ("function", ctypes.c_void_p))
+
+    class _Spec(ctypes.Structure):
+        _fields_ = (
+            ("name", ctypes.c_char_p),
+            ("basicsize", ctypes.c_int),
+            ("itemsize", ctypes.c_int),
+            ("flags", ctypes.c_uint),
+            ("slots", ctypes.POINTER(_Slot)),
+        )
+
+    _GETBUFFER = 1  # Py_bf_getbuffer of CPython's typeslots.h
+    _BASETYPE = 1 << 10  # Py_TPFLAGS_BASETYPE
+
+    _api = ctypes.pythonapi
+    _int, _pointer, _object = ctypes.c_int, ctypes.c_void_p, ctypes.py_object
+    _forward = ctypes.PYFUNCTYPE(_int, _object, _pointer, _int)(("PyObject_GetBuffer", _api))
+    _make_type = ctypes.PYFUNCTYPE(_object, ctypes.POINTER(_Spec))(("PyType_FromSpec", _api))
+
+    def _get_buffer(self: Any, view: int, flags: int) -> int:
+        # An exception that left this function would be printed, and the result undefined.
+        try:
+            return int(_forward(self._buffer(), view, flags))
+        except BaseException:
+            return -1
+
+    def _type_with_buffer(name: bytes) -> Any:
+        getter = ctypes.PYFUNCTYPE(_int, _object, _pointer, _int)(_get_buffer)
+        slots = (_Slot * 2)(_Slot(_GETBUFFER, ctypes.cast(getter, _pointer)))
+        spec = _Spec(name, object.__basicsize__, 0, _BASETYPE, slots)
+        made = _make_type(ctypes.byref(spec))
+        # The type may outlive this module, so everything that it points to must too.
+        for part in (getter, name, made):
+            _api.Py_IncRef(_object(part))
+        return made
+
+    Buffered: Any = _type_with_buffer(b"allocator.exchange.buffers.Buffered")

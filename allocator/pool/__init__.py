@@ -1,0 +1,1 @@
+"""The pool: blocks, where they come from, and who gets them."""

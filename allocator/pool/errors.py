@@ -1,0 +1,91 @@
+"""The error of an allocation that finds no room, and the report of errors that nobody catches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from allocator.pool.sizes import size_text
+
+
+class Site(NamedTuple):
+    """A place in the program, and the memory that it holds."""
+
+    where: str
+    """file:line(function), if recorded."""
+    nbytes: int
+    blocks: int
+
+
+class OutOfMemoryError(MemoryError):
+    """The device or a limit has no room for an allocation; the pool stays usable.
+
+    All figures of the message are attributes too.
+    """
+
+    def __init__(
+        self,
+        requested: int,
+        *,
+        pool: str,
+        live: int,
+        reserved: int,
+        limit: int | None,
+        largest_free: int,
+        fragmentation: float,
+        sites: Sequence[Site] = (),
+        reason: str = "",
+    ) -> None:
+        self.requested = requested
+        """bytes asked for."""
+        self.pool = pool
+        """the pool's name."""
+        self.live = live
+        """bytes in use."""
+        self.reserved = reserved
+        """bytes taken from the driver."""
+        self.limit = limit
+        """most bytes to take from the driver, or None."""
+        self.largest_free = largest_free
+        """bytes of the largest free block."""
+        self.fragmentation = fragmentation
+        """1 - largest_free / free bytes; 0 if nothing is free."""
+        self.sites = list(sites)
+        """places in the program that hold the most, largest first."""
+        self.reason = reason
+        """explanation of the driver or the limit."""
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        free = self.reserved - self.live
+        limit = "none" if self.limit is None else size_text(self.limit)
+        reason = f": {self.reason}" if self.reason else ""
+        lines = [f"{self.pool} has no room for {size_text(self.requested)}{reason}"]
+        lines.append(
+            f"  live {size_text(self.live)}, reserved {size_text(self.reserved)}, limit {limit}, "
+            f"free {size_text(free)}, the largest block {size_text(self.largest_free)} "
+            f"(fragmentation {self.fragmentation:.2f})"
+        )
+        if self.sites:
+            lines.append("  most is held by:")
+            lines += [f"    {size_text(s.nbytes)} in {s.blocks}: {s.where}" for s in self.sites]
+        lines.append("  cure: release tensors that are no longer needed, or raise the limit")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        facts = dict(vars(self))
+        requested = facts.pop("requested")
+        return _restored, (requested, facts)
+
+
+def report(error: BaseException, message: str, source: Any = None) -> None:
+    """Pass an error that nobody can catch to ``sys.unraisablehook``."""
+    # Python's default hook accepts only its own type, which has no public name.
+    kinds: list[Any] = tuple.__subclasses__()
+    (kind,) = (kind for kind in kinds if kind.__name__ == "UnraisableHookArgs")
+    sys.unraisablehook(kind((type(error), error, error.__traceback__, message, source)))
+
+
+def _restored(requested: int, facts: dict[str, Any]) -> OutOfMemoryError:
+    return OutOfMemoryError(requested, **facts)

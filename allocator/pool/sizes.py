@@ -1,0 +1,173 @@
+"""Numbers of bytes, and shapes, as people write them."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes with a unit.
+
+    Example:
+        >>> size_text(1536), size_text(3 << 30)
+        ('1.5 KiB', '3 GiB')
+    """
+    unit = 0
+    while abs(nbytes) >= 1024 and unit < len(_UNITS) - 1:
+        nbytes /= 1024
+        unit += 1
+    return f"{nbytes:.1f}".removesuffix(".0") + f" {_UNITS[unit]}"
+
+
+def parse_size(size: int | str, argument: str) -> int:
+    """Bytes of a size such as 4096, "64MiB" or "2 GB".
+
+    Raises:
+        TypeError: it is neither a number of bytes nor text.
+        ValueError: it is negative or NaN, or the text is not a size.
+
+    Example:
+        >>> parse_size("64MiB", "limit")
+        67108864
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+        if match is None:
+            raise ValueError(f"{argument}={size!r} is not a size; write it as 4096 or '64MiB'")
+        power = " KMGT".index(match[2].upper() or " ")
+        base = 1024 if match[3] or not match[2] else 1000
+        whole, _, decimals = match[1].partition(".")
+        return int(int(whole + decimals) * base**power // 10 ** len(decimals))
+    if size != size:
+        raise ValueError(f"{argument}={size!r} is not a size; write it as 4096 or '64MiB'")
+    if isinstance(size, bool):
+        raise TypeError(f"{argument}={size!r} is not a size; write it as 4096 or '64MiB'")
+    try:
+        nbytes = operator.index(size)
+    except TypeError:
+        raise TypeError(f"{argument}={size!r} is not a size; write it as 4096 or '64MiB'") from None
+    if nbytes < 0:
+        raise ValueError(f"{argument}={size!r} is negative; give 0 or more")
+    return nbytes
+
+
+MOST_DIMS = 64  # of numpy and torch
+_MOST_BYTES = 2**63 - 1
+
+
+def are_integers(shape: Any) -> bool:
+    """Whether ``shape`` is a tuple of Python integers, without booleans and floats."""
+    if shape.__class__ is not tuple:
+        return False
+    for n in shape:  # noqa: SIM110 - all() over a generator is much slower
+        if n.__class__ is not int:
+            return False
+    return True
+
+
+def as_integer(value: Any, argument: str) -> int:
+    """An argument as an integer.
+
+    Raises:
+        TypeError: it is not an integer.
+    """
+    return _integer(value, argument, value)
+
+
+def as_nbytes(nbytes: Any) -> int:
+    """A number of bytes as an integer.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is negative or passes 2^63 - 1.
+    """
+    size = _integer(nbytes, "nbytes", nbytes)
+    if not 0 <= size <= _MOST_BYTES:
+        raise ValueError(f"nbytes={nbytes!r} is not in [0, 2^63 - 1]")
+    return size
+
+
+def as_shape(shape: Any) -> tuple[int, ...]:
+    """A shape given as one integer or as a sequence of them.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: a dimension is negative, there are more than 64, or the number of elements
+            passes 2^63 - 1 (torch would abort the process).
+    """
+    dims = shape if isinstance(shape, Iterable) and not isinstance(shape, str | bytes) else (shape,)
+    sizes = tuple(_integer(n, "shape", shape) for n in dims)
+    if len(sizes) > MOST_DIMS:
+        raise ValueError(f"shape has {len(sizes)} dimensions; {MOST_DIMS} are the most")
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"shape={shape!r} has a negative dimension; give 0 or more")
+    if math.prod(max(n, 1) for n in sizes) > _MOST_BYTES:
+        raise ValueError(f"shape={shape!r} has more than 2^63 - 1 elements")
+    return sizes
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements of a C-contiguous array of ``shape``."""
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 1, 0, -1):
+        strides[i - 1] = strides[i] * max(shape[i], 1)
+    return tuple(strides)
+
+
+def as_strides(strides: Any, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements, checked to give every element its own memory.
+
+    Raises:
+        TypeError: they are not integers.
+        ValueError: their number differs from that of the dimensions, one is negative (torch would
+            abort the process), or two elements would share memory.
+    """
+    if not isinstance(strides, Iterable):
+        raise TypeError(f"strides={strides!r} is not a sequence of integers")
+    steps = tuple(_integer(n, "strides", strides) for n in strides)
+    if len(steps) != len(shape):
+        raise ValueError(f"strides={strides!r} has {len(steps)} entries for shape={tuple(shape)}")
+    if min(steps, default=0) < 0:
+        raise ValueError(f"strides={strides!r} has a negative entry; make a flipped copy instead")
+    if max(steps, default=0) > _MOST_BYTES:
+        raise ValueError(f"strides={strides!r} has an entry of more than 2^63 - 1")
+    reach = 1  # extent of the dimensions with smaller strides, in elements
+    for step, size in sorted(zip(steps, shape)):
+        if size > 1 and 0 not in shape:
+            if step < reach:
+                raise ValueError(f"strides={strides!r} lets elements of {tuple(shape)} overlap")
+            reach = step * (size - 1) + reach
+    return steps
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Number of elements from an array's first to its last in memory."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, strides))
+
+
+def checked_nbytes(nbytes: int, shape: Sequence[int]) -> int:
+    """``nbytes``, checked to fit into an address.
+
+    Raises:
+        ValueError: it passes 2^63 - 1.
+    """
+    if nbytes > _MOST_BYTES:
+        raise ValueError(f"shape={tuple(shape)} takes {nbytes} bytes, more than 2^63 - 1")
+    return nbytes
+
+
+def _integer(value: Any, argument: str, whole: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{argument}={whole!r}: {value!r} is not an integer")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{argument}={whole!r}: {value!r} is not an integer") from None

@@ -1,0 +1,71 @@
+"""Segments from the driver, up to a limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allocator.pool.sizes import parse_size, size_text
+from allocator.runtime.driver import Driver
+
+
+class Source:
+    """Gives segments to a pool's heaps, and counts what they hold."""
+
+    def __init__(self, driver: Driver, limit: int | None) -> None:
+        self.driver = driver
+        self.limit = limit
+        """bytes that may be held at once, or None."""
+        self.reserved = 0
+        """bytes held."""
+        self.refusal = ""
+        """why the last request failed."""
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether more is held than a limit that was lowered allows."""
+        return self.limit is not None and self.reserved > self.limit
+
+    def allocate(self, nbytes: int) -> tuple[int, Any]:
+        """The address of new memory, and the handle that returns it.
+
+        Raises:
+            MemoryError: the limit or the driver refuses.
+        """
+        self.check(nbytes)
+        try:
+            address, memory = self.driver.allocate(nbytes)
+        except MemoryError as error:
+            self.refusal = str(error)
+            raise
+        self.reserved += nbytes
+        return address, (memory, nbytes)
+
+    def check(self, nbytes: int) -> None:
+        """Raise MemoryError if this many bytes more would pass the limit."""
+        if self.limit is not None and self.reserved + nbytes > self.limit:
+            self.refusal = f"the limit of {size_text(self.limit)}"
+            raise MemoryError(self.refusal)
+
+    def release(self, handle: Any) -> None:
+        """Return the memory of ``handle`` to the driver."""
+        memory, nbytes = handle
+        self.reserved -= nbytes
+        self.driver.release(memory)
+
+
+def limit_of(limit: int | str | None, fraction: float | None, capacity: int) -> int | None:
+    """A limit in bytes, given as such or as a fraction of a device's capacity.
+
+    Raises:
+        TypeError: one of them has another type.
+        ValueError: both are given, or one is out of range.
+    """
+    if limit is not None and fraction is not None:
+        raise ValueError(f"limit={limit!r} and fraction={fraction!r} exclude each other")
+    if fraction is not None:
+        if not isinstance(fraction, float | int) or isinstance(fraction, bool):
+            raise TypeError(f"fraction={fraction!r} is not a number")
+        if not 0 < fraction <= 1:
+            raise ValueError(f"fraction={fraction!r} is not in (0, 1]")
+        return int(fraction * capacity)
+    return None if limit is None else parse_size(limit, "limit")

@@ -1,0 +1,326 @@
+"""A pool's block records: what is free, what is in use, and what came from the driver.
+
+Used by one thread at a time; the pool's lock sees to that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from allocator.pool.allocation import Allocation
+from allocator.pool.blocks import GRAIN, Block, Heap, Rules, Segment
+from allocator.pool.counters import Split, Tally
+from allocator.pool.source import Source
+from allocator.runtime.libraries import load_dpctl
+
+_PAGE = 4096
+ROUNDING = GRAIN
+STAGGERED = 1 << 20
+"""Larger allocations start at different offsets within their pages."""
+
+
+def rounded(nbytes: int) -> int:
+    """``nbytes``, rounded up to a multiple of 512."""
+    return -(-nbytes // ROUNDING) * ROUNDING
+
+
+class Store:
+    """Heaps of blocks, one for each queue, over one source of segments."""
+
+    origin: int | None = None
+    """the address that stable offsets are counted from; None if offsets are not stable."""
+
+    def __init__(self, source: Source, rules: Rules) -> None:
+        self.source = source
+        self.rules = rules
+        self.heaps: dict[Any, Heap] = {None: Heap(source, rules)}
+        """by queue; the first, None, is the pool's own."""
+        self.tally = Tally()
+        """the counters."""
+        self.in_use: dict[int, Allocation] = {}
+        """by address."""
+        self.holders: set[Allocation] = set()
+        """those of open reservations."""
+        self.margin = 0
+        """unused bytes before and after each allocation, a multiple of 512."""
+        self.leaving: Callable[[Allocation], Iterable[Allocation]] = _itself
+        """which blocks become free when an allocation ends: its own, or none if it is kept."""
+        self.is_closed = False
+        """whether nothing is cached any more."""
+        self.awaiting: list[tuple[Allocation, list[Any]]] = []
+        """released allocations, and the events of other queues that still use them."""
+        self._stagger = 0
+        self._segments: dict[tuple[Any, int], Segment] = {}
+        self._calls = 0
+
+    def heap_of(self, queue: Any) -> Heap:
+        """The heap of a queue's memory."""
+        if queue not in self.heaps:
+            self.heaps[queue] = Heap(self.source, self.rules, len(self.heaps))
+        return self.heaps[queue]
+
+    def room_for(self, nbytes: int, alignment: int) -> int:
+        """The size of the block for a request."""
+        # A kernel that reads one array and writes another is slow if both have the same address
+        # modulo the page size, so large allocations start at different offsets. All get the same
+        # room, so that their blocks are interchangeable. See docs/design/staggered-addresses.md.
+        stagger = _PAGE - ROUNDING if _is_staggered(nbytes, alignment) else 0
+        return self.bare_room_for(nbytes, alignment) + stagger
+
+    def bare_room_for(self, nbytes: int, alignment: int) -> int:
+        """The same for an allocation that is not staggered."""
+        return self._front(alignment) + nbytes + self.margin
+
+    def fits(self, nbytes: int, alignment: int, queue: Any) -> bool:
+        """Whether a free block is large enough."""
+        return self.heap_of(queue).fits(self.room_for(nbytes, alignment), alignment)
+
+    def take(self, pool: Any, nbytes: int, alignment: int, queue: Any) -> Allocation:
+        """Allocate a block.
+
+        Raises:
+            MemoryError: there is none, and the source gives no more.
+        """
+        heap = self.heap_of(queue)
+        misses = heap.misses
+        block = heap.allocate(self.room_for(nbytes, alignment), alignment)
+        self.tally.misses += heap.misses - misses
+        stagger = 0
+        if _is_staggered(nbytes, alignment):
+            stagger = self._stagger = (self._stagger + ROUNDING) % _PAGE
+        return self.adopt(pool, block, block.address + stagger, nbytes, alignment, heap)
+
+    def adopt(
+        self, pool: Any, block: Block, start: int, nbytes: int, alignment: int, heap: Heap
+    ) -> Allocation:
+        """An allocation in a block of the heap, behind the margin that begins at ``start``."""
+        allocation = Allocation(pool, start + self._front(alignment), nbytes, self.in_use)
+        allocation.heap, allocation.block = heap, block
+        block.tag = allocation
+        self.in_use[allocation.address] = allocation
+        self.tally.allocated(block.size, nbytes, block.segment.is_small)
+        block.segment.idle_since = None
+        return allocation
+
+    def hold(self, holder: Allocation) -> None:
+        """Find a block for ``holder``, which the counters leave out.
+
+        Raises:
+            MemoryError: there is none, and the source gives no more.
+        """
+        heap = self.heap_of(None)
+        self.holders.add(holder)
+        block = heap.allocate(holder.nbytes)
+        holder.heap, holder.block, holder.address = heap, block, block.address
+        block.tag = holder
+        block.segment.idle_since = None
+
+    def take_alone(self, pool: Any, nbytes: int, alignment: int) -> Allocation:
+        """Memory directly from the source, without touching the heaps, which are being changed."""
+        room = rounded(nbytes + alignment + 2 * self.margin)
+        address, handle = self.source.allocate(room)
+        start = -(-(address + self.margin) // alignment) * alignment
+        allocation = Allocation(pool, start, nbytes, self.in_use)
+        allocation.handle = handle
+        self.in_use[allocation.address] = allocation
+        self.tally.misses += 1
+        self.tally.grew(room, False)
+        self.tally.allocated(allocation.size, nbytes, False)
+        return allocation
+
+    # The methods below may be repeated after an interrupt, wherever it stopped them.
+
+    def take_back(self, allocation: Allocation) -> None:
+        """End an allocation; its block becomes free once no other queue uses it."""
+        if allocation.pool is None:  # it was being cached
+            self.free_cached(allocation)
+        elif self.in_use.get(allocation.address) is allocation:
+            if allocation.queues:
+                # First: without the barriers, or in no record for a moment, the block would be
+                # allocated again while a queue uses it.
+                events = [queue.submit_barrier() for queue in allocation.queues]
+                self.awaiting.append((allocation, events))
+            self._strike(allocation)
+            self.tally.released(allocation.size, allocation.nbytes, allocation.is_small)
+            if not allocation.queues:
+                self.make_free(self.leaving(allocation))
+
+    def make_free(self, allocations: Iterable[Allocation]) -> None:
+        """Free the blocks of ended allocations."""
+        for allocation in allocations:
+            self._make_free(allocation)
+
+    def take_back_finished(self) -> None:
+        """Free the blocks that other queues have finished with."""
+        for waiting in list(self.awaiting):
+            allocation, events = waiting
+            if all(_is_complete(event) for event in events):
+                self.awaiting.remove(waiting)
+                self._make_free(allocation)
+
+    def cache(self, allocation: Allocation) -> None:
+        """Count the allocation as free, but leave its block allocated."""
+        allocation.pool = None  # which may be freed together with its cached tensors
+        self._count_as_free(allocation)
+
+    def uncache(self, pool: Any, allocation: Allocation) -> None:
+        """Count a cached allocation as in use again."""
+        allocation.pool = pool
+        self.in_use[allocation.address] = allocation
+        self.tally.allocated(allocation.size, allocation.nbytes, allocation.is_small)
+
+    def free_cached(self, allocation: Allocation) -> None:
+        """Free the block of a cached allocation."""
+        self._count_as_free(allocation)  # if an interrupt stopped cache()
+        self._free_block(allocation)
+
+    def trim(self, target: int) -> int:
+        """Return free segments to the driver until the source holds at most ``target`` bytes."""
+        given_back = 0
+        for heap in self.heaps.values():
+            given_back += heap.trim(max(target - (self.source.reserved - heap.reserved), 0))
+        return given_back
+
+    def changed_segments(self) -> tuple[list[Segment], list[Segment]]:
+        """The segments that went and that came since the last call; the counters follow."""
+        calls = sum(heap.upstream_calls for heap in self.heaps.values())
+        if calls == self._calls:
+            return [], []
+        self._calls = calls
+        before, now = self._segments, self._segments_now()
+        self._segments = now
+        gone = [before[key] for key in before if key not in now]
+        come = [now[key] for key in now if key not in before]
+        for segment in gone:
+            self.tally.shrank(segment.size, segment.is_small)
+        for segment in come:
+            self.tally.grew(segment.size, segment.is_small)
+        return gone, come
+
+    def _segments_now(self) -> dict[tuple[Any, int], Segment]:
+        return {
+            (queue, segment.ordinal): segment
+            for queue, heap in self.heaps.items()
+            for segment in heap.segments
+        }
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of free blocks."""
+        return sum(heap.reserved - heap.live for heap in self.heaps.values())
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the largest free block."""
+        return max((heap.largest_free for heap in self.heaps.values()), default=0)
+
+    @property
+    def fragmentation(self) -> float:
+        """1 - the largest free block's share of all free bytes; 0 if nothing is free."""
+        free = self.free_bytes
+        return 1 - self.largest_free / free if free else 0.0
+
+    def recover(self, kept: Collection[int], quarantined: Collection[Allocation] = ()) -> None:
+        """Restore consistent records after an asynchronous exception.
+
+        Args:
+            kept: ids of allocations that may have ended but keep their blocks.
+            quarantined: ended allocations whose blocks must not be allocated yet.
+        """
+        for awaited, _ in self.awaiting:
+            self._strike(awaited)
+        kept = {*kept, *map(id, quarantined), *map(id, self.holders)}
+        for heap in self.heaps.values():
+            heap.repair()
+            for block in list(heap.blocks()):
+                if not block.is_free and self._is_lost(block.tag, kept):
+                    heap.free(block)
+        # A segment that was on its way from or to the driver is not held any more.
+        given = list(self.in_use.values())
+        active = [*given, *(awaited for awaited, _ in self.awaiting), *quarantined]
+        alone = [allocation.handle[1] for allocation in active if allocation.block is None]
+        self.source.reserved = sum(alone) + sum(heap.reserved for heap in self.heaps.values())
+        self._segments = self._segments_now()
+        room = {False: Split(len(alone), sum(alone)), True: Split(0, 0)}
+        for segment in self._segments.values():
+            blocks, nbytes = room[segment.is_small]
+            room[segment.is_small] = Split(blocks + 1, nbytes + segment.size)
+        self.tally.recount(given, active, room)
+
+    def at(self, address: int) -> Allocation | None:
+        """The allocation in use that contains an address."""
+        allocation = self.in_use.get(address)
+        if allocation is not None:
+            return allocation
+        for each in list(self.in_use.values()):
+            if each.address <= address < each.address + each.nbytes:
+                return each
+        return None
+
+    def unclaimed(self) -> list[Allocation]:
+        """Allocations that no caller holds: an asynchronous exception arrived before one did."""
+        return [
+            allocation
+            for allocation, count in _referenced(self.in_use)
+            if count == _ONCE + (allocation.block is not None)  # the block's tag
+        ]
+
+    def _is_lost(self, allocation: Allocation | None, kept: Collection[int]) -> bool:
+        """Whether a block never reached its caller, or was being released."""
+        if allocation is None:
+            return True
+        is_awaited = any(allocation is awaited for awaited, _ in self.awaiting)
+        return not (allocation.is_in_use or is_awaited or id(allocation) in kept)
+
+    def _strike(self, allocation: Allocation) -> bool:
+        """Take an allocation off the records in use; False if it was not there."""
+        was_in_use = self.in_use.get(allocation.address) is allocation
+        if was_in_use:
+            del self.in_use[allocation.address]
+        return was_in_use
+
+    def _count_as_free(self, allocation: Allocation) -> None:
+        if self._strike(allocation):
+            size, is_small = allocation.size, allocation.is_small
+            self.tally.released(size, allocation.nbytes, is_small)
+            self.tally.freed(size, is_small)
+
+    def _front(self, alignment: int) -> int:
+        """Bytes of the margin before an allocation, which keep its alignment."""
+        return -(-self.margin // alignment) * alignment
+
+    def _make_free(self, allocation: Allocation) -> None:
+        self.tally.freed(allocation.size, allocation.is_small)
+        if allocation.block is not None:
+            self._free_block(allocation)
+            return
+        _, room = allocation.handle
+        self.source.release(allocation.handle)
+        self.tally.shrank(room, False)
+
+    def _free_block(self, allocation: Allocation) -> None:
+        heap, block = allocation.heap, allocation.block
+        if heap is not None and block is not None and block.tag is allocation:
+            heap.free(block)
+
+
+def _referenced(held: dict[int, Any]) -> list[tuple[Any, int]]:
+    """The values of a dict, and how often each is referred to."""
+    return [(value, sys.getrefcount(value)) for value in list(held.values())]
+
+
+_ONCE = _referenced({0: object()})[0][1]
+
+
+def _is_staggered(nbytes: int, alignment: int) -> bool:
+    return nbytes > STAGGERED and alignment <= ROUNDING
+
+
+def _itself(allocation: Allocation) -> tuple[Allocation, ...]:
+    return (allocation,)
+
+
+def _is_complete(event: Any) -> bool:
+    return bool(event.execution_status == load_dpctl().event_status_type.complete)

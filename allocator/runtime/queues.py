@@ -1,0 +1,163 @@
+"""One SYCL queue for each device, made on demand and kept."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from typing import Any
+
+from allocator.runtime.fork import check_not_forked, note_driver_runs
+from allocator.runtime.isa import DRIVER_VARIABLE, VARIABLE, check_isa
+from allocator.runtime.libraries import cpu_driver, cpu_driver_registered, load_dpctl
+from allocator.runtime.maps import loaded_files
+
+_lock = threading.RLock()  # a finalizer or signal handler may ask in the middle of a call
+_queues: dict[str, Any] = {}
+_borrowed: dict[int, Any] = {}
+
+# Environment variables that select drivers and devices.
+_LIMITS = ("ONEAPI_DEVICE_SELECTOR", "OCL_ICD_FILENAMES", "SYCL_DEVICE_ALLOWLIST")
+_INSTALL_HINT = {
+    "cpu": "pip install intel-opencl-rt",
+    "gpu": "install Intel's GPU driver (on Debian and Ubuntu: apt install intel-opencl-icd)",
+}
+
+
+class DeviceNotFoundError(RuntimeError):
+    """No SYCL driver serves the requested device."""
+
+
+def queue(device: str = "cpu") -> Any:
+    """The in-order SYCL queue of ``device``, the same object at every call.
+
+    Args:
+        device: a SYCL filter string such as "cpu", "gpu" or "level_zero:gpu:1". If several drivers
+            serve the "cpu", Intel's is used.
+
+    Returns:
+        a ``dpctl.SyclQueue``.
+
+    Raises:
+        DeviceNotFoundError: no driver serves the device; the message says what to install.
+        RuntimeError: this process was forked from one that already used a device, or
+            FUSEDOPTIM_ISA was set after the CPU driver had started.
+        ValueError: FUSEDOPTIM_ISA names a level that this machine lacks.
+
+    Example:
+        >>> queue("cpu") is queue("cpu")
+        True
+    """
+    check_not_forked()
+    with _lock:
+        if device not in _queues:
+            _queues[device] = _new_queue(device)
+            note_driver_runs()
+        found = _queues[device]
+    check_isa(found.sycl_device)
+    return found
+
+
+def borrowed_queue(address: int) -> Any:
+    """A ``dpctl.SyclQueue`` for a queue that another library owns.
+
+    Args:
+        address: address of its ``sycl::queue``, as in ``torch.xpu.current_stream().sycl_queue``.
+
+    Returns:
+        a ``dpctl.SyclQueue`` that submits to the same queue; the same object for the same address.
+
+    Raises:
+        RuntimeError: the process has loaded SYCL runtimes of two major versions, which cannot share
+            queues; or it was forked from one that already used a device.
+
+    Example:
+        >>> own = queue("cpu")
+        >>> borrowed_queue(own.addressof_ref()).sycl_device == own.sycl_device
+        True
+    """
+    check_not_forked()
+    with _lock:
+        if address not in _borrowed:
+            dpctl = load_dpctl()
+            _check_one_sycl_runtime()
+            new_capsule = ctypes.pythonapi.PyCapsule_New
+            new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+            new_capsule.restype = ctypes.py_object
+            # dpctl copies the queue, then renames the capsule; the name must outlive both.
+            note_driver_runs()
+            _borrowed[address] = dpctl.SyclQueue(new_capsule(address, b"SyclQueueRef", None))
+        return _borrowed[address]
+
+
+def _new_queue(device: str) -> Any:
+    dpctl = load_dpctl()
+    limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
+    with cpu_driver_registered():
+        try:
+            found = _found(device)
+        except (ValueError, dpctl.SyclDeviceCreationError) as error:
+            present = ", ".join(d.filter_string for d in dpctl.get_devices()) or "none"
+            raise DeviceNotFoundError(
+                f"no SYCL driver serves the device {device!r} (devices found: {present}); "
+                f"{_cure(device, limits)}"
+            ) from error
+        try:
+            return dpctl.SyclQueue(found, property="in_order")
+        except dpctl.SyclQueueCreationError as error:
+            target = os.environ.get(DRIVER_VARIABLE)
+            if target is None or not found.is_cpu:
+                raise
+            raise DeviceNotFoundError(
+                f"the CPU driver refuses to start with {DRIVER_VARIABLE}={target!r}; unset it, or "
+                f"use {VARIABLE}, which names the levels that it has"
+            ) from error
+
+
+def _cure(device: str, limits: list[str]) -> str:
+    """The advice for a device that was not found; ``limits`` are variables that may hide it."""
+    hint = _INSTALL_HINT["gpu" if "gpu" in device else "cpu"]
+    if limits:
+        return f"unset {' and '.join(limits)}, which may hide it, or {hint}"
+    is_loaded = any(os.path.basename(p).startswith("libintelocl.so") for p in loaded_files())
+    if device == "cpu" and cpu_driver() is not None and not is_loaded:
+        return (
+            "intel-opencl-rt is installed, but something had OpenCL look for drivers before this "
+            "package could name it; restart Python, and call allocator.queue() before dpctl is "
+            "asked for devices"
+        )
+    return hint
+
+
+def _found(device: str) -> Any:
+    """The device of a filter string; of several CPU drivers Intel's.
+
+    SYCL may rank another OpenCL driver of the system higher, such as PoCL, which does not build the
+    kernels.
+    """
+    dpctl = load_dpctl()
+    found = dpctl.SyclDevice(device)
+    if device == "cpu":
+        drivers = dpctl.get_devices(device_type="cpu")
+        intels = [other for other in drivers if "Intel" in other.sycl_platform.name]
+        return next(iter(intels), found)
+    return found
+
+
+def _check_one_sycl_runtime() -> None:
+    names = map(os.path.basename, loaded_files())
+    majors = sorted({name.split(".")[2] for name in names if name.startswith("libsycl.so.")})
+    if len(majors) > 1:
+        raise RuntimeError(
+            "torch and dpctl brought SYCL runtimes of different major versions "
+            f"({', '.join(majors)}) into this process, between which a queue cannot pass; "
+            "install the dpctl whose intel-sycl-rt is the one that torch requires (pip show torch)"
+        )
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,1 @@
+"""What a pool reports: hooks, histories, statistics, traces."""

@@ -1,0 +1,37 @@
+"""Tables for terminals and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+Row = Sequence[str]
+
+
+def as_text(header: Row, rows: Iterable[Row], align: Callable[[str, int], str]) -> str:
+    """A table of plain text, whose first column is aligned to the left.
+
+    Args:
+        header: names of the columns.
+        rows: rows of as many cells.
+        align: pads the other columns, as ``str.ljust`` or ``str.rjust``.
+    """
+    table = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ([first.ljust(widths[0]), *map(align, rest, widths[1:])] for first, *rest in table)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def escaped(text: str) -> str:
+    """``text`` with HTML's special characters escaped."""
+    from html import escape  # not at import, which it would slow down
+
+    return escape(text)
+
+
+def as_html(header: Row, rows: Iterable[Row]) -> str:
+    """A table as HTML."""
+    head, *body = (
+        "<tr>" + "".join(f"<{tag}>{escaped(cell)}</{tag}>" for cell in row) + "</tr>"
+        for tag, row in [("th", header), *(("td", row) for row in rows)]
+    )
+    return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"

@@ -1,0 +1,63 @@
+"""Every private name of torch that this package uses, and why no public one will do.
+
+``tests/fusedoptim/test_torch_private.py`` has a test for each, which fails when torch changes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._C._autograd import _profiler_enabled as profiler_enabled
+from torch._C._dynamo.guards import TensorGuards
+from torch.optim.optimizer import _global_optimizer_post_hooks as global_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as global_pre_hooks
+
+__all__ = [
+    "BypassModes",
+    "TensorGuards",
+    "active_modes",
+    "count_modes",
+    "disable_dynamo",
+    "global_post_hooks",
+    "global_pre_hooks",
+    "increment_version",
+    "profiler_enabled",
+    "set_grad_enabled",
+    "storage_use_count",
+    "transform_level",
+]
+
+# profiler_enabled: torch.optim wraps every step in a profiler range; ours only while one records.
+# TensorGuards: torch.compile's guard compares class, dtype, device, shape, strides and the
+#     conjugate and negative bits of a list of tensors in one call.
+# global_pre_hooks, global_post_hooks: what register_optimizer_step_pre_hook has registered.
+
+disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+"""What torch.optim decorates its steps with; torch.compiler.disable imports all of dynamo."""
+
+set_grad_enabled = torch._C._set_grad_enabled
+"""One C call. An interrupt in the Python code of torch.no_grad() leaves gradients disabled."""
+
+increment_version = torch._C._increment_version
+"""Tells autograd of writes that it did not see: torch.autograd.graph.increment_version without its
+Python wrapper, which would be a large part of a small step."""
+
+storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+"""How many tensors share a storage, by its address; None if this torch cannot tell."""
+
+count_modes = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes of the user's are active."""
+
+transform_level = torch._C._functorch.maybe_current_level
+"""The number of the innermost active torch.func transform, or None."""
+
+BypassModes = torch._C._DisableTorchDispatch
+"""A context manager in C, which an interrupt cannot leave half done."""
+
+
+def active_modes() -> list[Any]:
+    """The tracing modes that are active: fake, functional and proxy ones."""
+    modes = map(_get_dispatch_mode, _TorchDispatchModeKey.__members__.values())
+    return [mode for mode in modes if mode is not None]

@@ -1,0 +1,62 @@
+"""A compiled module, built for one queue."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fusedoptim.launch.devices import backend_of
+from fusedoptim.launch.modules import Module, load_module
+from fusedoptim.launch.sycl import BuildError
+
+
+class Kernel:
+    """A compiled module, built for one queue."""
+
+    def __init__(self, queue: Any, module: Module) -> None:
+        """Have the device's driver compile the module.
+
+        Raises:
+            RuntimeError: the driver refuses it, or the device lacks float64 arithmetic.
+        """
+        device = queue.sycl_device
+        if module.arithmetic == "float64" and not device.has_aspect_fp64:
+            raise RuntimeError(
+                f"{device.name} has no float64 arithmetic, so it cannot update float64 parameters; "
+                "convert the model to float32 (model.float())"
+            )
+        self.queue = queue
+        self.module = module
+        self.layout = module.layout
+        self.backend = backend_of(queue)
+        self.shape = self.backend.shape
+        self.head_packing = self.layout.head_packing(module.arithmetic)
+        self._head_names = [name for name, _ in self.layout.head]
+        self.real = np.dtype(module.arithmetic)
+        """The arithmetic dtype."""
+        try:
+            self.new_launcher = self.backend.build(queue, module)
+            """Makes the launcher of one launch block."""
+        except BuildError as error:
+            raise RuntimeError(
+                f"the driver of {device.name} ({device.sycl_platform.name}, version "
+                f"{device.driver_version}) cannot build the kernel {module.name}; kernels are for "
+                "Intel's drivers: pip install intel-opencl-rt, unset OCL_ICD_FILENAMES, and call "
+                "allocator.queue() before dpctl is asked for devices, or update the GPU driver"
+            ) from error
+
+    def in_order(self, values: Mapping[str, float]) -> tuple[float, ...]:
+        """The head's values in the order of the kernel's arguments."""
+        return tuple([values[name] for name in self._head_names])
+
+
+@functools.cache
+def kernel_for(queue: Any, name: str, dtype: str) -> Kernel:
+    """The kernel ``name`` for parameters of ``dtype`` on ``queue``, built at the first call."""
+    module = load_module(name, dtype)
+    if module.dtype != dtype:
+        return kernel_for(queue, name, module.dtype)
+    return Kernel(queue, module)

@@ -1,0 +1,66 @@
+"""Where each value of a launch lies in its launch block.
+
+The writer (:mod:`fusedoptim.launch.table`) and the compiler (:mod:`fusedoptim.kernels._compiler`)
+both ask here. A block is words of 8 bytes::
+
+    [ head | row 0 | row 1 | ... ]
+    head: [ HEADER | one word for each argument of the launch ]
+    row:  [ the head's address | one word for each argument of a row ]
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fusedoptim.kernels.language import Role
+
+WORD = 8
+HEADER = ("rows", "rows_per_group")
+"""What every head begins with: int64 numbers."""
+
+_POINTER, _INTEGER = "Q", "q"
+_HEAD_FORMATS = {Role.FLAG: _INTEGER, Role.DEVICE_SCALAR: _POINTER}
+# A float32 takes the first half of its word.
+_REAL_FORMATS = {"float32": "f4x", "float64": "d"}
+
+
+class Argument(NamedTuple):
+    """One argument of a kernel: its name, and where its value comes from."""
+
+    name: str
+    role: Role
+
+
+class Layout:
+    """The places of one kernel's arguments."""
+
+    def __init__(self, arguments: Sequence[Argument]) -> None:
+        """Lay the arguments out in their order."""
+        self.row = tuple(argument for argument in arguments if argument.role.in_row)
+        """The arguments of each row."""
+        self.head = tuple(argument for argument in arguments if not argument.role.in_row)
+        """The arguments of the launch."""
+        self.row_words = 1 + len(self.row)
+        self.head_bytes = WORD * (len(HEADER) + len(self.head))
+        self._row_word = {name: word for word, (name, _) in enumerate(self.row, start=1)}
+        names = [*HEADER, *(name for name, _ in self.head)]
+        self._head_word = {name: word for word, name in enumerate(names)}
+
+    def word_in_row(self, name: str) -> int:
+        """The word of a row that holds the argument ``name``."""
+        return self._row_word[name]
+
+    def word_in_head(self, name: str) -> int:
+        """The word of the head that holds ``name``, an argument or one of HEADER."""
+        return self._head_word[name]
+
+    def head_packing(self, arithmetic: str) -> struct.Struct:
+        """Packs the arguments of the launch, which follow HEADER, in their order.
+
+        Args:
+            arithmetic: "float32" or "float64".
+        """
+        real = _REAL_FORMATS[arithmetic]
+        return struct.Struct("<" + "".join(_HEAD_FORMATS.get(role, real) for _, role in self.head))

@@ -1,0 +1,105 @@
+"""The compiled kernels that the package ships: SPIR-V modules and the manifest about them.
+
+``make kernels`` writes both (:mod:`fusedoptim.kernels.__main__`); a running optimizer only
+reads. A module that is missing, altered or of another layout is refused before it is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fusedoptim.dtypes import VARIANTS
+from fusedoptim.kernels.language import Role
+from fusedoptim.launch.layout import Argument, Layout
+
+FOLDER = Path(__file__).parent.parent / "spirv"
+MANIFEST = FOLDER / "manifest.json"
+MANIFEST_VERSION = 4  # of the manifest's layout and of the launch block's
+
+
+class ModuleError(RuntimeError):
+    """A compiled kernel that the package should have is missing, damaged or of another version."""
+
+
+class Module(NamedTuple):
+    """One compiled kernel for one dtype."""
+
+    name: str
+    """of the entry point, such as "sgd_momentum_f32"."""
+    dtype: str
+    """of the parameters: "f32", "f64", "bf16", "f16" or "split"; of several, the first."""
+    arguments: tuple[Argument, ...]
+    """in the order of the launch block's words."""
+    sums: int
+    """values that it sums over each row."""
+    spirv: bytes
+
+    @property
+    def layout(self) -> Layout:
+        """Where its arguments lie in a launch block."""
+        return Layout(self.arguments)
+
+    @property
+    def arithmetic(self) -> str:
+        """The dtype of its arithmetic: "float32" or "float64"."""
+        return VARIANTS[self.dtype].arithmetic
+
+
+_CURE = "reinstall the package: pip install --force-reinstall --no-deps fusedoptim"
+
+
+@functools.cache
+def load_module(kernel: str, dtype: str) -> Module:
+    """The module of ``kernel`` for parameters of ``dtype``, checked against the manifest.
+
+    One that touches no parameter, such as the ratio of two norms, serves all of one arithmetic.
+
+    Raises:
+        ModuleError: the manifest or the module is missing, damaged or of another version.
+    """
+    name = _serving().get((kernel, dtype))
+    if name is None:
+        raise ModuleError(f"{MANIFEST} has no kernel '{kernel}_{dtype}'; {_CURE}")
+    entry = _manifest()[name]
+    path = FOLDER / entry["file"]
+    try:
+        spirv = path.read_bytes()
+    except OSError as error:
+        raise ModuleError(
+            f"the compiled kernel {path} cannot be read ({error}); {_CURE}"
+        ) from error
+    if hashlib.sha256(spirv).hexdigest() != entry["sha256"]:
+        raise ModuleError(f"the compiled kernel {path} is not the one that was shipped; {_CURE}")
+    arguments = tuple(Argument(name, Role(role)) for name, role in entry["arguments"])
+    return Module(name, entry["dtypes"][0], arguments, entry["sums"], spirv)
+
+
+def shipped() -> list[tuple[str, str]]:
+    """The kernel and the (first) dtype of every module, in the order of the manifest."""
+    return [(entry["kernel"], entry["dtypes"][0]) for entry in _manifest().values()]
+
+
+def _serving() -> dict[tuple[str, str], str]:
+    """The module's name for each kernel and dtype of parameters."""
+    entries = _manifest().items()
+    return {(entry["kernel"], dtype): name for name, entry in entries for dtype in entry["dtypes"]}
+
+
+@functools.cache
+def _manifest() -> dict[str, Any]:
+    try:
+        manifest = json.loads(MANIFEST.read_text())
+    except (OSError, ValueError) as error:
+        raise ModuleError(f"the manifest {MANIFEST} cannot be read ({error}); {_CURE}") from error
+    version = manifest.get("version") if isinstance(manifest, dict) else None
+    if version != MANIFEST_VERSION:
+        raise ModuleError(
+            f"the manifest {MANIFEST} is of version {version!r} and this fusedoptim reads version "
+            f"{MANIFEST_VERSION}: files of two releases are mixed; {_CURE}"
+        )
+    modules: dict[str, Any] = manifest["modules"]
+    return modules

@@ -1,0 +1,484 @@
+"""torch.optim's contract around a fused step: hooks, groups, checkpoints, splitting."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from fusedoptim._torch_private import BypassModes, count_modes, transform_level
+from fusedoptim.allocator import check_not_forked, is_forked
+from fusedoptim.split.halves import LOST, Halves, check_checkpoint, check_splittable
+from fusedoptim.step import commit
+from fusedoptim.step.checks import (
+    OPTIONS,
+    check_numbers,
+    check_options,
+    check_param,
+    describe,
+    named_params,
+)
+from fusedoptim.step.hooks import with_hooks
+from fusedoptim.step.modes import check_not_traced, has_memory
+from fusedoptim.step.plan import StepPlan
+from fusedoptim.step.rule import Candidate, Numbers
+from fusedoptim.step.scalars import common_factor
+from fusedoptim.step.state import restore_state
+from fusedoptim.step.step_counts import Steps
+from fusedoptim.step.tensors import TRAIL, Group, State, new_state, state_dtype
+
+
+def number(value: Any) -> float:
+    """A hyper-parameter, which may be a tensor, as a Python number."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _check_norm(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
+
+
+class _GroupRule(NamedTuple):
+    """What a step needs to know of one group: see :class:`fusedoptim.step.rule.UpdateRule`."""
+
+    reference: Callable[[], FusedOptimizer | None]
+    """Weak, as plans keep rules: an optimizer is freed when its last user drops it."""
+    group: Group
+
+    @property
+    def owner(self) -> FusedOptimizer:
+        owner = self.reference()
+        assert owner is not None  # it is stepping
+        return owner
+
+    @property
+    def optimizer(self) -> str:
+        return type(self.owner).__name__
+
+    @property
+    def states(self) -> MutableMapping[Tensor, State]:
+        return self.owner.state
+
+    @property
+    def optional_state(self) -> frozenset[str]:
+        return self.owner._optional_state
+
+    @property
+    def sparse_state(self) -> tuple[str, ...]:
+        return self.owner._sparse_state
+
+    @property
+    def depends_on_optimizer(self) -> bool:
+        return bool(self.owner._number_attributes)
+
+    def is_split(self, param: Tensor) -> bool:
+        return self.owner.is_split(param)
+
+    def kernels(self, one_row: bool) -> tuple[str, ...]:
+        return self.owner._kernels(self.group, one_row)
+
+    def numbers(self) -> Numbers:
+        return self.owner._numbers(self.group)
+
+    def row_numbers(self, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
+        owner = self.reference()  # without the property's call: this one is in every step
+        assert owner is not None
+        return owner._row_numbers(self.group, numbers, steps)
+
+    def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.owner._initial_state(self.group, name, target, dtype)
+
+    def check_options(self) -> None:
+        self.owner._check_options(self.group)
+
+    def check_sparse(self, candidate: Candidate) -> None:
+        self.owner._check_sparse(self.group, candidate)
+
+
+class FusedOptimizer(Optimizer):
+    """Base of the optimizers whose step is one kernel launch for each group, device and dtype.
+
+    A subclass names its kernels and computes their scalars. The names of the kernels' State
+    arguments are keys of ``optimizer.state[param]``, made at a parameter's first step.
+    """
+
+    max_grad_norm: float | None
+    """Gradients are scaled down, inside the step, to this norm over all parameters."""
+    split: bool
+    """Whether all parameters are bfloat16 halves, whose lower halves are the state "trail"."""
+    halves: Halves
+    """The parameters that are."""
+
+    fused = True
+    """As IPEX tells of its own."""
+    _step_supports_amp_scaling = True
+    """GradScaler leaves it to the step to unscale, and to skip a step with infinities."""
+    _clip_eps = 1e-6
+    """Added to the norm that ``max_grad_norm`` is divided by."""
+    _sparse_state: tuple[str, ...] = ()
+    """Names of the state that a sparse gradient makes, and that is sparse then, as torch's."""
+    _optional_state: frozenset[str] = frozenset()
+    """Names of the state that a parameter may lack though it has other state of earlier steps."""
+    _to_restore: Sequence[tuple[Tensor, Group, Tensor | None]] = ()
+    """While a checkpoint is loaded: each parameter's state in it, and the trail that it has."""
+    _number_attributes: ClassVar[tuple[str, ...]] = ()
+    """Attributes of the optimizer on which its numbers depend."""
+    _before_launch: Callable[[], None] | None = None
+    """What a subclass does once all checks have passed, before anything is launched."""
+    _plan: StepPlan
+
+    def __init__(
+        self,
+        *args: Any,
+        max_grad_norm: float | None = None,
+        split: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        _check_norm(max_grad_norm)
+        self._set_up(max_grad_norm, split)
+        self._is_complete = False
+        super().__init__(*args, **kwargs)
+        self._convert(self.param_groups)
+        self._is_complete = True
+
+    def _set_up(self, max_grad_norm: float | None, split: bool) -> None:
+        """Give an object what ours has beyond torch's: at first, or when it becomes ours."""
+        self._lock = threading.RLock()
+        self._forget_plans()
+        self.max_grad_norm = max_grad_norm
+        self.split = split
+        self.halves = Halves(self)
+        self._is_complete = True
+
+    # Each subclass has what raises here, but for _row_numbers where no kernel has a RowScalar, as
+    # in SGD; an abstract method would ask for that too.
+    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
+        """The names of the kernels that update tensors of ``group``, in order.
+
+        ``one_row`` says whether each tensor is one row, which one work-group walks.
+        """
+        raise NotImplementedError
+
+    def _numbers(self, group: Group) -> Numbers:
+        """The kernels' scalars and flags for the present hyper-parameters of ``group``."""
+        raise NotImplementedError
+
+    def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
+        """The scalars that depend on how many ``steps`` a parameter has taken, this one included.
+
+        ``numbers`` are those of :meth:`_numbers`.
+        """
+        raise NotImplementedError
+
+    def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """The state ``name`` of a parameter that has taken no step, laid out like ``target``."""
+        if name == TRAIL:
+            raise ValueError(f"{type(self).__name__}: {LOST}")
+        return new_state(target, dtype).zero_()
+
+    def _check_sparse(self, group: Group, candidate: Candidate) -> None:
+        """Raise if a sparse gradient cannot be applied as ``group`` asks."""
+        raise NotImplementedError
+
+    @with_hooks
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            what ``closure`` returned.
+
+        Raises:
+            TypeError: a parameter of a dtype or layout that cannot be updated, or a tensor with no
+                memory of its own.
+            ValueError: a hyper-parameter is NaN.
+            RuntimeError: a parameter on a device that SYCL does not serve, a gradient that does
+                not fit its parameter, or a call in the middle of another, inside a tracing mode
+                such as FakeTensorMode, or inside a torch.func transform. Nothing was written then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if is_forked():  # before the lock, which a thread of the parent may have held
+            check_not_forked()  # raises
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+            raise RuntimeError(
+                f"{type(self).__name__}: step() was called in the middle of a step of the same "
+                "optimizer, as by a signal handler; call it when that has returned"
+            )
+        with self._lock:
+            if count_modes() or transform_level() is not None:
+                check_not_traced(f"{type(self).__name__}: step()")
+                with BypassModes():
+                    self._update()
+            else:
+                self._update()
+        return loss
+
+    def _update(self) -> None:
+        state = self.state
+        self._plan.update(state, self.param_groups, self._rule)
+        plans = self._plan.groups
+        if getattr(self, "found_inf", False):  # a GradScaler's, a tensor
+            return
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)  # a GradScaler's
+        common: Tensor | None = None
+        if grad_scale is not None or self.max_grad_norm is not None:
+            _check_norm(self.max_grad_norm)
+            squares: list[Tensor] = []
+            if self.max_grad_norm is not None:
+                squares = [square for plan in plans for square in plan.sums_of_squares()]
+            if grad_scale is not None and not has_memory(grad_scale):
+                raise TypeError(
+                    f"{type(self).__name__}: grad_scale is a {type(grad_scale).__name__} with no "
+                    "memory of its own; make the GradScaler, and call its first scale(), outside "
+                    "of FakeTensorMode"
+                )
+            common = common_factor(grad_scale, squares, self.max_grad_norm, self._clip_eps)
+        if self._before_launch is not None:
+            self._before_launch()
+        commit.run(plans, common, state)
+        if not self._plan.state_seen:
+            self._plan.see_state(state)
+
+    def _rule(self, group: Group) -> _GroupRule:
+        return _GroupRule(weakref.ref(self), group)
+
+    def _forget_plans(self) -> None:
+        with self._lock:
+            self._plan = StepPlan()
+
+    def _check_groups(self) -> None:
+        """Raise if there is a parameter or an option for which no step can be taken."""
+        for group in self.param_groups:
+            self._check_options(group)
+            for p, name in named_params(self.param_groups, group):
+                check_param(describe(type(self).__name__, Candidate(p, p, name)), p)
+
+    def _check_options(self, group: Group) -> None:
+        """Raise if ``group`` asks for another implementation of the step than the fused one."""
+        peers = [cls for cls in type(self).__mro__ if cls.__module__.startswith("torch.optim.")]
+        instead = f"use torch.optim.{peers[0].__name__} for that"
+        if peers[0] is Optimizer:
+            instead = "omit the option"
+        check_options(type(self).__name__, group, instead)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, as ``torch.optim.Optimizer.add_param_group`` does.
+
+        Args:
+            param_group: a dict with ``params`` and what is to differ from the defaults.
+
+        Raises:
+            RuntimeError: the group asks for ``foreach``, ``differentiable``, ``capturable`` or
+                ``fused=False``.
+            ValueError: a hyper-parameter is NaN.
+            TypeError: with ``split``, a parameter is neither float32 nor bfloat16.
+        """
+        if isinstance(param_group, dict):
+            whole = self.defaults | param_group
+            self._check_options(whole)
+            check_numbers(type(self).__name__, whole)
+        before = len(self.param_groups)
+        try:
+            super().add_param_group(param_group)
+            if self.split:
+                check_splittable(type(self).__name__, self._params())
+            if self._is_complete:
+                self._convert(self.param_groups[before:])
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+
+    def _convert(self, groups: list[Group]) -> None:
+        """Bring new parameters, and the state that torch made for them, into our form."""
+        for group in groups:
+            for p in group["params"]:
+                dtype = state_dtype(p)
+                for name, value in self.state.get(p, {}).items():
+                    if name not in (TRAIL, "step") and value.dtype != dtype:
+                        self.state[p][name] = self._initial_state(group, name, p, dtype)
+        if self.split:
+            self.halves.split_all(p for group in groups for p in group["params"])
+
+    def is_split(self, param: Tensor) -> bool:
+        """Whether a parameter is the upper half of float32 values.
+
+        Args:
+            param: of this optimizer.
+        """
+        return self.split or param in self.halves
+
+    def split_params(self, params: Iterable[Tensor]) -> None:
+        """Keep some parameters in two halves from now on, as ``split=True`` keeps all.
+
+        Args:
+            params: of this optimizer, float32, or bfloat16, whose lower halves begin at zero; the
+                same objects become bfloat16. Those that are split already stay as they are.
+
+        Raises:
+            ValueError: a parameter is not of this optimizer.
+            TypeError: a parameter is neither float32 nor bfloat16, or not strided.
+            RuntimeError: parameters share memory, a gradient does not fit, or the call is inside a
+                tracing mode. Nothing was converted then.
+
+        Example:
+            >>> import torch
+            >>> from fusedoptim import FusedAdam
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = FusedAdam(model.parameters())
+            >>> optimizer.split_params([model.weight])
+            >>> model.weight.dtype, model.bias.dtype
+            (torch.bfloat16, torch.float32)
+            >>> optimizer.merge_params([model.weight])
+            >>> model.weight.dtype
+            torch.float32
+        """
+        own = self._params()
+        name = type(self).__name__
+        chosen = [p for p in dict.fromkeys(params) if not self.is_split(p)]
+        if strangers := set(chosen).difference(own):
+            shape = tuple(strangers.pop().shape)
+            raise ValueError(f"{name}: a parameter of shape {shape} is none of the optimizer's")
+        check_splittable(name, chosen, own)
+        with self._lock:
+            self._forget_plans()
+            self.halves.split_all(chosen)
+
+    def merge_params(self, params: Iterable[Tensor]) -> None:
+        """Make split parameters float32 again, without losing a bit; the inverse of a split.
+
+        Args:
+            params: that :meth:`split_params` has split; the same objects become float32.
+
+        Raises:
+            ValueError: a parameter is not split, or was made so by ``split=True``, which holds for
+                the whole optimizer; or its lower half is lost.
+            RuntimeError: the call is inside a tracing mode. Nothing was converted then.
+        """
+        chosen = list(dict.fromkeys(params))
+        name = type(self).__name__
+        check_not_traced(f"{name}: merge_params()")
+        for p in chosen:
+            if self.split or p not in self.halves:
+                why = "all of the optimizer's are split" if self.split else "it is not split"
+                raise ValueError(f"{name}: cannot merge one of shape {tuple(p.shape)}: {why}")
+        for p in chosen:
+            self.halves.trail(p)  # raises if it is lost
+        with self._lock:
+            self._forget_plans()
+            self.halves.merge_all(chosen)
+
+    def master_params(self) -> Iterator[Tensor]:
+        """The parameters' exact values, as float32 copies of the split ones; in order of groups.
+
+        Example:
+            >>> import torch
+            >>> from fusedoptim import SplitSGD
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> before = model.weight.detach().clone()
+            >>> optimizer = SplitSGD(model.parameters(), lr=0.1)
+            >>> model.weight.dtype
+            torch.bfloat16
+            >>> (master,) = optimizer.master_params()
+            >>> torch.equal(master, before)
+            True
+        """
+        for p in self._params():
+            yield self.halves.exact(p) if p in self.halves else p.detach().clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("max_grad_norm", "split", "halves")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for p, saved, trail in self._to_restore:  # before it is the optimizer's
+            restore_state(state["state"], p, saved, trail)
+        # torch's classes take all state for that of a parameter that has taken a step.
+        unstepped = {p: s for p, s in state["state"].items() if s.keys() == {TRAIL}}
+        for p in unstepped:
+            del state["state"][p]
+        super().__setstate__(state)
+        self.state.update(unstepped)
+        if not hasattr(self, "_lock"):  # a copy, or out of a file
+            halves = self.halves
+            self._set_up(self.max_grad_norm, self.split)
+            self.halves = halves
+        self.halves.belong_to(self)
+        self._forget_plans()
+        # A checkpoint brings hyper-parameters; which implementation runs is the class's choice.
+        for group in self.param_groups:
+            for option in OPTIONS:
+                if option in self.defaults:
+                    group[option] = self.defaults[option]
+            # The class of the checkpoint may not have all of ours.
+            for name in self.defaults.keys() - set(OPTIONS):
+                group.setdefault(name, self.defaults[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's; without the lower halves where a model's state_dict has the values."""
+        unsaved = self._unsaved_state()
+        if not unsaved:
+            return super().state_dict()
+
+        def leave_out(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            states = {
+                key: {name: value for name, value in state.items() if name not in unsaved}
+                for key, state in state_dict["state"].items()
+            }
+            state_dict["state"] = {key: state for key, state in states.items() if state}
+
+        handle = self.register_state_dict_post_hook(leave_out, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def _unsaved_state(self) -> set[str]:
+        """The names of the state that :meth:`state_dict` leaves out."""
+        return {TRAIL} if self.halves.in_model else set()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state_dict of this class or of the torch.optim class that it stands for.
+
+        torch.optim casts the state to the parameter's dtype; ours is float32 for 16-bit parameters,
+        and a float32 checkpoint is loaded without losing a bit. Split parameters keep their lower
+        halves where the checkpoint, one of torch's, has none.
+
+        Args:
+            state_dict: what :meth:`state_dict` of either class returned.
+
+        Raises:
+            ValueError: the checkpoint does not fit the groups, or has lost some of its lower
+                halves. Nothing was changed then.
+        """
+        trails = {p: self.state[p][TRAIL] for p in self._params() if TRAIL in self.state.get(p, {})}
+
+        def check(_: Optimizer, final: dict[str, Any]) -> None:
+            saved = self._saved(final)
+            halves = [(i, p, s) for i, (p, s) in enumerate(saved) if self.is_split(p)]
+            check_checkpoint(type(self).__name__, halves)
+            self._to_restore = [(p, s, trails.get(p)) for p, s in saved]
+
+        handle = self.register_load_state_dict_pre_hook(check)  # the last before torch reads it
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            vars(self).pop("_to_restore", None)
+            handle.remove()
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _saved(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Each parameter with the state that a state_dict has for it."""
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        return [(p, state_dict["state"].get(i, {})) for i, p in zip(ids, self._params())]

@@ -1,0 +1,360 @@
+"""Float32 parameters in two halves: the upper 16 bits are a bfloat16, the lower 16 the trail.
+
+The upper half is the float32 value truncated, not rounded, so the pair is exactly that value.
+Forward and backward passes see the bfloat16 half; an update reads and writes both. A weight takes
+four bytes, where bfloat16 with a float32 master copy takes six.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusedoptim._torch_private import set_grad_enabled
+from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
+from fusedoptim.step.modes import check_not_traced
+from fusedoptim.step.tensors import (
+    TRAIL,
+    dense_copy,
+    has_shared_elements,
+    is_dense,
+    is_lazy,
+    laid_out_like,
+    new_state,
+    update_order,
+)
+
+
+def check_splittable(
+    optimizer: str, params: Sequence[Tensor], others: Sequence[Tensor] = ()
+) -> None:
+    """Raise unless all ``params`` are or can become upper halves.
+
+    Args:
+        optimizer: what errors call it.
+        params: to be split.
+        others: parameters of the optimizer, with which they must not share memory.
+
+    Raises:
+        TypeError: a parameter is neither float32 nor bfloat16, or not strided.
+        RuntimeError: parameters share memory, which they would not after a conversion; a gradient
+            to be converted does not fit; or the call is inside a tracing mode.
+    """
+    check_not_traced(f"{optimizer}: the split of parameters")
+    for i, p in enumerate(params):
+        what = f"{optimizer}: parameter {i} (shape {tuple(p.shape)})"
+        if p.layout is not torch.strided:
+            raise TypeError(f"{what} has layout {p.layout}, and only strided ones can be split")
+        if p.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(
+                f"{what} is {p.dtype}; split parameters are bfloat16, or float32 to be converted: "
+                "convert the model with model.float() or model.bfloat16()"
+            )
+        if p.dtype == torch.float32 and p.grad is not None and p.grad.shape != p.shape:
+            raise RuntimeError(
+                f"{what} has a gradient of another shape, {tuple(p.grad.shape)}; call zero_grad() "
+                "after changing a parameter"
+            )
+    once = list(dict.fromkeys(params))
+    known = [p for p in dict.fromkeys(others) if p not in set(once)]
+    for p, turn in zip(once, update_order(known + once)[len(known) :]):
+        if turn or has_shared_elements(p):
+            raise RuntimeError(
+                f"{optimizer}: a parameter of shape {tuple(p.shape)} has elements that share "
+                "memory, among themselves or with another parameter; clone() it first, or give "
+                "one Parameter to both modules"
+            )
+
+
+def _replace(param: Tensor, values: Tensor, grad: Tensor | None) -> None:
+    """Give ``param`` these values, and a gradient of their dtype."""
+    param.data = values
+    if param.grad is not grad:  # torch keeps a gradient that does not fit, but refuses to set it
+        param.grad = grad
+
+
+def _converted_grad(param: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return None if param.grad is None else param.grad.to(dtype)
+
+
+def halves_of(values: Tensor, consume: bool = False) -> tuple[Tensor, Tensor]:
+    """The upper halves, bfloat16, and the lower ones, int16, of float32 values.
+
+    Args:
+        values: to be split, piece by piece, so that only the results take memory.
+        consume: whether to free the memory of each piece that is done, which loses its values.
+    """
+    dense = _dense(values)
+    consume &= dense.data_ptr() == values.data_ptr()
+    upper = torch.empty_like(dense, dtype=torch.bfloat16)
+    lower = new_state(dense, torch.int16)
+    pieces = _pieces(dense, lower, upper)
+    done = 0
+    try:
+        for piece, low, high in pieces:
+            words = piece.view(-1, 2)  # little-endian: the lower half comes first
+            low.copy_(words[:, 0])
+            high.copy_(words[:, 1])
+            done += 1
+            if consume:
+                release_pages(piece)
+    except BaseException:  # an interrupt
+        _join_pieces(pieces[:done])
+        raise
+    return upper, lower
+
+
+def _pieces(values: Tensor, lower: Tensor, upper: Tensor) -> list[tuple[Tensor, ...]]:
+    """Views of corresponding pieces, as 16-bit words."""
+    return list(
+        zip(
+            torch.split(_words(values), 2 * CHUNK),
+            torch.split(_words(lower), CHUNK),
+            torch.split(_words(upper), CHUNK),
+        )
+    )
+
+
+def _join_pieces(pieces: Iterable[tuple[Tensor, ...]]) -> None:
+    for piece, low, high in pieces:
+        _interleave(piece, low, high)
+
+
+def _interleave(words: Tensor, lower: Tensor, upper: Tensor) -> None:
+    words = words.view(-1, 2)
+    words[:, 0].copy_(lower)
+    words[:, 1].copy_(upper)
+
+
+def join(param: Tensor, trail: Tensor) -> Tensor:
+    """The float32 values with the upper halves ``param`` and the lower halves ``trail``."""
+    upper = _dense(param)
+    result = torch.empty_like(upper, dtype=torch.float32)
+    lower = laid_out_like(upper, trail.to(upper.device))
+    _interleave(_words(result), _words(lower), _words(upper))
+    return result
+
+
+def _dense(values: Tensor) -> Tensor:
+    """The values in one range of memory, copied if need be."""
+    values = values.detach()
+    return values if is_dense(values) and not is_lazy(values) else dense_copy(values)
+
+
+def _words(values: Tensor) -> Tensor:
+    """The 16-bit words of dense ``values``, in memory order."""
+    return values.as_strided((values.numel(),), (1,)).view(torch.int16)
+
+
+class Halves:
+    """The parameters that an optimizer keeps in two halves.
+
+    The trails are in the optimizer's state. A model whose state_dict has the exact values holds the
+    Halves of its optimizer. Where there is no optimizer, as in a copy of the model alone or once
+    the optimizer is deleted, the Halves hold the trails. A model and an optimizer that are copied
+    or pickled together share one Halves again.
+    """
+
+    in_model: bool = False
+    """Whether the exact values are in a model's state_dict, and no trails in the optimizer's."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._trails: dict[Tensor, Tensor | None] = {}
+        """The trail of each parameter; None while it is in the optimizer's state."""
+        self._state: MutableMapping[Tensor, Any] = {}
+        """The optimizer's state."""
+        self.belong_to(optimizer)
+
+    def belong_to(self, optimizer: Optimizer) -> None:
+        """Find the trails in the state of ``optimizer`` for as long as it exists."""
+        this = weakref.ref(self)  # a cycle would delay the end of the optimizer
+
+        def keep_trails(_: object) -> None:
+            halves = this()
+            if halves is not None:
+                halves._trails, halves._state = halves._found(), {}
+
+        self._optimizer: weakref.ref[Optimizer] | None = weakref.ref(optimizer, keep_trails)
+        self._state = getattr(optimizer, "state", {})  # none yet, in a constructor
+        self._trails = dict.fromkeys(self._trails)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no optimizer updates them."""
+        return self._optimizer is None or self._optimizer() is None
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._trails
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(list(self._trails))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object.__new__, (Halves,), (self._found(), self.in_model)
+
+    def __setstate__(self, state: tuple[dict[Tensor, Tensor | None], bool]) -> None:
+        self._optimizer = None
+        self._state = {}
+        self._trails, self.in_model = state
+
+    def split(self, param: Tensor) -> None:
+        """Make a float32 or bfloat16 ``param`` an upper half, and add its trail to the state.
+
+        An error or an interrupt changes nothing.
+        """
+        self._read_state()
+        consume = param.dtype == torch.float32 and has_sole_owner(param)
+        values, grad = param.data, param.grad
+        halves: tuple[Tensor, Tensor] | None = None
+        is_grad_enabled = torch.is_grad_enabled()
+        try:
+            set_grad_enabled(False)
+            if param.dtype == torch.bfloat16:
+                halves = values, new_state(values, torch.int16).zero_()
+            else:
+                halves = halves_of(values, consume)
+            upper, trail = halves
+            rounded = _converted_grad(param, torch.bfloat16)
+            self._trails[param] = None
+            self._state[param][TRAIL] = trail
+            _replace(param, upper, rounded)
+        except BaseException:
+            if consume and halves is not None:
+                upper, trail = halves
+                _join_pieces(_pieces(values, trail, upper))
+            _replace(param, values, grad)
+            self.forget(param)
+            raise
+        finally:
+            set_grad_enabled(is_grad_enabled)
+
+    def merge(self, param: Tensor) -> None:
+        """Make an upper half the float32 parameter again, and forget it.
+
+        An error or an interrupt changes nothing.
+
+        Raises:
+            ValueError: the optimizer has lost the lower half.
+        """
+        trail, copied = self.trail(param), self._trails[param]
+        values, grad = param.data, param.grad
+        is_grad_enabled = torch.is_grad_enabled()
+        try:
+            set_grad_enabled(False)
+            whole, exact = join(values, trail), _converted_grad(param, torch.float32)
+            _replace(param, whole, exact)
+            self.forget(param)
+        except BaseException:
+            _replace(param, values, grad)
+            self._trails[param] = copied
+            if copied is None:
+                self._state[param][TRAIL] = trail
+            raise
+        finally:
+            set_grad_enabled(is_grad_enabled)
+
+    def split_all(self, params: Iterable[Tensor]) -> None:
+        """Split all that are not split yet; after an error or an interrupt, none of them."""
+        chosen = [p for p in dict.fromkeys(params) if p not in self]
+        whole = {p for p in chosen if p.dtype == torch.float32}
+        try:
+            for p in chosen:
+                self.split(p)
+        except BaseException:  # torch's out of memory is a RuntimeError
+            for p in chosen:
+                if p in self and p in whole:
+                    self.merge(p)
+                else:
+                    self.forget(p)
+            raise
+
+    def merge_all(self, params: Sequence[Tensor]) -> None:
+        """Merge all; after an error or an interrupt, none of them."""
+        try:
+            for p in params:
+                self.merge(p)
+        except BaseException:
+            self.split_all(params)  # those that are merged already
+            raise
+
+    def forget(self, param: Tensor) -> None:
+        """Drop ``param``, if it is one of these, and its trail."""
+        self._trails.pop(param, None)
+        state = self._state.get(param, {})
+        state.pop(TRAIL, None)
+        if not state:  # torch's classes take any state for that of an earlier step
+            self._state.pop(param, None)
+
+    def _read_state(self) -> None:
+        """Find the state of the optimizer, which a user may have replaced."""
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        if optimizer is not None:
+            self._state = optimizer.state
+
+    def _find(self, param: Tensor) -> Tensor | None:
+        self._read_state()
+        trail: Tensor | None = self._state.get(param, {}).get(TRAIL, self._trails[param])
+        return trail
+
+    def _found(self) -> dict[Tensor, Tensor | None]:
+        return {p: self._find(p) for p in self._trails}
+
+    def trail(self, param: Tensor) -> Tensor:
+        """The lower half of ``param``.
+
+        Raises:
+            ValueError: the optimizer has lost it.
+        """
+        trail = self._find(param)
+        if trail is None:
+            raise ValueError(LOST)
+        return trail
+
+    def exact(self, param: Tensor) -> Tensor:
+        """A copy of the float32 values of ``param``."""
+        return join(param, self.trail(param))
+
+    def write(self, param: Tensor, values: Tensor) -> Tensor:
+        """Set the trail of ``param`` to the lower half of float32 ``values``; return the upper."""
+        upper, lower = halves_of(values)
+        self.trail(param).copy_(lower)
+        return upper
+
+
+LOST = (
+    f"a split parameter has lost its lower half, the state {TRAIL!r}; load a state_dict that has "
+    "it, or construct the optimizer again"
+)
+
+
+def check_checkpoint(optimizer: str, saved: Iterable[tuple[int, Tensor, dict[str, Any]]]) -> None:
+    """Raise unless a checkpoint has the trails of all split parameters, or of none.
+
+    Args:
+        optimizer: what errors call it.
+        saved: for each split parameter its number, itself, and its state in the checkpoint.
+
+    Raises:
+        ValueError: a trail is missing, or of another shape or dtype.
+    """
+    saved = list(saved)
+    if not any(TRAIL in state for _, _, state in saved):
+        return
+    for i, p, state in saved:
+        trail = state.get(TRAIL)
+        if trail is None:
+            raise ValueError(
+                f"{optimizer}: the checkpoint has lost the {TRAIL!r} of parameter {i} (shape "
+                f"{tuple(p.shape)}), the lower half of its values; load a whole checkpoint"
+            )
+        if trail.shape != p.shape or trail.dtype != torch.int16:
+            raise ValueError(
+                f"{optimizer}: the {TRAIL!r} of parameter {i} in the checkpoint is {trail.dtype} "
+                f"of shape {tuple(trail.shape)}, and the parameter's is torch.int16 of shape "
+                f"{tuple(p.shape)}; load the checkpoint of the same model"
+            )

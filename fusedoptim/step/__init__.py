@@ -1,0 +1,1 @@
+"""One optimizer step: a transaction over rows of parameters, gradients and state."""

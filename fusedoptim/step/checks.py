@@ -1,0 +1,167 @@
+"""Which parameters, gradients and options a step accepts; everything else raises here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.step.modes import has_memory
+from fusedoptim.step.rule import Candidate, UpdateRule
+from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, Group, State, has_shared_elements
+
+OPTIONS = ("foreach", "differentiable", "capturable", "fused")
+"""Options of a group that choose an implementation of the step."""
+
+
+def named_params(groups: Sequence[Group], group: Group) -> Iterator[tuple[Tensor, str]]:
+    """The parameters of ``group``, one of an optimizer's ``groups``, and their names in errors."""
+    names = group.get("param_names")
+    where = ""
+    if len(groups) > 1:
+        where = f" of group {[g is group for g in groups].index(True)}"
+    for i, p in enumerate(group["params"]):
+        yield p, names[i] if names else f"parameter {i}{where}"
+
+
+def describe(optimizer: str, candidate: Candidate) -> str:
+    """How an error about a parameter begins."""
+    param, _, name = candidate
+    return f"{optimizer}: {name} (shape {tuple(param.shape)}, {param.dtype}, {param.device})"
+
+
+def check_options(optimizer: str, group: Group, instead: str) -> None:
+    """Raise if ``group`` asks for another implementation of the step than the fused one.
+
+    Args:
+        optimizer: what errors call it.
+        group: of the optimizer.
+        instead: what errors advise.
+    """
+    if group.get("differentiable"):
+        raise RuntimeError(
+            f"differentiable=True: {optimizer}'s step is opaque to autograd; {instead}"
+        )
+    if group.get("foreach"):
+        raise RuntimeError(f"foreach=True: {optimizer}'s step is always fused; {instead}")
+    if group.get("capturable"):
+        raise RuntimeError(
+            f"capturable=True: {optimizer}'s step is not captured in graphs; {instead}"
+        )
+    if group.get("fused") is False:
+        raise RuntimeError(f"fused=False: {optimizer}'s step is always fused; {instead}")
+
+
+def check_numbers(optimizer: str, group: Group) -> None:
+    """Raise if a hyper-parameter of ``group`` is NaN."""
+    for name, value in group.items():
+        values = value if isinstance(value, tuple) else (value,)
+        if name != "params" and any(isinstance(v, float | Tensor) and bool(v != v) for v in values):
+            raise ValueError(
+                f"{optimizer}: {name} is {value}; set it to a number, as in "
+                f"optimizer.param_groups[0][{name!r}] = ..."
+            )
+
+
+def check_candidate(optimizer: str, candidate: Candidate) -> None:
+    """Raise unless a kernel can update the parameter with this gradient.
+
+    Raises:
+        TypeError: a dtype, layout or tensor class that no kernel can take.
+        RuntimeError: a device that SYCL does not serve, elements that share memory, or a
+            gradient that does not fit.
+    """
+    param, grad, _ = candidate
+    what = describe(optimizer, candidate)
+    check_param(what, param)
+    if grad.layout not in (torch.strided, torch.sparse_coo):
+        raise TypeError(f"{what} has a gradient of layout {grad.layout}; make it strided or COO")
+    if grad.device.type != "meta" and not has_memory(grad):
+        raise TypeError(
+            f"{what} has a gradient with no memory of its own; clone() it first, or compute it "
+            "outside of FakeTensorMode and the like"
+        )
+    for fact in ("shape", "dtype", "device"):
+        if getattr(grad, fact) != getattr(param, fact):
+            raise RuntimeError(
+                f"{what} has a gradient whose {fact} differs: {_text(getattr(grad, fact))}; "
+                "call zero_grad() after changing a parameter, and compute the gradient anew"
+            )
+
+
+def check_param(what: str, param: Tensor) -> None:
+    """Raise unless a kernel can update ``param``, which errors call ``what``.
+
+    Raises:
+        TypeError: a dtype, layout or tensor class that no kernel can take.
+        RuntimeError: a device that SYCL does not serve, or elements that share memory.
+    """
+    instead = "leave it out of the optimizer, or use the torch.optim class"
+    if param.layout is not torch.strided:
+        raise TypeError(f"{what} has layout {param.layout} and only strided ones work; {instead}")
+    if param.device.type not in BACKENDS:
+        raise RuntimeError(
+            f"{what} is on a device that SYCL does not serve; move it to 'cpu' or 'xpu', "
+            f"or {instead}"
+        )
+    if param.dtype not in PARAM_DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
+        raise TypeError(f"{what} has a dtype that is none of {known}; convert it, or {instead}")
+    if not has_memory(param):
+        raise TypeError(f"{what} is a {type(param).__name__} with no memory of its own; {instead}")
+    if has_shared_elements(param):
+        raise RuntimeError(
+            f"{what} has elements that share memory (strides {param.stride()}); clone() it first"
+        )
+
+
+def check_half(optimizer: str, candidate: Candidate) -> None:
+    """Raise unless a split parameter is still a bfloat16 half."""
+    if candidate.param.dtype != torch.bfloat16:
+        raise TypeError(
+            f"{describe(optimizer, candidate)} was converted after it was split, which loses its "
+            "lower half; convert a model before constructing its optimizer"
+        )
+
+
+def _text(fact: object) -> str:
+    return str(tuple(fact) if isinstance(fact, torch.Size) else fact)
+
+
+def check_state_shape(
+    rule: UpdateRule, owner: str, name: str, state: Tensor, shape: torch.Size
+) -> None:
+    """Raise unless the state ``name`` has its parameter's shape."""
+    if state.shape != shape:
+        raise ValueError(
+            f"{rule.optimizer}: the state {name!r} of {owner} has shape {tuple(state.shape)} and "
+            f"the parameter {tuple(shape)}; load the state_dict of the same model, or delete "
+            "optimizer.state[parameter]"
+        )
+
+
+def check_state_whole(rule: UpdateRule, owner: str, state: State, names: Sequence[str]) -> None:
+    """Raise if some of the state of these names is missing, or has no memory.
+
+    Raises:
+        KeyError: some is missing and some is not, as torch's classes find; an update would
+            initialize a part of it.
+        TypeError: a tensor is fake, or wraps another.
+    """
+    needed = set(names) - {TRAIL}
+    lost = sorted(needed - state.keys() - rule.optional_state)
+    if lost and not needed.isdisjoint(state):
+        raise KeyError(
+            f"{rule.optimizer}: the state of {owner} has no {lost[0]!r}, and other state of "
+            "earlier steps; load a whole state_dict, or delete optimizer.state[parameter] to begin "
+            "it anew"
+        )
+    for name in names:
+        value = state.get(name)
+        if isinstance(value, Tensor) and not has_memory(value):
+            raise TypeError(
+                f"{rule.optimizer}: the state {name!r} of {owner} is a {type(value).__name__} with "
+                "no memory of its own; make or load it outside of FakeTensorMode and the like"
+            )

@@ -1,0 +1,207 @@
+"""Parameters of one group, device and dtype, with strided gradients: all of them in one launch.
+
+The rows are laid out from tensors that were checked one by one, and serve every step that finds
+them unchanged. Gradients are new tensors at every step: their addresses are read each time, and
+written where they differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, MutableMapping, Sequence
+
+from torch import Tensor
+
+from fusedoptim._torch_private import increment_version
+from fusedoptim.kernels.language import Role
+from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.launch.kernel import kernel_for
+from fusedoptim.launch.pipeline import Pipeline
+from fusedoptim.launch.table import Chunks
+from fusedoptim.step.checks import check_state_whole
+from fusedoptim.step.commit import Submission
+from fusedoptim.step.rule import Candidate, UpdateRule
+from fusedoptim.step.scalars import Settings, grad_factor
+from fusedoptim.step.state import state_tensor, variant_of
+from fusedoptim.step.step_counts import KEY, StepCounts
+from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State
+from fusedoptim.step.unchanged import RUN, TensorRun
+
+_grad_addresses = operator.attrgetter("grad_addresses")
+
+
+class DenseRows:
+    """Parameters of one device and dtype with their gradients and state, ready to launch."""
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        candidates: Sequence[Candidate],
+        kernels: Sequence[str],
+        fresh: Sequence[bool] | None = None,
+    ) -> None:
+        """Lay out the launches; nothing that the user holds is written to.
+
+        Args:
+            rule: of the group. State that its parameters lack is made now, and added to its
+                ``states`` when the launch has written it.
+            candidates: parameters of one device and dtype that passed their checks.
+            kernels: names of those that make an update, in order.
+            fresh: for each candidate, whether its state counts as just made; None to look it up.
+
+        Raises:
+            ValueError: a state tensor has not its parameter's shape.
+        """
+        first = candidates[0].param
+        self._rule = rule
+        self._device = first.device
+        self._backend = BACKENDS[first.device.type]
+        self._queue = self._backend.queue(first.device)
+        dtype = PARAM_DTYPES[first.dtype]
+        self._arithmetic = dtype.arithmetic
+        self._variant = variant_of(rule, first)
+        built = [kernel_for(self._queue, name, self._variant) for name in kernels]
+        arguments = dict.fromkeys(argument for kernel in built for argument in kernel.layout.row)
+        names = [name for name, role in arguments if role in (Role.STATE, Role.TRAIL)]
+        has_steps = any(role is Role.ROW_SCALAR for _, role in arguments)
+        self._row_flags = [name for name, role in arguments if role is Role.ROW_FLAG]
+
+        self._runs = [TensorRun(candidates[i : i + RUN]) for i in range(0, len(candidates), RUN)]
+        self._params = [p for run in self._runs for p in run.params]
+        self._state_names = names
+        held = [rule.states.get(p, {}) for p in self._params]
+        targets = [target for run in self._runs for target in run.targets]
+        self.fresh: Sequence[bool] | None = fresh or [
+            any(state.get(name) is None for name in names) for state in held
+        ]
+        for candidate, state in zip(candidates, held):
+            check_state_whole(rule, candidate.name, state, [*names, KEY] if has_steps else names)
+        self._steps = StepCounts(held) if has_steps else None
+        made: list[State] = [
+            {
+                name: state_tensor(rule, candidate.name, name, state, target, dtype.state)
+                for name in names
+            }
+            for candidate, state, target in zip(candidates, held, targets)
+        ]
+        self._uncommitted: list[State] | None = made
+        self._held = held
+        for run, states in zip(self._runs, self._by_run(made)):
+            run.watch(states, names)
+        self._copied = [pair for run in self._runs for pair in run.copied]
+        self.copies = bool(self._copied)
+        """Whether an update works on copies of parameters, made when it begins."""
+
+        chunks = Chunks([dtype.components * p.numel() for p in self._params], built[0].shape.chunk)
+        self._chunks = chunks
+        param_width = first.element_size() // dtype.components
+        state_width = dtype.state.itemsize // dtype.components
+        self._grad_width = param_width
+        self._pipeline = Pipeline(built, chunks, self._device)
+        self._norm: Pipeline | None = None
+        self._read_gradients = [self._pipeline]
+        """The pipelines that read the gradients."""
+        addresses = [a for run in self._runs for a in run.addresses]
+        self._pipeline.write_addresses("param", addresses, param_width)
+        for name in names:
+            width = 2 if name == TRAIL else state_width
+            addresses = [state[name].data_ptr() for state in made]
+            self._pipeline.write_addresses(name, addresses, width)
+        for flag in self._row_flags:
+            self._pipeline.write_flags(flag, self.fresh or ())
+        self._written: list[list[int]] = []
+        """The gradients' addresses that the launch blocks hold; empty if unknown."""
+        self._settings: Settings | None = None
+        """What the head was written for, if it holds for more than a step."""
+        self._submission = Submission(self._backend.runs_on_host)
+        self._write_gradients()
+
+    def _by_run(self, states: Sequence[State]) -> Iterator[Sequence[State]]:
+        return (states[i : i + RUN] for i in range(0, len(states), RUN))
+
+    def _write_gradients(self) -> None:
+        by_run = list(map(_grad_addresses, self._runs))
+        self._written = []
+        addresses = list(itertools.chain.from_iterable(by_run))
+        for pipeline in self._read_gradients:
+            pipeline.write_addresses("grad", addresses, self._grad_width)
+        self._written = by_run
+
+    def refresh(self) -> bool:
+        """See :class:`fusedoptim.step.rows.Rows`."""
+        if self._uncommitted is not None:  # its launch never happened
+            return False
+        if not self._backend.runs_on_host and self._backend.queue(self._device) is not self._queue:
+            return False  # torch's current stream is another one now
+        if self._steps is not None and not self._steps.are_held_by(self._held):
+            return False
+        for run in self._runs:
+            if not run.refresh():
+                return False
+        if list(map(_grad_addresses, self._runs)) != self._written:
+            self._write_gradients()
+        return True
+
+    def sum_of_squares(self) -> Tensor:
+        """See :class:`fusedoptim.step.rows.Rows`."""
+        norm = self._norm
+        if norm is None:
+            kernel = kernel_for(self._queue, "sum_of_squares", self._variant)
+            norm = Pipeline([kernel], self._chunks, self._device)
+            self._read_gradients.append(norm)
+            self._write_gradients()
+            self._norm = norm
+        for stage in norm.stages:
+            stage.launch([])
+            if self._backend.runs_on_host:
+                stage.wait()
+        assert norm.sums is not None
+        return norm.sums[:-1].sum()
+
+    def submit(self, settings: Settings, common: Tensor | None) -> None:
+        """See :class:`fusedoptim.step.rows.Rows`."""
+        pipeline = self._pipeline
+        for param, target in self._copied:
+            target.copy_(param.detach())
+        if self._steps is not None:
+            by_row = self._rule.row_numbers(settings.numbers, self._steps.next())
+            for column, values in by_row.items():
+                pipeline.write_scalars(column, values)
+        if settings is not self._settings or common is not None:
+            self._settings = None
+            factor = grad_factor(settings.sign, common, self._arithmetic, self._device)
+            pipeline.write_head({**settings.numbers, "grad_factor": factor.data_ptr()})
+            self._grad_factor = factor  # kept until the launch has ended
+            self._settings = settings if common is None else None
+        self._submission.submit(pipeline.stages)
+        increment_version(self._params)  # on the CPU the kernel runs meanwhile
+
+    def commit(self, states: MutableMapping[Tensor, State]) -> None:
+        """See :class:`fusedoptim.step.rows.Rows`."""
+        if not self._submission.complete():
+            return
+        if self._steps is not None:
+            self._steps.count_up()
+        if self._uncommitted is not None:
+            self._add_state(states, self._uncommitted)
+        for param, target in self._copied:
+            param.detach().copy_(target)
+        for run in self._runs:
+            run.held = []
+        self._submission.events = None
+
+    def _add_state(self, states: MutableMapping[Tensor, State], made: list[State]) -> None:
+        if self._steps is not None:
+            for state, count in zip(made, self._steps.views):
+                state[KEY] = count
+        if self._state_names or self._steps is not None:
+            for p, state in zip(self._params, made):
+                states[p].update(state)
+            self._held = [states[p] for p in self._params]
+            for run, held in zip(self._runs, self._by_run(self._held)):
+                run.states = held
+        if any(self.fresh or ()):
+            for flag in self._row_flags:
+                self._pipeline.write_flags(flag, [False] * len(self._params))
+        self._uncommitted = None

@@ -1,0 +1,51 @@
+"""torch's step hooks and profiler range around a step, at no cost while there are none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from fusedoptim._torch_private import (
+    disable_dynamo,
+    global_post_hooks,
+    global_pre_hooks,
+    profiler_enabled,
+)
+
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def with_hooks(step: _Step) -> _Step:
+    """Put torch's hooks and profiler range around ``step``, when there are any.
+
+    torch wraps every ``step`` so, and for an optimizer of one small tensor its profiler range would
+    take half as long as our step. ``hooked`` tells torch that this one is wrapped already.
+
+    torch.compile must not trace into a step: it would take the addresses for constants. It
+    recognizes the question by its full name only.
+    """
+    hooked = Optimizer.profile_hook_step(step)
+    untraced = disable_dynamo(hooked)
+
+    @functools.wraps(step)
+    def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return untraced(self, *args, **kwargs)
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or global_pre_hooks
+            or global_post_hooks
+            or profiler_enabled()
+        ):
+            return hooked(self, *args, **kwargs)
+        if args or kwargs:
+            return step(self, *args, **kwargs)
+        return step(self)  # unpacking nothing is measurable in a small step
+
+    wrapper.hooked = True  # type: ignore[attr-defined]  # functions have no such one to mypy
+    return cast(_Step, wrapper)

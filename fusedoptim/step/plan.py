@@ -1,0 +1,305 @@
+"""Which parameters an optimizer updates, by which launches, in which order.
+
+A plan is made at one step and used for as long as it fits: the optimizer holds the same groups,
+parameters and state, and the tensors are what they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedoptim._torch_private import set_grad_enabled
+from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.step.checks import OPTIONS, check_candidate, check_half, check_numbers, named_params
+from fusedoptim.step.dense import DenseRows
+from fusedoptim.step.rows import Rows
+from fusedoptim.step.rule import Candidate, UpdateRule
+from fusedoptim.step.scalars import Settings
+from fusedoptim.step.sparse import SparseRows, can_update_rows
+from fusedoptim.step.tensors import PARAM_DTYPES, Group, State, update_order
+from fusedoptim.step.unchanged import are_same_objects
+
+_refresh = operator.methodcaller("refresh")
+
+_UNCHANGING = (float, int, str, type(None))  # bool is an int
+
+
+class _Members(NamedTuple):
+    """Parameters of a group that one launch updates, if their memory allows it."""
+
+    rule: UpdateRule
+    candidates: list[Candidate]
+    kernels: tuple[str, ...]
+
+    def rows(self, fresh: Sequence[bool] | None = None) -> Rows:
+        """What updates them."""
+        if self.candidates[0].grad.layout is torch.strided:
+            return DenseRows(self.rule, self.candidates, self.kernels, fresh)
+        (candidate,) = self.candidates
+        return SparseRows(self.rule, candidate)
+
+
+class DeferredUpdate(NamedTuple):
+    """Parameters of a group that share memory with some that are updated before them."""
+
+    members: _Members
+    planned: Rows
+    """What would update them now."""
+    is_repeated: bool
+    """Whether they are those themselves."""
+    fresh: Sequence[bool] | None
+    """Whether the state of each counts as just made; None to look it up then."""
+
+    def rows(self) -> Rows:
+        """What updates them, made from the state that they have then."""
+        return self.members.rows(self.fresh)
+
+
+class GroupPlan:
+    """The updates of one group."""
+
+    settings: Settings
+    """A new object where it may differ from the last step's."""
+    is_final: bool
+    """Whether the plan fits for as long as the group and the state hold the same objects."""
+
+    def __init__(self, rule: UpdateRule, groups: Sequence[Group], given_before: set[int]) -> None:
+        """Check all parameters that have a gradient, and lay out their updates.
+
+        Args:
+            rule: of the group.
+            groups: of the optimizer.
+            given_before: ids of the group's parameters that a group before it has too.
+        """
+        rule.check_options()
+        self._rule = rule
+        self._implementation = _implementation(rule)
+        self._params = list(rule.group["params"])
+        found = _candidates(groups, rule.group)
+        with_gradient = {id(candidate.param) for candidate in found}
+        self.idle = [p for p in self._params if id(p) not in with_gradient]
+        """Parameters without a gradient."""
+        candidates = [_checked(rule, candidate) for candidate in found]
+        self.rows: list[Rows] = []
+        """Those that can be updated in any order."""
+        self.deferred: list[DeferredUpdate] = []
+        """Those that cannot, in their order."""
+        self._lay_out(candidates, given_before)
+        self.together = [rows for rows in self.rows if not rows.copies]
+        """Those that are launched without waiting for each other."""
+        copying = [functools.partial(_itself, rows) for rows in self.rows if rows.copies]
+        deferred = [update.rows for update in self.deferred]
+        self.in_turn: list[Callable[[], Rows]] = [*copying, *deferred]
+        """Each gives the rows of an update that starts when all before it are committed."""
+        self._read_numbers()
+
+    def _lay_out(self, candidates: list[Candidate], given_before: set[int]) -> None:
+        rule = self._rule
+        members: dict[Any, list[Candidate]] = {}
+        met = set(given_before)
+        for candidate, turn in zip(candidates, update_order([c.param for c in candidates])):
+            p = candidate.param
+            alone = len(met) if candidate.grad.layout is not torch.strided else -1
+            is_known = id(p) in given_before
+            numel = p.numel() * PARAM_DTYPES[p.dtype].components
+            kernels = rule.kernels(one_row=numel <= BACKENDS[p.device.type].shape.chunk)
+            alike = p.device, p.dtype, rule.is_split(p), kernels
+            key = (turn, id(p) in met, is_known, alone, *alike)
+            members.setdefault(key, []).append(candidate)
+            met.add(id(p))
+        for key in sorted(members, key=operator.itemgetter(0)):
+            turn, is_repeated, is_known, *_, kernels = key
+            update = _Members(rule, members[key], kernels)
+            rows = update.rows()
+            if turn == 0 and not is_repeated:
+                self.rows.append(rows)
+            else:
+                # torch looks at the state of a whole group before it updates any of it.
+                fresh = None if is_known else rows.fresh
+                self.deferred.append(DeferredUpdate(update, rows, is_repeated, fresh))
+
+    def fits(self, rule: UpdateRule) -> bool:
+        """Read the group's numbers; False if the plan does not fit the group as it is.
+
+        Raises:
+            ValueError: a hyper-parameter is NaN.
+        """
+        if self.deferred or _implementation(rule) != self._implementation:
+            return False
+        if not are_same_objects(rule.group["params"], self._params):
+            return False
+        self._rule = rule
+        self._read_numbers()
+        return True
+
+    def refresh(self) -> bool:
+        """Take this step's gradients; False if the plan does not fit them."""
+        return _are_idle(self.idle) and all(map(_refresh, self.rows))
+
+    def sums_of_squares(self) -> list[Tensor]:
+        """The squares of the elements of all gradients, each summed once."""
+        once = [deferred.planned for deferred in self.deferred if not deferred.is_repeated]
+        return [rows.sum_of_squares() for rows in (*self.rows, *once)]
+
+    def _read_numbers(self) -> None:
+        rule = self._rule
+        group, numbers = rule.group, rule.numbers()
+        if math.isnan(sum(numbers.values())):  # a NaN among them, or two infinities
+            check_numbers(rule.optimizer, group)
+        self.settings = Settings(numbers, -1.0 if group.get("maximize") else 1.0)
+        hyper_parameters = [group[name] for name in group if name not in ("params", "param_names")]
+        self.is_final = (
+            not self.deferred
+            and not rule.depends_on_optimizer
+            and all(map(_is_unchanging, hyper_parameters))
+        )
+
+
+class StepPlan:
+    """The plans of all groups."""
+
+    def __init__(self) -> None:
+        """There is none yet."""
+        self.groups: list[GroupPlan] = []
+        self.state_seen: list[object] = []
+        """The keys and dicts of the state when last seen; a load or a reset makes new ones."""
+        self._seen: list[object] = []
+        """Those and what the groups held when the plans last fitted; empty if what they hold may
+        change in place."""
+        self._idle: list[Tensor] = []
+        self._rows: list[Rows] = []
+        """Of all groups, while ``_seen`` is not empty."""
+
+    def update(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        rule_of: Callable[[Group], UpdateRule],
+    ) -> None:
+        """Make the plans fit the optimizer as it is now; no tensor of the user's is written.
+
+        Args:
+            state: of the optimizer.
+            groups: of the optimizer.
+            rule_of: gives the rule of a group.
+
+        Raises:
+            TypeError, ValueError, RuntimeError, KeyError: there is no plan for a parameter.
+        """
+        seen: list[object] = [*state, *state.values()]
+        for group in groups:  # in one list: short lists cost most of their time for being one
+            seen += group.values()
+            seen += group["params"]
+        known = self._seen
+        # are_same_objects, without its call.
+        is_same = len(seen) == len(known) and all(map(operator.is_, seen, known))
+        if is_same and _are_idle(self._idle) and all(map(_refresh, self._rows)):
+            return
+        self._seen = []
+        if self._revise(state, groups, rule_of) and all(plan.is_final for plan in self.groups):
+            self._idle = [p for plan in self.groups for p in plan.idle]
+            self._rows = [rows for plan in self.groups for rows in plan.rows]
+            self._seen = seen
+
+    def see_state(self, state: Mapping[Tensor, State]) -> None:
+        """Note the state that a step has made."""
+        self.state_seen = [*state, *state.values()]
+
+    def _revise(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        rule_of: Callable[[Group], UpdateRule],
+    ) -> bool:
+        """Replace those plans that do not fit; False if there were any, as they make state."""
+        if not are_same_objects([*state, *state.values()], self.state_seen):
+            self.groups, self.state_seen = [], []
+        all_fit = True
+        given_before: list[set[int]] = []
+        for i, group in enumerate(groups):
+            plan = self.groups[i] if i < len(self.groups) else None
+            rule = rule_of(group)
+            if plan is None or not (plan.fits(rule) and plan.refresh()):
+                all_fit = False
+                self.state_seen = []  # the step will make state
+                given_before = given_before or _given_before(groups)
+                self.groups[i : i + 1] = [_planned(rule, groups, given_before[i])]
+                if any(given_before):  # perhaps by this group now
+                    del self.groups[i + 1 :]
+        del self.groups[len(groups) :]
+        return all_fit
+
+
+def _planned(rule: UpdateRule, groups: Sequence[Group], given_before: set[int]) -> GroupPlan:
+    is_grad_enabled = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(False)
+        return GroupPlan(rule, groups, given_before)
+    finally:
+        set_grad_enabled(is_grad_enabled)
+
+
+def _given_before(groups: Sequence[Group]) -> list[set[int]]:
+    """For each group, the ids of its parameters that a group before it has too.
+
+    torch refuses to make such groups, but they may be edited.
+    """
+    met: set[int] = set()
+    repeated = []
+    for group in groups:
+        params = set(map(id, group["params"]))
+        repeated.append(params & met)
+        met |= params
+    return repeated
+
+
+def _are_idle(params: Sequence[Tensor]) -> bool:
+    """Whether none of them has a gradient."""
+    return not params or all(p.grad is None for p in params)
+
+
+def _itself(rows: Rows) -> Rows:
+    return rows
+
+
+def _candidates(groups: Sequence[Group], group: Group) -> list[Candidate]:
+    """The group's parameters that have a gradient."""
+    # The gradient is read once: another thread's zero_grad() may take it away.
+    found = [(p, p.grad, name) for p, name in named_params(groups, group)]
+    return [Candidate(p, grad, name) for p, grad, name in found if grad is not None]
+
+
+def _checked(rule: UpdateRule, candidate: Candidate) -> Candidate:
+    """The candidate, its gradient made dense if its state is.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: it cannot be updated.
+    """
+    check_candidate(rule.optimizer, candidate)
+    if rule.is_split(candidate.param):
+        check_half(rule.optimizer, candidate)
+    if candidate.grad.layout is not torch.strided:
+        rule.check_sparse(candidate)
+        if not can_update_rows(rule, candidate):
+            return candidate._replace(grad=candidate.grad.to_dense())
+    return candidate
+
+
+def _implementation(rule: UpdateRule) -> tuple[Any, ...]:
+    """The options and kernels by which a plan was made."""
+    options = map(rule.group.get, OPTIONS)
+    return (*options, *rule.kernels(one_row=True), *rule.kernels(one_row=False))
+
+
+def _is_unchanging(value: object) -> bool:
+    """Whether a hyper-parameter is the same while it is the same object: a tensor is not."""
+    if isinstance(value, tuple):
+        return all(map(_is_unchanging, value))
+    return isinstance(value, _UNCHANGING)

@@ -1,0 +1,88 @@
+"""The numbers of a step: hyper-parameters, and what gradients are multiplied by.
+
+Sign, loss scale and clipping are one factor, which the kernels read from the device's memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedoptim.step.rule import Numbers
+
+
+class Settings(NamedTuple):
+    """The numbers of one group while its hyper-parameters stay the same."""
+
+    numbers: Numbers
+    """The kernels' scalars and flags."""
+    sign: float
+    """Of the gradients: -1 to ascend."""
+
+
+@functools.cache
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def grad_factor(
+    sign: float, common: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What gradients are multiplied by.
+
+    Args:
+        sign: -1 if the step is to ascend.
+        common: the factor of all the optimizer's gradients; None is 1.
+        dtype: of the arithmetic.
+        device: where the gradients are.
+
+    Returns:
+        a tensor of one element on the device: where ``common`` is None, the same one every time,
+        which nobody writes to.
+    """
+    if common is None:
+        return _constant(sign, dtype, device)
+    return (sign * common).to(device, dtype)
+
+
+def common_factor(
+    grad_scale: Tensor | None, squares: Sequence[Tensor], max_norm: float | None, eps: float
+) -> Tensor:
+    r"""The factor that unscales the gradients and clips their norm.
+
+    .. math::
+        c = \frac{1}{s} \min\left(1, \frac{n_{max}}{\lVert g \rVert / s + \epsilon}\right)
+
+    Args:
+        grad_scale: :math:`s`, by which the loss was multiplied; None is 1.
+        squares: 0-d tensors whose sum is :math:`\lVert g \rVert^2`.
+        max_norm: :math:`n_{max}`; None does not clip.
+        eps: :math:`\epsilon`; torch's is :math:`10^{-6}`.
+
+    Returns:
+        a 0-d tensor on the device of the first of these tensors, computed without waiting for it.
+
+    Semantics: ``torch.amp.GradScaler.unscale_`` and ``torch.nn.utils.clip_grad_norm_``.
+    """
+    ingredients = [*squares, *([] if grad_scale is None else [grad_scale])]
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in ingredients), torch.float32)
+    device = ingredients[0].device if ingredients else torch.device("cpu")
+    result = torch.ones((), dtype=dtype, device=device)
+    if grad_scale is not None:
+        result = result / grad_scale.to(device, dtype).reshape(())
+    if max_norm is not None:
+        norm = _total(squares, dtype, device).sqrt() * result
+        result = result * (max_norm / (norm + eps)).clamp(max=1.0)
+    return result
+
+
+def _total(squares: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The sum over all parameters; over several processes, it would be reduced here."""
+    total = torch.zeros((), dtype=dtype, device=device)
+    for square in squares:
+        total = total + square.to(device, dtype)
+    return total

@@ -1,0 +1,64 @@
+"""The step counts of parameters that are updated together, held in one tensor.
+
+torch.optim keeps ``state["step"]`` as a 0-d tensor for each parameter. As views of one tensor, any
+number of them is read, and counted up, in one operation.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedoptim.step.tensors import State
+
+KEY = "step"
+Steps = np.ndarray[Any, np.dtype[np.float64]] | float
+"""Counts of several parameters, or one for all: arithmetic with a float is quicker."""
+
+_COUNT = operator.itemgetter(KEY)
+
+
+class StepCounts:
+    """How many steps each of some parameters has taken."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        """Copy the counts out of ``states``; a parameter without one has taken no step."""
+        counts = [float(state.get(KEY, 0.0)) for state in states]
+        self._packed = torch.tensor(counts, dtype=torch.float32, device="cpu")
+        self.views: list[Tensor] = list(self._packed.unbind()) if counts else []
+        """Each parameter's count, a 0-d float32 tensor on the CPU."""
+        self._find_memory()
+
+    def _find_memory(self) -> None:
+        """Take note of where the counts are: share_memory_() of a view moves all of them."""
+        self._array = self._packed.numpy()
+        start, size = self._packed.data_ptr(), self._packed.element_size()
+        self._addresses = list(range(start, start + len(self.views) * size, size))
+
+    def are_held_by(self, states: Sequence[State]) -> bool:
+        """Whether each state's count still is in the memory that is counted up here."""
+        if self._packed.data_ptr() != self._addresses[0]:
+            self._find_memory()
+        try:
+            return list(map(Tensor.data_ptr, map(_COUNT, states))) == self._addresses
+        except (KeyError, TypeError):  # it was removed, or replaced by a number
+            return False
+
+    def next(self) -> Steps:
+        """The counts after the coming step; one for all, where they are equal."""
+        counts = self._array
+        first: float = counts.item(0)
+        if len(counts) == 1 or (counts == first).all():
+            self._next: Steps = first + 1
+        else:
+            self._next = counts.astype(np.float64) + 1
+        return self._next
+
+    def count_up(self) -> None:
+        """Count the step that :meth:`next` was asked about; calling it again changes nothing."""
+        self._array[...] = self._next

@@ -1,0 +1,160 @@
+"""Facts about tensors on which kernels rely: dtype, layout, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedoptim.allocator import current_pool
+from fusedoptim.dtypes import VARIANTS
+from fusedoptim.launch.devices import BACKENDS, queue_of
+
+State = dict[str, Any]
+"""The optimizer state of one parameter."""
+Group = dict[str, Any]
+"""A parameter group."""
+
+TRAIL = "trail"
+"""State of a split parameter: the lower 16 bits of its float32 values, as int16."""
+
+
+class ParamDtype(NamedTuple):
+    """What follows from the dtype of a parameter."""
+
+    variant: str
+    """The variant of the kernels that updates it."""
+    state: torch.dtype
+    """The dtype of its optimizer state."""
+    arithmetic: torch.dtype
+    """The real dtype in which its update is computed."""
+    components: int
+    """Real numbers in an element."""
+
+
+def _param_dtypes() -> dict[torch.dtype, ParamDtype]:
+    found = {}
+    for variant in VARIANTS.values():
+        arithmetic = getattr(torch, variant.arithmetic)
+        for name in variant.params:
+            dtype = getattr(torch, name)
+            state = dtype if dtype.is_complex else arithmetic
+            components = 2 if dtype.is_complex else 1
+            found[dtype] = ParamDtype(variant.name, state, arithmetic, components)
+    return found
+
+
+PARAM_DTYPES = _param_dtypes()
+"""The dtypes that kernels can update."""
+
+_FORMATS = {torch.contiguous_format: None, torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of ``param``'s optimizer state: float32 for the 16-bit dtypes, else its own."""
+    known = PARAM_DTYPES.get(param.dtype)
+    return param.dtype if known is None else known.state
+
+
+def new_state(target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialized memory for a state of ``target``, laid out like it.
+
+    It comes from the pool, which staggers the addresses of one parameter's states within their
+    pages (docs/design/staggered-addresses.md).
+    """
+    if target.device.type not in BACKENDS:  # the step will raise
+        return torch.empty_like(target, dtype=dtype, requires_grad=False)
+    return current_pool(queue_of(target.device)).empty_like(target, dtype)
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether its values are the conjugates or negatives of what is in memory."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one range of memory, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+def same_order(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape hold their elements in the same order, without gaps."""
+    return is_dense(a) and (
+        a.stride() == b.stride()
+        or any(
+            a.is_contiguous(memory_format=f) and b.is_contiguous(memory_format=f)
+            for f, dim in _FORMATS.items()
+            if dim in (None, a.dim())
+        )
+    )
+
+
+def has_shared_elements(tensor: Tensor) -> bool:
+    """Whether elements share memory, as those of an expanded tensor do."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
+
+
+def laid_out_like(target: Tensor, value: Tensor) -> Tensor:
+    """``value`` in the element order of ``target``, copied if need be."""
+    if same_order(value, target) and not is_lazy(value):
+        return value
+    return torch.empty_like(target, dtype=value.dtype).copy_(value.detach())
+
+
+def dense_copy(param: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return torch.empty(param.shape, dtype=param.dtype, device=param.device).copy_(param.detach())
+
+
+def memory_of(param: Tensor, *, contiguous: bool = False) -> Tensor:
+    """The tensor that kernels update for ``param``: the one place that says where its memory is.
+
+    That is ``param`` itself or, where its memory does not hold its values one after the other, a
+    copy, which a step writes back.
+
+    Args:
+        param: the parameter.
+        contiguous: whether the elements must be in the order of the indices, too.
+    """
+    fits = param.is_contiguous() if contiguous else is_dense(param)
+    return param if fits and not is_lazy(param) else dense_copy(param)
+
+
+def update_order(params: Sequence[Tensor]) -> list[int]:
+    """For each parameter, how many updates of others that share its memory must come first.
+
+    torch updates one parameter after the other, so one that is given twice, or is a view of
+    another, is updated twice; one launch updates all its rows at once.
+    """
+    ranges = [_byte_range(p) for p in params]
+    result = [0] * len(params)
+    clusters: list[list[int]] = []
+    cluster_end = 0
+    for i in sorted(range(len(params)), key=ranges.__getitem__):
+        start, end = ranges[i]
+        if start == end:
+            continue
+        if clusters and start < cluster_end:
+            clusters[-1].append(i)
+        else:
+            clusters.append([i])
+        cluster_end = max(cluster_end, end)
+    for cluster in clusters:
+        cluster.sort()
+        for k, i in enumerate(cluster):
+            start, end = ranges[i]
+            earlier = [j for j in cluster[:k] if max(ranges[j][0], start) < min(ranges[j][1], end)]
+            result[i] = 1 + max((result[j] for j in earlier), default=-1)
+    return result
+
+
+def _byte_range(param: Tensor) -> tuple[int, int]:
+    start = param.data_ptr()
+    if param.numel() == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride()))
+    return start, start + (last + 1) * param.element_size()

@@ -1,0 +1,108 @@
+"""Whether tensors and objects still are what they were at the last step.
+
+Between two steps a user may replace a gradient, swap a parameter's storage, load or move state.
+A launch writes through raw addresses, so all of that must be noticed, at every step, before
+anything is written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from fusedoptim._torch_private import TensorGuards
+from fusedoptim.step.rule import Candidate
+from fusedoptim.step.tensors import State, is_lazy, laid_out_like, memory_of, same_order
+
+RUN = 150
+"""Parameters that are read together. A pass over a list takes one fact from each tensor; with a few
+hundred tensors, gradients and state included, they stay in the second-level cache from pass to
+pass (docs/design/one-launch.md)."""
+
+_GRAD = operator.attrgetter("grad")
+
+
+def are_same_objects(some: Collection[object], others: Collection[object]) -> bool:
+    """Whether both hold the same objects in the same order; tensors have an ``==`` of their own."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def tensor_guards(tensors: Sequence[Tensor]) -> TensorGuards:
+    """A check that tensors keep all that a kernel relies on, except for their addresses."""
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+class TensorRun:
+    """At most RUN parameters of one device and dtype, with what was true of them when checked."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        """Record tensors that have passed their checks; their state follows in :meth:`watch`."""
+        self.params = [candidate.param for candidate in candidates]
+        self.targets = list(map(memory_of, self.params))
+        """What kernels write."""
+        self.copied = [(p, t) for p, t in zip(self.params, self.targets) if p is not t]
+        grads = [candidate.grad for candidate in candidates]
+        self._to_lay_out = [
+            i
+            for i, (grad, target) in enumerate(zip(grads, self.targets))
+            if is_lazy(grad) or not same_order(grad, target)
+        ]
+        laid_out = self._lay_out(grads)
+        self.held = [*grads, *laid_out]
+        """This step's tensors until its kernel has ended, as another thread may drop them."""
+        self._empty = [p.numel() for p in self.params].count(0)
+        self.addresses = list(map(Tensor.data_ptr, self.targets))
+        self.grad_addresses = list(map(Tensor.data_ptr, laid_out))
+        """Of this step; a new list where one of them may differ from the last step's."""
+        self._grad_slice = slice(len(grads), 2 * len(grads))  # in a list of all tensors
+
+    def watch(self, states: Sequence[State], names: Sequence[str]) -> None:
+        """Have :meth:`refresh` compare with the present, before anything is dropped.
+
+        Args:
+            states: of the parameters, in order.
+            names: of the tensors in them that a kernel updates.
+        """
+        self.states = states
+        """Where those tensors are found."""
+        self._get_state = list(map(operator.itemgetter, names))
+        updated = [get(state) for get in self._get_state for state in states]
+        count = len(self.params)
+        self._guards = tensor_guards([*self.params, *self.held[:count], *updated])
+        tensors = [*self.params, *self.held[count:], *updated]
+        self._addresses = list(map(Tensor.data_ptr, tensors))
+
+    def refresh(self) -> bool:
+        """Take this step's gradients; False if any tensor differs from when it was watched."""
+        # One list of all tensors: a pass over a list costs most of its time for being one.
+        tensors: list[Tensor] = [*self.params, *map(_GRAD, self.params)]
+        try:
+            for get in self._get_state:
+                tensors += map(get, self.states)
+        except KeyError:  # state was removed
+            return False
+        if not self._guards.check(*tensors):
+            return False
+        if self._to_lay_out:
+            tensors[self._grad_slice] = self._lay_out(tensors[self._grad_slice])
+        self.held = tensors
+        addresses = list(map(Tensor.data_ptr, tensors))
+        if addresses != self._addresses:
+            expected = self._addresses.copy()
+            expected[self._grad_slice] = grad_addresses = addresses[self._grad_slice]
+            if addresses != expected or grad_addresses.count(0) != self._empty:
+                return False
+            self.grad_addresses = grad_addresses  # first: these must not be known but not written
+            self._addresses = addresses
+        return True
+
+    def _lay_out(self, grads: list[Tensor]) -> list[Tensor]:
+        """The gradients in the element orders of the targets."""
+        if not self._to_lay_out:
+            return grads
+        grads = grads.copy()
+        for i in self._to_lay_out:
+            grads[i] = laid_out_like(self.targets[i], grads[i])
+        return grads

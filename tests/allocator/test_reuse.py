@@ -1,0 +1,70 @@
+"""The reuse cache hands released tensors out only for their own shape and dtype."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from allocator import Pool
+from allocator.exchange.reuse import _NEVER
+from tests.conftest import SEED
+
+STEPS = 20_000
+FEW = ((1000, torch.float32), ((40, 25), torch.float32), (1000, torch.int64), (7, torch.float32))
+
+
+def check_cache(pool: Pool) -> None:
+    """Each export is in one entry, where it is either recent or cached, and once."""
+    for entry in pool._core.cache:
+        recent = {*entry.recent, entry.last, entry.before_last} - {_NEVER}
+        known = [*entry.recent, *entry.cached]
+        assert len(set(known)) == len(known)
+        assert not recent & {*entry.cached}
+        assert all(export.entry is entry for export in {*recent, *entry.cached})
+
+
+def test_one_given_twice_is_not_kept_for_its_old_shape() -> None:
+    """Given, ready, given again, and then another tensor, as eight others are ready."""
+    pool = Pool("cpu")
+    others = [pool.empty(1000) for _ in range(8)]
+    x = pool.empty(1000)
+    del x
+    pool.tally()
+    x = pool.empty(1000)
+    del others
+    pool.tally()
+    del x
+    pool.tally()
+    small = pool.empty(100)
+    del small
+    assert pool.empty(1000).shape == (1000,)
+
+
+@pytest.mark.parametrize("most_held", [3, 12, 60])
+def test_few_shapes_in_any_order(most_held: int) -> None:
+    """The pool is rarely looked at, so that what came back waits in each of its ways."""
+    pool, choose = Pool("cpu"), random.Random(SEED + most_held)
+    held: list[tuple[torch.Tensor, int]] = []
+    level = 0
+    for step in range(STEPS):
+        if len(held) == level:
+            level = choose.randrange(most_held)
+        if len(held) < level:
+            shape, dtype = choose.choice(FEW)
+            x = pool.empty(shape, dtype)
+            assert x.shape == (shape if isinstance(shape, tuple) else (shape,))
+            assert x.dtype == dtype
+            mark = step % 10_000
+            held.append((x.fill_(mark), mark))
+            del x
+        elif held:
+            x, mark = held.pop(choose.randrange(len(held)))
+            assert (x == mark).all()
+            del x
+        if choose.random() < 0.02:
+            choose.choice([pool.tally, pool.empty_cache, lambda: pool.allocate(100)])()
+        check_cache(pool)
+    held.clear()
+    assert pool.memory_allocated() == 0

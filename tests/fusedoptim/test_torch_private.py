@@ -1,0 +1,127 @@
+"""torch's private names still do what this package uses them for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.nn import Parameter
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedoptim import _torch_private
+from fusedoptim._torch_private import TensorGuards
+
+
+def test_each_is_covered_here() -> None:
+    tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert {name.lower() for name in _torch_private.__all__} <= tests
+
+
+def test_tensorguards() -> None:
+    """Every fact that a kernel relies on is compared, and values are not."""
+    plain = torch.ones(4, 6)
+    guards = TensorGuards(plain, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    assert guards.check(torch.zeros(4, 6))
+    others = {
+        "class": Parameter(plain, requires_grad=False),
+        "dtype": plain.double(),
+        "device": plain.to("meta"),
+        "shape": torch.ones(4, 7),
+        "strides": torch.ones(6, 4).t(),
+        "layout": plain.to_sparse(),
+        "negative": torch._neg_view(plain),
+    }
+    assert [fact for fact, other in others.items() if guards.check(other)] == []
+    complex_guards = TensorGuards(
+        torch.ones(2, dtype=torch.complex64), dynamic_dims_sizes=None, dynamic_dims_strides=None
+    )
+    assert not complex_guards.check(torch.ones(2, dtype=torch.complex64).conj())
+
+
+def test_disable_dynamo() -> None:
+    assert _torch_private.disable_dynamo(lambda x: x + 1)(1) == 2
+
+
+def test_global_pre_hooks() -> None:
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    assert len(_torch_private.global_pre_hooks) == 1
+    handle.remove()
+    assert not _torch_private.global_pre_hooks
+
+
+def test_global_post_hooks() -> None:
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    assert len(_torch_private.global_post_hooks) == 1
+    handle.remove()
+    assert not _torch_private.global_post_hooks
+
+
+def test_increment_version() -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    _torch_private.increment_version(tensors)
+    assert [tensor._version for tensor in tensors] == [1, 1]
+
+
+def test_profiler_enabled() -> None:
+    assert not _torch_private.profiler_enabled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _torch_private.profiler_enabled()
+
+
+def test_set_grad_enabled() -> None:
+    _torch_private.set_grad_enabled(False)
+    try:
+        assert not torch.is_grad_enabled()
+    finally:
+        _torch_private.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+
+
+def test_storage_use_count() -> None:
+    count = _torch_private.storage_use_count
+    tensor = torch.ones(8)
+    storage = tensor.untyped_storage()
+    alone = count(storage._cdata)
+    view = tensor[:4]
+    assert count(storage._cdata) == alone + 1
+    del view
+    assert count(storage._cdata) == alone
+
+
+def test_count_modes() -> None:
+    assert _torch_private.count_modes() == 0
+    with _Doubling():
+        assert _torch_private.count_modes() == 1
+
+
+def test_bypassmodes() -> None:
+    with _Doubling():
+        assert torch.ones(1).add(1).item() == 4
+        with _torch_private.BypassModes():
+            assert torch.ones(1).add(1).item() == 2
+
+
+def test_active_modes() -> None:
+    assert _torch_private.active_modes() == []
+    with FakeTensorMode() as mode:
+        assert _torch_private.active_modes() == [mode]
+
+
+def test_transform_level() -> None:
+    levels = []
+    assert _torch_private.transform_level() is None
+    torch.func.vmap(lambda x: levels.append(_torch_private.transform_level()) or x)(torch.ones(2))
+    assert levels == [1]
+
+
+class _Doubling(TorchDispatchMode):
+    """Doubles the results of additions."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.add.Tensor else result

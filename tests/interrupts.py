@@ -1,0 +1,207 @@
+"""Interrupts in tests: at each place of some code in turn, at one place, or at random moments.
+
+:class:`InterruptAt` raises at the n-th place. A test goes through all of them:
+
+    for n in itertools.count():
+        with InterruptAt(n, "calls", within=allocator) as interrupt:
+            step()
+        check()
+        if not interrupt.has_raised:
+            break
+
+For a step: ``InterruptAt(n, "polls", within=fusedoptim, since="_update")``. "polls" are
+the places at which CPython looks for signals; ``since`` names the function from whose start on they
+count. :func:`stopping_at` acts at the first place that fulfils a condition, such as :func:`at` a
+function's call, and :func:`interrupted` interrupts at random moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import linecache
+import opcode
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, Literal
+
+from tests.conftest import SEED
+
+Condition = Callable[[FrameType, str], bool]
+"""Whether a traced event, such as a "call" or a "line", is the one that is looked for."""
+
+_POLLING = {"CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
+"""Opcodes after which CPython looks for signals; it also does when a function starts."""
+
+
+class InterruptAt:
+    """Raises an exception at the n-th place, once, and keeps it from leaving the ``with`` block.
+
+    Args:
+        n: which place, from 0.
+        places: "calls" of functions, "opcodes", or "polls", where CPython looks for signals.
+            "polls" leave out generators and ``__del__``, in which Python reports exceptions
+            instead of raising them.
+        within: the module or package whose code has the places.
+        since: name of the function from whose first call on they count.
+        error: the exception.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        places: Literal["calls", "opcodes", "polls"],
+        *,
+        within: ModuleType,
+        since: str | None = None,
+        error: type[BaseException] = KeyboardInterrupt,
+    ) -> None:
+        path = Path(str(within.__file__))
+        self._within = str(path.parent if path.name == "__init__.py" else path)
+        self._left, self._places, self._since, self._error = n, places, since, error
+        self._has_begun = since is None
+        self._last: dict[FrameType, str] = {}
+        self.has_raised = False
+
+    def __enter__(self) -> InterruptAt:
+        self._before, self._is_collecting = sys.gettrace(), gc.isenabled()
+        gc.disable()  # Python reports exceptions in finalizers instead of raising them
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        sys.settrace(self._before)
+        if self._is_collecting:
+            gc.enable()
+        return self.has_raised and isinstance(error, self._error)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if self.has_raised or not code.co_filename.startswith(self._within):
+            return None
+        is_polled = self._places == "polls"
+        if is_polled and (code.co_name == "__del__" or code.co_flags & inspect.CO_GENERATOR):
+            return None
+        if event == "call":
+            self._has_begun |= code.co_name == self._since
+            frame.f_trace_opcodes, frame.f_trace_lines = self._places != "calls", False
+            self._last.pop(frame.f_back, None)  # type: ignore[arg-type]  # a call from Python
+            if self._places != "opcodes":
+                self._pass()
+        elif event == "opcode":
+            if not is_polled or self._last.pop(frame, "") in _POLLING:
+                self._pass()
+            self._last[frame] = opcode.opname[code.co_code[frame.f_lasti]]
+        return self._trace
+
+    def _pass(self) -> None:
+        if not self._has_begun:
+            return
+        if self._left == 0:
+            self.has_raised = True
+            raise self._error
+        self._left -= 1
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def stopping_at(condition: Condition, action: Callable[[], None] = interrupt) -> Iterator[None]:
+    """Act at the first traced event for which the condition holds."""
+    before = sys.gettrace()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if condition(frame, event):
+            sys.settrace(before)
+            action()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def at(function: Callable[..., Any], event: str) -> Condition:
+    """The start of a function, its "call", or its "return"."""
+    return lambda frame, found: frame.f_code is function.__code__ and found == event
+
+
+def at_line(function: Callable[..., Any], line: int | str) -> Condition:
+    """A line of a function, by its number or by text in it."""
+    code = function.__code__
+
+    def is_there(frame: FrameType, event: str) -> bool:
+        if frame.f_code is not code or event != "line":
+            return False
+        if isinstance(line, int):
+            return frame.f_lineno == line
+        return line in linecache.getline(code.co_filename, frame.f_lineno)
+
+    return is_there
+
+
+def at_call_from(function: Callable[..., Any], n: int = 0) -> Condition:
+    """The n-th call that a function makes."""
+    left = n
+
+    def is_there(frame: FrameType, event: str) -> bool:
+        nonlocal left
+        caller = frame.f_back
+        if event != "call" or caller is None or caller.f_code is not function.__code__:
+            return False
+        left -= 1
+        return left < 0
+
+    return is_there
+
+
+def interrupted(step: Callable[[random.Random], None], seconds: float, most: float) -> int:
+    """Call ``step`` repeatedly, and interrupt it at random moments.
+
+    Args:
+        step: takes a source of random choices.
+        seconds: how long.
+        most: longest time until the next interrupt, in seconds.
+
+    Returns:
+        the number of interrupts.
+    """
+    choose, interrupts, is_armed = random.Random(SEED), 0, False
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal is_armed
+        if is_armed:  # once, and never while the interrupt is handled
+            is_armed = False
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, handle)
+    hook, sys.unraisablehook = sys.unraisablehook, lambda error: None  # of finalizers
+    gc.freeze()  # or each collection would visit all objects of torch
+    try:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                is_armed = True
+                signal.setitimer(signal.ITIMER_REAL, max(choose.random() * most, 1e-6))
+                while is_armed:
+                    step(choose)
+            except KeyboardInterrupt:
+                interrupts += 1
+    finally:
+        is_armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        gc.unfreeze()
+        sys.unraisablehook = hook
+    gc.collect()
+    return interrupts
