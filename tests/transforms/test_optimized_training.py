@@ -456,7 +456,7 @@ class TestKnobs:
     def test_report(self) -> None:
         model, _ = transforms.optimize(*_small(), dtype=torch.bfloat16)
         report = transforms.report(model)
-        assert report.bytessaved(SPLIT) == 2 * (4 * 3 * 9 + 4 + 2 * 16 + 2)
+        assert report.bytes_saved(SPLIT) == 2 * (4 * 3 * 9 + 4 + 2 * 16 + 2)
         text, page = str(report), report._repr_html_()
         for shown in (FUSE, SPLIT, "Sequential for training", "FusedSGD", "BatchNorm2d uses it"):
             assert shown in text
