@@ -555,7 +555,7 @@ class TestFailures:
             raise MemoryError
 
         place = {
-            "fuse": "transforms.front_end.fuse_update_step",
+            "fuse": "transforms.passes.fuse_step.fuse_update_step",
             "split": "transforms.passes.split_weights._attach",
             "warning": "transforms.front_end._warn_of_no_effect",
         }
