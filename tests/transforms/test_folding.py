@@ -301,7 +301,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "kept in a list": (KeepsInList, "also feeds|stored"),
     "kept in an object": (KeepsInObject, "stored where other code may read it"),
     "own __call__": (CallsTwice, "overrides __call__"),
-    "in a list besides": (HoldsBesides, "cannot be traced and has it in extra too"),
+    "in a list besides": (HoldsBesides, "cannot be traced and also holds it in extra"),
     "weight read": (ReadsWeight, "conv has tensors that forward reads directly"),
     "norm read": (ReadsNorm, "norm has tensors that forward reads directly"),
     "conv called twice": (CalledTwice, "also feeds"),

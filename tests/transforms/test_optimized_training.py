@@ -456,7 +456,7 @@ class TestKnobs:
     def test_report(self) -> None:
         model, _ = transforms.optimize(*_small(), dtype=torch.bfloat16)
         report = transforms.report(model)
-        assert report.bytessaved(SPLIT) == 2 * (4 * 3 * 9 + 4 + 2 * 16 + 2)
+        assert report.bytes_saved(SPLIT) == 2 * (4 * 3 * 9 + 4 + 2 * 16 + 2)
         text, page = str(report), report._repr_html_()
         for shown in (FUSE, SPLIT, "Sequential for training", "FusedSGD", "BatchNorm2d uses it"):
             assert shown in text
@@ -555,7 +555,7 @@ class TestFailures:
             raise MemoryError
 
         place = {
-            "fuse": "transforms.front_end.fuse_update_step",
+            "fuse": "transforms.passes.fuse_step.fuse_update_step",
             "split": "transforms.passes.split_weights._attach",
             "warning": "transforms.front_end._warn_of_no_effect",
         }

@@ -101,7 +101,7 @@ class Calls:
                     self._add(trace)
                 self.undecided |= watch.undecided
                 for use in watch.uses(root):
-                    code = f"code of {self.name(root)} that was not traced"
+                    code = f"code of {self.name(root)} that did not run"
                     self._suspect(use, code, self.doubtful)
                 return
         self._open(root)
@@ -132,32 +132,31 @@ class Calls:
         if self._is_box(module) and not _is_opaque(module):
             self._waiting.append(module)
         else:
-            self._distrust(module, f"inside {self.name(module)}, whose code is torch's own")
+            self._distrust(module, f"inside {self.name(module)}, a module of torch itself")
 
     def _open(self, box: nn.Module) -> None:
         """Explore the children of a module whose own code cannot be traced."""
         for attribute, value in vars(box).items():
             if attribute != "_modules":
                 for module in modules_behind(value):
-                    why = f"{self.name(box)} cannot be traced and has it in {attribute} too"
+                    why = f"{self.name(box)} cannot be traced and also holds it in {attribute}"
                     self._distrust(module, why)
         for use in Reader(box).forward(box):
-            code = f"{self.name(box)}, whose forward cannot be traced"
+            code = f"{self.name(box)}, whose forward cannot be traced,"
             self._suspect(use, code, self.unknown)
 
     def _suspect(self, use: Use, code: str, reasons: dict[nn.Module, str]) -> None:
         """Note what code may do with a module, and explore the module if it may be called."""
         if not use.is_call:
             name = self.name(use.module)
-            why = f"used by {code}, which does more with {name} than call it"
-            self._distrust(use.module, why, reasons)
+            self._distrust(use.module, f"{code} does more with {name} than call it", reasons)
             return
         for module in _callable(use.module):
             self._seen.add(module)
             if next(module.children(), None) is None:
-                reasons.setdefault(module, f"called by {code}")
+                reasons.setdefault(module, f"called by {code.rstrip(',')}")
             elif _is_opaque(module):
-                self._distrust(module, f"inside {self.name(module)}, whose code is torch's own")
+                self._distrust(module, f"inside {self.name(module)}, a module of torch itself")
             else:
                 self._waiting.append(module)
 

@@ -104,7 +104,7 @@ def _objection(norm: nn.Module, feeder: nn.Module, calls: Calls, kinds: Kinds) -
             )
     for module in (norm, feeder):
         if module in calls.doubtful:
-            return f"{calls.name(module)} may be {calls.doubtful[module]}"
+            return f"{calls.name(module)}: {calls.doubtful[module]}"
     return None
 
 
