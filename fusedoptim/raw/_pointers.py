@@ -20,7 +20,7 @@ PLAIN = frozenset((Tensor, TorchParameter))
 _NAMES = [element.dtype for element in ELEMENTS.values()] + ["bool", "complex64", "complex128"]
 _TORCH = {getattr(torch, name): name for name in _NAMES}
 # numpy computes a dtype's name anew each time.
-_NUMPY = {np.dtype(name): name for name in _NAMES if name != "bfloat16"}
+_NUMPY = {np.dtype(name): name for name in _NAMES if name in np.sctypeDict}
 # The dtypes that a pointer takes, by what it points to. OpenCL C has no bfloat16, whose bits are a
 # ushort, and a complex number is a vector of two.
 _DTYPES = {
