@@ -41,7 +41,7 @@ class LocalMemory:
         if nbytes <= 0:
             raise ValueError(f"nbytes={nbytes} is not positive")
         self.nbytes = nbytes
-        """of each group."""
+        """Bytes for each group."""
 
     def __repr__(self) -> str:
         return f"LocalMemory({self.nbytes})"
@@ -51,10 +51,10 @@ class _Known(NamedTuple):
     """The pointers' tensors of a call that were found good."""
 
     is_same: Callable[..., bool]
-    """compares all that was checked of them, but for their addresses, with that of others."""
+    """Compares, in C, these tensors with others in all that was checked but their addresses."""
     uses: Uses
     needs_no_grad: bool
-    """whether one that requires grad may be written."""
+    """Whether a tensor that requires grad may be written."""
 
 
 _MOST_KNOWN = 8
@@ -95,11 +95,11 @@ class Signature:
         self._aligned = [alignment(self.parameters[i]) for i, _ in self._pointers]
         self._has_vectors = max(self._aligned, default=1) > 1
         self.needs_local_memory = bool(local)
-        """whether there are pointers to memory of the work-group."""
+        """Whether an argument is memory of the work-group."""
         self._known: list[_Known] = []
         self._misses = 0
         self.frames: list[Frame] = []
-        """not in use now; a list's pop and append are atomic."""
+        """Those not in use; a list's pop and append are atomic."""
 
     def bind(self, arguments: Any) -> tuple[Frame, Uses]:
         """The arguments of a call in a frame, to be given back to :attr:`frames`.

@@ -90,10 +90,10 @@ class Param(NamedTuple):
     """One parameter, as the user declares it."""
 
     type: str
-    """a name of DTYPES, or a capital letter that stands for any of them."""
+    """A name of DTYPES, or a capital letter that stands for any of them."""
     name: str
     raw: bool
-    """whether the operation indexes it itself."""
+    """Whether the operation indexes it itself."""
 
     def __str__(self) -> str:
         return f"{'raw ' if self.raw else ''}{self.type} {self.name}"

@@ -43,7 +43,7 @@ class Argument(NamedTuple):
 
     name: str
     element: str
-    """the type of the number, or of those in memory, such as "f32"."""
+    """The type of the number, or of the numbers in memory, such as "f32"."""
     memory: type[Any] | None
     """Global, Local, or None for a number."""
 
