@@ -41,7 +41,7 @@ class RawModule:
             "gpu", or "level_zero:gpu:1"; "xpu", for torch's current stream; or a
             ``dpctl.SyclQueue``.
 
-    Nothing is compiled before a kernel is called, or one of its properties is read. Text is compiled
+    Nothing is compiled before a kernel is called or one of its properties is read. Text is compiled
     to SPIR-V, and SPIR-V by the device's driver, each in some tens of milliseconds and 0.2 s at a
     process's first. Both results are cached on the disk, in the folder ``FUSEDOPTIM_CACHE_DIR``
     (default: ``~/.cache/fusedoptim``; empty: no cache). Not cached are text that includes other
