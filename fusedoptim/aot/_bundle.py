@@ -40,21 +40,21 @@ class Module(NamedTuple):
 
     spirv: bytes
     kernels: dict[str, list[str]]
-    """the parameters of each kernel, such as ``["const f32 *x", "u32 n"]``."""
+    """The parameters of each kernel, such as ``["const f32 *x", "u32 n"]``."""
     kind: str
-    """of the source: "OpenCL C", "SPIR-V" or "Python"."""
+    """The kind of the source: "OpenCL C", "SPIR-V" or "Python"."""
     source: str
-    """as it was named, without its folder."""
+    """The name of the source, without its folder."""
     source_sha256: str
-    """of the source's file."""
+    """SHA-256 of the source's file."""
     options: list[str]
-    """of the compiler."""
+    """The compiler's options."""
     tools: dict[str, str]
-    """the versions of what compiled it."""
+    """The versions of the tools that compiled it."""
     binaries: dict[str, bytes]
-    """machine code for GPUs, by the name under which ocloc knows each."""
+    """Machine code for GPUs, by ocloc's name of each."""
     ocloc: str
-    """the version of the compiler that made them, "" if there are none."""
+    """The version of ocloc; "" if there are no binaries."""
 
     @property
     def driver_options(self) -> tuple[str, ...]:
@@ -188,9 +188,9 @@ class Bundle(Mapping[str, RawKernel]):
 
     def __init__(self, path: Path, modules: list[Module], device: Any) -> None:
         self.path = path
-        """the file."""
+        """Path of the file."""
         self.modules = modules
-        """what it holds."""
+        """The modules in it."""
         self._kernels: dict[str, RawKernel] = {}
         for module in modules:
             raw = RawModule(module.spirv, module.driver_options, device=device)

@@ -17,13 +17,13 @@ class Compiled(NamedTuple):
     """One compilation of a module."""
 
     kernels: tuple[str, ...]
-    """the names of those in the module."""
+    """The names of the module's kernels."""
     target: str
     """"SPIR-V", or a GPU."""
     size: int
-    """bytes."""
+    """Bytes."""
     seconds: float
-    """that it took."""
+    """Time that it took."""
 
 
 def build(

@@ -25,9 +25,9 @@ class _Source(NamedTuple):
     kind: str
     name: str
     content: bytes
-    """of the file."""
+    """Bytes of the file."""
     function: Callable[..., Any] | None
-    """of Python."""
+    """The function, if the source is Python."""
 
 
 def compile_source(source: str | os.PathLike[str], options: Sequence[str]) -> Module:

@@ -17,9 +17,9 @@ class Warmed(NamedTuple):
     """A kernel that the driver compiled."""
 
     name: str
-    """of the kernel."""
+    """Name of the kernel."""
     seconds: float
-    """that it took."""
+    """Time that it took."""
 
 
 def warmup(

@@ -21,9 +21,9 @@ class Problem(NamedTuple):
     level: str
     """"error" if steps fail or compute wrongly, else "warning"."""
     message: str
-    """what is wrong, with the values."""
+    """What is wrong, with the values."""
     cure: str
-    """what to do, as a command where there is one."""
+    """What to do, as a command where there is one."""
 
 
 def error(message: str, cure: str) -> Problem:
@@ -40,13 +40,13 @@ class Section(NamedTuple):
     """What one check found."""
 
     name: str
-    """of the check."""
+    """Name of the check."""
     facts: dict[str, Any]
-    """by name: strings, numbers, lists or dicts of them."""
+    """Facts by name: strings, numbers, lists or dicts of them."""
     problems: list[Problem]
-    """what is wrong, each with its cure."""
+    """What is wrong, each with its cure."""
     details: Mapping[str, Any] = MappingProxyType({})
-    """facts that are too long to print, for JSON"""
+    """Facts that are too long to print, for JSON."""
 
 
 class Report:
@@ -57,9 +57,9 @@ class Report:
 
     def __init__(self, sections: Iterable[Section], seconds: float) -> None:
         self.sections = tuple(sections)
-        """one for each check."""
+        """One section for each check."""
         self.seconds = seconds
-        """that the examination took."""
+        """Time that the examination took."""
 
     @property
     def problems(self) -> tuple[Problem, ...]:

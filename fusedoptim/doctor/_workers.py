@@ -25,9 +25,9 @@ class Outcome(NamedTuple):
     """What one worker told, and how it ended."""
 
     said: list[dict[str, Any]]
-    """its lines."""
+    """Its lines."""
     end: str
-    """how it failed to end by itself, or nothing."""
+    """How it failed to end by itself; "" if it did end."""
 
     @property
     def at(self) -> str:

@@ -130,8 +130,8 @@ def _divide(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> i
     return builder.fdiv(*args)
 
 
-# numba's own tests for zero: a branch out of the loop for each lane, for which the CPU driver
-# gathers and scatters, which takes seven times as long.
+# numba's own division tests for zero: a branch out of the loop for each lane, for which the CPU
+# driver gathers and scatters (docs/design/spirv-ahead-of-time.md).
 for _real in (types.float32, types.float64):
     device_functions.lower(operator.truediv, _real, _real)(_divide)
 
@@ -149,9 +149,9 @@ def _f32_to_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(builder.lshr(rounded, _I32(16)), _I16)
 
 
-# float16 in integer arithmetic: OpenCL's vload_half is left a function call for each lane by
-# the CPU driver (23 ms where this takes 5 ms for 16.8 M parameters), and a native conversion
-# would demand the Float16 capability, which most CPUs lack.
+# float16 in integer arithmetic: the CPU driver leaves OpenCL's vload_half a function call for each
+# lane, and a native conversion would require the Float16 capability, which most CPUs lack
+# (docs/design/element-kernels.md).
 def _f16_to_f32(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     bits = builder.zext(bits, _I32)
     sign = builder.shl(builder.and_(bits, _I32(0x8000)), _I32(16))

@@ -114,8 +114,8 @@ def fma(a: float, b: float, c: float) -> float:
 
     Compiled kernels never contract a product and a sum by themselves (``ContractionOff``), so
     their results do not depend on the device's compiler; written out, a fused multiply-add is as
-    reproducible and costs one instruction where the pair costs two. It decided the speed of SGD
-    with momentum: 4.5 ms against 5.0 ms for 16.8 M parameters in cache, on two cores.
+    reproducible and costs one instruction where the pair costs two
+    (docs/design/element-kernels.md has what that gains).
 
     Args:
         a: a factor.

@@ -31,13 +31,13 @@ class Module(NamedTuple):
     """One compiled kernel for one dtype."""
 
     name: str
-    """of the entry point, such as "sgd_momentum_f32"."""
+    """Name of the entry point, such as "sgd_momentum_f32"."""
     dtype: str
-    """of the parameters: "f32", "f64", "bf16", "f16" or "split"; of several, the first."""
+    """The variant of the parameters; if it serves several, the first."""
     arguments: tuple[Argument, ...]
-    """in the order of the launch block's words."""
+    """Its arguments, in the order of the launch block's words."""
     sums: int
-    """values that it sums over each row."""
+    """Number of values that it sums over each row."""
     spirv: bytes
 
     @property

@@ -1,11 +1,8 @@
 """The CPU driver by OpenCL's C interface, which hands out what the driver has compiled.
 
-The driver compiles a kernel in 40 to 70 ms, and a process's first in 200 ms; it reads what it has
-compiled before in 1.2 ms. SYCL cannot keep a compiled program, so on the CPU kernels are
-built, kept on the disk and launched here. To submit a kernel and wait for it takes 21 us between
-other work, where it takes 31 us by SYCL.
-
-Only addresses are passed, as integers, so the memory of SYCL and that of torch are alike here.
+SYCL gives no access to a compiled program. So on the CPU, kernels are built, cached on the disk and
+launched here; a launch is quicker too (docs/design/kept-programs.md). Only addresses are passed, so
+SYCL's memory and torch's are alike.
 """
 
 from __future__ import annotations
@@ -56,17 +53,17 @@ class OpenCL:
             path: of the library, which SYCL has loaded: it knows the same drivers.
         """
         self._library = ctypes.CDLL(path)
-        # These return at once: releasing the GIL would take longer than the calls.
+        # These return at once: releasing Python's lock would take longer than they do.
         short = ctypes.PyDLL(path)
         pointer, count = ctypes.c_void_p, ctypes.c_uint
         self.set_argument = short.clSetKernelArg
         self.set_argument.argtypes = (pointer, count, ctypes.c_size_t, pointer)
         self.set_pointer = short.clSetKernelArgSVMPointer
         self.set_pointer.argtypes = (pointer, count, pointer)
-        # It takes objects of ctypes, None and small numbers, which need no types: 0.5 us less.
+        # Its arguments are objects of ctypes, None and small numbers: these need no types.
         self.enqueue = short.clEnqueueNDRangeKernel
         self.enqueue_long = self._library.clEnqueueNDRangeKernel
-        """Gives Python's lock away, for what may run on the calling thread."""
+        """The same, without Python's lock: for long kernels on the calling thread."""
         self.finish = self._library.clFinish
         self.finish.argtypes = (pointer,)
         self.release_kernel = short.clReleaseKernel

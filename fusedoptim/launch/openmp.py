@@ -4,8 +4,7 @@ After a parallel region OpenMP's threads spin for milliseconds, so that the next
 once. A kernel that runs meanwhile shares its cores with them, and theirs is the larger share of
 each core that they are on. So a thread opens a parallel region of its own before it launches, in
 which the others sleep on a lock, and closes it when the kernel has ended. They spin again then for
-the next region. On 16 cores a step of 4 M elements between torch's operations took 2.7 ms, and
-0.35 ms with the threads asleep.
+the next region. docs/design/sleeping-threads.md has what that gains.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 WORTH_SLEEPING = 250_000
-"""Elements from which a launch gains more by free cores than putting the threads to sleep costs.
-
-On 16 cores a step of 64,000 takes 101 us with them asleep and 81 us with them left alone; one of
-250,000 takes 138 and 233 us.
-"""
+"""Elements from which a launch gains more by free cores than putting the threads to sleep costs."""
 _Lock = ctypes.c_int64 * 7
 """POSIX's read-write lock; zeros are one that nobody has."""
 _Mutex = ctypes.c_int32 * 10
@@ -61,7 +56,7 @@ class _Worker:
         """
         if time.clock_gettime_ns(self._clock) != time.clock_gettime_ns(self._clock):
             return True
-        # It sleeps, or another has its core. This takes 4 us, the clock 1 us.
+        # It sleeps, or another has its core. The clock is asked first as that is quicker.
         return os.pread(self._stat, 64, 0).rpartition(b")")[2].startswith(b" R")
 
 
@@ -83,7 +78,7 @@ _team = _Team()
 @functools.cache
 def _functions() -> _Functions | None:
     # The process has what torch calls, also where a preloaded runtime takes over. PyDLL keeps
-    # Python's lock: where other threads want it, each call that gives it away takes 5 ms.
+    # Python's lock: if other threads want it, a call that releases it waits to get it back.
     process = ctypes.PyDLL(None)
     try:
         start, end = process.GOMP_parallel_start, process.GOMP_parallel_end
@@ -102,8 +97,8 @@ def _functions() -> _Functions | None:
 def put_to_sleep() -> None:
     """Have the calling thread's OpenMP threads sleep until :func:`wake`, if they spin.
 
-    To be called before the launch: threads that had to get through while a kernel's had the cores
-    took 4 ms on 16 cores. Those that sleep by themselves are left alone, as waking them takes time.
+    To be called before the launch, when no kernel has the cores that the threads need to fall
+    asleep. Those that sleep by themselves are left alone, as waking them takes time.
     """
     functions = _functions()
     if functions is None or _team.asleep or (threads := functions.threads()) == 1:

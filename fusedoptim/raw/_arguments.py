@@ -41,7 +41,7 @@ class LocalMemory:
         if nbytes <= 0:
             raise ValueError(f"nbytes={nbytes} is not positive")
         self.nbytes = nbytes
-        """of each group."""
+        """Bytes for each group."""
 
     def __repr__(self) -> str:
         return f"LocalMemory({self.nbytes})"
@@ -51,10 +51,10 @@ class _Known(NamedTuple):
     """The pointers' tensors of a call that were found good."""
 
     is_same: Callable[..., bool]
-    """compares all that was checked of them, but for their addresses, with that of others."""
+    """Compares, in C, these tensors with others in all that was checked but their addresses."""
     uses: Uses
     needs_no_grad: bool
-    """whether one that requires grad may be written."""
+    """Whether a tensor that requires grad may be written."""
 
 
 _MOST_KNOWN = 8
@@ -66,8 +66,8 @@ _REFUSALS = (TypeError, ValueError, OverflowError, RuntimeError, BufferError)
 class Signature:
     """A kernel's parameters, and what takes the arguments for them.
 
-    To check a tensor in Python costs 1.3 us; to compare it with one that was checked before, 0.1.
-    So what was found of the tensors of the last few calls is remembered.
+    Checking a tensor in Python takes longer than comparing it, in C, with one that was checked
+    before. So the results for the tensors of the last few calls are remembered.
     """
 
     def __init__(self, kernel: str, parameters: Sequence[Parameter]) -> None:
@@ -95,11 +95,11 @@ class Signature:
         self._aligned = [alignment(self.parameters[i]) for i, _ in self._pointers]
         self._has_vectors = max(self._aligned, default=1) > 1
         self.needs_local_memory = bool(local)
-        """whether there are pointers to memory of the work-group."""
+        """Whether an argument is memory of the work-group."""
         self._known: list[_Known] = []
         self._misses = 0
         self.frames: list[Frame] = []
-        """not in use now; a list's pop and append are atomic."""
+        """Those not in use; a list's pop and append are atomic."""
 
     def bind(self, arguments: Any) -> tuple[Frame, Uses]:
         """The arguments of a call in a frame, to be given back to :attr:`frames`.
@@ -158,7 +158,7 @@ class Signature:
             except _REFUSALS as error:
                 raise self._refusal(error, i) from None
         self._misses += 1
-        # It takes 15 us, for nothing where each call has other shapes.
+        # Remembering takes longer than a check, and is no use if each call has other shapes.
         if self._misses < _PATIENCE or self._misses % _PATIENCE == 0:
             self._remember(pointed, uses)
         return uses, addresses

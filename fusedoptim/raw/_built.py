@@ -25,9 +25,9 @@ class Shape(NamedTuple):
     """Checked sizes of a launch."""
 
     is_empty: bool
-    """whether there are no work items."""
+    """Whether there are no work items."""
     waited: Any
-    """as the kernel takes them whose end is waited for."""
+    """The sizes for a launch whose end is waited for."""
     items: tuple[int, ...]
     group: tuple[int, ...] | None
 

@@ -11,7 +11,7 @@ class KernelCompileError(RuntimeError):
     def __init__(self, message: str, log: str = "") -> None:
         super().__init__(message)
         self.log = log
-        """the compiler's text, "" where it said nothing."""
+        """The compiler's text; "" if it printed nothing."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.log)

@@ -119,8 +119,7 @@ def _check_option(option: str) -> None:
 def compile_opencl_c(source: str, options: Sequence[str] = ()) -> bytes:
     """SPIR-V of OpenCL C.
 
-    The standard is OpenCL C 1.2 unless an option such as ``-cl-std=CL2.0`` names another. A
-    process's first call takes 0.1 to 0.2 s, the next ones 20 to 50 ms.
+    The standard is OpenCL C 1.2 unless an option such as ``-cl-std=CL2.0`` names another.
 
     Args:
         source: the text.

@@ -28,6 +28,9 @@ class Dtype(NamedTuple):
     """C functions between the two, "" where they are the same."""
 
 
+_CONVERTED = ("f16", "bf16")  # by CONVERSIONS
+
+
 def _dtype(element: Element) -> Dtype:
     dtype = getattr(torch, element.dtype)
     if element.arithmetic == element.name:
@@ -38,7 +41,10 @@ def _dtype(element: Element) -> Dtype:
 
 _TOO_NEW = ("u16", "u32", "u64")  # torch computes little with them
 DTYPES = {"bool": Dtype(torch.bool, "uchar", "bool", "(bool)", "(uchar)")} | {
-    element.dtype: _dtype(element) for element in ELEMENTS.values() if element.name not in _TOO_NEW
+    element.dtype: _dtype(element)
+    for element in ELEMENTS.values()
+    if element.name not in _TOO_NEW
+    and (element.arithmetic == element.name or element.name in _CONVERTED)
 }
 _BY_TORCH = {dtype.torch: dtype for dtype in DTYPES.values()}
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float32}
@@ -84,10 +90,10 @@ class Param(NamedTuple):
     """One parameter, as the user declares it."""
 
     type: str
-    """a name of DTYPES, or a capital letter that stands for any of them."""
+    """A name of DTYPES, or a capital letter that stands for any of them."""
     name: str
     raw: bool
-    """whether the operation indexes it itself."""
+    """Whether the operation indexes it itself."""
 
     def __str__(self) -> str:
         return f"{'raw ' if self.raw else ''}{self.type} {self.name}"
@@ -242,7 +248,7 @@ class Made(NamedTuple):
 
 
 def signature(name: str, inputs: Sequence[Param], outputs: Sequence[Param]) -> str:
-    """Such as "norm(T x) -> T y"."""
+    """A text such as "norm(T x) -> T y"."""
     return f"{name}({', '.join(map(str, inputs))}) -> {', '.join(map(str, outputs))}"
 
 
@@ -351,7 +357,7 @@ def head(n: int, found: dict[str, Dtype]) -> str:
 
     An index is 64 bits wide: of a narrower one, which may wrap, the CPU driver cannot see that
     neighbouring work items have neighbouring elements, and gathers them. What divides an index to
-    ``n`` is narrower where it can be, as that is three times as fast.
+    ``n`` is narrower where it can be: dividing 64 bits is slow.
     """
     narrow = "uint" if n < 2**32 else "ulong"
     letters = sorted(found.keys() - DTYPES.keys())

@@ -20,7 +20,7 @@ PLAIN = frozenset((Tensor, TorchParameter))
 _NAMES = [element.dtype for element in ELEMENTS.values()] + ["bool", "complex64", "complex128"]
 _TORCH = {getattr(torch, name): name for name in _NAMES}
 # numpy computes a dtype's name anew each time.
-_NUMPY = {np.dtype(name): name for name in _NAMES if name != "bfloat16"}
+_NUMPY = {np.dtype(name): name for name in _NAMES if name in np.sctypeDict}
 # The dtypes that a pointer takes, by what it points to. OpenCL C has no bfloat16, whose bits are a
 # ushort, and a complex number is a vector of two.
 _DTYPES = {
@@ -41,17 +41,17 @@ class Uses:
 
     def __init__(self) -> None:
         self.host: int | None = None
-        """the first argument in the host's memory."""
+        """The first argument in the host's memory."""
         self.is_elsewhere = False
-        """whether there is memory that is not the host's."""
+        """Whether any memory is not the host's."""
         self.elsewhere: tuple[int, torch.device] | None = None
-        """the first torch tensor that is not in the host's memory, and its device."""
+        """The first torch tensor that is not in the host's memory, and its device."""
         self.queues: list[tuple[int, Any]] = []
-        """arguments in SYCL memory, and the queues that they belong to."""
+        """Arguments in SYCL memory, and their queues."""
         self.written: list[int] = []
-        """arguments that are tensors which the kernel may write."""
+        """Arguments that are tensors and that the kernel may write."""
         self.elements = 0
-        """of those of them that are in the host's memory."""
+        """Number of elements of those in the host's memory."""
 
 
 Accept = Callable[[Any, Uses], int]

@@ -43,7 +43,7 @@ class Argument(NamedTuple):
 
     name: str
     element: str
-    """the type of the number, or of those in memory, such as "f32"."""
+    """The type of the number, or of the numbers in memory, such as "f32"."""
     memory: type[Any] | None
     """Global, Local, or None for a number."""
 
@@ -87,7 +87,7 @@ def compile_python(function: Callable[..., None], options: Sequence[str] = ()) -
     found = arguments(function)
     _description(function, ())  # refuses what numba would explain less well, or pass over
     _tools()
-    # numba takes 3 s to import.
+    # numba takes seconds to import.
     from numba.core.errors import NumbaError
 
     from fusedoptim.kernels._compiler import llvm_module, to_spirv

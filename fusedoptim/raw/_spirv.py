@@ -42,9 +42,9 @@ class Parameter(NamedTuple):
     which the module does not tell the sign; a vector as "f32x4"; "" for what is none of these. Of a
     pointer: what it points to."""
     size: int
-    """bytes of the value; of a pointer, of what it points to, 0 if that is void or unknown."""
+    """Bytes of the value; for a pointer, of its target: 0 if that is void or unknown."""
     is_const: bool
-    """whether it is a pointer through which the kernel only reads."""
+    """Whether it is a pointer that the kernel only reads through."""
 
     def __str__(self) -> str:
         text = self.dtype or (f"struct of {self.size} bytes" if self.size else "void")
@@ -59,18 +59,18 @@ class Entry(NamedTuple):
 
     parameters: tuple[Parameter, ...]
     local_size: tuple[int, ...] | None
-    """that its source requires, None if it leaves it to the caller."""
+    """The size that its source requires; None if the caller chooses."""
 
 
 class ModuleFacts(NamedTuple):
     """What a module says of itself."""
 
     entries: dict[str, Entry]
-    """its kernels, by name."""
+    """Its kernels, by name."""
     capabilities: frozenset[int]
-    """what it needs, by SPIR-V's numbers."""
+    """The capabilities that it needs, by SPIR-V's numbers."""
     has_globals: bool
-    """whether it has variables that outlive a launch."""
+    """Whether it has variables that outlive a launch."""
 
 
 def read_signatures(spirv: bytes) -> dict[str, tuple[Parameter, ...]]:

@@ -58,11 +58,11 @@ class _Plan(NamedTuple):
     global_size: int
     lanes: int
     numbers: tuple[int, ...]
-    """arguments of the kernel before the caller's."""
+    """Arguments of the kernel before the caller's."""
     strided: tuple[int, ...]
-    """the caller's arguments that are not contiguous."""
+    """Indices of the caller's arguments that are not contiguous."""
     made: tuple[Made, ...]
-    """outputs that are to be made."""
+    """Outputs that are to be made."""
 
 
 class ElementwiseKernel:
@@ -108,7 +108,7 @@ class ElementwiseKernel:
         if not self._outputs:
             raise ValueError("out_params declares no output")
         self.name = name
-        """of the kernel, as errors have it."""
+        """The kernel's name, as errors use it."""
         self._operation = operation
         self._preamble = preamble
         self._options = tuple(options)

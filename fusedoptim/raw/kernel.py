@@ -41,12 +41,11 @@ class RawModule:
             "gpu", or "level_zero:gpu:1"; "xpu", for torch's current stream; or a
             ``dpctl.SyclQueue``.
 
-    Nothing is compiled before a kernel is called, or something is asked of it. Text becomes SPIR-V
-    in 20 to 50 ms (a process's first in 0.1 to 0.2 s), which is kept on the disk unless it includes
-    other files: ``FUSEDOPTIM_CACHE_DIR`` names the folder, empty it keeps none, and without it that
-    is ``~/.cache/fusedoptim``. The driver compiles the SPIR-V: the CPU's takes 10 to 40 ms for a
-    small kernel, and 0.2 s for a process's first, and what it makes is kept there too. Of a
-    ``dpctl.SyclQueue`` of your own, and for ``wait=False``, it compiles in each process.
+    Nothing is compiled before a kernel is called or one of its properties is read. Text is compiled
+    to SPIR-V, and SPIR-V by the device's driver, each in some tens of milliseconds and 0.2 s at a
+    process's first. Both results are cached on the disk, in the folder ``FUSEDOPTIM_CACHE_DIR``
+    (default: ``~/.cache/fusedoptim``; empty: no cache). Not cached are text that includes other
+    files, and what the driver compiles for ``wait=False`` or for a ``dpctl.SyclQueue`` of your own.
 
     Raises:
         TypeError: ``source`` or ``options`` is of another type.
@@ -69,13 +68,13 @@ class RawModule:
 
     def __init__(self, source: Source, options: Sequence[str] = (), *, device: Any = "cpu") -> None:
         self.kind, self._source = read_source(source)
-        """of the source: "OpenCL C", "SPIR-V" or "Python"."""
+        """The kind of the source: "OpenCL C", "SPIR-V" or "Python"."""
         self.source = source
-        """as it was given."""
+        """The source, as given."""
         self.options = check_source_options(self.kind, options)
-        """of the compiler."""
+        """The compiler's options."""
         self.device = _check_device(device)
-        """where launches run whose arguments do not say."""
+        """Where launches run if the arguments do not decide it."""
 
     @functools.cached_property
     def _program(self) -> Program:

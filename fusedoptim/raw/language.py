@@ -72,7 +72,7 @@ class Element(NamedTuple):
     """The type of one number: what an annotation of this module stands for."""
 
     dtype: str
-    """such as "f32" or "u8"."""
+    """A name such as "f32" or "u8"."""
 
 
 Int8 = Annotated[int, Element("i8")]

@@ -105,15 +105,15 @@ class _Plan(NamedTuple):
     global_sizes: tuple[int, int]
     lanes: int
     numbers: tuple[int, ...]
-    """arguments of both kernels before the partial results: n, results, chunk, chunks."""
+    """Arguments of both kernels before the partial results: n, results, chunk, chunks."""
     more_numbers: tuple[int, ...]
-    """and after them."""
+    """Their arguments after the partial results."""
     partials: Made | None
     """None where one kernel does."""
     strided: tuple[int, ...]
-    """the caller's arguments that are not contiguous."""
+    """Indices of the caller's arguments that are not contiguous."""
     made: tuple[Made, ...]
-    """outputs that are to be made."""
+    """Outputs that are to be made."""
 
 
 class ReductionKernel:
@@ -173,7 +173,7 @@ class ReductionKernel:
         if not isinstance(identity, str) or not identity.strip():
             raise ValueError(f"identity={identity!r} is no C expression, such as '0'")
         self.name = name
-        """of the kernel, as errors have it."""
+        """The kernel's name, as errors use it."""
         self._expressions = {
             "map": map_expr,
             "reduce": reduce_expr,
