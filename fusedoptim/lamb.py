@@ -119,7 +119,7 @@ class FusedLamb(FusedOptimizer):
 
     def _numbers(self, group: Group) -> Numbers:
         lr, decay = number(group["lr"]), number(group["weight_decay"])
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = map(number, group["betas"])
         decoupled = group["decoupled_decay"]
         most = group["max_param_norm"]
         return {
@@ -130,7 +130,7 @@ class FusedLamb(FusedOptimizer):
             "beta3": 1 - beta1 if group["grad_averaging"] else 1.0,
             "beta2": beta2,
             "one_minus_beta2": 1 - beta2,
-            "eps": group["eps"],
+            "eps": number(group["eps"]),
             "adapt": group["always_adapt"] or decay != 0,
             "clip": group["trust_clip"],
             "max_param_norm": float("inf") if most is None else most,

@@ -34,8 +34,9 @@ from fusedoptim.step.tensors import TRAIL, Group, State, new_state, state_dtype
 
 
 def number(value: Any) -> float:
-    """A hyper-parameter, which may be a tensor, as a Python number."""
-    return value.item() if isinstance(value, Tensor) else value
+    """A hyper-parameter, which may be a tensor or a NumPy number, as a Python number."""
+    result: float = value.item() if hasattr(value, "item") else value
+    return result
 
 
 def _check_norm(max_grad_norm: float | None) -> None:
