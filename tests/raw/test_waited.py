@@ -246,22 +246,18 @@ def test_one_group_lets_other_threads_run() -> None:
         thread.join()
 
 
-def test_one_group_that_needs_much_memory() -> None:
-    """It does not run on the stack of a thread of the user's."""
-    text = """kernel void f(global float *x) {
-        float a[100000];
-        for (int i = 0; i < 100000; i++) a[(i * 7919 + (int)x[0]) % 100000] = i;
+@pytest.mark.parametrize(("count", "is_here"), [(100, True), (100_000, False)])
+def test_one_group_that_needs_much_memory(count: int, is_here: bool) -> None:
+    """It does not run on the stack of the calling thread."""
+    text = f"""kernel void f(global float *x) {{
+        float a[{count}];
+        for (int i = 0; i < {count}; i++) a[(i * 7919 + (int)x[0]) % {count}] = i;
         x[0] = a[(int)x[0]] >= 0;
-    }"""
+    }}"""
+    kernel = RawKernel(text)
+    assert kernel._own()._waited.sizes((1,), (1,))[0] == is_here
     x = torch.ones(1)
-    kernel = RawKernel(text).compile()
-    before = threading.stack_size(256 << 10)
-    try:
-        thread = threading.Thread(target=kernel, args=(1, 1, (x,)))
-        thread.start()
-        thread.join()
-    finally:
-        threading.stack_size(before)
+    kernel(1, 1, (x,))
     assert x.item() == 1
 
 
