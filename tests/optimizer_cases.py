@@ -1,4 +1,4 @@
-"""The optimizers under test, one row each. The contract tests read nothing else about them."""
+"""The optimizers under test, one row each: all that the contract tests know about them."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerCase:
-    """One optimizer, the torch class that it stands for, and what it can do."""
+    """One optimizer, the torch class that it replaces, and its capabilities."""
 
     cls: type[Any]
     reference: type[torch.optim.Optimizer]
     algorithm: Callable[..., Tensor]
-    """The same, as its paper writes it."""
+    """The update of one tensor, as in the paper."""
     kwargs: tuple[Kwargs, ...]
-    """Each is a configuration that behaves differently."""
+    """Configurations that behave differently."""
     invalid_kwargs: tuple[Kwargs, ...]
-    """The reference class refuses each; ours must with the same error."""
+    """Arguments that the reference class refuses; ours must raise the same error."""
     refused_kwargs: tuple[Kwargs, ...]
-    """Ours refuses each with a RuntimeError, though the reference takes it."""
+    """Arguments that the reference accepts, and for which ours raises RuntimeError."""
     state_keys: tuple[str, ...]
-    """Of a parameter that took a step under the last of ``kwargs``."""
+    """Keys of the state after a step in the last configuration."""
     own_arguments: tuple[str, ...] = ("max_grad_norm", "split")
-    """What ours takes beyond the reference's arguments."""
+    """Arguments of ours that the reference does not have."""
     always: Kwargs = dataclasses.field(default_factory=dict)
-    """What ours, and not the reference, is always given."""
+    """Arguments that ours, and not the reference, always gets."""
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    """Of the parameters that ours takes."""
+    """Dtypes of parameters that ours accepts."""
     is_split: bool = False
-    """Parameters become bfloat16; their exact values are float32, halved into state."""
+    """Whether parameters become bfloat16, the upper halves of exact float32 values."""
     is_torchs: bool = True
-    """The reference is a class of torch.optim, and ours a subclass of it."""
+    """Whether the reference is a class of torch.optim, and ours a subclass of it."""
     supports_complex: bool = True
     supports_sparse_gradients: bool = True
     has_state_from_the_start: bool = False
-    """Before the first step, that is."""
+    """Whether there is state before the first step."""
 
     @property
     def name(self) -> str:
@@ -58,18 +58,18 @@ class OptimizerCase:
         return self.cls(params, **self.always, **kwargs)
 
     def make_reference(self, params: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The reference, computing one parameter after the other."""
+        """The reference, which updates one parameter after the other."""
         if self.is_torchs:
             kwargs["foreach"] = False
         return self.reference(params, **kwargs)
 
     def hyper_parameters(self, group: Kwargs) -> Kwargs:
-        """Those of ``group`` that :attr:`algorithm` takes."""
+        """The arguments of :attr:`algorithm` in a group."""
         return {k: group[k] for k in inspect.signature(self.algorithm).parameters if k in group}
 
 
 _WIDE_BETAS = tuple(torch.tensor(beta, dtype=torch.float64) for beta in (0.8, 0.95))
-# What torch.optim takes and a fused step does not do.
+# Options of torch.optim that a fused step does not have.
 _REFUSED = ({"foreach": True}, {"differentiable": True}, {"fused": False})
 _REFUSED_BY_ADAM = (*_REFUSED, {"capturable": True})
 _ADAM_INVALID = (

@@ -118,7 +118,7 @@ def test_bad_tensors(p: Tensor) -> None:
 
 
 def test_main(capsys: pytest.CaptureFixture[str]) -> None:
-    """It learns the digits as AdamW does."""
+    """Lion learns the digits about as well as AdamW."""
     lion.main(epochs=8)
     lines = capsys.readouterr().out.splitlines()
     shares = [float(line.split("%")[0].split()[-1]) for line in lines]

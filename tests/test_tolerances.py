@@ -1,4 +1,4 @@
-"""The bounds of tests/tolerances.py hold for arithmetic that rounds, and are not slack."""
+"""The bounds of tests/tolerances.py hold for rounded arithmetic, and are tight."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_errors_of_operands_are_handed_on() -> None:
 
 
 def test_no_bound_is_nan() -> None:
-    """Nothing can be said of what is made of a quotient whose divisor may be zero."""
+    """A quotient whose divisor may be zero has an infinite bound, and so have its products."""
     divisor = Bounded(torch.tensor([1.0, 1e-9], dtype=torch.float64), 1e-8, torch.float32)
     quotient = _bounded(torch.zeros(2)) / divisor
     for result in (quotient, 0.1 * quotient, quotient * quotient, 1 - quotient):

@@ -1,10 +1,10 @@
-"""How far a result may be from the float64 reference: derived from the dtypes, in this file only.
+"""How far a result may be from the float64 reference. All tolerances of the tests are derived here.
 
-The bound is carried along with the computation (running error analysis: Higham, "Accuracy and
+The bound is computed along with the result (running error analysis: Higham, "Accuracy and
 Stability of Numerical Algorithms", section 3.3). The reference's own formula, from
 ``tests/references``, is evaluated on :class:`Bounded` values: each has the reference's value and a
-bound, element by element, on how far a kernel's may be from it. An operation hands on the bounds of
-its operands by the exact inequality that belongs to it, and adds its own rounding:
+bound, element by element, on how far a kernel's may be from it. An operation propagates the bounds
+of its operands by an exact inequality, and adds its own rounding:
 
 * half a unit in the last place, ``u``, for sums and products, and for a number that the host
   computed in float64, where it enters;
@@ -14,21 +14,21 @@ its operands by the exact inequality that belongs to it, and adds its own roundi
 * the smallest normal number, as a device may flush what is below to zero;
 * for a stored 16-bit parameter, ``u`` of its own dtype, and half of its smallest subnormal.
 
-Hyper-parameters are Bounded values in float64, so that what the host makes of them is bounded in
-the same way. A power is off by up to 4 units (``8 u``), as numpy's may be; ``1 - b^t`` magnifies
+Hyper-parameters are Bounded values in float64, so the host's computations are bounded in the same
+way. A power is off by up to 4 units (``8 u``), as numpy's may be; ``1 - b^t`` magnifies
 that, most of all in the first steps. The reference rounds too: each ``u`` includes that of float64.
 
-The kernels make no operation that the formulas have not: they fuse a product and a sum, which
-saves a rounding, or fold numbers on the host, which saves more. Two are arranged differently. Of
-``1 - b^t`` the root is taken on the host, as a power, whose units vanish beside those of ``b^t``.
+The kernels do no operation that the formulas lack: they fuse a product and a sum, which saves a
+rounding, or combine numbers on the host, which saves more. Two are arranged differently. The host
+takes the root of ``1 - b^t`` as a power, whose units vanish beside those of ``b^t``.
 And for Adam's ``m' = b m + (1-b) g``, which errs by at most ``u (2 b |m| + 2 (1-b) |g| + |m'|)``,
 the kernel computes ``m + (1-b) (g-m)`` if ``b > 1/2`` and ``g + b (m-g)`` otherwise. With ``w`` for
 ``1-b`` or ``b``, it rounds ``w`` and the difference, and the fused multiply-add once: it errs by at
 most ``u (2 w (|m| + |g|) + |m'|)``. As ``w`` is the smaller of ``b`` and ``1-b``, this is no more.
 
-Where a divisor may be zero within its bound, nothing can be said, and the bound is infinite. No
-gradient is tiny (``helpers.random_like``), but weight decay may cancel one, about once in a million
-elements where clipping has made the gradients as small as the decay.
+Where a divisor may be zero within its bound, the quotient's bound is infinite. No gradient is tiny
+(``helpers.random_like``), but weight decay may cancel one, about once in a million elements where
+clipping has made the gradients as small as the decay.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _POWER = 4  # of the units that ours and the reference's have together
 # Units in the last place, each 2 u, by which OpenCL C's functions of a float may be off (OpenCL C
 # specification, "Relative Error as ULPs", full profile).
 BUILTIN_ULPS = {"exp": 3, "log": 3, "sin": 4, "cos": 4, "tanh": 5, "erf": 16, "sqrt": 3, "pow": 16}
-# Of the CPU device (fusedoptim.launch.table): a lane of a chunk adds up CHUNK / LANES terms. A GPU
-# adds up fewer one after the other.
+# Of the CPU device (fusedoptim.launch.table): a lane adds up CHUNK / LANES terms of a chunk. A
+# GPU's lane adds up fewer.
 LANES = 16
 CHUNK = 32 * 1024
 
@@ -80,8 +80,8 @@ def by_hand(expected: Any, roundings: int, dtype: torch.dtype = torch.float64) -
 def additions(sizes: Sequence[int]) -> int:
     """The most additions that a term passes through in a sum over tensors of these sizes.
 
-    A lane of a chunk adds its terms, the group adds its lanes, and somebody adds the chunks: one
-    after the other at worst.
+    A lane adds its terms of a chunk, the group adds its lanes, and then the chunks are added, at
+    worst one after the other.
     """
     chunks = sum(math.ceil(size / CHUNK) for size in sizes)
     return math.ceil(min(max(sizes, default=0), CHUNK) / LANES) + LANES + chunks + LANES
@@ -97,7 +97,7 @@ class Bounded:
         self._u = unit_roundoff(arithmetic) + unit_roundoff(torch.float64)
 
     def stored(self, dtype: torch.dtype) -> Bounded:
-        """As it is after a parameter of ``dtype`` has been written."""
+        """The value as stored in a parameter of ``dtype``."""
         if dtype not in (torch.bfloat16, torch.float16):
             return self
         u = unit_roundoff(dtype)
@@ -106,7 +106,7 @@ class Bounded:
         return Bounded(self.value, error, self.arithmetic)
 
     def _rounded(self, value: Tensor, inherited: Tensor, units: float = 1) -> Bounded:
-        """The result of an operation, whose operands' errors have led to ``inherited``."""
+        """The result of an operation, whose operands' errors propagate to ``inherited``."""
         error = inherited + units * self._u * (value.abs() + inherited)
         error = error + torch.finfo(self.arithmetic).smallest_normal
         return Bounded(value, error, self.arithmetic)
@@ -201,7 +201,7 @@ class Bounded:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Of what is exactly zero and a bound that is infinite, zero."""
+    """The product; of an exact zero and an infinite bound, zero."""
     return torch.where((a == 0) | (b == 0), 0.0, a * b)
 
 
@@ -219,7 +219,7 @@ def number(value: float) -> Bounded:
 
 
 def clipping(grads: Sequence[Tensor], max_norm: float, arithmetic: torch.dtype) -> Bounded:
-    """One, and the error of what ``max_grad_norm`` multiplies these gradients by, relative to it.
+    """One, with the relative error of the factor by which ``max_grad_norm`` scales these gradients.
 
     ``arithmetic`` is the narrowest of the parameters, in which the norm is computed.
     """
@@ -232,9 +232,9 @@ def clipping(grads: Sequence[Tensor], max_norm: float, arithmetic: torch.dtype) 
 class Perturbed(TorchDispatchMode):
     """Runs a float64 computation with all the roundings that one in ``dtype`` may make.
 
-    For whole models no bound can be carried along: through fifty layers the worst of all cases is
-    useless. Instead every operation's result is moved by the most that its own rounding can move
-    it, up or down by chance:
+    Over the fifty layers of a model, a bound on the worst case is too wide to be of use. Instead
+    every operation's result is moved by the most that its own rounding can move it, up or down by
+    chance:
 
     * by ``n u`` of the sum of the magnitudes for a sum of ``n`` products, in float32, in which
       16-bit ones are added up, and by ``u`` of ``dtype`` for storing it;

@@ -309,8 +309,12 @@ class SideBySide:
         """Take steps with new gradients, and compare after each."""
         for _ in range(steps):
             self.set_gradients(skip)
-            self.step()
-            self.assert_equal()
+            self.check()
+
+    def check(self, ours: Callable[[], None] | None = None) -> None:
+        """Step both with the gradients that they have, and compare."""
+        self.step(ours)
+        self.assert_equal()
 
     def _bounded(self, value: Tensor, error: Tensor | float = 0.0) -> Bounded:
         return Bounded(as_real(value), error, ARITHMETIC[self.dtype])

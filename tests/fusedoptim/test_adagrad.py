@@ -1,4 +1,4 @@
-"""What is particular to FusedAdagrad."""
+"""What only FusedAdagrad does."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestByHand:
     ids=configuration_id,
 )
 def test_state_is_there_from_the_start(dtype: torch.dtype, expected: torch.dtype) -> None:
-    """share_memory() needs it, as torch's; but it is never 16 bits wide."""
+    """share_memory() shares it, as torch's does; but it is never 16 bits wide."""
     p = Parameter(torch.randn(34, 10).to(dtype)[::2, 1::3])
     optimizer = FusedAdagrad([p], initial_accumulator_value=0.1)
     state = optimizer.state[p]
@@ -87,7 +87,7 @@ def test_group_added_later() -> None:
 
 
 def test_group_with_an_initial_value_of_its_own() -> None:
-    """torch takes the optimizer's all the same."""
+    """torch ignores it and uses the optimizer's."""
     results = []
     for cls in (FusedAdagrad, torch.optim.Adagrad):
         p, q = (Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))

@@ -53,6 +53,13 @@ def _clip_and_step(pair: SideBySide, limit: float | None = LIMIT, ours: Any = No
     pair.step(ours)
 
 
+def _train(pair: SideBySide, limit: float | None = LIMIT) -> None:
+    """Step with new gradients, clipped, and compare."""
+    pair.set_gradients()
+    _clip_and_step(pair, limit)
+    pair.assert_equal()
+
+
 def _twins(case: OptimizerCase, dtype: torch.dtype, **own: Any) -> tuple[Any, Any]:
     """An optimizer, and one with the arguments ``own``, on equal parameters."""
     params = make_params(dtype, FEW_LAYOUTS)
@@ -64,7 +71,7 @@ def _twins(case: OptimizerCase, dtype: torch.dtype, **own: Any) -> tuple[Any, An
 
 
 class TestParity:
-    """Equal to clip_grad_norm_ and a step."""
+    """A clipping step equals clip_grad_norm_ and a step."""
 
     @each_configuration
     def test_three_steps(self, case: OptimizerCase, kwargs: Kwargs, dtype: torch.dtype) -> None:
@@ -97,9 +104,7 @@ class TestParity:
         params = [Parameter(torch.randn(n)) for n in (100_001, 1, 32_768, 65_537)]
         pair = SideBySide(case, params=params)
         for _ in range(2):
-            pair.set_gradients()
-            _clip_and_step(pair)
-        pair.assert_equal()
+            _train(pair)
 
     @each_case
     def test_one_norm_for_groups_of_mixed_dtypes(self, case: OptimizerCase) -> None:
@@ -116,16 +121,13 @@ class TestParity:
             clip_grad_norm_([r for pair in pairs for r in pair.references], LIMIT)
             joint.step()
             for pair in pairs:
-                pair.step(lambda: None)
-                pair.assert_equal()
+                pair.check(lambda: None)
 
     @each_case
     def test_limit_changed_between_steps(self, case: OptimizerCase) -> None:
         pair = few(case)
         for limit in (LIMIT, None, 0.1, 1e9, 2):
-            pair.set_gradients()
-            _clip_and_step(pair, limit)
-            pair.assert_equal()
+            _train(pair, limit)
 
     @each_case
     def test_gradients_of_another_layout_and_at_another_address(self, case: OptimizerCase) -> None:
@@ -161,7 +163,7 @@ class TestParity:
 
 
 class TestNorms:
-    """Small, zero, infinite."""
+    """Small, zero and infinite norms."""
 
     @pytest.mark.parametrize("limit", [1e6, float("inf")])
     @each_case_and_dtype
@@ -191,14 +193,12 @@ class TestNorms:
     @each_case
     def test_only_empty_gradients(self, case: OptimizerCase) -> None:
         pair = SideBySide(case, params=make_params(torch.float32, ["empty", "3x0"]))
-        pair.set_gradients()
-        _clip_and_step(pair)
-        pair.assert_equal()
+        _train(pair)
 
     @each_case
     @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
     def test_not_finite(self, case: OptimizerCase, value: float) -> None:
-        """An infinite norm makes 0 of every finite gradient, NaN of the others; NaN spreads."""
+        """An infinite norm turns finite gradients into 0 and others into NaN; NaN spreads."""
         pair = SideBySide(case, params=make_params(torch.float32, ["17", "0-d"]))
         pair.set_gradients()
         for p in (pair.params[0], pair.references[0]):
@@ -224,7 +224,7 @@ class TestNorms:
 
 
 class TestArgument:
-    """Its values, and where it goes."""
+    """Values of the argument, and how it is copied and saved."""
 
     @each_case
     @pytest.mark.parametrize("value", [0, 0.0, -1.0, float("nan"), -float("inf")])

@@ -1,4 +1,4 @@
-"""What every optimizer owes its users; tests/optimizer_cases.py says which there are."""
+"""The contract of every optimizer that tests/optimizer_cases.py lists."""
 
 from __future__ import annotations
 
@@ -76,8 +76,7 @@ class TestParity:
                     for p, reference in zip(pair.params, pair.references):
                         p.grad = p.grad.conj()
                         reference.grad = widened(p.grad).resolve_conj()
-                pair.step()
-                pair.assert_equal()
+                pair.check()
 
     @each_class
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=configuration_id)
@@ -111,12 +110,11 @@ class TestParity:
             (p,), (reference,) = pair.params, pair.references
             p.grad = torch.tensor([1, value, 2]).to(p.dtype)
             reference.grad = widened(p.grad)
-            pair.step()
-            pair.assert_equal()
+            pair.check()
 
 
 class TestGradients:
-    """New, missing and odd gradients, and storage that was swapped between two steps."""
+    """New, missing and unusual gradients, and storage that is swapped between two steps."""
 
     @each_class
     def test_layout_differs_from_the_parameter(self, case: OptimizerCase) -> None:
@@ -125,8 +123,7 @@ class TestGradients:
             pair.set_gradients()
             pair.params[0].grad = pair.params[0].grad.contiguous()
             pair.params[1].grad = pair.params[1].grad.clone(memory_format=torch.contiguous_format)
-            pair.step()
-            pair.assert_equal()
+            pair.check()
 
     @each_class
     def test_gradient_keeps_its_values_and_its_version(self, case: OptimizerCase) -> None:
@@ -143,8 +140,7 @@ class TestGradients:
             pair.train()
             pair.ours.zero_grad(set_to_none=set_to_none)
             pair.torchs.zero_grad(set_to_none=set_to_none)
-            pair.step()
-            pair.assert_equal()
+            pair.check()
 
     @each_case
     def test_another_parameter_has_none_each_time(self, case: OptimizerCase) -> None:
@@ -161,8 +157,7 @@ class TestGradients:
         for p in pair.params:
             p.data = p.data.clone()
         before = [values.clone() for values in old]
-        pair.step()
-        pair.assert_equal()
+        pair.check()
         for values, expected in zip(old, before):
             assert torch.equal(values, expected)
 
@@ -174,16 +169,14 @@ class TestGradients:
             assert set(state) == set(case.state_keys)
             for key in case.state_keys:
                 state[key] = state[key].clone()
-        pair.step()
-        pair.assert_equal()
+        pair.check()
         for optimizer in (pair.ours, pair.torchs):
             optimizer.state.clear()
         if case.is_split:
             with pytest.raises(ValueError, match="lost its lower half"):
                 pair.ours.step()
             return
-        pair.step()
-        pair.assert_equal()
+        pair.check()
 
     @each_class
     def test_state_is_kept_until_the_kernel_has_ended(
@@ -214,8 +207,7 @@ class TestGradients:
             p.share_memory_()
             for key in case.state_keys:
                 pair.ours.state[p][key].share_memory_()
-        pair.step()
-        pair.assert_equal()
+        pair.check()
 
     @each_class
     def test_model_converted_between_steps(self, case: OptimizerCase) -> None:
@@ -251,7 +243,7 @@ class TestGradients:
 
 
 class TestTorchContract:
-    """Signatures, errors, groups, hooks, schedulers: as torch has them."""
+    """Signatures, errors, groups and hooks equal torch's."""
 
     @each_class
     def test_is_an_instance_of_the_class_it_stands_for(self, case: OptimizerCase) -> None:
@@ -259,7 +251,7 @@ class TestTorchContract:
 
     @each_class
     def test_signature(self, case: OptimizerCase) -> None:
-        """The reference's arguments, in its order, and then ours, by name only."""
+        """The reference's arguments, in its order, then ours, keyword-only."""
         ours = inspect.signature(case.cls).parameters
         references = inspect.signature(case.reference).parameters
         assert tuple(ours) == (*references, *case.own_arguments)
@@ -409,7 +401,7 @@ class TestTorchContract:
 
     @each_class
     def test_parameter_in_two_groups(self, case: OptimizerCase) -> None:
-        """Which torch refuses to make; after an edit it updates one group after the other."""
+        """torch refuses to construct it; after an edit it updates one after the other."""
         pair = SideBySide(case, params=make_params(torch.float32, ["1000", "17", "3x0"]))
         for optimizer, params in ((pair.ours, pair.params), (pair.torchs, pair.references)):
             (group,) = optimizer.param_groups
@@ -474,7 +466,7 @@ class TestTorchContract:
 
 
 class TestCompile:
-    """torch.compile around a step: the step runs as it always does, between two graphs."""
+    """A step in a compiled function is a graph break: it runs eagerly, between two graphs."""
 
     @each_class
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -488,12 +480,11 @@ class TestCompile:
 
         for _ in range(4):
             pair.set_gradients()
-            pair.step(compiled)
-            pair.assert_equal()
+            pair.check(compiled)
 
 
 class TestState:
-    """Its keys, dtypes and shapes, and every way in and out of the process."""
+    """Keys, dtypes and shapes of the state, and every way to save, load and copy it."""
 
     @each_case_and_dtype
     def test_dtype_and_layout(self, case: OptimizerCase, dtype: torch.dtype) -> None:
@@ -513,7 +504,7 @@ class TestState:
 
     @each_case_and_dtype
     def test_state_dict_round_trip(self, case: OptimizerCase, dtype: torch.dtype) -> None:
-        """Two optimizers, one of which goes through a file, stay equal bit for bit."""
+        """An optimizer that is saved and loaded stays bit-identical to one that is not."""
         params = make_params(dtype)
         copies = [Parameter(p.detach().clone()) for p in params]
         optimizer, other = (case.make(ps, **case.kwargs[-1]) for ps in (params, copies))
@@ -613,7 +604,7 @@ class TestState:
 
 
 class TestLaunches:
-    """One launch for each group, device and dtype; tables written only where something changed."""
+    """One launch for each group, device and dtype; tables are built once."""
 
     @pytest.fixture
     def launches(self, monkeypatch: pytest.MonkeyPatch) -> list[LaunchBlock]:

@@ -1,4 +1,4 @@
-"""What is particular to FusedLamb."""
+"""What only FusedLamb does."""
 
 from __future__ import annotations
 

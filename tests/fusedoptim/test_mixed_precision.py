@@ -1,4 +1,4 @@
-"""Autocast and GradScaler: a step unscales, and skips what is not finite, by itself."""
+"""Autocast and GradScaler: the step itself unscales, and skips if a gradient is not finite."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ each_configuration = pytest.mark.parametrize(
     [(case, kwargs) for case in ALL_CASES for kwargs in case.kwargs],
     ids=configuration_id,
 )
+each_sparse_case = pytest.mark.parametrize(
+    "case", [case for case in ALL_CASES if case.supports_sparse_gradients], ids=configuration_id
+)
 NOT_FINITE = [float("inf"), -float("inf"), float("nan")]
 
 
@@ -49,7 +52,7 @@ def _train_scaled(pair: SideBySide, scaler: GradScaler, skip: Sequence[int] = ()
 
 
 class TestScaledGradients:
-    """Equal to unscaling in float64 and a step."""
+    """A scaled step equals unscaling in float64 and a step."""
 
     @each_case_and_dtype
     def test_three_steps(self, case: OptimizerCase, dtype: torch.dtype) -> None:
@@ -62,7 +65,7 @@ class TestScaledGradients:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=configuration_id)
     @each_case
     def test_scale_that_is_no_power_of_two(self, case: OptimizerCase, dtype: torch.dtype) -> None:
-        """The same bits as after unscale_, where a gradient need not be rounded to 16 bits."""
+        """The same bits as after unscale_; of 16-bit gradients, that would round."""
         if dtype not in case.dtypes or case.is_split:
             pytest.skip(f"{case.name} has no gradients of {dtype}")
         params = make_params(dtype, FEW_LAYOUTS)
@@ -131,7 +134,7 @@ class TestScaledGradients:
         pair.assert_equal()
 
     @each_case
-    def test_disablednew_scaler(self, case: OptimizerCase) -> None:
+    def test_disabled_scaler(self, case: OptimizerCase) -> None:
         pair = few(case)
         scaler = new_scaler(enabled=False)
         for _ in range(2):
@@ -168,10 +171,8 @@ class TestScaledGradients:
         pair.assert_equal()
         _train_scaled(pair, scaler)
 
-    @each_case
+    @each_sparse_case
     def test_sparse_gradients(self, case: OptimizerCase) -> None:
-        if not case.supports_sparse_gradients:
-            pytest.skip(f"{case.name} takes no sparse gradients")
         params = [Parameter(torch.ones(20, 8).bfloat16()) for _ in range(2)]
         plain, scaled = (case.make([p], lr=0.1) for p in params)
         scaler = new_scaler()
@@ -188,10 +189,8 @@ class TestScaledGradients:
             scaler.update()
             assert torch.equal(*params)
 
-    @each_case
+    @each_sparse_case
     def test_infinite_sparse_gradient(self, case: OptimizerCase) -> None:
-        if not case.supports_sparse_gradients:
-            pytest.skip(f"{case.name} takes no sparse gradients")
         p = Parameter(torch.ones(20, 8).bfloat16())
         optimizer = case.make([p], lr=0.1)
         values = torch.full((1, 8), float("inf")).bfloat16()

@@ -20,7 +20,7 @@ from tests.fusedoptim.helpers import run_in_threads
 
 
 def _steps(params: list[Tensor], grads: list[Tensor], count: int = 1) -> list[Tensor]:
-    """Step with FusedSGD; return what torch makes of copies that share memory the same way."""
+    """Step with FusedSGD; return torch's result for copies that share memory in the same way."""
     storages: dict[int, Tensor] = {}
     copies = []
     for p in params:
@@ -216,7 +216,7 @@ def test_one_optimizer_in_two_threads() -> None:
 
 
 def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a step does not wait; dropping its block does. The CPU stands for the GPU here."""
+    """On a GPU a step does not wait, but freeing its block does; the CPU stands in for one."""
     monkeypatch.setattr(CPU, "runs_on_host", False)
     params = [Parameter(torch.zeros(100_000)) for _ in range(100)]
     for p in params:
@@ -229,7 +229,7 @@ def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("few", [0, 2])
 def test_address_beyond_2_to_the_63(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs have such; whether or not the rows are few enough to be written one by one."""
+    """GPUs have them. Few rows are written one by one, more rows as an array."""
     monkeypatch.setattr(pipeline, "_FEW", few)
     p = Parameter(torch.zeros(40_000))  # two rows
     p.grad = torch.zeros(40_000)

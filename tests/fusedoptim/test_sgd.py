@@ -1,4 +1,4 @@
-"""What is particular to FusedSGD."""
+"""What only FusedSGD does."""
 
 from __future__ import annotations
 

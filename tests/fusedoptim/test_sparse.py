@@ -102,7 +102,7 @@ def _gradient(table: Tensor, rows: list[int] | Tensor) -> Tensor:
 
 
 class _Pair(SideBySide):
-    """An optimizer with sparse gradients, and torch's, in float64, with sparse and dense ones."""
+    """An optimizer with sparse gradients; torch's, in float64, with sparse and with dense ones."""
 
     def __init__(self, cls: type[Any], kwargs: Kwargs, params: list[Parameter]):
         always: Kwargs = {"split": True} if kwargs.get("split") else {}
@@ -183,30 +183,27 @@ def _pair(cls: type[Any], kwargs: Kwargs, *shape: int) -> _Pair:
 class TestParity:
     """Parameters and state equal torch's in float64."""
 
-    @each_dtype
-    @_each(CONFIGURATIONS)
+    @pytest.mark.parametrize(
+        ("cls", "kwargs", "dtype"),
+        [(*configuration, dtype) for configuration in CONFIGURATIONS for dtype in DTYPES]
+        + [(*split, dtype) for split in SPLIT for dtype in (torch.float32, torch.bfloat16)],
+        ids=_id,
+    )
     def test_rows_of_all_kinds(self, cls: type[Any], kwargs: Kwargs, dtype: torch.dtype) -> None:
         """Repeated rows, other rows at each step, no rows, all rows in random order."""
         pair = _Pair(cls, kwargs, [_table(20, 5, dtype=dtype)])
+        assert pair.params[0].dtype == (torch.bfloat16 if pair.case.is_split else dtype)
         pair.check_rows([7, 3, 7, 7], [19, 3, 0], [], torch.randperm(20), [4, 4], [0])
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=_id)
-    @_each(SPLIT)
-    def test_split(self, cls: type[Any], kwargs: Kwargs, dtype: torch.dtype) -> None:
-        pair = _Pair(cls, kwargs, [_table(20, 5, dtype=dtype)])
-        assert pair.params[0].dtype == torch.bfloat16
-        pair.check_rows([7, 3, 7, 7], [19, 3, 0], [], torch.randperm(20), [4, 4], [0])
-
-    @pytest.mark.parametrize("width", [1, 15, 16, 17, 64, 1000, 32769, 70001])
-    @_each(SOME)
+    @pytest.mark.parametrize(
+        ("cls", "kwargs", "width"),
+        [(*some, width) for some in SOME for width in (1, 15, 16, 17, 64, 1000, 32769, 70001)]
+        + [(*some, 0) for some in WITHOUT_SPARSE_STATE],
+        ids=_id,
+    )
     def test_row_widths(self, cls: type[Any], kwargs: Kwargs, width: int) -> None:
-        """Around the SIMD width, and longer than one chunk."""
+        """Around the SIMD width, longer than one chunk, and zero."""
         pair = _pair(cls, kwargs, 6, width)
-        pair.check_rows([5, 0, 5], [1, 5])
-
-    @_each(WITHOUT_SPARSE_STATE)
-    def test_rows_of_no_elements(self, cls: type[Any], kwargs: Kwargs) -> None:
-        pair = _pair(cls, kwargs, 6, 0)
         pair.check_rows([5, 0, 5], [1, 5])
 
     @_each(WITHOUT_SPARSE_STATE)
@@ -229,7 +226,7 @@ class TestParity:
     def test_sparse_and_dense_dimensions(
         self, cls: type[Any], kwargs: Kwargs, shape: tuple[int, ...]
     ) -> None:
-        """From one sparse dimension, the rest dense, to all sparse."""
+        """From one sparse dimension to all."""
         for sparse_dim in range(1, len(shape) + 1):
             pair = _pair(cls, kwargs, *shape)
             (p,) = pair.params
@@ -317,12 +314,13 @@ class TestParity:
         grad = _gradient(pair.params[0], [3, 1])
         pair.check(torch.sparse_coo_tensor(grad._indices(), grad._values().conj(), grad.shape))
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=_id)
-    @pytest.mark.parametrize("cls", [FusedSGD, SplitSGD])
+    @pytest.mark.parametrize(
+        ("cls", "dtype"),
+        [(FusedSGD, torch.bfloat16), (FusedSGD, torch.float16), (SplitSGD, torch.bfloat16)],
+        ids=_id,
+    )
     def test_a_row_that_occurs_a_thousand_times(self, cls: type[Any], dtype: torch.dtype) -> None:
         """In 16 bits the sum of ones stops at 256 (bfloat16) and 2048 (float16)."""
-        if cls is SplitSGD and dtype != torch.bfloat16:
-            pytest.skip("split parameters are bfloat16")
         p = Parameter(torch.zeros(3, 2, dtype=dtype))
         p.grad = torch.sparse_coo_tensor(
             torch.ones(1, 4096, dtype=torch.long), torch.ones(4096, 2, dtype=dtype), (3, 2)
@@ -556,7 +554,7 @@ class TestRefused:
 
 
 class TestState:
-    """Sparse momentum in and out of the process."""
+    """Sparse momentum is saved, loaded and copied."""
 
     ROWS = ([7, 3, 7], [19, 3], [0, 7])
 
@@ -628,7 +626,7 @@ class TestClipping:
     def test_clips_as_by_hand(
         self, cls: type[Any], kwargs: Kwargs, dtype: torch.dtype, limit: float
     ) -> None:
-        """torch has no norm of sparse gradients: the reference is all dense."""
+        """torch has no norm of sparse gradients, so the reference has dense ones."""
         params = [_table(20, 5, dtype=dtype), _table(4, 4, dtype=dtype), _table(9, 3, dtype=dtype)]
         pair = _Pair(cls, kwargs, params)
         pair.ours.max_grad_norm = limit

@@ -1,4 +1,4 @@
-"""What is particular to SplitSGD, and to split=True of the others."""
+"""What only SplitSGD does, and the others with split=True."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ class TestCheckpoints:
         assert torch.equal(*optimizer.master_params(), *other.master_params())
 
     def test_checkpoint_of_torchs_sgd(self) -> None:
-        """Of a float32 model: the momentum's bits, and the lower halves stay as they are."""
+        """The momentum of a float32 model is loaded exactly; the lower halves do not change."""
         params = make_params(torch.float32, ["17", "channels_last"])
         wide = [Parameter(p.detach().clone()) for p in params]
         torchs = torch.optim.SGD(wide, lr=0.1, momentum=0.9)

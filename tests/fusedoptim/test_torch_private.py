@@ -23,7 +23,7 @@ def test_each_is_covered_here() -> None:
 
 
 def test_tensorguards() -> None:
-    """Every fact that a kernel relies on is compared, and values are not."""
+    """Guards compare every property that a kernel relies on, and no values."""
     plain = torch.ones(4, 6)
     guards = TensorGuards(plain, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     assert guards.check(torch.zeros(4, 6))

@@ -1,4 +1,4 @@
-"""What torch builds around an optimizer: schedulers, averages, hooks, compiled models, threads."""
+"""An optimizer with torch's schedulers, averaged models, hooks and compiled models."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 class TestSchedulers:
-    """Learning rates, and what else a scheduler changes, arrive in the next step."""
+    """The next step uses the learning rate, and whatever else a scheduler changes."""
 
     @staticmethod
     def _run(pair: SideBySide, schedulers: list[Any], steps: int = 5) -> None:
@@ -110,7 +110,7 @@ class TestSchedulers:
 
     @each_case
     def test_rate_that_is_a_tensor(self, case: OptimizerCase) -> None:
-        """The scheduler writes into it, or replaces it."""
+        """A scheduler writes into it or replaces it."""
         pair = SideBySide(case, {"lr": 0.1}, make_params(torch.float32, LAYOUTS))
         for optimizer in (pair.ours, pair.torchs):
             optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.float64)
@@ -287,8 +287,7 @@ class TestHooks:
             pair.set_gradients()
             for reference in pair.references:
                 reference.grad.div_(2)
-            pair.step()
-            pair.assert_equal()
+            pair.check()
         assert pair.ours.param_groups[0]["lr"] == 0.8
 
     @each_case
@@ -343,6 +342,5 @@ class TestCompiledModel:
                 reference.grad = widened(p.grad)
             with torch.no_grad():
                 assert torch.equal(compiled(x), model(x))
-            pair.step()
-            pair.assert_equal()
+            pair.check()
         assert not torch._dynamo.utils.counters["graph_break"]
