@@ -16,7 +16,7 @@ from allocator.pool.errors import OutOfMemoryError
 from allocator.pool.pool import Pool
 from allocator.runtime.devices import Device, Devices, devices
 from allocator.runtime.fork import check_not_forked, is_forked
-from allocator.runtime.isa import ISA_LEVELS, highest_isa, loaded_isa
+from allocator.runtime.isa import ISA_LEVELS, highest_isa, loaded_isa, processor_features
 from allocator.runtime.libraries import load_compiler, load_dpctl, load_opencl_compiler
 from allocator.runtime.maps import loaded_files
 from allocator.runtime.queues import DeviceNotFoundError, borrowed_queue, queue
@@ -94,6 +94,7 @@ __all__ = [
     "memory_stats",
     "memory_summary",
     "named_pool",
+    "processor_features",
     "queue",
     "replay",
     "reset_accumulated_memory_stats",

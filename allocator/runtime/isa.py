@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from allocator.runtime.maps import loaded_files
@@ -26,7 +27,7 @@ class _Level(NamedTuple):
     library: str
     """mark in the name of its library of built-in functions, as in clbltfnz0.rtl."""
     features: tuple[str, ...]
-    """features beyond the previous level, by the names of torch.cpu.get_capabilities()."""
+    """features beyond the previous level, by the names of /proc/cpuinfo."""
 
 
 # Drivers 2024.18 and 2026.22 have these five libraries. Further targets (cascadelake,
@@ -34,8 +35,8 @@ class _Level(NamedTuple):
 _LEVELS = {
     "sse4.2": _Level("corei7", "h8", ("sse4_2", "popcnt")),
     "avx": _Level("corei7-avx", "e9", ("avx",)),
-    "avx2": _Level("core-avx2", "l9", ("avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt")),
-    "avx512": _Level("skx", "z0", ("avx512_f", "avx512_cd", "avx512_bw", "avx512_dq", "avx512_vl")),
+    "avx2": _Level("core-avx2", "l9", ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm")),
+    "avx512": _Level("skx", "z0", ("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl")),
     "avx512_fp16": _Level(
         "sapphirerapids", "z1", ("avx512_fp16", "avx512_bf16", "avx512_vbmi2", "avx512_vnni")
     ),
@@ -44,6 +45,20 @@ ISA_LEVELS = tuple(_LEVELS)
 """Instruction set levels, each including the ones before it."""
 
 _loaded: str | None = None
+
+
+def processor_features() -> str:
+    """What the processor has and the system lets programs use; "" where that is not known.
+
+    Example:
+        >>> " sse4_2 " in processor_features()
+        True
+    """
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            return next(line for line in lines if line.startswith("flags"))
+    except (OSError, StopIteration):
+        return ""
 
 
 @functools.cache
@@ -57,12 +72,10 @@ def highest_isa() -> str:
         >>> highest_isa() in ISA_LEVELS
         True
     """
-    import torch  # which queries processor and system, whatever ATEN_CPU_CAPABILITY says
-
-    has = torch.cpu.get_capabilities()
+    has = processor_features().split()
     highest = None
     for name, level in _LEVELS.items():
-        if not all(has.get(feature, False) for feature in level.features):
+        if not set(level.features).issubset(has):
             break
         highest = name
     if highest is None:
@@ -116,9 +129,15 @@ def wanted_isa() -> str | None:
     return wanted
 
 
-def driver_target() -> str | None:
-    """The driver's name for the requested level, or None to let it choose."""
+def driver_target(choose: bool) -> str | None:
+    """The driver's name for the level that it is told, or None where it finds out by itself.
+
+    Args:
+        choose: whether the driver is told the highest level if FUSEDOPTIM_ISA names none.
+    """
     wanted = wanted_isa()
+    if wanted is None and choose and processor_features():
+        wanted = highest_isa()
     return None if wanted is None else _LEVELS[wanted].target
 
 

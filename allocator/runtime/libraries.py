@@ -82,6 +82,20 @@ def cpu_driver() -> Path | None:
     return _installed_file("intel-opencl-rt", "libintelocl.so")
 
 
+def _misjudges_processors() -> bool:
+    """Whether the CPU driver is of a release that does not recognize newer processors.
+
+    Release 2024.2 calls a Zen 5 an "unknown host CPU" and compiles wrong code for it, of exp for
+    one, unless it is told the instruction set.
+    """
+    if DRIVER_VARIABLE in os.environ:
+        return False
+    try:
+        return importlib.metadata.version("intel-opencl-rt") < "2025"
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 @contextlib.contextmanager
 def cpu_driver_registered() -> Iterator[None]:
     """Tell the OpenCL loader where the CPU driver is, and the driver its instruction set.
@@ -97,7 +111,7 @@ def cpu_driver_registered() -> Iterator[None]:
     driver = cpu_driver()
     variables = {
         "OCL_ICD_FILENAMES": None if driver is None else str(driver),
-        DRIVER_VARIABLE: driver_target(),
+        DRIVER_VARIABLE: driver_target(choose=_misjudges_processors()),
     }
     ours = {
         name: value

@@ -16,10 +16,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from itertools import starmap
-from pathlib import Path
 from typing import Any
 
-from fusedoptim.allocator import is_forked, loaded_files, loaded_isa
+from fusedoptim.allocator import is_forked, loaded_files, loaded_isa, processor_features
 from fusedoptim.launch.arguments import LOCAL, WORD, Frame, Packing
 from fusedoptim.launch.backend import BuildError, LaunchError, Limits
 from fusedoptim.launch.cache import cached
@@ -438,15 +437,6 @@ def _driver(platform: str, name: str, version: str) -> Driver | None:
             ]
             if [found, *described] == [platform, name, version]:
                 target = loaded_isa() or "", os.environ.get("FUSEDOPTIM_ISA", "")
-                identity = platform, name, version, *target, _processor_features()
+                identity = platform, name, version, *target, processor_features()
                 return Driver(opencl, device, identity)
     return None
-
-
-def _processor_features() -> str:
-    """What the processor has and the system lets programs use, of which the driver may use all."""
-    try:
-        with Path("/proc/cpuinfo").open() as lines:
-            return next(line for line in lines if line.startswith("flags"))
-    except (OSError, StopIteration):
-        return ""

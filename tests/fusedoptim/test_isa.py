@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import allocator
 from allocator.runtime import isa as driver_isa
@@ -197,6 +198,19 @@ def test_driver_of_another_make(wanted: pytest.MonkeyPatch) -> None:
 
 
 def test_processor_without_any_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cpu.get_capabilities", dict)
+    monkeypatch.setattr(driver_isa, "processor_features", str)
     with pytest.raises(RuntimeError, match=r"lacks SSE4\.2"):
         driver_isa.highest_isa.__wrapped__()
+
+
+def test_highest_level_is_torchs() -> None:
+    """torch asks the processor itself where we read what Linux tells."""
+    has = torch.cpu.get_capabilities()
+    of_level = {
+        "avx": "avx",
+        "avx2": "avx2",
+        "avx512": "avx512_f",
+        "avx512_fp16": "avx512_fp16",
+    }
+    highest = [level for level, feature in of_level.items() if has.get(feature, False)]
+    assert driver_isa.highest_isa() == [*["sse4.2"], *highest][-1]
