@@ -261,7 +261,7 @@ def test_more_local_memory_than_a_number_can_tell(module: RawModule) -> None:
 
 
 def test_host_memory_where_the_device_cannot_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = types.SimpleNamespace(name="A", is_cpu=False)
+    device = types.SimpleNamespace(name="A", is_cpu=False, is_gpu=True)
     elsewhere = mock.Mock(sycl_device=device)
     monkeypatch.setattr(kernel, "named_queue", lambda name: elsewhere)
     text = r"f: argument 0 is in the host's memory, which A \(device='gpu'\) cannot read"
