@@ -90,7 +90,8 @@ def test_signal_handlers_are_left_as_they_were() -> None:
         "seen = []\n"
         "numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP]\n"
         "for number in numbers: signal.signal(number, lambda number, frame: seen.append(number))\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background has none
+        # A job in the background begins with SIGINT ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "p = torch.nn.Parameter(torch.ones(4)); p.grad = torch.ones(4)\n"
         "fusedoptim.FusedSGD([p]).step()\n"
         "fusedoptim.raw.RawKernel('kernel void f() {}')(1, 1, ())\n"
