@@ -76,7 +76,7 @@ class Traffic:
     def step(self) -> None:
         """Launch the kernel and wait for its end."""
         self._block.launch()
-        self._block.wait_on_host()
+        self._block.wait()
 
 
 @functools.cache

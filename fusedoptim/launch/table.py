@@ -164,11 +164,6 @@ class LaunchBlock:
         items = -(-rows // self._rows_per_group) * lanes
         return self._on_device.sizes((items,), (lanes,))
 
-    def wait_on_host(self) -> None:
-        """Where kernels write host memory, return when the kernel has ended."""
-        if self.pending and self.kernel.backend.runs_on_host:
-            self.wait()
-
     def wait(self) -> None:
         """Return when the kernel has ended."""
         if self.pending:

@@ -152,10 +152,9 @@ class DenseRows:
             self._read_gradients.append(norm)
             self._write_gradients()
             self._norm = norm
-        for stage in norm.stages:
-            stage.launch([])
-            if self._backend.runs_on_host:
-                stage.wait()
+        submission = Submission(self._backend.runs_on_host)
+        submission.submit(norm.stages)
+        submission.complete()
         assert norm.sums is not None
         return norm.sums[:-1].sum()
 

@@ -100,7 +100,7 @@ def test_the_first_rows(chunks: Chunks, count: int | None) -> None:
         block.kernel.in_order({"grad_factor": factor.data_ptr(), "lr": 1.0, "weight_decay": 0.0})
     )
     block.launch(rows=count)
-    block.wait_on_host()
+    block.wait()
     expected = torch.zeros(4, 2)
     expected[:count] = -1.0
     expected[2, 1] = 0.0  # beyond the end of its tensor
@@ -124,7 +124,7 @@ def test_groups_of_short_rows(count: int) -> None:
         for row, length in enumerate(lengths[:first]):
             expected[row, :length] -= grads[row, :length]
         block.launch(rows=first)
-        block.wait_on_host()
+        block.wait()
         assert torch.equal(params, expected)
 
 
@@ -134,7 +134,7 @@ def test_nothing_to_do() -> None:
     empty.write("param", np.array([], dtype=np.int64))
     empty.write_head(kernel.in_order({"grad_factor": 0, "lr": 0.1, "weight_decay": 0.0}))
     empty.launch()
-    empty.wait_on_host()
+    empty.wait()
 
 
 def test_a_kernel_is_built_once() -> None:
