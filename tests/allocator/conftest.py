@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from allocator import Pool
-from tests.allocator.drivers import FaultyDriver
+from tests.allocator.helpers import FaultyDriver
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from allocator import Budget, Hook, OutOfMemoryError, Pool
-from tests.allocator.drivers import FaultyDriver, check
+from tests.allocator.helpers import FaultyDriver, check
 from tests.conftest import SEED
 from tests.interrupts import interrupted
 

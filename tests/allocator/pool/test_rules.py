@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allocator import Pool, Rules
-from tests.allocator.drivers import FaultyDriver
+from tests.allocator.helpers import FaultyDriver
 
 KIB = 2**10
 MIB = 2**20

@@ -17,7 +17,7 @@ import pytest
 
 from allocator import Pool
 from allocator.options.idle import Decay
-from tests.allocator.drivers import FaultyDriver, check
+from tests.allocator.helpers import FaultyDriver, check
 
 KIB = 2**10
 MIB = 2**20
@@ -276,7 +276,7 @@ def test_with_the_debug_mode(driver: FaultyDriver, clock: list[float]) -> None:
 PREAMBLE = """
 import faulthandler, os, sys, threading, time
 from allocator import Pool
-from tests.allocator.drivers import FaultyDriver
+from tests.allocator.helpers import FaultyDriver
 faulthandler.dump_traceback_later(90, exit=True)
 pool = Pool(driver=FaultyDriver(), idle_seconds=0.001)
 """

@@ -17,7 +17,7 @@ import torch
 
 from allocator import Hook, OutOfMemoryError, Pool, Rules
 from allocator.pool.blocks import Heap
-from tests.allocator.drivers import AligningDriver, FaultyDriver, check
+from tests.allocator.helpers import AligningDriver, FaultyDriver, check
 from tests.conftest import SEED
 
 KIB = 2**10
@@ -143,7 +143,7 @@ def test_quarantine_is_stable_too(monkeypatch: pytest.MonkeyPatch) -> None:
 WALK = """
 import gc, json, sys
 from allocator import Pool
-from tests.allocator.test_stable import ARENA, walk
+from tests.allocator.options.test_stable import ARENA, walk
 junk = [bytearray(1000 + i) for i in range(1000)]
 other = Pool("cpu")  # whose traces the next pool's machinery has
 kept = [other.empty(n) for n in range(1, 300, 7)]

@@ -16,7 +16,7 @@ import pytest
 
 from allocator import OutOfMemoryError, Pool, Reservation
 from allocator.pool.blocks import Heap
-from tests.allocator.drivers import FaultyDriver, check
+from tests.allocator.helpers import FaultyDriver, check
 from tests.conftest import SEED
 from tests.interrupts import interrupted
 

@@ -23,7 +23,7 @@ from allocator import empty as current_empty
 from allocator.exchange.exports import _DELETER, Export
 from allocator.options.guard import IN_REDZONE, ON_ALLOCATION, ON_RELEASE, QUARANTINE, REDZONE
 from allocator.pool.blocks import Heap
-from tests.allocator.drivers import FaultyDriver, check
+from tests.allocator.helpers import FaultyDriver, check
 from tests.conftest import SEED
 from tests.interrupts import interrupted
 
@@ -552,7 +552,7 @@ def test_found_when_the_pool_dies(pool: Pool, monkeypatch: pytest.MonkeyPatch) -
 PREAMBLE = """
 import ctypes, os, sys
 from allocator import Pool
-from tests.allocator.drivers import FaultyDriver
+from tests.allocator.helpers import FaultyDriver
 pool = Pool(driver=FaultyDriver(), name="mine", debug=True)
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from allocator import Hook, OutOfMemoryError, Pool
-from tests.allocator.drivers import FaultyDriver, check
+from tests.allocator.helpers import FaultyDriver, check
 
 KIB = 2**10
 MIB = 2**20
