@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,8 +19,12 @@ def pool(driver: FaultyDriver) -> Pool:
 
 
 @pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """Those that need not walk all of torch."""
+def quick_collections() -> None:
+    """Collections that need not visit what other tests imported."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread: None) -> None:
+    """Threads of torch that wait for work would only take processors from the tests."""

@@ -1,13 +1,20 @@
-"""Drivers over host memory, which fail when they are told to."""
+"""What the tests of the pool share: drivers over host memory, another queue, looks at a pool."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from allocator import Pool
+import pytest
 
+from allocator import Pool, load_dpctl
+from allocator.pool.blocks import Heap
+
+KIB = 2**10
 MIB = 2**20
 
 
@@ -19,6 +26,8 @@ class FaultyDriver:
     is_host_accessible = True
     dlpack_device = (1, 0)
     queue: Any = None
+    alignment = 512
+    shift = 0
 
     def __init__(self, fails: Callable[[FaultyDriver, int], bool] = lambda *_: False) -> None:
         self.fails = fails
@@ -34,8 +43,8 @@ class FaultyDriver:
         self.calls += 1
         if self.fails(self, nbytes):
             raise self.error
-        buffer = ctypes.create_string_buffer(nbytes + 512)
-        address = -(-ctypes.addressof(buffer) // 512) * 512
+        buffer = ctypes.create_string_buffer(nbytes + self.alignment)
+        address = -(-ctypes.addressof(buffer) // self.alignment) * self.alignment + self.shift
         self.held[address] = nbytes, buffer
         return address, address
 
@@ -53,20 +62,92 @@ class AligningDriver(FaultyDriver):
     """As the driver does with large memory."""
 
     capacity = 1024 * MIB
-    shift = 0
+    alignment = 2 * MIB
+
+
+class Handle:
+    """The only reference to an allocation of a driver."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+
+class DroppingDriver(FaultyDriver):
+    """Memory that lives as long as its handle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:
-        self.calls += 1
-        if self.fails(self, nbytes):
-            raise self.error
-        buffer = ctypes.create_string_buffer(nbytes + 2 * MIB)
-        address = -(-ctypes.addressof(buffer) // (2 * MIB)) * 2 * MIB + self.shift
-        self.held[address] = nbytes, buffer
-        return address, address
+        handle = Handle(super().allocate(nbytes)[0])
+        self.handles.add(handle)
+        return handle.address, handle
+
+    def release(self, handle: Any) -> None:
+        super().release(handle.address)
+
+
+class OtherQueue:
+    """A queue whose work has ended or not, and whose barrier fails if it is told to."""
+
+    def __init__(self, is_done: bool = False, error: BaseException | None = None) -> None:
+        self.is_done, self.error = is_done, error
+
+    def submit_barrier(self) -> OtherQueue:
+        """Return the event, which is the queue itself."""
+        self.fail()
+        return self
+
+    @property
+    def execution_status(self) -> Any:
+        self.fail()
+        status = load_dpctl().event_status_type
+        return status.complete if self.is_done else status.running
+
+    def fail(self) -> None:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
 
 
 def check(pool: Pool, driver: FaultyDriver) -> None:
     """The pool's figures agree with the driver's."""
-    assert pool.memory_reserved() == driver.reserved == pool._core.store.source.reserved
     store = pool._core.store
-    assert pool.memory_allocated() == sum(a.size for a in store.in_use.values())
+    assert pool.memory_reserved() == driver.reserved == store.source.reserved
+    assert pool.memory_allocated() == bytes_in_use(pool)
+
+
+def bytes_in_use(pool: Pool) -> int:
+    return sum(allocation.size for allocation in pool._core.store.in_use.values())
+
+
+def bytes_of_blocks(pool: Pool) -> int:
+    """Bytes of all blocks that are not free."""
+    return sum(heap.live for heap in pool._core.store.heaps.values())
+
+
+def actions(pool: Pool) -> list[str]:
+    """What the pool's history has recorded."""
+    return [entry["action"] for entry in pool.snapshot()["device_traces"][0]]
+
+
+def once_inside(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Let the next allocation of any pool call this, as a finalizer may run there."""
+    allocate = Heap.allocate
+
+    def allocate_after(heap: Heap, nbytes: int, alignment: int = 512) -> Any:
+        monkeypatch.setattr(Heap, "allocate", allocate)
+        action()
+        return allocate(heap, nbytes, alignment)
+
+    monkeypatch.setattr(Heap, "allocate", allocate_after)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -19,8 +19,8 @@ from allocator.exchange.exports import Exporter
 from allocator.exchange.reuse import ReuseCache
 from allocator.exchange.tensors import TensorFactory
 from allocator.pool.core import Core
-from tests.allocator.helpers import FaultyDriver
 from tests.allocator.exchange.test_reuse import check_cache
+from tests.allocator.helpers import FaultyDriver
 from tests.interrupts import InterruptAt, at, at_call_from, at_line, interrupted, stopping_at
 
 MANY = 1400

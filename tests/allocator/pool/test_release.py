@@ -2,540 +2,425 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import os
-import subprocess
+import random
+import signal
 import sys
 import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy
 import pytest
-
-PREAMBLE = """
-import atexit, ctypes, faulthandler, gc, os, random, signal, sys, threading, time, types, weakref
 import torch
-from allocator import Pool
-from allocator.exchange import exports
-from allocator.pool.blocks import Heap
 
-faulthandler.dump_traceback_later(90, exit=True)
-pool = Pool("cpu")
-gc.freeze()  # or each collection would walk all of torch
+import allocator
+from allocator import Hook, Pool
+from allocator.exchange.exports import _DELETER
+from allocator.pool.blocks import Heap
+from tests.allocator.helpers import bytes_in_use
+from tests.running import check_script, in_fork, in_threads
+
+both_sizes = pytest.mark.parametrize("n", [8, 100_000])
+call_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_DELETER)
+
+
+@pytest.fixture
+def pool(quick_collections: None) -> Iterator[Pool]:
+    """A pool that is empty and works at the end."""
+    pool = Pool("cpu")
+    yield pool
+    check_empty(pool)
+    a, b = pool.zeros(1000), pool.full(100_000, 7.0)
+    assert (a == 0).all()
+    assert (b == 7).all()
+    assert pool.memory_allocated() > 0
+    del a, b
+    check_empty(pool)
+
+
+def check_empty(pool: Pool) -> None:
+    """The figures and a recount of the blocks find nothing in use."""
+    assert pool.memory_allocated() == bytes_in_use(pool) == 0
+    cached = {id(export.owner) for entry in pool._core.cache for export in entry.cached}
+    blocks = [b for heap in pool._core.store.heaps.values() for b in heap.blocks()]
+    assert all(block.is_free or id(block.tag) in cached for block in blocks)
 
 
 class Cycle:
-    def __init__(self, tensor):
+    def __init__(self, tensor: Any) -> None:
         self.tensor, self.myself = tensor, self
 
 
-def recount(pool):
-    blocks = [b for heap in pool._core.store.heaps.values() for b in heap.blocks() if not b.is_free]
-    cached = {id(export.owner) for entry in pool._core.cache for export in entry.cached}
-    return sum(b.size for b in blocks if id(b.tag) not in cached)
+@pytest.fixture
+def collections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collections inside each of the pool's calls, and how much they found."""
+    allocate, found = Heap.allocate, []
+
+    def collecting(*args: Any) -> Any:
+        found.append(gc.collect())
+        block = allocate(*args)
+        found.append(gc.collect())
+        return block
+
+    monkeypatch.setattr(Heap, "allocate", collecting)
+    return found
 
 
-def recount_in_use(pool):
-    return sum(allocation.size for allocation in pool._core.store.in_use.values())
+@both_sizes
+def test_collection_inside_a_call(pool: Pool, collections: list[int], n: int) -> None:
+    kept = []
+    for i in range(30):
+        Cycle(pool.empty(n))
+        x = pool.full(n + i, float(i))
+        if i % 10 == 0:
+            kept.append((i, x))
+        del x
+    assert all((x == i).all() for i, x in kept)
+    assert sum(collections) >= 30
+    kept.clear()
+    gc.collect()
 
 
-def check(pool):
-    n = pool.memory_allocated()
-    assert n == recount(pool) == recount_in_use(pool), (n, recount(pool), recount_in_use(pool))
+@both_sizes
+def test_finalizer_that_allocates_and_releases(
+    pool: Pool, collections: list[int], monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    kept: list[torch.Tensor] = []
+    ran = []
 
+    class Finalizer(Cycle):
+        def __del__(self) -> None:
+            a, b = pool.full(n, 1.0), pool.full(n + 1, 2.0)
+            pool.allocate(1000).release()
+            if len(ran) % 10 == 0:
+                kept.append(a)
+            del a
+            assert (b == 2).all()
+            ran.append(self.tensor.data_ptr())
 
-def works(pool):
-    before = pool.memory_allocated()
-    a, b = pool.zeros(1000), pool.full(100_000, 7.0)
-    assert (a == 0).all() and (b == 7).all()
-    assert pool.memory_allocated() > before
-    del a, b
-    assert pool.memory_allocated() == before, (pool.memory_allocated(), before)
-"""
-
-
-def run(script: str) -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(script)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (found.returncode, found.stderr) == (0, ""), f"{found.returncode}\n{found.stderr}"
-
-
-COLLECTING = """
-allocate, runs = Heap.allocate, []
-def collecting(self, *args, **options):
-    runs.append(gc.collect())
-    block = allocate(self, *args, **options)
-    runs.append(gc.collect())
-    return block
-Heap.allocate = collecting
-"""
-
-
-@pytest.mark.parametrize("n", [8, 100_000])
-def test_collection_inside_a_call(n: int) -> None:
-    run(
-        COLLECTING
-        + f"""
-kept = []
-for i in range(30):
-    Cycle(pool.empty({n}))
-    x = pool.full({n} + i, float(i))
-    if i % 10 == 0:
-        kept.append((i, x))
+    for i in range(30):
+        Finalizer(pool.empty(n))
+        x = pool.full(n + i % 3, 3.0)
+        assert (x == 3).all()
     del x
-assert all((x == i).all() for i, x in kept) and sum(runs) >= 30
-del kept, i
-gc.collect()
-assert pool.memory_allocated() == 0
-check(pool)
-"""
-    )
+    gc.collect()
+    assert len(ran) == 30
+    assert all((a == 1).all() for a in kept)
+    assert pool.memory_allocated() >= 3 * n * 4
+    kept.clear()
+    monkeypatch.undo()
 
 
-@pytest.mark.parametrize("n", [8, 100_000])
-def test_finalizer_that_allocates_and_releases(n: int) -> None:
-    run(
-        COLLECTING
-        + f"""
-ran, kept = [], []
-class Finalizer(Cycle):
-    def __del__(self):
-        a, b = pool.full({n}, 1.0), pool.full({n} + 1, 2.0)
-        memory = pool.allocate(1000)
-        memory.release()
-        if len(ran) % 10 == 0:
-            kept.append(a)
-        del a
-        assert (b == 2).all()
-        ran.append(self.tensor.data_ptr())
-for i in range(30):
-    Finalizer(pool.empty({n}))
-    x = pool.full({n} + i % 3, 3.0)
-    assert (x == 3).all()
-del x
-gc.collect()
-assert len(ran) == 30 and all((a == 1).all() for a in kept)
-assert pool.memory_allocated() >= 3 * {n} * 4
-kept.clear()
-Heap.allocate = allocate
-assert pool.memory_allocated() == 0, pool.memory_allocated()
-check(pool)
-works(pool)
-"""
-    )
+def test_in_another_thread(pool: Pool) -> None:
+    in_threads(list.clear, [pool.full(n, 1.0) for n in (8, 1000, 100_000) for _ in range(20)])
 
 
-def test_in_another_thread() -> None:
-    run("""
-    tensors = [pool.full(n, 1.0) for n in (8, 1000, 100_000) for _ in range(20)]
-    def drop():
-        while tensors:
-            tensors.pop()
-    thread = threading.Thread(target=drop)
-    thread.start()
-    thread.join()
-    assert pool.memory_allocated() == 0
-    works(pool)
-    """)
-
-
-@pytest.mark.parametrize("n", [8, 100_000])
-def test_exception_pending(n: int) -> None:
-    run(f"""
-    def fail(depth):
-        x, y = pool.empty({n}), pool.allocate({n})
-        z = torch.from_dlpack(y)
+@both_sizes
+def test_exception_pending(pool: Pool, n: int) -> None:
+    def fail(depth: int) -> None:
+        kept = pool.empty(n), torch.from_dlpack(pool.allocate(n))
         if depth:
             fail(depth - 1)
+        del kept
         raise KeyError("raised")
-    for _ in range(50):
-        try:
-            fail(3)
-        except KeyError as error:
-            assert error.args == ("raised",)
-    def generator():
-        x = pool.empty({n})
+
+    def generator() -> Iterator[None]:
+        kept = pool.empty(n)
         yield
+        del kept
         raise KeyError("raised")
+
     for _ in range(50):
-        try:
+        with pytest.raises(KeyError, match="raised"):
+            fail(3)
+        with pytest.raises(KeyError, match="raised"):
             list(generator())
-        except KeyError:
-            pass
-    assert pool.memory_allocated() == 0
-    works(pool)
-    """)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        "pool.empty(8)",
-        "pool.empty(100_000)",
-        "torch.from_dlpack(pool.array(8))",
-        "pool.allocate(8)",
-        "memoryview(pool.allocate(8))",
-        "memoryview(pool.array(8))",
-        "numpy.from_dlpack(pool.array(8))",
-        "pool.array(8).__dlpack__()",
+        lambda pool: pool.empty(8),
+        lambda pool: pool.empty(100_000),
+        lambda pool: torch.from_dlpack(pool.array(8)),
+        lambda pool: pool.allocate(8),
+        lambda pool: memoryview(pool.allocate(8)),
+        lambda pool: memoryview(pool.array(8)),
+        lambda pool: numpy.from_dlpack(pool.array(8)),
+        lambda pool: pool.array(8).__dlpack__(),
     ],
 )
-def test_exception_pending_with_the_tensor_in_no_variable(make: str) -> None:
+def test_exception_pending_with_the_tensor_in_no_variable(
+    pool: Pool, make: Callable[[Pool], Any]
+) -> None:
     """It dies while the interpreter unwinds, with the exception set in C."""
-    run(f"""
-    import numpy
-    def fail(*args):
+
+    def fail(*args: Any) -> None:
         raise AssertionError("called")
+
+    nothing: dict[str, Any] = {}
     for _ in range(50):
-        try:
-            fail({make}, 1 / 0)
-        except ZeroDivisionError as error:
-            assert error.args == ("division by zero",)
-        try:
-            fail(*({make} if i < 3 else {{}}["x"] for i in range(9)))
-        except KeyError:
-            pass
-    assert pool.memory_allocated() == 0
-    works(pool)
-    """)
+        with pytest.raises(ZeroDivisionError, match="division by zero"):
+            fail(make(pool), 1 / 0)
+        with pytest.raises(KeyError):
+            fail(*(make(pool) if i < 3 else nothing["x"] for i in range(9)))
 
 
-def test_interrupts() -> None:
-    """Wherever KeyboardInterrupt comes, the pool works on, and no memory is lost."""
-    run("""
-    from tests.interrupts import interrupted
-    kept = []
-    def step(choose):
-        kept.append(pool.empty(choose.choice([8, 8, 8, 100, 200_000])))
-        if len(kept) > 20:
-            kept.pop(choose.randrange(20))
-    interrupts = interrupted(step, seconds=5, most=2e-3)
-    assert interrupts > 100
-    kept.clear()
-    assert pool.memory_allocated() == 0, (interrupts, pool.memory_allocated())
-    check(pool)
-    tensors = [pool.full(1000, float(i)) for i in range(200)]
-    assert all((x == i).all() for i, x in enumerate(tensors))
-    """)
+def test_fork(pool: Pool) -> None:
+    kept: list[Any] = [pool.full(8, 1.0), pool.full(100_000, 2.0), pool.allocate(1000)]
+    used, parent = pool.memory_allocated(), os.getpid()
+
+    def child() -> None:
+        assert (kept[0] == 1).all()
+        kept.clear()
+        gc.collect()
+        for give in (pool.empty, pool.allocate, pool.zeros):
+            for n in (0, 8, 100_000):
+                with pytest.raises(RuntimeError, match=f"belongs to process {parent}.*'spawn'"):
+                    give(n)
+
+    in_fork(child)
+    assert (kept[0] == 1).all()
+    assert (kept[1] == 2).all()
+    assert pool.memory_allocated() == used
 
 
-def test_fork() -> None:
-    run("""
-    x, y, memory = pool.full(8, 1.0), pool.full(100_000, 2.0), pool.allocate(1000)
-    used = pool.memory_allocated()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            assert (x == 1).all()
-            del x, y, memory
-            gc.collect()
-            for give in (lambda: pool.empty(8), lambda: pool.allocate(8), lambda: pool.zeros(0)):
-                try:
-                    give()
-                except RuntimeError as error:
-                    assert "'spawn'" in str(error)
-                else:
-                    raise AssertionError("given")
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert status == 0, status
-    assert (x == 1).all() and (y == 2).all() and pool.memory_allocated() == used
-    del x, y, memory
-    assert pool.memory_allocated() == 0
-    works(pool)
-    """)
+def test_fork_while_other_threads_allocate(pool: Pool) -> None:
+    stop = threading.Event()
 
+    def child() -> None:
+        with pytest.raises(RuntimeError, match="'spawn'"):
+            pool.empty(8)
 
-def test_fork_while_other_threads_allocate() -> None:
-    run("""
-    stop = []
-    def work():
-        while not stop:
+    def fork() -> None:
+        for _ in range(20):
+            in_fork(child)
+        stop.set()
+
+    def work() -> None:
+        while not stop.is_set():
             pool.empty(random.choice([8, 100_000, 3 * 10**6]))
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(20):
-        child = os.fork()
-        if child == 0:
-            try:
-                pool.empty(8)
-            except RuntimeError:
-                os._exit(0)
-            os._exit(1)
-        _, status = os.waitpid(child, 0)
-        assert status == 0, status
-    stop.append(1)
-    for thread in threads:
-        thread.join()
-    assert pool.memory_allocated() == 0
-    works(pool)
-    """)
+
+    in_threads(lambda function: function(), fork, work, work, work)
+
+
+def test_fork_with_a_queue_of_the_parent() -> None:
+    own = allocator.load_dpctl().SyclQueue("cpu")
+    pool, stop = Pool(own), threading.Event()
+
+    def child() -> None:
+        signal.alarm(10)
+        for give in (allocator.default_pool, Pool):
+            with pytest.raises(RuntimeError, match="'spawn'"):
+                give(own).empty(8)
+        assert allocator.is_forked()
+
+    def fork() -> None:
+        for _ in range(10):
+            in_fork(child)
+        stop.set()
+
+    def work() -> None:
+        while not stop.is_set():
+            allocator.default_pool(own)
+
+    in_threads(lambda function: function(), fork, work)
+    assert pool.is_usable
 
 
 HELD_AT_EXIT = {
-    "sys": "sys.x = pool.empty(8), pool.empty(100_000)",
-    "module": "torch.x = pool.empty(8)\nthis = types.ModuleType('m')\nsys.modules['m'] = this\n"
-    "this.x = pool.empty(100_000)",
-    "cycle": "c = Cycle(pool.empty(8))\nd = Cycle(pool.empty(100_000))\ndel c, d",
-    "capsule": "sys.x = pool.array(8).__dlpack__(), pool.array(8).__dlpack__(max_version=(1, 0))",
-    "memory": "sys.x = pool.allocate(8), memoryview(pool.allocate(8)), pool.array(9)",
-    "no pool": "sys.x = pool.empty(8)\ndel pool",
-    "view": "sys.x = memoryview(pool.allocate(8)), memoryview(pool.array(8)), "
-    "torch.empty(0).set_(pool.empty(8))",
-    "finalizer": "class F:\n    def __del__(self):\n        self.x.fill_(1)\n"
-    "sys.x = f = F()\nf.x = pool.empty(8)",
+    "everywhere": """
+        sys.tensors = pool.empty(8), pool.empty(100_000)
+        sys.capsules = pool.array(8).__dlpack__(), pool.array(8).__dlpack__(max_version=(1, 0))
+        sys.memory = pool.allocate(8), memoryview(pool.allocate(8)), pool.array(9)
+        sys.views = memoryview(pool.array(8)), torch.empty(0).set_(pool.empty(8))
+        torch.x = pool.empty(8)
+        this = types.ModuleType("m")
+        sys.modules["m"] = this
+        this.x = pool.empty(100_000)
+        @atexit.register
+        def late():
+            sys.y = pool.full(9, 1.0), pool.full(100_000, 1.0)
+            pool.full(8, 1.0)
+    """,
+    "by garbage": """
+        class Cycle:
+            def __init__(self, tensor):
+                self.tensor, self.myself = tensor, self
+        c, d = Cycle(pool.empty(8)), Cycle(pool.empty(100_000))
+        del c, d
+        class Finalizer:
+            def __del__(self):
+                self.x.fill_(1)
+        sys.x = f = Finalizer()
+        f.x = pool.empty(8)
+    """,
+    "without the pool": """
+        sys.x = pool.empty(8)
+        del pool
+    """,
 }
 
 
 @pytest.mark.parametrize("hold", HELD_AT_EXIT.values(), ids=HELD_AT_EXIT.keys())
 def test_exit(hold: str) -> None:
-    run(hold)
-
-
-def test_exit_with_a_tensor_of_an_atexit_handler() -> None:
-    run("""
-    @atexit.register
-    def late():
-        sys.y = pool.full(9, 1.0), pool.full(100_000, 1.0)
-        pool.full(8, 1.0)
-    import weakref
-    sys.x = pool.empty(8)
-    """)
+    preamble = "import atexit, sys, torch, types\nfrom allocator import Pool\npool = Pool('cpu')\n"
+    check_script(preamble + textwrap.dedent(hold))
 
 
 def test_exit_with_a_tensor_of_the_last_atexit_handler() -> None:
     """Registered before the package's own, so it runs after them."""
-    found = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent("""
-            import atexit, sys
-            @atexit.register
-            def late():
-                sys.y = [pool.full(n, 1.0) for n in (8, 8, 9, 100_000)]
-                del sys.y[1]
-                sys.y.append(pool.array(8).__dlpack__())
-                pool.full(8, 1.0)
-            from allocator import Pool
-            pool = Pool("cpu")
-            sys.x = pool.empty(8)
-            """),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (found.returncode, found.stderr) == (0, ""), f"{found.returncode}\n{found.stderr}"
-
-
-def test_memory_released_twice() -> None:
-    run("""
-    memory = pool.allocate(1000)
-    memory.release()
-    for _ in range(2):
-        try:
-            memory.release()
-        except ValueError as error:
-            assert "double free" in str(error)
-        else:
-            raise AssertionError("released twice")
-    assert pool.memory_allocated() == 0
-    del memory
-    works(pool)
-    assert pool.memory_allocated() == 0
+    check_script("""
+        import atexit, sys
+        @atexit.register
+        def late():
+            sys.y = [pool.full(n, 1.0) for n in (8, 8, 9, 100_000)]
+            del sys.y[1]
+            sys.y.append(pool.array(8).__dlpack__())
+            pool.full(8, 1.0)
+        from allocator import Pool
+        pool = Pool("cpu")
+        sys.x = pool.empty(8)
     """)
 
 
-TWICE = """
-Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-export = next(e for e in pool._core.exporter.exports if e.owner is not None)
-call, address = Deleter(exports._DELETER), export.address
-del export
-"""
+@pytest.mark.parametrize(
+    "make", [lambda pool: pool.empty(100_000), lambda pool: torch.from_dlpack(pool.array(8))]
+)
+def test_deleter_called_twice(pool: Pool, make: Callable[[Pool], Any]) -> None:
+    x = make(pool)
+    (address,) = [e.address for e in pool._core.exporter.exports if e.owner is not None]
+    del x
+    call_deleter(address)
+    a, b = make(pool), make(pool)
+    assert a.data_ptr() != b.data_ptr()
 
 
-@pytest.mark.parametrize("make", ["pool.empty(100_000)", "torch.from_dlpack(pool.array(8))"])
-def test_deleter_called_twice(make: str) -> None:
-    run(
-        f"x = {make}\n"
-        + TWICE
-        + f"""
-del x
-call(address)
-a, b = {make}, {make}
-assert a.data_ptr() != b.data_ptr()
-del a, b
-assert pool.memory_allocated() == 0
-works(pool)
-"""
-    )
+@pytest.mark.parametrize("options", [{}, {"max_version": (1, 0)}])
+@both_sizes
+def test_capsule_that_nobody_took(pool: Pool, n: int, options: dict[str, Any]) -> None:
+    capsule = pool.array(n).__dlpack__(**options)
+    assert pool.memory_allocated() >= n * 4
+    x = pool.full(n, 1.0)
+    del capsule
+    assert pool.memory_allocated() < 2 * n * 4 + 4096
+    del x
+    assert pool.memory_allocated() == 0
+    capsules = [pool.array(n).__dlpack__(**options) for _ in range(20)]
+    taken = [torch.from_dlpack(c) for c in capsules[:10]]
+    del capsules
+    assert pool.memory_stats()["allocation.all.current"] == len(taken)
 
 
-@pytest.mark.parametrize("options", ["", "max_version=(1, 0)"])
-def test_capsule_that_nobody_took(options: str) -> None:
-    run(f"""
-    for n in (8, 100_000):
-        capsule = pool.array(n).__dlpack__({options})
-        assert pool.memory_allocated() >= n * 4
-        x = pool.full(n, 1.0)
-        del capsule
-        assert pool.memory_allocated() < 2 * n * 4 + 4096
-        del x
-        assert pool.memory_allocated() == 0
-        capsules = [pool.array(n).__dlpack__({options}) for _ in range(20)]
-        taken = [torch.from_dlpack(c) for c in capsules[:10]]
-        del capsules
-        assert len(pool._core.store.in_use) == 10 or pool.memory_allocated()
-        del taken
-        assert pool.memory_allocated() == 0
-    works(pool)
-    """)
+@pytest.mark.parametrize("shape", [lambda: 8, lambda: random.randrange(1, 60_000)])
+def test_signal_handler_that_allocates(pool: Pool, shape: Callable[[], int]) -> None:
+    kept: list[torch.Tensor] = []
+    mine: list[torch.Tensor] = []
+    ran = 0
 
-
-@pytest.mark.parametrize("shape", ["8", "random.randrange(1, 60_000)"])
-def test_signal_handler_that_allocates(shape: str) -> None:
-    run(f"""
-    kept, ran = [], []
-    def handle(number, frame):
-        x = pool.full({shape}, 1.0)
-        memory = pool.allocate(1000)
-        memory.release()
+    def handle(number: int, frame: Any) -> None:
+        nonlocal ran
+        x = pool.full(shape(), 1.0)
+        pool.allocate(1000).release()
         kept.append(x)
         if len(kept) > 20:
             kept.pop(0)
-        ran.append(1)
-        arm()
-    def arm():  # once, as on a busy machine handlers would come faster than they end
+        ran += 1
+        if ran < 300:  # armed once each, or on a busy machine handlers would follow each other
+            signal.setitimer(signal.ITIMER_REAL, 0.0005)
+
+    previous = signal.signal(signal.SIGALRM, handle)
+    try:
         signal.setitimer(signal.ITIMER_REAL, 0.0005)
-    signal.signal(signal.SIGALRM, handle)
-    arm()
-    end = time.monotonic() + 2
-    mine = []
-    while time.monotonic() < end:
-        mine.append(pool.full({shape}, 2.0))
-        if len(mine) > 20:
-            assert (mine.pop(random.randrange(20)) == 2).all()
-    def arm():  # a handler that was pending as the timer is stopped must not start it again
-        pass
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    time.sleep(0.01)
-    assert len(ran) > 100 and all((x == 1).all() for x in kept)
+        while ran < 300:
+            mine.append(pool.full(shape(), 2.0))
+            if len(mine) > 20:
+                assert (mine.pop(random.randrange(20)) == 2).all()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert all((x == 1).all() for x in kept)
     assert all((x == 2).all() for x in mine)
-    kept.clear()
-    mine.clear()
-    assert pool.memory_allocated() == 0, pool.memory_allocated()
-    check(pool)
-    works(pool)
-    """)
 
 
-def test_close_and_hooks_are_seen_by_threads_that_allocate() -> None:
-    run("""
-    from allocator import Hook
+@pytest.fixture
+def _many_switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_many_switches")
+@pytest.mark.parametrize("ends", ["close", "hook"])
+def test_close_and_hooks_are_seen_by_threads_that_allocate(ends: str) -> None:
     class Counts(Hook):
         seen = 0
-        def allocated(self, pool, allocation):
+
+        def allocated(self, pool: Pool, allocation: Any) -> None:
             self.seen += 1
-    sys.setswitchinterval(1e-5)
-    for i in range(300):
-        pool, made, done = Pool("cpu"), [0], []
-        def work():
-            try:
-                while not done:
-                    pool.empty(64)
-                    made[0] += 1
-            except RuntimeError:
-                pass
-        thread = threading.Thread(target=work)
-        thread.start()
-        if i % 2:
-            pool.close(force=True)
-            thread.join(5)
-            assert not thread.is_alive()
-        else:
-            counts = Counts()
-            pool.add_hook(counts)
-            before = made[0]
-            while made[0] < before + 50:
-                time.sleep(0)
-            done.append(1)
-            thread.join()
-            assert counts.seen >= 49, counts.seen
-    """)
+
+    def close() -> None:
+        pool.close(force=True)
+
+    def hook() -> None:
+        counts = Counts()
+        pool.add_hook(counts)
+        before = made
+        while made < before + 50:
+            time.sleep(0)
+        done.set()
+        assert counts.seen >= 49
+
+    def work() -> None:
+        nonlocal made
+        with contextlib.suppress(RuntimeError):
+            while not done.is_set():
+                pool.empty(64)
+                made += 1
+
+    for _ in range(150):
+        pool, made, done = Pool("cpu"), 0, threading.Event()
+        in_threads(lambda function: function(), work, close if ends == "close" else hook)
 
 
-def test_threads_with_a_tracer() -> None:
-    run("""
-    def tracer(frame, event, argument):
-        return tracer
-    wrong = []
-    def work(k):
+@pytest.mark.usefixtures("_many_switches")
+def test_threads_with_a_tracer(pool: Pool) -> None:
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        return trace
+
+    def work(k: int) -> None:
         for _ in range(500):
             x, y = pool.empty(64), pool.empty(64)
             x.fill_(k), y.fill_(k)
-            if not ((x == k).all() and (y == k).all()):
-                wrong.append(k)
+            assert (x == k).all()
+            assert (y == k).all()
             del x, y
-    sys.setswitchinterval(1e-6)
-    threading.settrace(tracer)
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert pool.memory_allocated() == 0
-    """)
+
+    before = threading.gettrace()
+    threading.settrace(trace)
+    try:
+        in_threads(work, *range(4))
+    finally:
+        threading.settrace(before)
 
 
 def test_finalizer_that_asks_for_the_default_pool() -> None:
-    run("""
-    import allocator
-    class Node:
-        def __init__(self):
-            self.me = self
-        def __del__(self):
+    class Node(Cycle):
+        def __del__(self) -> None:
             allocator.memory_allocated()
+
+    before = gc.get_threshold()
     gc.set_threshold(20)
-    for kind in ("device", "host", "shared") * 5:
-        for _ in range(50):
-            Node()
-        allocator.default_pool("cpu", kind).close(force=True)
-    """)
-
-
-def test_fork_with_a_queue_of_the_parent() -> None:
-    run("""
-    import allocator
-    own = allocator.load_dpctl().SyclQueue("cpu")
-    of_own = Pool(own)
-    stop = []
-    def work():
-        while not stop:
-            allocator.default_pool(own)
-    thread = threading.Thread(target=work)
-    thread.start()
-    for _ in range(10):
-        child = os.fork()
-        if child == 0:
-            signal.alarm(10)
-            for give in (lambda: allocator.default_pool(own), lambda: Pool(own)):
-                try:
-                    give().empty(8)
-                except RuntimeError as error:
-                    assert "'spawn'" in str(error)
-                else:
-                    os._exit(1)
-            os._exit(0 if allocator.is_forked() else 2)
-        _, status = os.waitpid(child, 0)
-        assert status == 0, status
-    stop.append(1)
-    thread.join()
-    """)
+    try:
+        for kind in ("device", "host", "shared") * 5:
+            for _ in range(50):
+                Node(None)
+            allocator.default_pool("cpu", kind).close(force=True)
+    finally:
+        gc.set_threshold(*before)
