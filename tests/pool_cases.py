@@ -6,10 +6,7 @@ import dataclasses
 from typing import Any
 
 from allocator import Pool, Rules
-from tests.allocator.helpers import AligningDriver
-
-KIB = 2**10
-MIB = 2**20
+from tests.allocator.helpers import KIB, MIB, AligningDriver
 
 
 @dataclasses.dataclass(frozen=True)

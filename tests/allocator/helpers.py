@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from allocator import Pool, load_dpctl
+from allocator.exchange.reuse import _NEVER
 from allocator.pool.blocks import Heap
+
+if TYPE_CHECKING:
+    import pytest
 
 KIB = 2**10
 MIB = 2**20
@@ -91,7 +94,7 @@ class DroppingDriver(FaultyDriver):
 class OtherQueue:
     """A queue whose work has ended or not, and whose barrier fails if it is told to."""
 
-    def __init__(self, is_done: bool = False, error: BaseException | None = None) -> None:
+    def __init__(self, is_done: bool = False, error: type[BaseException] | None = None) -> None:
         self.is_done, self.error = is_done, error
 
     def submit_barrier(self) -> OtherQueue:
@@ -127,9 +130,32 @@ def bytes_of_blocks(pool: Pool) -> int:
     return sum(heap.live for heap in pool._core.store.heaps.values())
 
 
+def check_cache(pool: Pool) -> None:
+    """Each export is in one entry, where it is either recent or cached, and once."""
+    for entry in pool._core.cache:
+        recent = {*entry.recent, entry.last, entry.before_last} - {_NEVER}
+        known = [*entry.recent, *entry.cached]
+        assert len(set(known)) == len(known)
+        assert not recent & {*entry.cached}
+        assert all(export.entry is entry for export in {*recent, *entry.cached})
+
+
 def actions(pool: Pool) -> list[str]:
     """What the pool's history has recorded."""
     return [entry["action"] for entry in pool.snapshot()["device_traces"][0]]
+
+
+def random_use(pool: Pool, operations: int) -> list[Any]:
+    """Tensors and memory that are left after random allocations and releases."""
+    kept: list[Any] = []
+    for _ in range(operations):
+        if kept and random.random() < 0.45:
+            kept.pop(random.randrange(len(kept)))
+        elif random.random() < 0.5:
+            kept.append(pool.empty(random.choice([1, 100, 100, 5000, 400_000])))
+        else:
+            kept.append(pool.allocate(random.randrange(1, 3 * MIB)))
+    return kept
 
 
 def once_inside(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from allocator import Hook, OutOfMemoryError, Pool
+from tests.allocator.helpers import without_collections
 from tests.pool_cases import KIB, MIB, POOL_CASES, PoolCase
+from tests.running import in_threads
 
 
 @pytest.fixture(params=POOL_CASES, ids=lambda case: case.name)
@@ -143,21 +145,36 @@ def test_hooks(pool: Pool, case: PoolCase) -> None:
 
 
 def test_threads(pool: Pool) -> None:
-    wrong = []
-
     def work(mark: int) -> None:
         for n in range(100):
             x = pool.full(10 + n % 7, float(mark))
             y = pool.full(10 + n % 5, float(mark))
-            if not ((x == mark).all() and (y == mark).all()):
-                wrong.append(mark)
+            assert (x == mark).all()
+            assert (y == mark).all()
 
-    threads = [threading.Thread(target=work, args=[mark]) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(work, *range(4))
+
+
+def test_released_twice(pool: Pool) -> None:
+    memory = pool.allocate(64)
+    memory.release()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"double free.*{memory.address:#x}"):
+            memory.release()
+    others = [pool.allocate(64) for _ in range(3)]
+    assert len({m.address for m in others}) == 3
+
+
+def test_pool_dies_without_a_collection(case: PoolCase) -> None:
+    pool = case.make()
+    pool.record_history()
+    with pool.reserve(MIB):
+        pool.allocate(KIB)
+    seen = weakref.ref(pool)
+    pool.tally()  # or the pool would not know yet that nothing is in use
+    with without_collections():
+        del pool
+        assert seen() is None
 
 
 def test_close_refuses_while_memory_is_in_use(pool: Pool) -> None:

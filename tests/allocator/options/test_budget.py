@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
-import os
 import pickle
 import random
-import threading
 from typing import Any
 
 import pytest
 import torch
 
 from allocator import Budget, Hook, OutOfMemoryError, Pool
-from tests.allocator.helpers import FaultyDriver, check
+from tests.allocator.helpers import KIB, MIB, FaultyDriver, check, once_inside, without_collections
 from tests.conftest import SEED
 from tests.interrupts import interrupted
-
-KIB = 2**10
-MIB = 2**20
+from tests.running import in_fork, in_threads
 
 
 def test_charges_and_credits(pool: Pool, driver: FaultyDriver) -> None:
@@ -224,24 +220,17 @@ class TestOnExceed:
 
 
 def test_cycles_are_collected(pool: Pool) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        with pool.budget(64 * KIB):
-            for _ in range(50):
-                cycle: list[Any] = [pool.allocate(10 * KIB)]
-                cycle.append(cycle)
-                del cycle
-    finally:
-        gc.enable()
+    with without_collections(), pool.budget(64 * KIB):
+        for _ in range(50):
+            cycle: list[Any] = [pool.allocate(10 * KIB)]
+            cycle.append(cycle)
+            del cycle
 
 
 def test_other_threads_are_not_charged(pool: Pool) -> None:
     held: list[Any] = []
     with pool.budget(KIB) as budget:
-        thread = threading.Thread(target=lambda: held.append(pool.allocate(MIB)))
-        thread.start()
-        thread.join()
+        in_threads(lambda: held.append(pool.allocate(MIB)), count=1)
         assert len(held) == 1
         assert budget.used == 0
 
@@ -250,9 +239,7 @@ def test_thread_in_a_copy_of_the_context_is_charged(pool: Pool) -> None:
     held: list[Any] = []
     with pool.budget(KIB) as budget:
         copy = contextvars.copy_context()
-        thread = threading.Thread(target=copy.run, args=[lambda: held.append(pool.allocate(1))])
-        thread.start()
-        thread.join()
+        in_threads(copy.run, lambda: held.append(pool.allocate(1)))
         assert budget.used == 512
     held.clear()
     assert budget.used == 0
@@ -296,7 +283,6 @@ def test_many_threads_of_one_budget(
 ) -> None:
     monkeypatch.setattr(gc, "collect", lambda: 0)  # of all of torch, at each refusal
     limit = 40 * KIB
-    failed: list[BaseException] = []
 
     def work(seed: int) -> None:
         choose, held = random.Random(seed), []
@@ -305,39 +291,21 @@ def test_many_threads_of_one_budget(
                 held.append(pool.allocate(choose.randrange(1, 8 * KIB)))
             except OutOfMemoryError:
                 held.clear()
-            except BaseException as error:
-                failed.append(error)
-                raise
             assert budget._used <= limit
             if len(held) > 4:
                 held.pop(0)
 
     with pool.budget(limit) as budget:
-        threads = [
-            threading.Thread(target=contextvars.copy_context().run, args=(work, SEED + i))
-            for i in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not failed
+        copies = [(contextvars.copy_context(), SEED + i) for i in range(4)]
+        in_threads(lambda copy: copy[0].run(work, copy[1]), *copies)
     assert budget.used == 0
     assert 0 < budget.peak <= limit
     check(pool, driver)
 
 
 def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from allocator.pool.blocks import Heap
-
-    allocate, held = Heap.allocate, []
-
-    def interrupted(heap: Heap, nbytes: int, alignment: int = 512) -> Any:
-        if not held:
-            held.append(pool.allocate(3 * KIB))
-        return allocate(heap, nbytes, alignment)
-
-    monkeypatch.setattr(Heap, "allocate", interrupted)
+    held: list[Any] = []
+    once_inside(monkeypatch, lambda: held.append(pool.allocate(3 * KIB)))
     with pool.budget(8 * KIB) as budget:
         x = pool.allocate(KIB)
         assert held[0].allocation.block is None  # is of the driver
@@ -361,7 +329,7 @@ def test_interrupts(pool: Pool) -> None:
             held.pop(choose.randrange(20))
 
     with pool.budget(MIB) as budget:
-        assert interrupted(step, 2, 2e-3) > 100
+        interrupted(step, count=500, most=2e-3)
         held.clear()
         gc.collect()
     assert pool.memory_allocated() == 0
@@ -373,14 +341,12 @@ def test_fork() -> None:
     pool = Pool(driver=FaultyDriver())
     with pool.budget(KIB):
         x = pool.allocate(1)
-        child = os.fork()
-        if child == 0:
-            try:
+
+        def child() -> None:
+            with pytest.raises(RuntimeError, match="spawn"):
                 pool.allocate(1)
-            except RuntimeError as error:
-                os._exit("spawn" not in str(error))
-            os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
+
+        in_fork(child)
     del x
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -17,10 +14,9 @@ import pytest
 
 from allocator import Pool
 from allocator.options.idle import Decay
-from tests.allocator.helpers import FaultyDriver, check
+from tests.allocator.helpers import MIB, DroppingDriver, FaultyDriver, actions, check
+from tests.running import check_script, in_threads
 
-KIB = 2**10
-MIB = 2**20
 LONG = 1000.0
 """Seconds in which no thread looks."""
 
@@ -117,30 +113,17 @@ def test_only_segments_that_were_not_needed(driver: FaultyDriver, clock: list[fl
 
 def test_memory_goes_at_once(clock: list[float]) -> None:
     """Nothing keeps the driver's handle after a trim, or a look."""
-
-    class Handle:
-        def __init__(self, address: int) -> None:
-            self.address = address
-
-    class Dropping(FaultyDriver):
-        def allocate(self, nbytes: int) -> tuple[int, Any]:
-            handle = Handle(super().allocate(nbytes)[0])
-            handles.append(weakref.ref(handle))
-            return handle.address, handle
-
-        def release(self, handle: Any) -> None:
-            super().release(handle.address)
-
-    handles: list[weakref.ref[Handle]] = []
-    pool = Pool(driver=Dropping(), idle_seconds=LONG)
+    driver = DroppingDriver()
+    pool = Pool(driver=driver, idle_seconds=LONG)
     pool.empty(100)
     look(pool)
     pool.trim()
+    assert not driver.handles
     pool.empty(100)
     look(pool)
     clock[0] += LONG
     look(pool)
-    assert [handle() for handle in handles] == [None, None]
+    assert not driver.handles
 
 
 def test_reservations_stay(driver: FaultyDriver, clock: list[float]) -> None:
@@ -164,8 +147,7 @@ def test_hooks_are_told(driver: FaultyDriver, clock: list[float]) -> None:
     look(pool)
     clock[0] += LONG
     look(pool)
-    actions = [entry["action"] for entry in pool.snapshot()["device_traces"][0]]
-    assert actions[-1] == "segment_free"
+    assert actions(pool)[-1] == "segment_free"
     assert pool.memory_reserved() == 0
 
 
@@ -173,10 +155,7 @@ def test_no_look_while_another_thread_is_inside(driver: FaultyDriver, clock: lis
     pool = Pool(driver=driver, idle_seconds=LONG)
     pool.empty(8)
     with pool._core.lock:
-        thread = threading.Thread(target=look, args=[pool])
-        thread.start()
-        thread.join(10)
-        assert not thread.is_alive()
+        in_threads(look, pool)
     look(pool)
     clock[0] += LONG
     with pool._core.lock, pool._core.reentrancy:
@@ -218,42 +197,30 @@ def test_pools_that_come_and_go() -> None:
 
 def test_beside_threads_that_allocate(driver: FaultyDriver) -> None:
     pool = Pool(driver=driver, idle_seconds=0.001)
-    errors: list[BaseException] = []
 
     def work() -> None:
-        try:
-            for i in range(300):
-                x, y = pool.full(8, float(i)), pool.full(100_000, float(i))
-                assert (x == i).all()
-                assert (y == i).all()
-                del x, y
-                if i % 50 == 0:
-                    time.sleep(0.005)
-        except BaseException as error:
-            errors.append(error)
-            raise
+        for i in range(300):
+            x, y = pool.full(8, float(i)), pool.full(100_000, float(i))
+            assert (x == i).all()
+            assert (y == i).all()
+            del x, y
+            if i % 50 == 0:
+                time.sleep(0.005)
 
-    workers = [threading.Thread(target=work) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not errors
+    in_threads(work, count=3)
     wait_until(lambda: driver.reserved == 0)
     check(pool, driver)
     pool.close()
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
-def test_times_without_sense(seconds: float) -> None:
-    with pytest.raises(ValueError, match="not positive and finite"):
-        Pool(driver=FaultyDriver(), idle_seconds=seconds)
-
-
-@pytest.mark.parametrize("seconds", ["1", True, [1]])
-def test_no_times(seconds: Any) -> None:
-    with pytest.raises(TypeError, match="is not a number"):
-        Pool(driver=FaultyDriver(), idle_seconds=seconds)
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), "1", True, [1]])
+def test_bad_times(driver: FaultyDriver, seconds: Any) -> None:
+    is_number = isinstance(seconds, int | float) and seconds is not True
+    error, message = (
+        (ValueError, "not positive and finite") if is_number else (TypeError, "is not a number")
+    )
+    with pytest.raises(error, match=message):
+        Pool(driver=driver, idle_seconds=seconds)
 
 
 def test_longest_time() -> None:
@@ -274,58 +241,48 @@ def test_with_the_debug_mode(driver: FaultyDriver, clock: list[float]) -> None:
 
 
 PREAMBLE = """
-import faulthandler, os, sys, threading, time
+import atexit, faulthandler, os, sys, threading, time
 from allocator import Pool
 from tests.allocator.helpers import FaultyDriver
-faulthandler.dump_traceback_later(90, exit=True)
 pool = Pool(driver=FaultyDriver(), idle_seconds=0.001)
 """
 
 
-def run(script: str) -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(script)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (found.returncode, found.stderr) == (0, ""), f"{found.returncode}\n{found.stderr}"
-
-
 def test_fork() -> None:
     """The parent's pool works on, and its thread too; the child has neither."""
-    run("""
-    faulthandler.cancel_dump_traceback_later()  # whose thread a child would wait for
-    held = pool.allocate(8)
-    for _ in range(10):
-        child = os.fork()
-        if child == 0:
-            try:
-                pool.allocate(8)
-            except RuntimeError:
-                sys.exit(threading.active_count() != 1)
-            sys.exit(2)
-        assert os.waitpid(child, 0)[1] == 0
-    assert pool.driver.reserved
-    del held
-    end = time.monotonic() + 20
-    while pool.driver.reserved and time.monotonic() < end:
-        time.sleep(0.01)
-    assert pool.driver.reserved == 0
-    """)
+    check_script(
+        f"""{PREAMBLE}
+held = pool.allocate(8)
+for _ in range(10):
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.allocate(8)
+        except RuntimeError:
+            sys.exit(threading.active_count() != 1)
+        sys.exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+assert pool.driver.reserved
+del held
+end = time.monotonic() + 20
+while pool.driver.reserved and time.monotonic() < end:
+    time.sleep(0.01)
+assert pool.driver.reserved == 0
+"""
+    )
 
 
 def test_exit() -> None:
-    run("""
-    import atexit
-    sys.held = [pool.allocate(8), Pool(driver=FaultyDriver(), idle_seconds=1e-4), pool]
-    from allocator.options.idle import _decays
-    atexit.register(lambda: pool.allocate(100))
-    assert len(_decays) == 2
-    for _ in range(100):
-        pool.allocate(100_000)
-    """)
+    check_script(
+        f"""{PREAMBLE}
+faulthandler.dump_traceback_later(90, exit=True)
+sys.held = [pool.allocate(8), Pool(driver=FaultyDriver(), idle_seconds=1e-4), pool]
+atexit.register(lambda: pool.allocate(100))
+assert threading.active_count() == 3
+for _ in range(100):
+    pool.allocate(100_000)
+"""
+    )
 
 
 def test_decay_is_told_of_its_pool_alone() -> None:

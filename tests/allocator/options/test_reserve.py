@@ -6,29 +6,24 @@ import asyncio
 import contextlib
 import contextvars
 import gc
-import os
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from allocator import OutOfMemoryError, Pool, Reservation
-from allocator.pool.blocks import Heap
-from tests.allocator.helpers import FaultyDriver, check
+from tests.allocator.helpers import KIB, MIB, FaultyDriver, bytes_of_blocks, check, once_inside
 from tests.conftest import SEED
 from tests.interrupts import interrupted
-
-KIB = 2**10
-MIB = 2**20
+from tests.running import in_fork, in_threads
 
 
 def held_blocks(pool: Pool) -> int:
     """Bytes of blocks that are not free, though nothing is in use."""
     assert pool.memory_allocated() == 0
     pool._core.flush_cache()
-    return sum(heap.live for heap in pool._core.store.heaps.values())
+    return bytes_of_blocks(pool)
 
 
 def test_nothing_else_is_taken_from_the_driver(pool: Pool, driver: FaultyDriver) -> None:
@@ -72,9 +67,7 @@ def test_others_get_nothing_of_it(pool: Pool, driver: FaultyDriver) -> None:
 
     pool.set_limit("16MiB")
     with pool.reserve("8MiB") as reservation:
-        thread = threading.Thread(target=take)
-        thread.start()
-        thread.join()
+        in_threads(take, count=1)
         assert 60 < len(held) < 82
         assert reservation.left == 8 * MIB
         held.append(pool.allocate(8 * MIB - KIB))
@@ -262,22 +255,19 @@ def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.Mon
 
     generator = block()
     next(generator)
-    allocate, errors = Heap.allocate, []
 
-    def interrupted(heap: Heap, nbytes: int, alignment: int = 512) -> Any:
+    def collect() -> None:
         nonlocal generator
-        if generator is not None:
-            generator = None  # type: ignore[assignment]
-            try:
-                with pool.reserve(KIB):
-                    pass
-            except RuntimeError as error:
-                errors.append(error)
-        return allocate(heap, nbytes, alignment)
+        generator = None  # type: ignore[assignment]
+        with (
+            pytest.raises(RuntimeError, match="in the middle of mine's own work"),
+            pool.reserve(KIB),
+        ):
+            pytest.fail("entered")
 
-    monkeypatch.setattr(Heap, "allocate", interrupted)
+    once_inside(monkeypatch, collect)
     x = contextvars.Context().run(pool.allocate, 3 * MIB)
-    assert "in the middle of mine's own work" in str(errors[0])
+    assert generator is None
     del x
     assert held_blocks(pool) == 0
     assert not pool._core.store.holders
@@ -308,30 +298,19 @@ def test_tasks(pool: Pool) -> None:
 
 
 def test_many_threads(pool: Pool, driver: FaultyDriver) -> None:
-    errors: list[BaseException] = []
-
     def work(seed: int) -> None:
         choose = random.Random(seed)
-        try:
-            for _ in range(100):
-                with pool.reserve(64 * KIB) as reservation:
-                    kept = [pool.allocate(choose.randrange(1, 8 * KIB)) for _ in range(8)]
-                    rooms = sum(-(-memory.nbytes // 512) * 512 for memory in kept)
-                    assert reservation.left == 64 * KIB - rooms
-                    for i, memory in enumerate(kept):
-                        memory.copy_from_host(bytes([i]) * memory.nbytes)
-                    for i, memory in enumerate(kept):
-                        assert memory.copy_to_host() == bytes([i]) * memory.nbytes
-        except BaseException as error:
-            errors.append(error)
-            raise
+        for _ in range(100):
+            with pool.reserve(64 * KIB) as reservation:
+                kept = [pool.allocate(choose.randrange(1, 8 * KIB)) for _ in range(8)]
+                rooms = sum(-(-memory.nbytes // 512) * 512 for memory in kept)
+                assert reservation.left == 64 * KIB - rooms
+                for i, memory in enumerate(kept):
+                    memory.copy_from_host(bytes([i]) * memory.nbytes)
+                for i, memory in enumerate(kept):
+                    assert memory.copy_to_host() == bytes([i]) * memory.nbytes
 
-    threads = [threading.Thread(target=work, args=[SEED + i]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(work, *range(SEED, SEED + 4))
     assert held_blocks(pool) == 0
     check(pool, driver)
 
@@ -345,7 +324,7 @@ def test_interrupts(pool: Pool) -> None:
             del kept
 
     with pool.reserve(MIB) as lasting:
-        assert interrupted(step, 2, 1e-3) > 100
+        interrupted(step, count=500, most=1e-3)
         assert lasting.left > 0
     assert held_blocks(pool) == 0
     pool.trim()
@@ -354,39 +333,17 @@ def test_interrupts(pool: Pool) -> None:
 
 def test_fork() -> None:
     pool = Pool(driver=FaultyDriver())
-    with pool.reserve(MIB):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                pool.reserve(KIB).__enter__()
-            except RuntimeError as error:
-                code = "spawn" not in str(error)
-            os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-    assert held_blocks(pool) == 0
+    with contextlib.ExitStack() as block:
+        reservation = block.enter_context(pool.reserve(MIB))
 
+        def child() -> None:
+            with pytest.raises(RuntimeError, match="spawn"), pool.reserve(KIB):
+                pytest.fail("entered")
+            block.close()
 
-def test_block_that_ends_in_a_fork() -> None:
-    pool = Pool(driver=FaultyDriver())
-    child = 0
-    with pool.reserve(MIB) as reservation:
-        child = os.fork()
-    if child == 0:
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert reservation.left == 0
-
-
-def test_pool_dies_with_its_last_block() -> None:
-    import weakref
-
-    pool = Pool(driver=FaultyDriver())
-    seen = weakref.ref(pool)
-    with pool.reserve(MIB):
-        pool.allocate(KIB)
-    del pool
-    assert seen() is None
+        in_fork(child)
+        assert reservation.left == MIB
+    assert reservation.left == held_blocks(pool) == 0
 
 
 def test_with_the_debug_mode(driver: FaultyDriver) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +12,10 @@ import pytest
 import torch
 
 from allocator import Hook, OutOfMemoryError, Pool, Rules
-from allocator.pool.blocks import Heap
-from tests.allocator.helpers import AligningDriver, FaultyDriver, check
+from tests.allocator.helpers import MIB, AligningDriver, FaultyDriver, check, once_inside
 from tests.conftest import SEED
+from tests.running import check_script, in_threads
 
-KIB = 2**10
-MIB = 2**20
 ARENA = 64 * MIB
 
 
@@ -102,8 +96,7 @@ def test_size_is_rounded_up(driver: AligningDriver) -> None:
 def test_the_same_calls_find_the_same_offsets(driver: AligningDriver) -> None:
     first = walk(Pool(driver=driver, stable_addresses=ARENA), 400)
     assert len(set(first)) > 50
-    for _ in range(2):
-        assert walk(Pool(driver=AligningDriver(), stable_addresses=ARENA), 400) == first
+    assert walk(Pool(driver=AligningDriver(), stable_addresses=ARENA), 400) == first
     assert walk(Pool(driver=AligningDriver(), stable_addresses=ARENA), 400, SEED + 1) != first
 
 
@@ -159,15 +152,8 @@ def test_in_other_processes() -> None:
     """On the device, with another moment of each collection."""
     expected = walk(Pool("cpu", stable_addresses=ARENA), 300)
     for thresholds in ("[5, 5, 5]", "[0]"):
-        found = subprocess.run(
-            [sys.executable, "-c", WALK, thresholds, str(SEED)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert (found.returncode, found.stderr) == (0, ""), found.stderr
-        assert json.loads(found.stdout) == expected
+        found = check_script(WALK, thresholds, str(SEED), PYTHONHASHSEED="7")
+        assert json.loads(found) == expected
 
 
 def test_record_queue_waits(driver: AligningDriver) -> None:
@@ -261,37 +247,21 @@ def test_offset_of_what_has_none(pool: Pool) -> None:
 
 def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is taken from the driver for it."""
-    allocate, errors = Heap.allocate, []
+    refused = []
 
-    def interrupted(heap: Heap, nbytes: int, alignment: int = 512) -> Any:
-        if not errors:
-            errors.append(None)
-            with pytest.raises(OutOfMemoryError, match="a finalizer or a signal handler"):
-                pool.allocate(100)
-        return allocate(heap, nbytes, alignment)
+    def allocate() -> None:
+        with pytest.raises(OutOfMemoryError, match="a finalizer or a signal handler"):
+            pool.allocate(100)
+        refused.append(True)
 
-    monkeypatch.setattr(Heap, "allocate", interrupted)
+    once_inside(monkeypatch, allocate)
     assert pool.offset_of(pool.allocate(100)) == 0
-    assert errors
+    assert refused
 
 
 def test_threads(driver: AligningDriver) -> None:
     pool = Pool(driver=driver, stable_addresses=4 * ARENA)
-    errors: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        try:
-            walk(pool, 100, seed)
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    threads = [threading.Thread(target=work, args=[SEED + i]) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(lambda seed: walk(pool, 100, seed), SEED, SEED + 1)
     assert pool.memory_allocated() == 0
     check(pool, driver)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import random
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from allocator import Pool
 from allocator.pool import blocks as blocks_module
 from allocator.pool.blocks import Block, Heap, Rules, Segment
+from tests.allocator.helpers import KIB, MIB, without_collections
 from tests.interrupts import InterruptAt
+from tests.running import in_threads
 
-KIB = 2**10
-MIB = 2**20
 RULES = Rules()
 
 
@@ -410,12 +408,9 @@ def test_memory_given_back_is_kept_by_nothing(heap: Heap, upstream: Upstream) ->
     blocks = [heap.allocate(nbytes) for nbytes in (100, 3 * MIB)]
     heap.free(blocks[0])
     kept = [weakref.ref(segment.handle) for segment in heap.segments]
-    gc.disable()
-    try:
+    with without_collections():
         heap.trim()
         assert [handle() is None for handle in kept] == [True, False]
-    finally:
-        gc.enable()
 
 
 class HeapAgainstModel(RuleBasedStateMachine):
@@ -512,9 +507,7 @@ def interrupt(call: Callable[[], Any], after: int) -> bool:
 
     # In a thread of its own: stopped in an except clause, CPython 3.11 leaves the exception in
     # sys.exc_info(), and with it all that its frames refer to.
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    in_threads(run, count=1)
     return stop.has_raised
 
 

@@ -16,11 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from allocator import OutOfMemoryError, Pool
-from tests.allocator.exchange.test_reuse import check_cache
-from tests.allocator.helpers import AligningDriver
+from tests.allocator.helpers import KIB, MIB, AligningDriver, check_cache
 
-KIB = 2**10
-MIB = 2**20
 ARENA = 256 * MIB
 REDZONE = 512
 PAGE = 4 * KIB

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import sys
-import threading
-from typing import Any
 
 import pytest
 import torch
 
 import allocator
-from allocator import Pool, load_dpctl
+from allocator import Pool
 from allocator.exchange.exports import Exporter
 from allocator.exchange.reuse import ReuseCache
 from allocator.exchange.tensors import TensorFactory
 from allocator.pool.core import Core
-from tests.allocator.exchange.test_reuse import check_cache
-from tests.allocator.helpers import FaultyDriver
+from tests.allocator.helpers import FaultyDriver, OtherQueue, bytes_in_use, check_cache
 from tests.interrupts import InterruptAt, at, at_call_from, at_line, interrupted, stopping_at
+from tests.running import in_fork, in_threads
 
 MANY = 1400
 """Exports, of which a quick look sees some only."""
-SHAPES = (1000, 100, 64, (10, 10), (40, 25), 2000)
+SHAPES = (1000, 100, 64, (10, 10), (40, 25), 2000, 200_000)
 
 
 def check_apart(*tensors: torch.Tensor) -> None:
@@ -72,47 +69,17 @@ def test_block_that_was_freed_twice_among_many() -> None:
     assert pool.memory_allocated() == 0
 
 
-class Event:
-    """Of work that has not ended."""
-
-    def __init__(self, queue: Queue) -> None:
-        self.queue = queue
-
-    @property
-    def execution_status(self) -> Any:
-        if self.queue.fails:
-            self.queue.fails = False
-            raise KeyboardInterrupt
-        status = load_dpctl().event_status_type
-        return status.complete if self.queue.is_done else status.running
-
-
-class Queue:
-    """One whose barriers can fail."""
-
-    fails = is_done = False
-
-    def __init__(self, error: type[BaseException] | None = None) -> None:
-        self.error = error
-
-    def submit_barrier(self) -> Event:
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        return Event(self)
-
-
 class TestOtherQueues:
     """Memory that another queue uses waits for it, whatever comes between."""
 
     def test_interrupt_where_it_is_looked_at(self) -> None:
-        pool, queue = Pool("cpu"), Queue()
+        pool, queue = Pool("cpu"), OtherQueue()
         x = pool.empty(1000)
         pool.record_queue(x, queue)
         address = x.data_ptr()
         del x
         pool.tally()
-        queue.fails = True
+        queue.error = KeyboardInterrupt
         with pytest.raises(KeyboardInterrupt):
             pool.tally()
         assert pool.empty(1000).data_ptr() != address
@@ -123,7 +90,7 @@ class TestOtherQueues:
 
     @pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyboardInterrupt])
     def test_no_barrier(self, error: type[BaseException]) -> None:
-        pool, queue = Pool("cpu"), Queue(error)
+        pool, queue = Pool("cpu"), OtherQueue(error=error)
         x = pool.empty(1000)
         others = [pool.empty(1000) for _ in range(3)]
         pool.record_queue(x, queue)
@@ -149,10 +116,7 @@ def test_lock_is_released() -> None:
         stop = stopping_at(at_call_from(Core.drain_if_idle, n))
         with contextlib.suppress(KeyboardInterrupt), stop:
             torch.from_dlpack(array)
-        other = threading.Thread(target=pool.tally)
-        other.start()
-        other.join(20)
-        assert not other.is_alive(), n
+        in_threads(pool.tally, count=1)
 
 
 def test_public_capsule() -> None:
@@ -199,12 +163,8 @@ def test_threads_between_two_lines() -> None:
         small = [pool.empty(100) for _ in range(20)]
         del small
 
-    def in_another_thread() -> None:
-        thread = threading.Thread(target=meanwhile)
-        thread.start()
-        thread.join()
-
-    with stopping_at(at_line(Pool.empty, "if words[first] not in NOT_BACK"), in_another_thread):
+    line = at_line(Pool.empty, "if words[first] not in NOT_BACK")
+    with stopping_at(line, lambda: in_threads(meanwhile, count=1)):
         x = pool.empty(1000)
     assert x.shape == (1000,)
 
@@ -229,14 +189,13 @@ def test_limit_in_a_fork() -> None:
     x = pool.empty(1000)
     del x
     pool.tally()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        with contextlib.suppress(RuntimeError):
+
+    def child() -> None:
+        with pytest.raises(RuntimeError):
             pool.set_limit(0)
-            status = 2
-        os._exit(0 if status == 1 and driver.held else status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert driver.held
+
+    in_fork(child)
 
 
 def test_close_inside_the_pools_own_work() -> None:
@@ -264,10 +223,8 @@ def a_little_of_all(pool: Pool) -> None:
     capsule = array.__dlpack__(max_version=(1, 0))
     del tensors[0], capsule
     pool.allocate(5000).release()
-    queue = Queue()
-    queue.is_done = True
     x = pool.empty(1000)
-    pool.record_queue(x, queue)
+    pool.record_queue(x, OtherQueue(is_done=True))
     del x
     pool.empty_cache()
     check_apart(*[pool.empty(n) for n in (1000, 1000, 100)])
@@ -316,9 +273,10 @@ def test_no_two_share_memory(keep: int) -> None:
         if choose.random() < 0.05:
             choose.choice([pool.tally, pool.empty_cache, lambda: pool.allocate(100)])()
 
-    assert interrupted(step, seconds=3, most=1.5e-3) > 100
+    interrupted(step, count=1000, most=1.5e-3)
     assert len({x.data_ptr() for x in held.values()}) == len(held)
     held.clear()
     kept.clear()
-    assert pool.memory_allocated() == 0
+    assert pool.memory_allocated() == bytes_in_use(pool) == 0
+    check_cache(pool)
     pool.close()

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 from allocator import Hook, OutOfMemoryError, Pool
+from tests.allocator.helpers import OtherQueue, actions
 
 
 @pytest.fixture
 def pool() -> Pool:
-    return Pool("cpu", limit="64MiB")
+    """A pool that records all."""
+    pool = Pool("cpu", limit="64MiB")
+    pool.record_history()
+    return pool
 
 
 def trace(pool: Pool) -> list[dict[str, Any]]:
@@ -20,12 +24,7 @@ def trace(pool: Pool) -> list[dict[str, Any]]:
     return entries
 
 
-def actions(pool: Pool) -> list[str]:
-    return [entry["action"] for entry in trace(pool)]
-
-
 def test_a_life(pool: Pool) -> None:
-    pool.record_history()
     x = pool.empty(100)
     del x
     pool.trim()
@@ -41,7 +40,6 @@ def test_a_life(pool: Pool) -> None:
 
 
 def test_frames_begin_at_the_callers_line(pool: Pool) -> None:
-    pool.record_history()
     x = pool.zeros(100)
     frame = trace(pool)[-1]["frames"][0]
     assert frame["filename"] == __file__
@@ -53,7 +51,6 @@ def test_frames_begin_at_the_callers_line(pool: Pool) -> None:
 
 
 def test_equal_stacks_are_one(pool: Pool) -> None:
-    pool.record_history()
     kept = [pool.empty(n) for n in (10, 20)]
     first, second = [entry["frames"] for entry in trace(pool) if entry["action"] == "alloc"]
     assert first is second
@@ -75,7 +72,6 @@ def test_the_last_entries_are_kept(pool: Pool) -> None:
 
 
 def test_stopping_keeps_and_starting_forgets(pool: Pool) -> None:
-    pool.record_history()
     x = pool.empty(100)
     pool.record_history(enabled=False)
     y = pool.empty(100)
@@ -89,14 +85,12 @@ def test_stopping_keeps_and_starting_forgets(pool: Pool) -> None:
 
 def test_starting_twice_records_once(pool: Pool) -> None:
     pool.record_history()
-    pool.record_history()
     x = pool.empty(100)
     assert actions(pool) == ["segment_alloc", "alloc"]
     del x
 
 
 def test_no_room_names_the_largest_sites(pool: Pool) -> None:
-    pool.record_history()
     kept = [pool.allocate(5 << 20) for _ in range(4)]
     other = pool.allocate(1000)
     with pytest.raises(OutOfMemoryError) as info:
@@ -118,32 +112,17 @@ def test_no_room_names_the_largest_sites(pool: Pool) -> None:
 
 
 def test_memory_that_a_queue_uses_completes_later(pool: Pool) -> None:
-    class Event:
-        def __init__(self) -> None:
-            import dpctl
-
-            self.execution_status: Any = None
-            self.done = dpctl.event_status_type.complete
-
-    event = Event()
-
-    class Queue:
-        def submit_barrier(self) -> Event:
-            return event
-
-    pool.record_history()
-    memory = pool.allocate(4096)
-    pool.record_queue(memory, Queue())
+    queue, memory = OtherQueue(), pool.allocate(4096)
+    pool.record_queue(memory, queue)
     memory.release()
     assert actions(pool)[-1] == "free_requested"
-    event.execution_status = event.done
+    queue.is_done = True
     again = pool.allocate(4096)
     assert actions(pool)[-3:] == ["free_requested", "free_completed", "alloc"]
     del again
 
 
 def test_an_empty_allocation_is_none(pool: Pool) -> None:
-    pool.record_history()
     memory = pool.allocate(0)
     assert actions(pool) == []
     del memory
@@ -154,7 +133,6 @@ def test_a_refused_allocation_comes_back(pool: Pool) -> None:
         def allocated(self, pool: Pool, allocation: Any) -> None:
             raise RuntimeError("no")
 
-    pool.record_history()
     with pool.hook(Refuses()), pytest.raises(RuntimeError, match="no"):
         pool.empty(100)
     assert pool.memory_allocated() == 0
@@ -172,7 +150,6 @@ def test_a_refused_allocation_comes_back(pool: Pool) -> None:
 def test_bad_arguments(
     pool: Pool, arguments: dict[str, Any], error: type[Exception], match: str
 ) -> None:
-    pool.record_history()
     with pytest.raises(error, match=match):
         pool.record_history(**arguments)
     x = pool.empty(100)

@@ -10,6 +10,7 @@ import pytest
 
 import allocator
 from allocator import Pool, Usage, statistics
+from tests.running import in_threads
 
 
 @pytest.fixture(autouse=True)
@@ -17,11 +18,6 @@ def _no_records() -> Iterator[None]:
     allocator.reset_statistics_report()
     yield
     allocator.reset_statistics_report()
-
-
-@pytest.fixture
-def pool() -> Pool:
-    return Pool("cpu", name="one")
 
 
 def test_a_loop_counts_every_tensor(pool: Pool) -> None:
@@ -42,7 +38,7 @@ def test_by_pool(pool: Pool) -> None:
         y = other.empty(200)
         del x
     assert scope.pools == {
-        "one": Usage(0, 512, 512, 0, 1, 1),
+        pool.name: Usage(0, 512, 512, 0, 1, 1),
         "other": Usage(1024, 1024, 1024, 1, 1, 1),
     }
     assert scope.usage == Usage(1024, 1536, 1536, 1, 2, 2)
@@ -105,11 +101,7 @@ def test_threads_are_separate(pool: Pool) -> None:
             barrier.wait()
         found[count] = scope.usage
 
-    threads = [threading.Thread(target=work, args=(count,)) for count in (50, 100, 150, 200)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 50, 100, 150, 200)
     for count, usage in found.items():
         assert (usage.total_count, usage.total_bytes) == (count, 512 * count)
         assert usage.current_count == 0
@@ -118,10 +110,7 @@ def test_threads_are_separate(pool: Pool) -> None:
 
 def test_another_thread_releases(pool: Pool) -> None:
     with statistics() as scope:
-        kept = [pool.empty(100)]
-        thread = threading.Thread(target=kept.clear)
-        thread.start()
-        thread.join()
+        in_threads(list.clear, [pool.empty(100)])
         assert scope.usage.current_count == 0
 
 

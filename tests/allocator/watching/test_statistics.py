@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import random
 import sys
-import threading
 from typing import Any
 
 import pytest
 import torch
 
-# torch's own reader of snapshots, the code behind the memory_viz page.
-from torch.cuda import _memory_viz
-
 import allocator
 from allocator import Hook, Memory, OutOfMemoryError, Pool
-
-
-@pytest.fixture
-def pool() -> Pool:
-    return Pool("cpu")
-
-
-def shuffled_use(pool: Pool, operations: int) -> list[Any]:
-    """Tensors and memory that are left after random allocations and releases."""
-    kept: list[Any] = []
-    for _ in range(operations):
-        if kept and random.random() < 0.45:
-            kept.pop(random.randrange(len(kept)))
-        elif random.random() < 0.5:
-            kept.append(pool.empty(random.choice([1, 100, 100, 5000, 400_000])))
-        else:
-            kept.append(pool.allocate(random.randrange(1, 3 << 20)))
-    return kept
+from tests.allocator.helpers import OtherQueue, random_use
+from tests.running import in_threads
 
 
 def test_counters_equal_a_recount(pool: Pool) -> None:
-    kept = shuffled_use(pool, 600)
+    kept = random_use(pool, 600)
     nbytes = [x.nbytes for x in kept]
     stats = pool.memory_stats()
     assert stats["allocation.all.current"] == len(kept)
@@ -77,24 +56,9 @@ def test_peaks_and_sums_start_anew(pool: Pool) -> None:
     assert pool.memory_stats()["allocation.all.freed"] == 1
 
 
-def test_torch_reads_the_snapshot(pool: Pool) -> None:
-    kept = shuffled_use(pool, 100)
-    snapshot = pool.snapshot()
-    assert "segments" in _memory_viz.segsum(snapshot)
-    assert "<html>" in _memory_viz.segment_plot(snapshot)
-    del kept
-
-
 def test_memory_that_a_queue_still_uses_is_active(pool: Pool) -> None:
-    class Unfinished:
-        execution_status = None
-
-    class Queue:
-        def submit_barrier(self) -> Unfinished:
-            return Unfinished()
-
     memory = pool.allocate(4096)
-    pool.record_queue(memory, Queue())
+    pool.record_queue(memory, OtherQueue())
     memory.release()
     stats = pool.memory_stats()
     assert (stats["allocation.all.current"], stats["active.all.current"]) == (0, 1)
@@ -118,26 +82,14 @@ def test_memory_tells_its_size(pool: Pool) -> None:
     assert torch.from_dlpack(memory).numel() == 1000
 
 
-TORCHS_METRICS = (
-    "active",
-    "active_bytes",
-    "allocated_bytes",
-    "allocation",
-    "inactive_split",
-    "inactive_split_bytes",
-    "requested_bytes",
-    "reserved_bytes",
-    "segment",
-)
-TORCHS_COUNTS = {
-    "max_split_size",
-    "num_alloc_retries",
-    "num_device_alloc",
-    "num_device_free",
-    "num_oom_rejections",
-    "num_ooms",
-    "num_sync_all_streams",
-}
+TORCHS_METRICS = """
+    active active_bytes allocated_bytes allocation inactive_split inactive_split_bytes
+    requested_bytes reserved_bytes segment
+"""
+TORCHS_COUNTS = """
+    max_split_size num_alloc_retries num_device_alloc num_device_free num_oom_rejections num_ooms
+    num_sync_all_streams
+"""
 OURS = {"driver_calls", "fragmentation", "hit_rate", "internal_waste_bytes"}
 
 
@@ -145,20 +97,20 @@ def test_the_names_are_torchs(pool: Pool) -> None:
     facts = ("current", "peak", "allocated", "freed")
     names = {
         f"{metric}.{tier}.{fact}"
-        for metric in TORCHS_METRICS
+        for metric in TORCHS_METRICS.split()
         for tier in ("all", "large_pool", "small_pool")
         for fact in facts
     }
     names |= {f"oversize_{what}.{fact}" for what in ("allocations", "segments") for fact in facts}
     stats = pool.memory_stats()
-    assert set(stats) == names | TORCHS_COUNTS | OURS
+    assert set(stats) == names | {*TORCHS_COUNTS.split()} | OURS
     assert list(stats) == sorted(stats)
     nested = pool.memory_stats_as_nested_dict()
     assert nested["allocation"]["all"]["current"] == stats["allocation.all.current"]
 
 
 def test_idle_blocks_equal_a_recount(pool: Pool) -> None:
-    kept = shuffled_use(pool, 600)
+    kept = random_use(pool, 600)
     stats = pool.memory_stats()
     snapshot = pool.snapshot()  # merges the cached blocks with their neighbours
     after = pool.memory_stats()
@@ -179,7 +131,7 @@ def test_idle_blocks_equal_a_recount(pool: Pool) -> None:
 
 
 def test_health_equals_a_recount(pool: Pool) -> None:
-    kept = shuffled_use(pool, 300)
+    kept = random_use(pool, 300)
     health = pool.health()
     free = health.reserved_bytes - health.allocated_bytes
     assert health.free_bytes == free
@@ -277,11 +229,7 @@ def test_threads_are_all_counted(pool: Pool) -> None:
         for i in range(300):
             pool.empty(100 + i % 3)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, count=4)
     stats = pool.memory_stats()
     assert stats["allocation.all.allocated"] == stats["allocation.all.freed"] == 1200
     assert stats["allocation.all.current"] == stats["allocated_bytes.all.current"] == 0
@@ -290,7 +238,7 @@ def test_threads_are_all_counted(pool: Pool) -> None:
 
 def test_an_abbreviated_summary(pool: Pool) -> None:
     text = pool.memory_summary(abbreviated=True)
-    assert len(text.splitlines()) == 3 + len(TORCHS_METRICS)
+    assert len(text.splitlines()) == 3 + len(TORCHS_METRICS.split())
     assert " large" not in text
 
 

@@ -16,18 +16,22 @@ from torch import nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from allocator import Event, OutOfMemoryError, Pool, Rules, Trace, advise, queue, replay
-from allocator.runtime.libraries import load_dpctl
+from allocator import (
+    Event,
+    OutOfMemoryError,
+    Pool,
+    Rules,
+    Trace,
+    advise,
+    load_dpctl,
+    queue,
+    replay,
+)
+from tests.allocator.helpers import KIB, MIB
 from tests.conftest import SEED
+from tests.running import in_threads
 
-KIB = 2**10
-MIB = 2**20
 HEADER = "Thread,Time,Action,Pointer,Size,Stream"
-
-
-@pytest.fixture
-def pool() -> Pool:
-    return Pool("cpu")
 
 
 def actions(trace: Trace) -> list[tuple[str, int]]:
@@ -148,12 +152,8 @@ def test_threads(pool: Pool) -> None:
         for nbytes in range(1, 4000, 20):
             pool.allocate(nbytes).release()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
     with pool.record() as trace:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(work, count=4)
     assert Trace(trace).leaked == []
     assert len(trace) == 4 * 2 * 200
     assert len({event.thread for event in trace if event.action == "allocate"}) == 4
