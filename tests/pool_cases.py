@@ -35,6 +35,10 @@ class PoolCase:
         rounding = self.options.get("rules", Rules()).rounding
         return -(-(nbytes + 2 * self.margin) // rounding) * rounding
 
+    def reserved_size(self, nbytes: int) -> int:
+        """Bytes that such a block takes of a reservation."""
+        return -(-(nbytes + 2 * self.margin) // 512) * 512
+
 
 POOL_CASES = (
     PoolCase("plain", {}),

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Iterator
 
 import pytest
 
 from allocator import Pool
-from tests.allocator.helpers import FaultyDriver
+from tests.allocator.helpers import FaultyDriver, bytes_of_blocks, check
 
 
 @pytest.fixture
@@ -14,8 +16,16 @@ def driver() -> FaultyDriver:
 
 
 @pytest.fixture
-def pool(driver: FaultyDriver) -> Pool:
-    return Pool(driver=driver, name="mine")
+def pool(driver: FaultyDriver) -> Iterator[Pool]:
+    """A pool that holds nothing at the end."""
+    pool = Pool(driver=driver, name="mine")
+    yield pool
+    gc.collect()  # errors hold the frames that they passed through
+    assert pool.memory_allocated() == 0
+    pool._core.flush_cache()
+    assert bytes_of_blocks(pool) == 0
+    assert not pool._core.store.holders
+    check(pool, driver)
 
 
 @pytest.fixture
@@ -23,6 +33,15 @@ def quick_collections() -> None:
     """Collections that need not visit what other tests imported."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def _many_switches() -> Iterator[None]:
+    """A thousand times as many changes from thread to thread as Python makes by default."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture(autouse=True)

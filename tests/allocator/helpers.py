@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import gc
 import random
@@ -45,7 +46,7 @@ class FaultyDriver:
     def allocate(self, nbytes: int) -> tuple[int, Any]:
         self.calls += 1
         if self.fails(self, nbytes):
-            raise self.error
+            raise copy.copy(self.error)  # one that was raised keeps the frames it passed
         buffer = ctypes.create_string_buffer(nbytes + self.alignment)
         address = -(-ctypes.addressof(buffer) // self.alignment) * self.alignment + self.shift
         self.held[address] = nbytes, buffer
@@ -143,6 +144,10 @@ def check_cache(pool: Pool) -> None:
 def actions(pool: Pool) -> list[str]:
     """What the pool's history has recorded."""
     return [entry["action"] for entry in pool.snapshot()["device_traces"][0]]
+
+
+def blocks_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
+    return [block for segment in snapshot["segments"] for block in segment["blocks"]]
 
 
 def random_use(pool: Pool, operations: int) -> list[Any]:

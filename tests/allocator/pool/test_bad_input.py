@@ -13,8 +13,9 @@ import torch
 from torch.utils.dlpack import from_dlpack as to_torch
 
 import allocator
-from allocator import Allocation, Hook, OutOfMemoryError, Pool
+from allocator import OutOfMemoryError, Pool
 from allocator.runtime.driver import UsmDriver
+from tests.allocator.helpers import MIB, FaultyDriver
 
 Call = Callable[[Pool], Any]
 
@@ -138,6 +139,18 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
         ValueError,
         "not of pool",
     ),
+    "budget text": (lambda p: p.budget("lots"), ValueError, "'lots'"),
+    "budget below 0": (lambda p: p.budget(-1), ValueError, "-1"),
+    "budget real": (lambda p: p.budget(1.5), TypeError, r"1\.5"),
+    "budget bool": (lambda p: p.budget(True), TypeError, "True"),
+    "callback": (lambda p: p.budget(1, None, "callback"), TypeError, "'callback'"),  # type: ignore[arg-type]
+    "reserve text": (lambda p: p.reserve("lots"), ValueError, "'lots'"),
+    "reserve below 0": (lambda p: p.reserve(-1), ValueError, "-1"),
+    "reserve real": (lambda p: p.reserve(1.5), TypeError, r"1\.5"),
+    "reserve None": (lambda p: p.reserve(None), TypeError, "None"),  # type: ignore[arg-type]
+    "no rows": (lambda p: p.timeline(max_entries=0), ValueError, "max_entries=0"),
+    "rows bool": (lambda p: p.timeline(max_entries=True), TypeError, "max_entries=True"),
+    "rows text": (lambda p: p.timeline(max_entries="x"), TypeError, "max_entries='x'"),  # type: ignore[arg-type]
     "no memory": (lambda p: p.record_queue([1], p.sycl_queue), TypeError, "list"),
     "stream": (lambda p: p.array(3).__dlpack__(stream=5), BufferError, "stream=5"),
     "version 1": (lambda p: p.array(3).__dlpack__(max_version=1), ValueError, "max_version=1"),  # type: ignore[arg-type]
@@ -172,9 +185,6 @@ def test_more_than_the_device_gives(pool: Pool) -> None:
     pool.set_limit("1GiB")
 
 
-# ---------------------------------------------------------------- making a pool
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -192,13 +202,31 @@ def test_more_than_the_device_gives(pool: Pool) -> None:
         ({"fraction": math.nan}, ValueError, "fraction=nan"),
         ({"fraction": "1"}, TypeError, "fraction='1'"),
         ({"fraction": True}, TypeError, "fraction=True"),
+        ({"stable_addresses": 0}, ValueError, "0"),
+        ({"stable_addresses": -1}, ValueError, "-1"),
+        ({"stable_addresses": "lots"}, ValueError, "'lots'"),
+        ({"stable_addresses": 1.5}, TypeError, r"1\.5"),
+        ({"stable_addresses": True}, TypeError, "True"),
+        ({"stable_addresses": MIB, "limit": 0}, ValueError, "stable_addresses"),
+        ({"stable_addresses": MIB, "limit": MIB}, ValueError, "stable_addresses"),
+        ({"stable_addresses": MIB, "fraction": 0.5}, ValueError, "stable_addresses"),
+        ({"stable_addresses": MIB, "idle_seconds": 1.0}, ValueError, "stable_addresses"),
+        ({"idle_seconds": 0}, ValueError, "not positive and finite"),
+        ({"idle_seconds": -1}, ValueError, "not positive and finite"),
+        ({"idle_seconds": math.inf}, ValueError, "not positive and finite"),
+        ({"idle_seconds": math.nan}, ValueError, "not positive and finite"),
+        ({"idle_seconds": "1"}, TypeError, "is not a number"),
+        ({"idle_seconds": True}, TypeError, "is not a number"),
+        ({"idle_seconds": [1]}, TypeError, "is not a number"),
         ({"limit": 1, "fraction": 0.5}, ValueError, r"limit=1.*fraction=0\.5"),
     ],
 )
 def test_pools(pool: Pool, arguments: dict[str, Any], error: Any, message: str) -> None:
+    driver = FaultyDriver()
     with pytest.raises(error, match=message):
-        Pool(**{"device": "cpu", **arguments})
-    if not {"kind", "device"} & set(arguments):
+        Pool(**arguments if {"kind", "device"} & set(arguments) else {"driver": driver} | arguments)
+    assert driver.calls == 0
+    if set(arguments) <= {"limit", "fraction"}:
         with pytest.raises(error, match=message):
             pool.set_limit(**arguments)
 
@@ -214,8 +242,6 @@ def test_a_device_without_the_kind() -> None:
     with pytest.raises(RuntimeError, match="toaster lacks usm_shared_allocations"):
         UsmDriver(Queue("cpu"), "shared")
 
-
-# ---------------------------------------------------------------- released, or not reachable
 
 USES: list[Callable[[Any], Any]] = [
     lambda m: m.array(3),
@@ -257,22 +283,3 @@ def test_a_context_of_its_own() -> None:
     array = Pool(dpctl.SyclQueue(context, device)).array(3)
     with pytest.raises(BufferError, match="context"):
         array.__dlpack__(dl_device=(14, 0))
-
-
-# ---------------------------------------------------------------- hooks
-
-
-@pytest.mark.parametrize("method", ["before_allocate", "allocated"])
-def test_a_hook_that_raises(pool: Pool, method: str) -> None:
-    class Refuses(Hook):
-        pass
-
-    def fail(self: Hook, pool: Pool, what: int | Allocation) -> None:
-        raise KeyError("not today")
-
-    setattr(Refuses, method, fail)
-    calls: list[Call] = [lambda p: p.empty(100), lambda p: p.allocate(9), lambda p: p.array(9)]
-    with pool.hook(Refuses()):
-        for call in calls:
-            rejects(pool, call, KeyError, "not today")
-    assert pool.empty(100).shape == (100,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import sys
 from typing import Any
 
 import pytest
@@ -22,24 +21,33 @@ from tests.allocator.helpers import (
 )
 
 
-@pytest.mark.parametrize("n", [2, 3, 7])
-def test_every_nth_call_fails(n: int) -> None:
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+@pytest.mark.parametrize("error", [MemoryError("told to fail"), RuntimeError("device lost")])
+def test_every_nth_call_fails(n: int, error: Exception) -> None:
+    """A lack of memory gets a name; any other error passes through."""
     driver = FaultyDriver(lambda driver, _: driver.calls % n == 0)
+    driver.error = error
+    expected = OutOfMemoryError if isinstance(error, MemoryError) else RuntimeError
     pool = Pool(driver=driver)
     kept, failed = [], 0
     for i in range(60):
         try:
-            kept.append((i, pool.full(300_000 + 100 * i, float(i))))
-        except OutOfMemoryError:  # both the large segment's and the small one's call failed
+            kept.append((i, pool.full((300_000 if i % 2 else 5_000_000) + 100 * i, float(i))))
+            kept.append((i, pool.full(10 + i, float(i))))
+        except expected as caught:
+            assert str(error) in str(caught)  # noqa: PT017
             failed += 1
         check(pool, driver)
         if i % 3 == 2:
-            del kept[0]
+            del kept[:3]
         if i % 10 == 9:
             pool.empty_cache()
+    # A lack is final only if the calls for the large and for the small segment both fail.
+    assert failed > 0 if n == 1 or expected is RuntimeError else failed < 60
+    driver.fails = lambda *_: False
+    kept.append((77, pool.full(10 * MIB, 77.0)))
     assert all((x == i).all() for i, x in kept)
-    assert driver.calls > n
-    assert failed < 60
+    check(pool, driver)
     kept.clear()
     pool.close()
     assert not driver.held
@@ -81,7 +89,7 @@ def test_fails_after_so_many_bytes() -> None:
 def test_error_has_all_that_its_message_says() -> None:
     driver = FaultyDriver()
     pool = Pool(driver=driver, name="mine", limit="4MiB")
-    held = pool.allocate(1000), pool.allocate(MIB)
+    _held = pool.allocate(1000), pool.allocate(MIB)
     with pytest.raises(OutOfMemoryError) as caught:
         pool.allocate(8 * MIB)
     error = caught.value
@@ -98,20 +106,18 @@ def test_error_has_all_that_its_message_says() -> None:
     for part in ("mine", "8", "4", error.reason, error.sites[0].where):
         assert part in str(error)
     assert isinstance(error, MemoryError)
-    del held
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_error_can_be_pickled(protocol: int) -> None:
     pool = Pool(driver=FaultyDriver(), limit=3 * MIB)
-    held = pool.allocate(100)
+    _held = pool.allocate(100)
     with pytest.raises(OutOfMemoryError) as caught:
         pool.empty(10 * MIB)
     restored = pickle.loads(pickle.dumps(caught.value, protocol))
     assert type(restored) is OutOfMemoryError
     assert vars(restored) == vars(caught.value)
     assert str(restored) == str(caught.value)
-    del held
 
 
 @pytest.mark.parametrize("size", [100, MIB])
@@ -173,41 +179,13 @@ def test_error_of_the_hook_passes_through() -> None:
     check(pool, driver)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_another_error_of_the_driver_passes_through(n: int) -> None:
-    driver = FaultyDriver(lambda driver, _: driver.calls % n == 0)
-    driver.error = RuntimeError("device lost")
-    pool = Pool(driver=driver)
-    kept, failed = [], 0
-    for i in range(30):
-        try:
-            kept.append((i, pool.full(5_000_000 + i, float(i))))
-            kept.append((i, pool.full(10 + i, float(i))))
-        except RuntimeError as error:
-            assert str(error) == "device lost"  # noqa: PT017
-            failed += 1
-        check(pool, driver)
-        if i % 3 == 2:
-            del kept[:3]
-    assert failed
-    driver.fails = lambda *_: False
-    kept.append((77, pool.full(10 * MIB, 77.0)))
-    assert all((x == i).all() for i, x in kept)
-    check(pool, driver)
-    kept.clear()
-    pool.close()
-    assert not driver.held
-
-
 @pytest.mark.parametrize(
     ("options", "limit"),
     [
         ({"limit": 4096}, 4096),
-        ({"limit": "64MiB"}, 64 * MIB),
         ({"limit": "2KiB"}, 2 * KIB),
         ({"limit": 0}, 0),
         ({"fraction": 0.25}, 25 * MIB),
-        ({"fraction": 1}, 100 * MIB),
         ({}, None),
     ],
 )
@@ -222,20 +200,7 @@ def test_limits(options: dict[str, Any], limit: int | None) -> None:
             pool.allocate(limit + 1)
 
 
-def test_limit_holds() -> None:
-    driver = FaultyDriver()
-    pool = Pool(driver=driver, limit="10MiB")
-    kept = []
-    with pytest.raises(OutOfMemoryError, match="limit of 10"):  # noqa: PT012
-        for _ in range(sys.maxsize):
-            kept.append(pool.allocate(300 * KIB))
-            assert driver.reserved <= 10 * MIB
-    assert len(kept) > 25
-
-
-def test_limit_below_what_is_in_use() -> None:
-    driver = FaultyDriver()
-    pool = Pool(driver=driver)
+def test_limit_below_what_is_in_use(pool: Pool) -> None:
     kept = [pool.full(MIB, float(i)) for i in range(8)]
     pool.set_limit("16MiB")
     with pytest.raises(OutOfMemoryError):  # noqa: PT012
@@ -244,7 +209,6 @@ def test_limit_below_what_is_in_use() -> None:
     assert all((x == float(min(i, 8))).all() for i, x in enumerate(kept))
     kept.clear()
     assert (pool.full(3 * MIB, 1.0) == 1).all()
-    check(pool, driver)
 
 
 def test_memory_of_another_queue_makes_room() -> None:
@@ -255,9 +219,7 @@ def test_memory_of_another_queue_makes_room() -> None:
     check(pool, driver)
 
 
-def test_limit_of_nothing_while_memory_is_in_use() -> None:
-    driver = FaultyDriver()
-    pool = Pool(driver=driver)
+def test_limit_of_nothing_while_memory_is_in_use(pool: Pool, driver: FaultyDriver) -> None:
     kept = [pool.empty(1000), pool.empty(1000), pool.allocate(3 * MIB)]
     pool.set_limit(0)
     for ask in (lambda: pool.empty(1000), lambda: pool.empty(7), lambda: pool.allocate(1)):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import queue
 import random
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,20 +15,9 @@ from tests.conftest import SEED
 from tests.running import in_threads
 
 THREADS = 8
-ALLOCATIONS = 100_000
-"""In all."""
+ALLOCATIONS = 100_000  # of all threads
 MOST_HELD = 24
-SIZES = (*[8, 24, 64, 100, 256, 1000] * 8, 3000, 9000, 20_000, 100_000)
-"""In elements of 8 bytes."""
-
-
-@pytest.fixture
-def _many_switches() -> Iterator[None]:
-    """Fifty times as many changes from thread to thread as Python makes by default."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
+SIZES = (*[8, 24, 64, 100, 256, 1000] * 8, 3000, 9000, 20_000, 100_000)  # in elements
 
 
 class Marked:
