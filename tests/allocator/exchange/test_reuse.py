@@ -11,7 +11,6 @@ from allocator import Pool
 from tests.allocator.helpers import check_cache
 from tests.conftest import SEED
 
-STEPS = 20_000
 FEW = ((1000, torch.float32), ((40, 25), torch.float32), (1000, torch.int64), (7, torch.float32))
 
 
@@ -38,7 +37,7 @@ def test_few_shapes_in_any_order(most_held: int) -> None:
     pool, choose = Pool("cpu"), random.Random(SEED + most_held)
     held: list[tuple[torch.Tensor, int]] = []
     level = 0
-    for step in range(STEPS):
+    for step in range(20_000):
         if len(held) == level:
             level = choose.randrange(most_held)
         if len(held) < level:

@@ -162,12 +162,11 @@ def test_exception_pending_with_the_tensor_in_no_variable(
     def fail(*args: Any) -> None:
         raise AssertionError("called")
 
-    nothing: dict[str, Any] = {}
     for _ in range(50):
         with pytest.raises(ZeroDivisionError, match="division by zero"):
             fail(make(pool), 1 / 0)
         with pytest.raises(KeyError):
-            fail(*(make(pool) if i < 3 else nothing["x"] for i in range(9)))
+            fail(*(make(pool) if i < 3 else {}["x"] for i in range(9)))
 
 
 @pytest.mark.parametrize("is_new", [True, False])
