@@ -10,6 +10,7 @@ import pytest
 
 import allocator
 from allocator import Pool, Usage, statistics
+from tests.running import in_threads
 
 
 @pytest.fixture(autouse=True)
@@ -17,11 +18,6 @@ def _no_records() -> Iterator[None]:
     allocator.reset_statistics_report()
     yield
     allocator.reset_statistics_report()
-
-
-@pytest.fixture
-def pool() -> Pool:
-    return Pool("cpu", name="one")
 
 
 def test_a_loop_counts_every_tensor(pool: Pool) -> None:
@@ -36,24 +32,16 @@ def test_a_loop_counts_every_tensor(pool: Pool) -> None:
 
 
 def test_by_pool(pool: Pool) -> None:
-    other = Pool("cpu", name="other")
     with statistics() as scope:
+        other = Pool("cpu", name="other")
         x = pool.empty(100)
-        y = other.empty(200)
+        _y = other.empty(200)
         del x
     assert scope.pools == {
-        "one": Usage(0, 512, 512, 0, 1, 1),
+        pool.name: Usage(0, 512, 512, 0, 1, 1),
         "other": Usage(1024, 1024, 1024, 1, 1, 1),
     }
     assert scope.usage == Usage(1024, 1536, 1536, 1, 2, 2)
-    del y
-
-
-def test_a_pool_made_within_is_seen() -> None:
-    with statistics() as scope:
-        x = Pool("cpu").empty(100)
-    assert scope.usage.current_count == 1
-    del x
 
 
 def test_nested(pool: Pool) -> None:
@@ -67,29 +55,21 @@ def test_nested(pool: Pool) -> None:
     assert outer.usage == Usage(0, 1024, 1024, 0, 2, 2)
 
 
-def test_what_was_before_is_not_counted(pool: Pool) -> None:
-    x = pool.empty(100)
+def test_only_the_block_is_counted(pool: Pool) -> None:
+    before = pool.empty(100)
     with statistics() as scope:
-        del x
-        pool.memory_allocated()
-    assert scope.usage == Usage(0, 0, 0, 0, 0, 0)
-
-
-def test_the_figures_stand_after_the_block(pool: Pool) -> None:
-    with statistics() as scope:
+        del before
+        assert scope.usage == Usage(0, 0, 0, 0, 0, 0)
+        for _ in range(2):
+            x = pool.empty(100)
+            assert scope.usage.current_bytes == 512
+            del x
+            assert scope.usage.current_bytes == 0
         x = pool.empty(100)
-    before = scope.usage
+    usage = scope.usage
     del x
     pool.empty(100)
-    assert scope.usage == before
-
-
-def test_while_the_block_is_open(pool: Pool) -> None:
-    with statistics() as scope:
-        x = pool.empty(100)
-        assert scope.usage.current_bytes == 512
-        del x
-        assert scope.usage.current_bytes == 0
+    assert scope.usage == usage == Usage(512, 512, 1536, 1, 1, 3)
 
 
 def test_threads_are_separate(pool: Pool) -> None:
@@ -105,11 +85,7 @@ def test_threads_are_separate(pool: Pool) -> None:
             barrier.wait()
         found[count] = scope.usage
 
-    threads = [threading.Thread(target=work, args=(count,)) for count in (50, 100, 150, 200)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 50, 100, 150, 200)
     for count, usage in found.items():
         assert (usage.total_count, usage.total_bytes) == (count, 512 * count)
         assert usage.current_count == 0
@@ -118,10 +94,7 @@ def test_threads_are_separate(pool: Pool) -> None:
 
 def test_another_thread_releases(pool: Pool) -> None:
     with statistics() as scope:
-        kept = [pool.empty(100)]
-        thread = threading.Thread(target=kept.clear)
-        thread.start()
-        thread.join()
+        in_threads(list.clear, [pool.empty(100)])
         assert scope.usage.current_count == 0
 
 

@@ -16,11 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from allocator import OutOfMemoryError, Pool
-from tests.allocator.drivers import AligningDriver
-from tests.allocator.test_reuse import check_cache
+from tests.allocator.helpers import KIB, MIB, AligningDriver, check_cache
 
-KIB = 2**10
-MIB = 2**20
 ARENA = 256 * MIB
 REDZONE = 512
 PAGE = 4 * KIB
@@ -70,8 +67,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.driver = AligningDriver()
         return Pool(driver=self.driver, **options)
 
-    # ------------------------------------------------------------------ the model
-
     def size_of(self, nbytes: int, alignment: int) -> int:
         """Bytes of the block."""
         is_staggered = nbytes > MIB and alignment <= 512
@@ -90,9 +85,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
         ctypes.memset(address, mark, nbytes)
         self.held.append(Item(keeper, address, nbytes, self.size_of(nbytes, alignment), mark))
 
-    def give_tensor(self, x: Any) -> None:
-        self.give(x, x.data_ptr(), x.nbytes)
-
     def check_bytes(self, item: Item) -> None:
         found = ctypes.string_at(item.address, item.nbytes)
         assert found.count(bytes([item.mark])) == item.nbytes
@@ -109,8 +101,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
         except OutOfMemoryError:
             assert self.allowed < 2**60 or self.is_stable
 
-    # ------------------------------------------------------------------ what a program does
-
     @precondition(lambda self: len(self.held) < MOST_HELD)
     @rule(shape=shapes, dtype=st.sampled_from(DTYPES), count=st.integers(1, 3))
     def empty(self, shape: Any, dtype: torch.dtype, count: int) -> None:
@@ -119,7 +109,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
                 x = self.pool.empty(shape, dtype)
                 assert x.shape == torch.Size(shape if isinstance(shape, tuple) else (shape,))
                 assert x.dtype == dtype
-                self.give_tensor(x)
+                self.give(x, x.data_ptr(), x.nbytes)
 
     @rule(shape=shapes, count=st.integers(1, 20))
     def loop(self, shape: Any, count: int) -> None:
@@ -216,8 +206,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.snapshot()
         if self.margin:
             self.pool.check()
-
-    # ------------------------------------------------------------------ what is always so
 
     @invariant()
     def agrees(self) -> None:

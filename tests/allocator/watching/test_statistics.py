@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import random
 import sys
-import threading
 from typing import Any
 
 import pytest
 import torch
 
-# torch's own reader of snapshots, the code behind the memory_viz page.
-from torch.cuda import _memory_viz
-
 import allocator
 from allocator import Hook, Memory, OutOfMemoryError, Pool
+from tests.allocator.helpers import OtherQueue, blocks_of, random_use
+from tests.running import in_threads
 
 
-@pytest.fixture
-def pool() -> Pool:
-    return Pool("cpu")
-
-
-def shuffled_use(pool: Pool, operations: int) -> list[Any]:
-    """Tensors and memory that are left after random allocations and releases."""
-    kept: list[Any] = []
-    for _ in range(operations):
-        if kept and random.random() < 0.45:
-            kept.pop(random.randrange(len(kept)))
-        elif random.random() < 0.5:
-            kept.append(pool.empty(random.choice([1, 100, 100, 5000, 400_000])))
-        else:
-            kept.append(pool.allocate(random.randrange(1, 3 << 20)))
-    return kept
-
-
-def test_counters_equal_a_recount(pool: Pool) -> None:
-    kept = shuffled_use(pool, 600)
+def test_counters_and_health_equal_a_recount(pool: Pool) -> None:
+    kept = random_use(pool, 600)
     nbytes = [x.nbytes for x in kept]
     stats = pool.memory_stats()
     assert stats["allocation.all.current"] == len(kept)
     assert stats["requested_bytes.all.current"] == sum(nbytes)
     snapshot = pool.snapshot()
-    in_use = [b for s in snapshot["segments"] for b in s["blocks"] if b["state"] != "inactive"]
+    in_use = [b for b in blocks_of(snapshot) if b["state"] != "inactive"]
     assert stats["allocated_bytes.all.current"] == sum(b["size"] for b in in_use)
     assert stats["reserved_bytes.all.current"] == sum(s["total_size"] for s in snapshot["segments"])
     assert stats["segment.all.current"] == len(snapshot["segments"])
@@ -53,16 +32,16 @@ def test_counters_equal_a_recount(pool: Pool) -> None:
         rises, falls = (stats[f"{metric}.all.{fact}"] for fact in ("allocated", "freed"))
         assert rises - falls == stats[f"{metric}.all.current"]
         assert stats[f"{metric}.all.peak"] >= stats[f"{metric}.all.current"]
-
-
-def test_every_tensor_of_a_loop_counts(pool: Pool) -> None:
-    for _ in range(1000):
-        pool.empty(64)
-    stats = pool.memory_stats()
-    assert stats["allocation.all.allocated"] == 1000
-    assert stats["allocation.all.freed"] == 1000
-    assert stats["requested_bytes.all.allocated"] == 1000 * 256
-    assert stats["allocation.all.peak"] == 1
+    health = pool.health()
+    free = health.reserved_bytes - health.allocated_bytes
+    assert health.free_bytes == free
+    assert health.requested_bytes == sum(nbytes)
+    assert health.internal_waste_bytes == health.allocated_bytes - health.requested_bytes
+    blocks = blocks_of(snapshot)
+    largest = max((b["size"] for b in blocks if b["state"] == "inactive"), default=0)
+    assert health.largest_free_bytes == largest
+    assert health.fragmentation == (1 - largest / free if free else 0)
+    assert 0 < health.hit_rate <= 1
 
 
 def test_peaks_and_sums_start_anew(pool: Pool) -> None:
@@ -77,38 +56,24 @@ def test_peaks_and_sums_start_anew(pool: Pool) -> None:
     assert pool.memory_stats()["allocation.all.freed"] == 1
 
 
-def test_torch_reads_the_snapshot(pool: Pool) -> None:
-    kept = shuffled_use(pool, 100)
-    snapshot = pool.snapshot()
-    assert "segments" in _memory_viz.segsum(snapshot)
-    assert "<html>" in _memory_viz.segment_plot(snapshot)
-    del kept
-
-
 def test_memory_that_a_queue_still_uses_is_active(pool: Pool) -> None:
-    class Unfinished:
-        execution_status = None
-
-    class Queue:
-        def submit_barrier(self) -> Unfinished:
-            return Unfinished()
-
     memory = pool.allocate(4096)
-    pool.record_queue(memory, Queue())
+    pool.record_queue(memory, OtherQueue())
     memory.release()
     stats = pool.memory_stats()
     assert (stats["allocation.all.current"], stats["active.all.current"]) == (0, 1)
-    states = [block["state"] for s in pool.snapshot()["segments"] for block in s["blocks"]]
-    assert "active_pending_free" in states
+    assert "active_pending_free" in [block["state"] for block in blocks_of(pool.snapshot())]
 
 
 def test_the_summary_names_what_it_counts(pool: Pool) -> None:
-    x = pool.empty(256)
+    _x = pool.empty(256)
     text = pool.memory_summary()
     assert text.splitlines()[0] == pool.name
     assert "1 KiB" in text
     assert "reserved_bytes large" in text
-    del x
+    short = pool.memory_summary(abbreviated=True)
+    assert len(short.splitlines()) == 3 + len(TORCHS_METRICS.split())
+    assert " large" not in short
 
 
 def test_memory_tells_its_size(pool: Pool) -> None:
@@ -118,26 +83,14 @@ def test_memory_tells_its_size(pool: Pool) -> None:
     assert torch.from_dlpack(memory).numel() == 1000
 
 
-TORCHS_METRICS = (
-    "active",
-    "active_bytes",
-    "allocated_bytes",
-    "allocation",
-    "inactive_split",
-    "inactive_split_bytes",
-    "requested_bytes",
-    "reserved_bytes",
-    "segment",
-)
-TORCHS_COUNTS = {
-    "max_split_size",
-    "num_alloc_retries",
-    "num_device_alloc",
-    "num_device_free",
-    "num_oom_rejections",
-    "num_ooms",
-    "num_sync_all_streams",
-}
+TORCHS_METRICS = """
+    active active_bytes allocated_bytes allocation inactive_split inactive_split_bytes
+    requested_bytes reserved_bytes segment
+"""
+TORCHS_COUNTS = """
+    max_split_size num_alloc_retries num_device_alloc num_device_free num_oom_rejections num_ooms
+    num_sync_all_streams
+"""
 OURS = {"driver_calls", "fragmentation", "hit_rate", "internal_waste_bytes"}
 
 
@@ -145,20 +98,20 @@ def test_the_names_are_torchs(pool: Pool) -> None:
     facts = ("current", "peak", "allocated", "freed")
     names = {
         f"{metric}.{tier}.{fact}"
-        for metric in TORCHS_METRICS
+        for metric in TORCHS_METRICS.split()
         for tier in ("all", "large_pool", "small_pool")
         for fact in facts
     }
     names |= {f"oversize_{what}.{fact}" for what in ("allocations", "segments") for fact in facts}
     stats = pool.memory_stats()
-    assert set(stats) == names | TORCHS_COUNTS | OURS
+    assert set(stats) == names | {*TORCHS_COUNTS.split()} | OURS
     assert list(stats) == sorted(stats)
     nested = pool.memory_stats_as_nested_dict()
     assert nested["allocation"]["all"]["current"] == stats["allocation.all.current"]
 
 
 def test_idle_blocks_equal_a_recount(pool: Pool) -> None:
-    kept = shuffled_use(pool, 600)
+    kept = random_use(pool, 600)
     stats = pool.memory_stats()
     snapshot = pool.snapshot()  # merges the cached blocks with their neighbours
     after = pool.memory_stats()
@@ -178,33 +131,16 @@ def test_idle_blocks_equal_a_recount(pool: Pool) -> None:
     assert pool.memory_stats()["inactive_split_bytes.all.current"] == 0
 
 
-def test_health_equals_a_recount(pool: Pool) -> None:
-    kept = shuffled_use(pool, 300)
-    health = pool.health()
-    free = health.reserved_bytes - health.allocated_bytes
-    assert health.free_bytes == free
-    assert health.requested_bytes == sum(x.nbytes for x in kept)
-    assert health.internal_waste_bytes == health.allocated_bytes - health.requested_bytes
-    largest = max(
-        (
-            block["size"]
-            for segment in pool.snapshot()["segments"]
-            for block in segment["blocks"]
-            if block["state"] == "inactive"
-        ),
-        default=0,
-    )
-    assert health.largest_free_bytes == largest
-    assert health.fragmentation == (1 - largest / free if free else 0)
-    assert 0 < health.hit_rate <= 1
-
-
 def test_hits_of_a_loop(pool: Pool) -> None:
     assert pool.health().hit_rate == 1
     for _ in range(100):
         pool.empty(100)
     health = pool.health()
     assert (health.allocations, health.driver_calls, health.hit_rate) == (100, 1, 0.99)
+    stats = pool.memory_stats()
+    assert stats["allocation.all.allocated"] == stats["allocation.all.freed"] == 100
+    assert stats["requested_bytes.all.allocated"] == 100 * 400
+    assert stats["allocation.all.peak"] == 1
 
 
 def test_prometheus(pool: Pool) -> None:
@@ -277,26 +213,16 @@ def test_threads_are_all_counted(pool: Pool) -> None:
         for i in range(300):
             pool.empty(100 + i % 3)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, count=4)
     stats = pool.memory_stats()
     assert stats["allocation.all.allocated"] == stats["allocation.all.freed"] == 1200
     assert stats["allocation.all.current"] == stats["allocated_bytes.all.current"] == 0
     assert stats["requested_bytes.all.allocated"] == 4 * 4 * sum(100 + i % 3 for i in range(300))
 
 
-def test_an_abbreviated_summary(pool: Pool) -> None:
-    text = pool.memory_summary(abbreviated=True)
-    assert len(text.splitlines()) == 3 + len(TORCHS_METRICS)
-    assert " large" not in text
-
-
 def test_functions_of_the_default_pool() -> None:
     pool = allocator.default_pool("cpu")
-    x = pool.empty(1000)
+    _x = pool.empty(1000)
     assert allocator.memory_allocated() == pool.memory_allocated()
     assert allocator.memory_reserved() == pool.memory_reserved()
     assert allocator.max_memory_allocated() == pool.max_memory_allocated()
@@ -308,7 +234,6 @@ def test_functions_of_the_default_pool() -> None:
     allocator.reset_accumulated_memory_stats()
     assert allocator.memory_stats()["allocation.all.allocated"] == 0
     assert allocator.max_memory_allocated() == allocator.memory_allocated() > 0
-    del x
 
 
 def test_what_is_put_aside_is_not_free(pool: Pool) -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,8 +13,9 @@ import torch
 from torch.utils.dlpack import from_dlpack as to_torch
 
 import allocator
-from allocator import Allocation, Hook, OutOfMemoryError, Pool
+from allocator import OutOfMemoryError, Pool
 from allocator.runtime.driver import UsmDriver
+from tests.allocator.helpers import MIB, FaultyDriver
 
 Call = Callable[[Pool], Any]
 
@@ -142,6 +139,18 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
         ValueError,
         "not of pool",
     ),
+    "budget text": (lambda p: p.budget("lots"), ValueError, "'lots'"),
+    "budget below 0": (lambda p: p.budget(-1), ValueError, "-1"),
+    "budget real": (lambda p: p.budget(1.5), TypeError, r"1\.5"),
+    "budget bool": (lambda p: p.budget(True), TypeError, "True"),
+    "callback": (lambda p: p.budget(1, None, "callback"), TypeError, "'callback'"),  # type: ignore[arg-type]
+    "reserve text": (lambda p: p.reserve("lots"), ValueError, "'lots'"),
+    "reserve below 0": (lambda p: p.reserve(-1), ValueError, "-1"),
+    "reserve real": (lambda p: p.reserve(1.5), TypeError, r"1\.5"),
+    "reserve None": (lambda p: p.reserve(None), TypeError, "None"),  # type: ignore[arg-type]
+    "no rows": (lambda p: p.timeline(max_entries=0), ValueError, "max_entries=0"),
+    "rows bool": (lambda p: p.timeline(max_entries=True), TypeError, "max_entries=True"),
+    "rows text": (lambda p: p.timeline(max_entries="x"), TypeError, "max_entries='x'"),  # type: ignore[arg-type]
     "no memory": (lambda p: p.record_queue([1], p.sycl_queue), TypeError, "list"),
     "stream": (lambda p: p.array(3).__dlpack__(stream=5), BufferError, "stream=5"),
     "version 1": (lambda p: p.array(3).__dlpack__(max_version=1), ValueError, "max_version=1"),  # type: ignore[arg-type]
@@ -176,15 +185,12 @@ def test_more_than_the_device_gives(pool: Pool) -> None:
     pool.set_limit("1GiB")
 
 
-# ---------------------------------------------------------------- making a pool
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"kind": "gpu"}, ValueError, "kind='gpu'"),
         ({"device": 5}, TypeError, "queue=5"),
-        ({"device": "fpga"}, allocator.DeviceNotFoundError, "fpga"),
+        ({"device": "level_zero:gpu:7"}, allocator.DeviceNotFoundError, "level_zero:gpu:7"),
         ({"limit": -1}, ValueError, "limit=-1"),
         ({"limit": "many"}, ValueError, "limit='many'"),
         ({"limit": "-1"}, ValueError, "limit='-1'"),
@@ -195,13 +201,32 @@ def test_more_than_the_device_gives(pool: Pool) -> None:
         ({"fraction": -0.5}, ValueError, r"fraction=-0\.5"),
         ({"fraction": math.nan}, ValueError, "fraction=nan"),
         ({"fraction": "1"}, TypeError, "fraction='1'"),
+        ({"fraction": True}, TypeError, "fraction=True"),
+        ({"stable_addresses": 0}, ValueError, "0"),
+        ({"stable_addresses": -1}, ValueError, "-1"),
+        ({"stable_addresses": "lots"}, ValueError, "'lots'"),
+        ({"stable_addresses": 1.5}, TypeError, r"1\.5"),
+        ({"stable_addresses": True}, TypeError, "True"),
+        ({"stable_addresses": MIB, "limit": 0}, ValueError, "stable_addresses"),
+        ({"stable_addresses": MIB, "limit": MIB}, ValueError, "stable_addresses"),
+        ({"stable_addresses": MIB, "fraction": 0.5}, ValueError, "stable_addresses"),
+        ({"stable_addresses": MIB, "idle_seconds": 1.0}, ValueError, "stable_addresses"),
+        ({"idle_seconds": 0}, ValueError, "not positive and finite"),
+        ({"idle_seconds": -1}, ValueError, "not positive and finite"),
+        ({"idle_seconds": math.inf}, ValueError, "not positive and finite"),
+        ({"idle_seconds": math.nan}, ValueError, "not positive and finite"),
+        ({"idle_seconds": "1"}, TypeError, "is not a number"),
+        ({"idle_seconds": True}, TypeError, "is not a number"),
+        ({"idle_seconds": [1]}, TypeError, "is not a number"),
         ({"limit": 1, "fraction": 0.5}, ValueError, r"limit=1.*fraction=0\.5"),
     ],
 )
 def test_pools(pool: Pool, arguments: dict[str, Any], error: Any, message: str) -> None:
+    driver = FaultyDriver()
     with pytest.raises(error, match=message):
-        Pool(**{"device": "cpu", **arguments})
-    if not {"kind", "device"} & set(arguments):
+        Pool(**arguments if {"kind", "device"} & set(arguments) else {"driver": driver} | arguments)
+    assert driver.calls == 0
+    if set(arguments) <= {"limit", "fraction"}:
         with pytest.raises(error, match=message):
             pool.set_limit(**arguments)
 
@@ -216,57 +241,6 @@ def test_a_device_without_the_kind() -> None:
 
     with pytest.raises(RuntimeError, match="toaster lacks usm_shared_allocations"):
         UsmDriver(Queue("cpu"), "shared")
-
-
-def test_no_driver() -> None:
-    script = "import allocator; allocator.Pool('level_zero:gpu:7')"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "DeviceNotFoundError" in done.stderr
-    assert "level_zero:gpu:7" in done.stderr
-    assert issubclass(allocator.DeviceNotFoundError, RuntimeError)
-
-
-# ---------------------------------------------------------------- no room
-
-
-def test_a_limit_below_what_is_in_use(pool: Pool) -> None:
-    pool.set_limit(1)
-    rejects(pool, lambda p: p.allocate(64 << 20), OutOfMemoryError, "limit of 1 B")
-    pool.set_limit("1GiB")
-    assert pool.allocate(64 << 20).nbytes == 64 << 20
-
-
-def test_out_of_memory(pool: Pool) -> None:
-    with pytest.raises(MemoryError, match="limit of 1 GiB") as caught:
-        pool.allocate(2 << 30)
-    error = pickle.loads(pickle.dumps(caught.value))
-    assert isinstance(error, OutOfMemoryError)
-    assert (error.requested, error.limit, str(error)) == (2 << 30, 1 << 30, str(caught.value))
-
-
-def test_a_driver_that_refuses() -> None:
-    pool = Pool("cpu")
-    allocate = pool.driver.allocate
-    pool.driver.allocate = refuse  # type: ignore[method-assign]
-    rejects(pool, lambda p: p.empty(5), OutOfMemoryError, "driver says no")
-    pool.driver.allocate = allocate  # type: ignore[method-assign]
-    assert pool.zeros(5).sum() == 0
-
-
-def refuse(nbytes: int) -> tuple[int, Any]:
-    raise MemoryError("driver says no")
-
-
-# ---------------------------------------------------------------- released, closed, forked
-
-
-def test_released_twice(pool: Pool) -> None:
-    memory = pool.allocate(64)
-    memory.release()
-    rejects(pool, lambda _: memory.release(), ValueError, f"double free.*{memory.address:#x}")
-    others = [pool.allocate(64) for _ in range(3)]
-    assert len({m.address for m in others}) == 3
 
 
 USES: list[Callable[[Any], Any]] = [
@@ -309,79 +283,3 @@ def test_a_context_of_its_own() -> None:
     array = Pool(dpctl.SyclQueue(context, device)).array(3)
     with pytest.raises(BufferError, match="context"):
         array.__dlpack__(dl_device=(14, 0))
-
-
-def test_close() -> None:
-    pool = Pool("cpu")
-    tensor = pool.full(100, 3.0)
-    with pytest.raises(RuntimeError, match=f"1 allocations.*400 B at {tensor.data_ptr():#x}"):
-        pool.close()
-    assert pool.is_usable
-    pool.close(force=True)
-    calls: list[Call] = [
-        lambda p: p.empty(3),
-        lambda p: p.empty(100),
-        lambda p: p.empty(0),
-        lambda p: p.allocate(3),
-        lambda p: p.allocate(0),
-    ]
-    for call in calls:
-        rejects(pool, call, RuntimeError, "was closed")
-    assert tensor.tolist() == [3.0] * 100
-    del tensor
-    rejects(pool, lambda p: p.empty(100), RuntimeError, "was closed")
-
-
-def test_a_closed_pool_gives_its_last_memory_back() -> None:
-    pool = Pool("cpu")
-    tensor = pool.full(100, 3.0)
-    pool.close(force=True)
-    del tensor
-    assert pool.memory_reserved() == 0
-
-
-FORKED = """
-import os, torch
-from allocator import Pool
-pool = Pool("cpu")
-kept, dropped, memory = pool.full(100, 3.0), pool.zeros(100), pool.allocate(8)
-child = os.fork()
-if not child:
-    status = 0
-    del dropped
-    for call in (lambda: pool.empty(100), lambda: pool.empty(7), lambda: pool.allocate(0)):
-        try:
-            call()
-            status |= 1
-        except RuntimeError as error:
-            status |= 0 if f"belongs to process {os.getppid()}" in str(error) else 2
-    del memory
-    os._exit(status)
-status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-print(status, pool.memory_allocated(), kept.sum().item())
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_fork() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True)
-    assert (done.stdout.split(), done.stderr) == (["0", "1536", "300.0"], "")
-
-
-# ---------------------------------------------------------------- hooks
-
-
-@pytest.mark.parametrize("method", ["before_allocate", "allocated"])
-def test_a_hook_that_raises(pool: Pool, method: str) -> None:
-    class Refuses(Hook):
-        pass
-
-    def fail(self: Hook, pool: Pool, what: int | Allocation) -> None:
-        raise KeyError("not today")
-
-    setattr(Refuses, method, fail)
-    calls: list[Call] = [lambda p: p.empty(100), lambda p: p.allocate(9), lambda p: p.array(9)]
-    with pool.hook(Refuses()):
-        for call in calls:
-            rejects(pool, call, KeyError, "not today")
-    assert pool.empty(100).shape == (100,)

@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import pickle
 import random
-import subprocess
 import sys
-import textwrap
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from allocator import MemoryCorruptionError, OutOfMemoryError, Pool, current_pool, queue
+from allocator import (
+    MemoryCorruptionError,
+    OutOfMemoryError,
+    Pool,
+    current_pool,
+    load_dpctl,
+    queue,
+)
 from allocator import empty as current_empty
 from allocator.exchange.exports import _DELETER, Export
 from allocator.options.guard import IN_REDZONE, ON_ALLOCATION, ON_RELEASE, QUARANTINE, REDZONE
-from allocator.pool.blocks import Heap
-from tests.allocator.drivers import FaultyDriver, check
+from fusedoptim import FusedAdam
+from tests.allocator.helpers import (
+    MIB,
+    DroppingDriver,
+    FaultyDriver,
+    bytes_of_blocks,
+    check,
+    once_inside,
+    without_collections,
+)
 from tests.conftest import SEED
-from tests.interrupts import interrupted
+from tests.interrupts import at, stopping_at
+from tests.running import check_script, run_script
 
-KIB = 2**10
-MIB = 2**20
 call_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_DELETER)
 
 
@@ -109,15 +120,6 @@ class TestOverflow:
         with pytest.raises(MemoryCorruptionError, match="overflow after of 40 B"):
             pool.check()
 
-    @pytest.mark.parametrize("alignment", [512, 4 * KIB, 2 * MIB])
-    def test_alignment(self, pool: Pool, alignment: int) -> None:
-        for _ in range(3):
-            memory = pool.allocate(1000, alignment=alignment)
-            assert memory.address % alignment == 0
-            write(memory.address - 1)
-            with pytest.raises(MemoryCorruptionError):
-                pool.check()
-
     def test_each_is_found(self, pool: Pool) -> None:
         kept = [pool.allocate(100) for _ in range(10)]
         for memory in kept[::2]:
@@ -132,15 +134,9 @@ class TestOverflow:
 
     def test_memory_of_the_driver_alone(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
         """As a finalizer gets it that runs in the middle of the pool's own work."""
-        allocate, held = Heap.allocate, []
-
-        def interrupted(heap: Heap, nbytes: int, alignment: int = 512) -> Any:
-            if not held:
-                held.append(pool.allocate(100))
-            return allocate(heap, nbytes, alignment)
-
-        monkeypatch.setattr(Heap, "allocate", interrupted)
-        x = pool.allocate(100)
+        held: list[Any] = []
+        once_inside(monkeypatch, lambda: held.append(pool.allocate(100)))
+        _x = pool.allocate(100)
         assert held[0].allocation.block is None
         pool.check()
         write(held[0].address - 1)
@@ -150,7 +146,6 @@ class TestOverflow:
         held[0].copy_from_host(bytes(100))
         with pytest.raises(MemoryCorruptionError, match="after"):
             held.pop().release()
-        del x
 
 
 class TestUseAfterRelease:
@@ -191,7 +186,7 @@ class TestUseAfterRelease:
         with pytest.raises(MemoryCorruptionError, match="use after release of 100 B"):
             allocate()
         allocate()
-        assert sum(heap.live for heap in pool._core.store.heaps.values()) <= QUARANTINE + 2 * MIB
+        assert bytes_of_blocks(pool) <= QUARANTINE + 2 * MIB
         check(pool, driver)
 
     def test_memory_is_not_given_again_at_once(self, pool: Pool) -> None:
@@ -225,13 +220,6 @@ class TestUseAfterRelease:
             pool.allocate(17 * MIB)
         check(pool, driver)
 
-    def test_trim_gives_all_back(self, pool: Pool, driver: FaultyDriver) -> None:
-        for _ in range(5):
-            pool.empty(MIB)
-        assert pool.trim() > 20 * MIB
-        assert driver.reserved == 0
-        check(pool, driver)
-
 
 class TestDoubleRelease:
     @pytest.mark.parametrize(
@@ -258,18 +246,9 @@ class TestDoubleRelease:
         pool.check()
         assert pool.memory_allocated() == 0
 
-    def test_memory_released_twice(self, pool: Pool) -> None:
-        memory = pool.allocate(8)
-        memory.release()
-        with pytest.raises(ValueError, match="double free"):
-            memory.release()
-        pool.check()
-
 
 class TestNoFalseAlarm:
     def test_kinds_of_use(self, pool: Pool) -> None:
-        import numpy
-
         for n in (1, 100, 300_000):
             x = pool.full(n, 1.0)
             y = torch.from_dlpack(pool.array(n)).fill_(2)
@@ -317,7 +296,7 @@ class TestNoFalseAlarm:
             assert current_pool() is pool
             weight = torch.nn.Parameter(current_empty((64, 32)).normal_())
             bias = torch.nn.Parameter(current_empty(64).zero_())
-            for cls in (torch.optim.Adam, fused_adam()):
+            for cls in (torch.optim.Adam, FusedAdam):
                 optimizer = cls([weight, bias], lr=1e-2)
                 for state in (0, 1, 2, 3):
                     inputs = current_empty((16, 32)).normal_()
@@ -341,150 +320,34 @@ class TestNoFalseAlarm:
         pool.check()
         pool.close()
 
-    def test_kernels_in_flight(self) -> None:
-        """Memory is released while commands still write to it, as a queue in order allows."""
-        pool = Pool("cpu", debug=True)
-        host = pool.sycl_queue
+    @pytest.mark.parametrize("queue_of", ["the pool", "the allocation", "a later use"])
+    def test_kernels_in_flight(self, queue_of: str) -> None:
+        """Memory is released while commands still write to it."""
+        pool, dpctl = Pool("cpu", debug=True), load_dpctl()
+        other = dpctl.SyclQueue(queue("cpu").sycl_device, property="in_order")
+        used = pool.sycl_queue if queue_of == "the pool" else other
+        options = {"queue": other} if queue_of == "the allocation" else {}
         for _ in range(20):
-            memory, source = pool.allocate(4 * MIB), pool.allocate(4 * MIB)
-            a, b = usm(memory), usm(source)
-            event = host.memcpy_async(a, b, 4 * MIB)
+            memory, source = (pool.allocate(4 * MIB, **options) for _ in range(2))
+            a, b = (dpctl.memory.as_usm_memory(each) for each in (memory, source))
+            event = used.memcpy_async(a, b, 4 * MIB)
+            if queue_of == "a later use":
+                pool.record_queue(memory, other)
+                pool.record_queue(source, other)
             del memory, source, a, b
             pool.tally()
             del event
         pool.check()
-        pool.close()
-
-    def test_memory_for_another_queue(self) -> None:
-        pool, other = Pool("cpu", debug=True), new_queue()
-        for _ in range(20):
-            memory = pool.allocate(4 * MIB, queue=other)
-            source = pool.allocate(4 * MIB, queue=other)
-            a, b = usm(memory), usm(source)
-            other.memcpy_async(a, b, 4 * MIB)
-            del memory, source, a, b
-            pool.tally()
-        pool.check()
         other.wait()
         pool.close()
 
-    def test_record_queue(self) -> None:
-        pool, other = Pool("cpu", debug=True), new_queue()
-        for _ in range(20):
-            memory, source = pool.allocate(4 * MIB), pool.allocate(4 * MIB)
-            a, b = usm(memory), usm(source)
-            other.memcpy_async(a, b, 4 * MIB)
-            pool.record_queue(memory, other)
-            pool.record_queue(source, other)
-            del memory, source, a, b
-            pool.tally()
-        pool.check()
-        other.wait()
-        pool.close()
-
-    def test_threads(self, pool: Pool, driver: FaultyDriver) -> None:
-        errors: list[BaseException] = []
-        stop = threading.Event()
-
-        def work(seed: int) -> None:
-            choose, held = random.Random(seed), []
-            try:
-                for i in range(300):
-                    held.append((float(i), pool.full(choose.randrange(1, 30_000), float(i))))
-                    while len(held) > 6 or (held and choose.random() < 0.4):
-                        value, x = held.pop(choose.randrange(len(held)))
-                        assert (x == value).all()
-                        del x
-            except BaseException as error:
-                errors.append(error)
-                raise
-
-        def look() -> None:
-            try:
-                while not stop.is_set():
-                    pool.check()
-            except BaseException as error:
-                errors.append(error)
-                raise
-
-        threads = [threading.Thread(target=work, args=[SEED + i]) for i in range(3)]
-        looker = threading.Thread(target=look)
-        for thread in (looker, *threads):
-            thread.start()
-        for thread in threads:
-            thread.join()
-        stop.set()
-        looker.join()
-        assert not errors
-        assert pool.memory_allocated() == 0
-        check(pool, driver)
-
-    def test_interrupt_before_a_tensor_is_given(
-        self, pool: Pool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_interrupt_before_a_tensor_is_given(self, pool: Pool) -> None:
         """The export that was to carry it has carried another before."""
         pool.empty(8)
         pool.tally()
-
-        def interrupted(export: Export, owner: Any) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Export, "give", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                pool.empty(8)
+        with pytest.raises(KeyboardInterrupt), stopping_at(at(Export.give, "call")):
+            pool.empty(8)
         pool.check()
-
-    def test_hook_that_refuses(self, pool: Pool) -> None:
-        from allocator import Hook
-
-        class Refusing(Hook):
-            def allocated(self, pool: Pool, allocation: Any) -> None:
-                raise KeyError
-
-        with pool.hook(Refusing()), pytest.raises(KeyError):
-            pool.allocate(100)
-        pool.check()
-        pool.trim()
-        assert pool.memory_reserved() == 0
-
-    def test_interrupts(self, pool: Pool) -> None:
-        held: list[Any] = []
-        assert pool._core.debugger is not None
-        pool._core.debugger.room = 100 * KIB
-
-        def step(choose: random.Random) -> None:
-            held.append(pool.empty(choose.choice([8, 100, 5000])))
-            if len(held) > 20:
-                held.pop(choose.randrange(20))
-
-        assert interrupted(step, 3, 3e-3) > 100
-        held.clear()
-        gc.collect()
-        pool.check()
-        assert pool.memory_allocated() == 0
-        pool.trim()
-        levels = pool.tally().levels
-        assert all(levels[name][0].current == 0 for name in ("active", "active_bytes"))
-        assert pool.memory_reserved() == 0
-
-
-def fused_adam() -> Any:
-    from fusedoptim.adam import FusedAdam
-
-    return FusedAdam
-
-
-def new_queue() -> Any:
-    import dpctl
-
-    return dpctl.SyclQueue(queue("cpu").sycl_device, property="in_order")
-
-
-def usm(memory: Any) -> Any:
-    import dpctl.memory
-
-    return dpctl.memory.as_usm_memory(memory)
 
 
 def test_device_memory_that_python_cannot_read(driver: FaultyDriver) -> None:
@@ -510,28 +373,15 @@ def test_error_can_be_pickled(pool: Pool) -> None:
 
 
 def test_pool_and_memory_die_without_a_collection() -> None:
-    class Handle:
-        def __init__(self, address: int) -> None:
-            self.address = address
-
-    class Dropping(FaultyDriver):
-        def allocate(self, nbytes: int) -> tuple[int, Any]:
-            handle = Handle(super().allocate(nbytes)[0])
-            handles.append(weakref.ref(handle))
-            return handle.address, handle
-
-    handles: list[weakref.ref[Handle]] = []
-    pool = Pool(driver=Dropping(), debug=True)
+    driver = DroppingDriver()
+    pool = Pool(driver=driver, debug=True)
     pool.allocate(100).release()
     seen = weakref.ref(pool)
-    gc.disable()
-    try:
+    with without_collections():
         del pool
         assert seen() is None
-    finally:
-        gc.enable()
     gc.collect()  # of segments and their blocks
-    assert handles[0]() is None
+    assert not driver.handles
 
 
 def test_found_when_the_pool_dies(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,34 +402,26 @@ def test_found_when_the_pool_dies(pool: Pool, monkeypatch: pytest.MonkeyPatch) -
 PREAMBLE = """
 import ctypes, os, sys
 from allocator import Pool
-from tests.allocator.drivers import FaultyDriver
+from tests.allocator.helpers import FaultyDriver
 pool = Pool(driver=FaultyDriver(), name="mine", debug=True)
 """
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(script)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 @pytest.mark.parametrize("end", ["", "raise KeyError('mine')", "sys.exit(3)", "del pool"])
 def test_report_at_exit(end: str) -> None:
-    found = run(f"""
-    def make():
-        return pool.allocate(100)
-    sys.held = make()
-    stale = make()
-    ctypes.memset(sys.held.address + 100, 0, 1)
-    address = stale.address
-    stale.release()
-    ctypes.memset(address, 0, 1)
-    {end}
-    """)
+    found = run_script(
+        f"""{PREAMBLE}
+def make():
+    return pool.allocate(100)
+sys.held = make()
+stale = make()
+ctypes.memset(sys.held.address + 100, 0, 1)
+address = stale.address
+stale.release()
+ctypes.memset(address, 0, 1)
+{end}
+"""
+    )
     assert found.returncode == {"": 0, "del pool": 0, "sys.exit(3)": 3}.get(end, 1)
     assert found.stderr.count("Found by the debug mode of mine") == 2
     for part in ("overflow after of 100 B", "use after release of 100 B", "(make)"):
@@ -588,33 +430,21 @@ def test_report_at_exit(end: str) -> None:
     assert found.stderr.count("release seen at") == 1
 
 
-def test_silent_exit() -> None:
-    found = run("""
-    sys.held = pool.allocate(100), pool.empty(8), pool.array(8).__dlpack__()
-    pool.empty(100)
-    pool.allocate(1000)
-    """)
-    assert (found.returncode, found.stderr) == (0, "")
-
-
 def test_fork() -> None:
     """The child neither looks nor reports, though the parent's memory is damaged."""
-    found = run("""
-    held = pool.allocate(100)
-    ctypes.memset(held.address - 1, 0, 1)
-    child = os.fork()
-    if child == 0:
-        try:
-            pool.check()
-        except RuntimeError as error:
-            sys.exit("spawn" not in str(error))
-        sys.exit(2)
-    assert os.waitpid(child, 0)[1] == 0
+    check_script(
+        f"""{PREAMBLE}
+def kind_of_error():
     try:
         pool.check()
     except RuntimeError as error:
-        assert error.kind == "overflow before"
-    else:
-        raise AssertionError("not found")
-    """)
-    assert (found.returncode, found.stderr) == (0, "")
+        return getattr(error, "kind", str(error))
+held = pool.allocate(100)
+ctypes.memset(held.address - 1, 0, 1)
+child = os.fork()
+if child == 0:
+    sys.exit("spawn" not in kind_of_error())
+assert os.waitpid(child, 0)[1] == 0
+assert kind_of_error() == "overflow before"
+"""
+    )

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allocator import Pool, Rules
-from tests.allocator.drivers import FaultyDriver
-
-KIB = 2**10
-MIB = 2**20
+from tests.allocator.helpers import MIB, FaultyDriver
 
 roundings = st.integers(9, 21).map(lambda exponent: 2**exponent)
 counts = st.one_of(st.just(0), st.integers(0, 8 * MIB))

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import sys
-import threading
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 import allocator
-from allocator import Pool, load_dpctl
+from allocator import Pool
 from allocator.exchange.exports import Exporter
 from allocator.exchange.reuse import ReuseCache
 from allocator.exchange.tensors import TensorFactory
 from allocator.pool.core import Core
-from tests.allocator.drivers import FaultyDriver
-from tests.allocator.test_reuse import check_cache
+from tests.allocator.helpers import OtherQueue, bytes_in_use, check_cache
 from tests.interrupts import InterruptAt, at, at_call_from, at_line, interrupted, stopping_at
+from tests.running import in_threads
 
-MANY = 1400
-"""Exports, of which a quick look sees some only."""
-SHAPES = (1000, 100, 64, (10, 10), (40, 25), 2000)
+MANY = 1400  # exports, of which a quick look sees some only
+SHAPES = (1000, 100, 64, (10, 10), (40, 25), 2000, 200_000)
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    """A pool that has nothing left at the end."""
+    pool = Pool("cpu")
+    yield pool
+    assert pool.memory_allocated() == 0
+    check_cache(pool)
+    pool.close()
+    assert pool.memory_reserved() == 0
 
 
 def check_apart(*tensors: torch.Tensor) -> None:
@@ -35,26 +43,22 @@ def check_apart(*tensors: torch.Tensor) -> None:
     assert all((x == i).all() for i, x in enumerate(tensors))
 
 
-def test_lost_export_among_many() -> None:
+def test_lost_export_among_many(pool: Pool) -> None:
     """It came back, and nobody was told: it is not given before the books know."""
-    pool = Pool("cpu")
-    keep = [pool.empty(10) for _ in range(MANY)]
+    _keep = [pool.empty(10) for _ in range(MANY)]
     x = pool.empty(1000)
     del x
     with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.come_back, "return")):
         pool.tally()
-    memory = pool.allocate(100)  # mends, and looks at some of the exports only
+    _memory = pool.allocate(100)  # mends, and looks at some of the exports only
     x = pool.empty(1000)
     pool.tally()
     check_apart(x, pool.empty(1000), pool.empty((10, 100)))
-    del keep, memory, x
-    assert pool.memory_allocated() == 0
 
 
-def test_block_that_was_freed_twice_among_many() -> None:
+def test_block_that_was_freed_twice_among_many(pool: Pool) -> None:
     """What another has by now stays in the books."""
-    pool = Pool("cpu")
-    keep = [pool.empty(10) for _ in range(MANY)]
+    _keep = [pool.empty(10) for _ in range(MANY)]
     x = pool.empty(1000)
     address = x.data_ptr()
     del x
@@ -68,62 +72,28 @@ def test_block_that_was_freed_twice_among_many() -> None:
         pool.tally()
     addresses = {memory.address for memory in taken}
     assert not addresses & {pool.empty(1000).data_ptr(), pool.empty((10, 100)).data_ptr()}
-    del keep, taken
-    assert pool.memory_allocated() == 0
-
-
-class Event:
-    """Of work that has not ended."""
-
-    def __init__(self, queue: Queue) -> None:
-        self.queue = queue
-
-    @property
-    def execution_status(self) -> Any:
-        if self.queue.fails:
-            self.queue.fails = False
-            raise KeyboardInterrupt
-        status = load_dpctl().event_status_type
-        return status.complete if self.queue.is_done else status.running
-
-
-class Queue:
-    """One whose barriers can fail."""
-
-    fails = is_done = False
-
-    def __init__(self, error: type[BaseException] | None = None) -> None:
-        self.error = error
-
-    def submit_barrier(self) -> Event:
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        return Event(self)
 
 
 class TestOtherQueues:
     """Memory that another queue uses waits for it, whatever comes between."""
 
-    def test_interrupt_where_it_is_looked_at(self) -> None:
-        pool, queue = Pool("cpu"), Queue()
+    def test_interrupt_where_it_is_looked_at(self, pool: Pool) -> None:
+        queue = OtherQueue()
         x = pool.empty(1000)
         pool.record_queue(x, queue)
         address = x.data_ptr()
         del x
         pool.tally()
-        queue.fails = True
+        queue.error = KeyboardInterrupt
         with pytest.raises(KeyboardInterrupt):
             pool.tally()
         assert pool.empty(1000).data_ptr() != address
         queue.is_done = True
         pool.tally()
-        pool.close()
-        assert pool.memory_reserved() == 0
 
     @pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyboardInterrupt])
-    def test_no_barrier(self, error: type[BaseException]) -> None:
-        pool, queue = Pool("cpu"), Queue(error)
+    def test_no_barrier(self, pool: Pool, error: type[BaseException]) -> None:
+        queue = OtherQueue(error=error)
         x = pool.empty(1000)
         others = [pool.empty(1000) for _ in range(3)]
         pool.record_queue(x, queue)
@@ -137,27 +107,20 @@ class TestOtherQueues:
         queue.is_done = True
         with contextlib.suppress(RuntimeError):
             pool.close()  # finds what nobody has, and asks again
-        pool.close()
-        assert pool.memory_reserved() == 0
 
 
-def test_lock_is_released() -> None:
+def test_lock_is_released(pool: Pool) -> None:
     """An interrupt at any call in a look between other work."""
-    pool = Pool("cpu")
     array = pool.array(10)
     for n in range(4):
         stop = stopping_at(at_call_from(Core.drain_if_idle, n))
         with contextlib.suppress(KeyboardInterrupt), stop:
             torch.from_dlpack(array)
-        other = threading.Thread(target=pool.tally)
-        other.start()
-        other.join(20)
-        assert not other.is_alive(), n
+        in_threads(pool.tally, count=1)
 
 
-def test_public_capsule() -> None:
+def test_public_capsule(pool: Pool) -> None:
     """Its memory comes back, also after an interrupt where it is found that nobody has it."""
-    pool = Pool("cpu")
     array = pool.array(10)
     capsule = array.__dlpack__(max_version=(1, 0))
     del capsule, array
@@ -165,7 +128,6 @@ def test_public_capsule() -> None:
         stop = stopping_at(at_call_from(Exporter.come_back))
         with contextlib.suppress(KeyboardInterrupt), stop:
             pool.tally()
-    assert pool.memory_allocated() == 0
 
 
 def test_cache_entry_that_was_not_finished() -> None:
@@ -183,9 +145,8 @@ def test_cache_entry_that_was_not_finished() -> None:
         assert pool.memory_reserved() == 0
 
 
-def test_threads_between_two_lines() -> None:
+def test_threads_between_two_lines(pool: Pool) -> None:
     """A debugger stops a thread there, and others make another tensor of what it looked at."""
-    pool = Pool("cpu")
     x = pool.empty(1000)
     del x
 
@@ -199,19 +160,14 @@ def test_threads_between_two_lines() -> None:
         small = [pool.empty(100) for _ in range(20)]
         del small
 
-    def in_another_thread() -> None:
-        thread = threading.Thread(target=meanwhile)
-        thread.start()
-        thread.join()
-
-    with stopping_at(at_line(Pool.empty, "if words[first] not in NOT_BACK"), in_another_thread):
+    line = at_line(Pool.empty, "if words[first] not in NOT_BACK")
+    with stopping_at(line, lambda: in_threads(meanwhile, count=1)):
         x = pool.empty(1000)
     assert x.shape == (1000,)
 
 
-def test_flush_before_an_entry_is_looked_at() -> None:
+def test_flush_before_an_entry_is_looked_at(pool: Pool) -> None:
     """A tensor of an entry that was cleared by then is counted, too."""
-    pool = Pool("cpu")
     held = [pool.empty(1000) for _ in range(4)]
 
     def meanwhile() -> None:
@@ -221,27 +177,11 @@ def test_flush_before_an_entry_is_looked_at() -> None:
     with stopping_at(at(TensorFactory.another, "call"), meanwhile):
         held.append(pool.empty(1000))
     assert pool.memory_stats()["allocation.all.allocated"] == 5
+    held.clear()
 
 
-def test_limit_in_a_fork() -> None:
-    driver = FaultyDriver()
-    pool = Pool(driver=driver)
-    x = pool.empty(1000)
-    del x
-    pool.tally()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        with contextlib.suppress(RuntimeError):
-            pool.set_limit(0)
-            status = 2
-        os._exit(0 if status == 1 and driver.held else status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_close_inside_the_pools_own_work() -> None:
+def test_close_inside_the_pools_own_work(pool: Pool) -> None:
     """As by a signal's handler."""
-    pool = Pool("cpu")
     for n in (1000, 500, 1000):
         x = pool.empty(n)
         del x
@@ -250,7 +190,6 @@ def test_close_inside_the_pools_own_work() -> None:
     with pytest.raises(RuntimeError, match="was closed"):
         pool.empty(1000)
     pool.tally()
-    assert pool.memory_reserved() == 0
 
 
 def a_little_of_all(pool: Pool) -> None:
@@ -264,10 +203,8 @@ def a_little_of_all(pool: Pool) -> None:
     capsule = array.__dlpack__(max_version=(1, 0))
     del tensors[0], capsule
     pool.allocate(5000).release()
-    queue = Queue()
-    queue.is_done = True
     x = pool.empty(1000)
-    pool.record_queue(x, queue)
+    pool.record_queue(x, OtherQueue(is_done=True))
     del x
     pool.empty_cache()
     check_apart(*[pool.empty(n) for n in (1000, 1000, 100)])
@@ -293,10 +230,9 @@ def test_an_interrupt_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, MANY])
-def test_no_two_share_memory(keep: int) -> None:
+def test_no_two_share_memory(pool: Pool, keep: int) -> None:
     """Some thousand interrupts, of a few shapes in any order."""
-    pool = Pool("cpu")
-    kept = [pool.empty(3) for _ in range(keep)]
+    _kept = [pool.empty(3) for _ in range(keep)]
     held: dict[int, torch.Tensor] = {}
     steps = 0
 
@@ -316,9 +252,7 @@ def test_no_two_share_memory(keep: int) -> None:
         if choose.random() < 0.05:
             choose.choice([pool.tally, pool.empty_cache, lambda: pool.allocate(100)])()
 
-    assert interrupted(step, seconds=3, most=1.5e-3) > 100
+    interrupted(step, count=1000, most=1.5e-3)
     assert len({x.data_ptr() for x in held.values()}) == len(held)
     held.clear()
-    kept.clear()
-    assert pool.memory_allocated() == 0
-    pool.close()
+    assert pool.memory_allocated() == bytes_in_use(pool) == 512 * keep

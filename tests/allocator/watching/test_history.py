@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 from allocator import Hook, OutOfMemoryError, Pool
+from tests.allocator.helpers import OtherQueue, actions
 
 
 @pytest.fixture
 def pool() -> Pool:
-    return Pool("cpu", limit="64MiB")
+    """A pool that records all."""
+    pool = Pool("cpu", limit="64MiB")
+    pool.record_history()
+    return pool
 
 
 def trace(pool: Pool) -> list[dict[str, Any]]:
@@ -20,12 +24,7 @@ def trace(pool: Pool) -> list[dict[str, Any]]:
     return entries
 
 
-def actions(pool: Pool) -> list[str]:
-    return [entry["action"] for entry in trace(pool)]
-
-
 def test_a_life(pool: Pool) -> None:
-    pool.record_history()
     x = pool.empty(100)
     del x
     pool.trim()
@@ -41,30 +40,25 @@ def test_a_life(pool: Pool) -> None:
 
 
 def test_frames_begin_at_the_callers_line(pool: Pool) -> None:
-    pool.record_history()
-    x = pool.zeros(100)
+    _x = pool.zeros(100)
     frame = trace(pool)[-1]["frames"][0]
     assert frame["filename"] == __file__
     assert frame["name"] == "test_frames_begin_at_the_callers_line"
     with open(__file__) as file:
         assert "x = pool.zeros(100)" in file.readlines()[frame["line"] - 1]
     assert pool.snapshot()["segments"][0]["frames"][0] == frame
-    del x
 
 
 def test_equal_stacks_are_one(pool: Pool) -> None:
-    pool.record_history()
-    kept = [pool.empty(n) for n in (10, 20)]
+    _kept = [pool.empty(n) for n in (10, 20)]
     first, second = [entry["frames"] for entry in trace(pool) if entry["action"] == "alloc"]
     assert first is second
-    del kept
 
 
 def test_no_stacks(pool: Pool) -> None:
     pool.record_history(stacks=None)
-    x = pool.empty(100)
+    _x = pool.empty(100)
     assert all(entry["frames"] == [] for entry in trace(pool))
-    del x
 
 
 def test_the_last_entries_are_kept(pool: Pool) -> None:
@@ -75,30 +69,20 @@ def test_the_last_entries_are_kept(pool: Pool) -> None:
 
 
 def test_stopping_keeps_and_starting_forgets(pool: Pool) -> None:
-    pool.record_history()
-    x = pool.empty(100)
+    _x = pool.empty(100)
     pool.record_history(enabled=False)
-    y = pool.empty(100)
+    _y = pool.empty(100)
     assert actions(pool) == ["segment_alloc", "alloc"]
+    pool.record_history()
     pool.record_history()
     assert actions(pool) == []
-    z = pool.empty(100)
+    _z = pool.empty(100)
     assert actions(pool) == ["alloc"]
-    del x, y, z
-
-
-def test_starting_twice_records_once(pool: Pool) -> None:
-    pool.record_history()
-    pool.record_history()
-    x = pool.empty(100)
-    assert actions(pool) == ["segment_alloc", "alloc"]
-    del x
 
 
 def test_no_room_names_the_largest_sites(pool: Pool) -> None:
-    pool.record_history()
-    kept = [pool.allocate(5 << 20) for _ in range(4)]
-    other = pool.allocate(1000)
+    _kept = [pool.allocate(5 << 20) for _ in range(4)]
+    _other = pool.allocate(1000)
     with pytest.raises(OutOfMemoryError) as info:
         pool.allocate(100 << 20)
     first, second = info.value.sites
@@ -114,39 +98,21 @@ def test_no_room_names_the_largest_sites(pool: Pool) -> None:
     stats = pool.memory_stats()
     assert (stats["num_ooms"], stats["num_alloc_retries"]) == (1, 1)
     pickle.loads(pickle.dumps(info.value))
-    del kept, other
 
 
 def test_memory_that_a_queue_uses_completes_later(pool: Pool) -> None:
-    class Event:
-        def __init__(self) -> None:
-            import dpctl
-
-            self.execution_status: Any = None
-            self.done = dpctl.event_status_type.complete
-
-    event = Event()
-
-    class Queue:
-        def submit_barrier(self) -> Event:
-            return event
-
-    pool.record_history()
-    memory = pool.allocate(4096)
-    pool.record_queue(memory, Queue())
+    queue, memory = OtherQueue(), pool.allocate(4096)
+    pool.record_queue(memory, queue)
     memory.release()
     assert actions(pool)[-1] == "free_requested"
-    event.execution_status = event.done
-    again = pool.allocate(4096)
+    queue.is_done = True
+    _again = pool.allocate(4096)
     assert actions(pool)[-3:] == ["free_requested", "free_completed", "alloc"]
-    del again
 
 
 def test_an_empty_allocation_is_none(pool: Pool) -> None:
-    pool.record_history()
-    memory = pool.allocate(0)
+    _memory = pool.allocate(0)
     assert actions(pool) == []
-    del memory
 
 
 def test_a_refused_allocation_comes_back(pool: Pool) -> None:
@@ -154,7 +120,6 @@ def test_a_refused_allocation_comes_back(pool: Pool) -> None:
         def allocated(self, pool: Pool, allocation: Any) -> None:
             raise RuntimeError("no")
 
-    pool.record_history()
     with pool.hook(Refuses()), pytest.raises(RuntimeError, match="no"):
         pool.empty(100)
     assert pool.memory_allocated() == 0
@@ -172,9 +137,7 @@ def test_a_refused_allocation_comes_back(pool: Pool) -> None:
 def test_bad_arguments(
     pool: Pool, arguments: dict[str, Any], error: type[Exception], match: str
 ) -> None:
-    pool.record_history()
     with pytest.raises(error, match=match):
         pool.record_history(**arguments)
-    x = pool.empty(100)
+    _x = pool.empty(100)
     assert actions(pool) == ["segment_alloc", "alloc"]  # the one before goes on
-    del x

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import gc
-import os
 import pickle
 import random
-import threading
 from typing import Any
 
 import pytest
 import torch
 
 from allocator import Budget, Hook, OutOfMemoryError, Pool
-from tests.allocator.drivers import FaultyDriver, check
+from tests.allocator.helpers import KIB, MIB, FaultyDriver, once_inside, without_collections
 from tests.conftest import SEED
-from tests.interrupts import interrupted
-
-KIB = 2**10
-MIB = 2**20
+from tests.running import in_threads
 
 
-def test_charges_and_credits(pool: Pool, driver: FaultyDriver) -> None:
+def test_charges_and_credits(pool: Pool) -> None:
     before = pool.empty(1000)
     with pool.budget("1MiB") as budget:
         assert (budget.limit, budget.used, budget.peak) == (MIB, 0, 0)
@@ -33,31 +27,28 @@ def test_charges_and_credits(pool: Pool, driver: FaultyDriver) -> None:
         assert (budget.used, budget.peak) == (1024, 1536)
         del before  # which was not charged
         assert budget.used == 1024
-    z = pool.empty(MIB)  # the block is over
+    _z = pool.empty(MIB)  # the block is over
     assert budget.used == 1024
     del y
     assert (budget.used, budget.peak) == (0, 1536)
-    del z
-    check(pool, driver)
 
 
 def test_exact_limit(pool: Pool) -> None:
     with pool.budget(1024):
-        x, y = pool.allocate(512), pool.allocate(1)
+        x, _y = pool.allocate(512), pool.allocate(1)
         with pytest.raises(OutOfMemoryError):
             pool.allocate(1)
         del x
-        z = pool.allocate(512)
+        _z = pool.allocate(512)
         pool.allocate(0)
         pool.empty((0, 5))
     with pool.budget(0), pytest.raises(OutOfMemoryError):
         pool.empty(1)
-    del y, z
 
 
 def test_error(pool: Pool) -> None:
     with pool.budget("1MiB", "scratch"):
-        x = pool.empty(1000)
+        _x = pool.empty(1000)
         with pytest.raises(
             OutOfMemoryError,
             match=r"mine has no room for 4 MiB: the budget 'scratch' of 1 MiB, of which 4 KiB are",
@@ -67,7 +58,6 @@ def test_error(pool: Pool) -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     with pool.budget(1), pytest.raises(OutOfMemoryError, match="a budget of 1 B, of which 0 B"):
         pool.array(1)
-    del x
 
 
 def test_a_loop_stays_within(pool: Pool) -> None:
@@ -106,7 +96,7 @@ def test_nested_budgets(pool: Pool) -> None:
     assert (outer.used, outer.peak) == (0, 6 * KIB)
 
 
-def test_inner_refusal_leaves_nothing_on_the_outer(pool: Pool, driver: FaultyDriver) -> None:
+def test_inner_refusal_leaves_nothing_on_the_outer(pool: Pool) -> None:
     """Also where the inner one refuses only when the memory was found already."""
     with pool.budget(MIB) as outer, pool.budget(MIB) as inner:
 
@@ -117,22 +107,12 @@ def test_inner_refusal_leaves_nothing_on_the_outer(pool: Pool, driver: FaultyDri
         with pool.hook(Greedy()), pytest.raises(OutOfMemoryError):
             pool.allocate(100)
         assert (outer.used, inner.used) == (0, 0)
-    assert pool.memory_allocated() == 0
-    check(pool, driver)
-
-
-def test_two_pools() -> None:
-    one, two = Pool(driver=FaultyDriver()), Pool(driver=FaultyDriver())
-    with one.budget(KIB) as budget:
-        x, y = one.allocate(KIB), two.allocate(MIB)
-        assert budget.used == KIB
-    del x, y
 
 
 def test_entered_twice(pool: Pool) -> None:
     budget = pool.budget(KIB)
     with budget:
-        x = pool.allocate(1)
+        _x = pool.allocate(1)
         with pytest.raises(RuntimeError, match="is open"), budget:
             pass
         with pytest.raises(OutOfMemoryError):
@@ -141,40 +121,6 @@ def test_entered_twice(pool: Pool) -> None:
         assert budget.used == 512
         with pytest.raises(OutOfMemoryError):
             pool.allocate(KIB)
-    del x
-
-
-@pytest.mark.parametrize("error", [KeyError, OutOfMemoryError, KeyboardInterrupt])
-def test_exception_in_the_block(pool: Pool, error: type[BaseException]) -> None:
-    def fail() -> None:
-        with pool.budget(KIB):
-            x = pool.allocate(100)
-            if error is OutOfMemoryError:
-                pool.allocate(KIB)
-            del x
-            raise error
-
-    with pytest.raises(error):
-        fail()
-    assert pool._core.hooks.all == ()
-    gc.collect()
-    assert pool.memory_allocated() == 0
-    pool.allocate(MIB)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("lots",), ValueError),
-        ((-1,), ValueError),
-        ((1.5,), TypeError),
-        ((True,), TypeError),
-        ((1, None, "callback"), TypeError),
-    ],
-)
-def test_bad_arguments(pool: Pool, arguments: tuple[Any, ...], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        pool.budget(*arguments)
 
 
 class TestOnExceed:
@@ -191,13 +137,12 @@ class TestOnExceed:
 
         with pool.budget(4 * KIB, on_exceed=drop):
             held += [pool.allocate(KIB) for _ in range(4)]
-            x = pool.allocate(2000)
+            _x = pool.allocate(2000)
             assert asked == [(4 * KIB, 2000), (3 * KIB, 2000)]
             assert len(held) == 2
             with pytest.raises(OutOfMemoryError):
                 pool.allocate(4 * KIB)
             assert not held
-        del x
 
     def test_raises(self, pool: Pool) -> None:
         def fail(budget: Budget, nbytes: int) -> bool:
@@ -221,74 +166,28 @@ class TestOnExceed:
                 held.append(pool.full(1000, float(i)))
         assert len(held) + len(saved) == 10
         assert len(held) == 2
+        held.clear()  # which the budget refers to, and the tensors to the budget
 
 
 def test_cycles_are_collected(pool: Pool) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        with pool.budget(64 * KIB):
-            for _ in range(50):
-                cycle: list[Any] = [pool.allocate(10 * KIB)]
-                cycle.append(cycle)
-                del cycle
-    finally:
-        gc.enable()
+    with without_collections(), pool.budget(64 * KIB):
+        for _ in range(50):
+            cycle: list[Any] = [pool.allocate(10 * KIB)]
+            cycle.append(cycle)
+            del cycle
 
 
-def test_other_threads_are_not_charged(pool: Pool) -> None:
+def test_other_threads_are_charged_in_a_copy_of_the_context_alone(pool: Pool) -> None:
     held: list[Any] = []
     with pool.budget(KIB) as budget:
-        thread = threading.Thread(target=lambda: held.append(pool.allocate(MIB)))
-        thread.start()
-        thread.join()
+        in_threads(lambda: held.append(pool.allocate(MIB)), count=1)
         assert len(held) == 1
         assert budget.used == 0
-
-
-def test_thread_in_a_copy_of_the_context_is_charged(pool: Pool) -> None:
-    held: list[Any] = []
-    with pool.budget(KIB) as budget:
         copy = contextvars.copy_context()
-        thread = threading.Thread(target=copy.run, args=[lambda: held.append(pool.allocate(1))])
-        thread.start()
-        thread.join()
+        in_threads(copy.run, lambda: held.append(pool.allocate(1)))
         assert budget.used == 512
     held.clear()
     assert budget.used == 0
-
-
-def test_tasks(pool: Pool) -> None:
-    """Each is charged for its own block, and those that it starts there."""
-
-    async def own(nbytes: int) -> int:
-        with pool.budget(MIB) as budget:
-            x = pool.allocate(nbytes)
-            await asyncio.sleep(0)
-            y = pool.allocate(nbytes)
-            await asyncio.sleep(0)
-            del x, y
-            return budget.peak
-
-    async def child() -> None:
-        x = pool.allocate(KIB)
-        await asyncio.sleep(0)
-        del x
-
-    async def work() -> None:
-        assert await asyncio.gather(*(own(i * KIB) for i in range(1, 9))) == [
-            2 * i * KIB for i in range(1, 9)
-        ]
-        with pool.budget(2 * KIB) as budget:
-            await asyncio.gather(child(), child())
-            assert (budget.used, budget.peak) == (0, 2 * KIB)
-            with pytest.raises(OutOfMemoryError):
-                await asyncio.gather(*(child() for _ in range(3)))
-
-    asyncio.run(work())
-    gc.collect()
-    assert pool.memory_allocated() == 0
-    assert pool._core.hooks.all == ()
 
 
 def test_many_threads_of_one_budget(
@@ -296,7 +195,6 @@ def test_many_threads_of_one_budget(
 ) -> None:
     monkeypatch.setattr(gc, "collect", lambda: 0)  # of all of torch, at each refusal
     limit = 40 * KIB
-    failed: list[BaseException] = []
 
     def work(seed: int) -> None:
         choose, held = random.Random(seed), []
@@ -305,39 +203,20 @@ def test_many_threads_of_one_budget(
                 held.append(pool.allocate(choose.randrange(1, 8 * KIB)))
             except OutOfMemoryError:
                 held.clear()
-            except BaseException as error:
-                failed.append(error)
-                raise
             assert budget._used <= limit
             if len(held) > 4:
                 held.pop(0)
 
     with pool.budget(limit) as budget:
-        threads = [
-            threading.Thread(target=contextvars.copy_context().run, args=(work, SEED + i))
-            for i in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not failed
+        copies = [(contextvars.copy_context(), SEED + i) for i in range(4)]
+        in_threads(lambda copy: copy[0].run(work, copy[1]), *copies)
     assert budget.used == 0
     assert 0 < budget.peak <= limit
-    check(pool, driver)
 
 
 def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from allocator.pool.blocks import Heap
-
-    allocate, held = Heap.allocate, []
-
-    def interrupted(heap: Heap, nbytes: int, alignment: int = 512) -> Any:
-        if not held:
-            held.append(pool.allocate(3 * KIB))
-        return allocate(heap, nbytes, alignment)
-
-    monkeypatch.setattr(Heap, "allocate", interrupted)
+    held: list[Any] = []
+    once_inside(monkeypatch, lambda: held.append(pool.allocate(3 * KIB)))
     with pool.budget(8 * KIB) as budget:
         x = pool.allocate(KIB)
         assert held[0].allocation.block is None  # is of the driver
@@ -349,50 +228,6 @@ def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.Mon
     del x
     held.clear()
     assert budget.used == 0
-
-
-def test_interrupts(pool: Pool) -> None:
-    """Wherever KeyboardInterrupt comes, the budget has its bytes back in the end."""
-    held: list[Any] = []
-
-    def step(choose: random.Random) -> None:
-        held.append(pool.allocate(choose.choice([8, 100, 5000])))
-        if len(held) > 20:
-            held.pop(choose.randrange(20))
-
-    with pool.budget(MIB) as budget:
-        assert interrupted(step, 2, 2e-3) > 100
-        held.clear()
-        gc.collect()
-    assert pool.memory_allocated() == 0
-    assert budget.used == 0
-    assert budget.peak <= MIB
-
-
-def test_fork() -> None:
-    pool = Pool(driver=FaultyDriver())
-    with pool.budget(KIB):
-        x = pool.allocate(1)
-        child = os.fork()
-        if child == 0:
-            try:
-                pool.allocate(1)
-            except RuntimeError as error:
-                os._exit("spawn" not in str(error))
-            os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-    del x
-
-
-def test_with_the_debug_mode(pool: Pool) -> None:
-    """Redzones are not charged."""
-    debugged = Pool(driver=FaultyDriver(), debug=True)
-    with debugged.budget(KIB) as budget:
-        for _ in range(50):
-            x = debugged.full(200, 1.0)
-            assert (x == 1).all()
-            del x
-        assert (budget.used, budget.peak) == (0, KIB)
 
 
 def test_unpickled_tensors_are_not_charged(pool: Pool) -> None:

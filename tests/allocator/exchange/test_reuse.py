@@ -8,21 +8,10 @@ import pytest
 import torch
 
 from allocator import Pool
-from allocator.exchange.reuse import _NEVER
+from tests.allocator.helpers import check_cache
 from tests.conftest import SEED
 
-STEPS = 20_000
 FEW = ((1000, torch.float32), ((40, 25), torch.float32), (1000, torch.int64), (7, torch.float32))
-
-
-def check_cache(pool: Pool) -> None:
-    """Each export is in one entry, where it is either recent or cached, and once."""
-    for entry in pool._core.cache:
-        recent = {*entry.recent, entry.last, entry.before_last} - {_NEVER}
-        known = [*entry.recent, *entry.cached]
-        assert len(set(known)) == len(known)
-        assert not recent & {*entry.cached}
-        assert all(export.entry is entry for export in {*recent, *entry.cached})
 
 
 def test_one_given_twice_is_not_kept_for_its_old_shape() -> None:
@@ -48,7 +37,7 @@ def test_few_shapes_in_any_order(most_held: int) -> None:
     pool, choose = Pool("cpu"), random.Random(SEED + most_held)
     held: list[tuple[torch.Tensor, int]] = []
     level = 0
-    for step in range(STEPS):
+    for step in range(20_000):
         if len(held) == level:
             level = choose.randrange(most_held)
         if len(held) < level:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import random
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from allocator import Pool
 from allocator.pool import blocks as blocks_module
 from allocator.pool.blocks import Block, Heap, Rules, Segment
+from tests.allocator.helpers import KIB, MIB, without_collections
 from tests.interrupts import InterruptAt
+from tests.running import in_threads
 
-KIB = 2**10
-MIB = 2**20
 RULES = Rules()
 
 
@@ -122,15 +118,6 @@ def check(heap: Heap, upstream: Upstream, *, was_interrupted: bool = False) -> N
     assert heap.peak_live >= live
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "size"),
-    [(1, 512), (511, 512), (512, 512), (513, 1024), (3 * MIB + 1, 3 * MIB + 512)],
-)
-def test_rounding(heap: Heap, nbytes: int, size: int) -> None:
-    block = heap.allocate(nbytes)
-    assert (block.size, block.requested, block.is_free, heap.live) == (size, nbytes, False, size)
-
-
 def test_small_and_large_do_not_share_segments(heap: Heap, upstream: Upstream) -> None:
     small = heap.allocate(RULES.small_limit)
     large = heap.allocate(RULES.small_limit + 1)
@@ -149,15 +136,6 @@ def test_split(heap: Heap) -> None:
     assert (place(first), place(second)) == ((0, 0), (0, 1024))
     assert [block.size for block in heap.blocks()] == [1024, 512, 2 * MIB - 1536]
     assert (heap.misses, heap.hits, heap.upstream_calls) == (1, 1, 1)
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_coalesce(heap: Heap, upstream: Upstream, order: tuple[int, ...]) -> None:
-    blocks = [heap.allocate(4 * KIB) for _ in order]
-    for index in order:
-        heap.free(blocks[index])
-        check(heap, upstream)
-    assert [block.size for block in heap.blocks()] == [2 * MIB]
 
 
 def holes(heap: Heap, *sizes: int) -> list[int]:
@@ -219,40 +197,10 @@ def test_a_free_segment_is_cut_last(upstream: Upstream) -> None:
     assert heap.allocate(90 * KIB).segment is small.segment  # though the other fits better
 
 
-@pytest.mark.parametrize("alignment", [512, 1024, 4 * KIB, 64 * KIB, 2 * MIB])
-@pytest.mark.parametrize("nbytes", [1, 4 * KIB, 3 * MIB])
-def test_alignment(heap: Heap, upstream: Upstream, nbytes: int, alignment: int) -> None:
-    blocks = [heap.allocate(nbytes, alignment) for _ in range(4)]
-    assert all(block.address % alignment == 0 for block in blocks)
-    check(heap, upstream)
-    for block in blocks:
-        heap.free(block)
-    check(heap, upstream)
-    assert all(map(is_whole, heap.segments))
-
-
-@pytest.mark.parametrize("alignment", [512, 1024, 2 * KIB, 4 * KIB, 2 * MIB])
-def test_alignment_of_large_memory(alignment: int) -> None:
-    """Large allocations start at different offsets within their pages, but for an alignment."""
-    pool = Pool("cpu")
-    kept = [pool.allocate(2 * MIB + 100, alignment=alignment) for _ in range(9)]
-    assert all(memory.address % alignment == 0 for memory in kept)
-
-
 def test_alignment_looks_beyond_the_best_fit(heap: Heap) -> None:
     tight, roomy = holes(heap, 4 * KIB, 8 * KIB)
     assert tight % (4 * KIB) != 0
     assert roomy < heap.allocate(4 * KIB, 4 * KIB).address < roomy + 4 * KIB
-
-
-def test_fits(heap: Heap) -> None:
-    assert not heap.fits(1)
-    block = heap.allocate(30 * KIB)
-    assert heap.fits(40 * KIB)
-    assert not heap.fits(4 * MIB)
-    heap.free(block)
-    assert heap.fits(1, 4 * KIB)
-    assert heap.upstream_calls == 1
 
 
 class TestOverReserve:
@@ -318,28 +266,14 @@ class TestOverReserve:
         assert calls[-2:] == [0, 0]
 
 
-class TestTrim:
-    def test_everything(self, heap: Heap, upstream: Upstream) -> None:
-        heap.free(heap.allocate(1))
-        heap.free(heap.allocate(MIB))
-        reserved = heap.reserved
-        assert heap.trim() == reserved
-        assert (heap.reserved, upstream.reserved, list(heap.segments)) == (0, 0, [])
-        check(heap, upstream)
-
-    def test_segments_in_use_stay(self, heap: Heap, upstream: Upstream) -> None:
-        heap.allocate(1)
-        assert heap.trim() == 0
-        check(heap, upstream)
-
-    def test_the_largest_first_down_to_the_target(self, upstream: Upstream) -> None:
-        heap = Heap(upstream, Rules(small_limit=0, over_reserve=0, slack=0))
-        for block in [heap.allocate(size * KIB) for size in (10, 30, 20)]:
-            heap.free(block)
-        assert heap.trim(60 * KIB) == 0
-        assert heap.trim(59 * KIB) == 30 * KIB
-        assert heap.trim(5 * KIB) == 30 * KIB
-        check(heap, upstream)
+def test_trim_takes_the_largest_first_down_to_the_target(upstream: Upstream) -> None:
+    heap = Heap(upstream, Rules(small_limit=0, over_reserve=0, slack=0))
+    for block in [heap.allocate(size * KIB) for size in (10, 30, 20)]:
+        heap.free(block)
+    assert heap.trim(60 * KIB) == 0
+    assert heap.trim(59 * KIB) == 30 * KIB
+    assert heap.trim(5 * KIB) == 30 * KIB
+    check(heap, upstream)
 
 
 class TestUpstreamFails:
@@ -398,24 +332,14 @@ class TestBadFree:
         check(heap, upstream)
 
 
-def test_tag_is_of_one_owner(heap: Heap) -> None:
-    block = heap.allocate(1)
-    block.tag = "owner"
-    heap.free(block)
-    assert block.tag is None
-
-
 def test_memory_given_back_is_kept_by_nothing(heap: Heap, upstream: Upstream) -> None:
     """Without a collection, though blocks and segments refer to each other."""
     blocks = [heap.allocate(nbytes) for nbytes in (100, 3 * MIB)]
     heap.free(blocks[0])
     kept = [weakref.ref(segment.handle) for segment in heap.segments]
-    gc.disable()
-    try:
+    with without_collections():
         heap.trim()
         assert [handle() is None for handle in kept] == [True, False]
-    finally:
-        gc.enable()
 
 
 class HeapAgainstModel(RuleBasedStateMachine):
@@ -498,26 +422,6 @@ TestHeapAgainstModel.settings = settings(
 )
 
 
-class Interrupted(BaseException):
-    """What may come between any two instructions."""
-
-
-def interrupt(call: Callable[[], Any], after: int) -> bool:
-    """Stop a call before its instruction ``after`` in the module; False if it ends before."""
-    stop = InterruptAt(after, "opcodes", within=blocks_module, error=Interrupted)
-
-    def run() -> None:
-        with stop:
-            call()
-
-    # In a thread of its own: stopped in an except clause, CPython 3.11 leaves the exception in
-    # sys.exc_info(), and with it all that its frames refer to.
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return stop.has_raised
-
-
 class Scene:
     """A heap with all that a call may meet."""
 
@@ -527,18 +431,13 @@ class Scene:
         sizes = (600, 512, 4 * KIB, 512, 9 * KIB, 512, 512, MIB, 3 * MIB, 512)
         self.blocks = [self.heap.allocate(size) for size in sizes]
         for index in (2, 4, 6, 8):
-            self.heap.free(self.blocks[index])
+            self.free(index)
         for block in self.blocks:
             if not block.is_free:
                 block.tag = "owner"
 
-    def replace(self) -> None:
-        self.heap.free(self.blocks[7])
-        self.heap.allocate(30 * MIB)
-
-    def free_and_trim(self) -> None:
-        self.heap.free(self.blocks[7])
-        self.heap.trim()
+    def free(self, index: int) -> None:
+        self.heap.free(self.blocks[index])
 
     def allocate_too_much(self) -> None:
         self.upstream.limit = self.heap.reserved
@@ -546,41 +445,41 @@ class Scene:
             self.heap.allocate(2**40)
 
 
-CALLS: dict[str, Callable[[Scene], object]] = {
-    "exact size": lambda scene: scene.heap.allocate(4 * KIB),
-    "split": lambda scene: scene.heap.allocate(5 * KIB),
-    "split in front": lambda scene: scene.heap.allocate(4 * KIB, 4 * KIB),
-    "grow": lambda scene: scene.heap.allocate(30 * MIB),
-    "replace": lambda scene: scene.replace(),
-    "fail": lambda scene: scene.allocate_too_much(),
-    "free": lambda scene: scene.heap.free(scene.blocks[0]),
-    "free before a free one": lambda scene: scene.heap.free(scene.blocks[1]),
-    "free between free ones": lambda scene: scene.heap.free(scene.blocks[5]),
-    "trim": lambda scene: scene.free_and_trim(),
-    "repair": lambda scene: scene.heap.repair(),
+CALLS: dict[str, tuple[Callable[[Scene], object], list[int]]] = {
+    "exact size": (lambda scene: scene.heap.allocate(4 * KIB), []),
+    "split": (lambda scene: scene.heap.allocate(5 * KIB), []),
+    "split in front": (lambda scene: scene.heap.allocate(4 * KIB, 4 * KIB), []),
+    "grow": (lambda scene: scene.heap.allocate(30 * MIB), []),
+    "replace": (lambda scene: (scene.free(7), scene.heap.allocate(30 * MIB)), [7]),
+    "fail": (lambda scene: scene.allocate_too_much(), []),
+    "free": (lambda scene: scene.free(0), [0]),
+    "free before a free one": (lambda scene: scene.free(1), [1]),
+    "free between free ones": (lambda scene: scene.free(5), [5]),
+    "trim": (lambda scene: (scene.free(7), scene.heap.trim()), [7]),
+    "repair": (lambda scene: scene.heap.repair(), []),
 }
-
-
-FREED = {
-    "replace": [7],
-    "free": [0],
-    "free before a free one": [1],
-    "free between free ones": [5],
-    "trim": [7],
-}
-"""The blocks that a call frees; the others are live after it, however it ended."""
+"""Calls, and the blocks that they free; the others are live afterwards, however the call ended."""
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_interrupted_anywhere(name: str) -> None:
     """After a repair nothing overlaps, nothing is lost, and what was not returned is free."""
+    call, indices = CALLS[name]
     returning = 0
+
+    def interrupt() -> None:
+        with stop:
+            call(scene)
+
     for after in itertools.count():
         scene = Scene()
         kept = {block for block in scene.blocks if not block.is_free}
-        freed = {scene.blocks[index] for index in FREED.get(name, [])}
-        was_interrupted = interrupt(lambda: CALLS[name](scene), after)  # noqa: B023, called here
-        if not was_interrupted:
+        freed = {scene.blocks[index] for index in indices}
+        stop = InterruptAt(after, "opcodes", within=blocks_module)
+        # In a thread of its own: stopped in an except clause, CPython 3.11 leaves the exception in
+        # sys.exc_info(), and with it all that its frames refer to.
+        in_threads(interrupt, count=1)
+        if not stop.has_raised:
             break
         scene.heap.repair()
         check(scene.heap, scene.upstream, was_interrupted=True)

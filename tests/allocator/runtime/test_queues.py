@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +9,7 @@ import pytest
 
 import allocator
 from allocator.runtime import libraries, maps, queues
-
-
-def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"} | env
-    return subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
-    )
+from tests.running import check_script, in_fork, in_threads, run_script
 
 
 def test_one_queue_for_each_device() -> None:
@@ -31,13 +21,7 @@ def test_one_queue_for_each_device() -> None:
 def test_threads_get_the_same_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "_queues", {})
     found: list[object] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(allocator.queue("cpu"))) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda: found.append(allocator.queue("cpu")), count=8)
     assert len(set(map(id, found))) == 1
 
 
@@ -59,23 +43,28 @@ def test_another_cpu_driver_ranks_higher(names: list[str], monkeypatch: pytest.M
 
 
 def test_fresh_process_finds_the_cpu_without_help() -> None:
-    done = run("import allocator; print(allocator.queue('cpu').sycl_device.is_cpu)")
+    script = "import allocator; print(allocator.queue('cpu').sycl_device.is_cpu)"
+    done = run_script(script, LD_LIBRARY_PATH="")
     assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
 
 
 def test_users_driver_list_is_respected() -> None:
-    done = run("import allocator; allocator.queue('cpu')", OCL_ICD_FILENAMES="/nonexistent.so")
+    done = run_script(
+        "import allocator; allocator.queue('cpu')", OCL_ICD_FILENAMES="/nonexistent.so"
+    )
     assert "pip install intel-opencl-rt" in done.stderr
     assert "unset OCL_ICD_FILENAMES=/nonexistent.so" in done.stderr
 
 
 def test_device_hidden_by_a_selector() -> None:
-    done = run("import allocator; allocator.queue('cpu')", ONEAPI_DEVICE_SELECTOR="level_zero:gpu")
+    done = run_script(
+        "import allocator; allocator.queue('cpu')", ONEAPI_DEVICE_SELECTOR="level_zero:gpu"
+    )
     assert "unset ONEAPI_DEVICE_SELECTOR=level_zero:gpu, which may hide it" in done.stderr
 
 
 def test_environment_is_left_as_it_was() -> None:
-    done = run(
+    done = run_script(
         "import os; before = dict(os.environ)\n"
         "import allocator; allocator.queue('cpu')\n"
         "assert dict(os.environ) == before"
@@ -85,7 +74,7 @@ def test_environment_is_left_as_it_was() -> None:
 
 def test_signal_handlers_are_left_as_they_were() -> None:
     """The driver has some of its own, and keeps SIGUSR1 to itself."""
-    done = run(
+    done = run_script(
         "import os, signal, torch, fusedoptim.raw\n"
         "seen = []\n"
         "numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP]\n"
@@ -111,7 +100,7 @@ def test_drivers_of_the_system_are_kept(tmp_path: Path) -> None:
         pytest.skip("the system registers no OpenCL driver (apt install intel-opencl-icd)")
     libraries = {icd.read_text().strip() for icd in vendors.glob("*.icd")}
     # A GPU driver that finds no GPU is unloaded again, so ask the dynamic linker what it loaded.
-    done = run("import allocator; allocator.queue('cpu')", LD_DEBUG="files")
+    done = run_script("import allocator; allocator.queue('cpu')", LD_DEBUG="files")
     for library in libraries:
         assert library in done.stderr
 
@@ -139,31 +128,23 @@ def test_two_sycl_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         queues._check_one_sycl_runtime()
 
 
-class TestProcessLife:
-    """Fork, exit, and use from a thread that outlives the main one."""
+def test_fork_after_use() -> None:
+    allocator.queue("cpu")
 
-    def test_fork_after_use(self) -> None:
-        done = run(
-            "import os, allocator\n"
-            "allocator.queue('cpu')\n"
-            "if os.fork() == 0:\n"
-            "    try:\n"
-            "        allocator.queue('cpu')\n"
-            "    except RuntimeError as error:\n"
-            "        print(error, flush=True)\n"
-            "    os._exit(0)\n"
-            "os.wait()\n"
-            "allocator.queue('cpu')\n"
-        )
-        assert "set_start_method('spawn')" in done.stdout
-        assert done.returncode == 0
+    def child() -> None:
+        with pytest.raises(RuntimeError, match=r"set_start_method\('spawn'\)"):
+            allocator.queue("cpu")
 
-    def test_fork_before_use(self) -> None:
-        done = run(
-            "import os, allocator\n"
-            "if os.fork() == 0:\n"
-            "    print(allocator.queue('cpu').sycl_device.is_cpu, flush=True)\n"
-            "    os._exit(0)\n"
-            "os.wait()\n"
-        )
-        assert (done.stdout, done.returncode) == ("True\n", 0)
+    in_fork(child)
+    allocator.queue("cpu")
+
+
+def test_fork_before_use() -> None:
+    script = """
+        import os, allocator
+        if os.fork() == 0:
+            print(allocator.queue("cpu").sycl_device.is_cpu, flush=True)
+            os._exit(0)
+        os.wait()
+    """
+    assert check_script(script) == "True\n"

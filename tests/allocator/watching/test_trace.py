@@ -16,18 +16,22 @@ from torch import nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from allocator import Event, OutOfMemoryError, Pool, Rules, Trace, advise, queue, replay
-from allocator.runtime.libraries import load_dpctl
+from allocator import (
+    Event,
+    OutOfMemoryError,
+    Pool,
+    Rules,
+    Trace,
+    advise,
+    load_dpctl,
+    queue,
+    replay,
+)
+from tests.allocator.helpers import KIB, MIB
 from tests.conftest import SEED
+from tests.running import in_threads
 
-KIB = 2**10
-MIB = 2**20
 HEADER = "Thread,Time,Action,Pointer,Size,Stream"
-
-
-@pytest.fixture
-def pool() -> Pool:
-    return Pool("cpu")
 
 
 def actions(trace: Trace) -> list[tuple[str, int]]:
@@ -73,9 +77,6 @@ def random_trace(streams: int = 1, count: int = 300) -> Trace:
     return trace_of(changes)
 
 
-# ---------------------------------------------------------------------- recording
-
-
 def test_recording(pool: Pool) -> None:
     before = pool.empty(10)
     with pool.record() as trace:
@@ -108,15 +109,7 @@ def test_every_tensor_of_a_loop_is_recorded(pool: Pool) -> None:
         for _ in range(10):
             pool.empty(8)
     assert actions(trace) == [("allocate", 32), ("free", 32)] * 10
-    assert trace.ignored == 0
-
-
-def test_a_release_at_the_end_is_recorded(pool: Pool) -> None:
-    with pool.record() as trace:
-        x = pool.empty(8)
-        del x
-    assert actions(trace) == [("allocate", 32), ("free", 32)]
-    assert trace.leaked == []
+    assert trace.ignored == len(trace.leaked) == 0
 
 
 def test_nothing_is_recorded_of_nothing(pool: Pool) -> None:
@@ -138,9 +131,8 @@ def test_failures_are_recorded() -> None:
 def test_queues_are_streams(pool: Pool) -> None:
     other = load_dpctl().SyclQueue(queue("cpu").sycl_device)
     with pool.record() as trace:
-        kept = [pool.allocate(512, queue=q) for q in (other, None, pool.sycl_queue, other)]
+        _kept = [pool.allocate(512, queue=q) for q in (other, None, pool.sycl_queue, other)]
     assert [event.stream for event in trace] == [1, 0, 0, 1]
-    del kept
 
 
 def test_threads(pool: Pool) -> None:
@@ -148,12 +140,8 @@ def test_threads(pool: Pool) -> None:
         for nbytes in range(1, 4000, 20):
             pool.allocate(nbytes).release()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
     with pool.record() as trace:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(work, count=4)
     assert Trace(trace).leaked == []
     assert len(trace) == 4 * 2 * 200
     assert len({event.thread for event in trace if event.action == "allocate"}) == 4
@@ -166,9 +154,6 @@ def test_an_exception_in_the_block_leaves_a_trace(pool: Pool) -> None:
     assert actions(trace) == [("allocate", 8), ("free", 8)]
     pool.allocate(8)
     assert len(trace) == 2
-
-
-# ---------------------------------------------------------------------- files
 
 
 @settings(max_examples=50, deadline=None, database=None)
@@ -268,9 +253,6 @@ def test_events_that_contradict_each_other() -> None:
         Trace([Event(1, 0, "free", 512, 8, 0)])
 
 
-# ---------------------------------------------------------------------- the profiler
-
-
 def test_from_profiler() -> None:
     model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -293,21 +275,16 @@ def test_from_profiler() -> None:
     assert advise(trace).lower_bound == trace.peak_requested
 
 
-def test_from_profiler_without_memory() -> None:
+def test_from_profiler_without_memory_or_unfinished() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         torch.empty(10)
     with pytest.raises(ValueError, match="profile_memory=True"):
         Trace.from_profiler(profiler)
-
-
-def test_from_unfinished_profiler() -> None:
+    unfinished = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with pytest.raises(ValueError, match="has not finished"):
-        Trace.from_profiler(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
-    with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-        pytest.raises(ValueError, match="has not finished"),
-    ):
-        Trace.from_profiler(profiler)
+        Trace.from_profiler(unfinished)
+    with unfinished, pytest.raises(ValueError, match="has not finished"):
+        Trace.from_profiler(unfinished)
 
 
 def memory_event(now: int, pointer: int, size: int, device: str = "cpu") -> Any:
@@ -334,9 +311,6 @@ def test_what_a_profiler_can_miss() -> None:
     assert actions(trace) == [("allocate", 10), ("free", 10), ("allocate", 20), ("free", 20)]
     assert [event.time for event in trace] == [0, 8, 8, 8]
     assert trace.ignored == 1
-
-
-# ---------------------------------------------------------------------- replay
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -374,10 +348,9 @@ def test_replay_of_a_recording_asks_for_the_same() -> None:
 
 def test_replay_of_what_it_records_ends(pool: Pool) -> None:
     with pool.record() as trace:
-        kept = pool.empty(8)
+        _kept = pool.empty(8)
         assert trace.replay(pool).allocations == 1
     assert actions(trace) == [("allocate", 32), ("allocate", 32), ("free", 32)]
-    del kept
 
 
 def test_counters_of_a_small_trace() -> None:
@@ -411,9 +384,6 @@ def test_replay_beyond_the_limit_leaves_the_pool_empty() -> None:
     with pytest.raises(OutOfMemoryError):
         trace.replay(pool)
     assert pool.memory_allocated() == 0
-
-
-# ---------------------------------------------------------------------- advice
 
 
 def test_advice_on_a_recorded_trace(pool: Pool) -> None:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
 import random
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from allocator import Hook, OutOfMemoryError, Pool, Rules
-from allocator.pool.blocks import Heap
-from tests.allocator.drivers import AligningDriver, FaultyDriver, check
+from tests.allocator.helpers import (
+    MIB,
+    AligningDriver,
+    FaultyDriver,
+    OtherQueue,
+    check,
+    once_inside,
+)
 from tests.conftest import SEED
+from tests.running import check_script
 
-KIB = 2**10
-MIB = 2**20
 ARENA = 64 * MIB
 
 
@@ -102,22 +101,20 @@ def test_size_is_rounded_up(driver: AligningDriver) -> None:
 def test_the_same_calls_find_the_same_offsets(driver: AligningDriver) -> None:
     first = walk(Pool(driver=driver, stable_addresses=ARENA), 400)
     assert len(set(first)) > 50
-    for _ in range(2):
-        assert walk(Pool(driver=AligningDriver(), stable_addresses=ARENA), 400) == first
+    assert walk(Pool(driver=AligningDriver(), stable_addresses=ARENA), 400) == first
     assert walk(Pool(driver=AligningDriver(), stable_addresses=ARENA), 400, SEED + 1) != first
 
 
 def test_whatever_the_number_of_tensors(driver: AligningDriver) -> None:
     """Releases are seen at once also where there are too many exports to look at in each call."""
     pool = Pool(driver=driver, stable_addresses=2 * ARENA)
-    small = [pool.empty(1, torch.uint8) for _ in range(2000)]
+    _small = [pool.empty(1, torch.uint8) for _ in range(2000)]
     tensors = [pool.empty(1000) for _ in range(100)]
     offsets = [pool.offset_of(x) for x in tensors]
     for i in reversed(range(100)):
         del tensors[i]
         tensors.insert(i, pool.empty(1000))
     assert [pool.offset_of(x) for x in tensors] == offsets
-    del small
 
 
 @pytest.mark.usefixtures("quick_collections")
@@ -141,33 +138,25 @@ def test_quarantine_is_stable_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WALK = """
-import gc, json, sys
+import gc, sys
 from allocator import Pool
-from tests.allocator.test_stable import ARENA, walk
+from tests.allocator.options.test_stable import ARENA, walk
 junk = [bytearray(1000 + i) for i in range(1000)]
 other = Pool("cpu")  # whose traces the next pool's machinery has
 kept = [other.empty(n) for n in range(1, 300, 7)]
 del kept[::3]
 other.memory_allocated()
 del other, kept
-gc.set_threshold(*json.loads(sys.argv[1]))
-print(json.dumps(walk(Pool("cpu", stable_addresses=ARENA), 300, int(sys.argv[2]))))
+for thresholds in ([5, 5, 5], [0]):
+    gc.set_threshold(*thresholds)
+    print(walk(Pool("cpu", stable_addresses=ARENA), 300, int(sys.argv[1])))
 """
 
 
-def test_in_other_processes() -> None:
+def test_in_another_process() -> None:
     """On the device, with another moment of each collection."""
     expected = walk(Pool("cpu", stable_addresses=ARENA), 300)
-    for thresholds in ("[5, 5, 5]", "[0]"):
-        found = subprocess.run(
-            [sys.executable, "-c", WALK, thresholds, str(SEED)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert (found.returncode, found.stderr) == (0, ""), found.stderr
-        assert json.loads(found.stdout) == expected
+    assert check_script(WALK, str(SEED), PYTHONHASHSEED="7") == f"{expected}\n" * 2
 
 
 def test_record_queue_waits(driver: AligningDriver) -> None:
@@ -191,22 +180,10 @@ def test_record_queue_waits(driver: AligningDriver) -> None:
 
 
 def test_memory_for_another_queue(pool: Pool, driver: AligningDriver) -> None:
-    class Queue:
-        submit_barrier = None
-
     with pytest.raises(ValueError, match="serves its own queue alone"):
-        pool.allocate(100, queue=Queue())
+        pool.allocate(100, queue=OtherQueue())
     assert pool.offset_of(pool.allocate(100)) == 0
     check(pool, driver)
-
-
-@pytest.mark.parametrize(
-    "options", [{"limit": MIB}, {"fraction": 0.5}, {"idle_seconds": 1.0}, {"limit": 0}]
-)
-def test_options_that_exclude_it(driver: AligningDriver, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="stable_addresses"):
-        Pool(driver=driver, stable_addresses=MIB, **options)
-    assert driver.calls == 0
 
 
 def test_set_limit(pool: Pool) -> None:
@@ -215,16 +192,6 @@ def test_set_limit(pool: Pool) -> None:
             pool.set_limit(**options)
     pool.set_limit(None)
     assert pool.limit is None
-
-
-@pytest.mark.parametrize(
-    ("size", "error"),
-    [(0, ValueError), (-1, ValueError), ("lots", ValueError), (1.5, TypeError), (True, TypeError)],
-)
-def test_bad_sizes(driver: AligningDriver, size: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        Pool(driver=driver, stable_addresses=size)
-    assert driver.calls == 0
 
 
 def test_rules_of_ones_own(driver: AligningDriver) -> None:
@@ -261,39 +228,16 @@ def test_offset_of_what_has_none(pool: Pool) -> None:
 
 def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is taken from the driver for it."""
-    allocate, errors = Heap.allocate, []
+    refused = []
 
-    def interrupted(heap: Heap, nbytes: int, alignment: int = 512) -> Any:
-        if not errors:
-            errors.append(None)
-            with pytest.raises(OutOfMemoryError, match="a finalizer or a signal handler"):
-                pool.allocate(100)
-        return allocate(heap, nbytes, alignment)
+    def allocate() -> None:
+        with pytest.raises(OutOfMemoryError, match="a finalizer or a signal handler"):
+            pool.allocate(100)
+        refused.append(True)
 
-    monkeypatch.setattr(Heap, "allocate", interrupted)
+    once_inside(monkeypatch, allocate)
     assert pool.offset_of(pool.allocate(100)) == 0
-    assert errors
-
-
-def test_threads(driver: AligningDriver) -> None:
-    pool = Pool(driver=driver, stable_addresses=4 * ARENA)
-    errors: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        try:
-            walk(pool, 100, seed)
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    threads = [threading.Thread(target=work, args=[SEED + i]) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert pool.memory_allocated() == 0
-    check(pool, driver)
+    assert refused
 
 
 def test_closed_with_something_in_use(pool: Pool, driver: AligningDriver) -> None:
