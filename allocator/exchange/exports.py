@@ -257,7 +257,7 @@ class Exporter:
         export.describe(view, flags)
         return export
 
-    def come_back(self, *, everything: bool = True) -> list[Export]:
+    def take_released(self, *, everything: bool = True) -> list[Export]:
         """The exports that were released since the last call, now at rest with their owners.
 
         Args:
@@ -323,7 +323,7 @@ class Exporter:
         """A capsule for any consumer, who may also drop it; ``owner`` is kept alive meanwhile.
 
         It has no destructor, which would be Python code at an arbitrary moment. We hold the capsule
-        too instead, and :meth:`come_back` checks whether nobody else does.
+        too instead, and :meth:`take_released` checks whether nobody else does.
         """
         capsule = new_capsule(export.address, export.name, None)
         self._public[export] = capsule
@@ -332,7 +332,7 @@ class Exporter:
 
     def sweep(self) -> None:
         """Release the owners that no consumer holds any more."""
-        for export in self.come_back():
+        for export in self.take_released():
             if export.end():
                 self.reclaim(export)
 

@@ -27,8 +27,8 @@ from allocator.pool.sizes import (
     checked_nbytes,
     contiguous_strides,
     extent,
-    size_text,
 )
+from allocator.runtime.formatting import size_text
 from allocator.runtime.libraries import load_dpctl
 
 _shared_pool: Callable[[Any, str], Any]
@@ -108,7 +108,7 @@ class Memory:
                     f"{self!r} cannot be released: dpctl or dpnp may read it, through "
                     "__sycl_usm_array_interface__; drop all references to it instead"
                 )
-            self._core.tally()  # takes in what its readers have released
+            self._core.update()  # takes in what its readers have released
             if self.views:
                 raise BufferError(
                     f"{self!r} cannot be released: {self.views} tensors or views read it; "

@@ -149,7 +149,7 @@ class TensorFactory:
         core = self._core
         with core.lock, core.reentrancy as is_outermost:
             # Checked with the lock held, as another thread may add a hook.
-            if core.is_closed or core.is_watched or core.store.source.is_over_limit:
+            if core.is_closed or core.bypasses_cache or core.store.source.is_over_limit:
                 return
             if is_outermost and core.cache.is_full:
                 core.flush_cache()

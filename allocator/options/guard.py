@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from allocator.monitoring.history import Frames, Stacks
+from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
 from allocator.pool.core import Core
 from allocator.pool.errors import report
-from allocator.pool.sizes import size_text
 from allocator.pool.store import Store
-from allocator.watching.history import Frames, Stacks
-from allocator.watching.hooks import Hook
+from allocator.runtime.formatting import size_text
 
 REDZONE = 512
 """bytes before and after each allocation that nothing may write to."""
@@ -126,7 +126,7 @@ class Guard(Hook):
         """the last ended allocation of each export, by the export's address."""
 
     @classmethod
-    def watch(cls, core: Core) -> None:
+    def attach(cls, core: Core) -> None:
         """Turn a pool's debug mode on; its last findings are written when the process exits.
 
         Raises:
@@ -142,7 +142,7 @@ class Guard(Hook):
         core.store.leaving = guard.admit
         core.debugger = guard
         core.hooks.add(guard)
-        _watched.add(core)
+        _debugged.add(core)
 
     # ------------------------------------------------------------------ events
 
@@ -207,7 +207,7 @@ class Guard(Hook):
             yield oldest
 
     def quarantined(self) -> list[Allocation]:
-        """The allocations in quarantine, counted anew, after an asynchronous exception."""
+        """The allocations in quarantine, after an asynchronous exception."""
         quarantined = [allocation for _, _, allocation in self._quarantine]
         self._quarantined_bytes = sum(allocation.size for allocation in quarantined)
         return quarantined
@@ -231,7 +231,7 @@ class Guard(Hook):
             raise self._found.popleft()
 
     def report(self, core: Core) -> None:
-        """Check a last time, and write all problems to stderr: nobody is left to raise them to."""
+        """Check a last time, and write all problems to stderr, as no later call can raise them."""
         self.check(core)
         while self._found:
             report(self._found.popleft(), f"Found by the debug mode of {core.name}")
@@ -298,11 +298,11 @@ def _texts(frames: Frames) -> list[str]:
     return [f"{frame['filename']}:{frame['line']}({frame['name']})" for frame in frames]
 
 
-_watched: weakref.WeakSet[Core] = weakref.WeakSet()
+_debugged: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
 @atexit.register
 def _report_at_exit() -> None:
-    for core in list(_watched):
+    for core in list(_debugged):
         if core.debugger is not None and core.is_in_own_process:
             core.debugger.report(core)

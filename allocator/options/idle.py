@@ -68,7 +68,7 @@ class Decay:
                     try:
                         self._give_back(core.store)
                     finally:
-                        core.tell_of_segments()
+                        core.report_segments()
         finally:
             core.lock.release()
 
@@ -82,7 +82,7 @@ class Decay:
                 if segment.idle_since is None:
                     segment.idle_since = now
                 elif now - segment.idle_since >= self._seconds:
-                    heap.give_back(block)
+                    heap.release_segment(block)
 
     def _run(self) -> None:
         period = min(self._seconds / _CHECKS, threading.TIMEOUT_MAX)

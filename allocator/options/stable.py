@@ -9,9 +9,10 @@ from typing import Any
 from allocator.pool.allocation import Allocation
 from allocator.pool.blocks import LARGEST_ALIGNMENT, Block, Heap, Rules, Upstream
 from allocator.pool.errors import OutOfMemoryError
-from allocator.pool.sizes import parse_size, size_text
+from allocator.pool.sizes import parse_size
 from allocator.pool.source import Source
 from allocator.pool.store import Store
+from allocator.runtime.formatting import size_text
 
 _GRAIN = LARGEST_ALIGNMENT
 """The arena starts and ends at a multiple of it, so that offsets determine alignments."""
@@ -117,9 +118,10 @@ class StableStore(Store):
             allocation.queues.pop().wait()
         super().take_back(allocation)
 
-    def trim(self, target: int) -> int:
+    def trim(self, target: int) -> None:
         """Keep the arena, until the pool is closed."""
-        return super().trim(target) if self.is_closed else 0
+        if self.is_closed:
+            super().trim(target)
 
     def heap_of(self, queue: Any) -> Heap:
         """The arena.

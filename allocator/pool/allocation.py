@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from allocator.pool.blocks import Block, Heap
 from allocator.pool.errors import Site
-
-
-class Charge(Protocol):
-    """Something counted against a limit for as long as an allocation lives."""
-
-    def credit(self) -> None:
-        """Take it off the limit; a second call changes nothing."""
 
 
 class Allocation:
@@ -61,8 +54,8 @@ class Allocation:
         """whether hooks are told of the release."""
         self.notes: dict[Any, Any] | None = None
         """what hooks stored with :meth:`note`."""
-        self.charges: tuple[Charge, ...] = ()
-        """what budgets counted for it."""
+        self.charges: tuple[Callable[[], None], ...] = ()
+        """calls that credit the budgets it was charged to; a second call changes nothing."""
         self._in_use = in_use
 
     @property

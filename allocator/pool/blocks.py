@@ -139,6 +139,13 @@ class Segment:
         """Time at which the owner first found it free; None while blocks of it are in use."""
         self.first = Block(self, address, size)
 
+    def blocks(self) -> Iterator[Block]:
+        """The blocks, by offset."""
+        block: Block | None = self.first
+        while block is not None:
+            yield block
+            block = block.next
+
 
 class Block:
     """A piece of a segment, free or allocated."""
@@ -157,6 +164,23 @@ class Block:
         self.is_free = True
         self.tag: Any = None
         """The owner's mark while the block is allocated."""
+
+
+def split(block: Block, size: int) -> Block:
+    """Shrink a block to this size; returns the rest, a block that is free if the first one is.
+
+    An interrupt before the store into ``block.next`` leaves all unchanged; after it,
+    :meth:`Heap.repair` finds both blocks.
+    """
+    rest = Block(block.segment, block.address + size, block.size - size)
+    rest.is_free = block.is_free
+    rest.previous = block
+    following = rest.next = block.next
+    block.next = rest
+    block.size = size
+    if following is not None:
+        following.previous = rest
+    return rest
 
 
 class _FreeBlocks:
@@ -251,11 +275,7 @@ class Heap:
 
     def blocks(self) -> Iterator[Block]:
         """All blocks, by segment and offset."""
-        for segment in self._segments.values():
-            block: Block | None = segment.first
-            while block is not None:
-                yield block
-                block = block.next
+        return chain.from_iterable(segment.blocks() for segment in self.segments)
 
     def allocate(self, nbytes: int, alignment: int = 512) -> Block:
         """Allocate a block.
@@ -324,10 +344,10 @@ class Heap:
         for block in whole:
             if self.reserved <= target:
                 break
-            self.give_back(block)
+            self.release_segment(block)
         return before - self.reserved
 
-    def give_back(self, block: Block) -> None:
+    def release_segment(self, block: Block) -> None:
         """Return the segment that consists of this free block."""
         segment = block.segment
         self._remove_free(block)
@@ -439,22 +459,11 @@ class Heap:
         self._remove_free(block)
         skipped = -block.address % alignment
         if skipped:
-            front, block = block, self._split(block, skipped)
+            front, block = block, split(block, skipped)
             self._add_free(front)
         if size < block.size:
-            self._add_free(self._split(block, size))
+            self._add_free(split(block, size))
         return block
-
-    def _split(self, block: Block, size: int) -> Block:
-        """Shrink a free block to this size; returns the block of the rest, also free."""
-        rest = Block(block.segment, block.address + size, block.size - size)
-        rest.previous = block
-        following = rest.next = block.next
-        block.next = rest
-        block.size = size
-        if following is not None:
-            following.previous = rest
-        return rest
 
     def _absorb_next(self, block: Block) -> None:
         """Merge a free block with the next one, which is free too."""

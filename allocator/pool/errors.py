@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from allocator.pool.sizes import size_text
+from allocator.runtime.formatting import size_text
 
 
 class Site(NamedTuple):

@@ -1,4 +1,4 @@
-"""Parsing and formatting of sizes in bytes, and of shapes."""
+"""Sizes, shapes and strides given by users, checked."""
 
 from __future__ import annotations
 
@@ -7,22 +7,6 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def size_text(nbytes: float) -> str:
-    """A number of bytes with a unit.
-
-    Example:
-        >>> size_text(1536), size_text(3 << 30)
-        ('1.5 KiB', '3 GiB')
-    """
-    unit = 0
-    while abs(nbytes) >= 1024 and unit < len(_UNITS) - 1:
-        nbytes /= 1024
-        unit += 1
-    return f"{nbytes:.1f}".removesuffix(".0") + f" {_UNITS[unit]}"
 
 
 def parse_size(size: int | str, argument: str) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from allocator.pool.sizes import parse_size, size_text
-from allocator.runtime.driver import Driver
+from allocator.pool.driver import Driver
+from allocator.pool.sizes import parse_size
+from allocator.runtime.formatting import size_text
 
 
 class Source:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from allocator.pool.sizes import size_text
 from allocator.runtime.fork import check_not_forked, note_driver_runs
+from allocator.runtime.formatting import as_html, as_text, size_text
 from allocator.runtime.libraries import cpu_driver_registered, load_dpctl
-from allocator.watching.tables import as_html, as_text
 
 _KINDS = ("device", "shared", "host")
 _HEADER = ("device", "name", "driver", "memory", "kinds", "units", "float64", "float16")

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack as to_torch
 
 import allocator
 from allocator import Allocation, Hook, OutOfMemoryError, Pool
-from allocator.runtime.driver import UsmDriver
+from allocator.pool.driver import UsmDriver
 
 Call = Callable[[Pool], Any]
 

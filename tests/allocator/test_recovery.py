@@ -41,7 +41,7 @@ def test_lost_export_among_many() -> None:
     keep = [pool.empty(10) for _ in range(MANY)]
     x = pool.empty(1000)
     del x
-    with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.come_back, "return")):
+    with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.take_released, "return")):
         pool.tally()
     memory = pool.allocate(100)  # mends, and looks at some of the exports only
     x = pool.empty(1000)
@@ -162,7 +162,7 @@ def test_public_capsule() -> None:
     capsule = array.__dlpack__(max_version=(1, 0))
     del capsule, array
     for _ in range(6):
-        stop = stopping_at(at_call_from(Exporter.come_back))
+        stop = stopping_at(at_call_from(Exporter.take_released))
         with contextlib.suppress(KeyboardInterrupt), stop:
             pool.tally()
     assert pool.memory_allocated() == 0

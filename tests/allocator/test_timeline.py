@@ -52,7 +52,7 @@ def test_nothing_is_recorded_after_the_block(pool: Pool) -> None:
     before = timeline.rows()
     x = pool.empty(100)
     assert timeline.rows() == before
-    assert not pool._core.is_watched
+    assert not pool._core.bypasses_cache
     del x
 
 

@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args, overload
 
+from allocator.monitoring.hooks import Hook
+from allocator.monitoring.replay import Replay, replay
 from allocator.pool.allocation import Allocation
-from allocator.pool.sizes import as_nbytes, size_text
-from allocator.watching.hooks import Hook, Watched
-from allocator.watching.replay import Replay, replay
+from allocator.pool.core import Core
+from allocator.pool.sizes import as_nbytes
+from allocator.runtime.formatting import size_text
 
 if TYPE_CHECKING:
     import torch
@@ -216,18 +218,18 @@ class Trace(Sequence[Event]):
 
 
 @contextlib.contextmanager
-def recorded(pool: Watched) -> Iterator[Trace]:
+def recorded(core: Core) -> Iterator[Trace]:
     """The trace of a pool's allocations and releases in the ``with`` block."""
     recorder = _Recorder()
-    pool.tally()  # takes in what was released before
-    pool.add_hook(recorder)
+    core.update()  # takes in what was released before
+    core.add_hook(recorder)
     try:
         yield recorder.trace
     finally:
         try:
-            pool.tally()  # takes in what was released in the block
+            core.update()  # takes in what was released in the block
         finally:
-            pool.remove_hook(recorder)
+            core.remove_hook(recorder)
 
 
 class _Recorder(Hook):

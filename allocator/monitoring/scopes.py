@@ -9,13 +9,14 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
+from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
+from allocator.pool.core import Core
 from allocator.pool.counters import Level
-from allocator.pool.sizes import size_text
-from allocator.watching.hooks import Hook, Watched
+from allocator.runtime.formatting import size_text
 
 _lock = threading.RLock()  # protects the three below; never held while a pool is called
-_pools: weakref.WeakSet[Watched] = weakref.WeakSet()
+_cores: weakref.WeakSet[Core] = weakref.WeakSet()
 _open: list[Scope] = []
 _records: dict[tuple[str, str], _Record] = {}
 
@@ -106,10 +107,10 @@ class Scope(Hook):
         self._was_entered = self._is_open = True
         with _lock:
             _open.append(self)
-            pools = list(_pools)
+            cores = list(_cores)
         _entered.set((*_entered.get(), self))
-        for pool in pools:
-            pool.add_hook(self)
+        for core in cores:
+            core.add_hook(self)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -118,13 +119,13 @@ class Scope(Hook):
         _entered.set(tuple(scope for scope in _entered.get() if scope is not self))
         with _lock:
             _open.remove(self)
-            pools = list(_pools)
+            cores = list(_cores)
             record = _records.setdefault((self.name, self.where), _Record())
             record.calls += 1
             record.peak = max(record.peak, usage.peak_bytes)
             record.total += usage.total_bytes
-        for pool in pools:
-            pool.remove_hook(self)
+        for core in cores:
+            core.remove_hook(self)
 
     def allocated(self, pool: Any, allocation: Allocation) -> None:
         """See :class:`Hook`."""
@@ -152,9 +153,9 @@ class Scope(Hook):
     def _take_in_releases(self) -> None:
         if self._is_open:
             with _lock:
-                pools = list(_pools)
-            for pool in pools:
-                pool.tally()
+                cores = list(_cores)
+            for core in cores:
+                core.update()
 
 
 def statistics(name: str | None = None) -> Scope:
@@ -210,13 +211,13 @@ def reset_statistics_report() -> None:
         _records.clear()
 
 
-def watch(pool: Watched) -> None:
+def register(core: Core) -> None:
     """Have open and later scopes count a pool's allocations."""
     with _lock:
-        _pools.add(pool)
+        _cores.add(core)
         scopes = list(_open)
     for scope in scopes:
-        pool.add_hook(scope)
+        core.add_hook(scope)
 
 
 def _after_fork_in_child() -> None:

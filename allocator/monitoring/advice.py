@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from allocator.monitoring.replay import Replay
 from allocator.pool.blocks import Rules
-from allocator.pool.sizes import size_text
-from allocator.watching.replay import Replay
-from allocator.watching.tables import as_html, as_text, escaped
+from allocator.runtime.formatting import as_html, as_text, escaped, size_text
 
 if TYPE_CHECKING:
-    from allocator.watching.trace import Trace
+    from allocator.monitoring.trace import Trace
 
 _KIB = 1 << 10
 _MIB = 1 << 20

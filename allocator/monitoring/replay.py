@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from allocator.exchange.memory import Memory
 from allocator.pool.blocks import Block, Heap, Rules
+from allocator.pool.driver import HUGE_PAGE, Driver
 from allocator.pool.source import Source
 from allocator.pool.store import ROUNDING, Store
-from allocator.runtime.driver import HUGE_PAGE, Driver
 from allocator.runtime.libraries import load_dpctl
 
 if TYPE_CHECKING:
-    from allocator.watching.trace import Trace
+    from allocator.monitoring.trace import Trace
 
 
 class Replay(NamedTuple):
@@ -184,16 +184,16 @@ class _OnPool:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self._tally = pool.tally()
+        self._counters = pool.tally()
         self._queues: dict[int, Any] = {0: None}
 
     @property
     def reserved(self) -> int:
-        return int(self._tally.levels["reserved_bytes"][0].current)
+        return int(self._counters.levels["reserved_bytes"][0].current)
 
     def counts(self) -> tuple[int, int]:
-        segments = self._tally.levels["segment"][0]
-        hits = self._tally.levels["allocation"][0].allocated - self._tally.misses
+        segments = self._counters.levels["segment"][0]
+        hits = self._counters.levels["allocation"][0].allocated - self._counters.misses
         return hits, segments.allocated + segments.freed
 
     def allocate(self, nbytes: int, stream: int) -> Memory:

@@ -1,10 +1,25 @@
-"""Tables for terminals and notebooks."""
+"""Sizes and tables as text and HTML, for messages and reports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
 Row = Sequence[str]
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes with a unit.
+
+    Example:
+        >>> size_text(1536), size_text(3 << 30)
+        ('1.5 KiB', '3 GiB')
+    """
+    unit = 0
+    while abs(nbytes) >= 1024 and unit < len(_UNITS) - 1:
+        nbytes /= 1024
+        unit += 1
+    return f"{nbytes:.1f}".removesuffix(".0") + f" {_UNITS[unit]}"
 
 
 def as_text(header: Row, rows: Iterable[Row], align: Callable[[str, int], str]) -> str:

@@ -9,9 +9,9 @@ from collections import deque
 from types import CodeType, FrameType
 from typing import Any
 
+from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
 from allocator.pool.store import Store
-from allocator.watching.hooks import Hook
 
 Frames = list[dict[str, Any]]
 
