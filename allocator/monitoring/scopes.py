@@ -13,12 +13,15 @@ from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
 from allocator.pool.core import Core
 from allocator.pool.counters import Level
+from allocator.runtime.fork import renew_lock_in_child
 from allocator.runtime.formatting import size_text
 
 _lock = threading.RLock()  # protects the three below; never held while a pool is called
+renew_lock_in_child(globals())
 _cores: weakref.WeakSet[Core] = weakref.WeakSet()
 _open: list[Scope] = []
-_records: dict[tuple[str, str], _Record] = {}
+_records: dict[tuple[str, str], tuple[int, int, int]] = {}
+"""peak, number of blocks and total bytes, by name and place."""
 
 _entered: contextvars.ContextVar[tuple[Scope, ...]] = contextvars.ContextVar("scopes", default=())
 
@@ -61,15 +64,6 @@ class _Counter:
         return Usage(
             size.current, size.peak, size.allocated, count.current, count.peak, count.allocated
         )
-
-
-class _Record:
-    """Totals of the scopes of one name and place."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.peak = 0
-        self.total = 0
 
 
 class Scope(Hook):
@@ -120,10 +114,9 @@ class Scope(Hook):
         with _lock:
             _open.remove(self)
             cores = list(_cores)
-            record = _records.setdefault((self.name, self.where), _Record())
-            record.calls += 1
-            record.peak = max(record.peak, usage.peak_bytes)
-            record.total += usage.total_bytes
+            peak, calls, total = _records.get((self.name, self.where), (0, 0, 0))
+            peak, total = max(peak, usage.peak_bytes), total + usage.total_bytes
+            _records[self.name, self.where] = peak, calls + 1, total
         for core in cores:
             core.remove_hook(self)
 
@@ -192,7 +185,7 @@ def statistics_report() -> str:
              calls          peak         total  name, place
     """
     with _lock:
-        rows = [(record.peak, record.calls, record.total, *key) for key, record in _records.items()]
+        rows = [(*record, *key) for key, record in _records.items()]
     lines = [f"{'calls':>10}{'peak':>14}{'total':>14}  name, place"]
     for peak, calls, total, name, where in sorted(rows, reverse=True):
         lines.append(f"{calls:>10}{size_text(peak):>14}{size_text(total):>14}  {name}, {where}")
@@ -218,11 +211,3 @@ def register(core: Core) -> None:
         scopes = list(_open)
     for scope in scopes:
         core.add_hook(scope)
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

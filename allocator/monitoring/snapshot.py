@@ -12,12 +12,7 @@ from allocator.pool.core import Core
 
 
 def snapshot(core: Core, history: History | None) -> dict[str, Any]:
-    """A snapshot of a pool; the caller holds its lock.
-
-    Args:
-        core: the pool's core.
-        history: recorded events; without it there are no traces.
-    """
+    """A snapshot of a pool with the traces of a history; the caller holds the pool's lock."""
     store = core.store
     segments = [
         _segment(segment, heap.number) for heap in store.heaps.values() for segment in heap.segments

@@ -24,12 +24,7 @@ class FreeMemory(NamedTuple):
 
 
 def free_memory(store: Store, cached: Set[int]) -> FreeMemory:
-    """The free memory of a pool, from a walk over all blocks.
-
-    Args:
-        store: the pool's block records.
-        cached: ids of the allocations in the reuse cache.
-    """
+    """The free memory of a pool; ``cached`` are ids of the allocations in its reuse cache."""
     nbytes = largest = 0
     inactive = []
     for heap in store.heaps.values():

@@ -65,8 +65,8 @@ def _bar(segment: dict[str, Any], longest: int) -> str:
                 f'fill-opacity="{0.3 + 0.7 * part:.2f}"/>'
             )
         start += width
-    label = f"{segment['segment_type']} segment of {size_text(size)}, "
-    label += f"{size_text(segment['active_size'])} in use"
+    used = size_text(segment["active_size"])
+    label = f"{segment['segment_type']} segment of {size_text(size)}, {used} in use"
     return (
         f'<svg viewBox="0 0 {_CELLS} 10" preserveAspectRatio="none" height="12" '
         f'style="display:block;margin:2px 0;width:{max(100 * size / longest, 2):.1f}%">'

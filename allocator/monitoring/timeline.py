@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
 from allocator.pool.core import Core
+from allocator.pool.sizes import as_integer
 from allocator.runtime.formatting import escaped, size_text
 
 _WIDTH, _HEIGHT = 640, 160
@@ -44,8 +45,7 @@ class Timeline(Hook):
     """
 
     def __init__(self, core: Core, max_entries: int) -> None:
-        if isinstance(max_entries, bool) or not isinstance(max_entries, int):
-            raise TypeError(f"max_entries={max_entries!r} is not an integer")
+        max_entries = as_integer(max_entries, "max_entries")
         if max_entries < 1:
             raise ValueError(f"max_entries={max_entries} is less than 1")
         self._core = core

@@ -57,8 +57,8 @@ class Budget(Hook):
         self,
         core: Core,
         limit: int | str,
-        name: str | None = None,
-        on_exceed: Callable[[Budget, int], bool] | None = None,
+        name: str | None,
+        on_exceed: Callable[[Budget, int], bool] | None,
     ) -> None:
         """See :meth:`Pool.budget`."""
         if on_exceed is not None and not callable(on_exceed):
@@ -114,10 +114,9 @@ class Budget(Hook):
         if self not in _open.get() or self._has_room(nbytes):
             return
         self._core.update()
-        if self._has_room(nbytes):
-            return
-        gc.collect()  # tensors in reference cycles
-        self._core.update()
+        if not self._has_room(nbytes):
+            gc.collect()  # tensors in reference cycles
+            self._core.update()
         while not self._has_room(nbytes):
             if self._on_exceed is None or not self._on_exceed(self, nbytes):
                 raise self._exceeded(nbytes)

@@ -10,6 +10,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from allocator.monitoring.history import Frames, Stacks
@@ -69,12 +70,7 @@ class MemoryCorruptionError(RuntimeError):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        facts = dict(vars(self))
-        return _restored, (facts.pop("kind"), facts)
-
-
-def _restored(kind: str, facts: dict[str, Any]) -> MemoryCorruptionError:
-    return MemoryCorruptionError(kind, **facts)
+        return partial(type(self), **vars(self)), ()
 
 
 class _Life:
@@ -127,11 +123,7 @@ class Guard(Hook):
 
     @classmethod
     def attach(cls, core: Core) -> None:
-        """Turn a pool's debug mode on; its last findings are written when the process exits.
-
-        Raises:
-            RuntimeError: Python cannot read the pool's memory.
-        """
+        """Turn a pool's debug mode on; its last findings are written when the process exits."""
         if not core.store.source.driver.is_host_accessible:
             raise RuntimeError(
                 f"debug=True, but Python cannot read and fill the memory of {core.name}; use "
@@ -193,11 +185,7 @@ class Guard(Hook):
         return ()
 
     def discharge(self, most: int | None = None) -> Iterable[Allocation]:
-        """The allocations longest in quarantine, each to be freed at once.
-
-        Args:
-            most: bytes that may stay; :attr:`room` if None.
-        """
+        """The allocations longest in quarantine, until at most ``most`` bytes stay."""
         most = self.room if most is None else most
         self._discharges += 1
         while self._quarantine and self._quarantined_bytes > most:

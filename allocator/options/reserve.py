@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 from allocator.pool.allocation import Allocation
-from allocator.pool.blocks import Block, split
+from allocator.pool.blocks import Block, Heap, split
 from allocator.pool.core import Core, open_reserves
 from allocator.pool.sizes import parse_size
 from allocator.pool.store import rounded
@@ -46,6 +46,11 @@ class Reservation:
         self._was_entered = False
 
     @property
+    def heap(self) -> Heap:
+        """The heap of its blocks."""
+        return self.core.store.heap_of(None)
+
+    @property
     def left(self) -> int:
         """Bytes still put aside."""
         block = self._held
@@ -76,11 +81,11 @@ class Reservation:
     def __repr__(self) -> str:
         return f"<reservation of {size_text(self.nbytes)}: {size_text(self.left)} left>"
 
-    def release(self) -> None:
+    def give_back(self) -> None:
         """Free the rest; in the outermost call."""
         block = self._held
         if block is not None:
-            self.core.store.heap_of(None).free(block)
+            self.heap.free(block)
 
     def take(self, nbytes: int, alignment: int) -> Allocation | None:
         """An allocation from the end of the rest, if it fits.
@@ -93,7 +98,7 @@ class Reservation:
         block = self._cut(store.bare_room_for(nbytes, alignment), alignment)
         if block is None:
             return None
-        return store.adopt(self.pool, block, block.address, nbytes, alignment, store.heap_of(None))
+        return store.adopt(self.pool, block, block.address, nbytes, alignment, self.heap)
 
     def _cut(self, nbytes: int, alignment: int) -> Block | None:
         """An allocated block without a tag from the end of the held one, if it is large enough."""

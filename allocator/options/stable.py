@@ -53,13 +53,7 @@ class StableStore(Store):
     """
 
     def __init__(self, source: Source, rules: Rules, size: int | str, pool: str) -> None:
-        """Allocate the arena.
-
-        Raises:
-            ValueError: its size is 0, or the source has a limit.
-            OutOfMemoryError: it cannot be allocated.
-            RuntimeError: its address is not aligned to the largest alignment.
-        """
+        """Allocate the arena, or raise ValueError, OutOfMemoryError or RuntimeError."""
         if source.limit is not None:
             raise ValueError(
                 f"stable_addresses={size!r} is a limit itself; leave limit and fraction out"
@@ -124,11 +118,7 @@ class StableStore(Store):
             super().trim(target)
 
     def heap_of(self, queue: Any) -> Heap:
-        """The arena.
-
-        Raises:
-            ValueError: the queue is not the pool's own.
-        """
+        """The arena; ValueError if the queue is not the pool's own."""
         if queue is not None:
             raise ValueError(
                 f"queue={queue!r}: a pool with stable addresses serves its own queue alone; use "

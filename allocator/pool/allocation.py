@@ -103,11 +103,10 @@ class Allocation:
         self.notes[key] = value
 
 
-def largest_sites(allocations: Iterable[Allocation], most: int = 5) -> list[Site]:
-    """The places in the program that hold the most memory, if stacks are recorded."""
-    held: dict[str, tuple[int, int]] = {}
+def largest_sites(allocations: Iterable[Allocation]) -> list[Site]:
+    """The five places in the program that hold the most memory, if stacks are recorded."""
+    sites: dict[str, Site] = {}
     for allocation in allocations:
-        nbytes, blocks = held.get(allocation.site, (0, 0))
-        held[allocation.site] = nbytes + allocation.size, blocks + 1
-    sites = [Site(where, nbytes, blocks) for where, (nbytes, blocks) in held.items()]
-    return sorted(sites, key=lambda site: -site.nbytes)[:most]
+        where, nbytes, blocks = sites.get(allocation.site, Site(allocation.site, 0, 0))
+        sites[where] = Site(where, nbytes + allocation.size, blocks + 1)
+    return sorted(sites.values(), key=lambda site: -site.nbytes)[:5]

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
+from allocator.pool.sizes import as_number
+
 _KIB = 1024
 _MIB = 1024 * _KIB
 GRAIN = 512
@@ -87,10 +89,13 @@ class Rules:
 
     def __post_init__(self) -> None:
         for name in ("rounding", "small_limit", "small_segment", "slack", "replace_limit"):
-            if _checked(self, name, "an integer", int) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} is negative; give 0 or more")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r} is not an integer")
+            if value < 0:
+                raise ValueError(f"{name}={value!r} is negative; give 0 or more")
         for name in ("over_reserve", "replace_rest"):
-            if not 0 <= _checked(self, name, "a number", int, float) < math.inf:
+            if not 0 <= as_number(getattr(self, name), name) < math.inf:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not a finite number of at least 0"
                 )
@@ -109,18 +114,6 @@ class Rules:
                 f"small_limit={limit} does not fit into segments of small_segment={segment}; give "
                 "a small_limit of at most small_segment"
             )
-
-
-def _checked(rules: Rules, name: str, wanted: str, *types: type) -> Any:
-    """The value of a field.
-
-    Raises:
-        TypeError: it has none of the types.
-    """
-    value = getattr(rules, name)
-    if isinstance(value, bool) or not isinstance(value, types):
-        raise TypeError(f"{name}={value!r} is not {wanted}")
-    return value
 
 
 class Segment:
@@ -184,7 +177,7 @@ def split(block: Block, size: int) -> Block:
 
 
 class _FreeBlocks:
-    """Free blocks, in a bin for each size."""
+    """Free blocks, in a bin for each size: one sorted list would be slower for many blocks."""
 
     def __init__(self) -> None:
         self._bins: dict[int, list[tuple[int, int, Block]]] = {}
@@ -232,13 +225,7 @@ class _FreeBlocks:
 
 
 class Heap:
-    """A caching heap over an upstream.
-
-    Args:
-        upstream: source of segments.
-        rules: constants of the policy.
-        number: the owner's number of the heap.
-    """
+    """A caching heap over an upstream."""
 
     def __init__(self, upstream: Upstream, rules: Rules = Rules(), number: int = 0) -> None:
         self.number = number
@@ -265,7 +252,7 @@ class Heap:
 
     @property
     def segments(self) -> Collection[Segment]:
-        """In order of creation."""
+        """The segments, in order of creation."""
         return self._segments.values()
 
     @property
@@ -278,11 +265,7 @@ class Heap:
         return chain.from_iterable(segment.blocks() for segment in self.segments)
 
     def allocate(self, nbytes: int, alignment: int = 512) -> Block:
-        """Allocate a block.
-
-        Args:
-            nbytes: bytes asked for, more than 0.
-            alignment: alignment of the address, a power of two.
+        """Allocate a block for more than 0 bytes, at an alignment that is a power of two.
 
         Raises:
             MemoryError: upstream has no more, even after all free segments were returned.
@@ -334,14 +317,9 @@ class Heap:
         self._add_free(block)
 
     def trim(self, target: int = 0) -> int:
-        """Return wholly free segments, the largest first, until ``reserved <= target``.
-
-        Returns:
-            the bytes returned.
-        """
+        """Return free segments, the largest first, until ``reserved <= target``; counts bytes."""
         before = self.reserved
-        whole = sorted(self._whole_blocks(), key=lambda block: (-block.size, block.segment.ordinal))
-        for block in whole:
+        for block in sorted(self._whole_blocks(), key=lambda b: (-b.size, b.segment.ordinal)):
             if self.reserved <= target:
                 break
             self.release_segment(block)

@@ -39,7 +39,7 @@ class Reserve(Protocol):
     def take(self, nbytes: int, alignment: int) -> Allocation | None:
         """An allocation for the pool's own queue, if there is room for it."""
 
-    def release(self) -> None:
+    def give_back(self) -> None:
         """Free the rest, in the outermost call."""
 
 
@@ -154,12 +154,7 @@ class Core:
     # ------------------------------------------------------------------ allocation
 
     def acquire(self, nbytes: int, alignment: int = ROUNDING, queue: Any = None) -> Allocation:
-        """Memory that hooks have been told of.
-
-        Args:
-            nbytes: bytes asked for; 0 takes no memory.
-            alignment: alignment of the address.
-            queue: the queue that the memory is for; None for the pool's own.
+        """Allocate for a queue, or for the pool's own; 0 bytes take no memory.
 
         Raises:
             OutOfMemoryError: there is no room.
@@ -186,8 +181,7 @@ class Core:
     def retry(self, nbytes: int, take: Callable[[], _T]) -> _T:
         """The result of ``take``, retried after a collection and for as long as hooks free memory.
 
-        Raises:
-            OutOfMemoryError: it failed for good.
+        Raises OutOfMemoryError in the end.
         """
         try:
             return take()
@@ -248,7 +242,7 @@ class Core:
     # ------------------------------------------------------------------ release
 
     def drain(self, *, everything: bool = True) -> None:
-        """Take in what was released, all of it or what is quick to find; in the outermost call."""
+        """Take back released memory, all of it or what is found quickly; in the outermost call."""
         if self._process != os.getpid():
             return
         for export in self.exporter.take_released(everything=everything):
@@ -272,7 +266,7 @@ class Core:
             if isinstance(item, Allocation):
                 self._take_back(item)
             else:
-                item.release()
+                item.give_back()
         self.store.take_back_finished()
         if self.is_closed:
             self.flush_cache()
@@ -354,8 +348,7 @@ class Core:
     def drain_if_idle(self, *, with_unclaimed: bool = False) -> None:
         """Drain, unless this or another thread is inside the pool.
 
-        Args:
-            with_unclaimed: also take back allocations that an interrupt left without an owner.
+        ``with_unclaimed`` also takes back allocations that an interrupt left without an owner.
         """
         if self._process != os.getpid():
             return

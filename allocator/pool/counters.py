@@ -93,12 +93,7 @@ class Counters:
         self._change(Level.pass_through, BLOCKS, amounts[:2], is_small)
 
     def recount(self, metrics: Sequence[str], items: Iterable[tuple[Sequence[int], bool]]) -> None:
-        """Set the current values of some metrics to sums.
-
-        Args:
-            metrics: one of the groups of :data:`METRICS`.
-            items: an amount for each metric, and whether it is of small blocks.
-        """
+        """Set metrics to the sums of items: an amount for each metric, and whether it is small."""
         large, small = [0] * len(metrics), [0] * len(metrics)
         for amounts, is_small in items:
             totals = small if is_small else large

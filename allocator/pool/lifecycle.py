@@ -15,26 +15,19 @@ if TYPE_CHECKING:
     from allocator.pool.core import Core
 
 
-# A dict of references, as another thread may add to a WeakSet while one reads it.
-_cores: dict[int, weakref.ref[Core]] = {}
+_cores: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
 _of_the_parent: list[Core] = []
 
 
 def register(core: Core) -> None:
     """Include a pool in what is done at collections, forks and exit."""
-    key = id(core)
-    _cores[key] = weakref.ref(core, lambda reference: _forget(key, reference))
-
-
-def _forget(key: int, reference: weakref.ref[Core]) -> None:
-    if _cores.get(key) is reference:  # not another pool's at the same address
-        del _cores[key]
+    _cores[id(core)] = core
 
 
 def cores() -> list[Core]:
     """The cores of all pools alive, the oldest first."""
-    alive = (reference() for reference in list(_cores.values()))
-    return [core for core in alive if core is not None]
+    # Not values(): another thread may add a pool during an iteration.
+    return [core for reference in _cores.valuerefs() if (core := reference()) is not None]
 
 
 def _after_collection(phase: str, info: dict[str, int]) -> None:

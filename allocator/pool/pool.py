@@ -431,12 +431,7 @@ class Pool(Constructors, Reports):
 
 
 def _allocation_of(pool: Pool, core: Core, memory: Any) -> Allocation:
-    """The allocation of a tensor, an array or memory of a pool.
-
-    Raises:
-        TypeError: ``memory`` is none of them.
-        ValueError: it was released, or is not of this pool.
-    """
+    """The allocation of a tensor, an array or memory of a pool; TypeError or ValueError if none."""
     if isinstance(memory, Array):
         memory = memory.memory
     if isinstance(memory, Memory):

@@ -44,8 +44,8 @@ class Store:
         """those of open reservations."""
         self.margin = 0
         """unused bytes before and after each allocation, a multiple of 512."""
-        self.leaving: Callable[[Allocation], Iterable[Allocation]] = _itself
-        """which blocks become free when an allocation ends: its own, or none if it is kept."""
+        self.leaving: Callable[[Allocation], Iterable[Allocation]] = lambda ended: (ended,)
+        """the allocations to free when one ends: itself, or none if it is quarantined."""
         self.is_closed = False
         """whether nothing is cached any more."""
         self.awaiting: list[tuple[Allocation, list[Any]]] = []
@@ -77,11 +77,7 @@ class Store:
         return self.heap_of(queue).fits(self.room_for(nbytes, alignment), alignment)
 
     def take(self, pool: Any, nbytes: int, alignment: int, queue: Any) -> Allocation:
-        """Allocate a block.
-
-        Raises:
-            MemoryError: there is none, and the source gives no more.
-        """
+        """Allocate a block, or raise MemoryError."""
         heap = self.heap_of(queue)
         misses = heap.misses
         block = heap.allocate(self.room_for(nbytes, alignment), alignment)
@@ -104,11 +100,7 @@ class Store:
         return allocation
 
     def hold(self, holder: Allocation) -> None:
-        """Find a block for ``holder``, which the counters leave out.
-
-        Raises:
-            MemoryError: there is none, and the source gives no more.
-        """
+        """Allocate a block for ``holder``, which no counter includes, or raise MemoryError."""
         heap = self.heap_of(None)
         self.holders.add(holder)
         block = heap.allocate(holder.nbytes)
@@ -149,15 +141,21 @@ class Store:
     def make_free(self, allocations: Iterable[Allocation]) -> None:
         """Free the blocks of ended allocations."""
         for allocation in allocations:
-            self._make_free(allocation)
+            self.counters.freed(allocation.size, allocation.is_small)
+            if allocation.block is not None:
+                self._free_block(allocation)
+            else:
+                self.source.release(allocation.handle)
+                self.counters.shrank(allocation.handle[1], False)
 
     def take_back_finished(self) -> None:
         """Free the blocks that other queues have finished with."""
         for waiting in list(self.awaiting):
             allocation, events = waiting
-            if all(_is_complete(event) for event in events):
+            complete = load_dpctl().event_status_type.complete
+            if all(event.execution_status == complete for event in events):
                 self.awaiting.remove(waiting)
-                self._make_free(allocation)
+                self.make_free((allocation,))
 
     def cache(self, allocation: Allocation) -> None:
         """Count the allocation as free, but leave its block allocated."""
@@ -222,9 +220,8 @@ class Store:
     def recover(self, exported: Collection[int], quarantined: Collection[Allocation]) -> None:
         """Restore consistent records after an asynchronous exception.
 
-        Args:
-            exported: ids of allocations that may have ended but keep their blocks.
-            quarantined: ended allocations whose blocks must not be allocated yet.
+        Allocations whose ids are ``exported`` keep their blocks although they may have ended, and
+        so do those in quarantine.
         """
         for awaited, _ in self.awaiting:
             self._remove_in_use(awaited)
@@ -274,10 +271,10 @@ class Store:
 
     def _remove_in_use(self, allocation: Allocation) -> bool:
         """Remove an allocation from those in use; False if it was not there."""
-        was_in_use = self.in_use.get(allocation.address) is allocation
-        if was_in_use:
-            del self.in_use[allocation.address]
-        return was_in_use
+        if self.in_use.get(allocation.address) is not allocation:
+            return False
+        del self.in_use[allocation.address]
+        return True
 
     def _count_as_free(self, allocation: Allocation) -> None:
         if self._remove_in_use(allocation):
@@ -288,15 +285,6 @@ class Store:
     def _front(self, alignment: int) -> int:
         """Bytes of the margin before an allocation, which keep its alignment."""
         return -(-self.margin // alignment) * alignment
-
-    def _make_free(self, allocation: Allocation) -> None:
-        self.counters.freed(allocation.size, allocation.is_small)
-        if allocation.block is not None:
-            self._free_block(allocation)
-            return
-        _, room = allocation.handle
-        self.source.release(allocation.handle)
-        self.counters.shrank(room, False)
 
     def _free_block(self, allocation: Allocation) -> None:
         heap, block = allocation.heap, allocation.block
@@ -314,11 +302,3 @@ _ONCE = _referenced({0: object()})[0][1]
 
 def _is_staggered(nbytes: int, alignment: int) -> bool:
     return nbytes > STAGGERED and alignment <= ROUNDING
-
-
-def _itself(allocation: Allocation) -> tuple[Allocation, ...]:
-    return (allocation,)
-
-
-def _is_complete(event: Any) -> bool:
-    return bool(event.execution_status == load_dpctl().event_status_type.complete)

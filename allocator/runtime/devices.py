@@ -76,7 +76,6 @@ def devices() -> Devices:
 
 
 def _described(device: Any) -> Device:
-    """The facts of dpctl's device."""
     return Device(
         device.filter_string,
         device.name.strip(),
@@ -91,13 +90,6 @@ def _described(device: Any) -> Device:
 
 def _cells(device: Device) -> tuple[str, ...]:
     """A row of the table."""
-    return (
-        device.filter_string,
-        device.name,
-        device.driver,
-        size_text(device.memory),
-        ", ".join(device.kinds) or "none",
-        str(device.units),
-        "yes" if device.has_float64 else "no",
-        "yes" if device.has_float16 else "no",
-    )
+    *names, memory, kinds, units, has_float64, has_float16 = device
+    has = ("yes" if each else "no" for each in (has_float64, has_float16))
+    return (*names, size_text(memory), ", ".join(kinds) or "none", str(units), *has)

@@ -9,12 +9,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_text(nbytes: float) -> str:
-    """A number of bytes with a unit.
-
-    Example:
-        >>> size_text(1536), size_text(3 << 30)
-        ('1.5 KiB', '3 GiB')
-    """
+    """A number of bytes with a unit, such as "1.5 KiB"."""
     unit = 0
     while abs(nbytes) >= 1024 and unit < len(_UNITS) - 1:
         nbytes /= 1024
@@ -23,13 +18,7 @@ def size_text(nbytes: float) -> str:
 
 
 def as_text(header: Row, rows: Iterable[Row], align: Callable[[str, int], str]) -> str:
-    """A table of plain text, whose first column is aligned to the left.
-
-    Args:
-        header: names of the columns.
-        rows: rows of as many cells.
-        align: pads the other columns, as ``str.ljust`` or ``str.rjust``.
-    """
+    """A table of plain text; ``align`` pads all columns but the first, as ``str.rjust`` does."""
     table = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = ([first.ljust(widths[0]), *map(align, rest, widths[1:])] for first, *rest in table)

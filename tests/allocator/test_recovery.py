@@ -204,7 +204,7 @@ def test_threads_between_two_lines() -> None:
         thread.start()
         thread.join()
 
-    with stopping_at(at_line(Pool.empty, "if words[first] not in NOT_BACK"), in_another_thread):
+    with stopping_at(at_line(Pool.empty, "if words[first] not in NOT_RELEASED"), in_another_thread):
         x = pool.empty(1000)
     assert x.shape == (1000,)
 
