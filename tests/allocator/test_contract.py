@@ -90,7 +90,7 @@ def test_reuse(pool: Pool, case: PoolCase) -> None:
         x = pool.full(1000, float(i))
         assert (x == i).all()
         del x
-    assert pool._core.is_watched != case.reuses
+    assert pool._core.bypasses_cache != case.reuses
     assert pool.memory_reserved() <= (case.arena or 4 * MIB)
     assert pool.memory_stats()["allocation.all.allocated"] == 50
 

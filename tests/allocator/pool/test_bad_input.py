@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack as to_torch
 
 import allocator
 from allocator import OutOfMemoryError, Pool
-from allocator.runtime.driver import UsmDriver
+from allocator.pool.driver import UsmDriver
 from tests.allocator.helpers import MIB, FaultyDriver
 
 Call = Callable[[Pool], Any]

@@ -48,7 +48,7 @@ def test_lost_export_among_many(pool: Pool) -> None:
     _keep = [pool.empty(10) for _ in range(MANY)]
     x = pool.empty(1000)
     del x
-    with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.come_back, "return")):
+    with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.take_released, "return")):
         pool.tally()
     _memory = pool.allocate(100)  # mends, and looks at some of the exports only
     x = pool.empty(1000)
@@ -125,7 +125,7 @@ def test_public_capsule(pool: Pool) -> None:
     capsule = array.__dlpack__(max_version=(1, 0))
     del capsule, array
     for _ in range(6):
-        stop = stopping_at(at_call_from(Exporter.come_back))
+        stop = stopping_at(at_call_from(Exporter.take_released))
         with contextlib.suppress(KeyboardInterrupt), stop:
             pool.tally()
 
@@ -160,7 +160,7 @@ def test_threads_between_two_lines(pool: Pool) -> None:
         small = [pool.empty(100) for _ in range(20)]
         del small
 
-    line = at_line(Pool.empty, "if words[first] not in NOT_BACK")
+    line = at_line(Pool.empty, "if words[first] not in NOT_RELEASED")
     with stopping_at(line, lambda: in_threads(meanwhile, count=1)):
         x = pool.empty(1000)
     assert x.shape == (1000,)

@@ -28,7 +28,7 @@ def test_a_loop_counts_every_tensor(pool: Pool) -> None:
             pool.empty(100)
     assert scope.usage == Usage(0, 512, 50 * 512, 0, 1, 50)
     assert scope.name == "test_a_loop_counts_every_tensor"
-    assert not pool._core.is_watched
+    assert not pool._core.bypasses_cache
 
 
 def test_by_pool(pool: Pool) -> None:
@@ -115,7 +115,7 @@ def test_tasks_are_separate(pool: Pool) -> None:
 def test_an_error_closes_the_scope(pool: Pool) -> None:
     with pytest.raises(KeyError), statistics("fails"):
         raise KeyError
-    assert not pool._core.is_watched
+    assert not pool._core.bypasses_cache
     assert "fails" in allocator.statistics_report()
 
 

@@ -46,7 +46,7 @@ def test_nothing_is_recorded_after_the_block(pool: Pool) -> None:
     before = timeline.rows()
     _x = pool.empty(100)
     assert timeline.rows() == before
-    assert not pool._core.is_watched
+    assert not pool._core.bypasses_cache
 
 
 def test_the_last_rows_are_kept(pool: Pool) -> None:

@@ -45,13 +45,7 @@ class UsmDriver:
     """SYCL USM memory of one kind."""
 
     def __init__(self, queue: Any, kind: str) -> None:
-        """Memory of the device of ``queue``.
-
-        Raises:
-            ValueError: there is no such kind.
-            TypeError: ``queue`` is not a dpctl.SyclQueue.
-            RuntimeError: the device has no memory of this kind.
-        """
+        """Memory of the device of ``queue``; RuntimeError if it has none of this kind."""
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} is none of {', '.join(KINDS)}")
         check_not_forked()
@@ -76,11 +70,7 @@ class UsmDriver:
         )
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:
-        """The address of new memory, and the object that keeps it.
-
-        Raises:
-            MemoryError: the driver has no memory left, or does not allocate so much at once.
-        """
+        """The address of new memory, and the object that keeps it; raises MemoryError."""
         if nbytes > self._largest:
             raise MemoryError(
                 f"{self.name} gives at most {self._largest:,} bytes at once (max_mem_alloc_size)"

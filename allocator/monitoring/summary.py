@@ -6,39 +6,27 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from allocator.pool.counters import FACTS, TIERS, Tally
-from allocator.pool.sizes import size_text
-from allocator.watching.tables import escaped
+from allocator.pool.counters import FACTS, METRICS, TIERS, Counters
+from allocator.runtime.formatting import escaped, size_text
 
 if TYPE_CHECKING:
-    from allocator.watching.statistics import Health
+    from allocator.monitoring.statistics import Health
 
 _CELLS = 120
 """resolution of a segment's bar."""
 _MOST_BARS = 40
-_ROWS = (
-    "allocated_bytes",
-    "active_bytes",
-    "requested_bytes",
-    "reserved_bytes",
-    "inactive_split_bytes",
-    "allocation",
-    "active",
-    "segment",
-    "inactive_split",
-)
 _TABLE_STYLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
 
 
-def summary(title: str, tally: Tally, *, abbreviated: bool) -> str:
+def summary(title: str, counters: Counters, *, abbreviated: bool) -> str:
     """The counters as a table of plain text; only of all blocks together if abbreviated."""
     lines = [title, f"{'metric':<28}" + "".join(f"{fact:>14}" for fact in FACTS)]
-    for metric in _ROWS:
+    for metric in sorted(METRICS, key=lambda metric: not metric.endswith("bytes")):
         text = size_text if metric.endswith("bytes") else str
-        for tier, level in zip(TIERS[: 1 if abbreviated else None], tally.levels[metric]):
+        for tier, level in zip(TIERS[: 1 if abbreviated else None], counters.levels[metric]):
             facts = "".join(f"{text(getattr(level, fact)):>14}" for fact in FACTS)
             lines.append(f"{metric + ' ' + tier.removesuffix('_pool'):<28}{facts}")
-    lines.append(f"{tally.ooms} allocations failed, {tally.retries} were retried")
+    lines.append(f"{counters.ooms} allocations failed, {counters.retries} were retried")
     return "\n".join(lines)
 
 
@@ -77,8 +65,8 @@ def _bar(segment: dict[str, Any], longest: int) -> str:
                 f'fill-opacity="{0.3 + 0.7 * part:.2f}"/>'
             )
         start += width
-    label = f"{segment['segment_type']} segment of {size_text(size)}, "
-    label += f"{size_text(segment['active_size'])} in use"
+    used = size_text(segment["active_size"])
+    label = f"{segment['segment_type']} segment of {size_text(size)}, {used} in use"
     return (
         f'<svg viewBox="0 0 {_CELLS} 10" preserveAspectRatio="none" height="12" '
         f'style="display:block;margin:2px 0;width:{max(100 * size / longest, 2):.1f}%">'

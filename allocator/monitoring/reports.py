@@ -8,21 +8,21 @@ import pickle
 from collections import OrderedDict
 from typing import Any
 
-from allocator.pool.core import Core
-from allocator.pool.counters import Tally
-from allocator.watching.history import History
-from allocator.watching.snapshot import snapshot
-from allocator.watching.statistics import (
-    FreeRoom,
+from allocator.monitoring.history import History
+from allocator.monitoring.snapshot import snapshot
+from allocator.monitoring.statistics import (
+    FreeMemory,
     Health,
-    free_room,
+    free_memory,
     health,
     memory_stats,
     memory_stats_as_nested_dict,
 )
-from allocator.watching.summary import summary, summary_html
-from allocator.watching.timeline import Timeline
-from allocator.watching.trace import Trace, recorded
+from allocator.monitoring.summary import summary, summary_html
+from allocator.monitoring.timeline import Timeline
+from allocator.monitoring.trace import Trace, recorded
+from allocator.pool.core import Core
+from allocator.pool.counters import Counters
 
 
 class Reports:
@@ -48,30 +48,27 @@ class Reports:
 
     def memory_allocated(self) -> int:
         """Bytes of blocks in use."""
-        return self._core.tally().levels["allocated_bytes"][0].current
+        return self._core.update().levels["allocated_bytes"][0].current
 
     def memory_reserved(self) -> int:
         """Bytes taken from the driver."""
-        return self._core.tally().levels["reserved_bytes"][0].current
+        return self._core.update().levels["reserved_bytes"][0].current
 
     def max_memory_allocated(self) -> int:
         """Most bytes in use at once since the last reset."""
-        return self._core.tally().levels["allocated_bytes"][0].peak
+        return self._core.update().levels["allocated_bytes"][0].peak
 
     def max_memory_reserved(self) -> int:
         """Most bytes taken from the driver at once since the last reset."""
-        return self._core.tally().levels["reserved_bytes"][0].peak
+        return self._core.update().levels["reserved_bytes"][0].peak
 
     def memory_stats(self) -> OrderedDict[str, Any]:
         """Counters by the names that ``torch.cuda.memory_stats`` uses.
 
-        The names are ``{metric}.{tier}.{fact}``. Metrics: allocation, allocated_bytes,
-        requested_bytes, active, active_bytes, segment, reserved_bytes, inactive_split and
-        inactive_split_bytes. Tiers: all, large_pool and small_pool. Facts: current, peak, allocated
-        (the sum of all rises) and freed. In addition: num_alloc_retries, num_ooms, num_device_alloc
-        and num_device_free. Counters of features that this pool lacks (num_sync_all_streams,
-        num_oom_rejections, oversize, max_split_size) are as in a torch that does not use them.
-        hit_rate, fragmentation, internal_waste_bytes and driver_calls are not torch's.
+        Their meanings are torch's too; ``allocated`` and ``freed`` are the sums of all rises and
+        falls. Counters of features that this pool lacks (num_sync_all_streams, num_oom_rejections,
+        oversize, max_split_size) are as in a torch that does not use them. hit_rate, fragmentation,
+        internal_waste_bytes and driver_calls are not torch's: see :class:`Health`.
 
         inactive_split, the free blocks in partly used segments, is measured only by this method:
         its peak is the largest value that a call found, its sums are of changes between calls.
@@ -95,15 +92,15 @@ class Reports:
 
     def reset_peak_memory_stats(self) -> None:
         """Reset the peaks to the current values."""
-        tally = self._core.tally()
+        counters = self._core.update()
         with self._core.lock:
-            tally.reset_peaks()
+            counters.reset_peaks()
 
     def reset_accumulated_memory_stats(self) -> None:
         """Reset the sums of rises and falls, and the counts, to 0."""
-        tally = self._core.tally()
+        counters = self._core.update()
         with self._core.lock:
-            tally.reset_accumulated()
+            counters.reset_accumulated()
 
     def memory_summary(self, abbreviated: bool = False) -> str:
         """A table of the counters, for a terminal.
@@ -117,7 +114,7 @@ class Reports:
             metric
         """
         self.memory_stats()  # measures the free blocks in partly used segments
-        return summary(self._core.name, self._core.store.tally, abbreviated=abbreviated)
+        return summary(self._core.name, self._core.store.counters, abbreviated=abbreviated)
 
     def _repr_html_(self) -> str:
         """Figures and a bar for each segment, for Jupyter."""
@@ -179,9 +176,7 @@ class Reports:
             path: path of the file, which is overwritten.
         """
         with open(path, "wb") as file:
-            pickle.dump(
-                self.snapshot(), file, protocol=4
-            )  # the newest protocol that the page reads
+            pickle.dump(self.snapshot(), file, protocol=4)  # the newest that the page reads
 
     def snapshot(self) -> dict[str, Any]:
         """Segments, blocks and history in the format that https://pytorch.org/memory_viz opens.
@@ -202,9 +197,9 @@ class Reports:
                 core.flush_cache()
             return snapshot(core, self._history)
 
-    def _figures(self) -> tuple[Tally, FreeRoom]:
+    def _figures(self) -> tuple[Counters, FreeMemory]:
         core = self._core
-        tally = core.tally()
+        counters = core.update()
         with core.lock:
             cached = {id(export.owner) for entry in core.cache for export in entry.cached}
-            return tally, free_room(core.store, cached)
+            return counters, free_memory(core.store, cached)

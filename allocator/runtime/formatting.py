@@ -1,20 +1,24 @@
-"""Tables for terminals and notebooks."""
+"""Sizes and tables as text and HTML, for messages and reports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
 Row = Sequence[str]
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes with a unit, such as "1.5 KiB"."""
+    unit = 0
+    while abs(nbytes) >= 1024 and unit < len(_UNITS) - 1:
+        nbytes /= 1024
+        unit += 1
+    return f"{nbytes:.1f}".removesuffix(".0") + f" {_UNITS[unit]}"
 
 
 def as_text(header: Row, rows: Iterable[Row], align: Callable[[str, int], str]) -> str:
-    """A table of plain text, whose first column is aligned to the left.
-
-    Args:
-        header: names of the columns.
-        rows: rows of as many cells.
-        align: pads the other columns, as ``str.ljust`` or ``str.rjust``.
-    """
+    """A table of plain text; ``align`` pads all columns but the first, as ``str.rjust`` does."""
     table = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = ([first.ljust(widths[0]), *map(align, rest, widths[1:])] for first, *rest in table)

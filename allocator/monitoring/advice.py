@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+from allocator.monitoring.replay import Replay
 from allocator.pool.blocks import Rules
-from allocator.pool.sizes import size_text
-from allocator.watching.replay import Replay
-from allocator.watching.tables import as_html, as_text, escaped
+from allocator.runtime.formatting import as_html, as_text, escaped, size_text
 
 if TYPE_CHECKING:
-    from allocator.watching.trace import Trace
+    from allocator.monitoring.trace import Trace
 
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -82,10 +82,8 @@ class Advice:
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        yield self._candidate_row(self.default)
-        for candidate in self._frontier():
-            if candidate != self.default:
-                yield self._candidate_row(candidate)
+        others = (candidate for candidate in self._frontier() if candidate != self.default)
+        return map(self._row, chain([self.default], others))
 
     def _frontier(self) -> Iterator[Candidate]:
         """Candidates that no other beats in both memory and hits, the least memory first."""
@@ -95,15 +93,15 @@ class Advice:
                 most_hits = candidate.replay.hits
                 yield candidate
 
-    def _candidate_row(self, candidate: Candidate) -> tuple[str, ...]:
+    def _row(self, candidate: Candidate) -> tuple[str, ...]:
         rules, replay = candidate
-        mark = " (best)" if rules == self.rules else ""
-        hits, calls = f"{replay.hit_rate:.2%}", f"{replay.driver_calls:,}"
-        return self._row(_rules_text(rules) + mark, replay.peak_reserved, hits, calls)
-
-    def _row(self, name: str, peak: int, hits: str, calls: str) -> tuple[str, ...]:
-        ratio = f"{peak / self.lower_bound:.3f}" if self.lower_bound else ""
-        return name, size_text(peak), ratio, hits, calls
+        return (
+            _rules_text(rules) + (" (best)" if rules == self.rules else ""),
+            size_text(replay.peak_reserved),
+            f"{replay.peak_reserved / self.lower_bound:.3f}" if self.lower_bound else "",
+            f"{replay.hit_rate:.2%}",
+            f"{replay.driver_calls:,}",
+        )
 
     def _bound(self) -> str:
         allocations = self.default.replay.allocations
@@ -160,12 +158,9 @@ def advise(trace: Trace, *, hit_rate: float | None = None) -> Advice:
 
 
 def _search(trace: Trace, default: Candidate, hit_rate: float) -> list[Candidate]:
-    """The candidates of a greedy search.
-
-    A search for fewer hits occasionally ends at more memory than one for more hits, so it runs for
-    hit rates of 0 and 1 too.
-    """
+    """The candidates of a greedy search."""
     replays = {default.rules: default.replay}
+    # A search for fewer hits occasionally ends at more memory than one for more hits.
     for aim in sorted({0.0, hit_rate, 1.0}):
         tried = [default]
         for knob, values in _KNOBS.items():

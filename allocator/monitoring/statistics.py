@@ -1,4 +1,4 @@
-"""What a pool's counters and blocks add up to: torch's statistics and a summary of its health."""
+"""Statistics of a pool, by torch's names and as a summary of its health."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections import OrderedDict
 from collections.abc import Set
 from typing import Any, NamedTuple
 
-from allocator.pool.blocks import Block, Segment
-from allocator.pool.counters import FACTS, TIERS, Level, Split, Tally
+from allocator.pool.counters import FACTS, INACTIVE, TIERS, Counters
 from allocator.pool.store import Store
 
 
-class FreeRoom(NamedTuple):
+class FreeMemory(NamedTuple):
     """The free memory of the segments.
 
     Tensors in the reuse cache count as free: a request that finds no room gets their memory.
@@ -20,46 +19,28 @@ class FreeRoom(NamedTuple):
     nbytes: int
     largest: int
     """Bytes of the longest contiguous range."""
-    large_split: Split
-    small_split: Split
+    inactive: list[tuple[tuple[int, int], bool]]
+    """Number and bytes of the free blocks of each partly used segment, and whether it is small."""
 
 
-def free_room(store: Store, cached: Set[int]) -> FreeRoom:
-    """The free memory of a pool, from a walk over all blocks.
-
-    Args:
-        store: the pool's block records.
-        cached: ids of the allocations in the reuse cache.
-    """
+def free_memory(store: Store, cached: Set[int]) -> FreeMemory:
+    """The free memory of a pool; ``cached`` are ids of the allocations in its reuse cache."""
     nbytes = largest = 0
-    splits = {True: Split(0, 0), False: Split(0, 0)}
+    inactive = []
     for heap in store.heaps.values():
         for segment in heap.segments:
-            sizes, stretch, is_part_used = _idle(segment, cached)
+            sizes, length, is_partly_used = [], 0, False
+            for block in segment.blocks():
+                if block.is_free or id(block.tag) in cached:
+                    sizes.append(block.size)
+                    length += block.size
+                    largest = max(largest, length)
+                else:
+                    length, is_partly_used = 0, True
             nbytes += sum(sizes)
-            largest = max(largest, stretch)
-            if is_part_used:
-                blocks, before = splits[segment.is_small]
-                splits[segment.is_small] = Split(blocks + len(sizes), before + sum(sizes))
-    return FreeRoom(nbytes, largest, splits[False], splits[True])
-
-
-def _idle(segment: Segment, cached: Set[int]) -> tuple[list[int], int, bool]:
-    """Sizes of a segment's free blocks, the longest range of them, and whether it is in use."""
-    sizes: list[int] = []
-    stretch = longest = 0
-    is_part_used = False
-    block: Block | None = segment.first
-    while block is not None:
-        if block.is_free or id(block.tag) in cached:
-            sizes.append(block.size)
-            stretch += block.size
-            longest = max(longest, stretch)
-        else:
-            stretch = 0
-            is_part_used = True
-        block = block.next
-    return sizes, longest, is_part_used
+            if is_partly_used:
+                inactive.append(((len(sizes), sum(sizes)), segment.is_small))
+    return FreeMemory(nbytes, largest, inactive)
 
 
 class Health(NamedTuple):
@@ -121,6 +102,7 @@ class Health(NamedTuple):
         return "\n".join(lines) + "\n"
 
 
+_OURS = ("hit_rate", "fragmentation", "internal_waste_bytes", "driver_calls")
 _COUNTS = ("allocations", "driver_calls", "retries", "ooms")
 
 
@@ -128,38 +110,41 @@ def _escaped(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def health(tally: Tally, room: FreeRoom) -> Health:
+def health(counters: Counters, free: FreeMemory) -> Health:
     """The figures for these counters and this free memory."""
-    total = {metric: by_tier[0] for metric, by_tier in tally.levels.items()}
+    total = {metric: by_tier[0] for metric, by_tier in counters.levels.items()}
     allocations, segments = total["allocation"], total["segment"]
     allocated, requested = total["allocated_bytes"], total["requested_bytes"]
     return Health(
         allocated_bytes=allocated.current,
         requested_bytes=requested.current,
         reserved_bytes=total["reserved_bytes"].current,
-        free_bytes=room.nbytes,
-        largest_free_bytes=room.largest,
-        fragmentation=1 - room.largest / room.nbytes if room.nbytes else 0.0,
+        free_bytes=free.nbytes,
+        largest_free_bytes=free.largest,
+        fragmentation=1 - free.largest / free.nbytes if free.nbytes else 0.0,
         internal_waste_bytes=allocated.current - requested.current,
-        hit_rate=1 - tally.misses / allocations.allocated if allocations.allocated else 1.0,
+        hit_rate=1 - counters.misses / allocations.allocated if allocations.allocated else 1.0,
         allocations=allocations.allocated,
         driver_calls=segments.allocated + segments.freed,
-        retries=tally.retries,
-        ooms=tally.ooms,
+        retries=counters.retries,
+        ooms=counters.ooms,
     )
 
 
-def memory_stats_as_nested_dict(tally: Tally, room: FreeRoom) -> dict[str, Any]:
+def memory_stats_as_nested_dict(counters: Counters, free: FreeMemory) -> dict[str, Any]:
     """The counters by torch's names, and figures that torch does not have."""
-    tally.set_splits(room.large_split, room.small_split)
-    segments = tally.levels["segment"][0]
-    figures = health(tally, room)
+    counters.recount(INACTIVE, free.inactive)
+    segments = counters.levels["segment"][0]
+    figures = health(counters, free)._asdict()
     return {
-        metric: {tier: _facts(level) for tier, level in zip(TIERS, by_tier)}
-        for metric, by_tier in tally.levels.items()
+        metric: {
+            tier: {fact: getattr(level, fact) for fact in FACTS}
+            for tier, level in zip(TIERS, by_tier)
+        }
+        for metric, by_tier in counters.levels.items()
     } | {
-        "num_alloc_retries": tally.retries,
-        "num_ooms": tally.ooms,
+        "num_alloc_retries": counters.retries,
+        "num_ooms": counters.ooms,
         "num_device_alloc": segments.allocated,
         "num_device_free": segments.freed,
         # Features that this pool lacks, as in a torch that does not use them.
@@ -169,20 +154,13 @@ def memory_stats_as_nested_dict(tally: Tally, room: FreeRoom) -> dict[str, Any]:
         "oversize_segments": dict.fromkeys(FACTS, 0),
         "max_split_size": -1,
         # Not torch's.
-        "hit_rate": figures.hit_rate,
-        "fragmentation": figures.fragmentation,
-        "internal_waste_bytes": figures.internal_waste_bytes,
-        "driver_calls": figures.driver_calls,
+        **{name: figures[name] for name in _OURS},
     }
 
 
-def _facts(level: Level) -> dict[str, int]:
-    return {fact: getattr(level, fact) for fact in FACTS}
-
-
-def memory_stats(tally: Tally, room: FreeRoom) -> OrderedDict[str, Any]:
+def memory_stats(counters: Counters, free: FreeMemory) -> OrderedDict[str, Any]:
     """The same as a flat dict, such as "allocated_bytes.all.peak", sorted by name."""
-    return OrderedDict(sorted(_flat("", memory_stats_as_nested_dict(tally, room))))
+    return OrderedDict(sorted(_flat("", memory_stats_as_nested_dict(counters, free))))
 
 
 def _flat(prefix: str, nested: dict[str, Any]) -> list[tuple[str, Any]]:

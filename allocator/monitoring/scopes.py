@@ -9,15 +9,19 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
+from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
+from allocator.pool.core import Core
 from allocator.pool.counters import Level
-from allocator.pool.sizes import size_text
-from allocator.watching.hooks import Hook, Watched
+from allocator.runtime.fork import renew_lock_in_child
+from allocator.runtime.formatting import size_text
 
 _lock = threading.RLock()  # protects the three below; never held while a pool is called
-_pools: weakref.WeakSet[Watched] = weakref.WeakSet()
+renew_lock_in_child(globals())
+_cores: weakref.WeakSet[Core] = weakref.WeakSet()
 _open: list[Scope] = []
-_records: dict[tuple[str, str], _Record] = {}
+_records: dict[tuple[str, str], tuple[int, int, int]] = {}
+"""peak, number of blocks and total bytes, by name and place."""
 
 _entered: contextvars.ContextVar[tuple[Scope, ...]] = contextvars.ContextVar("scopes", default=())
 
@@ -62,15 +66,6 @@ class _Counter:
         )
 
 
-class _Record:
-    """Totals of the scopes of one name and place."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.peak = 0
-        self.total = 0
-
-
 class Scope(Hook):
     """Counts the allocations of its ``with`` block.
 
@@ -106,10 +101,10 @@ class Scope(Hook):
         self._was_entered = self._is_open = True
         with _lock:
             _open.append(self)
-            pools = list(_pools)
+            cores = list(_cores)
         _entered.set((*_entered.get(), self))
-        for pool in pools:
-            pool.add_hook(self)
+        for core in cores:
+            core.add_hook(self)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -118,13 +113,12 @@ class Scope(Hook):
         _entered.set(tuple(scope for scope in _entered.get() if scope is not self))
         with _lock:
             _open.remove(self)
-            pools = list(_pools)
-            record = _records.setdefault((self.name, self.where), _Record())
-            record.calls += 1
-            record.peak = max(record.peak, usage.peak_bytes)
-            record.total += usage.total_bytes
-        for pool in pools:
-            pool.remove_hook(self)
+            cores = list(_cores)
+            peak, calls, total = _records.get((self.name, self.where), (0, 0, 0))
+            peak, total = max(peak, usage.peak_bytes), total + usage.total_bytes
+            _records[self.name, self.where] = peak, calls + 1, total
+        for core in cores:
+            core.remove_hook(self)
 
     def allocated(self, pool: Any, allocation: Allocation) -> None:
         """See :class:`Hook`."""
@@ -152,9 +146,9 @@ class Scope(Hook):
     def _take_in_releases(self) -> None:
         if self._is_open:
             with _lock:
-                pools = list(_pools)
-            for pool in pools:
-                pool.tally()
+                cores = list(_cores)
+            for core in cores:
+                core.update()
 
 
 def statistics(name: str | None = None) -> Scope:
@@ -191,7 +185,7 @@ def statistics_report() -> str:
              calls          peak         total  name, place
     """
     with _lock:
-        rows = [(record.peak, record.calls, record.total, *key) for key, record in _records.items()]
+        rows = [(*record, *key) for key, record in _records.items()]
     lines = [f"{'calls':>10}{'peak':>14}{'total':>14}  name, place"]
     for peak, calls, total, name, where in sorted(rows, reverse=True):
         lines.append(f"{calls:>10}{size_text(peak):>14}{size_text(total):>14}  {name}, {where}")
@@ -210,18 +204,10 @@ def reset_statistics_report() -> None:
         _records.clear()
 
 
-def watch(pool: Watched) -> None:
+def register(core: Core) -> None:
     """Have open and later scopes count a pool's allocations."""
     with _lock:
-        _pools.add(pool)
+        _cores.add(core)
         scopes = list(_open)
     for scope in scopes:
-        pool.add_hook(scope)
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+        core.add_hook(scope)

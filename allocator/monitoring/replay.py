@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from allocator.exchange.memory import Memory
-from allocator.pool.blocks import Block, Heap, Rules
+from allocator.pool.blocks import Rules
+from allocator.pool.driver import HUGE_PAGE, Driver
 from allocator.pool.source import Source
 from allocator.pool.store import ROUNDING, Store
-from allocator.runtime.driver import HUGE_PAGE, Driver
 from allocator.runtime.libraries import load_dpctl
 
 if TYPE_CHECKING:
-    from allocator.watching.trace import Trace
+    from allocator.monitoring.trace import Trace
 
 
 class Replay(NamedTuple):
@@ -79,31 +81,11 @@ def replay(trace: Trace, target: Any = None, *, touch: bool = False) -> Replay:
         if touch:
             raise ValueError("touch=True needs memory, and rules have none; give a pool")
         return _replayed(trace, _Simulation(target or Rules()))
-    return _replayed(trace, _TouchedPool(target) if touch else _OnPool(target))
+    return _replayed(trace, _OnPool(target, touch))
 
 
-class _Target(Protocol):
-    """What a trace is replayed on."""
-
-    @property
-    def reserved(self) -> int:
-        """Bytes held of the driver's memory."""
-
-    def counts(self) -> tuple[int, int]:
-        """Hits and driver calls so far."""
-
-    def allocate(self, nbytes: int, stream: int) -> Any:
-        """Allocate a block, or memory."""
-
-    def size(self, block: Any) -> int:
-        """Bytes that it takes up in the pool."""
-
-    def free(self, block: Any) -> None:
-        """Release it."""
-
-
-def _replayed(trace: Trace, target: _Target) -> Replay:
-    blocks: dict[int, Any] = {}
+def _replayed(trace: Trace, target: _Simulation | _OnPool) -> Replay:
+    blocks: dict[int, tuple[int, Callable[[], None]]] = {}
     live = peak_live = peak_reserved = allocations = 0
     hits, driver_calls = target.counts()
     start = time.perf_counter()
@@ -112,20 +94,20 @@ def _replayed(trace: Trace, target: _Target) -> Replay:
             if not size:
                 continue
             if action == "allocate":
-                block = blocks[pointer] = target.allocate(size, stream)
-                live += target.size(block)
+                blocks[pointer] = target.allocate(size, stream)
+                live += blocks[pointer][0]
                 allocations += 1
                 peak_live = max(peak_live, live)
                 peak_reserved = max(peak_reserved, target.reserved)
             elif action == "free":
-                block = blocks.pop(pointer)
-                live -= target.size(block)
-                target.free(block)
+                nbytes, free = blocks.pop(pointer)
+                live -= nbytes
+                free()
         seconds = time.perf_counter() - start
         hits_after, driver_calls_after = target.counts()
     finally:
-        for block in blocks.values():
-            target.free(block)
+        for _, free in blocks.values():
+            free()
     return Replay(
         trace.peak_requested,
         peak_live,
@@ -149,23 +131,19 @@ class _Simulation:
         return self._store.source.reserved
 
     def counts(self) -> tuple[int, int]:
+        """Hits and driver calls so far."""
         heaps = self._store.heaps.values()
         return sum(heap.hits for heap in heaps), sum(heap.upstream_calls for heap in heaps)
 
-    def allocate(self, nbytes: int, stream: int) -> tuple[Heap, Block]:
+    def allocate(self, nbytes: int, stream: int) -> tuple[int, Callable[[], None]]:
+        """The size of a new block, and the function that frees it."""
         heap = self._store.heap_of(stream or None)
-        return heap, heap.allocate(self._store.room_for(nbytes, ROUNDING))
-
-    def size(self, block: tuple[Heap, Block]) -> int:
-        return block[1].size
-
-    def free(self, block: tuple[Heap, Block]) -> None:
-        heap, piece = block
-        heap.free(piece)
+        block = heap.allocate(self._store.room_for(nbytes, ROUNDING))
+        return block.size, partial(heap.free, block)
 
 
 class _Addresses:
-    """Gives addresses without memory, as a driver would."""
+    """Addresses without memory, in place of a driver's."""
 
     def __init__(self) -> None:
         self._next = HUGE_PAGE
@@ -180,47 +158,31 @@ class _Addresses:
 
 
 class _OnPool:
-    """A real pool."""
+    """A pool, to all of whose memory it writes if ``touch`` is True."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, touch: bool) -> None:
         self._pool = pool
-        self._tally = pool.tally()
+        self._touch = touch
+        self._counters = pool.tally()
         self._queues: dict[int, Any] = {0: None}
 
     @property
     def reserved(self) -> int:
-        return int(self._tally.levels["reserved_bytes"][0].current)
+        return int(self._counters.levels["reserved_bytes"][0].current)
 
     def counts(self) -> tuple[int, int]:
-        segments = self._tally.levels["segment"][0]
-        hits = self._tally.levels["allocation"][0].allocated - self._tally.misses
+        segments = self._counters.levels["segment"][0]
+        hits = self._counters.levels["allocation"][0].allocated - self._counters.misses
         return hits, segments.allocated + segments.freed
 
-    def allocate(self, nbytes: int, stream: int) -> Memory:
-        memory: Memory = self._pool.allocate(nbytes, queue=self._queue_of(stream))
-        return memory
-
-    def size(self, memory: Memory) -> int:
-        assert memory.allocation is not None
-        return memory.allocation.size
-
-    def free(self, memory: Memory) -> None:
-        memory.release()
-
-    def _queue_of(self, stream: int) -> Any:
+    def allocate(self, nbytes: int, stream: int) -> tuple[int, Callable[[], None]]:
         if stream not in self._queues:
             own = self._pool.sycl_queue
             self._queues[stream] = load_dpctl().SyclQueue(own.sycl_context, own.sycl_device)
-        return self._queues[stream]
-
-
-class _TouchedPool(_OnPool):
-    """A real pool, to all of whose memory it writes."""
-
-    def allocate(self, nbytes: int, stream: int) -> Memory:
-        memory = super().allocate(nbytes, stream)
-        if self._pool.is_host_accessible:
+        memory: Memory = self._pool.allocate(nbytes, queue=self._queues[stream])
+        if self._touch and self._pool.is_host_accessible:
             ctypes.memset(memory.address, 1, nbytes)
-        else:
+        elif self._touch:
             memory.copy_from_host(bytes(nbytes))
-        return memory
+        assert memory.allocation is not None
+        return memory.allocation.size, memory.release

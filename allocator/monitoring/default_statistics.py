@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from allocator.pool.defaults import default_pool
 from allocator.pool.pool import Pool
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T", covariant=True)
+_T = TypeVar("_T")
 
 
-class _OfDevice(Protocol[_P, _T]):
-    """A method of a pool as a function of a device, as :func:`default_pool` takes it."""
+def _of_default_pool(method: Callable[..., _T]) -> Callable[..., _T]:
+    """A method of pools as a function of a device, as :func:`default_pool` takes it."""
 
-    def __call__(self, device: Any = "cpu", *args: _P.args, **kwargs: _P.kwargs) -> _T: ...
-
-
-def _of_default_pool(method: Callable[Concatenate[Pool, _P], _T]) -> _OfDevice[_P, _T]:
     @functools.wraps(method)
-    def function(device: Any = "cpu", *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def function(device: Any = "cpu", *args: Any, **kwargs: Any) -> _T:
         return method(default_pool(device), *args, **kwargs)
 
     del function.__wrapped__  # whose signature has no device

@@ -9,9 +9,10 @@ from collections import deque
 from types import CodeType, FrameType
 from typing import Any
 
+from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
+from allocator.pool.sizes import as_integer
 from allocator.pool.store import Store
-from allocator.watching.hooks import Hook
 
 Frames = list[dict[str, Any]]
 
@@ -20,6 +21,8 @@ _DEEPEST = 64
 """most frames kept of a stack, the innermost ones."""
 _MOST_STACKS = 10_000
 _NO_FRAMES: Frames = []
+_FIELDS = ("action", "addr", "size", "stream", "time_us", "frames")
+"""An entry's fields, by torch's names."""
 
 
 class Stacks:
@@ -45,15 +48,12 @@ class Stacks:
         if known is None:
             if len(self._known) >= _MOST_STACKS:
                 self._known.clear()
+            codes = [f.f_code for f in stack]
             frames = [
-                {
-                    "filename": f.f_code.co_filename,
-                    "line": f.f_lineno or 0,
-                    "name": f.f_code.co_name,
-                }
-                for f in stack
+                {"filename": code.co_filename, "line": f.f_lineno or 0, "name": code.co_name}
+                for f, code in zip(stack, codes)
             ]
-            known = self._known[key] = [f.f_code for f in stack], frames
+            known = self._known[key] = codes, frames
         return known[1]
 
 
@@ -61,8 +61,7 @@ class History(Hook):
     """The last events of a pool, and the stacks of its allocations."""
 
     def __init__(self, store: Store, max_entries: int, stacks: str | None) -> None:
-        if isinstance(max_entries, bool) or not isinstance(max_entries, int):
-            raise TypeError(f"max_entries={max_entries!r} is not an integer")
+        max_entries = as_integer(max_entries, "max_entries")
         if max_entries < 0:
             raise ValueError(f"max_entries={max_entries} is negative")
         if stacks not in ("python", None):
@@ -118,17 +117,8 @@ class History(Hook):
         """The entries, in torch's format."""
         self._complete_finished()
         entries = []
-        for action, address, nbytes, stream, time_us, frames, more in list(self._entries):
-            entry = {
-                "action": action,
-                "addr": address,
-                "size": nbytes,
-                "stream": stream,
-                "time_us": time_us,
-                "frames": frames,
-                "pool_id": (0, 0),
-            }
-            entries.append(entry | more)
+        for *fields, more in list(self._entries):
+            entries.append(dict(zip(_FIELDS, fields)) | {"pool_id": (0, 0)} | more)
         return entries
 
     def _here(self) -> Frames:

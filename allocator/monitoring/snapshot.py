@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
+from allocator.monitoring.history import History, room_of
 from allocator.pool.allocation import Allocation
-from allocator.pool.blocks import Block, Segment
+from allocator.pool.blocks import Segment
 from allocator.pool.core import Core
-from allocator.watching.history import History, room_of
 
 
 def snapshot(core: Core, history: History | None) -> dict[str, Any]:
-    """A snapshot of a pool; the caller holds its lock.
-
-    Args:
-        core: the pool's core.
-        history: recorded events; without it there are no traces.
-    """
+    """A snapshot of a pool with the traces of a history; the caller holds the pool's lock."""
     store = core.store
     segments = [
         _segment(segment, heap.number) for heap in store.heaps.values() for segment in heap.segments
@@ -67,7 +61,7 @@ def _described(
 def _segment(segment: Segment, stream: int) -> dict[str, Any]:
     blocks = [
         _block(block.address, block.size, None if block.is_free else block.tag)
-        for block in _chain(segment)
+        for block in segment.blocks()
     ]
     return _described(segment.address, segment.size, stream, segment.is_small, blocks)
 
@@ -77,13 +71,6 @@ def _lone_segment(allocation: Allocation) -> dict[str, Any]:
     address, nbytes, room = allocation.address, allocation.nbytes, room_of(allocation)
     blocks = [_block(address, nbytes, allocation), _block(address + nbytes, room - nbytes, None)]
     return _described(address, room, 0, False, blocks) | {"frames": allocation.frames}
-
-
-def _chain(segment: Segment) -> Iterator[Block]:
-    block: Block | None = segment.first
-    while block is not None:
-        yield block
-        block = block.next
 
 
 def _block(address: int, size: int, allocation: Allocation | None) -> dict[str, Any]:

@@ -6,10 +6,11 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
+from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
-from allocator.pool.sizes import size_text
-from allocator.watching.hooks import Hook, Watched
-from allocator.watching.tables import escaped
+from allocator.pool.core import Core
+from allocator.pool.sizes import as_integer
+from allocator.runtime.formatting import escaped, size_text
 
 _WIDTH, _HEIGHT = 640, 160
 _COLOURS = {"reserved": "#999999", "allocated": "#1f77b4"}
@@ -43,27 +44,26 @@ class Timeline(Hook):
         4096
     """
 
-    def __init__(self, pool: Watched, max_entries: int) -> None:
-        if isinstance(max_entries, bool) or not isinstance(max_entries, int):
-            raise TypeError(f"max_entries={max_entries!r} is not an integer")
+    def __init__(self, core: Core, max_entries: int) -> None:
+        max_entries = as_integer(max_entries, "max_entries")
         if max_entries < 1:
             raise ValueError(f"max_entries={max_entries} is less than 1")
-        self._pool = pool
+        self._core = core
         self._rows: deque[Row] = deque(maxlen=max_entries)
-        self._levels = pool.tally().levels
+        self._levels = core.update().levels
         self._began = 0.0
 
     def __enter__(self) -> Timeline:
         self._rows.clear()
         self._began = time.perf_counter()
-        self._pool.tally()  # takes in what was released before
+        self._core.update()  # takes in what was released before
         self._add()
-        self._pool.add_hook(self)
+        self._core.add_hook(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.tally()  # takes in what was released in the block
-        self._pool.remove_hook(self)
+        self._core.update()  # takes in what was released in the block
+        self._core.remove_hook(self)
         self._add()
 
     def allocated(self, pool: Any, allocation: Allocation) -> None:
@@ -111,7 +111,7 @@ class Timeline(Hook):
         for name, colour in _COLOURS.items():
             values = [getattr(row, name) / (1 << 20) for row in rows]
             ax.step(seconds, values, where="post", label=name, color=colour)
-        ax.set(xlabel="seconds", ylabel="MiB", title=self._pool.name)
+        ax.set(xlabel="seconds", ylabel="MiB", title=self._core.name)
         ax.legend()
         return ax
 
@@ -126,7 +126,7 @@ class Timeline(Hook):
         )
         peak = max((row.allocated for row in rows), default=0)
         return (
-            f"<div><b>{escaped(self._pool.name)}</b>: at most {size_text(peak)} allocated, "
+            f"<div><b>{escaped(self._core.name)}</b>: at most {size_text(peak)} allocated, "
             f"{size_text(top if rows else 0)} reserved, in {last:.3g} s"
             f'<svg viewBox="0 -2 {_WIDTH} {_HEIGHT + 4}" width="{_WIDTH}" '
             f'style="display:block">{curves}</svg></div>'

@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args, overload
 
+from allocator.monitoring.hooks import Hook
+from allocator.monitoring.replay import Replay, replay
 from allocator.pool.allocation import Allocation
-from allocator.pool.sizes import as_nbytes, size_text
-from allocator.watching.hooks import Hook, Watched
-from allocator.watching.replay import Replay, replay
+from allocator.pool.core import Core
+from allocator.pool.sizes import as_nbytes
+from allocator.runtime.formatting import size_text
 
 if TYPE_CHECKING:
     import torch
@@ -177,22 +179,14 @@ class Trace(Sequence[Event]):
         )
 
     def _add(self, event: Event) -> None:
-        """Append an event.
-
-        Raises:
-            ValueError: it contradicts the events before.
-        """
+        """Append an event; ValueError if it contradicts the events before."""
         if event.action not in _ACTIONS:
             raise ValueError(f"action {event.action!r} is none of {', '.join(_ACTIONS)}")
         as_nbytes(event.size)
-        if event.size:  # zero bytes take no memory, and may have any address
-            self._check_and_note(event)
-        self._events.append(event)
-
-    def _check_and_note(self, event: Event) -> None:
-        """Track what is allocated."""
         held = self._live.get(event.pointer)
-        if event.action == "allocate":
+        if not event.size:
+            pass  # zero bytes take no memory, and may have any address
+        elif event.action == "allocate":
             if held is not None:
                 raise ValueError(f"{event.pointer:#x} is allocated again before it was freed")
             self._live[event.pointer] = event
@@ -205,6 +199,7 @@ class Trace(Sequence[Event]):
                     "allocated"
                 )
             del self._live[event.pointer]
+        self._events.append(event)
 
     def _add_free(self, thread: int, now: int, pointer: int) -> None:
         """Append a release, or count one of memory allocated before the recording."""
@@ -216,18 +211,18 @@ class Trace(Sequence[Event]):
 
 
 @contextlib.contextmanager
-def recorded(pool: Watched) -> Iterator[Trace]:
+def recorded(core: Core) -> Iterator[Trace]:
     """The trace of a pool's allocations and releases in the ``with`` block."""
     recorder = _Recorder()
-    pool.tally()  # takes in what was released before
-    pool.add_hook(recorder)
+    core.update()  # takes in what was released before
+    core.add_hook(recorder)
     try:
         yield recorder.trace
     finally:
         try:
-            pool.tally()  # takes in what was released in the block
+            core.update()  # takes in what was released in the block
         finally:
-            pool.remove_hook(recorder)
+            core.remove_hook(recorder)
 
 
 class _Recorder(Hook):
@@ -273,11 +268,7 @@ def _memory_events(profiler: torch.profiler.profile) -> list[Any]:
 
 
 def _parsed(row: list[str]) -> Event:
-    """The event of a line of a file.
-
-    Raises:
-        ValueError: the line is malformed.
-    """
+    """The event of a line of a file; ValueError if it is malformed."""
     if len(row) != len(_COLUMNS):
         raise ValueError(f"{len(row)} columns; {','.join(_COLUMNS)} are {len(_COLUMNS)}")
     thread, clock, action, pointer, size, stream = row

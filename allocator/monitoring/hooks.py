@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from allocator.pool.allocation import Allocation
 from allocator.pool.blocks import Segment
-from allocator.pool.counters import Tally
 from allocator.pool.errors import report
 
 
@@ -87,21 +86,6 @@ class Hook:
         return False
 
 
-class Watched(Protocol):
-    """The part of a pool's interface that hooks use."""
-
-    name: str
-
-    def add_hook(self, hook: Hook) -> None:
-        """Call a hook from now on."""
-
-    def remove_hook(self, hook: Hook) -> None:
-        """Stop calling a hook."""
-
-    def tally(self) -> Tally:
-        """The counters, after taking in what was released."""
-
-
 class Hooks:
     """The hooks of one pool, and the order and error rules by which they are called."""
 
@@ -131,12 +115,12 @@ class Hooks:
         for hook in self.all:
             _call(hook, hook.released, pool, allocation)
 
-    def segments(self, pool: Any, gone: Iterable[Segment], come: Iterable[Segment]) -> None:
+    def segments(self, pool: Any, returned: Iterable[Segment], taken: Iterable[Segment]) -> None:
         """Tell all hooks of segments returned to the driver and taken from it."""
-        for segment in gone:
+        for segment in returned:
             for hook in self.all:
                 _call(hook, hook.shrunk, pool, segment.address, segment.size)
-        for segment in come:
+        for segment in taken:
             for hook in self.all:
                 _call(hook, hook.grown, pool, segment.address, segment.size)
 
