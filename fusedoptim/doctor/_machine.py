@@ -1,4 +1,4 @@
-"""The machine: its processors and what limits them, its memory, and this process."""
+"""The machine: its processors and their limits, its memory, and this process."""
 
 from __future__ import annotations
 
@@ -48,10 +48,8 @@ def check() -> Section:
 
 def _processor() -> tuple[str, list[str]]:
     """Its name, and the instruction sets that matter here."""
-    fields: dict[str, str] = {}
-    for line in _CPUINFO.read_text().split("\n\n")[0].splitlines():
-        key, _, value = line.partition(":")
-        fields[key.strip()] = value.strip()
+    first = _CPUINFO.read_text().split("\n\n")[0]
+    fields = dict(re.findall(r"^(.+?)\s*: (.*)$", first, re.MULTILINE))
     flags = fields.get("flags", "").split()
     return fields.get("model name", "unknown"), sorted(filter(_INSTRUCTIONS.fullmatch, flags))
 

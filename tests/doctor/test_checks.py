@@ -126,11 +126,6 @@ class TestKernels:
         (problem,) = _package.check_kernels().problems
         assert "sgd_f64 cannot be read" in problem.message
 
-    def test_surplus(self, folder: Path) -> None:
-        (folder / "old.spv").write_bytes(b"")
-        (problem,) = _package.check_kernels().problems
-        assert (problem.level, "old.spv" in problem.message) == ("warning", True)
-
     @pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}', "\xff"])
     def test_manifest(self, text: str, folder: Path) -> None:
         (folder / "manifest.json").write_bytes(text.encode("latin-1"))
@@ -155,7 +150,7 @@ class TestKernels:
                 (p.level, f"cannot be kept in {place}:" in p.message) for p in section.problems
             ]
             assert problems == [("warning", True)] * count
-            assert (place or "no folder") in section.facts["compiled ones kept in"]
+            assert (place or "none: ") in section.facts["cache of programs"]
 
     def test_no_manifest(self, folder: Path) -> None:
         (folder / "manifest.json").unlink()
@@ -340,10 +335,6 @@ class TestDrivers:
         assert f"LD_LIBRARY_PATH has {tmp_path}, whose libsycl.so.7" in problem.message
         assert "unset LD_LIBRARY_PATH" in problem.cure
 
-    def test_preload_to_nowhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("LD_PRELOAD", "/nonexistent/libjemalloc.so")
-        assert "unset LD_PRELOAD" in only(_drivers.check().problems, "LD_PRELOAD names").cure
-
     def test_gpu(self, gpu: Path) -> None:
         section = _drivers.check()
         assert section.facts["Intel GPUs"] == ["renderD128"]
@@ -372,6 +363,7 @@ CPU = {
     "units": 2,
     "has_float64": True,
     "has_float16": False,
+    "on_host": True,
 }
 
 
@@ -440,7 +432,7 @@ class TestDevices:
         (problem,) = devices(gpus=1).problems
         assert "(devices found: opencl:cpu:0)" in problem.message
         assert "apt install" in problem.cure
-        gpu = CPU | {"filter_string": "level_zero:gpu:0"}
+        gpu = CPU | {"filter_string": "level_zero:gpu:0", "on_host": False}
         assert devices(found=(CPU, gpu), gpus=1).problems == []
 
     @pytest.mark.parametrize(
@@ -466,7 +458,7 @@ class TestDevices:
 
     def test_another_cpu_driver_is_not_used(self) -> None:
         section = devices({"unused": ["opencl:cpu:0"]})
-        assert section.facts["not used"] == "opencl:cpu:0, as Intel's CPU driver is there"
+        assert section.facts["not used"].startswith("opencl:cpu:0, as another driver")
 
 
 class TestKernelsOnDevices:
