@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -126,12 +125,16 @@ class TestKernels:
         (problem,) = _package.check_kernels().problems
         assert "sgd_f64 cannot be read" in problem.message
 
-    @pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}', "\xff"])
-    def test_manifest(self, text: str, folder: Path) -> None:
-        (folder / "manifest.json").write_bytes(text.encode("latin-1"))
+    @pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}', "\xff", None])
+    def test_manifest(self, text: str | None, folder: Path) -> None:
+        manifest = folder / "manifest.json"
+        manifest.unlink()
+        if text is not None:
+            manifest.write_bytes(text.encode("latin-1"))
         (problem,) = _package.check_kernels().problems
         assert problem.level == "error"
-        assert f"the manifest {folder / 'manifest.json'} " in problem.message
+        assert f"the manifest {manifest} " in problem.message
+        assert ("No such file" in problem.message) == (text is None)
         assert "--force-reinstall" in problem.cure
 
     def test_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +154,6 @@ class TestKernels:
             ]
             assert problems == [("warning", True)] * count
             assert (place or "none: ") in section.facts["cache of programs"]
-
-    def test_no_manifest(self, folder: Path) -> None:
-        (folder / "manifest.json").unlink()
-        (problem,) = _package.check_kernels().problems
-        assert "No such file" in problem.message
 
 
 class TestNames:
@@ -379,6 +377,15 @@ def devices(
     return _devices.describe_devices([Outcome(lines, end)], gpus)
 
 
+def ended(script: str) -> Outcome:
+    """The outcome of a worker that runs a script of the shell."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(["sh", "-c", script], **pipes)
+    outcome = _outcome(process, time.monotonic())
+    assert process.returncode is not None
+    return outcome
+
+
 class TestDevices:
     def test_healthy(self) -> None:
         section = devices({"loaded": ["/a/libsycl.so.9"]})
@@ -388,14 +395,7 @@ class TestDevices:
     def test_crash(self) -> None:
         """A driver that faults, in a process of its own."""
         line = json.dumps({"at": "tests adam_f32 on opencl:cpu:0"})
-        process = subprocess.Popen(
-            ["sh", "-c", f"echo '{line}'; printf '{{\"cut'; kill -SEGV $$"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        outcome = _outcome(process, time.monotonic())
-        assert process.returncode == -signal.SIGSEGV
+        outcome = ended(f"echo '{line}'; printf '{{\"cut'; kill -SEGV $$")
         (problem,) = _devices.describe_devices([outcome, outcome], 0).problems
         assert problem.level == "error"
         assert problem.message == (
@@ -403,23 +403,10 @@ class TestDevices:
         )
         assert "another version of the driver" in problem.cure
 
-    def test_hang(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert ended("echo first >&2; echo last >&2; exit 3").end == "ended: last"
         monkeypatch.setattr(_workers, "_SECONDS", 1)
-        process = subprocess.Popen(
-            ["sleep", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        outcome = _outcome(process, time.monotonic())
-        assert outcome.end == "hung: it did not end within 1 s"
-        assert process.returncode is not None
-
-    def test_end_with_a_message(self) -> None:
-        process = subprocess.Popen(
-            ["sh", "-c", "echo first >&2; echo last >&2; exit 3"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert _outcome(process, time.monotonic()).end == "ended: last"
+        assert ended("exec sleep 60").end == "hung: it did not end within 1 s"
 
     def test_no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SYCL_DEVICE_ALLOWLIST", "DeviceName:x")
@@ -443,6 +430,7 @@ class TestDevices:
             ("fusedoptim.launch.modules.ModuleError: no k; reinstall", "no k", "reinstall"),
             ("ValueError: SOME_VAR='x' is none", "SOME_VAR='x' is none", "unset SOME_VAR"),
             ("RuntimeError: odd", "fails: RuntimeError: odd", "doctor --json"),
+            ("RuntimeError: two were brought; install the dpctl", "were brought", "install the"),
         ],
     )
     def test_failures(self, failed: str, message: str, cure: str) -> None:
@@ -451,9 +439,14 @@ class TestDevices:
         assert cure in problem.cure
 
     def test_two_runtimes(self) -> None:
-        loaded = ["/a/libsycl.so.8", "/a/libsycl.so.9", "/b/libsycl.so.9.0.0"]
-        (problem,) = devices({"loaded": loaded}).problems
-        assert "different major versions: /a/libsycl.so.8 and /a/libsycl.so.9" in problem.message
+        """Each in a process of its own is no problem."""
+        ours, others = (
+            {"loaded": [f"/{i}/libsycl.so.{i}", f"/{i}/libsycl.so.{i}.0.0"]} for i in (8, 9)
+        )
+        outcomes = [Outcome([{"devices": [CPU]}, ours], ""), Outcome([others], "")]
+        assert _devices.describe_devices(outcomes, 0).problems == []
+        (problem,) = devices(ours, others).problems
+        assert "different major versions: /8/libsycl.so.8 and /9/libsycl.so.9" in problem.message
         assert "pip show torch" in problem.cure
 
     def test_another_cpu_driver_is_not_used(self) -> None:
@@ -513,17 +506,3 @@ class TestTorch:
         said = [{"updated": "xpu:0", "problem": "is off by up to 0.5"}]
         (problem,) = _devices.describe_torch([Outcome(said, "")]).problems
         assert problem.message == "an update of its tensors on xpu:0 is off by up to 0.5"
-
-    def test_no_queue(self) -> None:
-        failed = "RuntimeError: torch and dpctl brought two; install the dpctl"
-        (problem,) = devices({"failed": failed}).problems
-        assert problem.message.endswith("fails: RuntimeError: torch and dpctl brought two")
-        assert problem.cure == "install the dpctl"
-
-    def test_two_runtimes(self) -> None:
-        """Each in a process of its own is no problem."""
-        torchs, dpctls = ({"loaded": [f"/{i}/libsycl.so.{i}"]} for i in (8, 9))
-        outcomes = [Outcome([{"devices": [CPU]}, torchs], ""), Outcome([dpctls], "")]
-        assert _devices.describe_devices(outcomes, 0).problems == []
-        (problem,) = devices(torchs, dpctls).problems
-        assert "/8/libsycl.so.8 and /9/libsycl.so.9" in problem.message
