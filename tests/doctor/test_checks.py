@@ -204,25 +204,23 @@ class TestNames:
 
 
 class TestMachine:
-    def test_group_of_version_2(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("group", ["", "user.slice/own.scope"])
+    def test_control_group(
+        self, group: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Its own limit counts, and those above it."""
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / group / "cpu.max").write_text("max 100000\n")
         (tmp_path / "cpu.max").write_text("150000 100000\n")
+        (tmp_path / "cgroup").write_text(f"1:name=systemd:/\n0::/{group}\n")
         monkeypatch.setattr(_machine, "_CGROUPS", tmp_path)
+        monkeypatch.setattr(_machine, "_MEMBERSHIP", tmp_path / "cgroup")
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
         section = _machine.check()
         assert section.facts["limit of the control group"] == "1.5 processors"
         problem = only(section.problems, "control group allows 1.5")
         assert "starts 64 threads" in problem.message
         assert "taskset -c 0-1" in problem.cure
-
-    @pytest.mark.parametrize(("quota", "limit"), [("-1", None), ("400000", 4.0)])
-    def test_group_of_version_1(
-        self, quota: str, limit: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        (tmp_path / "cpu").mkdir()
-        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
-        (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
-        monkeypatch.setattr(_machine, "_CGROUPS", tmp_path)
-        assert _machine.cpu_limit() == limit
 
     def test_little_shared_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
