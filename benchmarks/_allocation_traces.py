@@ -74,16 +74,10 @@ def _train_transformer(seed: int) -> None:
     width = 256
     layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
     model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-    _train(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        lambda: torch.randn(choose.randint(*_BATCHES), choose.randint(*_LENGTHS), width),
-    )
-
-
-def _train(model: nn.Module, optimizer: Any, inputs: Callable[[], Tensor]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(_STEPS):
-        loss = model(inputs()).square().mean()
+        tokens = torch.randn(choose.randint(*_BATCHES), choose.randint(*_LENGTHS), width)
+        loss = model(tokens).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -122,11 +116,13 @@ def _train_convolutions(seed: int) -> None:
         nn.Linear(512, 100),
     )
 
-    def images() -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(_STEPS):
         batch, side = choose.randint(*_BATCHES), choose.randint(*_IMAGES)
-        return torch.randn(batch, 3, side, side)
-
-    _train(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), images)
+        loss = model(torch.randn(batch, 3, side, side)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
 
 def _recorded(train: Callable[[], None]) -> Trace:
