@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fusedoptim.dtypes import VARIANTS
 from fusedoptim.kernels import __main__ as build_tool
@@ -19,201 +21,123 @@ from fusedoptim.kernels import adagrad, adam, lamb, language, norm, sgd
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch import modules
 from fusedoptim.launch.modules import load_module, shipped
+from tests.optimizer_cases import ADAGRAD, ADAM, LAMB, SGD, OptimizerCase
 
+Kwargs = dict[str, Any]
+SOURCES = ["adagrad.py", "adam.py", "lamb.py", "norm.py", "sgd.py"]
 HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
+
+
+LENGTH, T = 9, 3
+_BETA2 = 0.6
+_BETAS = {"betas": (0.7, _BETA2), "eps": 1e-3, "weight_decay": 0.2}
+_MOMENTUM = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "nesterov": True}
+_DECOUPLED = {"decay_factor": 1 - 0.1 * 0.2, "weight_decay": 0.0}
+
+
+def _numbers(beta1: float) -> Kwargs:
+    """What Adam's and Lamb's kernels get at step T."""
+    return {
+        "lr": 0.1, "eps": 1e-3, "weight_decay": 0.2, "decay_factor": 1.0,
+        "beta1": beta1, "one_minus_beta1": 1 - beta1, "beta3": 1 - beta1,
+        "beta2": _BETA2, "one_minus_beta2": 1 - _BETA2,
+        "root_correction": (1 - _BETA2**T) ** -0.5,
+        "average_correction": 1 / (1 - beta1**T), "step_size": 0.1 / (1 - beta1**T),
+        "max_param_norm": np.inf, "adapt": True, "clip": False,
+    }  # fmt: skip
+
+
+# Kernels, the numbers that they get, and the hyper-parameters of the reference beside lr=0.1.
+INTERPRETED: list[tuple[Callable[..., Any], OptimizerCase, Kwargs, Kwargs]] = [
+    (sgd.sgd, SGD, {"lr": 0.1, "weight_decay": 0.2}, {"weight_decay": 0.2}),
+    *(
+        (sgd.sgd_momentum, SGD, _MOMENTUM | {"one_minus_dampening": 0.5, "fresh": fresh},
+         _MOMENTUM | {"dampening": 0.5})
+        for fresh in (False, True)
+    ),
+    (adagrad.adagrad, ADAGRAD, {"step_size": 0.1, "weight_decay": 0.2, "eps": 1e-3},
+     {"weight_decay": 0.2, "eps": 1e-3}),
+    *(
+        (kernel, ADAM, _numbers(beta1),
+         _BETAS | {"betas": (beta1, _BETA2), "amsgrad": kernel is adam.adam_amsgrad})
+        for kernel in (adam.adam, adam.adam_amsgrad)
+        for beta1 in (0.7, 0.3, 0.0)
+    ),
+    (adam.adam, ADAM, _numbers(0.7) | _DECOUPLED, _BETAS | {"decoupled_weight_decay": True}),
+    *(
+        (kernel, LAMB, _numbers(0.7) | numbers, _BETAS | options)
+        for kernel in (lamb.lamb, lamb.lamb_update)  # the latter for the three of larger tensors
+        for numbers, options in (
+            ({}, {}),
+            (_DECOUPLED, {"decoupled_decay": True}),
+            ({"clip": True}, {"trust_clip": True}),
+            ({"max_param_norm": 0.5}, {"max_param_norm": 0.5}),
+            ({"adapt": False, "weight_decay": 0.0}, {"always_adapt": False, "weight_decay": 0.0}),
+        )
+    ),
+]  # fmt: skip
 
 
 class TestInterpreted:
     """A kernel is plain Python: called with numpy arrays, it is the update of one element."""
 
-    LENGTH = 9
-
-    def _run(self, kernel: Callable[..., Any], *arrays: Any, **arguments: Any) -> list[Any]:
-        """Call ``kernel`` for each element; return what it returned."""
-        return [kernel(i, *arrays, **arguments) for i in range(self.LENGTH)]
-
-    def _values(self, count: int) -> Any:
-        return np.random.default_rng().normal(size=(count, self.LENGTH))
-
-    def _squares(self, count: int) -> Any:
-        return np.random.default_rng().uniform(0.1, 2.0, size=(count, self.LENGTH))
-
-    def test_sgd(self) -> None:
-        theta, grad = self._values(2)
-        param = theta.copy()
-        self._run(sgd.sgd, param, grad, grad_factor=-0.5, lr=0.1, weight_decay=0.2)
-        np.testing.assert_allclose(param, theta - 0.1 * (-0.5 * grad + 0.2 * theta), rtol=1e-12)
-
-    @pytest.mark.parametrize("fresh", [0, 1])
-    def test_sgd_momentum(self, fresh: int) -> None:
-        theta, grad, buffer = self._values(3)
-        param, momentum_buffer = theta.copy(), buffer.copy()
-        self._run(
-            sgd.sgd_momentum,
-            param,
-            grad,
-            momentum_buffer,
-            fresh=fresh,
-            grad_factor=-1.0,
-            lr=0.1,
-            weight_decay=0.0,
-            momentum=0.9,
-            one_minus_dampening=0.5,
-            nesterov=1,
-        )
-        expected = -grad if fresh else 0.9 * buffer - 0.5 * grad
-        np.testing.assert_allclose(momentum_buffer, expected, rtol=1e-12)
-        np.testing.assert_allclose(param, theta - 0.1 * (-grad + 0.9 * expected), rtol=1e-12)
-
-    def test_adagrad(self) -> None:
-        theta, grad = self._values(2)
-        (old,) = self._squares(1)
-        param, total = theta.copy(), old.copy()
-        self._run(
-            adagrad.adagrad,
-            param,
-            grad,
-            total,
-            step_size=0.1,
-            grad_factor=0.5,
-            weight_decay=0.2,
-            eps=1e-3,
-        )
-        g = 0.5 * grad + 0.2 * theta
-        np.testing.assert_allclose(total, old + g * g, rtol=1e-12)
-        np.testing.assert_allclose(param, theta - 0.1 * g / (np.sqrt(total) + 1e-3), rtol=1e-12)
-
-    @pytest.mark.parametrize("beta1", [0.7, 0.3, 0.0])
-    @pytest.mark.parametrize("amsgrad", [False, True])
-    def test_adam(self, amsgrad: bool, beta1: float) -> None:
-        theta, grad, m = self._values(3)
-        v, largest = self._squares(2)
-        param, exp_avg, exp_avg_sq, max_exp_avg_sq = (a.copy() for a in (theta, m, v, largest))
-        kernel = adam.adam_amsgrad if amsgrad else adam.adam
-        self._run(
-            kernel,
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            *([max_exp_avg_sq] if amsgrad else []),
-            step_size=0.1,
-            root_correction=2.0,
-            grad_factor=0.5,
-            decay_factor=0.9,
-            weight_decay=0.2,
-            beta1=beta1,
-            one_minus_beta1=1 - beta1,
-            beta2=0.6,
-            one_minus_beta2=0.4,
-            eps=1e-3,
-        )
-        g = 0.5 * grad + 0.2 * 0.9 * theta
-        m = beta1 * m + (1 - beta1) * g
-        v = 0.6 * v + 0.4 * g * g
-        largest = np.maximum(largest, v)
-        np.testing.assert_allclose(exp_avg, m, rtol=1e-12, atol=1e-15)
-        np.testing.assert_allclose(exp_avg_sq, v, rtol=1e-12)
-        if amsgrad:
-            np.testing.assert_allclose(max_exp_avg_sq, largest, rtol=1e-12)
-            v = largest
-        expected = 0.9 * theta - 0.1 * m / (2 * np.sqrt(v) + 1e-3)
-        np.testing.assert_allclose(param, expected, rtol=1e-12, atol=1e-15)
-
-    def test_lamb(self) -> None:
-        theta, grad, m = self._values(3)
-        (v,) = self._squares(1)
-        param, exp_avg, exp_avg_sq = theta.copy(), m.copy(), v.copy()
-        both = {
-            "average_correction": 3.0,
-            "root_correction": 2.0,
-            "decay_factor": 0.9,
-            "weight_decay": 0.2,
-            "eps": 1e-3,
-        }
-        squares = self._run(
-            lamb.lamb_moments,
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            grad_factor=-0.5,
-            beta1=0.7,
-            beta3=0.3,
-            beta2=0.6,
-            one_minus_beta2=0.4,
-            **both,
-        )
-        m = 0.7 * m - 0.3 * 0.5 * grad
-        v = 0.6 * v + 0.4 * (0.5 * grad) ** 2
-        u = 3 * m / (2 * np.sqrt(v) + 1e-3) + 0.2 * 0.9 * theta
-        np.testing.assert_array_equal(param, theta)
-        np.testing.assert_allclose(exp_avg, m, rtol=1e-12, atol=1e-15)
-        np.testing.assert_allclose(exp_avg_sq, v, rtol=1e-12)
-        expected = np.stack([(0.9 * theta) ** 2, u * u], axis=1)
-        np.testing.assert_allclose(squares, expected, rtol=1e-10, atol=1e-15)
-
-        self._run(lamb.lamb_update, param, exp_avg, exp_avg_sq, ratio=5.0, lr=0.1, **both)
-        np.testing.assert_allclose(param, 0.9 * theta - 0.1 * 5 * u, rtol=1e-12, atol=1e-14)
-
-    @pytest.mark.parametrize(
-        ("sums", "most", "adapt", "clip", "expected"),
-        [
-            ([9.0, 1.0, 16.0, 3.0], np.inf, 1, 0, 2.5),  # sqrt(25) / sqrt(4), of two chunks
-            ([9.0, 1.0, 16.0, 3.0], 4.0, 1, 0, 2.0),
-            ([9.0, 1.0, 16.0, 3.0], np.inf, 1, 1, 1.0),
-            ([1.0, 9.0, 3.0, 16.0], np.inf, 1, 1, 0.4),
-            ([9.0, 1.0, 16.0, 3.0], np.inf, 0, 0, 1.0),
-            ([0.0, 1.0, 0.0, 3.0], np.inf, 1, 0, 1.0),
-        ],
-    )
-    def test_lamb_ratio(
-        self, sums: list[float], most: float, adapt: int, clip: int, expected: float
+    @pytest.mark.parametrize(("kernel", "case", "numbers", "options"), INTERPRETED)
+    def test_equals_the_reference(
+        self, kernel: Callable[..., Any], case: OptimizerCase, numbers: Kwargs, options: Kwargs
     ) -> None:
-        ratio = np.zeros(1)
-        lamb.lamb_ratio(2, np.array(sums), ratio, most, adapt, clip)
-        assert ratio == pytest.approx(expected)
+        theta, grad, *averages = np.random.default_rng().normal(size=(4, LENGTH))
+        squares = np.random.default_rng().uniform(0.1, 2.0, (3, LENGTH))
+        state = dict(zip(("exp_avg", "momentum_buffer"), averages))
+        state |= dict(zip(("exp_avg_sq", "max_exp_avg_sq", "sum"), squares))
+        expected_state = {key: torch.tensor(value) for key, value in state.items()}
+        if numbers.get("fresh"):
+            del expected_state["momentum_buffer"]
+        expected = case.algorithm(
+            torch.tensor(theta),
+            torch.tensor(-0.5 * grad),
+            expected_state,
+            1 if case is ADAGRAD else T,
+            **options | {"lr": 0.1},
+        )
+        given = {"param": theta, "grad": grad, "grad_factor": -0.5, **state, **numbers}
+        if kernel is lamb.lamb_update:
+            self._run_moments_and_ratio(given)
+        self._run(kernel, given)
+        np.testing.assert_allclose(theta, expected, rtol=1e-10, atol=1e-13)
+        for key, value in expected_state.items():
+            np.testing.assert_allclose(state[key], value, rtol=1e-12, atol=1e-15)
 
-    def test_lamb_of_one_row(self) -> None:
-        """The three in one; a work-group of plain Python has one lane."""
-        theta, grad, m = self._values(3)
-        (v,) = self._squares(1)
-        numbers = {
-            "average_correction": 3.0,
-            "root_correction": 2.0,
-            "grad_factor": -0.5,
-            "decay_factor": 0.9,
-            "weight_decay": 0.2,
-            "beta1": 0.7,
-            "beta3": 0.3,
-            "beta2": 0.6,
-            "one_minus_beta2": 0.4,
-            "lr": 0.1,
-            "eps": 1e-3,
-            "max_param_norm": np.inf,
-            "adapt": 1,
-            "clip": 0,
-        }
-        param, exp_avg, exp_avg_sq = theta.copy(), m.copy(), v.copy()
-        lamb.lamb(len(theta), param, grad, exp_avg, exp_avg_sq, **numbers)
-        m = 0.7 * m - 0.3 * 0.5 * grad
-        v = 0.6 * v + 0.4 * (0.5 * grad) ** 2
-        u = 3 * m / (2 * np.sqrt(v) + 1e-3) + 0.2 * 0.9 * theta
-        ratio = np.linalg.norm(0.9 * theta) / np.linalg.norm(u)
-        np.testing.assert_allclose(exp_avg, m, rtol=1e-12, atol=1e-15)
-        np.testing.assert_allclose(exp_avg_sq, v, rtol=1e-12)
-        np.testing.assert_allclose(param, 0.9 * theta - 0.1 * ratio * u, rtol=1e-10, atol=1e-13)
+    @staticmethod
+    def _run(kernel: Callable[..., Any], given: Kwargs) -> list[Any]:
+        """Call ``kernel`` with those of the arguments that it takes, for each element."""
+        names, everything = inspect.signature(kernel).parameters, {"length": LENGTH, **given}
+        chosen = {name: everything[name] for name in names if name != "i"}
+        if "i" not in names:
+            return [kernel(**chosen)]
+        return [kernel(i=i, **chosen) for i in range(LENGTH)]
 
-    def test_lamb_ratio_of_an_update_of_zero(self) -> None:
+    def _run_moments_and_ratio(self, given: Kwargs) -> None:
+        """Run the first two of Lamb's kernels; the sums are those of two chunks."""
+        before = given["param"].copy()
+        squares = np.array(self._run(lamb.lamb_moments, given))
+        np.testing.assert_array_equal(given["param"], before)
+        np.testing.assert_allclose(squares[:, 0], (given["decay_factor"] * before) ** 2, rtol=1e-12)
+        given["ratio"] = np.zeros(1)
+        sums = np.concatenate([squares[:4].sum(0), squares[4:].sum(0)])
+        self._run(lamb.lamb_ratio, given | {"length": 2, "sums": sums})
+        given["ratio"] = given["ratio"][0]
+
+    @pytest.mark.parametrize("sums", [[0.0, 1.0, 0.0, 3.0], [4.0, 0.0, 0.0, 0.0]])
+    def test_ratio_where_a_norm_is_zero(self, sums: list[float]) -> None:
         ratio = np.zeros(1)
         # numpy divides by zero as a device does, and warns, where Python would raise.
         with np.errstate(divide="ignore"):
-            lamb.lamb_ratio(1, np.array([4.0, 0.0]), ratio, np.inf, 1, 0)
+            lamb.lamb_ratio(2, np.array(sums), ratio, np.inf, 1, 0)
         assert ratio == 1
 
     def test_sum_of_squares(self) -> None:
-        (grad,) = self._values(1)
-        squares = self._run(norm.sum_of_squares, grad)
+        grad = np.random.default_rng().normal(size=LENGTH)
+        squares = self._run(norm.sum_of_squares, {"grad": grad})
         np.testing.assert_allclose(np.sum(squares), np.sum(grad**2), rtol=1e-12)
 
 
@@ -232,58 +156,56 @@ class TestCheck:
     def test_the_repository_passes(self) -> None:
         assert build_tool.check() == []
 
-    @pytest.mark.parametrize("name", ["sgd.py", "lamb.py"])
-    def test_kernel_changed(self, tree: Path, name: str) -> None:
+    @pytest.mark.parametrize(
+        ("name", "changed"),
+        [(name, [name]) for name in ("sgd.py", "lamb.py")]
+        + [(name, SOURCES) for name in ("language.py", "_lowering.py", "_compiler.py")],
+    )
+    def test_source_changed(self, tree: Path, name: str, changed: list[str]) -> None:
         path = tree / "kernels" / name
         path.write_text(path.read_text() + "\n")
-        assert build_tool.check() == [f"{name} changed since it was compiled: run `make kernels`"]
+        expected = [f"{name} changed since it was compiled: run `make kernels`" for name in changed]
+        assert build_tool.check() == expected
 
-    @pytest.mark.parametrize("name", ["language.py", "_lowering.py", "_compiler.py"])
-    def test_compiler_changed(self, tree: Path, name: str) -> None:
-        path = tree / "kernels" / name
-        path.write_text(path.read_text() + "\n")
-        assert build_tool.check() == [
-            f"{name} changed since it was compiled: run `make kernels`"
-            for name in ("adagrad.py", "adam.py", "lamb.py", "norm.py", "sgd.py")
-        ]
-
-    def test_new_source(self, tree: Path) -> None:
-        shutil.copy(tree / "kernels" / "sgd.py", tree / "kernels" / "new.py")
-        assert build_tool.check() == ["new.py has no compiled module: run `make kernels`"]
+    @pytest.mark.parametrize(
+        ("change", "problem"),
+        [
+            (
+                lambda tree: shutil.copy(tree / "kernels/sgd.py", tree / "kernels/new.py"),
+                "new.py has no compiled module",
+            ),
+            (
+                lambda tree: (tree / "spirv/sgd_f32.spv").write_bytes(b"changed"),
+                "sgd_f32.spv is not the module that was built",
+            ),
+            (lambda tree: (tree / "spirv/sgd_f32.spv").unlink(), "sgd_f32.spv is missing"),
+            (
+                lambda tree: (tree / "spirv/other_f32.spv").touch(),
+                "other_f32.spv is not in the manifest",
+            ),
+        ],
+    )
+    def test_file_changed(self, tree: Path, change: Callable[[Path], Any], problem: str) -> None:
+        change(tree)
+        assert build_tool.check() == [f"{problem}: run `make kernels`"]
 
     def test_source_removed(self, tree: Path) -> None:
         (tree / "kernels" / "sgd.py").unlink()
         assert any("sgd.py is gone" in problem for problem in build_tool.check())
 
-    def test_module_changed(self, tree: Path) -> None:
-        path = tree / "spirv" / "sgd_f32.spv"
-        path.write_bytes(path.read_bytes() + b"\0")
-        assert build_tool.check() == [
-            "sgd_f32.spv is not the module that was built: run `make kernels`"
-        ]
-
-    def test_module_lost(self, tree: Path) -> None:
-        (tree / "spirv" / "sgd_f32.spv").unlink()
-        assert build_tool.check() == ["sgd_f32.spv is missing: run `make kernels`"]
-
-    def test_module_unknown(self, tree: Path) -> None:
-        (tree / "spirv" / "other_f32.spv").write_bytes(b"")
-        assert build_tool.check() == ["other_f32.spv is not in the manifest: run `make kernels`"]
-
 
 class TestValidate:
-    """Every module passes spirv-val and compiles for three generations of GPU."""
-
     @pytest.mark.skipif(
         shutil.which("spirv-val") is None or shutil.which("ocloc") is None,
         reason="apt install spirv-tools intel-opencl-icd",
     )
-    def test_modules(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Those of one kernel with sums; `make kernels-validate` takes all, and minutes."""
-        for path in modules.FOLDER.glob("lamb_moments_*.spv"):
-            shutil.copy(path, tmp_path)
+    def test_module_with_sums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For three generations of GPU; `make kernels-validate` takes all modules, and minutes."""
+        shutil.copy(modules.FOLDER / "lamb_moments_bf16.spv", tmp_path)
         monkeypatch.setattr(build_tool, "FOLDER", tmp_path)
         assert build_tool.validate() == []
+        (tmp_path / "lamb_moments_bf16.spv").write_bytes(b"damaged")
+        assert build_tool.validate() != []
 
     def test_tools_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
