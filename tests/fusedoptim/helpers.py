@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import os
 import pickle
@@ -305,16 +306,46 @@ class SideBySide:
         self._carry_errors()
         self.torchs.step()
 
-    def train(self, steps: int = 1, skip: Sequence[int] = ()) -> None:
-        """Take steps with new gradients, and compare after each."""
+    def train(self, steps: int = 1, skip: Sequence[int] = (), **kwargs: Any) -> None:
+        """Take steps with new gradients, and compare after each; the rest is for :meth:`check`."""
         for _ in range(steps):
             self.set_gradients(skip)
-            self.check()
+            self.check(**kwargs)
 
-    def check(self, ours: Callable[[], None] | None = None) -> None:
-        """Step both with the gradients that they have, and compare."""
+    def check(
+        self,
+        ours: Callable[[], None] | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        limit: float | None = None,
+        also: float = 1.0,
+    ) -> None:
+        """Step both with the gradients that they have, and compare.
+
+        Args:
+            ours: steps our optimizer.
+            scaler: scales our gradients, and steps our optimizer instead.
+            limit: to which the norm is clipped: the reference's before the step, ours in it.
+            also: a factor that our gradients have beside the scaler's.
+        """
+        if scaler is not None:
+            self.scale_gradients(scaler, also)
+            ours = functools.partial(scaler.step, self.ours)
+        if limit is not None:
+            self.ours.max_grad_norm = limit
+            torch.nn.utils.clip_grad_norm_(self.references, limit)
         self.step(ours)
+        if scaler is not None:
+            scaler.update()
         self.assert_equal()
+
+    def scale_gradients(self, scaler: torch.amp.GradScaler, also: float = 1.0) -> None:
+        """Scale our gradients; the reference gets, in float64, what unscaling them gives."""
+        scale = scaler.get_scale() * also
+        for p, reference in zip(self.params, self.references):
+            if p.grad is not None:
+                p.grad.mul_(scale)
+                reference.grad = widened(p.grad) / scale
 
     def _bounded(self, value: Tensor, error: Tensor | float = 0.0) -> Bounded:
         return Bounded(as_real(value), error, ARITHMETIC[self.dtype])
@@ -383,20 +414,6 @@ def new_scaler(scale: float = 256.0, **kwargs: Any) -> torch.amp.GradScaler:
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, **kwargs)
     scaler.scale(torch.ones(()))
     return scaler
-
-
-def scale_gradients(pair: SideBySide, scaler: torch.amp.GradScaler, also: float = 1.0) -> None:
-    """Scale our gradients; the reference gets, in float64, what unscaling them gives."""
-    scale = scaler.get_scale() * also
-    for p, reference in zip(pair.params, pair.references):
-        if p.grad is not None:
-            p.grad.mul_(scale)
-            reference.grad = widened(p.grad) / scale
-
-
-def scaled_step(pair: SideBySide, scaler: torch.amp.GradScaler) -> None:
-    pair.step(lambda: scaler.step(pair.ours))
-    scaler.update()
 
 
 def _hosts(value: Any) -> Any:
