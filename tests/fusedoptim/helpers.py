@@ -127,6 +127,13 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.detach().to(wide, copy=True)
 
 
+def upper_half(values: Tensor) -> Tensor:
+    """The bfloat16 that is the first 16 bits of each float32: truncated, not rounded."""
+    return (
+        (values.detach().contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    )
+
+
 def as_real(tensor: Tensor) -> Tensor:
     """The real and imaginary parts of a complex tensor; another as it is."""
     tensor = tensor.detach()
@@ -257,7 +264,7 @@ def run_in_threads(*functions: Callable[[], object]) -> None:
 
 def assert_within(actual: Tensor, expected: Tensor, error: Tensor | float, what: str) -> None:
     """Raise unless no element is further from its expected value than its ``error``."""
-    actual, expected = as_real(widened(actual)), as_real(expected)
+    actual, expected = as_real(widened(actual.to_dense())), as_real(expected)
     off, error = (actual - expected).abs(), torch.as_tensor(error, dtype=torch.float64)
     # Infinities are the same or are not, and so are NaNs.
     good = (off <= error) & expected.isfinite() | (actual == expected)
