@@ -77,7 +77,7 @@ def test_threads_that_sleep_already_are_left_alone(policy: str) -> None:
     script = """
     import os, time, torch
     from fusedoptim.launch import openmp
-    from tests.fusedoptim.test_openmp import long_step
+    from tests.fusedoptim.launch.test_openmp import long_step
     before = set(os.listdir("/proc/self/task"))
     torch.ones(1_000_000).add(1)
     (thread,) = set(os.listdir("/proc/self/task")) - before
