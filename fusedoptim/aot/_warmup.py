@@ -81,9 +81,9 @@ def _of(bundle: Bundle) -> Iterator[Warmed]:
 def _shipped(device: str) -> Iterator[Warmed]:
     chosen = named_queue(device)
     has_float64 = chosen.sycl_device.has_aspect_fp64
-    for kernel, dtype in shipped():
-        if dtype == "f64" and not has_float64:
+    for kernel, variant in shipped():
+        if variant == "f64" and not has_float64:
             continue  # such a step raises on this device
         began = time.perf_counter()
-        kernel_for(chosen, kernel, dtype)
-        yield Warmed(f"{kernel}_{dtype}", time.perf_counter() - began)
+        kernel_for(chosen, kernel, variant)
+        yield Warmed(f"{kernel}_{variant}", time.perf_counter() - began)

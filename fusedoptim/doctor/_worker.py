@@ -68,7 +68,7 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
     from fusedoptim.launch.modules import shipped
 
     found = {d.filter_string: d for d in devices()}
-    kernels = [f"{kernel}_{dtype}" for kernel, dtype in shipped()]
+    kernels = [f"{kernel}_{variant}" for kernel, variant in shipped()]
     if describe:
         _say(lines, devices=[d._asdict() for d in found.values()], planned=len(kernels))
         if any("cpu" in name for name in found):
@@ -137,9 +137,9 @@ def _update_problem(device: Any) -> str:
     import numpy as np
     import torch
 
+    from fusedoptim.launch.block import LaunchBlock
     from fusedoptim.launch.devices import queue_of
     from fusedoptim.launch.kernel import kernel_for
-    from fusedoptim.launch.table import LaunchBlock
 
     param, grad = torch.rand(2, 1000, device=device)
     factor = torch.ones((), device=device)

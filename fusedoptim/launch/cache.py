@@ -70,8 +70,8 @@ def danger_in(place: Path) -> str | None:
 def cached(
     parts: tuple[str, ...],
     build: Callable[[], bytes],
-    unkept: Callable[[Path, str], None] = warn_of,
-    anew: bool = False,
+    on_write_failure: Callable[[Path, str], None] = warn_of,
+    rebuild: bool = False,
 ) -> bytes:
     """What ``build`` makes, from the disk if it was made before.
 
@@ -82,14 +82,14 @@ def cached(
     Args:
         parts: all that the result depends on, besides the version of this package.
         build: makes it.
-        unkept: called with the folder and the reason where nothing can be written.
-        anew: build even if the disk has it, and replace that.
+        on_write_failure: called with the folder and the reason where nothing can be written.
+        rebuild: build even if the disk has it, and replace that.
     """
     place = folder()
     if place is None:
         return build()
     name = _name(parts)
-    module = None if anew else _read(place, name)
+    module = None if rebuild else _read(place, name)
     if module is None:
         module = build()
         try:
@@ -97,7 +97,7 @@ def cached(
         except UnsafeError as error:
             warn_of(place, str(error))
         except OSError as error:
-            unkept(place, str(error))
+            on_write_failure(place, str(error))
     return module
 
 

@@ -56,9 +56,9 @@ class Kernel:
 
 
 @functools.cache
-def kernel_for(queue: Any, name: str, dtype: str) -> Kernel:
-    """The kernel ``name`` for parameters of ``dtype`` on ``queue``, built at the first call."""
-    module = load_module(name, dtype)
-    if module.dtype != dtype:
-        return kernel_for(queue, name, module.dtype)
+def kernel_for(queue: Any, name: str, variant: str) -> Kernel:
+    """A variant of the kernel ``name`` on ``queue``, built at the first call."""
+    module = load_module(name, variant)
+    if module.variant != variant:
+        return kernel_for(queue, name, module.variant)
     return Kernel(queue, module)

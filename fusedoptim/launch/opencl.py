@@ -221,7 +221,7 @@ class Driver:
             try:
                 return self._read(binary, options)
             except BuildError:  # of another driver, which calls itself the same
-                keep(anew=True)
+                keep(rebuild=True)
         return made[0]
 
     def compile_now(self, spirv: bytes, options: str = "") -> OpenCLProgram:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.block import Chunks, LaunchBlock, row_addresses
 from fusedoptim.launch.kernel import Kernel
-from fusedoptim.launch.table import Chunks, LaunchBlock, row_addresses
 
 # Up to as many chunks, addresses are written one by one: a call of numpy costs more than they do.
 _FEW = 16
@@ -137,7 +137,7 @@ class Pipeline:
         found = []
         for block in self._with_column[column]:
             layout = block.kernel.layout
-            first = layout.word_in_row(column)
+            first = layout.row_word[column]
             words = range(first, first + block.rows * layout.row_words, layout.row_words)
             found.append((block, list(zip(words, owners, starts))))
         return found

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fusedoptim._torch_private import increment_version
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.block import Chunks
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.pipeline import Pipeline
-from fusedoptim.launch.table import Chunks
 from fusedoptim.step.checks import check_state_whole
 from fusedoptim.step.commit import Submission
 from fusedoptim.step.rule import Candidate, UpdateRule

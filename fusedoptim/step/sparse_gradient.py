@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim.launch.table import Indices, row_addresses
+from fusedoptim.launch.block import Indices, row_addresses
 
 
 class SparseGradient:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusedoptim.launch.table import LaunchBlock
+from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.step import dense
 from fusedoptim.step.dense import DenseRows
 from tests.fusedoptim.helpers import (

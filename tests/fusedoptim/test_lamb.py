@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedLamb
-from fusedoptim.launch.table import LaunchBlock
+from fusedoptim.launch.block import LaunchBlock
 from tests.fusedoptim.helpers import (
     SideBySide,
     assert_same_bits,

@@ -21,11 +21,11 @@ from fusedoptim.allocator import load_dpctl, queue
 from fusedoptim.launch import cache, cpu, opencl
 from fusedoptim.launch.arguments import ONE_ADDRESS, frame_of
 from fusedoptim.launch.backend import BuildError, LaunchError
+from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.modules import load_module
 from fusedoptim.launch.opencl import Driver, driver_of
 from fusedoptim.launch.sycl import SyclKernel
-from fusedoptim.launch.table import LaunchBlock
 from fusedoptim.raw import RawKernel
 from fusedoptim.step import dense
 from tests.fusedoptim.helpers import SideBySide, make_params

@@ -94,9 +94,9 @@ class LaunchBlock:
             kernel.shape.elements_per_group * self.rows // max(self._elements, 1), 1
         )
         self._header = self._bytes[: len(HEADER) * WORD].cast("q")
-        self._row_count = layout.word_in_head("rows")
+        self._row_count = layout.head_word["rows"]
         self._header[self._row_count] = self.rows
-        self._header[layout.word_in_head("rows_per_group")] = self._rows_per_group
+        self._header[layout.head_word["rows_per_group"]] = self._rows_per_group
         words = np.frombuffer(
             self._bytes, dtype=np.int64, count=self.rows * columns, offset=head
         ).reshape(self.rows, columns)
@@ -112,7 +112,7 @@ class LaunchBlock:
         )
         """The same as numbers of the arithmetic dtype."""
         self._column = {
-            name: (reals if role is Role.ROW_SCALAR else words)[:, layout.word_in_row(name)]
+            name: (reals if role is Role.ROW_SCALAR else words)[:, layout.row_word[name]]
             for name, role in layout.row
         }
         self.write("length", lengths)
