@@ -28,13 +28,7 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def row_addresses(values: Tensor, rows: Indices | None = None, dims: int = 1) -> Indices:
-    """The addresses of the rows of a contiguous tensor.
-
-    Args:
-        values: the tensor.
-        rows: numbers of the rows; all by default.
-        dims: how many of the first dimensions are indexed to get one row.
-    """
+    """The addresses of rows of a contiguous tensor: one for each index of its first ``dims``."""
     if rows is None:
         rows = np.arange(len(values), dtype=np.int64)
     addresses = rows * (math.prod(values.shape[dims:]) * values.element_size())
@@ -70,12 +64,6 @@ class LaunchBlock:
     """
 
     def __init__(self, kernel: Kernel, lengths: Indices) -> None:
-        """Lay out the rows.
-
-        Args:
-            kernel: that will read the block.
-            lengths: of each row.
-        """
         self.kernel = kernel
         self.rows = len(lengths)
         self.pending: Sequence[Any] = ()

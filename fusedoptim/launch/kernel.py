@@ -18,11 +18,6 @@ class Kernel:
     """A compiled module, built for one queue."""
 
     def __init__(self, queue: Any, module: Module) -> None:
-        """Have the device's driver compile the module.
-
-        Raises:
-            RuntimeError: the driver refuses it, or the device lacks float64 arithmetic.
-        """
         device = queue.sycl_device
         if module.arithmetic == "float64" and not device.has_aspect_fp64:
             raise RuntimeError(

@@ -59,9 +59,6 @@ def load_module(kernel: str, variant: str) -> Module:
     """The module of a variant of ``kernel``, checked against the manifest.
 
     One that touches no parameter, such as the ratio of two norms, serves all of one arithmetic.
-
-    Raises:
-        ModuleError: the manifest or the module is missing, damaged or of another version.
     """
     name = _serving().get((kernel, variant))
     if name is None:
