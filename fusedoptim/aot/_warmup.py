@@ -76,9 +76,9 @@ def _warm_shipped(device: str) -> list[Warmed]:
     queue = named_queue(device)
     has_float64 = queue.sycl_device.has_aspect_fp64
     return [
-        _timed(f"{kernel}_{dtype}", functools.partial(kernel_for, queue, kernel, dtype))
-        for kernel, dtype in shipped()
-        if dtype != "f64" or has_float64  # without it, such a step raises
+        _timed(f"{kernel}_{variant}", functools.partial(kernel_for, queue, kernel, variant))
+        for kernel, variant in shipped()
+        if variant != "f64" or has_float64  # without it, such a step raises
     ]
 
 

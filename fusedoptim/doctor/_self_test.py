@@ -19,10 +19,10 @@ import numpy as np
 from fusedoptim.allocator import default_pool
 from fusedoptim.dtypes import ELEMENTS, VARIANTS, Element
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.layout import Argument
 from fusedoptim.launch.modules import Module, kernel_function, shipped
-from fusedoptim.launch.table import LaunchBlock
 
 Reals = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]

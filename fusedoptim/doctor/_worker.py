@@ -76,7 +76,7 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
             if device in (None, name):
                 _say(lines, failed=_last_line(failure))
     used = _used(backends)
-    kernels = [f"{kernel}_{dtype}" for kernel, dtype in shipped()]
+    kernels = [f"{kernel}_{variant}" for kernel, variant in shipped()]
     if describe:
         on_host = {name for name, backend in backends.items() if backend.runs_on_host}
         described = [d._asdict() | {"on_host": name in on_host} for name, d in found.items()]
@@ -141,9 +141,9 @@ def _update_problem(device: Any) -> str:
     import numpy as np
     import torch
 
+    from fusedoptim.launch.block import LaunchBlock
     from fusedoptim.launch.devices import queue_of
     from fusedoptim.launch.kernel import kernel_for
-    from fusedoptim.launch.table import LaunchBlock
 
     param, grad = torch.rand(2, 1000, device=device)
     factor = torch.ones((), device=device)

@@ -253,7 +253,7 @@ class TestOtherUsers:
         change(place)
         build = Builds()
         with pytest.warns(RuntimeWarning, match=f"in {place} .*{reason}.*FUSEDOPTIM_CACHE_DIR"):
-            assert cached(PARTS, build, unkept=lambda *_: None) == b"module"
+            assert cached(PARTS, build, on_write_failure=lambda *_: None) == b"module"
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it warns once
             assert cached(PARTS, build) == b"module"

@@ -59,6 +59,15 @@ def nothing(optimizer, params):
 
 def one_step(optimizer, params):
     optimizer.step()
+
+
+class Wrapping(TorchDispatchMode):
+    "What an operation makes is a wrapper, without memory of its own."
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        is_new = isinstance(result, torch.Tensor) and not any(result is a for a in args)
+        return TwoTensor(result, result) if is_new else result
 """
 
 
@@ -117,15 +126,6 @@ else:
 
 def test_modes_that_exchange_tensors_see_nothing() -> None:
     run("""
-class Wrapping(TorchDispatchMode):
-    "What an operation makes is a wrapper, without memory of its own."
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        is_new = isinstance(result, torch.Tensor) and not any(result is a for a in args)
-        return TwoTensor(result, result) if is_new else result
-
-
 def wrapped(optimizer, params):
     with Wrapping():
         optimizer.step()
@@ -243,4 +243,22 @@ for mode in (FakeTensorMode(allow_non_fake_inputs=True), FunctionalTensorMode())
                 call()
         assert_refused(optimizer, inside, RuntimeError, "was called inside F.*TensorMode")
         assert (type(p.data), p.dtype, q.dtype) == (torch.Tensor, torch.float32, torch.bfloat16)
+""")
+
+
+def test_modes_that_exchange_tensors_do_not_see_splits() -> None:
+    run("""
+from fusedoptim import FusedSGD
+values = torch.randn(20)
+p = Parameter(values.clone())
+p.grad = torch.ones(20)
+optimizer = FusedSGD([p], lr=0.1)
+with Wrapping():
+    optimizer.split_params([p])
+assert (type(p.data), type(p.grad), p.dtype) == (torch.Tensor, torch.Tensor, torch.bfloat16)
+assert type(optimizer.state[p]["trail"]) is torch.Tensor
+with Wrapping():
+    optimizer.merge_params([p])
+assert (type(p.data), type(p.grad), p.dtype) == (torch.Tensor, torch.Tensor, torch.float32)
+assert torch.equal(p, values) and torch.equal(p.grad, torch.ones(20))
 """)

@@ -28,13 +28,7 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def row_addresses(values: Tensor, rows: Indices | None = None, dims: int = 1) -> Indices:
-    """The addresses of the rows of a contiguous tensor.
-
-    Args:
-        values: the tensor.
-        rows: numbers of the rows; all by default.
-        dims: how many of the first dimensions are indexed to get one row.
-    """
+    """The addresses of rows of a contiguous tensor: one for each index of its first ``dims``."""
     if rows is None:
         rows = np.arange(len(values), dtype=np.int64)
     addresses = rows * (math.prod(values.shape[dims:]) * values.element_size())
@@ -70,12 +64,6 @@ class LaunchBlock:
     """
 
     def __init__(self, kernel: Kernel, lengths: Indices) -> None:
-        """Lay out the rows.
-
-        Args:
-            kernel: that will read the block.
-            lengths: of each row.
-        """
         self.kernel = kernel
         self.rows = len(lengths)
         self.pending: Sequence[Any] = ()
@@ -94,9 +82,9 @@ class LaunchBlock:
             kernel.shape.elements_per_group * self.rows // max(self._elements, 1), 1
         )
         self._header = self._bytes[: len(HEADER) * WORD].cast("q")
-        self._row_count = layout.word_in_head("rows")
+        self._row_count = layout.head_word["rows"]
         self._header[self._row_count] = self.rows
-        self._header[layout.word_in_head("rows_per_group")] = self._rows_per_group
+        self._header[layout.head_word["rows_per_group"]] = self._rows_per_group
         words = np.frombuffer(
             self._bytes, dtype=np.int64, count=self.rows * columns, offset=head
         ).reshape(self.rows, columns)
@@ -112,7 +100,7 @@ class LaunchBlock:
         )
         """The same as numbers of the arithmetic dtype."""
         self._column = {
-            name: (reals if role is Role.ROW_SCALAR else words)[:, layout.word_in_row(name)]
+            name: (reals if role is Role.ROW_SCALAR else words)[:, layout.row_word[name]]
             for name, role in layout.row
         }
         self.write("length", lengths)
