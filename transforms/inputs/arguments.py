@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from transforms.passes import split_weights
-from transforms.rewrites import plain_tensors, stand_ins
+from transforms.rewrites import plain_tensors, split, stand_ins
+from transforms.rewrites.fused_step import is_schedulers
 
 _WRAPPERS = {
     "DistributedDataParallel": "DDP",
@@ -137,7 +137,7 @@ def check_halves(model: nn.Module, optimizer: Optimizer | None) -> None:
     """
     own = getattr(optimizer, "halves", None)
     updated = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
-    for halves in split_weights.halves_in(model):
+    for halves in split.halves_in(model):
         if halves is own or halves.is_alone:
             continue
         if optimizer is None or any(p in halves for p in updated):
@@ -153,8 +153,24 @@ def check_no_copied_halves(model: nn.Module) -> None:
     Raises:
         ValueError: it was.
     """
-    if any(halves.is_alone for halves in split_weights.halves_in(model)):
+    if any(halves.is_alone for halves in split.halves_in(model)):
         raise ValueError(
             "the model's weights are split into halves, and it was copied without its optimizer: "
             "call transforms.restore(model) first"
         )
+
+
+def refuse_replaced_methods(optimizer: Optimizer) -> None:
+    """Raise if a method was replaced on the object itself, except by a scheduler.
+
+    Raises:
+        RuntimeError: it was; the replacement refers to the object and its present class.
+    """
+    for name, value in vars(optimizer).items():
+        if callable(getattr(type(optimizer), name, None)) and not is_schedulers(optimizer, value):
+            raise RuntimeError(
+                f"optimizer.{name} was replaced on this object by "
+                f"{getattr(value, '__qualname__', value)!r}, which would keep calling the original "
+                "method; call transforms.optimize first and wrap its result, or pass "
+                "fuse_update_step=False and inplace=True"
+            )

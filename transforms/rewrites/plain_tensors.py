@@ -27,6 +27,10 @@ class Rewrite(Protocol):
         """The tensors of the module's checkpoint, by name; None removes a name from it."""
         ...
 
+    def lapsed(self, module: nn.Module) -> str | None:
+        """Why what the report says about ``module`` no longer holds; None if it does."""
+        ...
+
     def check(self) -> None:
         """Raise unless the modules can be made plain."""
         ...

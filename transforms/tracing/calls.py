@@ -28,7 +28,6 @@ from transforms.tracing.trace import (
     asks_geometry,
     reads_shape,
     run_trace,
-    ways_to_call,
 )
 from transforms.tracing.watch import Watch
 
@@ -86,10 +85,7 @@ class Calls:
         while type(root) not in self._boxed_types and "forward" not in vars(root):
             watch = Watch(self._changing)
             try:
-                traces = [
-                    run_trace(root, self._is_box, self._boxed_functions, constants, watch)
-                    for constants in ways_to_call(root)
-                ]
+                trace = run_trace(root, self._is_box, self._boxed_functions, watch)
             except UntraceableError as error:
                 if error.function is not None and error.function not in self._boxed_functions:
                     self._boxed_functions.add(error.function)
@@ -97,8 +93,7 @@ class Calls:
                 known = type(error.culprit) in self._boxed_types
                 self._boxed_types.add(type(root if known else error.culprit))
             else:
-                for trace in traces:
-                    self._add(trace)
+                self._add(trace)
                 self.undecided |= watch.undecided
                 for use in watch.uses(root):
                     code = f"code of {self.name(root)} that did not run"

@@ -63,7 +63,7 @@ def _feeder(norm: nn.Module, calls: Calls, kinds: Kinds) -> tuple[nn.Module | No
     if norm in calls.unknown:
         return None, calls.unknown[norm]
     if norm not in calls.of:
-        return None, "forward does not call it"
+        return None, calls.doubtful.get(norm, "forward does not call it")
     sources = [_source(node) for node in calls.of[norm]]
     feeders = {calls.module_of.get(source) for source in sources if source is not None}
     feeder = feeders.pop() if len(feeders) == 1 and None not in sources else None

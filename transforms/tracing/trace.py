@@ -129,16 +129,16 @@ def run_trace(
     root: nn.Module,
     is_box: Callable[[nn.Module], bool],
     functions: set[types.FunctionType],
-    constants: dict[str, Any],
     watch: Watch,
 ) -> Trace:
     """Trace ``root`` on a copy that shares its tensors, as forward may write to its attributes.
+
+    Optional arguments have their defaults, as a traced argument is never None.
 
     Args:
         root: the module whose forward is traced.
         is_box: whether only calls of a module are traced, and not its forward.
         functions: functions of which only calls are traced.
-        constants: arguments that are passed as they are, and not traced.
         watch: follows the code that runs.
 
     Raises:
@@ -156,7 +156,7 @@ def run_trace(
     reads = TensorReads(clone.modules())
     try:
         with watch.following(originals), reads:
-            graph = tracer.trace(clone, concrete_args=constants or None)
+            graph = tracer.trace(clone, concrete_args=_defaults(root) or None)
     except Exception as error:
         culprit = originals.get(tracer.culprit or clone, root)
         raise UntraceableError(culprit, _function_to_blame(error, culprit)) from error
@@ -177,22 +177,9 @@ def run_trace(
     return Trace(graph, modules, tracer.kept(), read)
 
 
-def ways_to_call(root: nn.Module) -> list[dict[str, Any]]:
-    """The sets of optional arguments to leave at their defaults: all, none, and all but each one.
-
-    A traced argument is never None, so one trace follows only one branch of ``if mask is None``.
-    """
-    optional = {
-        name: parameter.default
-        for name, parameter in inspect.signature(type(root).forward).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
-    ways = [optional]
-    if optional:
-        ways.append({})
-    if len(optional) > 1:
-        ways += [{k: v for k, v in optional.items() if k != name} for name in optional]
-    return ways
+def _defaults(root: nn.Module) -> dict[str, Any]:
+    parameters = inspect.signature(type(root).forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
 
 def reads_shape(user: fx.Node, node: fx.Node) -> bool:
