@@ -130,7 +130,8 @@ def optimize(
     check_model(model)
     check_knobs(level, dtype, inplace, knobs)
     passes = TRAINING if model.training else INFERENCE
-    options = resolve(level, dtype, knobs, passes, model.training)
+    defaults = {each.knob: each.default(level) for each in passes}
+    options = resolve(dtype, knobs, defaults, model.training)
     check_pair(model, optimizer)
     if optimizer is not None:
         check_not_for_inference(model)

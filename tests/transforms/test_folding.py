@@ -827,6 +827,24 @@ def test_harmless_code_is_no_objection() -> None:
         assert torch.equal(optimized([x[:1], x[1:]], names="y"), optimized(x, names="y"))
 
 
+class DependsOnFlag(Block):
+    """torch.fx cannot trace a flag, which is no tensor."""
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        y = self.norm(self.conv(x))
+        if twice:
+            y = y * 2
+        return y
+
+
+def test_optional_flag_is_no_objection() -> None:
+    model = randomise(DependsOnFlag())
+    optimized, report = optimize(model)
+    assert len(report.done(CONV)) == 1
+    assert_right(optimized, model, images())
+    assert_right(optimized, model, images(), True)
+
+
 def test_norm_in_training_mode_is_left() -> None:
     model = randomise(Block())
     model.norm.train()

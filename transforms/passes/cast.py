@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from transforms.inputs.options import DTYPE, Options
 from transforms.passes.protocol import Job, Pass
@@ -43,7 +42,7 @@ class Cast(Pass):
         assert dtype is not None
         found = [(name, module, _float32(module)) for name, module in model.named_modules()]
         reasons = _reasons(model, dtype)
-        lowered: dict[int, RoundedParameter] = {}
+        rounded: dict[int, RoundedParameter] = {}
         entries = []
         for name, module, params in found:
             if not any(p.dim() > 1 for p in params.values()):
@@ -54,12 +53,12 @@ class Cast(Pass):
                 reason = fold.round_to(dtype)
             elif reason is None:
                 for p in params.values():
-                    if id(p) not in lowered:
-                        lowered[id(p)] = RoundedParameter(p, dtype)
-                        undo.callback(lowered[id(p)].lift)
-                        lowered[id(p)].lower()
+                    if id(p) not in rounded:
+                        rounded[id(p)] = RoundedParameter(p, dtype)
+                        undo.callback(rounded[id(p)].restore)
+                        rounded[id(p)].round()
                 undo.callback(plain_tensors.detach, module)
-                own = {name: lowered[id(p)] for name, p in params.items()}
+                own = {name: rounded[id(p)] for name, p in params.items()}
                 plain_tensors.attach(module, RoundedParameters(module, own))
             if reason is None:
                 saved = sum(p.nbytes for p in module.parameters(recurse=False))  # half of the bytes
@@ -68,10 +67,6 @@ class Cast(Pass):
             else:
                 entries.append(Entry(name, reason, done=False))
         return entries
-
-    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Make the weights float32 again."""
-        plain_tensors.undo_all(model)
 
 
 def _reasons(model: nn.Module, dtype: torch.dtype) -> dict[str, str | None]:

@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
-from torch.optim import Optimizer
 
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
-from transforms.rewrites import plain_tensors
 from transforms.rewrites.fold import Fold
 from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED, owners
 from transforms.tracing.pairs import Kinds, find_pairs
@@ -54,10 +52,6 @@ class _FoldBatchNorm(Pass):
             if isinstance(before, self._kinds) or (before is None and self._has_the_rest):
                 entries.append(Entry(names[norm], reason, done=False))
         return entries
-
-    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Unfold, keeping what the folded weights have learnt."""
-        plain_tensors.undo_all(model)
 
 
 class FoldIntoConvolutions(_FoldBatchNorm):

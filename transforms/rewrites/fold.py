@@ -161,8 +161,9 @@ class Fold:
         }
         self._norm_parameters = dict(norm._parameters)
         self._norm_buffers = dict(norm._buffers)
-        strided = _laid_out(weight, self._strides)
-        _put(feeder.weight, plain_tensors.shared_as(strided, self._feeder_tensors["weight"]))
+        if self._strides is not None:
+            weight = plain_tensors.with_strides(weight, self._strides)
+        _put(feeder.weight, plain_tensors.shared_as(weight, self._feeder_tensors["weight"]))
         if feeder.bias is None:
             if self._added_bias is None:
                 self._added_bias = Parameter(bias, requires_grad=feeder.weight.requires_grad)
@@ -241,14 +242,6 @@ def _put(param: Parameter, values: Tensor) -> None:
     if values.dtype != param.dtype:
         param.grad = None
     param.data = values
-
-
-def _laid_out(values: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    if strides is None or strides == values.stride():
-        return values
-    return torch.empty_strided(
-        values.shape, strides, dtype=values.dtype, device=values.device
-    ).copy_(values)
 
 
 def fold_of(module: nn.Module) -> Fold | None:

@@ -97,14 +97,10 @@ def fuse(optimizer: Optimizer) -> None:
 
 
 def unfuse(optimizer: Optimizer) -> None:
-    """Restore a converted optimizer's own class and step; others are not changed.
-
-    State from fused steps is kept. State of 16-bit parameters, float32 in ours, is cast to the
-    parameter's dtype, as in torch's classes.
+    """Restore a converted optimizer's own class and step, and keep its state; others do not change.
 
     Raises:
-        RuntimeError: parameters are split into two halves, which only a fused step can update.
-            Nothing is changed in that case.
+        RuntimeError: parameters are split into two halves. Nothing is changed in that case.
     """
     this: Any = optimizer
     if not isinstance(this, _Converted):
@@ -137,7 +133,7 @@ def own_attributes(fused: type[Any]) -> set[str]:
 
 
 def _as_torchs(param: Tensor, state: dict[str, Any]) -> None:
-    """Convert the state of ``param`` to the form of torch's classes."""
+    """Convert the state of ``param``, float32 if it has 16 bits, to the form of torch's classes."""
     for name, value in state.items():
         if name == "step":
             if isinstance(value, Tensor):
@@ -158,10 +154,7 @@ def is_schedulers(optimizer: Optimizer, step: Any) -> bool:
 
 
 def _track_calls_again(optimizer: Optimizer) -> None:
-    """If a scheduler has wrapped the step, wrap the new class's step instead.
-
-    torch's wrapper refers to the step of the class that the object had before.
-    """
+    """If a scheduler has wrapped the step of the former class, wrap that of the new one instead."""
     if "step" not in vars(optimizer):
         return
     step = type(optimizer).step

@@ -1,8 +1,7 @@
 """FusedLamb with the options and state of other libraries' Lamb classes.
 
 timm and apex count steps by group and clip gradients themselves; torch_optimizer bounds the
-parameter's norm and does not correct the moments' bias. FusedLamb computes the same updates; these
-classes adapt it to where each library keeps its options and state.
+parameter's norm and does not correct the moments' bias.
 """
 
 from __future__ import annotations
@@ -40,16 +39,13 @@ class AdaptedLamb(FusedLamb):
         super()._check_options(group)
         # Schedulers and steps also add keys to groups, so look at the defaults.
         options = self.defaults.keys() - {"differentiable"}  # torch adds this one when loading
-        if missing := self._required - options:
+        name, instead = type(self).__name__, "use fusedoptim.FusedLamb"
+        if missing := ", ".join(sorted(self._required - options)):
             raise RuntimeError(
-                f"{type(self).__name__}: no option {', '.join(sorted(missing))}, which the class "
-                "known by this name has; use fusedoptim.FusedLamb"
+                f"{name}: no option {missing}, which the class known by this name has; {instead}"
             )
-        if unknown := options - self._required - self._known:
-            raise RuntimeError(
-                f"{type(self).__name__}: the option {', '.join(sorted(unknown))} is not known "
-                "here; use fusedoptim.FusedLamb"
-            )
+        if unknown := ", ".join(sorted(options - self._required - self._known)):
+            raise RuntimeError(f"{name}: the option {unknown} is not known here; {instead}")
 
     def _options(self, group: Group) -> Group:
         """The group's options under the names that FusedLamb uses."""

@@ -24,7 +24,7 @@ class RoundedParameter:
         """Whether the parameter had a 16-bit gradient when it last became float32."""
         self.residue: residues.Residue | None = None
 
-    def lower(self) -> None:
+    def round(self) -> None:
         """Round the parameter if it is float32."""
         if self.param.dtype != torch.float32 or self.param.is_meta:
             return
@@ -42,7 +42,7 @@ class RoundedParameter:
             return self.param.data
         return residues.join(self.param.data, self.residue)
 
-    def lift(self) -> None:
+    def restore(self) -> None:
         """Make the parameter float32 again if it is rounded."""
         if self.residue is not None:
             values, self.residue = self.values(), None
@@ -58,15 +58,15 @@ class RoundedParameter:
 class RoundedParameters:
     """A :class:`~transforms.rewrites.plain_tensors.Rewrite`: one module's parameters in 16 bits."""
 
-    def __init__(self, module: nn.Module, lowered: dict[str, RoundedParameter]) -> None:
+    def __init__(self, module: nn.Module, rounded: dict[str, RoundedParameter]) -> None:
         self._module = module
-        self._lowered = lowered
+        self._rounded = rounded
 
     def plain(self, module: nn.Module) -> Mapping[str, Tensor | None]:
         """The float32 tensors of a checkpoint."""
-        lowered = {id(each.param): each for each in self._lowered.values()}
+        rounded = {id(each.param): each for each in self._rounded.values()}
         own = module._parameters.items()  # pruning may have renamed a parameter
-        return {name: lowered[id(p)].values() for name, p in own if id(p) in lowered}
+        return {name: rounded[id(p)].values() for name, p in own if id(p) in rounded}
 
     def lapsed(self, module: nn.Module) -> None:
         """None: what moved to another dtype is as the call for it says."""
@@ -74,26 +74,26 @@ class RoundedParameters:
     def check(self) -> None:
         """Raise if a rounded weight has become the input of a parametrization."""
         own = set(map(id, self._module._parameters.values()))
-        for name, lowered in self._lowered.items():
-            if name not in self._module._parameters and id(lowered.param) not in own:
+        for name, rounded in self._rounded.items():
+            if name not in self._module._parameters and id(rounded.param) not in own:
                 raise plain_tensors.changed(self._module, f"got a parametrization of its {name}")
 
     def kept(self) -> Iterator[Tensor]:
         """The residues."""
-        for lowered in self._lowered.values():
-            if lowered.residue is not None:
-                yield from lowered.residue
+        for rounded in self._rounded.values():
+            if rounded.residue is not None:
+                yield from rounded.residue
 
     def undo(self) -> None:
         """Make the parameters float32."""
-        for lowered in self._lowered.values():
-            lowered.lift()
+        for rounded in self._rounded.values():
+            rounded.restore()
 
     def redo(self) -> None:
         """Round the parameters; loading or moving may have replaced them."""
-        for name, lowered in self._lowered.items():
+        for name, rounded in self._rounded.items():
             param = self._module._parameters.get(name)
-            if param is not None and param is not lowered.param:
+            if param is not None and param is not rounded.param:
                 # Other modules may still share the replaced parameter.
-                self._lowered[name] = RoundedParameter(param, lowered.dtype)
-            self._lowered[name].lower()
+                self._rounded[name] = RoundedParameter(param, rounded.dtype)
+            self._rounded[name].round()
