@@ -1,8 +1,7 @@
 """FusedLamb with the options and state of other libraries' Lamb classes.
 
 timm and apex count steps by group and clip gradients themselves; torch_optimizer bounds the
-parameter's norm and does not correct the moments' bias. FusedLamb computes the same updates; these
-classes adapt it to where each library keeps its options and state.
+parameter's norm and does not correct the moments' bias.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fusedoptim.step.tensors import Group
 _STEP = "step"
 
 
-class OthersLamb(FusedLamb):
+class AdaptedLamb(FusedLamb):
     """FusedLamb for optimizers of another library's class."""
 
     _required: ClassVar[frozenset[str]]
@@ -40,16 +39,13 @@ class OthersLamb(FusedLamb):
         super()._check_options(group)
         # Schedulers and steps also add keys to groups, so look at the defaults.
         options = self.defaults.keys() - {"differentiable"}  # torch adds this one when loading
-        if missing := self._required - options:
+        name, instead = type(self).__name__, "use fusedoptim.FusedLamb"
+        if missing := ", ".join(sorted(self._required - options)):
             raise RuntimeError(
-                f"{type(self).__name__}: no option {', '.join(sorted(missing))}, which the class "
-                "known by this name has; use fusedoptim.FusedLamb"
+                f"{name}: no option {missing}, which the class known by this name has; {instead}"
             )
-        if unknown := options - self._required - self._known:
-            raise RuntimeError(
-                f"{type(self).__name__}: the option {', '.join(sorted(unknown))} is not known "
-                "here; use fusedoptim.FusedLamb"
-            )
+        if unknown := ", ".join(sorted(options - self._required - self._known)):
+            raise RuntimeError(f"{name}: the option {unknown} is not known here; {instead}")
 
     def _options(self, group: Group) -> Group:
         """The group's options under the names that FusedLamb uses."""
@@ -66,7 +62,7 @@ class OthersLamb(FusedLamb):
         raise NotImplementedError
 
 
-class _CountingByGroup(OthersLamb):
+class _CountingByGroup(AdaptedLamb):
     """Counts steps in ``group["step"]``, for all parameters of the group."""
 
     _clip_eps = 0.0
@@ -91,7 +87,7 @@ class _CountingByGroup(OthersLamb):
             state.pop(_STEP, None)
 
 
-class _Timms(_CountingByGroup):
+class _TimmLamb(_CountingByGroup):
     """timm.optim.Lamb."""
 
     _required = frozenset(
@@ -118,12 +114,12 @@ class _Timms(_CountingByGroup):
         return torch.zeros(())
 
 
-class _Apexs(_CountingByGroup):
+class _ApexLamb(_CountingByGroup):
     """apex.optimizers.FusedLAMB."""
 
     adam_w_mode: int
     use_nvlamb: bool
-    _required = _Timms._required - {"trust_clip", "always_adapt"}
+    _required = _TimmLamb._required - {"trust_clip", "always_adapt"}
     _number_attributes = ("adam_w_mode", "use_nvlamb", "set_grad_none")
 
     def _check_options(self, group: Group) -> None:
@@ -147,7 +143,7 @@ class _Apexs(_CountingByGroup):
         return 0
 
 
-class _TorchOptimizers(OthersLamb):
+class _TorchOptimizerLamb(AdaptedLamb):
     """torch_optimizer.Lamb."""
 
     clamp_value: float
@@ -185,13 +181,13 @@ class _TorchOptimizers(OthersLamb):
                 state[_STEP] = int(state[_STEP])
 
 
-_CLASSES: dict[tuple[str, str], type[OthersLamb]] = {
-    ("timm", "Lamb"): _Timms,
-    ("apex", "FusedLAMB"): _Apexs,
-    ("torch_optimizer", "Lamb"): _TorchOptimizers,
+_CLASSES: dict[tuple[str, str], type[AdaptedLamb]] = {
+    ("timm", "Lamb"): _TimmLamb,
+    ("apex", "FusedLAMB"): _ApexLamb,
+    ("torch_optimizer", "Lamb"): _TorchOptimizerLamb,
 }
 
 
-def lamb_for(cls: type) -> type[OthersLamb] | None:
+def lamb_for(cls: type) -> type[AdaptedLamb] | None:
     """Our class for a library's Lamb, recognized by name; its options are checked later."""
     return _CLASSES.get((cls.__module__.partition(".")[0], cls.__name__))
