@@ -86,14 +86,16 @@ def _encode(values: Reals, storage: str) -> Any:
 
 
 def _decode(bits: Any, storage: str) -> Reals:
-    """The values of an element's bits, 0 for subnormal ones; those of "trail" mean nothing."""
+    """The values of an element's bits; those of "trail" mean nothing."""
     if storage == "trail":
         return np.zeros(len(bits))
     element = ELEMENTS[storage]
     bits = bits.astype(np.uint64)
     fraction = (bits & np.uint64((1 << element.fraction) - 1)) * 2.0**-element.fraction
     biased = (bits >> np.uint64(element.fraction)).astype(np.int64) & (2 * _bias(element) + 1)
-    values = np.ldexp((1 + fraction) * (biased > 0), np.minimum(biased - _bias(element), 1023))
+    exponent = np.maximum(biased, 1) - _bias(element)  # subnormal numbers have that of 1
+    with np.errstate(over="ignore"):
+        values = np.ldexp(fraction + (biased > 0), exponent)
     special = np.where(fraction == 0, np.inf, np.nan)
     values = np.where(biased == 2 * _bias(element) + 1, special, values)
     return np.where(bits >> np.uint64(8 * element.size - 1) != 0, -values, values)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import allocator
 from fusedoptim.doctor import (
     _devices,
     _drivers,
@@ -23,11 +24,13 @@ from fusedoptim.doctor import (
     _machine,
     _package,
     _versions,
+    _worker,
     _workers,
 )
 from fusedoptim.doctor._report import Problem, Section
 from fusedoptim.doctor._workers import Outcome, _outcome
 from fusedoptim.launch import modules
+from fusedoptim.launch.devices import BACKENDS
 
 
 def only(problems: Sequence[Problem], text: str) -> Problem:
@@ -448,8 +451,12 @@ class TestDevices:
         assert "pip show torch" in problem.cure
 
     def test_another_cpu_driver_is_not_used(self) -> None:
-        section = devices({"unused": ["opencl:cpu:0"]})
-        assert section.facts["not used"].startswith("opencl:cpu:0, as another driver")
+        own = allocator.queue("cpu").sycl_device.filter_string
+        cpu, xpu = BACKENDS["cpu"], BACKENDS["xpu"]
+        found = {"opencl:cpu:7": cpu, own: cpu, "level_zero:gpu:0": xpu}
+        assert _worker._used(found) == [own, "level_zero:gpu:0"]
+        section = devices({"unused": ["opencl:cpu:7"]})
+        assert section.facts["not used"].startswith("opencl:cpu:7, as another driver")
 
 
 class TestKernelsOnDevices:

@@ -11,6 +11,7 @@ import pytest
 import allocator
 from fusedoptim.doctor import _self_test
 from fusedoptim.doctor._self_test import kernel_problem
+from fusedoptim.dtypes import ELEMENTS
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch import modules
 from fusedoptim.launch.block import LaunchBlock
@@ -39,6 +40,19 @@ def perturb(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], name:
 
     monkeypatch.setattr(_self_test, "in_float64", changed)
     return written
+
+
+@pytest.mark.parametrize("element", ["f16", "f32", "f64"])
+def test_numbers_are_decoded(element: str) -> None:
+    """Also subnormal ones, infinity and NaN."""
+    size, fraction = ELEMENTS[element].size, ELEMENTS[element].fraction
+    bits = np.random.default_rng().integers(0, 1 << 8 * size, 10_000, dtype=f"u{size}")
+    bits[:5000] &= (1 << fraction) - 1
+    bits[5000:6000] |= ((1 << 8 * size - 1 - fraction) - 1) << fraction
+    bits[5500:6000] &= ((1 << 8 * size - fraction) - 1) << fraction
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        expected = bits.view(f"f{size}").astype(np.float64)
+    np.testing.assert_array_equal(_self_test._decode(bits, element), expected)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
