@@ -77,7 +77,7 @@ def _work_item_function(mangled: str) -> Any:
     return work_item_function
 
 
-_group = _work_item_function("_Z12get_group_idj")
+group = _work_item_function("_Z12get_group_idj")
 _lane = _work_item_function("_Z12get_local_idj")
 _lanes = _work_item_function("_Z14get_local_sizej")
 
@@ -188,14 +188,6 @@ def _f32_to_f16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(builder.or_(result, sign), _I16)
 
 
-def _zero_extended(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    return builder.zext(bits, _I32)
-
-
-def _truncated(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    return builder.trunc(value, _I16)
-
-
 def as_is(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return value
 
@@ -228,7 +220,12 @@ def _format(element: Element) -> Format:
 
 FORMATS = {element.name: _format(element) for element in ELEMENTS.values()}
 """By the name of the element."""
-FORMATS["half"] = Format(_I16, 2, _zero_extended, _truncated)  # of a split value, as an integer
+FORMATS["half"] = Format(  # of a split value, as an integer
+    _I16,
+    2,
+    lambda builder, bits: builder.zext(bits, _I32),
+    lambda builder, value: builder.trunc(value, _I16),
+)
 VALUES: dict[str, types.Type] = {
     name: getattr(types, ELEMENTS[element.arithmetic].dtype) for name, element in ELEMENTS.items()
 }
@@ -240,30 +237,34 @@ def _element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, memory: 
     return builder.gep(base, [index], inbounds=True)
 
 
-def _load_one(builder: ir.IRBuilder, element: str, address: ir.Value, index: ir.Value) -> ir.Value:
-    memory, align, widen, _ = FORMATS[element]
-    return widen(builder, builder.load(_element(builder, address, index, memory), align=align))
+def load(builder: ir.IRBuilder, element: str, address: ir.Value) -> ir.Value:
+    """The value of ``element`` at an address, in arithmetic."""
+    _, align, widen, _ = FORMATS[element]
+    return widen(builder, builder.load(address, align=align))
 
 
-def _store_one(
-    builder: ir.IRBuilder, element: str, address: ir.Value, index: ir.Value, value: ir.Value
-) -> None:
-    memory, align, _, narrow = FORMATS[element]
-    target = _element(builder, address, index, memory)
-    builder.store(narrow(builder, value), target, align=align)
+def store(builder: ir.IRBuilder, element: str, address: ir.Value, value: ir.Value) -> None:
+    """Store a value of arithmetic as ``element``."""
+    _, align, _, narrow = FORMATS[element]
+    builder.store(narrow(builder, value), address, align=align)
+
+
+def _places(builder: ir.IRBuilder, pointer: Pointer, addresses: ir.Value, index: ir.Value) -> Any:
+    """Where a value is: its element and address, or those of both halves of a split value."""
+    elements = ["half", "half"] if pointer.element == "split" else [pointer.element]
+    for k, element in enumerate(elements):
+        base = builder.extract_value(addresses, k)
+        yield element, _element(builder, base, index, FORMATS[element].memory)
 
 
 @device_intrinsic
 def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        addresses, i = args
-        first = builder.extract_value(addresses, 0)
-        if pointer.element != "split":
-            return _load_one(builder, pointer.element, first, i)
-        upper = _load_one(builder, "half", first, i)
-        lower = _load_one(builder, "half", builder.extract_value(addresses, 1), i)
-        bits = builder.or_(builder.shl(upper, _I32(16)), lower)
-        return builder.bitcast(bits, _F32)
+        values = [load(builder, *place) for place in _places(builder, pointer, *args)]
+        if len(values) == 1:
+            return values[0]
+        upper, lower = values
+        return builder.bitcast(builder.or_(builder.shl(upper, _I32(16)), lower), _F32)
 
     return pointer.value(pointer, types.int64), generate
 
@@ -272,13 +273,12 @@ def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
 def _store(context: Any, pointer: Pointer, index: types.Type, value: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         addresses, i, value = args
-        first = builder.extract_value(addresses, 0)
-        if pointer.element != "split":
-            _store_one(builder, pointer.element, first, i, value)
-        else:
+        values = [value]
+        if pointer.element == "split":
             bits = builder.bitcast(value, _I32)
-            _store_one(builder, "half", first, i, builder.lshr(bits, _I32(16)))
-            _store_one(builder, "half", builder.extract_value(addresses, 1), i, bits)
+            values = [builder.lshr(bits, _I32(16)), bits]
+        for place, half in zip(_places(builder, pointer, addresses, i), values):
+            store(builder, place[0], place[1], half)
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, pointer.value), generate
@@ -312,6 +312,3 @@ def argument_reader(result: types.Type) -> Any:
         return result(types.int64), generate
 
     return read
-
-
-group = _group

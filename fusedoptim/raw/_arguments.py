@@ -1,4 +1,4 @@
-"""A kernel's arguments, checked against its signature, as C functions take them."""
+"""A kernel's arguments: checked against its signature, and packed for C functions."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class LocalMemory:
 
 
 class _Known(NamedTuple):
-    """The pointers' tensors of a call that were found good."""
+    """The checked pointer arguments of an earlier call, all tensors."""
 
     is_same: Callable[..., bool]
-    """Compares, in C, these tensors with others in all that was checked but their addresses."""
+    """Compares other tensors with these, in C, in all that was checked except addresses."""
     uses: Uses
     needs_no_grad: bool
     """Whether a tensor that requires grad may be written."""
@@ -64,10 +64,10 @@ _REFUSALS = (TypeError, ValueError, OverflowError, RuntimeError, BufferError)
 
 
 class Signature:
-    """A kernel's parameters, and what takes the arguments for them.
+    """A kernel's parameters, which checks and packs the arguments of a call.
 
-    Checking a tensor in Python takes longer than comparing it, in C, with one that was checked
-    before. So the results for the tensors of the last few calls are remembered.
+    To compare a tensor, in C, with one that was checked before is quicker than to check it. So the
+    results of the last few calls are remembered.
     """
 
     def __init__(self, kernel: str, parameters: Sequence[Parameter]) -> None:
@@ -99,10 +99,10 @@ class Signature:
         self._known: list[_Known] = []
         self._misses = 0
         self.frames: list[Frame] = []
-        """Those not in use; a list's pop and append are atomic."""
+        """The frames not in use; a list's pop and append are atomic."""
 
     def bind(self, arguments: Any) -> tuple[Frame, Uses]:
-        """The arguments of a call in a frame, to be given back to :attr:`frames`.
+        """The packed arguments of a call; return the frame to :attr:`frames` afterwards.
 
         Raises:
             TypeError: there are too many or too few, or one is of a wrong type.
@@ -134,13 +134,13 @@ class Signature:
         return frame, uses
 
     def _remembered(self, pointed: Sequence[Any]) -> tuple[Uses, list[int]] | None:
-        """What the pointers use, and their addresses, if such tensors were found good before."""
+        """What the pointers use and their addresses, if such tensors were checked before."""
         for is_same, uses, needs_no_grad in self._known:
             if is_same(*pointed):
                 if needs_no_grad and torch.is_grad_enabled():
                     return None
                 addresses = list(map(_ADDRESS, pointed))
-                if 0 in addresses:  # one has lost its memory
+                if 0 in addresses:  # freed memory
                     return None
                 if self._has_vectors and any(map(operator.mod, addresses, self._aligned)):
                     return None
@@ -164,7 +164,7 @@ class Signature:
         return uses, addresses
 
     def _remember(self, pointed: Sequence[Any], uses: Uses) -> None:
-        """Keep what was found of these pointers, if all are plain tensors."""
+        """Remember what was found out about these arguments, if all are plain tensors."""
         if not pointed or not all(type(value) in PLAIN for value in pointed):
             return
         requires_grad = any(
@@ -176,7 +176,7 @@ class Signature:
         self._known = [known, *self._known[: _MOST_KNOWN - 1]]
 
     def _refused_value(self, arguments: Sequence[Any]) -> Exception:
-        """The error of the first argument by value that is refused."""
+        """The error of the first value that is refused."""
         for i, convert in self._values:
             try:
                 convert(arguments[i])
@@ -198,7 +198,7 @@ class Signature:
 
 
 def _getter(indices: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What takes the arguments at these places out of all."""
+    """Selects the arguments at these positions."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return lambda arguments: [arguments[i] for i in indices]

@@ -1,4 +1,4 @@
-"""What raw kernels raise besides Python's own errors."""
+"""The errors and warnings of raw kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class KernelCompileError(RuntimeError):
-    """A kernel that a compiler or a driver refuses; ``log`` is all that it said."""
+    """A compiler or a driver refuses a kernel; ``log`` is its output."""
 
     def __init__(self, message: str, log: str = "") -> None:
         super().__init__(message)
@@ -18,8 +18,8 @@ class KernelCompileError(RuntimeError):
 
 
 class KernelCompileWarning(UserWarning):
-    """What a compiler says of a kernel that it compiles all the same."""
+    """A compiler's warning about a kernel that it compiles."""
 
 
 class InvalidModuleError(ValueError):
-    """Bytes that are no SPIR-V module with kernels, or one that this device cannot run."""
+    """Bytes that are not a SPIR-V module with kernels, or a module that the device cannot run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ class Plan(NamedTuple):
     device: torch.device | None = None
 
 
-class ExpressionKernel:
+class ExpressionKernel(abc.ABC):
     """The base of ElementwiseKernel and ReductionKernel."""
 
     def __init__(
@@ -61,8 +62,7 @@ class ExpressionKernel:
         self._outputs = _parameters.parse(out_params, "out_params")
         self._params = self._inputs + self._outputs
         _parameters.check_names(name, self._params)
-        self.name = name
-        """The kernel's name, as errors use it."""
+        self._name = name
         self._preamble = preamble
         self._options = tuple(options)
         self._kernels: dict[str, RawKernel] = {}  # by their C
@@ -70,13 +70,13 @@ class ExpressionKernel:
 
     def __repr__(self) -> str:
         inputs, outputs = (", ".join(map(str, p)) for p in (self._inputs, self._outputs))
-        return f"<{type(self).__name__} {self.name}({inputs}) -> {outputs}>"
+        return f"<{type(self).__name__} {self._name}({inputs}) -> {outputs}>"
 
     def _call(self, args: Sequence[Any], *options: Any) -> Any:
         """The outputs; ``options`` are those of :meth:`_plan`."""
         if torch.compiler.is_compiling():
             return untraced(self._call, args, *options)
-        values, forms = _parameters.read(self.name, args)
+        values, forms = _parameters.read(self._name, args)
         key = forms, options
         known = self._plans.get(key)
         plan = known or self._plan(values, *options)
@@ -96,13 +96,14 @@ class ExpressionKernel:
         outputs = values[len(self._inputs) :]
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
+    @abc.abstractmethod
     def _plan(self, values: Sequence[Any], *options: Any) -> Plan:
-        raise NotImplementedError
+        """The plan of calls with such arguments."""
 
     def _operands(self, values: Sequence[Any]) -> tuple[list[Operand], dict[str, Dtype]]:
         """The arguments with their parameters, and the dtype of each parameter's type."""
-        _parameters.check_count(self.name, len(self._inputs), len(self._outputs), values)
-        found = _parameters.bind(self.name, self._params, values)
+        _parameters.check_count(self._name, len(self._inputs), len(self._outputs), values)
+        found = _parameters.bind(self._name, self._params, values)
         return [Operand(p, found[p.type], v) for p, v in zip(self._params, values)], found
 
     def _new_outputs(
@@ -118,7 +119,7 @@ class ExpressionKernel:
             return ()
         outputs = []
         for param in self._outputs:
-            dtype = _parameters.output_dtype(self.name, param, found)
+            dtype = _parameters.output_dtype(self._name, param, found)
             outputs.append(NewOutput(tuple(shape), strides, dtype.torch, device))
             operands.append(Operand(param, dtype, outputs[-1].create("meta")))
         return tuple(outputs)
@@ -146,7 +147,7 @@ class ExpressionKernel:
                 parameter, 0 if it does not use it.
         """
         if source not in self._kernels:
-            self._kernels[source] = RawKernel(source, self.name, self._options)
+            self._kernels[source] = RawKernel(source, self._name, self._options)
         with torch.inference_mode(False):  # the plan outlives the caller's mode
             sizes = torch.tensor([*numbers.values()], dtype=torch.int64, device=device)
         lanes = launch_shape(device).lanes

@@ -18,7 +18,14 @@ from numba.extending import models, overload, register_model
 from numba_dpex.kernel_api_impl.spirv.dispatcher import SPIRVKernelDispatcher
 from numba_dpex.kernel_api_impl.spirv.target import SPIRV_TARGET_NAME
 
-from fusedoptim.kernels._lowering import FORMATS, VALUES, call_builtin, device_intrinsic
+from fusedoptim.kernels._lowering import (
+    FORMATS,
+    VALUES,
+    call_builtin,
+    device_intrinsic,
+    load,
+    store,
+)
 from fusedoptim.raw import language
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -49,9 +56,8 @@ SPIRVKernelDispatcher.targetdescr.target_context.data_model_manager.register(Poi
 @device_intrinsic
 def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        _, align, widen, _ = FORMATS[pointer.element]
         address = builder.gep(args[0], [args[1]], inbounds=True)
-        return widen(builder, builder.load(address, align=align))
+        return load(builder, pointer.element, address)
 
     return VALUES[pointer.element](pointer, types.int64), generate
 
@@ -59,9 +65,8 @@ def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
 @device_intrinsic
 def _store(context: Any, pointer: Pointer, index: types.Type, value: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        _, align, _, narrow = FORMATS[pointer.element]
         address = builder.gep(args[0], [args[1]], inbounds=True)
-        builder.store(narrow(builder, args[2]), address, align=align)
+        store(builder, pointer.element, address, args[2])
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, VALUES[pointer.element]), generate

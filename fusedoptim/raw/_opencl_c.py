@@ -1,4 +1,4 @@
-"""OpenCL C to SPIR-V, by the compiler inside of the CPU driver.
+"""Compiles OpenCL C to SPIR-V, by the compiler inside the CPU driver.
 
 The library exports one function, Compile, which github.com/intel/opencl-clang documents
 (opencl_clang.h). Its result is a C++ object, whose functions are called through its table.
@@ -19,7 +19,7 @@ from fusedoptim._warn import warn
 from fusedoptim.allocator import load_opencl_compiler
 from fusedoptim.raw._errors import KernelCompileError, KernelCompileWarning
 
-# The places of the functions in the result's table.
+# Positions in the result's table of functions.
 _SIZE, _BYTES, _LOG, _RELEASE = 0, 1, 4, 5
 _VERSION = b"200"  # of OpenCL C, for want of a -cl-std; the compiler says 1.2 whatever it is
 
@@ -76,12 +76,7 @@ _lock = threading.RLock()  # a signal handler may compile in the middle
 
 
 def check_options(options: Sequence[str]) -> tuple[str, ...]:
-    """The compiler's options as a tuple.
-
-    Raises:
-        TypeError: they are no sequence of strings.
-        ValueError: one is none of OpenCL C's, or names a folder that is not there.
-    """
+    """The options as a tuple; TypeError or ValueError if one is not an option of OpenCL C."""
     options = as_options(options)
     for option in options:
         _check_option(option)
@@ -117,17 +112,11 @@ def _check_option(option: str) -> None:
 
 
 def compile_opencl_c(source: str, options: Sequence[str] = ()) -> bytes:
-    """SPIR-V of OpenCL C.
-
-    The standard is OpenCL C 1.2 unless an option such as ``-cl-std=CL2.0`` names another.
-
-    Args:
-        source: the text.
-        options: of OpenCL C, such as ``-DN=4``, ``-I/folder`` or ``-cl-mad-enable``.
+    """Compile OpenCL C to SPIR-V, as version 1.2 unless an option names another.
 
     Raises:
         KernelCompileError: it does not compile; the message has the compiler's log.
-        ValueError: an option that OpenCL C has not.
+        ValueError: an option is unknown.
         ImportError: the compiler is not installed.
 
     Example:
@@ -154,7 +143,7 @@ def compile_opencl_c(source: str, options: Sequence[str] = ()) -> bytes:
 
 @functools.cache
 def compiler_version() -> str:
-    """Of the compiler: that of the package which brings it."""
+    """The version of the package that contains the compiler."""
     return importlib.metadata.version("intel-opencl-rt")
 
 
@@ -165,7 +154,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def _extra_options() -> list[str]:
-    """What the compiler is told besides the user's options."""
+    """The compiler's options besides the user's."""
     common = [
         "-emit-spirv",
         "-D__IMAGE_SUPPORT__",
@@ -177,7 +166,7 @@ def _extra_options() -> list[str]:
 
 
 def _compile(source: str, options: Sequence[str], extra: Sequence[str]) -> tuple[int, bytes, str]:
-    """The compiler's status, zero if all went well, its SPIR-V, and what it said."""
+    """The compiler's status (zero is success), its SPIR-V, and its log."""
     result = ctypes.c_void_p()
     status = _library().Compile(
         ctypes.c_char_p(source.encode()),
@@ -208,6 +197,6 @@ def _quoted(option: str) -> str:
 
 
 def _call(result: ctypes.c_void_p, place: int, restype: Any) -> Any:
-    """Call the function at a place of a C++ object's table."""
+    """Call a function of a C++ object by its position in the table."""
     table = ctypes.cast(result, ctypes.POINTER(ctypes.POINTER(ctypes.c_void_p)))[0]
     return ctypes.CFUNCTYPE(restype, ctypes.c_void_p)(table[place])(result)

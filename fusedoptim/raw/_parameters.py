@@ -1,4 +1,4 @@
-"""Parameters such as "float32 x, raw T y" of elementwise and reduction kernels, and their C."""
+"""Parameters such as "float32 x, raw T y" of elementwise and reduction kernels, in C too."""
 
 from __future__ import annotations
 
@@ -17,33 +17,28 @@ Scalar = bool | int | float
 
 
 class Dtype(NamedTuple):
-    """A number's type: in torch, in memory, and in a kernel's arithmetic."""
+    """A number's type in torch, and in C in memory and in arithmetic."""
 
     torch: torch.dtype
     memory: str
     arithmetic: str
     load: str = ""
     store: str = ""
-    """C functions between the two, "" where they are the same."""
-
-
-_CONVERTED = ("f16", "bf16")  # by CONVERSIONS
+    """C functions between memory and arithmetic, "" if those are the same."""
 
 
 def _dtype(element: Element) -> Dtype:
-    dtype = getattr(torch, element.dtype)
-    if element.arithmetic == element.name:
-        return Dtype(dtype, element.c, element.c)
-    arithmetic = ELEMENTS[element.arithmetic].c
-    return Dtype(dtype, element.c, arithmetic, f"from_{element.c}", f"to_{element.c}")
+    arithmetic, convert = ELEMENTS[element.arithmetic].c, ("", "")
+    if element.arithmetic != element.name:
+        convert = f"from_{element.c}", f"to_{element.c}"
+    return Dtype(getattr(torch, element.dtype), element.c, arithmetic, *convert)
 
 
-_TOO_NEW = ("u16", "u32", "u64")  # torch computes little with them
+_UNSUPPORTED = ("u16", "u32", "u64")  # torch has few operators for them
 DTYPES = {"bool": Dtype(torch.bool, "uchar", "bool", "(bool)", "(uchar)")} | {
     element.dtype: _dtype(element)
     for element in ELEMENTS.values()
-    if element.name not in _TOO_NEW
-    and (element.arithmetic == element.name or element.name in _CONVERTED)
+    if element.name not in _UNSUPPORTED
 }
 _BY_TORCH = {dtype.torch: dtype for dtype in DTYPES.values()}
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float32}
@@ -57,8 +52,8 @@ _KEYWORDS = frozenset(
 )
 _RESERVED = ("i", "n", "a", "b")  # names that operations use
 
-# Round to nearest even, in integers: see fusedoptim/kernels/_lowering.py. A half is read as a
-# ushort, as OpenCL C has no other way without the extension for its arithmetic.
+# Round to nearest even in integer arithmetic, as fusedoptim/kernels/_lowering.py explains. A half
+# is read as a ushort: reading a half takes the extension for float16 arithmetic.
 CONVERSIONS = """
 typedef ushort bfloat16;
 static inline float from_bfloat16(ushort bits) { return as_float((uint)bits << 16); }
@@ -85,60 +80,55 @@ static inline ushort to_half(float value) {
 
 
 class Param(NamedTuple):
-    """One parameter, as the user declares it."""
+    """A declared parameter."""
 
     type: str
     """A name of DTYPES, or a capital letter that stands for any of them."""
     name: str
     raw: bool
-    """Whether the operation indexes it itself."""
+    """Whether the operation indexes the tensor itself."""
 
     def __str__(self) -> str:
         return f"{'raw ' if self.raw else ''}{self.type} {self.name}"
 
 
 class Operand(NamedTuple):
-    """One parameter and what it is in a call."""
+    """A parameter and its argument in a call."""
 
     param: Param
     dtype: Dtype
     value: Tensor | Scalar
 
     @property
-    def name(self) -> str:
-        """The parameter's."""
-        return self.param.name
-
-    @property
     def tensor(self) -> Tensor:
-        """The value, which is a tensor."""
+        """The argument, which must be a tensor."""
         assert isinstance(self.value, Tensor)
         return self.value
 
     @property
     def is_element(self) -> bool:
-        """Whether it is a tensor of which the operation sees one element at a time."""
+        """Whether it is a tensor and the operation gets one element of it."""
         return isinstance(self.value, Tensor) and not self.param.raw
 
     @property
     def c_name(self) -> str:
         """The name of the kernel's parameter in C."""
-        return f"{self.name}_memory_" if self.is_element else self.name
+        return f"{self.param.name}_memory_" if self.is_element else self.param.name
 
     def declaration(self, const: bool) -> str:
         """The kernel's parameter in C."""
         if not isinstance(self.value, Tensor):
-            return f"const {self.dtype.arithmetic.replace('bool', 'uchar')} {self.name}"
+            return f"const {self.dtype.arithmetic.replace('bool', 'uchar')} {self.param.name}"
         return f"global {'const ' * const}{self.dtype.memory} *{self.c_name}"
 
     def load(self, index: str, const: bool) -> str:
         """C that declares a variable with the element at ``index``."""
         value = f"{self.dtype.load}({self._elements(const)}[{index}])"
-        return f"{'const ' * const}{self.dtype.arithmetic} {self.name} = {value};"
+        return f"{'const ' * const}{self.dtype.arithmetic} {self.param.name} = {value};"
 
     def store(self, index: str) -> str:
         """C that stores the variable at ``index``."""
-        return f"{self._elements(const=False)}[{index}] = {self.dtype.store}({self.name});"
+        return f"{self._elements(const=False)}[{index}] = {self.dtype.store}({self.param.name});"
 
     def _elements(self, const: bool) -> str:
         if self.dtype.memory != "half":
@@ -147,12 +137,7 @@ class Operand(NamedTuple):
 
 
 def parse(text: str, what: str) -> tuple[Param, ...]:
-    """The parameters that ``text`` declares, such as "float32 x, raw T y".
-
-    Args:
-        text: the declarations.
-        what: the argument that it is, for errors.
-    """
+    """The parameters that ``text`` declares; errors call it ``what``."""
     params = []
     for declaration in filter(None, map(str.strip, text.split(","))):
         match = re.fullmatch(r"(raw\s+)?(\w+)\s+([A-Za-z]\w*)", declaration)
@@ -176,7 +161,7 @@ def parse(text: str, what: str) -> tuple[Param, ...]:
 
 
 def check_names(kernel: str, params: Sequence[Param]) -> None:
-    """Raise ValueError unless the kernel's name is one of C, and no two parameters share one."""
+    """Raise ValueError unless the kernel's name is an identifier of C and names are unique."""
     if re.fullmatch(r"[A-Za-z]\w*", kernel) is None or kernel in _KEYWORDS:
         raise ValueError(f"name: {kernel!r} cannot be the name of a function in OpenCL C")
     names = [param.name for param in params]
@@ -186,13 +171,12 @@ def check_names(kernel: str, params: Sequence[Param]) -> None:
 
 
 def bind(kernel: str, params: Sequence[Param], values: Sequence[Any]) -> dict[str, Dtype]:
-    """What each of the parameters' types is in a call, from the arguments that there are.
+    """The dtype of each parameter's type in a call.
 
-    A number takes the type that tensors give its letter; alone, it is an int64, a float32 or a
-    bool.
+    A number has the dtype that tensors give its letter; without any, int64, float32 or bool.
 
     Raises:
-        TypeError: an argument is of another type, or no tensor and no number.
+        TypeError: an argument is neither a tensor nor a number, or is of another dtype.
     """
     found = dict(DTYPES)
     numbers = []
@@ -231,7 +215,7 @@ def _bind_tensor(kernel: str, param: Param, dtype: torch.dtype, found: dict[str,
 
 
 def read(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """The arguments, and for each all that a call depends on besides memory and numbers.
+    """The arguments, and of each all that the plan of a call depends on.
 
     Raises:
         RuntimeError: one requires a gradient.
@@ -258,7 +242,7 @@ def read(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
 
 
 def check_count(kernel: str, inputs: int, outputs: int, values: Sequence[Any]) -> None:
-    """Raise unless there are as many arguments as parameters, with or without the outputs."""
+    """Raise unless each input and all outputs or none have arguments, on one known device."""
     if len(values) not in (inputs, inputs + outputs):
         raise TypeError(
             f"{kernel} takes {inputs} inputs and then its {outputs} outputs or none; "
@@ -278,11 +262,7 @@ def check_count(kernel: str, inputs: int, outputs: int, values: Sequence[Any]) -
 
 
 def common_shape(kernel: str, operands: Sequence[Operand]) -> tuple[torch.Size, torch.device]:
-    """The shape to which tensors that are not raw are broadcast, and their device.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The shape to which tensors that are not raw are broadcast, and their device."""
     elements = [operand.tensor for operand in operands if operand.is_element]
     if not elements:
         raise ValueError(f"{kernel}: no argument gives a shape; pass a tensor that is not raw")
@@ -294,21 +274,22 @@ def common_shape(kernel: str, operands: Sequence[Operand]) -> tuple[torch.Size, 
 
 
 def check_output(kernel: str, operand: Operand, shape: torch.Size) -> None:
-    """Raise ValueError unless an output has this shape, and memory of its own for each element."""
+    """Raise ValueError unless an output has this shape, and its elements do not share memory."""
     tensor = operand.tensor
     if tensor.shape != shape:
         raise ValueError(
-            f"{kernel}: the output {operand.name!r} has shape {tuple(tensor.shape)}, and the "
+            f"{kernel}: the output {operand.param.name!r} has shape {tuple(tensor.shape)}, and the "
             f"result's is {tuple(shape)}"
         )
     if any(stride == 0 < size - 1 for stride, size in zip(tensor.stride(), shape)):
         raise ValueError(
-            f"{kernel}: elements of the output {operand.name!r} share memory; pass its .clone()"
+            f"{kernel}: elements of the output {operand.param.name!r} share memory; "
+            "pass its .clone()"
         )
 
 
 def output_dtype(kernel: str, param: Param, found: dict[str, Dtype]) -> Dtype:
-    """The type of an output that is to be made."""
+    """The dtype of an output that the call creates."""
     if param.type not in found:
         raise TypeError(
             f"{kernel}: no input says what {param.type} of the output {param.name!r} is; pass the "
@@ -318,17 +299,16 @@ def output_dtype(kernel: str, param: Param, found: dict[str, Dtype]) -> Dtype:
 
 
 def head(n: int, found: dict[str, Dtype]) -> str:
-    """C before all else: types of indices, conversions, and the arithmetic types by letter.
+    """C that begins a kernel over ``n`` elements: index types, conversions, types by letter.
 
-    An index is 64 bits wide: of a narrower one, which may wrap, the CPU driver cannot see that
-    neighbouring work items have neighbouring elements, and gathers them. What divides an index to
-    ``n`` is narrower where it can be: dividing 64 bits is slow.
+    An index has 64 bits. A narrower one may wrap, so the CPU driver could not tell that
+    neighbouring work items access neighbouring elements, and would gather them. Divisions use 32
+    bits if possible, because those of 64 bits are slow.
     """
     narrow = "uint" if n < 2**32 else "ulong"
     letters = sorted(found.keys() - DTYPES.keys())
-    lines = [f"typedef {found[letter].arithmetic} {letter};" for letter in letters]
-    kinds = f"typedef ulong index_t;\ntypedef {narrow} narrow_t;{CONVERSIONS}"
-    return "\n".join([kinds, *lines, ""])
+    lines = [f"typedef {found[letter].arithmetic} {letter};\n" for letter in letters]
+    return f"typedef ulong index_t;\ntypedef {narrow} narrow_t;{CONVERSIONS}{''.join(lines)}"
 
 
 def declared(

@@ -1,4 +1,4 @@
-"""The source of raw kernels: what it may be, and what it compiles to."""
+"""The kinds of source of raw kernels, and their compilation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Source = str | bytes | Path | Callable[..., Any]
 
 
 class _Identified(NamedTuple):
-    """A Python function, the same as another that compiles to the same."""
+    """A Python function, equal to all that compile to the same module."""
 
     identity: bytes
     function: Callable[..., Any]
@@ -36,13 +36,12 @@ class _Identified(NamedTuple):
 
 
 def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> Program:
-    """What a source compiles to."""
     if kind == "SPIR-V":
         spirv = source
     elif kind == "Python":
         parts = ("Python", source.identity.hex())
         spirv = cached(parts, lambda: compile_python(source.function, options))
-    elif _includes(source):
+    elif "include" in source:  # files that may change
         spirv = compile_opencl_c(source, options)
     else:
         parts = ("OpenCL C", compiler_version(), *options, source)
@@ -51,20 +50,15 @@ def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> Program:
 
 
 _shared = functools.lru_cache(maxsize=256)(_compiled)
-"""What a source compiles to, once for all kernels of the same source."""
+"""The program of a source, compiled once for all kernels of the same source."""
 
 
 def compile_source(kind: str, source: Any, options: tuple[str, ...]) -> Program:
-    """What a source compiles to, as :func:`read_source` gives it."""
-    # Files that a source includes may change.
+    """The program of a source that :func:`read_source` has read."""
     if kind == "Python":
         source = _Identified(identity(source), source)
-    includes = kind == "OpenCL C" and _includes(source)
+    includes = kind == "OpenCL C" and "include" in source
     return (_compiled if includes else _shared)(kind, source, options)
-
-
-def _includes(source: str) -> bool:
-    return "include" in source
 
 
 def read_source(source: Any) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""What a SPIR-V module says of its kernels: their parameters, and what they ask of a device."""
+"""Reads from a SPIR-V module its kernels' parameters and what they require of a device."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _TYPE_VOID, _TYPE_BOOL, _TYPE_INT, _TYPE_FLOAT, _TYPE_VECTOR = 19, 20, 21, 22, 2
 _TYPE_ARRAY, _TYPE_STRUCT, _TYPE_OPAQUE, _TYPE_POINTER, _TYPE_FUNCTION = 28, 30, 31, 32, 33
 _CONSTANT, _FUNCTION, _FUNCTION_PARAMETER, _FUNCTION_END, _CALL = 43, 54, 55, 56, 57
 _VARIABLE = 59
-_UNKNOWN: tuple[int, list[int]] = (0, [])  # a type of which nothing is known here
-_KERNEL = 6  # an execution model
-_LOCAL_SIZE = 17  # an execution mode
-_BFLOAT16 = 0  # an encoding of a float
+_UNKNOWN: tuple[int, list[int]] = (0, [])  # any other type
+_KERNEL = 6  # execution model
+_LOCAL_SIZE = 17  # execution mode
+_BFLOAT16 = 0  # floating-point encoding
 _CPACKED, _FUNC_PARAM_ATTR, _NO_WRITE = 10, 38, 6  # decorations
-# Classes of storage.
+# Storage classes.
 _UNIFORM_CONSTANT, _WORKGROUP, _CROSS_WORKGROUP, _BY_VALUE, _GENERIC = 0, 4, 5, 7, 8
 
-_OPENCL_TYPES = {element.c: element for element in ELEMENTS.values()}  # as clang writes them
+_OPENCL_TYPES = {element.c: element for element in ELEMENTS.values()}
 
 
 class Parameter(NamedTuple):
@@ -35,16 +35,16 @@ class Parameter(NamedTuple):
 
     name: str
     kind: str
-    """"pointer", "local" (a pointer to memory of the work-group), "scalar" (vectors too), "struct"
-    (by value), or "opaque" (images, samplers and the like, which cannot be passed)."""
+    """"pointer", "local" (a pointer to a work-group's memory), "scalar" (or a vector), "struct" (by
+    value), or "opaque" (images, samplers and others, which cannot be passed)."""
     dtype: str
-    """"f32", "f64", "f16", "bf16", "i8" to "i64", "u8" to "u64"; "int8" to "int64" for integers of
-    which the module does not tell the sign; a vector as "f32x4"; "" for what is none of these. Of a
-    pointer: what it points to."""
+    """"f32", "f64", "f16", "bf16", "i8" to "i64", "u8" to "u64"; "int8" to "int64" for an integer
+    whose signedness the module does not state; "f32x4" for a vector; "" for other types. That of
+    the target if it is a pointer."""
     size: int
-    """Bytes of the value; for a pointer, of its target: 0 if that is void or unknown."""
+    """Size in bytes, of the target if it is a pointer; 0 if that is void or unknown."""
     is_const: bool
-    """Whether it is a pointer that the kernel only reads through."""
+    """Whether it is a pointer through which the kernel only reads."""
 
     def __str__(self) -> str:
         text = self.dtype or (f"struct of {self.size} bytes" if self.size else "void")
@@ -59,25 +59,25 @@ class Entry(NamedTuple):
 
     parameters: tuple[Parameter, ...]
     local_size: tuple[int, ...] | None
-    """The size that its source requires; None if the caller chooses."""
+    """The work-group size that the source requires; None if the caller chooses."""
 
 
 class ModuleFacts(NamedTuple):
-    """What a module says of itself."""
+    """A module's kernels and requirements."""
 
     entries: dict[str, Entry]
-    """Its kernels, by name."""
+    """The kernels, by name."""
     capabilities: frozenset[int]
-    """The capabilities that it needs, by SPIR-V's numbers."""
+    """The capabilities that the module requires, by SPIR-V's numbers."""
     has_globals: bool
-    """Whether it has variables that outlive a launch."""
+    """Whether the module has variables that keep their values between launches."""
 
 
 def read_signatures(spirv: bytes) -> dict[str, tuple[Parameter, ...]]:
     """The parameters of each kernel of a SPIR-V module.
 
     Raises:
-        InvalidModuleError: the bytes are no such module, or it has no kernel.
+        InvalidModuleError: the bytes are not a SPIR-V module, or it has no kernel.
 
     Example:
         >>> from fusedoptim.raw._opencl_c import compile_opencl_c
@@ -91,14 +91,10 @@ def read_signatures(spirv: bytes) -> dict[str, tuple[Parameter, ...]]:
 
 
 def read_module(spirv: bytes) -> ModuleFacts:
-    """The kernels of a SPIR-V module, and what they need.
-
-    Raises:
-        InvalidModuleError: the bytes are no such module, or it has no kernel.
-    """
+    """The kernels of a SPIR-V module and its requirements; see :func:`read_signatures`."""
     try:
         facts = _Reader(_words(spirv)).facts()
-    except (IndexError, KeyError) as error:  # what is missing: an operand, or an id's meaning
+    except (IndexError, KeyError) as error:  # of a missing operand or id
         raise InvalidModuleError(f"the SPIR-V module is damaged ({error!r})") from error
     if not facts.entries:
         raise InvalidModuleError("the SPIR-V module has no kernel (no OpEntryPoint Kernel)")
@@ -108,8 +104,8 @@ def read_module(spirv: bytes) -> ModuleFacts:
 def _words(spirv: bytes) -> array.array[int]:
     if len(spirv) < 4 * _HEADER or len(spirv) % 4:
         raise InvalidModuleError(
-            f"these {len(spirv)} bytes are no SPIR-V module, which has a header of {4 * _HEADER} "
-            "bytes and then whole words: the file is truncated or something else"
+            f"{len(spirv)} bytes are not a SPIR-V module, which has a header of {4 * _HEADER} "
+            "bytes and then words of 4 bytes: the file is truncated or of another kind"
         )
     words = array.array("I", spirv)
     if sys.byteorder != "little":
@@ -118,8 +114,8 @@ def _words(spirv: bytes) -> array.array[int]:
         words.byteswap()
         if words[0] == _MAGIC:
             raise InvalidModuleError(
-                "the SPIR-V module has its bytes in big-endian order, which no driver here reads; "
-                "swap the bytes of each 4-byte word"
+                "the SPIR-V module is in big-endian byte order, which no driver here reads; swap "
+                "the bytes of each 4-byte word"
             )
         raise InvalidModuleError(
             f"the first bytes {spirv[:4].hex(' ')} are not SPIR-V's magic number 03 02 23 07"
@@ -128,7 +124,7 @@ def _words(spirv: bytes) -> array.array[int]:
 
 
 class _Reader:
-    """Gathers from a module's instructions what is said of its kernels."""
+    """Collects what a module's instructions state about its kernels."""
 
     def __init__(self, words: array.array[int]) -> None:
         self._words = words
@@ -160,7 +156,7 @@ class _Reader:
             if count == 0 or place + count > end:
                 raise InvalidModuleError(
                     f"the SPIR-V module is truncated or damaged: its instruction at byte "
-                    f"{4 * place} has {count} words, and {end - place} are left"
+                    f"{4 * place} has {count} words, and {end - place} remain"
                 )
             yield opcode, self._words[place + 1 : place + count].tolist()
             place += count
@@ -216,7 +212,7 @@ class _Reader:
         )
 
     def _argument_texts(self, kind: str, kernel: str, count: int) -> list[str]:
-        """What clang noted of each parameter, "" where it noted nothing."""
+        """What clang recorded about each parameter, or ""."""
         prefix = f"{kind}.{kernel}."
         for text in self._texts:
             if text.startswith(prefix):
@@ -240,7 +236,7 @@ class _Reader:
         if storage not in (_UNIFORM_CONSTANT, _WORKGROUP, _CROSS_WORKGROUP, _GENERIC):
             return Parameter(name, "opaque", "", 0, False)
         if text:
-            dtype, size = _noted_pointee(text)
+            dtype, size = _recorded_target(text)
         else:
             dtype = self._dtype(pointee, "")
         if storage == _WORKGROUP:
@@ -249,21 +245,22 @@ class _Reader:
         return Parameter(name, "pointer", dtype, size, is_const)
 
     def _dtype(self, type_id: int, text: str) -> str:
-        """The name of a type, of which clang may have noted ``text``."""
+        """The name of a type; ``text`` is what clang recorded about it, or ""."""
         opcode, operands = self._types.get(type_id, _UNKNOWN)
         if opcode == _TYPE_VECTOR:
             scalar = self._dtype(operands[0], re.sub(r"\d+$", "", text))
             return f"{scalar}x{operands[1]}" if scalar else ""
         if opcode == _TYPE_INT:
-            noted = _OPENCL_TYPES.get(text)
-            is_same = noted and not noted.is_float and 8 * noted.size == operands[0]
-            return noted.name if noted and is_same else f"int{operands[0]}"
+            known = _OPENCL_TYPES.get(text)
+            if known and not known.is_float and 8 * known.size == operands[0]:
+                return known.name
+            return f"int{operands[0]}"
         if opcode == _TYPE_FLOAT:
             return "bf16" if operands[1:] == [_BFLOAT16] else f"f{operands[0]}"
         return ""
 
     def _layout(self, type_id: int) -> tuple[int, int]:
-        """Bytes and alignment of a value of a type; 0 bytes if that is unknown."""
+        """The size and alignment of a type in bytes; the size is 0 if unknown."""
         opcode, operands = self._types.get(type_id, _UNKNOWN)
         if opcode in (_TYPE_INT, _TYPE_FLOAT):
             return operands[0] // 8, operands[0] // 8
@@ -291,10 +288,10 @@ class _Reader:
         return end + -end % most, most
 
 
-def _noted_pointee(text: str) -> tuple[str, int]:
-    """The dtype and the size of what a pointer points to, from what clang noted of it.
+def _recorded_target(text: str) -> tuple[str, int]:
+    """The dtype and size of a pointer's target, from what clang recorded about the pointer.
 
-    The type in the module is what the kernel reads first, or char where it reads nothing.
+    The pointer's type in the module is that of the first access, or char without any.
     """
     match = re.fullmatch(r"(bfloat16|[a-z]+?)(\d*)\*", text)
     if match is None or match[1] not in _OPENCL_TYPES:
@@ -305,6 +302,6 @@ def _noted_pointee(text: str) -> tuple[str, int]:
 
 
 def _text(words: list[int]) -> str:
-    """A string among an instruction's words."""
+    """The string that an instruction's words contain."""
     data = b"".join(word.to_bytes(4, "little") for word in words)
     return data.split(b"\0", 1)[0].decode(errors="replace")

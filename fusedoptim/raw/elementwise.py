@@ -1,4 +1,4 @@
-"""Kernels of one element, from a line of OpenCL C: the interface is CuPy's ElementwiseKernel.
+"""ElementwiseKernel, from a line of OpenCL C for one element; the interface is CuPy's.
 
 Source: https://docs.cupy.dev/en/stable/user_guide/kernel.html
 """
@@ -55,7 +55,7 @@ class ElementwiseKernel(ExpressionKernel):
     ``operation`` is OpenCL C in which a parameter's name is one element; ``i`` is the element's
     index, ``n`` the number of elements. Inputs are broadcast as torch's operators do. A parameter
     declared ``raw`` is a pointer to a contiguous tensor, which the operation indexes. A capital
-    letter is a type that a call decides, of the parameters and in the operation. bfloat16 and
+    letter is a type that the call determines, in declarations and in the operation. bfloat16 and
     float16 are float32 in the operation (a raw bfloat16: ``from_bfloat16(x[i])``). An output may be
     an input, element for element; memory that overlaps otherwise gives any result.
 
@@ -68,7 +68,7 @@ class ElementwiseKernel(ExpressionKernel):
         options: of the compiler; see :class:`fusedoptim.raw.RawKernel`.
 
     Raises:
-        ValueError: a declaration or the name is none.
+        ValueError: a declaration or the name is invalid.
 
     Example:
         >>> import torch
@@ -87,6 +87,8 @@ class ElementwiseKernel(ExpressionKernel):
         options: Sequence[str] = (),
     ) -> None:
         super().__init__(in_params, out_params, name, preamble, options)
+        self.name = name
+        """The kernel's name, as errors use it."""
         if not self._outputs:
             raise ValueError("out_params declares no output")
         self._operation = operation
@@ -98,7 +100,7 @@ class ElementwiseKernel(ExpressionKernel):
 
         Args:
             args: the inputs, torch tensors of one device or numbers; then the outputs, or none of
-                them, to have them made.
+                them, to have them created.
             size: the number of elements, where every tensor is raw.
 
         Returns:

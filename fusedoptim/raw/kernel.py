@@ -18,8 +18,7 @@ from fusedoptim._torch_private import disable_dynamo, increment_version
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
 from fusedoptim.launch.devices import backend_of, named_queue, queue_of
 from fusedoptim.raw._arguments import LocalMemory, Signature
-from fusedoptim.raw._build import Program
-from fusedoptim.raw._built import Built, Size
+from fusedoptim.raw._build import Built, Program, Size
 from fusedoptim.raw._pointers import Uses, owners
 from fusedoptim.raw._sources import Source, check_source_options, compile_source, read_source
 from fusedoptim.raw._spirv import Parameter
@@ -117,11 +116,8 @@ class RawModule:
         return f"<RawModule of {self.kind}: {', '.join(self.names)}>"
 
     def __reduce__(self) -> Any:
-        return _restored_module, (self.source, self.options, self.device)
-
-
-def _restored_module(source: Source, options: Sequence[str], device: Any) -> RawModule:
-    return RawModule(source, options, device=device)
+        make = functools.partial(RawModule, device=self.device)
+        return make, (self.source, self.options)
 
 
 class RawKernel:
@@ -204,10 +200,10 @@ class RawKernel:
                 None. Of a ``local`` pointer: :class:`LocalMemory`. Else a number, or bytes.
             wait: for the kernel's end; None is to wait on the CPU device, whose results are the
                 host's memory, and to return at once elsewhere, where torch's stream keeps order.
-                After False on the CPU, ``allocator.queue("cpu").wait()`` does, or a later call
-                without it: launches run in order. Until its end the kernel keeps the memory of its
-                arguments, so the caller may drop them. Only what frees or moves memory that is in
-                use must wait: ``resize_`` of a tensor or its storage, ``release`` of a pool's.
+                After False on the CPU, ``allocator.queue("cpu").wait()`` waits, as does any later
+                call without False: launches run in order. Until then the kernel keeps its
+                arguments' memory alive, so the caller may drop them, but must not free or move that
+                memory: by ``resize_`` of a tensor or its storage, or ``release`` of a pool's.
 
         Raises:
             KernelCompileError: the source does not compile, at the first call.
@@ -260,22 +256,22 @@ class RawKernel:
 
     @property
     def name(self) -> str:
-        """Of the kernel in its source."""
+        """The kernel's name in its source."""
         return self._asked if self._asked is not None else self._found_name()
 
     @property
     def kind(self) -> str:
-        """Of the source: "OpenCL C", "SPIR-V" or "Python"."""
+        """The kind of the source: "OpenCL C", "SPIR-V" or "Python"."""
         return self._module.kind
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Of the compiler."""
+        """The compiler's options."""
         return self._module.options
 
     @property
     def device(self) -> Any:
-        """Where launches run whose arguments do not say."""
+        """Where launches run if the arguments do not decide it."""
         return self._module.device
 
     @property
@@ -295,12 +291,12 @@ class RawKernel:
 
     @property
     def max_work_group_size(self) -> int:
-        """The most work items that a group of this kernel may have on its device."""
+        """The largest work-group of this kernel on its device."""
         return self._own().limits.work_group_size
 
     @property
     def preferred_work_group_size_multiple(self) -> int:
-        """What a group's size is best a multiple of on its device."""
+        """The number that a group's size should be a multiple of on its device."""
         return self._own().limits.preferred_work_group_size_multiple
 
     @property
@@ -314,7 +310,7 @@ class RawKernel:
         return f"<RawKernel {self.name}({', '.join(map(str, self.signature))})>"
 
     def _repr_html_(self) -> str:
-        """For a notebook: the parameters, and what the device allows."""
+        """The parameters and the device's limits, for a notebook."""
         rows = "".join(
             f"<tr><td>{i}</td><td>{html.escape(parameter.name)}</td>"
             f"<td>{html.escape(_type_text(parameter))}</td></tr>"
@@ -342,7 +338,7 @@ class RawKernel:
         return names[0]
 
     def _find(self) -> Signature:
-        """The kernel's signature, once the source was compiled."""
+        """The kernel's signature; compiles the source."""
         program, name = self._module._program, self.name
         entry = program.facts.entries.get(name)
         if entry is None:
@@ -352,11 +348,11 @@ class RawKernel:
         return self._signature
 
     def _own(self) -> Built:
-        """The kernel for its own device."""
+        """The kernel, built for its own device."""
         return self._built_for(named_queue(self.device))
 
     def _queue(self, uses: Uses) -> Any:
-        """Where the arguments are."""
+        """The queue of the arguments."""
         cpu, queues = self._on_cpu, uses.queues
         if cpu is not None and uses.elsewhere is None and all(q is cpu.queue for _, q in queues):
             return cpu.queue
@@ -373,7 +369,7 @@ class RawKernel:
                     f"{other.sycl_device.name}, another than that of {self._place(uses, chosen)}; "
                     "copy it there"
                 )
-        if uses.host is not None and not self._runs_on_host(chosen):
+        if uses.host is not None and not backend_of(chosen).runs_on_host:
             raise RuntimeError(
                 f"{self.name}: argument {uses.host} is in the host's memory, which "
                 f"{chosen.sycl_device.name} ({self._place(uses, chosen)}) cannot read; move it "
@@ -381,10 +377,6 @@ class RawKernel:
                 "alone"
             )
         return chosen
-
-    def _runs_on_host(self, queue: Any) -> bool:
-        built = self._built.get(queue)
-        return backend_of(queue).runs_on_host if built is None else built.on_host
 
     def _place(self, uses: Uses, chosen: Any) -> str:
         """What chose the queue, for errors."""
@@ -417,11 +409,7 @@ class RawKernel:
 
 
 def _wait_for_others(uses: Uses, built: Built) -> bool:
-    """Wait for what other queues were asked to do with the arguments.
-
-    Returns:
-        whether they must find the kernel ended.
-    """
+    """Wait for other queues' work on the arguments; return whether to wait for the kernel too."""
     others = [other for _, other in uses.queues if other != built.queue or not built.in_order]
     for other in others:
         other.wait()

@@ -1,4 +1,4 @@
-"""Reductions, from lines of OpenCL C: the interface is CuPy's ReductionKernel.
+"""ReductionKernel, from lines of OpenCL C; the interface is CuPy's.
 
 Source: https://docs.cupy.dev/en/stable/user_guide/kernel.html
 """
@@ -100,10 +100,11 @@ _SHORT = 64  # elements; so few are reduced by one work item
 class ReductionKernel(ExpressionKernel):
     """A kernel that reduces tensors, over all dimensions or some of them.
 
-    The result is that of ``post_map_expr`` for ``a``, the reduction by ``reduce_expr`` of ``a``
-    and ``b`` over the values of ``map_expr``. The expressions are OpenCL C; in the first a
-    parameter's name is one element, and ``i`` its index among the ``n`` that are reduced to one
-    result. Inputs, types and letters are as of :class:`fusedoptim.raw.ElementwiseKernel`.
+    ``map_expr`` computes a value for each element, ``reduce_expr`` combines two values ``a`` and
+    ``b``, and ``post_map_expr`` computes the outputs from the last ``a``. All are OpenCL C. In
+    ``map_expr`` a parameter's name is one element, and ``i`` its index among the ``n`` that are
+    reduced to one result. Inputs, types and letters are those of
+    :class:`fusedoptim.raw.ElementwiseKernel`.
 
     The order of the reduction depends on shapes and strides only, so results are the same in each
     run, whatever the number of threads.
@@ -114,14 +115,14 @@ class ReductionKernel(ExpressionKernel):
         map_expr: what is reduced, such as ``"x * x"``.
         reduce_expr: of ``a`` and ``b``, such as ``"a + b"``; in any order and grouping.
         post_map_expr: such as ``"y = sqrt(a)"``.
-        identity: what ``reduce_expr`` changes nothing with, such as ``"0"``.
+        identity: the neutral element of ``reduce_expr``, such as ``"0"``.
         name: of the kernel.
         reduce_type: of ``a`` and ``b``, a torch type's name; default: the first output's.
         preamble: OpenCL C before the kernel, such as functions.
         options: of the compiler; see :class:`fusedoptim.raw.RawKernel`.
 
     Raises:
-        ValueError: a declaration, the name or reduce_type is none.
+        ValueError: a declaration, the name or reduce_type is invalid.
 
     Example:
         >>> import torch
@@ -144,6 +145,8 @@ class ReductionKernel(ExpressionKernel):
         options: Sequence[str] = (),
     ) -> None:
         super().__init__(in_params, out_params, name, preamble, options)
+        self.name = name
+        """The kernel's name, as errors use it."""
         if not self._outputs or any(param.raw for param in self._outputs):
             raise ValueError(f"out_params={out_params!r} needs an output, and no raw one")
         letters = {param.type for param in self._params}
@@ -169,17 +172,17 @@ class ReductionKernel(ExpressionKernel):
 
         Args:
             args: the inputs, torch tensors of one device or numbers; then the outputs, or none of
-                them, to have them made.
-            axis: the dimension or dimensions over which is reduced; None is all.
-            keepdims: whether the results keep them, of size 1.
+                them, to have them created.
+            axis: the dimension or dimensions to reduce; None is all.
+            keepdims: whether the results keep them, with size 1.
 
         Returns:
             the output, or a tuple of them if there are several.
 
         Raises:
             TypeError: too few or too many arguments, or one of another type.
-            ValueError: shapes that cannot be broadcast, an axis that is none, or an output of
-                another shape.
+            ValueError: shapes that cannot be broadcast, an axis that does not exist, or an output
+                of another shape.
             RuntimeError: an argument requires a gradient.
             KernelCompileError: an expression does not compile.
         """

@@ -74,7 +74,7 @@ def test_python(tmp_path: Path) -> None:
         ("no_such_package:f", ModuleNotFoundError, "no_such_package"),
         ("math:cosinus", ValueError, "math has no function 'cosinus'"),
         ("latin.cl", ValueError, r"latin\.cl is no text in UTF-8"),
-        ("empty.spv", InvalidModuleError, "no SPIR-V module"),
+        ("empty.spv", InvalidModuleError, "not a SPIR-V module"),
         ("wrong.cl", KernelCompileError, "undeclared identifier"),
     ],
 )

@@ -127,7 +127,7 @@ def test_misaligned_vectors(module: RawModule) -> None:
     given = {key: torch.zeros(16, dtype=dtype) for key, dtype in TYPED.items()}
     shift = next(i for i in range(5) if given["four"][i:].data_ptr() % 16)
     for _ in range(2):
-        with pytest.raises(ValueError, match="f32x4 lies at a multiple of 16 bytes"):
+        with pytest.raises(ValueError, match="is not a multiple of 16, the size of a f32x4"):
             module["typed"](1, None, [*(given | {"four": given["four"][shift:]}).values()])
         module["typed"](1, None, [*given.values()])
 
@@ -367,14 +367,14 @@ def swapped(spirv: bytes) -> bytes:
 
 
 MODULES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda spirv: b"", "these 0 bytes are no SPIR-V module"),
-    "short": (lambda spirv: spirv[:10], "these 10 bytes are no SPIR-V module"),
+    "empty": (lambda spirv: b"", "0 bytes are not a SPIR-V module"),
+    "short": (lambda spirv: spirv[:10], "10 bytes are not a SPIR-V module"),
     "text": (lambda spirv: b"kernel void f() {} //...", "are not SPIR-V's magic number"),
-    "no whole word": (lambda spirv: spirv[:-1], "truncated or something else"),
+    "no whole word": (lambda spirv: spirv[:-1], "truncated or of another kind"),
     "within an instruction": (lambda spirv: spirv[:-6] + b"\0\0", "is truncated or damaged"),
     "without its end": (lambda spirv: spirv[:-4], "its last function has no end"),
     "header alone": (lambda spirv: spirv[:20], "has no kernel"),
-    "swapped": (swapped, "its bytes in big-endian order"),
+    "swapped": (swapped, "is in big-endian byte order"),
     "zeros": (lambda spirv: spirv[:20] + bytes(40), "is truncated or damaged"),
     "no kernel": (lambda spirv: compile_opencl_c("int f(int x) { return x; }"), "has no kernel"),
 }

@@ -177,6 +177,16 @@ def test_memory_lives_until_the_end(kind: str, let_go: Callable[[Any, list[Any]]
     assert owned() is None
 
 
+def test_memory_may_be_resized_after_the_end() -> None:
+    """A launch keeps an argument's storage, which stays resizable: `resize_` would not wait."""
+    x = torch.ones(16)
+    RawModule(SLOW)["slow"](16, 16, (x,), wait=False)
+    allocator.queue("cpu").wait()
+    assert x.untyped_storage().resizable()
+    before = x.clone()
+    assert torch.equal(x.resize_(100_000)[:16], before)
+
+
 def test_a_list_that_changes_during_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """By another thread, while the caller waits for the kernel's end."""
     twice = RawModule(SLOW)["twice"]
