@@ -37,7 +37,6 @@ from tests.allocator.helpers import (
     without_collections,
 )
 from tests.conftest import SEED
-from tests.interrupts import at, stopping_at
 from tests.running import check_script, run_script
 
 call_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_DELETER)
@@ -341,12 +340,20 @@ class TestNoFalseAlarm:
         other.wait()
         pool.close()
 
-    def test_interrupt_before_a_tensor_is_given(self, pool: Pool) -> None:
+    def test_interrupt_before_a_tensor_is_given(
+        self, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The export that was to carry it has carried another before."""
         pool.empty(8)
         pool.tally()
-        with pytest.raises(KeyboardInterrupt), stopping_at(at(Export.give, "call")):
+
+        def give(export: Export, owner: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Export, "give", give)
+        with pytest.raises(KeyboardInterrupt):
             pool.empty(8)
+        monkeypatch.undo()
         pool.check()
 
 

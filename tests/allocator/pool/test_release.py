@@ -22,7 +22,7 @@ from allocator import Hook, Pool
 from allocator.exchange.exports import _DELETER
 from allocator.pool.blocks import Heap
 from tests.allocator.helpers import bytes_in_use
-from tests.running import check_script, in_fork, in_threads
+from tests.running import check_script, in_threads
 
 both_sizes = pytest.mark.parametrize("n", [8, 100_000])
 call_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_DELETER)
@@ -169,31 +169,63 @@ def test_exception_pending_with_the_tensor_in_no_variable(
             fail(*(make(pool) if i < 3 else {}["x"] for i in range(9)))
 
 
-@pytest.mark.parametrize("is_new", [True, False])
-def test_fork_while_other_threads_use_the_pool(pool: Pool, is_new: bool) -> None:
-    """They allocate, or ask for the pool of a queue."""
-    own, stop = allocator.load_dpctl().SyclQueue("cpu"), threading.Event()
-
-    def child() -> None:
-        signal.alarm(10)
-        for give in (lambda: pool, lambda: allocator.default_pool(own), lambda: Pool(own)):
-            with pytest.raises(RuntimeError, match="'spawn'"):
-                give().empty(8)
-        assert allocator.is_forked()
-
-    def fork() -> None:
-        for _ in range(10):
-            in_fork(child)
-        stop.set()
-
-    def work() -> None:
-        while not stop.is_set():
-            if is_new:
-                allocator.default_pool(own)
-            else:
+def test_fork_while_other_threads_allocate() -> None:
+    check_script("""
+        import os, random, threading, torch
+        from allocator import Pool
+        pool, stop = Pool("cpu"), []
+        def work():
+            while not stop:
                 pool.empty(random.choice([8, 100_000, 3 * 10**6]))
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                try:
+                    pool.empty(8)
+                except RuntimeError:
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+        stop.append(1)
+        for thread in threads:
+            thread.join()
+        assert pool.memory_allocated() == 0
+        assert (pool.full(1000, 7.0) == 7).all()
+    """)
 
-    in_threads(lambda call: call(), fork, work, work, work)
+
+def test_fork_with_a_queue_of_the_parent() -> None:
+    check_script("""
+        import os, signal, threading, torch
+        import allocator
+        from allocator import Pool
+        allocator.queue("cpu")
+        own = allocator.load_dpctl().SyclQueue("cpu")
+        of_own, stop = Pool(own), []
+        def work():
+            while not stop:
+                allocator.default_pool(own)
+        thread = threading.Thread(target=work)
+        thread.start()
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+                for give in (lambda: allocator.default_pool(own), lambda: Pool(own)):
+                    try:
+                        give().empty(8)
+                    except RuntimeError as error:
+                        assert "'spawn'" in str(error)
+                    else:
+                        os._exit(1)
+                os._exit(0 if allocator.is_forked() else 2)
+            assert os.waitpid(child, 0)[1] == 0
+        stop.append(1)
+        thread.join()
+    """)
 
 
 HELD_AT_EXIT = {
