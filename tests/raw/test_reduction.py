@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from fusedoptim.raw import KernelCompileError, ReductionKernel
-from tests.fusedoptim.helpers import assert_within
+from tests.fusedoptim.helpers import assert_within, run_script
 from tests.tolerances import ARITHMETIC, additions, unit_roundoff
 
 total = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", "total")
@@ -153,10 +150,7 @@ def test_same_bits_whatever_the_number_of_threads() -> None:
     namespace: dict[str, str] = {}
     exec(_SUMS, namespace)
     one_core = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    command = [sys.executable, "-c", one_core + _SUMS]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
-    assert done.stdout.strip() == namespace["found"]
+    assert run_script(one_core + _SUMS).stdout.strip() == namespace["found"]
 
 
 class TestBadInput:
