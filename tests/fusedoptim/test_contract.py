@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusedoptim.launch.table import LaunchBlock
-from fusedoptim.step import dense
+from fusedoptim.launch.block import LaunchBlock
+from fusedoptim.step import commit
 from fusedoptim.step.dense import DenseRows
 from tests.fusedoptim.helpers import (
     LAYOUTS,
@@ -195,14 +195,14 @@ class TestGradients:
             optimizer.step()
         state = optimizer.state[p]
         kernels = [weakref.ref(state[key]) for key in case.state_keys if key != "step"]
-        marks_written = dense.increment_version
+        marks_written = commit.increment_version
 
         def clear(params: Any) -> None:
             state.clear()
             assert all(tensor() is not None for tensor in kernels)
             marks_written(params)
 
-        monkeypatch.setattr(dense, "increment_version", clear)
+        monkeypatch.setattr(commit, "increment_version", clear)
         optimizer.step()
         assert all(tensor() is None for tensor in kernels)
 

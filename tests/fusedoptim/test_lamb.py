@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedLamb
-from fusedoptim.launch.table import LaunchBlock
+from fusedoptim.launch.block import LaunchBlock
+from fusedoptim.launch.pipeline import Pipeline
+from fusedoptim.step import dense
 from tests.fusedoptim.helpers import (
     SideBySide,
     assert_same_bits,
@@ -179,6 +182,42 @@ def test_one_kernel_computes_what_three_do(
             )
             three.step()
     assert_same_bits(one, three)
+
+
+class _Reduction:
+    """A stage that quadruples the parameters' sums, as four processes with equal shards would."""
+
+    pending: Sequence[Any] = ()
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._moments = pipeline.stages[0]
+        self._sums = pipeline.sums
+
+    def launch(self, events: list[Any]) -> None:
+        self._moments.wait()
+        assert self._sums is not None
+        self._sums[:, 0] *= 4
+        events.append(None)
+
+    def wait(self) -> None:
+        raise AssertionError("it is never pending")
+
+
+def test_a_reduction_between_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second kernel takes the norms from what a stage before it has made of the sums."""
+
+    class Reduced(Pipeline):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.stages.insert(1, _Reduction(self))
+
+    monkeypatch.setattr(dense, "Pipeline", Reduced)
+    p = Parameter(torch.randn(100_000, dtype=torch.float64))
+    before, reference = p.detach().clone(), Parameter(p.detach().clone())
+    p.grad = reference.grad = torch.randn_like(p)
+    for optimizer in (FusedLamb([p], lr=0.25), ReferenceLamb([reference], lr=0.5)):
+        optimizer.step()
+    torch.testing.assert_close(p.detach() - before, reference.detach() - before)
 
 
 def test_nothing_but_empty_tensors() -> None:

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 from fusedoptim import transforms
 from tests.transforms.helpers import assert_right, fingerprint, randomise
 from tests.transforms.models import FOLDED, images
-from transforms.passes import fold_batch_norm
+from transforms.rewrites import fold
 
 CONV, LINEAR = "conv_bn_folding", "linear_bn_folding"
 
@@ -306,8 +306,11 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "norm read": (ReadsNorm, "norm has tensors that forward reads directly"),
     "conv called twice": (CalledTwice, "also feeds"),
     "norm called twice": (NormCalledTwice, "follows"),
-    "by argument": (DependsOnArgument, "also feeds"),
-    "by given argument": (DependsOnGivenArgument, "also feeds"),
+    "by argument": (DependsOnArgument, "in use where forward evaluates a condition"),
+    "by given argument": (
+        DependsOnGivenArgument,
+        "code of DependsOnGivenArgument that did",
+    ),
     "by type": (DependsOnType, "also feeds"),
     "by data": (DependsOnData, "called by DependsOnData, whose forward cannot be traced"),
     "reached into": (ReachesIn, "does more with block than call it"),
@@ -824,6 +827,24 @@ def test_harmless_code_is_no_objection() -> None:
         assert torch.equal(optimized([x[:1], x[1:]], names="y"), optimized(x, names="y"))
 
 
+class DependsOnFlag(Block):
+    """torch.fx cannot trace a flag, which is no tensor."""
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        y = self.norm(self.conv(x))
+        if twice:
+            y = y * 2
+        return y
+
+
+def test_optional_flag_is_no_objection() -> None:
+    model = randomise(DependsOnFlag())
+    optimized, report = optimize(model)
+    assert len(report.done(CONV)) == 1
+    assert_right(optimized, model, images())
+    assert_right(optimized, model, images(), True)
+
+
 def test_norm_in_training_mode_is_left() -> None:
     model = randomise(Block())
     model.norm.train()
@@ -872,13 +893,13 @@ def test_pass_that_changes_the_output_for_the_sample_is_undone(
     monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     """Whatever the cause: here the arithmetic of the fold itself is wrong."""
-    exact = fold_batch_norm.folded
+    exact = fold.folded
 
     def wrong(*args: Any) -> tuple[Tensor, Tensor]:
         weight, bias = exact(*args)
         return weight * 1.01, bias
 
-    monkeypatch.setattr(fold_batch_norm, "folded", wrong)
+    monkeypatch.setattr(fold, "folded", wrong)
     model = randomise(nn.Sequential(Block(), nn.Dropout(), nn.Flatten(), nn.Linear(243, 2)))
     before, x = fingerprint(model), images()
     knobs = {CONV: True, "replace_dropout_with_identity": True, "auto_channels_last": False}

@@ -15,7 +15,8 @@ from tests.fusedoptim.helpers import SideBySide, make_params, random_like
 from tests.optimizer_cases import LAMB, configuration_id
 from tests.transforms.helpers import assert_same
 from tests.transforms.others_lamb import Apexs, Timms, TorchOptimizers
-from transforms.passes.fuse_step import fuse_update_step, unfuse_update_step
+from transforms.passes.fuse_step import fuse_update_step
+from transforms.rewrites.fused_step import unfuse
 
 Kwargs = dict[str, Any]
 _ADAPTIVE = {"always_adapt": True}
@@ -143,7 +144,7 @@ def test_in_the_middle_and_back(cls: Any, kwargs: Kwargs) -> None:
     plain.load_state_dict(ours)
     _step(fused, plain)
     _assert_close(fused, plain)
-    unfuse_update_step(fused)
+    unfuse(fused)
     assert type(fused) is cls
     assert vars(fused).keys() == attributes.keys()
     assert_same(

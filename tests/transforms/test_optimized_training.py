@@ -556,7 +556,7 @@ class TestFailures:
 
         place = {
             "fuse": "transforms.passes.fuse_step.fuse_update_step",
-            "split": "transforms.passes.split_weights._attach",
+            "split": "transforms.rewrites.split.attach",
             "warning": "transforms.front_end._warn_of_no_effect",
         }
         monkeypatch.setattr(place[what], fail)

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from fusedoptim import FusedSGD, transforms
 from tests.transforms.helpers import assert_right, assert_same_state, copied, randomise
 from tests.transforms.models import FOLDED
-from transforms.passes.fold_batch_norm import unfolded
+from transforms.rewrites.fold_arithmetic import unfolded
 
 each_kind = pytest.mark.parametrize("kind", FOLDED)
 
@@ -276,6 +276,28 @@ def test_only_one_of_the_two_was_frozen() -> None:
     assert_kept(optimized, plain, x)
 
 
+@each_kind
+@pytest.mark.parametrize("frozen_before", [False, True])
+def test_frozen_or_unfrozen_when_folded(kind: str, frozen_before: bool) -> None:
+    """As the plain model would be, also the BatchNorm, which computes nothing itself."""
+    plain, _ = make(kind)
+    plain.requires_grad_(not frozen_before)
+    optimized = transforms.optimize(plain)
+    optimized.requires_grad_(frozen_before)
+    optimized = copy.deepcopy(optimized).double()
+    transforms.restore(optimized)
+    flags = {name: p.requires_grad for name, p in optimized.named_parameters()}
+    assert flags == dict.fromkeys(dict(plain.named_parameters()), frozen_before)
+
+
+@pytest.mark.parametrize("frozen", ["0.weight", "0.bias", "1.weight", "1.bias"])
+def test_what_was_frozen_before_folding_stays_so(frozen: str) -> None:
+    plain, _ = make()
+    plain.get_parameter(frozen).requires_grad_(False)
+    optimized = transforms.restore(transforms.optimize(plain).double())
+    assert [n for n, p in optimized.named_parameters() if not p.requires_grad] == [frozen]
+
+
 def test_restored_twice() -> None:
     plain, x = make()
     optimized = transforms.optimize(plain)
@@ -416,7 +438,7 @@ def test_unfolded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(1)
         return unfolded(*args)
 
-    monkeypatch.setattr("transforms.passes.fold_batch_norm.unfolded", counted)
+    monkeypatch.setattr("transforms.rewrites.fold.unfolded", counted)
     optimized.state_dict()
     assert calls == []
     train(optimized, x)

@@ -214,18 +214,18 @@ class TestValidate:
         ]
 
 
-@pytest.mark.parametrize("dtype", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kernel", dict.fromkeys(kernel for kernel, _ in shipped()))
-def test_module_for_each_dtype(kernel: str, dtype: str) -> None:
-    module = load_module(kernel, dtype)
-    assert (kernel, module.dtype) in shipped()
+def test_module_for_each_variant(kernel: str, variant: str) -> None:
+    module = load_module(kernel, variant)
+    assert (kernel, module.variant) in shipped()
     of_parameter = {Role.PARAM, Role.GRAD}.intersection(role for _, role in module.arguments)
-    if of_parameter == {Role.GRAD} and dtype == "split":
-        assert module.dtype == "bf16"  # what the gradients of a split parameter are
+    if of_parameter == {Role.GRAD} and variant == "split":
+        assert module.variant == "bf16"  # what the gradients of a split parameter are
     elif of_parameter:
-        assert module.dtype == dtype
+        assert module.variant == variant
     else:
-        assert module.dtype == ("f64" if dtype == "f64" else "f32")
+        assert module.variant == ("f64" if variant == "f64" else "f32")
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="pip install 'fusedoptim[jit]'")

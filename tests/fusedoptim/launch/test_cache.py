@@ -247,7 +247,7 @@ class TestOtherUsers:
         change(place)
         build = new_build()
         with pytest.warns(RuntimeWarning, match=f"in {place} .*{reason}.*FUSEDOPTIM_CACHE_DIR"):
-            assert cached(PARTS, build, unkept=lambda *_: None) == b"module"
+            assert cached(PARTS, build, on_write_failure=lambda *_: None) == b"module"
         assert cached(PARTS, build) == b"module"  # it warns once
         assert build.call_count == 2
         assert list(place.iterdir()) == [planted]

@@ -19,13 +19,13 @@ from fusedoptim.allocator import load_dpctl, queue
 from fusedoptim.launch import cache, cpu, opencl
 from fusedoptim.launch.arguments import ONE_ADDRESS, frame_of
 from fusedoptim.launch.backend import BuildError, LaunchError
+from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.modules import load_module
 from fusedoptim.launch.opencl import Driver, driver_of
 from fusedoptim.launch.sycl import SyclKernel
-from fusedoptim.launch.table import LaunchBlock
 from fusedoptim.raw import RawKernel
-from fusedoptim.step import dense
+from fusedoptim.step import commit
 from tests.fusedoptim.helpers import SideBySide, each_class, make_params, run_script
 from tests.optimizer_cases import OptimizerCase
 
@@ -283,13 +283,13 @@ def test_end_that_is_seen_between_note_and_submission(
     optimizer.step()
     monkeypatch.setattr(driver.opencl, "enqueue", seen_before)
     states = []
-    marks = dense.increment_version
+    marks = commit.increment_version
 
     def look(params: Any) -> None:
         states.append(driver.progress.latest is driver.progress.ended)
         marks(params)
 
-    monkeypatch.setattr(dense, "increment_version", look)
+    monkeypatch.setattr(commit, "increment_version", look)
     optimizer.step()
     assert p.eq(-2).all()
     assert states == [False]

@@ -186,7 +186,7 @@ def test_interrupted_at_any_moment() -> None:
         torch.ones(1_000_000).add(1)
         optimizer.step()
 
-    assert interrupted(step, seconds=2, most=1e-3) > 100
+    interrupted(step, count=500, most=1e-3)
     assert not is_in_region()
     optimizer.step()
     assert (param == 0).all()

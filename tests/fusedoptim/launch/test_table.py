@@ -10,8 +10,8 @@ import torch
 
 from fusedoptim.allocator import queue
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.block import Chunks, LaunchBlock
 from fusedoptim.launch.kernel import kernel_for
-from fusedoptim.launch.table import Chunks, LaunchBlock
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 import fusedoptim.sgd
 from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
-from fusedoptim.launch.table import LaunchBlock
+from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.split.halves import Halves
 from fusedoptim.split.pages import has_sole_owner
 from tests.conftest import SEED

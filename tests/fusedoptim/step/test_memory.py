@@ -17,7 +17,7 @@ from fusedoptim.allocator import queue
 from fusedoptim.launch import pipeline
 from fusedoptim.launch.cpu import CPU
 from fusedoptim.launch.kernel import kernel_for
-from fusedoptim.step import dense
+from fusedoptim.step import commit
 from fusedoptim.step.tensors import update_order
 from tests.fusedoptim.helpers import run_in_threads
 
@@ -225,7 +225,7 @@ def test_interrupt_between_two_launches(monkeypatch: pytest.MonkeyPatch) -> None
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(dense, "increment_version", interrupt)
+        patch.setattr(commit, "increment_version", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert params[0].unique().tolist() == [-1.0]
@@ -236,15 +236,27 @@ def test_interrupt_between_two_launches(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_hyper_parameter_that_cannot_be_packed() -> None:
-    (p,), optimizer = _with_ones(3)
-    optimizer.step()
-    for bad, error, message in ((None, TypeError, "NoneType"), (1e39, OverflowError, "too large")):
-        optimizer.param_groups[0]["lr"] = bad
+    """The error names it, and no group is updated."""
+    params, optimizer = _with_ones(3, count=2, groups=True, momentum=0.5)
+    for bad, error, message in (
+        (None, TypeError, "^FusedSGD: lr is None; set it to a number, as in"),
+        ("0.1", TypeError, "^FusedSGD: lr is 0.1; set it to a number"),
+        (1e39, OverflowError, r"^FusedSGD: lr is 1e\+39; set it to a number of at most 3.403e\+38"),
+        (torch.tensor(1e39, dtype=torch.float64), OverflowError, "^FusedSGD: lr is "),
+    ):
+        optimizer.param_groups[1]["lr"] = bad
         with pytest.raises(error, match=message):
             optimizer.step()
-    optimizer.param_groups[0]["lr"] = 1.0
-    optimizer.step()
-    assert p.tolist() == [-2.0] * 3
+        assert not optimizer.state
+        optimizer.param_groups[1]["lr"] = 1.0
+        optimizer.step()
+        optimizer.param_groups[1]["lr"] = bad
+        with pytest.raises(error, match=message):
+            optimizer.step()
+        assert all(p.tolist() == [-1.0] * 3 for p in params)
+        optimizer.state.clear()
+        for p in params:
+            p.data.zero_()
 
 
 def test_tensor_momentum_changed_in_place() -> None:

@@ -147,6 +147,19 @@ def wrapped(optimizer, params):
 
 assert_like(one_step, wrapped)
 
+values = torch.randn(20)
+p = Parameter(values.clone())
+p.grad = torch.ones(20)
+optimizer = FusedSGD([p], lr=0.1)
+with Wrapping():
+    optimizer.split_params([p])
+assert (type(p.data), type(p.grad), p.dtype) == (torch.Tensor, torch.Tensor, torch.bfloat16)
+assert type(optimizer.state[p]["trail"]) is torch.Tensor
+with Wrapping():
+    optimizer.merge_params([p])
+assert (type(p.data), type(p.grad), p.dtype) == (torch.Tensor, torch.Tensor, torch.float32)
+assert torch.equal(p, values) and torch.equal(p.grad, torch.ones(20))
+
 
 def fake(tensor):
     with FakeTensorMode(allow_non_fake_inputs=True):
