@@ -81,23 +81,27 @@ class InterruptAt:
         return self.has_raised and isinstance(error, self._error)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        code = frame.f_code
+        """Of a call: what traces the rest of it."""
+        code, is_polled = frame.f_code, self._places == "polls"
         if self.has_raised or not code.co_filename.startswith(self._within):
             return None
-        is_polled = self._places == "polls"
         if is_polled and (code.co_name == "__del__" or code.co_flags & inspect.CO_GENERATOR):
             return None
-        if event == "call":
-            self._has_begun |= code.co_name == self._since
-            frame.f_trace_opcodes, frame.f_trace_lines = self._places != "calls", False
-            self._last.pop(frame.f_back, None)  # type: ignore[arg-type]  # a call from Python
-            if self._places != "opcodes":
-                self._pass()
-        elif event == "opcode":
-            if not is_polled or self._last.pop(frame, "") in _POLLING:
-                self._pass()
-            self._last[frame] = opcode.opname[code.co_code[frame.f_lasti]]
-        return self._trace
+        self._has_begun |= code.co_name == self._since
+        frame.f_trace_opcodes, frame.f_trace_lines = self._places != "calls", False
+        self._last.pop(frame.f_back, None)  # type: ignore[arg-type]  # a call from Python
+        if self._places != "opcodes":
+            self._pass()
+        instructions = code.co_code  # a copy each time
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            if event == "opcode" and not self.has_raised:
+                if not is_polled or self._last.pop(frame, "") in _POLLING:
+                    self._pass()
+                self._last[frame] = opcode.opname[instructions[frame.f_lasti]]
+            return trace
+
+        return trace
 
     def _pass(self) -> None:
         if not self._has_begun:

@@ -14,6 +14,7 @@ import os
 import pickle
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,21 +45,12 @@ each_way_to_copy = pytest.mark.parametrize(
 )
 
 
-def _strided(dtype: torch.dtype) -> Tensor:
-    return torch.randn(34, 10, dtype=torch.float64).to(dtype)[::2, 1::3]
-
-
-def _transposed(dtype: torch.dtype) -> Tensor:
-    return torch.randn(5, 7, dtype=torch.float64).to(dtype).t()
-
-
-def _channels_last(dtype: torch.dtype) -> Tensor:
-    values = torch.randn(2, 3, 5, 7, dtype=torch.float64).to(dtype)
-    return values.to(memory_format=torch.channels_last)
-
-
 def _dense(*shape: int) -> Callable[[torch.dtype], Tensor]:
     return lambda dtype: torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def _channels_last(*shape: int) -> Callable[[torch.dtype], Tensor]:
+    return lambda dtype: _dense(*shape)(dtype).to(memory_format=torch.channels_last)
 
 
 # Around the SIMD width, beyond one chunk with a tail, empty, 0-d, and every kind of strides.
@@ -70,12 +62,10 @@ LAYOUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
     "1000": _dense(1000),
     "65537": _dense(65537),
     "3x4x5": _dense(3, 4, 5),
-    "strided": _strided,
-    "transposed": _transposed,
-    "channels_last": _channels_last,
-    "1x8x1x1 channels_last": lambda dtype: _dense(1, 8, 1, 1)(dtype).to(
-        memory_format=torch.channels_last
-    ),
+    "strided": lambda dtype: _dense(34, 10)(dtype)[::2, 1::3],
+    "transposed": lambda dtype: _dense(5, 7)(dtype).t(),
+    "channels_last": _channels_last(2, 3, 5, 7),
+    "1x8x1x1 channels_last": _channels_last(1, 8, 1, 1),
     "empty": _dense(0),
     "3x0": _dense(3, 0),
     "0-d": _dense(),
@@ -229,17 +219,21 @@ def through_a_file(state_dict: Any) -> Any:
     return torch.load(file)
 
 
-def run_script(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own, with these environment variables; it must succeed."""
+def run_script(
+    script: str, *arguments: str, returncode: int = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own, with these environment variables; how it must end."""
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
         env={**os.environ, "FUSEDOPTIM_TEST_SEED": str(SEED), **variables},
         timeout=300,
     )
-    assert done.returncode == 0, f"ended with {done.returncode}\n{done.stdout}{done.stderr}"
+    assert done.returncode == returncode, (
+        f"ended with {done.returncode}\n{done.stdout}{done.stderr}"
+    )
     return done
 
 
@@ -260,6 +254,22 @@ def run_in_threads(*functions: Callable[[], object]) -> None:
         thread.join()
     for error in errors:
         raise error
+
+
+def assert_lets_other_threads_run(action: Callable[[], object]) -> None:
+    """Though no thread is made to give the interpreter's lock away."""
+    go, went = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: go.wait() and went.set())
+    interval = sys.getswitchinterval()
+    thread.start()
+    sys.setswitchinterval(1000)  # seconds
+    try:
+        go.set()
+        action()
+        assert went.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
 
 
 def assert_within(actual: Tensor, expected: Tensor, error: Tensor | float, what: str) -> None:

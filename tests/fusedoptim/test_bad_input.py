@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -160,6 +161,11 @@ def test_shape_changed_after_some_steps(case: OptimizerCase) -> None:
             optimizer.step()
 
 
+def change_manifest(spirv: Path, **changes: Any) -> None:
+    path = spirv / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 @each_class
 class TestCompiledKernels:
     """A lost, damaged or foreign file among the compiled kernels."""
@@ -180,44 +186,41 @@ class TestCompiledKernels:
         modules._manifest.cache_clear()
         kernel.kernel_for.cache_clear()
 
-    @staticmethod
-    def _assert_refused(case: OptimizerCase, message: str) -> None:
+    DAMAGES: ClassVar[dict[str, tuple[Callable[[Path], object], str]]] = {
+        "lost": (lambda spirv: [p.unlink() for p in spirv.glob("*.spv")], r"\.spv cannot be read"),
+        "corrupt": (
+            lambda spirv: [p.write_bytes(p.read_bytes()[:-4]) for p in spirv.glob("*.spv")],
+            "is not the one that was shipped",
+        ),
+        "manifest of another version": (
+            lambda spirv: change_manifest(spirv, version=99),
+            "is of version 99",
+        ),
+        "manifest without kernels": (
+            lambda spirv: change_manifest(spirv, modules={}),
+            "has no kernel",
+        ),
+        "manifest lost": (lambda spirv: (spirv / "manifest.json").unlink(), "cannot be read"),
+        "manifest cut": (
+            lambda spirv: (spirv / "manifest.json").write_text("{"),
+            "cannot be read",
+        ),
+        "manifest empty": (
+            lambda spirv: (spirv / "manifest.json").write_text("[]"),
+            "is of version None",
+        ),
+    }
+
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_refused(self, case: OptimizerCase, spirv: Path, damage: str) -> None:
+        make, message = self.DAMAGES[damage]
+        make(spirv)
         p = Parameter(torch.ones(3))
         p.grad = torch.ones(3)
         optimizer = case.make([p], **case.kwargs[-1])
         with refused(optimizer, fusedoptim.ModuleError, message) as raised:
             optimizer.step()
         assert "reinstall" in str(raised.value)
-
-    def test_lost(self, case: OptimizerCase, spirv: Path) -> None:
-        for path in spirv.glob("*.spv"):
-            path.unlink()
-        self._assert_refused(case, r"\.spv cannot be read")
-
-    def test_corrupt(self, case: OptimizerCase, spirv: Path) -> None:
-        for path in spirv.glob("*.spv"):
-            path.write_bytes(path.read_bytes()[:-4])
-        self._assert_refused(case, "is not the one that was shipped")
-
-    def test_manifest_of_another_version(self, case: OptimizerCase, spirv: Path) -> None:
-        path = spirv / "manifest.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
-        self._assert_refused(case, "is of version 99")
-
-    @pytest.mark.parametrize("text", [None, "{", "[]"])
-    def test_manifest_lost_or_damaged(
-        self, case: OptimizerCase, spirv: Path, text: str | None
-    ) -> None:
-        path = spirv / "manifest.json"
-        path.unlink()
-        if text is not None:
-            path.write_text(text)
-        self._assert_refused(case, "cannot be read|is of version None")
-
-    def test_kernel_not_in_the_manifest(self, case: OptimizerCase, spirv: Path) -> None:
-        path = spirv / "manifest.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"modules": {}}))
-        self._assert_refused(case, "has no kernel")
 
 
 def test_no_driver() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import io
 import weakref
 from typing import Any
 
@@ -32,6 +31,7 @@ from tests.fusedoptim.helpers import (
     run_in_threads,
     single,
     step_alike,
+    through_a_file,
     unchanged,
     widened,
 )
@@ -80,8 +80,8 @@ class TestParity:
 
     @each_class
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=configuration_id)
-    def test_millions_of_elements(self, case: OptimizerCase, dtype: torch.dtype) -> None:
-        pair = SideBySide(case, params=[Parameter(torch.randn(3_000_017).to(dtype))])
+    def test_a_million_elements(self, case: OptimizerCase, dtype: torch.dtype) -> None:
+        pair = SideBySide(case, params=[Parameter(torch.randn(1_000_003).to(dtype))])
         pair.train(2)
 
     @each_case
@@ -253,12 +253,9 @@ class TestTorchContract:
     """Signatures, errors, groups and hooks equal torch's."""
 
     @each_class
-    def test_is_an_instance_of_the_class_it_stands_for(self, case: OptimizerCase) -> None:
-        assert issubclass(case.cls, case.reference if case.is_torchs else torch.optim.Optimizer)
-
-    @each_class
-    def test_signature(self, case: OptimizerCase) -> None:
+    def test_signature_and_defaults(self, case: OptimizerCase) -> None:
         """The reference's arguments, in its order, then ours, keyword-only."""
+        assert issubclass(case.cls, case.reference if case.is_torchs else torch.optim.Optimizer)
         ours = inspect.signature(case.cls).parameters
         references = inspect.signature(case.reference).parameters
         assert tuple(ours) == (*references, *case.own_arguments)
@@ -266,33 +263,21 @@ class TestTorchContract:
             assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind)
         for name in case.own_arguments:
             assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
-
-    @each_class
-    def test_groups_have_the_references_defaults(self, case: OptimizerCase) -> None:
         params = [Parameter(torch.ones(1))]
-        defaults = case.make(params).defaults
-        for key, value in case.reference(params).defaults.items():
-            assert defaults[key] == value
+        assert case.reference(params).defaults.items() <= case.make(params).defaults.items()
 
     @each_class
     def test_invalid_arguments(self, case: OptimizerCase) -> None:
-        for kwargs in case.invalid_kwargs:
+        good = [Parameter(torch.ones(1))]
+        not_leaf = torch.ones(2) * torch.ones(2, requires_grad=True)
+        calls: list[tuple[Any, Kwargs]] = [(good, kwargs) for kwargs in case.invalid_kwargs]
+        calls += [(params, {}) for params in ([], torch.ones(1), [not_leaf], [1])]
+        for params, kwargs in calls:
             with pytest.raises(Exception) as expected:  # noqa: PT011 (its type is the point)
-                case.reference([Parameter(torch.ones(1))], **kwargs)
+                case.reference(params, **kwargs)
             with pytest.raises(type(expected.value)) as raised:
-                case.make([Parameter(torch.ones(1))], **kwargs)
+                case.make(params, **kwargs)
             assert str(raised.value) == str(expected.value)
-
-    @each_class
-    @pytest.mark.parametrize(
-        "params", [[], torch.ones(1), [torch.ones(2) * torch.ones(2, requires_grad=True)], [1]]
-    )
-    def test_invalid_params(self, case: OptimizerCase, params: Any) -> None:
-        with pytest.raises((TypeError, ValueError)) as expected:
-            case.reference(params)
-        with pytest.raises(type(expected.value)) as raised:
-            case.make(params)
-        assert str(raised.value) == str(expected.value)
 
     @each_class
     def test_refused_arguments(self, case: OptimizerCase) -> None:
@@ -386,25 +371,16 @@ class TestTorchContract:
 
     @each_class
     def test_parameter_given_twice(self, case: OptimizerCase) -> None:
-        params = make_params(torch.float32, ["65537"])
-        pair = SideBySide(case, params=params)
-        again = make_params(torch.float32, ["65537"])
+        pair = SideBySide(case, params=make_params(torch.float32, ["65537"]))
+        pair.params = make_params(torch.float32, ["65537"])
+        before = pair.params[0].detach().clone()
         with pytest.warns(UserWarning, match="duplicate parameters"):
-            pair.ours = case.make(again * 2, **case.kwargs[-1])
-        (value,) = {id(p): v for p, v in exact_values(pair.ours).items()}.values()
-        pair.params = again
-        pair.references = [Parameter(widened(value))]
+            pair.ours = case.make(pair.params * 2, **case.kwargs[-1])
+        assert torch.equal(exact_values(pair.ours)[pair.params[0]], before)
+        pair.references = [Parameter(widened(before))]
         with pytest.warns(UserWarning, match="duplicate parameters"):
             pair.torchs = case.make_reference(pair.references * 2, **case.kwargs[-1])
         pair.train(3)
-
-    @each_class
-    def test_parameter_given_twice_keeps_its_value(self, case: OptimizerCase) -> None:
-        (p,) = make_params(torch.float32, ["1000"])
-        before = p.detach().clone()
-        with pytest.warns(UserWarning, match="duplicate parameters"):
-            optimizer = case.make([p, p], lr=0.1)
-        assert torch.equal(exact_values(optimizer)[p], before)
 
     @each_class
     def test_parameter_in_two_groups(self, case: OptimizerCase) -> None:
@@ -434,7 +410,7 @@ class TestTorchContract:
     def test_step_hooks(self, case: OptimizerCase) -> None:
         p, optimizer = single(case, lr=0.1)
         before = p.detach().clone()
-        seen = []
+        seen: list[Any] = []
 
         def pre(hooked: Any, args: Any, kwargs: Any) -> None:
             assert (hooked, args, kwargs) == (optimizer, (optimizer,), {})
@@ -445,22 +421,16 @@ class TestTorchContract:
             assert not torch.equal(p, before)
             seen.append("post")
 
-        handles = [optimizer.register_step_pre_hook(pre), optimizer.register_step_post_hook(post)]
+        handles = [
+            optimizer.register_step_pre_hook(pre),
+            optimizer.register_step_post_hook(post),
+            register_optimizer_step_post_hook(lambda hooked, *_: seen.append(hooked)),
+        ]
         optimizer.step()
-        assert seen == ["pre", "post"]
         for handle in handles:
             handle.remove()
         optimizer.step()
-        assert seen == ["pre", "post"]
-
-    @each_class
-    def test_global_step_hooks(self, case: OptimizerCase) -> None:
-        _, optimizer = single(case, lr=0.1)
-        seen: list[Any] = []
-        handle = register_optimizer_step_post_hook(lambda hooked, *_: seen.append(hooked))
-        optimizer.step()
-        handle.remove()
-        assert seen == [optimizer]
+        assert seen == ["pre", "post", optimizer]
 
     @each_class
     def test_profiler_range(self, case: OptimizerCase) -> None:
@@ -518,11 +488,9 @@ class TestState:
         for i in range(4):
             step_alike(optimizer, other)
             if i == 1:
-                file = io.BytesIO()
-                torch.save(other.state_dict(), file)
-                file.seek(0)
+                checkpoint = through_a_file(other.state_dict())
                 other = case.make(copies, lr=0.7)
-                other.load_state_dict(torch.load(file))
+                other.load_state_dict(checkpoint)
         assert_same_bits(optimizer, other)
         assert all(set(optimizer.state[p]) == set(case.state_keys) for p in params)
 

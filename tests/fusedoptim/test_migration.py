@@ -13,17 +13,12 @@ from fusedoptim import FusedAdamW
 from tests.fusedoptim.helpers import run_script
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating-from-torch-optim.md").read_text()
-NAMES = ["SGD", "Adagrad", "Adam", "AdamW"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "AdamW"])
 def test_the_page_has_every_argument(name: str) -> None:
-    ours = list(inspect.signature(getattr(fusedoptim, f"Fused{name}")).parameters)
-    theirs = list(inspect.signature(getattr(torch.optim, name)).parameters)
-    assert [argument for argument in ours if argument in theirs] == theirs
-    assert ours[-2:] == ["max_grad_norm", "split"]
-    assert set(ours) - set(theirs) == {"max_grad_norm", "split"}
-    assert [argument for argument in ours if f"`{argument}`" not in PAGE] == []
+    arguments = inspect.signature(getattr(fusedoptim, f"Fused{name}")).parameters
+    assert [argument for argument in arguments if f"`{argument}`" not in PAGE] == []
 
 
 def test_a_step_in_a_whole_graph_is_refused() -> None:

@@ -21,56 +21,46 @@ def run(script: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_exit_right_after_a_step() -> None:
-    output = run("optimizer.step()")
+def test_exit_after_steps() -> None:
+    """An optimizer lives in a cycle; OpenMP threads that a step put to sleep wake for torch."""
+    output = run("""
+q = torch.nn.Parameter(torch.ones(2_000_000))
+q.grad = torch.ones_like(q)
+large = FusedSGD([q], lr=0.5)
+for _ in range(20):
+    large.step()
+    assert torch.ones(2_000_000).sum() == 2_000_000
+import sys
+optimizer.me = sys.keep = optimizer
+optimizer.step()
+""")
     assert output == ""
 
 
-def test_optimizer_alive_at_exit_in_a_cycle() -> None:
-    output = run("optimizer.step(); import sys; optimizer.me = optimizer; sys.keep = optimizer")
-    assert output == ""
-
-
-def test_fork_after_a_step() -> None:
-    output = run(
-        "optimizer.step()\n"
-        "if os.fork() == 0:\n"
-        "    before = p.detach().clone()\n"
-        "    try:\n"
-        "        optimizer.step()\n"
-        "    except RuntimeError as error:\n"
-        "        print(error, torch.equal(p, before), flush=True)\n"
-        "    os._exit(0)\n"
-        "os.wait()\n"
-        "optimizer.step()\n"
-    )
-    assert "set_start_method('spawn')" in output
-    assert output.endswith(" True\n")
-
-
-def test_fork_before_the_first_step() -> None:
-    output = run(
-        "if os.fork() == 0:\n"
-        "    optimizer.step()\n"
-        "    print(p.sum().item(), flush=True)\n"
-        "    os._exit(0)\n"
-        "os.wait()\n"
-        "optimizer.step()\n"
-        "print(p.sum().item())\n"
-    )
-    assert output == "500.0\n500.0\n"
-
-
-def test_openmp_works_after_a_large_step() -> None:
-    """A large step has torch's idle OpenMP threads sleep; torch's next operation wakes them."""
-    output = run(
-        "q = torch.nn.Parameter(torch.ones(2_000_000)); q.grad = torch.ones_like(q)\n"
-        "large = FusedSGD([q], lr=0.5)\n"
-        "for _ in range(20):\n"
-        "    large.step()\n"
-        "    assert torch.ones(2_000_000).sum() == 2_000_000\n"
-    )
-    assert output == ""
+def test_fork() -> None:
+    """Before the first step either process may take it; afterwards the child cannot."""
+    output = run("""
+if os.fork() == 0:
+    optimizer.step()
+    print(p.sum().item(), flush=True)
+    os._exit(0)
+os.wait()
+optimizer.step()
+print(p.sum().item(), flush=True)
+if os.fork() == 0:
+    before = p.detach().clone()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        print(error, torch.equal(p, before), flush=True)
+    os._exit(0)
+os.wait()
+optimizer.step()
+""")
+    first, second, *refusal = output.splitlines()
+    assert first == second == "500.0"
+    assert "set_start_method('spawn')" in refusal[0]
+    assert refusal[-1].endswith(" True")
 
 
 ONE_CORE = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedoptim import allocator
 from fusedoptim.launch import cpu
 from fusedoptim.raw import LocalMemory, RawKernel, RawModule
-from tests.fusedoptim.helpers import assert_within
+from tests.fusedoptim.helpers import assert_within, run_in_threads
 from tests.tolerances import Bounded, number
 
 
@@ -87,20 +87,7 @@ def test_scalars(module: RawModule) -> None:
     limits = [-128, 255, -32768, 65535, -(2**31), 2**32 - 1, -(2**53), 2**53, 0.5, 1.5, 0.1]
     module["scalars"](1, 1, (out, *limits))
     assert out.tolist() == limits
-    names = [
-        "int8",
-        "uint8",
-        "int16",
-        "uint16",
-        "int32",
-        "uint32",
-        "int64",
-        "uint64",
-        "float16",
-        "float32",
-        "float64",
-    ]
-    typed = [np.dtype(name).type(value) for name, value in zip(names, limits)]
+    typed = [np.dtype(name).type(value) for name, value in zip("bBhHiIqQefd", limits)]
     out.zero_()
     module["scalars"](1, 1, [out, *typed])
     assert out.tolist() == limits
@@ -262,11 +249,7 @@ def test_threads_share_a_kernel() -> None:
         for _ in range(100):
             kernel(100, None, (tensors[i], i))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(*(functools.partial(work, i) for i in range(4)))
     assert [t.unique().tolist() for t in tensors] == [[0], [100], [200], [300]]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
+
+from tests.fusedoptim.helpers import run_script
 
 PRELUDE = """
 import os, sys, torch
@@ -12,9 +13,9 @@ from fusedoptim.raw import RawKernel
 """
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-u", "-c", PRELUDE + script]  # C's standard output, too, at once
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def run(script: str, returncode: int = 0) -> subprocess.CompletedProcess[str]:
+    # C's standard output, too, at once
+    return run_script(PRELUDE + script, returncode=returncode, PYTHONUNBUFFERED="1")
 
 
 def test_import_print_fork_and_exit() -> None:
@@ -39,7 +40,6 @@ kernel(1, 1, (x,))
 kernel(1, 1, (torch.zeros(1, dtype=torch.int32),), wait=False)
 """)
     assert done.stderr == ""
-    assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert sorted(lines[:2]) == ["x is 1", "x is 1"]
     assert "set_start_method('spawn')" in lines[2]
@@ -48,12 +48,14 @@ kernel(1, 1, (torch.zeros(1, dtype=torch.int32),), wait=False)
 
 
 def test_a_write_outside_of_all_memory_ends_the_process() -> None:
-    done = run("""
+    done = run(
+        """
 kernel = RawKernel("kernel void f(global float *x, ulong i) { x[get_global_id(0) + i] = 1; }")
 kernel(16, 16, (torch.zeros(16), 1 << 44))
 print("went on")
-""")
-    assert done.returncode == -signal.SIGSEGV
+""",
+        -signal.SIGSEGV,
+    )
     assert "went on" not in done.stdout
 
 
@@ -94,5 +96,4 @@ fill(16, 16, arguments, wait=False)
 allocator.queue("cpu").wait()
 print(arguments[0].tolist() == [2.0] * 16)
 """)
-    assert done.returncode == 0, done.stderr
     assert done.stdout == "True\n"

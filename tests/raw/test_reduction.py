@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedoptim.launch.opencl import Driver
 from fusedoptim.raw import KernelCompileError, ReductionKernel
-from tests.fusedoptim.helpers import assert_within
+from tests.fusedoptim.helpers import assert_within, run_script
 from tests.tolerances import ARITHMETIC, additions, unit_roundoff
 
 total = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", "total")
@@ -156,10 +153,7 @@ def test_same_bits_whatever_the_number_of_threads() -> None:
     namespace: dict[str, str] = {}
     exec(_SUMS, namespace)
     one_core = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    command = [sys.executable, "-c", one_core + _SUMS]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
-    assert done.stdout.strip() == namespace["found"]
+    assert run_script(one_core + _SUMS).stdout.strip() == namespace["found"]
 
 
 def test_several_threads_and_chunks() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +19,7 @@ from fusedoptim.launch.opencl import Driver, OpenCLKernel, driver_of
 from fusedoptim.launch.order import in_flight_on
 from fusedoptim.launch.sycl import SyclKernel
 from fusedoptim.raw import LocalMemory, RawKernel, RawModule, _sources
+from tests.fusedoptim.helpers import assert_lets_other_threads_run, run_script
 from tests.interrupts import InterruptAt
 
 SLOW = """
@@ -236,24 +234,8 @@ def test_one_group_lets_other_threads_run() -> None:
     """It runs on the calling thread, for as long as it likes."""
     slow = RawModule(SLOW)["slow"].compile()
     x = torch.zeros(16)
-    go, went = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        go.wait()
-        went.set()
-
     slow(16, 16, (x,))
-    thread = threading.Thread(target=wait)
-    interval = sys.getswitchinterval()
-    thread.start()
-    sys.setswitchinterval(1000)  # seconds: no thread is made to give the lock away
-    try:
-        go.set()
-        slow(16, 16, (x,))
-        assert went.is_set()
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
+    assert_lets_other_threads_run(lambda: slow(16, 16, (x,)))
 
 
 @pytest.mark.parametrize(("count", "is_here"), [(100, True), (100_000, False)])
@@ -315,10 +297,10 @@ def test_arguments_given_half(module: RawModule, monkeypatch: pytest.MonkeyPatch
     assert z.tolist() == [0.0] * 16
 
 
-def test_compiled_once_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(tmp_path))
+def test_compiled_once_for_all_processes(tmp_path: Path) -> None:
+    """Also what prints, whose texts are in the program."""
     script = """
-import sys, torch
+import torch
 from fusedoptim.launch import opencl
 from fusedoptim.raw import RawKernel
 compiled = []
@@ -326,15 +308,12 @@ compile_now = opencl.Driver.compile_now
 opencl.Driver.compile_now = lambda *a: compiled.append(a) or compile_now(*a)
 text = 'kernel void f(global int *x) { x[0] += 1; printf("x is %d\\\\n", x[0]); }'
 x = torch.zeros(1, dtype=torch.int32)
-RawKernel(text, options=sys.argv[1:])(1, None, (x,))
+RawKernel(text)(1, None, (x,))
 print(len(compiled), flush=True)
 """
-    command = [sys.executable, "-u", "-c", script]
-    outputs = []
-    for options in ([], [], ["-cl-mad-enable"], ["-cl-mad-enable"]):
-        run = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
-        outputs.append(sorted(run.stdout.splitlines()))
-    assert outputs == [["1", "x is 1"], ["0", "x is 1"]] * 2
+    for count in ("1", "0"):
+        done = run_script(script, FUSEDOPTIM_CACHE_DIR=str(tmp_path), PYTHONUNBUFFERED="1")
+        assert sorted(done.stdout.splitlines()) == [count, "x is 1"]
 
 
 def test_variables_that_outlive_a_launch(by_sycl: list[bool]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,8 @@ from fusedoptim.launch.opencl import Driver, driver_of
 from fusedoptim.launch.sycl import SyclKernel
 from fusedoptim.raw import RawKernel
 from fusedoptim.step import commit
-from tests.fusedoptim.helpers import SideBySide, make_params
-from tests.optimizer_cases import CASES, OptimizerCase, configuration_id
+from tests.fusedoptim.helpers import SideBySide, each_class, make_params, run_script
+from tests.optimizer_cases import OptimizerCase
 
 SGD = load_module("sgd", "f32")
 SLOW = """
@@ -87,35 +85,32 @@ def _step(driver: Driver, program: Any) -> list[float]:
 
 class TestKept:
     def test_compiled_once(self, driver: Driver, place: Path, compiled: list[bytes]) -> None:
-        for _ in range(3):
-            assert _step(driver, driver.compile(SGD.spirv)) == [-0.5, 0.5, 1.5, 2.5, 3.5]
-        assert compiled == [SGD.spirv]
-        assert len(list(place.iterdir())) == 1
+        for options in ("", "-cl-opt-disable"):
+            for _ in range(3):
+                program = driver.compile(SGD.spirv, options)
+                assert _step(driver, program) == [-0.5, 0.5, 1.5, 2.5, 3.5]
+        assert compiled == [SGD.spirv] * 2
+        assert len(list(place.iterdir())) == 2
 
-    def test_for_another_process(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.usefixtures("place")
+    def test_for_another_process(self) -> None:
         """Which then compiles nothing, unless it is for another instruction set."""
-        script = (
-            "import torch\n"
-            "from fusedoptim import FusedAdam\n"
-            "from fusedoptim.launch import opencl\n"
-            "compiled = []\n"
-            "compile_now = opencl.Driver.compile_now\n"
-            "opencl.Driver.compile_now = lambda *a: compiled.append(a) or compile_now(*a)\n"
-            "p = torch.nn.Parameter(torch.ones(1000))\n"
-            "p.grad = torch.linspace(-1, 1, 1000)\n"
-            "optimizer = FusedAdam([p], max_grad_norm=1.0)\n"
-            "optimizer.step()\n"
-            "print(len(compiled), p.detach().view(torch.int32).sum().item())\n"
-        )
-        outputs = []
-        for isa in ("", "", "avx2", "avx2"):
-            monkeypatch.setenv("FUSEDOPTIM_ISA", isa)
-            run = subprocess.run(
-                [sys.executable, "-c", script], check=True, capture_output=True, text=True
-            )
-            outputs.append(run.stdout.split())
-        assert [count for count, _ in outputs] == ["2", "0", "2", "0"]
-        assert outputs[0][1] == outputs[1][1]
+        script = """
+import torch
+from fusedoptim import FusedAdam
+from fusedoptim.launch import opencl
+compiled = []
+compile_now = opencl.Driver.compile_now
+opencl.Driver.compile_now = lambda *a: compiled.append(a) or compile_now(*a)
+p = torch.nn.Parameter(torch.ones(1000))
+p.grad = torch.linspace(-1, 1, 1000)
+FusedAdam([p], max_grad_norm=1.0).step()
+print(len(compiled), p.detach().view(torch.int32).sum().item())
+"""
+        isas = ("", "avx2", "")
+        runs = [run_script(script, FUSEDOPTIM_ISA=isa).stdout.split() for isa in isas]
+        assert [count for count, _ in runs] == ["2", "2", "0"]
+        assert runs[0][1] == runs[2][1]
 
     @pytest.mark.parametrize("of", ["driver", "processor"])
     def test_for_the_same_machine_only(
@@ -224,18 +219,6 @@ def test_refused_launch(driver: Driver) -> None:
     assert events == ["of another"]
 
 
-def test_step_after_a_raw_kernel_that_nobody_waits_for() -> None:
-    """Launches run in order, by whichever interface."""
-    slow = RawKernel(SLOW)
-    p = Parameter(torch.zeros(16))
-    p.grad = torch.zeros(16)
-    optimizer = FusedSGD([p], lr=1.0)
-    optimizer.step()
-    slow(16, 16, (p.grad,), wait=False)
-    optimizer.step()
-    assert p.tolist() == [-2.0] * 16
-
-
 def test_one_group_runs_on_the_calling_thread(driver: Driver) -> None:
     """And not before what another one, which is longer, was asked for."""
     assert driver.own_thread is not None
@@ -269,21 +252,18 @@ def test_overlapping_parameters_of_two_groups() -> None:
 
 def test_one_queue_for_all_threads() -> None:
     """By which Lamb's three kernels are ordered, whichever thread built each."""
-    script = (
-        "import threading, time\n"
-        "from fusedoptim.launch import opencl\n"
-        "from fusedoptim.allocator import queue\n"
-        "devices = opencl.OpenCL.devices\n"
-        "opencl.OpenCL.devices = lambda self: time.sleep(0.2) or devices(self)\n"
-        "device = queue('cpu').sycl_device\n"
-        "found = []\n"
-        "work = lambda: found.append(opencl.driver_of(device))\n"
-        "threads = [threading.Thread(target=work) for _ in range(4)]\n"
-        "for thread in threads: thread.start()\n"
-        "for thread in threads: thread.join()\n"
-        "assert len(found) == 4 and len(set(map(id, found))) == 1, found\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    run_script("""
+import time
+from fusedoptim.launch import opencl
+from fusedoptim.allocator import queue
+from tests.fusedoptim.helpers import run_in_threads
+devices = opencl.OpenCL.devices
+opencl.OpenCL.devices = lambda self: time.sleep(0.2) or devices(self)
+device = queue("cpu").sycl_device
+found = []
+run_in_threads(*[lambda: found.append(opencl.driver_of(device))] * 4)
+assert len(found) == 4 and len(set(map(id, found))) == 1, found
+""")
 
 
 def test_end_that_is_seen_between_note_and_submission(
@@ -332,25 +312,14 @@ def by_sycl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SyclKernel]]:
     kernel_for.cache_clear()
 
 
-@pytest.mark.parametrize("case", CASES, ids=configuration_id)
-@pytest.mark.parametrize("kwargs", [{}, {"max_grad_norm": 1.0}], ids=["", "clipped"])
-def test_by_sycl(case: OptimizerCase, kwargs: dict[str, Any], by_sycl: list[SyclKernel]) -> None:
+@pytest.mark.parametrize("limit", [None, 1.0], ids=["", "clipped"])
+@each_class
+def test_by_sycl(case: OptimizerCase, limit: float | None, by_sycl: list[SyclKernel]) -> None:
     dtypes = case.dtypes[-1:] if case.is_split else (torch.float32, torch.float64, torch.bfloat16)
     for dtype in dtypes:
-        params = make_params(dtype)
-        if kwargs:
-            optimizer = case.make(params, **case.kwargs[-1], **kwargs)
-            for p in params:
-                p.grad = torch.randn_like(p)
-            optimizer.step()
-            assert len(by_sycl) >= 2
-            continue
-        pair = SideBySide(case, case.kwargs[-1], params)
-        for _ in range(3):
-            pair.set_gradients()
-            pair.step()
-        pair.assert_equal()
-        assert len(by_sycl) >= 3
+        by_sycl.clear()
+        SideBySide(case, params=make_params(dtype)).train(3, limit=limit)
+        assert len(by_sycl) >= (3 if limit is None else 6)
 
 
 @pytest.mark.usefixtures("by_sycl")
@@ -370,15 +339,3 @@ def test_by_sycl_after_a_raw_kernel_on_another_queue() -> None:
 
 def test_a_device_that_opencl_does_not_have() -> None:
     assert opencl._driver("Level-Zero", "Data Center GPU", "1.6") is None
-
-
-def test_exit_with_optimizers_alive(place: Path) -> None:
-    """Kernels' handles are released, or not, without a crash."""
-    script = (
-        "import sys, torch\n"
-        "from fusedoptim import FusedSGD\n"
-        "p = torch.nn.Parameter(torch.ones(1000)); p.grad = torch.ones(1000)\n"
-        "sys.kept = FusedSGD([p]); sys.kept.step()\n"
-        "sys.kept.cycle = sys.kept\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)

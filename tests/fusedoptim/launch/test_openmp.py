@@ -5,10 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import subprocess
-import sys
-import textwrap
-import threading
 
 import pytest
 import torch
@@ -20,6 +16,7 @@ from fusedoptim import FusedSGD
 from fusedoptim.launch import openmp
 from fusedoptim.launch.opencl import driver_of
 from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
+from tests.fusedoptim.helpers import run_in_threads, run_script
 from tests.interrupts import InterruptAt, interrupted
 
 SEVEN = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 7)
@@ -61,14 +58,8 @@ def test_threads_sleep_meanwhile() -> None:
     seen += states()
     print(*seen)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=os.environ | {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "active"},  # spins for ever
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("R S S R\n", "", 0)
+    done = run_script(script, OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")  # spins for ever
+    assert (done.stdout, done.stderr) == ("R S S R\n", "")
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing spins")
@@ -103,18 +94,12 @@ def test_threads_that_sleep_already_are_left_alone(policy: str) -> None:
         time.sleep(0.01)
     print("put to sleep" if sleeps() > before else "left alone")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=os.environ | {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": policy},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_script(script, OMP_NUM_THREADS="2", OMP_WAIT_POLICY=policy)
     expected = {
         "active": 20 * "True\n" + "put to sleep\n",
         "passive": 20 * "False\n" + "left alone\n",
     }
-    assert (done.stdout, done.stderr, done.returncode) == (expected[policy], "", 0)
+    assert (done.stdout, done.stderr) == (expected[policy], "")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
@@ -169,16 +154,7 @@ def test_refused_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_in_threads_of_their_own() -> None:
     """Threads that never ran a region before, and end."""
     made = [long_step() for _ in range(4)]
-
-    def train(optimizer: FusedSGD) -> None:
-        for _ in range(20):
-            optimizer.step()
-
-    threads = [threading.Thread(target=train, args=(optimizer,)) for _, optimizer in made]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(*(lambda o=optimizer: [o.step() for _ in range(20)] for _, optimizer in made))
     for param, _ in made:
         assert (param == -10).all()
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 import pytest
 
 from fusedoptim.allocator import queue
@@ -12,6 +9,7 @@ from fusedoptim.launch.arguments import ONE_ADDRESS
 from fusedoptim.launch.backend import BuildError
 from fusedoptim.launch.modules import load_module
 from fusedoptim.launch.sycl import SyclCompiler
+from tests.fusedoptim.helpers import assert_lets_other_threads_run
 
 
 def compiler() -> SyclCompiler:
@@ -37,20 +35,4 @@ def test_options_reach_the_driver() -> None:
 def test_other_threads_run_meanwhile() -> None:
     spirv = load_module("sgd", "f32").spirv
     compiler().compile(spirv)
-    go, went = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        go.wait()
-        went.set()
-
-    thread = threading.Thread(target=wait)
-    interval = sys.getswitchinterval()
-    thread.start()
-    sys.setswitchinterval(1000)  # seconds: nobody is made to give the lock away
-    try:
-        go.set()
-        compiler().compile(spirv)
-        assert went.is_set()
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
+    assert_lets_other_threads_run(lambda: compiler().compile(spirv))
