@@ -36,7 +36,7 @@ def _check_norm(max_grad_norm: float | None) -> None:
         raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
 
 
-class FusedOptimizer(UpdateDefinition, Optimizer):
+class FusedOptimizer(UpdateDefinition):
     """Base of the optimizers whose step is one kernel launch for each group, device and dtype.
 
     A subclass names its kernels and computes their scalars. The names of the kernels' State
@@ -102,9 +102,10 @@ class FusedOptimizer(UpdateDefinition, Optimizer):
             what ``closure`` returned.
 
         Raises:
-            TypeError: a parameter of a dtype or layout that cannot be updated, or a tensor with no
-                memory of its own.
+            TypeError: a parameter of a dtype or layout that cannot be updated, a tensor with no
+                memory of its own, or a hyper-parameter that is not a number.
             ValueError: a hyper-parameter is NaN.
+            OverflowError: a hyper-parameter is too large for the arithmetic of the parameters.
             RuntimeError: a parameter on a device that SYCL does not serve, a gradient that does
                 not fit its parameter, or a call in the middle of another, inside a tracing mode
                 such as FakeTensorMode, or inside a torch.func transform. Nothing was written then.

@@ -152,7 +152,7 @@ def _update_problem(device: Any) -> str:
     block.write("param", param.data_ptr())
     block.write("grad", grad.data_ptr())
     numbers = {"grad_factor": factor.data_ptr(), "lr": 0.5, "weight_decay": 0.0}
-    block.write_head(block.kernel.in_order(numbers))
+    block.write_head(numbers)
     block.launch()
     block.wait()
     error = (param.cpu().double() - expected).abs().max().item()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,7 +68,7 @@ class LaunchBlock:
         self.rows = len(lengths)
         self.pending: Sequence[Any] = ()
         """Events of launches, of which the last may not have ended; empty if all have."""
-        self._head_values: tuple[float, ...] = ()
+        self._head_values: list[float] = []
         layout = kernel.layout
         head, columns = layout.head_bytes, layout.row_words
         self._memory = default_pool(kernel.queue, "host").allocate(
@@ -78,12 +78,11 @@ class LaunchBlock:
         in_c = (ctypes.c_char * self._memory.nbytes).from_address(self._memory.address)
         self._bytes = memoryview(in_c).cast("B")
         self._elements = int(lengths.sum())
+        self._selected = -1
         self._rows_per_group = max(
             kernel.shape.elements_per_group * self.rows // max(self._elements, 1), 1
         )
         self._header = self._bytes[: len(HEADER) * WORD].cast("q")
-        self._row_count = layout.head_word["rows"]
-        self._header[self._row_count] = self.rows
         self._header[layout.head_word["rows_per_group"]] = self._rows_per_group
         words = np.frombuffer(
             self._bytes, dtype=np.int64, count=self.rows * columns, offset=head
@@ -107,14 +106,15 @@ class LaunchBlock:
         self._on_device = kernel.on_device
         self._frame = frame_of(address + head)
         self._on_device.prepare(self._frame)
-        self._sizes = self._sizes_of(self.rows)
+        self.select(self.rows)
 
-    def write_head(self, values: tuple[float, ...]) -> None:
-        """Set the launch's scalars, flags and addresses, in the kernel's order."""
+    def write_head(self, numbers: Mapping[str, float]) -> None:
+        """Set the launch's scalars, flags and addresses, by the names of the arguments."""
+        values = [numbers[name] for name, _ in self.kernel.layout.head]
         if values != self._head_values:
             packed = self.kernel.head_packing.pack(*values)
             self.wait()
-            self._head_values = ()  # unknown, should an interrupt come now
+            self._head_values = []  # unknown, should an interrupt come now
             start = len(HEADER) * WORD
             self._bytes[start : start + len(packed)] = packed
             self._head_values = values
@@ -125,32 +125,29 @@ class LaunchBlock:
             self.wait()
         self._column[column][:rows] = values
 
-    def launch(self, events: list[Any] | None = None, rows: int | None = None) -> None:
+    def select(self, rows: int) -> None:
+        """Have launches walk the first ``rows`` only; all, if this was never called."""
+        if rows != self._selected:
+            self.wait()
+            self._header[self.kernel.layout.head_word["rows"]] = rows
+            lanes = self.kernel.shape.lanes
+            items = -(-rows // self._rows_per_group) * lanes
+            self._sizes = self._on_device.sizes((items,), (lanes,))
+            self._selected_elements = self._elements * rows // max(self.rows, 1)
+            self._selected = rows
+
+    def launch(self, events: list[Any] | None = None) -> None:
         """Submit the kernel; on a GPU, return while it runs.
 
-        Args:
-            events: to which the launch's is appended, in the same C call that submits it: whatever
-                interrupts this method, an event is there if and only if the kernel runs.
-            rows: how many, from the first on; all by default.
+        Its event is appended to ``events`` in the same C call that submits it: whatever interrupts
+        this method, an event is there if and only if the kernel runs.
         """
-        rows = self.rows if rows is None else rows
-        if rows == 0:
+        if not self._selected:
             return
-        if rows != self._header[self._row_count]:
-            self.wait()
-            self._header[self._row_count] = rows
-            self._sizes = self._sizes_of(rows)
         events = [] if events is None else events
         self.pending = events
-        elements = self._elements * rows // self.rows
-        if not self._on_device.submit(self._frame, self._sizes, elements, events):
+        if not self._on_device.submit(self._frame, self._sizes, self._selected_elements, events):
             self.pending = ()
-
-    def _sizes_of(self, rows: int) -> Any:
-        """The size of a launch that walks the first ``rows``."""
-        lanes = self.kernel.shape.lanes
-        items = -(-rows // self._rows_per_group) * lanes
-        return self._on_device.sizes((items,), (lanes,))
 
     def wait(self) -> None:
         """Return when the kernel has ended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ class Kernel:
         self.backend = backend_of(queue)
         self.shape = self.backend.shape
         self.head_packing = self.layout.head_packing(module.arithmetic)
-        self._head_names = [name for name, _ in self.layout.head]
         self.real = np.dtype(module.arithmetic)
         """The arithmetic dtype."""
         try:
@@ -44,10 +42,6 @@ class Kernel:
                 "Intel's drivers: pip install intel-opencl-rt, unset OCL_ICD_FILENAMES, and call "
                 "allocator.queue() before dpctl is asked for devices, or update the GPU driver"
             ) from error
-
-    def in_order(self, values: Mapping[str, float]) -> tuple[float, ...]:
-        """The head's values in the order of the kernel's arguments."""
-        return tuple([values[name] for name in self._head_names])
 
 
 @functools.cache

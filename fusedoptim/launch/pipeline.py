@@ -137,4 +137,4 @@ class Pipeline:
     def write_head(self, values: dict[str, Any]) -> None:
         """Set the arguments that all chunks share."""
         for block in self._blocks:
-            block.write_head(block.kernel.in_order(values))
+            block.write_head(values)

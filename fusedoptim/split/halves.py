@@ -112,22 +112,17 @@ def _pieces(values: Tensor, lower: Tensor, upper: Tensor) -> list[tuple[Tensor, 
 
 
 def _join_pieces(pieces: Iterable[tuple[Tensor, ...]]) -> None:
-    for piece, low, high in pieces:
-        _interleave(piece, low, high)
-
-
-def _interleave(words: Tensor, lower: Tensor, upper: Tensor) -> None:
-    words = words.view(-1, 2)
-    words[:, 0].copy_(lower)
-    words[:, 1].copy_(upper)
+    for piece, lower, upper in pieces:
+        words = piece.view(-1, 2)
+        words[:, 0].copy_(lower)
+        words[:, 1].copy_(upper)
 
 
 def join(param: Tensor, trail: Tensor) -> Tensor:
     """The float32 values with the upper halves ``param`` and the lower halves ``trail``."""
     upper = memory_of(param.detach())
     result = torch.empty_like(upper, dtype=torch.float32)
-    lower = memory_of(trail.to(upper.device), upper)
-    _interleave(_words(result), _words(lower), _words(upper))
+    _join_pieces(_pieces(result, memory_of(trail.to(upper.device), upper), upper))
     return result
 
 

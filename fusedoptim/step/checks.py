@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch import Tensor
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.step.modes import has_memory
 from fusedoptim.step.rule import Candidate, UpdateRule
-from fusedoptim.step.scalars import number
 from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, Group, State, has_shared_elements
 
 OPTIONS = ("foreach", "differentiable", "capturable", "fused")
@@ -61,15 +61,16 @@ def check_numbers(
     """
     for name, value in group.items():
         default = (defaults or {}).get(name)
-        must_be_number = isinstance(default, tuple) or _is_number(default)
+        must_be_number = isinstance(default, tuple) or _as_number(default) is not None
         for item in value if isinstance(value, tuple) else (value,):
+            found = _as_number(item)
             error: type[Exception] | None = None
-            if name == "params":
-                continue
-            if not _is_number(item):
+            if found is None:
                 error = TypeError if must_be_number else None
-            elif math.isnan(size := abs(number(item))) or largest < size < math.inf:
-                error = ValueError if math.isnan(size) else OverflowError
+            elif math.isnan(found):
+                error = ValueError
+            elif largest < abs(found) < math.inf:
+                error = OverflowError
             if error is not None:
                 at_most = "" if largest == math.inf else f" of at most {largest:.4g}"
                 raise error(
@@ -78,8 +79,11 @@ def check_numbers(
                 )
 
 
-def _is_number(value: object) -> bool:
-    return hasattr(value, "item") or isinstance(value, int | float)
+def _as_number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # it is none, or it has several elements
+        return None
 
 
 def check_candidate(optimizer: str, candidate: Candidate) -> None:

@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +30,6 @@ _refresh = operator.methodcaller("refresh")
 _call = operator.methodcaller("__call__")
 
 _UNCHANGING = (float, int, str, type(None))  # bool is an int
-
-
-class DeferredUpdate(NamedTuple):
-    """Parameters of a group that share memory with some that are updated before them."""
-
-    planned: Rows
-    """What would update them now."""
-    is_repeated: bool
-    """Whether the same parameters were given before."""
-    rows: Callable[[], Rows]
-    """What updates them, made from the state that they have then."""
 
 
 class GroupPlan:
@@ -71,13 +60,15 @@ class GroupPlan:
         candidates = [_checked(rule, candidate) for candidate in found]
         self.rows: list[Rows] = []
         """Those that can be updated in any order."""
-        self._deferred: list[DeferredUpdate] = []
-        """Those that cannot, in their order."""
+        self._deferred: list[tuple[Rows, Callable[[], Rows]]] = []
+        """Those that share memory with some that are updated before them, in their order: what
+        would update them now, and what makes that from the state that they have then."""
+        self._without_repeated: list[Rows] = []
         self._lay_out(candidates, given_before)
         self.updates: list[tuple[Rows, Callable[[], Rows] | None]] = [
             *((rows, None) for rows in self.rows if not rows.copies),
             *((rows, functools.partial(_itself, rows)) for rows in self.rows if rows.copies),
-            *((update.planned, update.rows) for update in self._deferred),
+            *self._deferred,
         ]
         """In order. The rows of one that starts when all before it are committed are made then."""
         arithmetic = {PARAM_DTYPES[candidate.param.dtype].arithmetic for candidate in candidates}
@@ -107,7 +98,9 @@ class GroupPlan:
                 # torch looks at the state of a whole group before it updates any of it.
                 fresh = None if is_known else rows.fresh
                 make = functools.partial(_rows, rule, members[key], kernels, fresh)
-                self._deferred.append(DeferredUpdate(rows, is_repeated, make))
+                self._deferred.append((rows, make))
+            if not is_repeated:
+                self._without_repeated.append(rows)
 
     def fits(self, rule: UpdateRule) -> bool:
         """Read the group's numbers; False if the plan does not fit the group as it is."""
@@ -125,8 +118,7 @@ class GroupPlan:
 
     def sums_of_squares(self) -> list[Tensor]:
         """The squares of the elements of all gradients, each summed once."""
-        once = [deferred.planned for deferred in self._deferred if not deferred.is_repeated]
-        return [rows.sum_of_squares() for rows in (*self.rows, *once)]
+        return [rows.sum_of_squares() for rows in self._without_repeated]
 
     def _read_numbers(self) -> None:
         rule, group = self._rule, self._rule.group
@@ -138,7 +130,8 @@ class GroupPlan:
             raise
         if not all(map(math.isinf, odd)):
             check_numbers(rule.optimizer, group, rule.defaults, self._largest)
-            raise OverflowError(f"{rule.optimizer}: the hyper-parameters give {numbers}")
+            if any(map(math.isfinite, odd)):
+                raise OverflowError(f"{rule.optimizer}: the hyper-parameters give {numbers}")
         self.settings = Settings(numbers, -1.0 if group.get("maximize") else 1.0)
         hyper_parameters = [group[name] for name in group if name not in ("params", "param_names")]
         self.is_final = (

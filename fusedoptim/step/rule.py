@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fusedoptim.step.step_counts import Steps
 from fusedoptim.step.tensors import Group, State, new_state
@@ -24,21 +25,15 @@ class Candidate(NamedTuple):
     name: str
 
 
-class UpdateDefinition:
+class UpdateDefinition(Optimizer):
     """What a class of optimizers defines: its kernels, their numbers, and its state."""
 
-    state: Any
-    defaults: Group
     _sparse_state: tuple[str, ...] = ()
     """Names of the state that a sparse gradient makes, and that is sparse then, as torch's."""
     _optional_state: frozenset[str] = frozenset()
     """Names of the state that a parameter may lack though it has other state of earlier steps."""
     _number_attributes: ClassVar[tuple[str, ...]] = ()
     """Attributes of the optimizer on which its numbers depend."""
-
-    def is_split(self, param: Tensor) -> bool:
-        """Whether a parameter is the upper half of float32 values."""
-        raise NotImplementedError
 
     def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
         """The names of the kernels that update tensors of ``group``, in order.
@@ -93,11 +88,12 @@ class UpdateRule:
         return owner
 
     def is_split(self, param: Tensor) -> bool:
-        """See :class:`UpdateDefinition`, as for all that follow."""
-        return self._owner().is_split(param)
+        """Whether a parameter is the upper half of float32 values."""
+        optimizer: Any = self._owner()
+        return bool(optimizer.is_split(param))
 
     def kernels(self, one_row: bool) -> tuple[str, ...]:
-        """Names."""
+        """See :class:`UpdateDefinition`, as for all that follow."""
         return self._owner()._kernels(self.group, one_row)
 
     def numbers(self) -> Numbers:

@@ -44,23 +44,6 @@ class _Block(NamedTuple):
         return rows <= len(self.chunks.numels) and width == self.width
 
 
-class _FirstRows(NamedTuple):
-    """A stage that launches the first rows of a block."""
-
-    block: LaunchBlock
-    rows: int
-
-    @property
-    def pending(self) -> Sequence[object]:
-        return self.block.pending
-
-    def launch(self, events: list[object]) -> None:
-        self.block.launch(events, self.rows)
-
-    def wait(self) -> None:
-        self.block.wait()
-
-
 def can_update_rows(rule: UpdateRule, candidate: Candidate) -> bool:
     """Whether the rows of a sparse gradient can be updated alone: no other row has state."""
     state = rule.states.get(candidate.param, {})
@@ -165,9 +148,9 @@ class SparseRows:
                 block.write(column, values, count)
         # Kept until the launch has ended.
         self._grad_factor = factor = grad_factor(settings.sign, common, self._arithmetic, device)
-        head = {**settings.numbers, "grad_factor": factor.data_ptr()}
-        block.write_head(self._kernel.in_order(head))
-        return [_FirstRows(block, count)] if count else []
+        block.write_head({**settings.numbers, "grad_factor": factor.data_ptr()})
+        block.select(count)
+        return [block] if count else []
 
     def _gather_sparse_state(self) -> bool:
         """Find the rows of the gradient and of the sparse state; True if that is made now."""

@@ -76,7 +76,7 @@ def _step(driver: Driver, program: Any) -> list[float]:
     block.write("param", param.data_ptr())
     block.write("grad", grad.data_ptr())
     numbers = {"grad_factor": factor.data_ptr(), "lr": 0.5, "weight_decay": 0.0}
-    block.write_head(kernel.in_order(numbers))
+    block.write_head(numbers)
     block.launch()
     block.wait()
     result: list[float] = param.tolist()

@@ -70,7 +70,7 @@ def test_head(block: LaunchBlock) -> None:
         "one_minus_dampening": 1.0,
         "nesterov": True,
     }
-    block.write_head(block.kernel.in_order({**values, "unused": 1.0}))
+    block.write_head({**values, "unused": 1.0})
     head = bytes(block._bytes[: 8 * 8])
     rows, run, factor, *scalars, nesterov = struct.unpack("<qqQf4xf4xf4xf4xq", head)
     assert (rows, run) == (4, 1024 * 4 // 7)
@@ -96,10 +96,10 @@ def test_the_first_rows(chunks: Chunks, count: int | None) -> None:
     rows = np.arange(len(params)) * 8
     block.write("param", params.data_ptr() + rows)
     block.write("grad", grads.data_ptr() + rows)
-    block.write_head(
-        block.kernel.in_order({"grad_factor": factor.data_ptr(), "lr": 1.0, "weight_decay": 0.0})
-    )
-    block.launch(rows=count)
+    block.write_head({"grad_factor": factor.data_ptr(), "lr": 1.0, "weight_decay": 0.0})
+    if count is not None:
+        block.select(count)
+    block.launch()
     block.wait()
     expected = torch.zeros(4, 2)
     expected[:count] = -1.0
@@ -118,12 +118,13 @@ def test_groups_of_short_rows(count: int) -> None:
     block.write("param", params.data_ptr() + rows)
     block.write("grad", grads.data_ptr() + rows)
     numbers = {"grad_factor": factor.data_ptr(), "lr": 1.0, "weight_decay": 0.0}
-    block.write_head(block.kernel.in_order(numbers))
+    block.write_head(numbers)
     for first in (count, 100 - count):  # more rows than the launch before, or fewer
         expected = params.clone()
         for row, length in enumerate(lengths[:first]):
             expected[row, :length] -= grads[row, :length]
-        block.launch(rows=first)
+        block.select(first)
+        block.launch()
         block.wait()
         assert torch.equal(params, expected)
 
@@ -132,7 +133,7 @@ def test_nothing_to_do() -> None:
     kernel = kernel_for(queue("cpu"), "sgd", "f32")
     empty = LaunchBlock(kernel, Chunks([0, 0], 2).lengths)
     empty.write("param", np.array([], dtype=np.int64))
-    empty.write_head(kernel.in_order({"grad_factor": 0, "lr": 0.1, "weight_decay": 0.0}))
+    empty.write_head({"grad_factor": 0, "lr": 0.1, "weight_decay": 0.0})
     empty.launch()
     empty.wait()
 
