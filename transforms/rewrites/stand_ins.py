@@ -6,7 +6,7 @@ same, so all references to it stay valid, also after it is restored.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,34 +16,31 @@ _CLASS, _DIMENSIONS = "_fusedoptim_class", "_fusedoptim_dimensions"
 _ANY = 0
 
 
-class _StandIn(nn.Identity):
-    _what: ClassVar[str]
-    """What became of which module, for errors."""
+class SkippedDropout(nn.Identity):
+    """A Dropout of any kind that returns its input."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """Return ``input``; raise RuntimeError in training mode."""
         if self.training:
             raise RuntimeError(
-                f"this {self._what} for inference, but is in training mode: call "
+                "this Dropout was removed for inference, but is in training mode: call "
                 "transforms.restore(model) before training, or model.eval()"
             )
         return input
 
 
-class SkippedDropout(_StandIn):
-    """A Dropout of any kind that returns its input."""
-
-    _what = "Dropout was removed"
-
-
-class FoldedBatchNorm(_StandIn):
+class FoldedBatchNorm(nn.Identity):
     """A BatchNorm whose arithmetic was folded into the module before it."""
 
-    _what = "BatchNorm was folded"
     _version = 2  # of the checkpoint format, as for BatchNorm
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
-        """Return ``input``; raise RuntimeError if its channels are in another dimension."""
+        """Return ``input``; raise RuntimeError in training mode, or for other dimensions."""
+        if self.training:
+            raise RuntimeError(
+                "this BatchNorm was folded for inference, but is in training mode: call "
+                "transforms.restore(model) before training, or model.eval()"
+            )
         expected: int = self._fusedoptim_dimensions  # type: ignore[assignment]
         # A torch.fx proxy is not a Tensor and has no number of dimensions.
         if expected > 0 and isinstance(input, Tensor) and input.dim() != expected:
@@ -53,7 +50,7 @@ class FoldedBatchNorm(_StandIn):
                 "another dimension: optimize with linear_bn_folding=False (after a Conv1d, "
                 "conv_bn_folding=False)"
             )
-        return super().forward(input)
+        return input
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         rewrite = plain_tensors.find(self)

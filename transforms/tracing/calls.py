@@ -23,7 +23,6 @@ from transforms.tracing.source import (
     modules_of_function,
 )
 from transforms.tracing.trace import Trace, UntraceableError, run_trace
-from transforms.tracing.watch import Watch
 
 
 class Calls:
@@ -71,9 +70,8 @@ class Calls:
             self._distrust(root, f"inside {self.name(root)}, which overrides __call__")
             return
         while type(root) not in self._leaf_types and "forward" not in vars(root):
-            watch = Watch(self._changing)
             try:
-                trace = run_trace(root, self._is_leaf, self._leaf_functions, watch)
+                trace = run_trace(root, self._is_leaf, self._leaf_functions, self._changing)
             except UntraceableError as error:
                 if error.function is not None and error.function not in self._leaf_functions:
                     self._leaf_functions.add(error.function)
@@ -82,8 +80,8 @@ class Calls:
                 self._leaf_types.add(type(root if known else error.culprit))
             else:
                 self._add(trace)
-                self.undecided |= watch.undecided
-                for use in watch.uses(root):
+                self.undecided |= trace.watch.undecided
+                for use in trace.watch.uses(root):
                     code = f"code of {self.name(root)} that did not run"
                     self._suspect(use, code)
                 return

@@ -8,7 +8,7 @@ import traceback
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -98,7 +98,8 @@ class Trace(NamedTuple):
     kept: set[fx.Node]
     """Values that forward stores where other code may read them."""
     read: set[nn.Module]
-    """Modules whose tensors are read or replaced without a node in the graph."""
+    """Modules whose tensors are read or replaced."""
+    watch: Watch
 
 
 class UntraceableError(Exception):
@@ -127,7 +128,7 @@ def run_trace(
     root: nn.Module,
     is_leaf: Callable[[nn.Module], bool],
     functions: set[types.FunctionType],
-    watch: Watch,
+    changing: Collection[str],
 ) -> Trace:
     """Trace ``root`` on a copy that shares its tensors, as forward may write to its attributes.
 
@@ -146,9 +147,9 @@ def run_trace(
     except Exception as error:  # of any class: the model's own
         raise UntraceableError(root, None) from error
     tracer = _Tracer(lambda m: is_leaf(originals[m]), functions)
-    reads = TensorReads(clone.modules())
+    reads, watch = TensorReads(clone.modules()), Watch(changing, originals)
     try:
-        with watch.following(originals), reads:
+        with watch, reads:
             graph = tracer.trace(clone, concrete_args=_defaults(root) or None)
     except Exception as error:
         culprit = originals.get(tracer.culprit or clone, root)
@@ -164,7 +165,7 @@ def run_trace(
                 read.update(originals[named[node.target]].modules())
         elif node.op == "get_attr" and not all(reads_shape(user, node) for user in node.users):
             read.add(originals[named[node.target.rpartition(".")[0]]])
-    return Trace(graph, modules, tracer.kept(), read)
+    return Trace(graph, modules, tracer.kept(), read, watch)
 
 
 def _defaults(root: nn.Module) -> dict[str, Any]:

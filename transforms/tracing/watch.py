@@ -14,7 +14,6 @@ import sysconfig
 import types
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,28 +125,24 @@ class _Function:
 
 
 class Watch:
-    """Follows the code that runs in the traces of one module.
+    """Follows the code that runs while a module is traced; a context manager.
 
     ``changing`` are attributes of modules that may have another value in another call.
     """
 
-    def __init__(self, changing: Collection[str]) -> None:
+    def __init__(self, changing: Collection[str], originals: Originals) -> None:
         self._changing = changing
+        self._originals = originals
+        self._functions: dict[_Key, _Function] = {}
         self.undecided: set[fx.Node] = set()
         """Values that a function held when it evaluated an open condition."""
-        self._functions: dict[_Key, _Function] = {}
-        self._originals: Originals = {}
 
-    @contextmanager
-    def following(self, originals: Originals) -> Iterator[None]:
-        """Follow the code that runs in this context."""
-        before = sys.gettrace()
-        self._originals = originals
+    def __enter__(self) -> None:
+        self._before = sys.gettrace()
         sys.settrace(self._on_call)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
 
     def uses(self, model: nn.Module) -> Iterator[Use]:
         """What code that did not run may do with modules of ``model``."""
