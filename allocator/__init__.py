@@ -6,6 +6,30 @@ pools the device's memory. It imports torch and dpctl only when a device is used
 
 from allocator.exchange.borrowed import from_dlpack
 from allocator.exchange.memory import Array, Memory
+from allocator.monitoring.advice import Advice, advise
+from allocator.monitoring.default_statistics import (
+    max_memory_allocated,
+    max_memory_reserved,
+    memory_allocated,
+    memory_reserved,
+    memory_snapshot,
+    memory_stats,
+    memory_summary,
+    reset_accumulated_memory_stats,
+    reset_peak_memory_stats,
+)
+from allocator.monitoring.hooks import Hook
+from allocator.monitoring.replay import Replay, replay
+from allocator.monitoring.scopes import (
+    Scope,
+    Usage,
+    reset_statistics_report,
+    statistics,
+    statistics_report,
+)
+from allocator.monitoring.statistics import Health
+from allocator.monitoring.timeline import Timeline
+from allocator.monitoring.trace import Event, Trace
 from allocator.options.budget import Budget
 from allocator.options.guard import MemoryCorruptionError
 from allocator.options.reserve import Reservation
@@ -20,30 +44,6 @@ from allocator.runtime.isa import ISA_LEVELS, highest_isa, loaded_isa, processor
 from allocator.runtime.libraries import load_compiler, load_dpctl, load_opencl_compiler
 from allocator.runtime.maps import loaded_files
 from allocator.runtime.queues import DeviceNotFoundError, borrowed_queue, queue
-from allocator.watching.advice import Advice, advise
-from allocator.watching.default_statistics import (
-    max_memory_allocated,
-    max_memory_reserved,
-    memory_allocated,
-    memory_reserved,
-    memory_snapshot,
-    memory_stats,
-    memory_summary,
-    reset_accumulated_memory_stats,
-    reset_peak_memory_stats,
-)
-from allocator.watching.hooks import Hook
-from allocator.watching.replay import Replay, replay
-from allocator.watching.scopes import (
-    Scope,
-    Usage,
-    reset_statistics_report,
-    statistics,
-    statistics_report,
-)
-from allocator.watching.statistics import Health
-from allocator.watching.timeline import Timeline
-from allocator.watching.trace import Event, Trace
 
 __fusedoptim__ = "0.1.0"  # by which `fusedoptim.allocator` recognizes this package
 

@@ -6,8 +6,10 @@ Each runs in a process of its own.
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 
-from benchmarks import _command, _processes
+from benchmarks import _command
 
 NAMES = (
     *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
@@ -28,7 +30,7 @@ def main() -> None:
         options += ["--rounds", str(args.rounds)]
     for name in args.name or NAMES:
         print(f"\n# {name}", flush=True)
-        _processes.run(f"benchmarks.{name}", *options)
+        subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *options], check=True)
 
 
 if __name__ == "__main__":

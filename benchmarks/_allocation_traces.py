@@ -21,30 +21,25 @@ Trace = list[Event]
 
 MIB = 2**20
 
-_ALLOCATION_PROBABILITY = 0.73
-_MAX_USAGE = 16_000 * MIB
+_STEPS = 20  # of each optimizer
+_BATCHES, _LENGTHS, _IMAGES = (4, 16), (32, 192), (64, 224)  # the smallest and the largest
 
 
-def random_trace(seed: int = 0, *, count: int = 10_000, largest: int = 64 * MIB) -> Trace:
-    """The random workload of RMM's benchmark ``random_allocations``.
+def random_trace(seed: int) -> Trace:
+    """The random workload of RMM's benchmark ``random_allocations``, with sizes up to 64 MiB.
 
-    Twice ``count`` times, allocate with a probability of 73% as long as the sum stays below
-    16,000 MiB and at most ``count`` blocks were allocated; otherwise release a random block. Sizes
-    are uniform.
-
-    Args:
-        seed: seed of the random choices.
-        count: number of allocations.
-        largest: bytes of the largest possible block; the smallest has 1.
+    20,000 times, allocate with a probability of 73% as long as the sum stays below 16,000 MiB and
+    at most 10,000 blocks were allocated; otherwise release a random block. Sizes are uniform.
     """
+    count, largest, most_used, probability = 10_000, 64 * MIB, 16_000 * MIB, 0.73
     choose = random.Random(seed)
     live: list[Event] = []
     usage = allocated = 0
     trace: Trace = []
     for _ in range(2 * count):
         nbytes = choose.randint(1, largest)
-        wanted = not live or choose.random() < _ALLOCATION_PROBABILITY
-        if wanted and allocated < count and usage + nbytes < _MAX_USAGE:
+        wanted = not live or choose.random() < probability
+        if wanted and allocated < count and usage + nbytes < most_used:
             live.append((allocated, nbytes))
             usage += nbytes
             trace.append((allocated, nbytes))
@@ -58,49 +53,30 @@ def random_trace(seed: int = 0, *, count: int = 10_000, largest: int = 64 * MIB)
     return trace
 
 
-def transformer_trace(
-    seed: int = 0, *, steps: int = 20, width: int = 256, batches: int = 16, length: int = 192
-) -> Trace:
-    """A training of a transformer on batches whose size and length change with every step.
-
-    Args:
-        seed: seed of weights, batches and lengths.
-        steps: number of AdamW steps.
-        width: width of the model, which has four layers.
-        batches: largest batch; the smallest is a quarter of it.
-        length: longest sequence; the shortest is a sixth of it.
-    """
-    return _recorded(lambda: _train_transformer(seed, steps, width, batches, length))
+def transformer_trace(seed: int) -> Trace:
+    """A training of a transformer on batches whose size and length change with every step."""
+    return _recorded(lambda: _train_transformer(seed))
 
 
-def two_models_trace(
-    seed: int = 0, *, steps: int = 20, batches: int = 16, image: int = 224
-) -> Trace:
-    """A training of a convolutional network on images of changing size, then of a transformer.
-
-    Args:
-        seed: seed of weights, batches, image sizes and lengths.
-        steps: number of steps of each optimizer.
-        batches: largest batch; the smallest is a quarter of it.
-        image: largest side of an image; the smallest is two sevenths of it.
-    """
+def two_models_trace(seed: int) -> Trace:
+    """A training of a convolutional network on images of changing size, then of a transformer."""
 
     def train() -> None:
-        _train_convolutions(seed, steps, batches, image)
-        _train_transformer(seed, steps, 256, batches, 192)
+        _train_convolutions(seed)
+        _train_transformer(seed)
 
     return _recorded(train)
 
 
-def _train_transformer(seed: int, steps: int, width: int, batches: int, length: int) -> None:
+def _train_transformer(seed: int) -> None:
     torch.manual_seed(seed)
     choose = random.Random(seed)
+    width = 256
     layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
     model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(steps):
-        batch = choose.randint(batches // 4, batches)
-        tokens = torch.randn(batch, choose.randint(length // 6, length), width)
+    for _ in range(_STEPS):
+        tokens = torch.randn(choose.randint(*_BATCHES), choose.randint(*_LENGTHS), width)
         loss = model(tokens).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -125,7 +101,7 @@ class _Residual(nn.Module):
         return torch.relu(self.main(images) + self.shortcut(images))
 
 
-def _train_convolutions(seed: int, steps: int, batches: int, image: int) -> None:
+def _train_convolutions(seed: int) -> None:
     torch.manual_seed(seed)
     choose = random.Random(seed)
     widths = [(64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2)]
@@ -139,10 +115,10 @@ def _train_convolutions(seed: int, steps: int, batches: int, image: int) -> None
         nn.Flatten(),
         nn.Linear(512, 100),
     )
+
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for _ in range(steps):
-        batch = choose.randint(batches // 4, batches)
-        side = choose.randint(image * 2 // 7, image)
+    for _ in range(_STEPS):
+        batch, side = choose.randint(*_BATCHES), choose.randint(*_IMAGES)
         loss = model(torch.randn(batch, 3, side, side)).square().mean()
         optimizer.zero_grad()
         loss.backward()

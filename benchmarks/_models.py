@@ -1,4 +1,4 @@
-"""Models with random weights; :mod:`benchmarks._shapes` has only their parameter shapes."""
+"""Models with random weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _conv_and_norm(width_in: int, width: int, kernel: int, stride: int = 1) -> l
 
 
 def resnet50() -> nn.Module:
-    """ResNet-50 with torchvision's layers."""
+    """ResNet-50 with torchvision's layers: 161 tensors, 25,557,032 parameters."""
     layers = [
         *_conv_and_norm(3, 64, 7, 2),
         nn.ReLU(inplace=True),

@@ -1,9 +1,14 @@
-"""The parameter shapes that optimizers are timed on, generated from the architectures."""
+"""The parameter shapes that optimizers are timed on."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks import _models
 
 Shape = tuple[int, ...]
 
@@ -23,30 +28,14 @@ def many_small() -> list[Shape]:
     return [(1000,)] * 10_000
 
 
-def resnet50() -> list[Shape]:
-    """ResNet-50 of torchvision: 161 tensors, 25,557,032 parameters."""
-    shapes = _conv_and_norm(64, 3, 7)
-    width_in = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            shapes += _conv_and_norm(width, width_in, 1)
-            shapes += _conv_and_norm(width, width, 3)
-            shapes += _conv_and_norm(4 * width, width, 1)
-            if block == 0:
-                shapes += _conv_and_norm(4 * width, width_in, 1)
-            width_in = 4 * width
-    return shapes + _linear(1000, width_in)
+def _shapes_of(make: Callable[[], nn.Module]) -> Callable[[], list[Shape]]:
+    """Return a function that returns the shapes of a model's parameters."""
 
+    def shapes() -> list[Shape]:
+        with torch.device("meta"):
+            return [tuple(p.shape) for p in make().parameters()]
 
-def bert_base() -> list[Shape]:
-    """BERT base uncased with its pooler: 199 tensors, 109,482,240 parameters."""
-    width, vocabulary, positions, segments = 768, 30_522, 512, 2
-    norm: list[Shape] = [(width,), (width,)]
-    square = _linear(width, width)
-    attention = 4 * square + norm  # query, key, value, output
-    feed_forward = _linear(4 * width, width) + _linear(width, 4 * width) + norm
-    embeddings: list[Shape] = [(vocabulary, width), (positions, width), (segments, width)]
-    return embeddings + norm + 12 * (attention + feed_forward) + square
+    return shapes
 
 
 def dlrm() -> list[Shape]:
@@ -63,17 +52,10 @@ def dlrm() -> list[Shape]:
     return tables + _mlp(features, 512, 256, 64, width) + _mlp(interactions + width, 512, 256, 1)
 
 
-def _conv_and_norm(width_out: int, width_in: int, kernel: int) -> list[Shape]:
-    return [(width_out, width_in, kernel, kernel), (width_out,), (width_out,)]
-
-
-def _linear(width_out: int, width_in: int) -> list[Shape]:
-    return [(width_out, width_in), (width_out,)]
-
-
 def _mlp(*widths: int) -> list[Shape]:
-    layers = [_linear(width_out, width_in) for width_in, width_out in itertools.pairwise(widths)]
-    return list(itertools.chain.from_iterable(layers))
+    """The shapes of linear layers' weights and biases."""
+    pairs = itertools.pairwise(widths)
+    return [shape for before, after in pairs for shape in ((after, before), (after,))]
 
 
 # Distinct values of each of the 26 categorical features, as DLRM's preprocessing counts them.
@@ -84,8 +66,8 @@ _CRITEO_KAGGLE = (
 
 MODELS: dict[str, Callable[[], list[Shape]]] = {
     "16.8M": one_large,
-    "resnet50": resnet50,
-    "bert-base": bert_base,
+    "resnet50": _shapes_of(_models.resnet50),
+    "bert-base": _shapes_of(_models.bert_base),
     "dlrm": dlrm,
     "10000x1000": many_small,
     "8192": one_small,

@@ -13,7 +13,7 @@ import itertools
 import statistics
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from allocator.pool.blocks import Heap
 from benchmarks import _command
@@ -201,17 +201,7 @@ class _RulesHeap:
         del free[bisect_left(free, (piece.size, piece.address))]
 
 
-class Pool(Protocol):
-    """A pool that a trace is replayed on."""
-
-    def allocate(self, nbytes: int) -> Any:
-        """Return a block."""
-
-    def free(self, block: Any) -> None:
-        """Release the block."""
-
-
-POLICIES: dict[str, Callable[[Upstream], Pool]] = {"ours": Heap} | {
+POLICIES: dict[str, Callable[[Upstream], Any]] = {"ours": Heap} | {
     rules.name: functools.partial(_RulesHeap, rules=rules) for rules in OTHERS
 }
 
@@ -226,7 +216,7 @@ class Outcome(NamedTuple):
     upstream_calls: int
 
 
-def replay(trace: Trace, pool: Pool, upstream: Upstream) -> Outcome:
+def replay(trace: Trace, pool: Any, upstream: Upstream) -> Outcome:
     blocks: dict[int, Any] = {}
     live = peak = allocations = misses = 0
     for name, nbytes in trace:
@@ -253,17 +243,10 @@ def compare(workload: str, rounds: int | None) -> Table:
             replay(trace, pool(upstream), upstream) for trace, upstream in zip(traces, upstreams)
         ]
         ratios, hits, calls = zip(*outcomes)
-        rows.append(
-            [
-                name,
-                f"{statistics.median(ratios):.3f}",
-                f"{max(ratios):.3f}",
-                f"{statistics.median(hits):.2%}",
-                f"{min(hits):.2%}",
-                f"{statistics.median(calls):.0f}",
-                f"{max(calls)}",
-            ]
-        )
+        figures = [f"{statistics.median(ratios):.3f}", f"{max(ratios):.3f}"]
+        figures += [f"{statistics.median(hits):.2%}", f"{min(hits):.2%}"]
+        figures += [f"{statistics.median(calls):.0f}", f"{max(calls)}"]
+        rows.append([name, *figures])
     header = ["policy", "reserved/live", "worst", "hits", "worst", "upstream calls", "worst"]
     events = statistics.median(map(len, traces))
     return Table(f"{workload} ({len(traces)} seeds, {events:,.0f} events each)", header, rows)

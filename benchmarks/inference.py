@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 
 import torch
 from torch import nn
 
-from benchmarks import _command, _harness, _processes
+from benchmarks import _command, _harness
+from benchmarks._fresh import measured
 from benchmarks._harness import Contender, Report
 from benchmarks._models import resnet50
 from benchmarks._output import Table, format_seconds
@@ -64,10 +64,7 @@ def optimize(rounds: int | None) -> Table:
     """Measure time and memory of ``optimize(inplace=True)`` in fresh processes."""
     rows = []
     for purpose, dtype in itertools.product(("inference", "training"), ("float32", "bfloat16")):
-        runs = [
-            json.loads(_processes.output("benchmarks._optimize_memory", purpose, dtype))
-            for _ in range(rounds or 3)
-        ]
+        runs = [measured("optimize_memory", purpose, dtype) for _ in range(rounds or 3)]
         best = min(runs, key=lambda facts: facts["seconds"])
         rows.append(
             [

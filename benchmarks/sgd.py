@@ -14,7 +14,8 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from benchmarks import _command, _processes
+from benchmarks import _command
+from benchmarks._fresh import measured
 from benchmarks._harness import Absent, Contender, Report, Timing
 from benchmarks._output import Table
 from benchmarks._shapes import MODELS
@@ -88,7 +89,7 @@ def startup(rounds: int | None) -> Report:
     seconds: dict[str, list[float]] = {name: [] for name in classes}
     for _ in range(rounds or _STARTUPS):
         for name, where in classes.items():
-            seconds[name].append(float(_processes.output("benchmarks._startup", where)))
+            seconds[name].append(measured("startup", where))
     theirs, ours = (
         Timing(Contender(name, step=lambda: None), times) for name, times in seconds.items()
     )
@@ -105,7 +106,7 @@ def memory(rounds: int | None) -> Table:
     rows = []
     for model in ("resnet50", "bert-base"):
         size = 4 * sum(map(math.prod, MODELS[model]()))
-        peak = int(_processes.output("benchmarks._memory", "fusedoptim:FusedSGD", model))
+        peak = measured("step_memory", "fusedoptim:FusedSGD", model)
         rows.append([model, f"{size / 1e6:.1f} MB", f"{peak / 1e6:.2f} MB", f"{peak / size:.2%}"])
     header = ["model", "parameters", "peak", "of parameters"]
     return Table("extra memory of FusedSGD's step", header, rows)

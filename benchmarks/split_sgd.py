@@ -6,12 +6,12 @@ optimizer: the peer is torch's fused SGD on a float32 master copy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import torch
 
-from benchmarks import _command, _processes
+from benchmarks import _command
+from benchmarks._fresh import measured
 from benchmarks._harness import Absent, Contender
 from benchmarks._output import Table
 from benchmarks._peers import MasterSGD
@@ -42,7 +42,7 @@ def memory(rounds: int | None) -> Table:
     model = "bert-base"
     rows = []
     for name, way in (("SplitSGD", "split"), (PEER, "master")):
-        facts = json.loads(_processes.output("benchmarks._split_memory", way, model))
+        facts = measured("split_memory", way, model)
         rows.append([name, *(f"{facts[key]:.2f}" for key in ("weights", "tensors", "peak"))])
     header = ["bytes per weight", "weight", "with gradient and momentum", "peak resident"]
     return Table(f"memory, {model}", header, rows)

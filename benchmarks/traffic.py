@@ -25,9 +25,9 @@ from torch import Tensor
 from fusedoptim.allocator import queue
 from fusedoptim.kernels.__main__ import source_hash
 from fusedoptim.kernels.language import Grad, Index, Param, Role, State
+from fusedoptim.launch.block import Chunks, LaunchBlock
 from fusedoptim.launch.kernel import Kernel
 from fusedoptim.launch.modules import Argument, Module
-from fusedoptim.launch.table import Chunks, LaunchBlock
 
 DTYPE = "f32"
 NAME = f"traffic_{DTYPE}"

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim.optimizer import FusedOptimizer, number
+from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.step.rule import Candidate, Numbers
+from fusedoptim.step.scalars import number
 from fusedoptim.step.step_counts import Steps
 from fusedoptim.step.tensors import Group
 

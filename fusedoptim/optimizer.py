@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +25,10 @@ from fusedoptim.step.checks import (
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.modes import check_not_traced, has_memory
 from fusedoptim.step.plan import StepPlan
-from fusedoptim.step.rule import Candidate, Numbers
+from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
 from fusedoptim.step.scalars import common_factor
 from fusedoptim.step.state import restore_state
-from fusedoptim.step.step_counts import Steps
-from fusedoptim.step.tensors import TRAIL, Group, State, new_state, state_dtype
-
-
-def number(value: Any) -> float:
-    """A hyper-parameter, which may be a tensor or a NumPy number, as a Python number."""
-    result: float = value.item() if hasattr(value, "item") else value
-    return result
+from fusedoptim.step.tensors import TRAIL, Group, state_dtype
 
 
 def _check_norm(max_grad_norm: float | None) -> None:
@@ -44,64 +36,7 @@ def _check_norm(max_grad_norm: float | None) -> None:
         raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
 
 
-class _GroupRule(NamedTuple):
-    """What a step needs to know of one group: see :class:`fusedoptim.step.rule.UpdateRule`."""
-
-    reference: Callable[[], FusedOptimizer | None]
-    """Weak, as plans keep rules: an optimizer is freed when its last user drops it."""
-    group: Group
-
-    @property
-    def owner(self) -> FusedOptimizer:
-        owner = self.reference()
-        assert owner is not None  # it is stepping
-        return owner
-
-    @property
-    def optimizer(self) -> str:
-        return type(self.owner).__name__
-
-    @property
-    def states(self) -> MutableMapping[Tensor, State]:
-        return self.owner.state
-
-    @property
-    def optional_state(self) -> frozenset[str]:
-        return self.owner._optional_state
-
-    @property
-    def sparse_state(self) -> tuple[str, ...]:
-        return self.owner._sparse_state
-
-    @property
-    def depends_on_optimizer(self) -> bool:
-        return bool(self.owner._number_attributes)
-
-    def is_split(self, param: Tensor) -> bool:
-        return self.owner.is_split(param)
-
-    def kernels(self, one_row: bool) -> tuple[str, ...]:
-        return self.owner._kernels(self.group, one_row)
-
-    def numbers(self) -> Numbers:
-        return self.owner._numbers(self.group)
-
-    def row_numbers(self, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
-        owner = self.reference()  # without the property's call: this one is in every step
-        assert owner is not None
-        return owner._row_numbers(self.group, numbers, steps)
-
-    def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.owner._initial_state(self.group, name, target, dtype)
-
-    def check_options(self) -> None:
-        self.owner._check_options(self.group)
-
-    def check_sparse(self, candidate: Candidate) -> None:
-        self.owner._check_sparse(self.group, candidate)
-
-
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(UpdateDefinition, Optimizer):
     """Base of the optimizers whose step is one kernel launch for each group, device and dtype.
 
     A subclass names its kernels and computes their scalars. The names of the kernels' State
@@ -121,14 +56,8 @@ class FusedOptimizer(Optimizer):
     """GradScaler leaves it to the step to unscale, and to skip a step with infinities."""
     _clip_eps = 1e-6
     """Added to the norm that ``max_grad_norm`` is divided by."""
-    _sparse_state: tuple[str, ...] = ()
-    """Names of the state that a sparse gradient makes, and that is sparse then, as torch's."""
-    _optional_state: frozenset[str] = frozenset()
-    """Names of the state that a parameter may lack though it has other state of earlier steps."""
     _to_restore: Sequence[tuple[Tensor, Group, Tensor | None]] = ()
     """While a checkpoint is loaded: each parameter's state in it, and the trail that it has."""
-    _number_attributes: ClassVar[tuple[str, ...]] = ()
-    """Attributes of the optimizer on which its numbers depend."""
     _before_launch: Callable[[], None] | None = None
     """What a subclass does once all checks have passed, before anything is launched."""
     _plan: StepPlan
@@ -156,35 +85,11 @@ class FusedOptimizer(Optimizer):
         self.halves = Halves(self)
         self._is_complete = True
 
-    # Each subclass has what raises here, but for _row_numbers where no kernel has a RowScalar, as
-    # in SGD; an abstract method would ask for that too.
-    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
-        """The names of the kernels that update tensors of ``group``, in order.
-
-        ``one_row`` says whether each tensor is one row, which one work-group walks.
-        """
-        raise NotImplementedError
-
-    def _numbers(self, group: Group) -> Numbers:
-        """The kernels' scalars and flags for the present hyper-parameters of ``group``."""
-        raise NotImplementedError
-
-    def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
-        """The scalars that depend on how many ``steps`` a parameter has taken, this one included.
-
-        ``numbers`` are those of :meth:`_numbers`.
-        """
-        raise NotImplementedError
-
     def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         """The state ``name`` of a parameter that has taken no step, laid out like ``target``."""
         if name == TRAIL:
             raise ValueError(f"{type(self).__name__}: {LOST}")
-        return new_state(target, dtype).zero_()
-
-    def _check_sparse(self, group: Group, candidate: Candidate) -> None:
-        """Raise if a sparse gradient cannot be applied as ``group`` asks."""
-        raise NotImplementedError
+        return super()._initial_state(group, name, target, dtype)
 
     @with_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -250,8 +155,8 @@ class FusedOptimizer(Optimizer):
         if not self._plan.state_seen:
             self._plan.see_state(state)
 
-    def _rule(self, group: Group) -> _GroupRule:
-        return _GroupRule(weakref.ref(self), group)
+    def _rule(self, group: Group) -> UpdateRule:
+        return UpdateRule(self, group)
 
     def _forget_plans(self) -> None:
         with self._lock:

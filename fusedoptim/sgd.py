@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedoptim.optimizer import FusedOptimizer, number
+from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.step.checks import describe
 from fusedoptim.step.rule import Candidate, Numbers
+from fusedoptim.step.scalars import number
 from fusedoptim.step.tensors import Group, new_state
 
 __all__ = ["FusedSGD"]

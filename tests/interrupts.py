@@ -25,7 +25,6 @@ import opcode
 import random
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -165,18 +164,15 @@ def at_call_from(function: Callable[..., Any], n: int = 0) -> Condition:
     return is_there
 
 
-def interrupted(step: Callable[[random.Random], None], seconds: float, most: float) -> int:
+def interrupted(step: Callable[[random.Random], None], count: int, most: float) -> None:
     """Call ``step`` repeatedly, and interrupt it at random moments.
 
     Args:
         step: takes a source of random choices.
-        seconds: how long.
+        count: number of interrupts.
         most: longest time until the next interrupt, in seconds.
-
-    Returns:
-        the number of interrupts.
     """
-    choose, interrupts, is_armed = random.Random(SEED), 0, False
+    choose, is_armed = random.Random(SEED), False
 
     def handle(number: int, frame: Any) -> None:
         nonlocal is_armed
@@ -188,15 +184,14 @@ def interrupted(step: Callable[[random.Random], None], seconds: float, most: flo
     hook, sys.unraisablehook = sys.unraisablehook, lambda error: None  # of finalizers
     gc.freeze()  # or each collection would visit all objects of torch
     try:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while count > 0:
             try:
                 is_armed = True
                 signal.setitimer(signal.ITIMER_REAL, max(choose.random() * most, 1e-6))
                 while is_armed:
                     step(choose)
             except KeyboardInterrupt:
-                interrupts += 1
+                count -= 1
     finally:
         is_armed = False
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -204,4 +199,4 @@ def interrupted(step: Callable[[random.Random], None], seconds: float, most: flo
         gc.unfreeze()
         sys.unraisablehook = hook
     gc.collect()
-    return interrupts
+    gc.freeze()  # what was imported before, as the rest of the run has it

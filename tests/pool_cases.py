@@ -6,10 +6,7 @@ import dataclasses
 from typing import Any
 
 from allocator import Pool, Rules
-from tests.allocator.drivers import AligningDriver
-
-KIB = 2**10
-MIB = 2**20
+from tests.allocator.helpers import KIB, MIB, AligningDriver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +34,10 @@ class PoolCase:
         """Bytes of the block of a request of at most 1 MiB."""
         rounding = self.options.get("rules", Rules()).rounding
         return -(-(nbytes + 2 * self.margin) // rounding) * rounding
+
+    def reserved_size(self, nbytes: int) -> int:
+        """Bytes that such a block takes of a reservation."""
+        return -(-(nbytes + 2 * self.margin) // 512) * 512
 
 
 POOL_CASES = (

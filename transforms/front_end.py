@@ -23,9 +23,8 @@ from transforms.inputs.options import DTYPE, SPLIT, check_knobs, resolve
 from transforms.inputs.sample import Comparison, check_sample
 from transforms.passes import INFERENCE, KNOBS, TRAINING
 from transforms.passes.protocol import Job, Pass
-from transforms.passes.split_weights import merge_copies
 from transforms.reports import Entry, NoEffectWarning, Report, attach, merged
-from transforms.rewrites import plain_tensors
+from transforms.rewrites.split import merge_copies
 
 __all__ = ["optimize"]
 
@@ -131,7 +130,8 @@ def optimize(
     check_model(model)
     check_knobs(level, dtype, inplace, knobs)
     passes = TRAINING if model.training else INFERENCE
-    options = resolve(level, dtype, knobs, passes, model.training)
+    defaults = {each.knob: each.default(level) for each in passes}
+    options = resolve(dtype, knobs, defaults, model.training)
     check_pair(model, optimizer)
     if optimizer is not None:
         check_not_for_inference(model)
@@ -159,7 +159,7 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
     done = {each.knob: _run_one(each, job, comparison) for each in chosen}
     mode = "training" if job.model.training else "inference"
     title = f"{type(job.model).__name__} for {mode}"
-    return Report(title, done, plain_tensors.kept_bytes(job.model))
+    return Report(title, done, kept_bytes=0)
 
 
 def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[Entry]:

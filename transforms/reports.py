@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from transforms.rewrites import plain_tensors
+
 __all__ = ["Entry", "NoEffectWarning", "Report", "report"]
 
 _ATTRIBUTE = "_fusedoptim_report"
@@ -203,4 +205,19 @@ def report(model: nn.Module) -> Report:
             f"this {type(model).__name__} has no report: pass the model that "
             "transforms.optimize returned (with inplace=False, its argument is unchanged)"
         )
-    return found
+    lapsed = {
+        name: why
+        for name, module in model.named_modules()
+        if (rewrite := plain_tensors.find(module)) is not None
+        if (why := rewrite.lapsed(module)) is not None
+    }
+    passes = {
+        knob: [
+            entry._replace(what=f"undone: {lapsed[entry.where]}", done=False, bytes_saved=0)
+            if entry.done and entry.where in lapsed
+            else entry
+            for entry in entries
+        ]
+        for knob, entries in found.passes.items()
+    }
+    return found._replace(passes=passes, kept_bytes=plain_tensors.kept_bytes(model))

@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 from transforms.inputs.arguments import check_halves, check_same_parameters
 from transforms.passes import INFERENCE, TRAINING
-from transforms.passes.fuse_step import is_converted
 from transforms.reports import attach, detach, find
 from transforms.reports import report as report_of
 from transforms.rewrites import plain_tensors
+from transforms.rewrites.fused_step import is_converted
 
 __all__ = ["finalize", "restore"]
 
@@ -47,9 +47,8 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         >>> torch.equal(model[0].weight, weight), type(model[1]).__name__
         (True, 'BatchNorm1d')
     """
-    if optimizer is None or not is_converted(
-        optimizer
-    ):  # else it may be the second optimizer of this model
+    # A converted optimizer may be the second of this model, which has no report any more.
+    if optimizer is None or not is_converted(optimizer):
         report_of(model)
     if (report := find(model)) is not None and report.is_final:
         raise ValueError("the model was finalized, which freed the tensors that restore() needs")

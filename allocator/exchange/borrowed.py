@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from allocator.exchange.buffers import Buffered, bytes_of
 from allocator.exchange.dlpack import KDL_CPU, KDL_ONEAPI, VERSION, Imported, View
@@ -19,7 +19,7 @@ _sweeping = threading.Lock()
 
 def _sweep() -> None:
     """Return borrowed memory whose readers are done."""
-    # Without waiting: one sweep is enough, and a forked process may find the lock held for ever.
+    # Without waiting: one sweep is enough, and a forked process may find the lock held.
     if _sweeping.acquire(blocking=False):
         try:
             exporter.sweep()
@@ -53,10 +53,6 @@ class Borrowed:
             exporter.export(view, versioned=versioned, flags=flags), self
         )
 
-    if TYPE_CHECKING:  # defined by _HostBorrowed
-
-        def __buffer__(self, flags: int) -> memoryview: ...
-
     @property
     def readable_bytes(self) -> int:
         """Bytes that a buffer may have."""
@@ -68,8 +64,7 @@ class _HostBorrowed(Buffered, Borrowed):  # type: ignore[misc]  # a C type is An
 
     __slots__ = ()
 
-    def _buffer(self) -> Any:
-        return bytes_of(self)
+    _buffer = bytes_of
 
 
 def from_dlpack(obj: Any) -> Array:

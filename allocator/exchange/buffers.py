@@ -13,27 +13,23 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from ctypes import c_int, c_void_p, py_object
 from typing import Any, Protocol
 
-from allocator.exchange.dlpack import View
+from allocator.exchange.dlpack import View, c_api, make_immortal
 
 
-class Readable(Protocol):
-    """Memory that Python can read."""
+class Lender(Protocol):
+    """Memory that arrays lie in."""
 
     address: int
+    nbytes: int
     is_read_only: bool
     views: int
 
     @property
     def readable_bytes(self) -> int:
         """Bytes that a buffer may have."""
-
-
-class Lender(Readable, Protocol):
-    """Memory of another library."""
-
-    nbytes: int
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's device type and id."""
@@ -47,7 +43,7 @@ class _Reader:
 
     __slots__ = ("__array_interface__", "_memory")
 
-    def __init__(self, memory: Readable) -> None:
+    def __init__(self, memory: Lender) -> None:
         memory.views += 1
         self._memory = memory
         self.__array_interface__ = {
@@ -62,7 +58,7 @@ class _Reader:
         self._memory.views -= 1
 
 
-def bytes_of(memory: Readable) -> Any:
+def bytes_of(memory: Lender) -> Any:
     """A numpy array of the bytes, which keeps the memory alive."""
     import numpy as np
 
@@ -82,13 +78,13 @@ if sys.version_info >= (3, 12):
 else:
 
     class _Slot(ctypes.Structure):
-        _fields_ = (("slot", ctypes.c_int), ("function", ctypes.c_void_p))
+        _fields_ = (("slot", c_int), ("function", c_void_p))
 
     class _Spec(ctypes.Structure):
         _fields_ = (
             ("name", ctypes.c_char_p),
-            ("basicsize", ctypes.c_int),
-            ("itemsize", ctypes.c_int),
+            ("basicsize", c_int),
+            ("itemsize", c_int),
             ("flags", ctypes.c_uint),
             ("slots", ctypes.POINTER(_Slot)),
         )
@@ -96,10 +92,8 @@ else:
     _GETBUFFER = 1  # Py_bf_getbuffer of CPython's typeslots.h
     _BASETYPE = 1 << 10  # Py_TPFLAGS_BASETYPE
 
-    _api = ctypes.pythonapi
-    _int, _pointer, _object = ctypes.c_int, ctypes.c_void_p, ctypes.py_object
-    _forward = ctypes.PYFUNCTYPE(_int, _object, _pointer, _int)(("PyObject_GetBuffer", _api))
-    _make_type = ctypes.PYFUNCTYPE(_object, ctypes.POINTER(_Spec))(("PyType_FromSpec", _api))
+    _forward = c_api("PyObject_GetBuffer", c_int, py_object, c_void_p, c_int)
+    _make_type = c_api("PyType_FromSpec", py_object, ctypes.POINTER(_Spec))
 
     def _get_buffer(self: Any, view: int, flags: int) -> int:
         # An exception that left this function would be printed, and the result undefined.
@@ -109,13 +103,11 @@ else:
             return -1
 
     def _type_with_buffer(name: bytes) -> Any:
-        getter = ctypes.PYFUNCTYPE(_int, _object, _pointer, _int)(_get_buffer)
-        slots = (_Slot * 2)(_Slot(_GETBUFFER, ctypes.cast(getter, _pointer)))
+        getter = ctypes.PYFUNCTYPE(c_int, py_object, c_void_p, c_int)(_get_buffer)
+        slots = (_Slot * 2)(_Slot(_GETBUFFER, ctypes.cast(getter, c_void_p)))
         spec = _Spec(name, object.__basicsize__, 0, _BASETYPE, slots)
         made = _make_type(ctypes.byref(spec))
-        # The type may outlive this module, so everything that it points to must too.
-        for part in (getter, name, made):
-            _api.Py_IncRef(_object(part))
+        make_immortal(getter, name, made)  # the type, and what it points to, outlive this module
         return made
 
     Buffered: Any = _type_with_buffer(b"allocator.exchange.buffers.Buffered")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from allocator.exchange.exports import GIVEN, NAME_ADDRESS, NOT_BACK
+from allocator.exchange.exports import IN_USE, NAME_ADDRESS, NOT_RELEASED
 from allocator.exchange.tensors import TensorFactory
 from allocator.pool.sizes import are_integers, as_shape, as_strides
 
@@ -50,12 +50,12 @@ class Constructors:
         # thread runs from here until the word says that the tensor is in use (see exports.py).
         export, is_taken = entry.last, False
         words, first = export.words, export.first
-        if words[first] in NOT_BACK:
+        if words[first] in NOT_RELEASED:
             export = entry.before_last
             words, first = export.words, export.first
         # On one line, as a debugger may let other threads run between two. They may have made
         # another tensor of it meanwhile.
-        if words[first] not in NOT_BACK and export.entry is entry: words[first], is_taken = GIVEN, True  # noqa: E501, E701  # fmt: skip
+        if words[first] not in NOT_RELEASED and export.entry is entry: words[first], is_taken = IN_USE, True  # noqa: E501, E701  # fmt: skip
         if not is_taken:
             return tensors.another(entry, shape, kind)
         if export is not entry.last:

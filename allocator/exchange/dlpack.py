@@ -61,24 +61,16 @@ class Versioned(ctypes.Structure):
     )
 
 
-def _capsule_functions() -> tuple[Any, Any, Any, Any]:
-    api = ctypes.pythonapi
-    new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
-        ("PyCapsule_New", api)
-    )
-    is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
-        ("PyCapsule_IsValid", api)
-    )
-    get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-        ("PyCapsule_GetPointer", api)
-    )
-    set_name = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
-        ("PyCapsule_SetName", api)
-    )
-    return new, is_valid, get_pointer, set_name
+def c_api(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of CPython's C API."""
+    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
 
 
-new_capsule, is_valid, _get_pointer, _set_name = _capsule_functions()
+_capsule, _name, _pointer = ctypes.py_object, ctypes.c_char_p, ctypes.c_void_p
+new_capsule = c_api("PyCapsule_New", _capsule, _pointer, _name, _pointer)
+is_valid = c_api("PyCapsule_IsValid", ctypes.c_int, _capsule, _name)
+_get_pointer = c_api("PyCapsule_GetPointer", _pointer, _capsule, _name)
+_set_name = c_api("PyCapsule_SetName", ctypes.c_int, _capsule, _name)
 
 
 def make_immortal(*objects: Any) -> None:
@@ -107,13 +99,7 @@ class Imported:
     """Another library's tensor, which its deleter releases when this object is freed."""
 
     def __init__(self, capsule: Any) -> None:
-        """Consume ``capsule``.
-
-        Raises:
-            ValueError: it is not a DLPack capsule, or was consumed before.
-            BufferError: its version, dtype, dimensions or strides are not supported; another
-                consumer may still take it.
-        """
+        """Consume ``capsule``; after a BufferError another consumer may still take it."""
         self._deleter: Any = None
         name = next((n for n in USED_NAMES if is_valid(capsule, n)), None)
         if name is None:
@@ -148,13 +134,6 @@ class Imported:
     def __del__(self) -> None:
         if self._deleter is not None:
             self._deleter(self._address)
-
-
-def is_versioned(max_version: Any) -> bool:
-    """Whether a consumer of this newest version takes versioned capsules."""
-    if max_version is None:
-        return False
-    return as_pair(max_version, "max_version")[0] >= 1
 
 
 def as_pair(value: Any, argument: str) -> tuple[int, int]:

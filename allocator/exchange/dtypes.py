@@ -1,4 +1,4 @@
-"""Element types, and their names in DLPack, numpy and the buffer protocol."""
+"""Element types, and their names in DLPack and numpy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ class DType(NamedTuple):
     lanes: int = 1
     typestr: str | None = None
     """type string of ``__array_interface__``; None if numpy has no such type."""
-    format: str | None = None
-    """format of :mod:`struct`; None if it has no such type."""
 
     @property
     def itemsize(self) -> int:
@@ -29,22 +27,22 @@ class DType(NamedTuple):
 
 
 _ALL = [
-    DType("bool", _BOOL, 8, 1, "|b1", "?"),
-    DType("uint8", _UINT, 8, 1, "|u1", "B"),
-    DType("uint16", _UINT, 16, 1, "<u2", "H"),
-    DType("uint32", _UINT, 32, 1, "<u4", "I"),
-    DType("uint64", _UINT, 64, 1, "<u8", "Q"),
-    DType("int8", _INT, 8, 1, "|i1", "b"),
-    DType("int16", _INT, 16, 1, "<i2", "h"),
-    DType("int32", _INT, 32, 1, "<i4", "i"),
-    DType("int64", _INT, 64, 1, "<i8", "q"),
-    DType("float16", _FLOAT, 16, 1, "<f2", "e"),
+    DType("bool", _BOOL, 8, 1, "|b1"),
+    DType("uint8", _UINT, 8, 1, "|u1"),
+    DType("uint16", _UINT, 16, 1, "<u2"),
+    DType("uint32", _UINT, 32, 1, "<u4"),
+    DType("uint64", _UINT, 64, 1, "<u8"),
+    DType("int8", _INT, 8, 1, "|i1"),
+    DType("int16", _INT, 16, 1, "<i2"),
+    DType("int32", _INT, 32, 1, "<i4"),
+    DType("int64", _INT, 64, 1, "<i8"),
+    DType("float16", _FLOAT, 16, 1, "<f2"),
     DType("bfloat16", _BFLOAT, 16),
-    DType("float32", _FLOAT, 32, 1, "<f4", "f"),
-    DType("float64", _FLOAT, 64, 1, "<f8", "d"),
+    DType("float32", _FLOAT, 32, 1, "<f4"),
+    DType("float64", _FLOAT, 64, 1, "<f8"),
     DType("complex32", _COMPLEX, 32),
-    DType("complex64", _COMPLEX, 64, 1, "<c8", "Zf"),
-    DType("complex128", _COMPLEX, 128, 1, "<c16", "Zd"),
+    DType("complex64", _COMPLEX, 64, 1, "<c8"),
+    DType("complex128", _COMPLEX, 128, 1, "<c16"),
     DType("float8_e4m3fn", 10, 8),
     DType("float8_e4m3fnuz", 11, 8),
     DType("float8_e5m2", 12, 8),
@@ -57,14 +55,7 @@ _BY_CODE = {(dtype.code, dtype.bits, dtype.lanes): dtype for dtype in _ALL}
 
 
 def as_dtype(dtype: Any) -> DType:
-    """The element type for a dtype.
-
-    Args:
-        dtype: a dtype of torch or numpy, or a name such as "float32".
-
-    Raises:
-        TypeError: DLPack or torch has no such type.
-    """
+    """The element type of a dtype of torch or numpy, or of a name; raises TypeError."""
     if isinstance(dtype, DType):
         return dtype
     if getattr(dtype, "isnative", True) is False:
@@ -83,11 +74,7 @@ def as_dtype(dtype: Any) -> DType:
 
 
 def dtype_of_code(code: int, bits: int, lanes: int) -> DType:
-    """The element type of a DLPack tensor.
-
-    Raises:
-        BufferError: it is not supported.
-    """
+    """The element type of a DLPack tensor; raises BufferError."""
     try:
         return _BY_CODE[code, bits, lanes]
     except KeyError:

@@ -1,4 +1,4 @@
-"""Exports: the DLPack structs that consumers of our memory hold, and how we learn of their release.
+"""Exports: the DLPack structs that consumers of our memory hold, and how their release is noticed.
 
 A consumer calls an export's deleter when its last tensor is freed: in any thread, with or without
 the GIL, from the garbage collector in the middle of a pool's own call, with an exception pending,
@@ -48,10 +48,10 @@ _SEEN_ALWAYS = 2
 _RANGE = 1024
 """Of the other slabs a call checks this many exports, in turn: checking thousands is slow."""
 
-AT_REST = 0
-GIVEN = VERSION[0] | VERSION[1] << 32
+IDLE = 0
+IN_USE = VERSION[0] | VERSION[1] << 32
 """The first word of a versioned struct, its version, until the deleter overwrites it."""
-NOT_BACK = GIVEN, AT_REST
+NOT_RELEASED = IN_USE, IDLE
 """First words of versioned structs whose deleter was not called; any other is a time."""
 _DROPPED = 2**64 - 1
 """As if the deleter had been called; a time that has not come yet."""
@@ -137,10 +137,10 @@ class Export:
         self.capsule_name: Any = None
         """the capsule's word that points to its name."""
         self.words, self.first = slab.words, slot * _SLOT
-        """``words[first]`` is GIVEN until the deleter is called, if the struct is versioned."""
+        """``words[first]`` is IN_USE until the deleter is called, if the struct is versioned."""
         self.address = slab.address + self.first * _WORD
         self._armed, self._slot = slab.armed, slot
-        self._given = GIVEN  # the first word while it is in use
+        self._given = IN_USE  # the first word while it is in use
         self._numbers = (ctypes.c_int64 * max(2 * ndim, 1))()
         self._tensor = self.first
         if name == VERSIONED_NAME:
@@ -172,7 +172,8 @@ class Export:
             self.capsule_name[0] = NAME_ADDRESS
         else:
             self.capsule = new_capsule(self.address, self.name, None)
-            self.capsule_name = name_word(self.capsule)
+            name = ctypes.c_uint64.from_address(id(self.capsule) + _Capsule.name.offset)
+            self.capsule_name = memoryview(name).cast("B").cast("Q")
         return self.capsule
 
     def give(self, owner: Any) -> None:
@@ -186,23 +187,23 @@ class Export:
         self.words[self.first] = _DROPPED
 
     def settle(self) -> bool:
-        """Put a released export to rest; False if it was not released, or another thread did it."""
+        """Make a released export idle; False if it was not released, or another thread did it."""
         words, first, armed, slot = self.words, self.first, self._armed, self._slot
         is_back = False
         # On one line, as a debugger may let other threads run between two.
-        if words[first] != armed[slot]: words[first], armed[slot], is_back = AT_REST, AT_REST, True  # noqa: E701  # fmt: skip
+        if words[first] != armed[slot]: words[first], armed[slot], is_back = IDLE, IDLE, True  # noqa: E701  # fmt: skip
         return is_back
 
     def is_lost(self) -> bool:
-        """Whether it is at rest although it is not cached."""
-        if self._given == AT_REST:  # zero bytes, in a struct without a version
+        """Whether it is idle although it is not cached."""
+        if self._given == IDLE:  # zero bytes, in a struct without a version
             return False
         entry = self.entry
         is_cached = entry is not None and not entry.is_closed and self in entry.cached
-        return self._armed[self._slot] == AT_REST and not is_cached
+        return self._armed[self._slot] == IDLE and not is_cached
 
     def leave_cache(self) -> None:
-        """Be reused no more."""
+        """Leave the reuse cache for good."""
         if self.entry is not None:
             self.entry.forget(self)
             self.entry = None
@@ -224,7 +225,7 @@ class Exporter:
     def __init__(self) -> None:
         self._slabs = [_Slab(_FIRST_SLAB)]
         self._turn = 0
-        self._idle: dict[Any, deque[Export]] = {}
+        self._free: dict[Any, deque[Export]] = {}
         self._public: dict[Export, Any] = {}
         _exporters.append(self)
 
@@ -237,7 +238,7 @@ class Exporter:
             return cls()
 
     def retire(self) -> None:
-        """Leave this exporter, none of whose exports are in use, to another pool."""
+        """Make this exporter, none of whose exports are in use, available to another pool."""
         self.sweep()
         _retired.append(self)
 
@@ -250,21 +251,21 @@ class Exporter:
         """An export that describes a view."""
         key = (VERSIONED_NAME if versioned else LEGACY_NAME, len(view.shape))
         try:
-            # The oldest first: a deleter that is called twice then most likely hits one at rest.
-            export = self._idle[key].popleft()
+            # The oldest first: a deleter that is called twice then most likely hits an idle one.
+            export = self._free[key].popleft()
         except LookupError:
             export = self._new(*key)
         export.describe(view, flags)
         return export
 
-    def come_back(self, *, everything: bool = True) -> list[Export]:
-        """The exports that were released since the last call, now at rest with their owners.
+    def take_released(self, *, everything: bool = True) -> list[Export]:
+        """The exports that were released since the last call, now idle, with their owners.
 
         Args:
             everything: check all exports; otherwise some thousand, and the others in turn.
         """
         for export, capsule in list(self._public.items()):
-            # The count first: while only we hold it, no other thread can consume it.
+            # The count first: with no other reference, no other thread can consume it.
             is_ours = sys.getrefcount(capsule) == _ONLY_OURS
             if not is_valid(capsule, export.name):
                 self._public.pop(export, None)  # consumed
@@ -299,7 +300,7 @@ class Exporter:
                 turn -= ranges
 
     def recover(self) -> None:
-        """Have exports come back again whose release an exception interrupted."""
+        """Release again the exports whose release an exception interrupted."""
         for export in self.exports:
             if export.owner is not None and export.is_lost():
                 export.leave_cache()  # which could hand it out before it is settled again
@@ -307,10 +308,10 @@ class Exporter:
                 export.drop()
 
     def reclaim(self, export: Export) -> Any:
-        """Make an export at rest available for another view; returns its owner."""
+        """Make an idle export available for another view; returns its owner."""
         export.leave_cache()
-        owner, export.owner = export.owner, None  # last: until then it comes back again
-        self._idle.setdefault(export.key, deque()).append(export)
+        owner, export.owner = export.owner, None  # last: until then recover() releases it again
+        self._free.setdefault(export.key, deque()).append(export)
         return owner
 
     def stop_reuse(self, owner: Any) -> None:
@@ -323,7 +324,7 @@ class Exporter:
         """A capsule for any consumer, who may also drop it; ``owner`` is kept alive meanwhile.
 
         It has no destructor, which would be Python code at an arbitrary moment. We hold the capsule
-        too instead, and :meth:`come_back` checks whether nobody else does.
+        too instead, and :meth:`take_released` checks whether it is the last reference.
         """
         capsule = new_capsule(export.address, export.name, None)
         self._public[export] = capsule
@@ -332,7 +333,7 @@ class Exporter:
 
     def sweep(self) -> None:
         """Release the owners that no consumer holds any more."""
-        for export in self.come_back():
+        for export in self.take_released():
             if export.end():
                 self.reclaim(export)
 
@@ -377,12 +378,6 @@ class _Capsule(ctypes.Structure):
 
 
 NAME_ADDRESS: Any = ctypes.cast(ctypes.c_char_p(VERSIONED_NAME), ctypes.c_void_p).value
-
-
-def name_word(capsule: Any) -> memoryview:
-    """The word of a capsule that points to its name."""
-    address = id(capsule) + _Capsule.name.offset
-    return memoryview(ctypes.c_uint64.from_address(address)).cast("B").cast("Q")
 
 
 def _is_known_layout() -> bool:

@@ -15,7 +15,6 @@ from allocator.exchange.dlpack import (
     READ_ONLY,
     View,
     as_pair,
-    is_versioned,
 )
 from allocator.exchange.dtypes import DType, as_dtype
 from allocator.pool.allocation import Allocation
@@ -27,8 +26,8 @@ from allocator.pool.sizes import (
     checked_nbytes,
     contiguous_strides,
     extent,
-    size_text,
 )
+from allocator.runtime.formatting import size_text
 from allocator.runtime.libraries import load_dpctl
 
 _shared_pool: Callable[[Any, str], Any]
@@ -108,7 +107,7 @@ class Memory:
                     f"{self!r} cannot be released: dpctl or dpnp may read it, through "
                     "__sycl_usm_array_interface__; drop all references to it instead"
                 )
-            self._core.tally()  # takes in what its readers have released
+            self._core.update()  # takes in what its readers have released
             if self.views:
                 raise BufferError(
                     f"{self!r} cannot be released: {self.views} tensors or views read it; "
@@ -236,8 +235,7 @@ class _HostMemory(Buffered, Memory):  # type: ignore[misc]  # a C type is Any to
 
     __slots__ = ()
 
-    def _buffer(self) -> Any:
-        return bytes_of(self)
+    _buffer = bytes_of
 
 
 _HostMemory.__name__ = _HostMemory.__qualname__ = "Memory"
@@ -256,9 +254,7 @@ class Array:
 
     __slots__ = ("address", "dtype", "is_read_only", "memory", "shape", "strides")
 
-    def __init__(
-        self, memory: Memory | Lender, shape: Any, dtype: Any, strides: Any, offset: int
-    ) -> None:
+    def __init__(self, memory: Lender, shape: Any, dtype: Any, strides: Any, offset: int) -> None:
         offset = as_integer(offset, "offset")
         self.memory = memory
         """memory it lies in and keeps alive."""
@@ -306,12 +302,8 @@ class Array:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie in C order without gaps."""
-        return self.size < 2 or all(
-            size == 1 or step == expected
-            for size, step, expected in zip(
-                self.shape, self.strides, contiguous_strides(self.shape)
-            )
-        )
+        dims = zip(self.shape, self.strides, contiguous_strides(self.shape))
+        return self.size < 2 or all(size == 1 or step == right for size, step, right in dims)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's device type and id."""
@@ -339,7 +331,7 @@ class Array:
             BufferError: the request cannot be met.
             ValueError: ``max_version`` or ``dl_device`` is not a pair of integers.
         """
-        versioned = is_versioned(max_version)
+        versioned = max_version is not None and as_pair(max_version, "max_version")[0] >= 1
         self._check()
         own = self.__dlpack_device__()
         target = own if dl_device is None else as_pair(dl_device, "dl_device")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from allocator.exchange.exports import AT_REST, GIVEN, NAME_ADDRESS, NOT_BACK, Export
+from allocator.exchange.exports import IDLE, IN_USE, NAME_ADDRESS, NOT_RELEASED, Export
 from allocator.pool.allocation import Allocation
 
 _MOST_CACHED = 8
@@ -22,7 +22,7 @@ _MOST_ENTRIES = 1000
 class _Never:
     """Stands for an export that is never released."""
 
-    words, first = memoryview(bytes([AT_REST])), 0
+    words, first = memoryview(bytes([IDLE])), 0
 
 
 _NEVER: Any = _Never()
@@ -45,7 +45,7 @@ class Entry:
 
     def __init__(self, size: int, requested: int, is_small: bool) -> None:
         self.cached: list[Export] = []
-        """exports at rest, whose blocks are freed as soon as the pool would have to grow."""
+        """idle exports, whose blocks are freed as soon as the pool would have to grow."""
         self.recent: list[Export] = []
         """exports handed out last, each once; some may have been released since."""
         self.last: Export = _NEVER
@@ -63,7 +63,7 @@ class Entry:
         self.is_small = is_small
         """whether the blocks lie in segments for small ones; only those are cached."""
 
-    def note_given(self, export: Export) -> None:
+    def add_recent(self, export: Export) -> None:
         """Check this export first from now on."""
         export.entry = self
         if len(self.recent) >= _MOST_RECENT:
@@ -79,7 +79,7 @@ class Entry:
                 return None
             # On one line, as a debugger may let other threads run between two. They may have made
             # another tensor of it meanwhile.
-            if words[first] not in NOT_BACK and export.entry is self: words[first], is_taken = GIVEN, True  # noqa: E501, E701  # fmt: skip
+            if words[first] not in NOT_RELEASED and export.entry is self: words[first], is_taken = IN_USE, True  # noqa: E501, E701  # fmt: skip
             if is_taken:
                 export.capsule_name[0] = NAME_ADDRESS
                 self.before_last, self.last = self.last, export
@@ -142,11 +142,10 @@ class ReuseCache:
 
     def find(self, shape: tuple[int, ...], dtype: Any) -> Entry | None:
         """The entry of a shape and dtype, if there is one."""
-        entries = self.by_dtype.get(dtype)
-        return None if entries is None else entries.get(shape)
+        return self.by_dtype.get(dtype, {}).get(shape)
 
     def take(self, entry: Entry) -> Export | None:
-        """A cached tensor, still at rest."""
+        """A cached tensor, still idle."""
         if not entry.cached:
             return None
         self.count -= 1

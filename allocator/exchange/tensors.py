@@ -38,11 +38,7 @@ class TensorFactory:
         """a tensor from a capsule, once torch is loaded."""
 
     def load_torch(self) -> Any:
-        """The module torch, imported on demand: this package works without it.
-
-        Raises:
-            RuntimeError: it has no support for the pool's device.
-        """
+        """The module torch, imported on demand: this package works without it."""
         import torch
 
         if self.from_dlpack is _torch_not_loaded:
@@ -86,14 +82,7 @@ class TensorFactory:
         *,
         is_reusable: bool = False,
     ) -> Tensor:
-        """A new tensor with these strides.
-
-        Args:
-            shape: elements in each dimension.
-            strides: in elements.
-            dtype: torch's default dtype if None.
-            is_reusable: whether the reuse cache may keep it after its release.
-        """
+        """A new tensor, which the reuse cache may take after its release if ``is_reusable``."""
         torch, core = self.load_torch(), self._core
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
@@ -109,14 +98,14 @@ class TensorFactory:
         export = core.exporter.export(View(allocation.address, shape, strides, kind, self._device))
         if is_reusable and allocation.is_ordinary:
             self._make_reusable(export, shape, dtype, allocation)
-        return self._lent(export, allocation)
+        return self._tensor_of(export, allocation)
 
     def drop_unclaimed(self, export: Export) -> None:
         """Take back an export, unless torch had consumed it when an interrupt came."""
         if export.is_held and is_valid(export.capsule, VERSIONED_NAME):
             export.drop()
 
-    def _lent(self, export: Export, owner: Allocation) -> Tensor:
+    def _tensor_of(self, export: Export, owner: Allocation) -> Tensor:
         """The tensor that an export describes, which keeps the owner alive."""
         export.full_capsule()
         try:
@@ -139,8 +128,8 @@ class TensorFactory:
                 return None
             allocation, export.owner = export.owner, None  # so that it is missed if we fail
             core.store.uncache(core.pool(), allocation)
-            entry.note_given(export)
-        return self._lent(export, allocation)
+            entry.add_recent(export)
+        return self._tensor_of(export, allocation)
 
     def _make_reusable(
         self, export: Export, shape: tuple[int, ...], dtype: Any, allocation: Allocation
@@ -149,11 +138,11 @@ class TensorFactory:
         core = self._core
         with core.lock, core.reentrancy as is_outermost:
             # Checked with the lock held, as another thread may add a hook.
-            if core.is_closed or core.is_watched or core.store.source.is_over_limit:
+            if core.is_closed or core.bypasses_cache or core.store.source.is_over_limit:
                 return
             if is_outermost and core.cache.is_full:
                 core.flush_cache()
-            core.cache.entry_for(shape, dtype, allocation).note_given(export)
+            core.cache.entry_for(shape, dtype, allocation).add_recent(export)
 
 
 def _torch_not_loaded(capsule: Any) -> Tensor:

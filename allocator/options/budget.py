@@ -7,12 +7,13 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
 from allocator.pool.core import Core
 from allocator.pool.errors import OutOfMemoryError
-from allocator.pool.sizes import parse_size, size_text
+from allocator.pool.sizes import parse_size
 from allocator.pool.store import rounded
-from allocator.watching.hooks import Hook
+from allocator.runtime.formatting import size_text
 
 
 class _Charge:
@@ -56,8 +57,8 @@ class Budget(Hook):
         self,
         core: Core,
         limit: int | str,
-        name: str | None = None,
-        on_exceed: Callable[[Budget, int], bool] | None = None,
+        name: str | None,
+        on_exceed: Callable[[Budget, int], bool] | None,
     ) -> None:
         """See :meth:`Pool.budget`."""
         if on_exceed is not None and not callable(on_exceed):
@@ -78,7 +79,7 @@ class Budget(Hook):
     @property
     def used(self) -> int:
         """Bytes in use by its allocations."""
-        self._core.tally()  # takes in what was released
+        self._core.update()  # takes in what was released
         return self._used
 
     @property
@@ -112,22 +113,21 @@ class Budget(Hook):
         """Refuse what does not fit, once nothing more can be freed for it."""
         if self not in _open.get() or self._has_room(nbytes):
             return
-        self._core.tally()
-        if self._has_room(nbytes):
-            return
-        gc.collect()  # tensors in reference cycles
-        self._core.tally()
+        self._core.update()
+        if not self._has_room(nbytes):
+            gc.collect()  # tensors in reference cycles
+            self._core.update()
         while not self._has_room(nbytes):
             if self._on_exceed is None or not self._on_exceed(self, nbytes):
                 raise self._exceeded(nbytes)
-            self._core.tally()
+            self._core.update()
 
     def allocated(self, pool: Any, allocation: Allocation) -> None:
         """Charge the allocation."""
         if self not in _open.get():
             return
         size, charge = rounded(allocation.nbytes), _Charge(self)
-        allocation.charges = (*allocation.charges, charge)
+        allocation.charges = (*allocation.charges, charge.credit)
         with self._core.lock:  # threads that run in copies of one context share its budgets
             if not self._has_room(allocation.nbytes):
                 raise self._exceeded(allocation.nbytes)

@@ -10,15 +10,16 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+from allocator.monitoring.history import Frames, Stacks
+from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
 from allocator.pool.core import Core
 from allocator.pool.errors import report
-from allocator.pool.sizes import size_text
 from allocator.pool.store import Store
-from allocator.watching.history import Frames, Stacks
-from allocator.watching.hooks import Hook
+from allocator.runtime.formatting import size_text
 
 REDZONE = 512
 """bytes before and after each allocation that nothing may write to."""
@@ -69,12 +70,7 @@ class MemoryCorruptionError(RuntimeError):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        facts = dict(vars(self))
-        return _restored, (facts.pop("kind"), facts)
-
-
-def _restored(kind: str, facts: dict[str, Any]) -> MemoryCorruptionError:
-    return MemoryCorruptionError(kind, **facts)
+        return partial(type(self), **vars(self)), ()
 
 
 class _Life:
@@ -126,12 +122,8 @@ class Guard(Hook):
         """the last ended allocation of each export, by the export's address."""
 
     @classmethod
-    def watch(cls, core: Core) -> None:
-        """Turn a pool's debug mode on; its last findings are written when the process exits.
-
-        Raises:
-            RuntimeError: Python cannot read the pool's memory.
-        """
+    def attach(cls, core: Core) -> None:
+        """Turn a pool's debug mode on; its last findings are written when the process exits."""
         if not core.store.source.driver.is_host_accessible:
             raise RuntimeError(
                 f"debug=True, but Python cannot read and fill the memory of {core.name}; use "
@@ -142,7 +134,7 @@ class Guard(Hook):
         core.store.leaving = guard.admit
         core.debugger = guard
         core.hooks.add(guard)
-        _watched.add(core)
+        _debugged.add(core)
 
     # ------------------------------------------------------------------ events
 
@@ -193,11 +185,7 @@ class Guard(Hook):
         return ()
 
     def discharge(self, most: int | None = None) -> Iterable[Allocation]:
-        """The allocations longest in quarantine, each to be freed at once.
-
-        Args:
-            most: bytes that may stay; :attr:`room` if None.
-        """
+        """The allocations longest in quarantine, until at most ``most`` bytes stay."""
         most = self.room if most is None else most
         self._discharges += 1
         while self._quarantine and self._quarantined_bytes > most:
@@ -207,7 +195,7 @@ class Guard(Hook):
             yield oldest
 
     def quarantined(self) -> list[Allocation]:
-        """The allocations in quarantine, counted anew, after an asynchronous exception."""
+        """The allocations in quarantine, after an asynchronous exception."""
         quarantined = [allocation for _, _, allocation in self._quarantine]
         self._quarantined_bytes = sum(allocation.size for allocation in quarantined)
         return quarantined
@@ -231,7 +219,7 @@ class Guard(Hook):
             raise self._found.popleft()
 
     def report(self, core: Core) -> None:
-        """Check a last time, and write all problems to stderr: nobody is left to raise them to."""
+        """Check a last time, and write all problems to stderr, as no later call can raise them."""
         self.check(core)
         while self._found:
             report(self._found.popleft(), f"Found by the debug mode of {core.name}")
@@ -298,11 +286,11 @@ def _texts(frames: Frames) -> list[str]:
     return [f"{frame['filename']}:{frame['line']}({frame['name']})" for frame in frames]
 
 
-_watched: weakref.WeakSet[Core] = weakref.WeakSet()
+_debugged: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
 @atexit.register
 def _report_at_exit() -> None:
-    for core in list(_watched):
+    for core in list(_debugged):
         if core.debugger is not None and core.is_in_own_process:
             core.debugger.report(core)

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 from allocator.pool.core import Core
+from allocator.pool.sizes import as_number
 from allocator.pool.store import Store
 
 _CHECKS = 4
@@ -19,15 +20,8 @@ _CHECKS = 4
 
 
 def checked_seconds(seconds: Any) -> float:
-    """The time that free memory may stay, in seconds.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is not positive and finite.
-    """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise TypeError(f"idle_seconds={seconds!r} is not a number; None keeps free memory")
-    if not 0 < seconds < math.inf:
+    """The time that free memory may stay, in seconds; raises TypeError or ValueError."""
+    if not 0 < as_number(seconds, "idle_seconds") < math.inf:
         raise ValueError(
             f"idle_seconds={seconds!r} is not positive and finite; None keeps free memory"
         )
@@ -57,7 +51,7 @@ class Decay:
         self._thread.join()
 
     def check(self, core: Core) -> None:
-        """Return segments that have been free for long, unless a thread is inside the pool."""
+        """Return segments that were free for the whole time, unless a thread is inside the pool."""
         if not core.lock.acquire(blocking=False):
             return
         try:
@@ -68,7 +62,7 @@ class Decay:
                     try:
                         self._give_back(core.store)
                     finally:
-                        core.tell_of_segments()
+                        core.report_segments()
         finally:
             core.lock.release()
 
@@ -82,7 +76,7 @@ class Decay:
                 if segment.idle_since is None:
                     segment.idle_since = now
                 elif now - segment.idle_since >= self._seconds:
-                    heap.give_back(block)
+                    heap.release_segment(block)
 
     def _run(self) -> None:
         period = min(self._seconds / _CHECKS, threading.TIMEOUT_MAX)

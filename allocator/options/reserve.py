@@ -6,10 +6,11 @@ import weakref
 from typing import Any
 
 from allocator.pool.allocation import Allocation
-from allocator.pool.blocks import Block, Heap
+from allocator.pool.blocks import Block, Heap, split
 from allocator.pool.core import Core, open_reserves
-from allocator.pool.sizes import parse_size, size_text
-from allocator.pool.store import ROUNDING, rounded
+from allocator.pool.sizes import parse_size
+from allocator.pool.store import rounded
+from allocator.runtime.formatting import size_text
 
 
 class Reservation:
@@ -47,9 +48,7 @@ class Reservation:
     @property
     def heap(self) -> Heap:
         """The heap of its blocks."""
-        heap = self._holder.heap
-        assert heap is not None
-        return heap
+        return self.core.store.heap_of(None)
 
     @property
     def left(self) -> int:
@@ -64,7 +63,7 @@ class Reservation:
         self.core.check_usable()
         try:
             if self.nbytes:
-                self.core.insist(self.nbytes, self._hold)
+                self.core.retry(self.nbytes, self._hold)
             open_reserves.set((weakref.ref(self), *open_reserves.get()))
         except BaseException:
             self.__exit__()
@@ -77,19 +76,19 @@ class Reservation:
             open_reserves.set(tuple(others))
         finally:
             self._hand_over()
-            self.core.tally()
+            self.core.update()
 
     def __repr__(self) -> str:
         return f"<reservation of {size_text(self.nbytes)}: {size_text(self.left)} left>"
 
     def give_back(self) -> None:
-        """Free what is left; in the outermost call."""
+        """Free the rest; in the outermost call."""
         block = self._held
         if block is not None:
             self.heap.free(block)
 
     def take(self, nbytes: int, alignment: int) -> Allocation | None:
-        """An allocation from the end of what is left, if it fits.
+        """An allocation from the end of the rest, if it fits.
 
         Args:
             nbytes: bytes asked for.
@@ -114,7 +113,7 @@ class Reservation:
         if start == block.address:
             block.tag = None
             return block
-        return _cut_off(block, start)
+        return split(block, start - block.address)
 
     @property
     def _held(self) -> Block | None:
@@ -146,22 +145,4 @@ class Reservation:
             try:
                 core.store.hold(self._holder)
             finally:
-                core.tell_of_segments()
-
-
-def _cut_off(block: Block, address: int) -> Block:
-    """Split off the end of an allocated block, from this address on.
-
-    An interrupt before the store into ``block.next`` leaves all unchanged; after it, ``repair``
-    finds both blocks, and the one without a tag is freed.
-    """
-    assert (address - block.address) % ROUNDING == 0
-    rest = Block(block.segment, address, block.address + block.size - address)
-    rest.is_free = False
-    rest.previous = block
-    following = rest.next = block.next
-    block.next = rest
-    block.size -= rest.size
-    if following is not None:
-        following.previous = rest
-    return rest
+                core.report_segments()

@@ -9,9 +9,10 @@ from typing import Any
 from allocator.pool.allocation import Allocation
 from allocator.pool.blocks import LARGEST_ALIGNMENT, Block, Heap, Rules, Upstream
 from allocator.pool.errors import OutOfMemoryError
-from allocator.pool.sizes import parse_size, size_text
+from allocator.pool.sizes import parse_size
 from allocator.pool.source import Source
 from allocator.pool.store import Store
+from allocator.runtime.formatting import size_text
 
 _GRAIN = LARGEST_ALIGNMENT
 """The arena starts and ends at a multiple of it, so that offsets determine alignments."""
@@ -52,13 +53,7 @@ class StableStore(Store):
     """
 
     def __init__(self, source: Source, rules: Rules, size: int | str, pool: str) -> None:
-        """Allocate the arena.
-
-        Raises:
-            ValueError: its size is 0, or the source has a limit.
-            OutOfMemoryError: it cannot be allocated.
-            RuntimeError: its address is not aligned to the largest alignment.
-        """
+        """Allocate the arena, or raise ValueError, OutOfMemoryError or RuntimeError."""
         if source.limit is not None:
             raise ValueError(
                 f"stable_addresses={size!r} is a limit itself; leave limit and fraction out"
@@ -117,16 +112,13 @@ class StableStore(Store):
             allocation.queues.pop().wait()
         super().take_back(allocation)
 
-    def trim(self, target: int) -> int:
+    def trim(self, target: int) -> None:
         """Keep the arena, until the pool is closed."""
-        return super().trim(target) if self.is_closed else 0
+        if self.is_closed:
+            super().trim(target)
 
     def heap_of(self, queue: Any) -> Heap:
-        """The arena.
-
-        Raises:
-            ValueError: the queue is not the pool's own.
-        """
+        """The arena; ValueError if the queue is not the pool's own."""
         if queue is not None:
             raise ValueError(
                 f"queue={queue!r}: a pool with stable addresses serves its own queue alone; use "

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from allocator.pool.blocks import Block, Heap
 from allocator.pool.errors import Site
-
-
-class Charge(Protocol):
-    """Something counted against a limit for as long as an allocation lives."""
-
-    def credit(self) -> None:
-        """Take it off the limit; a second call changes nothing."""
 
 
 class Allocation:
@@ -61,8 +54,8 @@ class Allocation:
         """whether hooks are told of the release."""
         self.notes: dict[Any, Any] | None = None
         """what hooks stored with :meth:`note`."""
-        self.charges: tuple[Charge, ...] = ()
-        """what budgets counted for it."""
+        self.charges: tuple[Callable[[], None], ...] = ()
+        """calls that credit the budgets it was charged to; a second call changes nothing."""
         self._in_use = in_use
 
     @property
@@ -110,11 +103,10 @@ class Allocation:
         self.notes[key] = value
 
 
-def largest_sites(allocations: Iterable[Allocation], most: int = 5) -> list[Site]:
-    """The places in the program that hold the most memory, if stacks are recorded."""
-    held: dict[str, tuple[int, int]] = {}
+def largest_sites(allocations: Iterable[Allocation]) -> list[Site]:
+    """The five places in the program that hold the most memory, if stacks are recorded."""
+    sites: dict[str, Site] = {}
     for allocation in allocations:
-        nbytes, blocks = held.get(allocation.site, (0, 0))
-        held[allocation.site] = nbytes + allocation.size, blocks + 1
-    sites = [Site(where, nbytes, blocks) for where, (nbytes, blocks) in held.items()]
-    return sorted(sites, key=lambda site: -site.nbytes)[:most]
+        where, nbytes, blocks = sites.get(allocation.site, Site(allocation.site, 0, 0))
+        sites[where] = Site(where, nbytes + allocation.size, blocks + 1)
+    return sorted(sites.values(), key=lambda site: -site.nbytes)[:5]

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
+from allocator.pool.sizes import as_number
+
 _KIB = 1024
 _MIB = 1024 * _KIB
 GRAIN = 512
@@ -87,10 +89,13 @@ class Rules:
 
     def __post_init__(self) -> None:
         for name in ("rounding", "small_limit", "small_segment", "slack", "replace_limit"):
-            if _checked(self, name, "an integer", int) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} is negative; give 0 or more")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r} is not an integer")
+            if value < 0:
+                raise ValueError(f"{name}={value!r} is negative; give 0 or more")
         for name in ("over_reserve", "replace_rest"):
-            if not 0 <= _checked(self, name, "a number", int, float) < math.inf:
+            if not 0 <= as_number(getattr(self, name), name) < math.inf:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not a finite number of at least 0"
                 )
@@ -111,18 +116,6 @@ class Rules:
             )
 
 
-def _checked(rules: Rules, name: str, wanted: str, *types: type) -> Any:
-    """The value of a field.
-
-    Raises:
-        TypeError: it has none of the types.
-    """
-    value = getattr(rules, name)
-    if isinstance(value, bool) or not isinstance(value, types):
-        raise TypeError(f"{name}={value!r} is not {wanted}")
-    return value
-
-
 class Segment:
     """Memory from upstream, divided into a chain of blocks."""
 
@@ -138,6 +131,13 @@ class Segment:
         self.idle_since: float | None = None
         """Time at which the owner first found it free; None while blocks of it are in use."""
         self.first = Block(self, address, size)
+
+    def blocks(self) -> Iterator[Block]:
+        """The blocks, by offset."""
+        block: Block | None = self.first
+        while block is not None:
+            yield block
+            block = block.next
 
 
 class Block:
@@ -159,8 +159,25 @@ class Block:
         """The owner's mark while the block is allocated."""
 
 
+def split(block: Block, size: int) -> Block:
+    """Shrink a block to this size; returns the rest, a block that is free if the first one is.
+
+    An interrupt before the store into ``block.next`` leaves all unchanged; after it,
+    :meth:`Heap.repair` finds both blocks.
+    """
+    rest = Block(block.segment, block.address + size, block.size - size)
+    rest.is_free = block.is_free
+    rest.previous = block
+    following = rest.next = block.next
+    block.next = rest
+    block.size = size
+    if following is not None:
+        following.previous = rest
+    return rest
+
+
 class _FreeBlocks:
-    """Free blocks, in a bin for each size."""
+    """Free blocks, in a bin for each size: one sorted list would be slower for many blocks."""
 
     def __init__(self) -> None:
         self._bins: dict[int, list[tuple[int, int, Block]]] = {}
@@ -208,13 +225,7 @@ class _FreeBlocks:
 
 
 class Heap:
-    """A caching heap over an upstream.
-
-    Args:
-        upstream: source of segments.
-        rules: constants of the policy.
-        number: the owner's number of the heap.
-    """
+    """A caching heap over an upstream."""
 
     def __init__(self, upstream: Upstream, rules: Rules = Rules(), number: int = 0) -> None:
         self.number = number
@@ -241,7 +252,7 @@ class Heap:
 
     @property
     def segments(self) -> Collection[Segment]:
-        """In order of creation."""
+        """The segments, in order of creation."""
         return self._segments.values()
 
     @property
@@ -251,18 +262,10 @@ class Heap:
 
     def blocks(self) -> Iterator[Block]:
         """All blocks, by segment and offset."""
-        for segment in self._segments.values():
-            block: Block | None = segment.first
-            while block is not None:
-                yield block
-                block = block.next
+        return chain.from_iterable(segment.blocks() for segment in self.segments)
 
     def allocate(self, nbytes: int, alignment: int = 512) -> Block:
-        """Allocate a block.
-
-        Args:
-            nbytes: bytes asked for, more than 0.
-            alignment: alignment of the address, a power of two.
+        """Allocate a block for more than 0 bytes, at an alignment that is a power of two.
 
         Raises:
             MemoryError: upstream has no more, even after all free segments were returned.
@@ -314,20 +317,15 @@ class Heap:
         self._add_free(block)
 
     def trim(self, target: int = 0) -> int:
-        """Return wholly free segments, the largest first, until ``reserved <= target``.
-
-        Returns:
-            the bytes returned.
-        """
+        """Return free segments, the largest first, until ``reserved <= target``; counts bytes."""
         before = self.reserved
-        whole = sorted(self._whole_blocks(), key=lambda block: (-block.size, block.segment.ordinal))
-        for block in whole:
+        for block in sorted(self._whole_blocks(), key=lambda b: (-b.size, b.segment.ordinal)):
             if self.reserved <= target:
                 break
-            self.give_back(block)
+            self.release_segment(block)
         return before - self.reserved
 
-    def give_back(self, block: Block) -> None:
+    def release_segment(self, block: Block) -> None:
         """Return the segment that consists of this free block."""
         segment = block.segment
         self._remove_free(block)
@@ -439,22 +437,11 @@ class Heap:
         self._remove_free(block)
         skipped = -block.address % alignment
         if skipped:
-            front, block = block, self._split(block, skipped)
+            front, block = block, split(block, skipped)
             self._add_free(front)
         if size < block.size:
-            self._add_free(self._split(block, size))
+            self._add_free(split(block, size))
         return block
-
-    def _split(self, block: Block, size: int) -> Block:
-        """Shrink a free block to this size; returns the block of the rest, also free."""
-        rest = Block(block.segment, block.address + size, block.size - size)
-        rest.previous = block
-        following = rest.next = block.next
-        block.next = rest
-        block.size = size
-        if following is not None:
-            following.previous = rest
-        return rest
 
     def _absorb_next(self, block: Block) -> None:
         """Merge a free block with the next one, which is free too."""

@@ -18,13 +18,13 @@ from typing import Any, Protocol, TypeVar
 
 from allocator.exchange.exports import REUSES_CAPSULES, Export, Exporter
 from allocator.exchange.reuse import Entry, ReuseCache
+from allocator.monitoring.hooks import Hook, Hooks
 from allocator.pool import lifecycle
 from allocator.pool.allocation import Allocation, largest_sites
-from allocator.pool.counters import Tally
+from allocator.pool.counters import Counters
 from allocator.pool.errors import OutOfMemoryError
 from allocator.pool.reentrancy import ReentrancyGuard
 from allocator.pool.store import ROUNDING, Store
-from allocator.watching.hooks import Hook, Hooks
 
 _T = TypeVar("_T")
 
@@ -40,7 +40,7 @@ class Reserve(Protocol):
         """An allocation for the pool's own queue, if there is room for it."""
 
     def give_back(self) -> None:
-        """Free what is left, in the outermost call."""
+        """Free the rest, in the outermost call."""
 
 
 open_reserves: contextvars.ContextVar[tuple[weakref.ref[Reserve], ...]] = contextvars.ContextVar(
@@ -71,11 +71,11 @@ class Debugger(Protocol):
         """Raise the oldest problem that was not raised yet, if there is one."""
 
     def report(self, core: Core) -> None:
-        """Write all problems to stderr: nobody is left to raise them to."""
+        """Write all problems to stderr, as no later call can raise them."""
 
 
 class Core:
-    """Allocates memory, takes it back, and mends its records after an interrupt.
+    """Allocates memory, takes it back, and repairs its records after an interrupt.
 
     Methods that say "in the outermost call" need ``with core.lock, core.reentrancy as
     is_outermost`` around them, and ``is_outermost`` to be true.
@@ -99,7 +99,7 @@ class Core:
         self.exporter = Exporter.obtain()  # last: __del__ returns it
         for core in lifecycle.cores():
             core.drain_if_idle()  # frees pools that only released tensors keep alive
-        lifecycle.watch(self)
+        lifecycle.register(self)
 
     # ------------------------------------------------------------------ state
 
@@ -109,8 +109,8 @@ class Core:
         return self._process == os.getpid()
 
     @property
-    def is_watched(self) -> bool:
-        """Whether the reuse cache is off: hooks, and stable offsets, depend on each allocation.
+    def bypasses_cache(self) -> bool:
+        """Whether the reuse cache is off, as hooks and stable offsets depend on each allocation.
 
         With the cache, the time of a garbage collection decides which memory a tensor gets.
         """
@@ -135,7 +135,7 @@ class Core:
     def raise_corruption(self) -> None:
         """Raise what the debug mode has found, which a deleter cannot."""
         if self.debugger is not None:
-            self.tally()  # checks what was released
+            self.update()  # checks what was released
             self.debugger.raise_found()
 
     def add_hook(self, hook: Hook) -> None:
@@ -154,12 +154,7 @@ class Core:
     # ------------------------------------------------------------------ allocation
 
     def acquire(self, nbytes: int, alignment: int = ROUNDING, queue: Any = None) -> Allocation:
-        """Memory that hooks have been told of.
-
-        Args:
-            nbytes: bytes asked for; 0 takes no memory.
-            alignment: alignment of the address.
-            queue: the queue that the memory is for; None for the pool's own.
+        """Allocate for a queue, or for the pool's own; 0 bytes take no memory.
 
         Raises:
             OutOfMemoryError: there is no room.
@@ -173,7 +168,7 @@ class Core:
         for hook in hooks:
             hook.before_allocate(pool, nbytes)
         heap = None if queue == self.store.source.driver.queue else queue
-        allocation = self.insist(nbytes, lambda: self._take(pool, nbytes, alignment, heap))
+        allocation = self.retry(nbytes, lambda: self._take(pool, nbytes, alignment, heap))
         if hooks:
             try:
                 self.hooks.allocated(pool, allocation, hooks)
@@ -183,24 +178,23 @@ class Core:
                 raise
         return allocation
 
-    def insist(self, nbytes: int, take: Callable[[], _T]) -> _T:
+    def retry(self, nbytes: int, take: Callable[[], _T]) -> _T:
         """The result of ``take``, retried after a collection and for as long as hooks free memory.
 
-        Raises:
-            OutOfMemoryError: it failed for good.
+        Raises OutOfMemoryError in the end.
         """
         try:
             return take()
         except MemoryError:
-            self.store.tally.retries += 1
-            gc.collect()  # frees tensors in reference cycles, and what no caller holds
+            self.store.counters.retries += 1
+            gc.collect()  # frees tensors in reference cycles, and allocations without an owner
             self.trim()
         while True:
             try:
                 return take()
             except MemoryError as error:
                 if not self.hooks.out_of_memory(self.pool(), nbytes):
-                    self.store.tally.ooms += 1
+                    self.store.counters.ooms += 1
                     raise self.out_of_memory_error(nbytes, str(error)) from None
 
     def _take(self, pool: Any, nbytes: int, alignment: int, queue: Any) -> Allocation:
@@ -208,7 +202,7 @@ class Core:
         with self.lock, self.reentrancy as is_outermost:
             if not is_outermost:
                 return store.take_alone(pool, nbytes, alignment)
-            self.drain(everything=self.is_watched)
+            self.drain(everything=self.bypasses_cache)
             if self.debugger is not None:
                 store.make_free(self.debugger.discharge(None))
             if queue is None:  # reserves are for the pool's own queue
@@ -227,7 +221,7 @@ class Core:
             try:
                 return store.take(pool, nbytes, alignment, queue)
             finally:
-                self.tell_of_segments()
+                self.report_segments()
 
     def out_of_memory_error(self, nbytes: int, reason: str) -> OutOfMemoryError:
         """The error for a request, with the pool's figures."""
@@ -248,10 +242,10 @@ class Core:
     # ------------------------------------------------------------------ release
 
     def drain(self, *, everything: bool = True) -> None:
-        """Take in what was released, all of it or what is quick to find; in the outermost call."""
+        """Take back released memory, all of it or what is found quickly; in the outermost call."""
         if self._process != os.getpid():
             return
-        for export in self.exporter.come_back(everything=everything):
+        for export in self.exporter.take_released(everything=everything):
             if not export.end():  # a consumer called its deleter twice
                 if self.debugger is not None:
                     self.debugger.ended_again(export.address)
@@ -277,31 +271,31 @@ class Core:
         if self.is_closed:
             self.flush_cache()
             self.store.trim(0)
-            self.tell_of_segments()
+            self.report_segments()
 
     def _take_back(self, allocation: Allocation) -> None:
         if allocation.nbytes == 0:
             return
         if allocation.is_announced and self.hooks.all:
             self.hooks.released(self.pool(), allocation)
-        for charge in allocation.charges:
-            charge.credit()
+        for credit in allocation.charges:
+            credit()
         self.store.take_back(allocation)
 
     def take_back_now(self, allocation: Allocation) -> None:
         """End an allocation at its owner's request."""
         self.released.append(allocation)
-        self.tally()
+        self.update()
         self.raise_corruption()
 
-    def tally(self) -> Tally:
-        """The counters, after taking in what was released."""
+    def update(self) -> Counters:
+        """Take in what was released; returns the counters, which then include it."""
         with self.lock, self.reentrancy as is_outermost:
             if is_outermost:
                 self.drain()
                 for entry in self.cache:
                     self._count_reused(entry)
-        return self.store.tally
+        return self.store.counters
 
     def trim(self, target: int = 0) -> None:
         """Return free segments to the driver until at most ``target`` bytes are reserved."""
@@ -315,13 +309,13 @@ class Core:
             try:
                 self.store.trim(target)
             finally:
-                self.tell_of_segments()
+                self.report_segments()
 
-    def tell_of_segments(self) -> None:
-        """Tell the counters and hooks which segments came and went; in the outermost call."""
-        gone, come = self.store.changed_segments()
-        if self.hooks.all and (gone or come):
-            self.hooks.segments(self.pool(), gone, come)
+    def report_segments(self) -> None:
+        """Tell hooks of segments taken and returned; in the outermost call."""
+        returned, taken = self.store.changed_segments()
+        if self.hooks.all and (returned or taken):
+            self.hooks.segments(self.pool(), returned, taken)
 
     # ------------------------------------------------------------------ the reuse cache
 
@@ -347,15 +341,14 @@ class Core:
 
     def _count_reused(self, entry: Entry) -> None:
         count, entry.reused = entry.reused, 0
-        self.store.tally.reused(count, entry.size, entry.requested, entry.is_small)
+        self.store.counters.reused(count, entry.size, entry.requested, entry.is_small)
 
     # ------------------------------------------------------------------ interrupts and lifetime
 
     def drain_if_idle(self, *, with_unclaimed: bool = False) -> None:
         """Drain, unless this or another thread is inside the pool.
 
-        Args:
-            with_unclaimed: also take back allocations that no caller holds, after an interrupt.
+        ``with_unclaimed`` also takes back allocations that an interrupt left without an owner.
         """
         if self._process != os.getpid():
             return
@@ -364,8 +357,8 @@ class Core:
                 with self.reentrancy as is_outermost:
                     if is_outermost:
                         self.drain()
-                        if with_unclaimed:
-                            self._take_unclaimed_back()
+                        for allocation in self.store.unclaimed() if with_unclaimed else ():
+                            self._take_back(allocation)
         finally:
             # No Python code before the release: an interrupt there would leave the lock locked.
             try:  # noqa: SIM105 - suppress() runs Python code before the release
@@ -373,14 +366,10 @@ class Core:
             except RuntimeError:  # not acquired; after an interrupt nothing else tells
                 pass
 
-    def _take_unclaimed_back(self) -> None:
-        for allocation in self.store.unclaimed():
-            self._take_back(allocation)
-
     def _recover(self) -> None:
-        """Mend the records after an asynchronous exception, such as KeyboardInterrupt."""
-        kept = {id(export.owner) for export in self.exporter.exports}
-        self.store.recover(kept, () if self.debugger is None else self.debugger.quarantined())
+        """Repair the records after an asynchronous exception, such as KeyboardInterrupt."""
+        exported = {id(export.owner) for export in self.exporter.exports}
+        self.store.recover(exported, () if self.debugger is None else self.debugger.quarantined())
         self.exporter.recover()
 
     def close(self) -> None:
@@ -391,7 +380,7 @@ class Core:
     def abandon(self) -> None:
         """Stop in a forked process, where the driver is not running."""
         self.cache.by_dtype.clear()
-        self.lock = threading.RLock()  # a thread of the parent may hold the other for ever
+        self.lock = threading.RLock()  # a thread of the parent may hold the other one
         self.reentrancy = ReentrancyGuard(self._recover)
 
     def __del__(self) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import TYPE_CHECKING, Any
 
 from allocator.exchange.memory import copy_into
 from allocator.pool.pool import Pool, entered_pools
+from allocator.runtime.fork import renew_lock_in_child
 from allocator.runtime.queues import queue as queue_of
 
 if TYPE_CHECKING:
     import torch
 
 _lock = threading.RLock()  # a finalizer or signal handler may ask in the middle of a call
+renew_lock_in_child(globals())
 _defaults: dict[tuple[Any, str], Pool] = {}
 _named: dict[str, Pool] = {}
 
@@ -143,11 +144,3 @@ def full(
 
 
 copy_into(default_pool)
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from allocator.pool.sizes import size_text
+from allocator.runtime.formatting import size_text
 
 
 class Site(NamedTuple):
@@ -61,12 +62,12 @@ class OutOfMemoryError(MemoryError):
         free = self.reserved - self.live
         limit = "none" if self.limit is None else size_text(self.limit)
         reason = f": {self.reason}" if self.reason else ""
-        lines = [f"{self.pool} has no room for {size_text(self.requested)}{reason}"]
-        lines.append(
+        figures = (
             f"  live {size_text(self.live)}, reserved {size_text(self.reserved)}, limit {limit}, "
             f"free {size_text(free)}, the largest block {size_text(self.largest_free)} "
             f"(fragmentation {self.fragmentation:.2f})"
         )
+        lines = [f"{self.pool} has no room for {size_text(self.requested)}{reason}", figures]
         if self.sites:
             lines.append("  most is held by:")
             lines += [f"    {size_text(s.nbytes)} in {s.blocks}: {s.where}" for s in self.sites]
@@ -74,9 +75,7 @@ class OutOfMemoryError(MemoryError):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        facts = dict(vars(self))
-        requested = facts.pop("requested")
-        return _restored, (requested, facts)
+        return partial(type(self), **vars(self)), ()
 
 
 def report(error: BaseException, message: str, source: Any = None) -> None:
@@ -85,7 +84,3 @@ def report(error: BaseException, message: str, source: Any = None) -> None:
     kinds: list[Any] = tuple.__subclasses__()
     (kind,) = (kind for kind in kinds if kind.__name__ == "UnraisableHookArgs")
     sys.unraisablehook(kind((type(error), error, error.__traceback__, message, source)))
-
-
-def _restored(requested: int, facts: dict[str, Any]) -> OutOfMemoryError:
-    return OutOfMemoryError(requested, **facts)

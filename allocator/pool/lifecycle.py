@@ -7,45 +7,31 @@ import contextlib
 import gc
 import os
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from allocator.exchange.dlpack import make_immortal
 
-
-class Watched(Protocol):
-    """The core of a pool, as far as it is called here."""
-
-    def drain_if_idle(self, *, with_unclaimed: bool = False) -> None:
-        """Take in what was released, unless a thread is inside the pool."""
-
-    def abandon(self) -> None:
-        """Stop in a forked process."""
+if TYPE_CHECKING:
+    from allocator.pool.core import Core
 
 
-# A dict of references, as another thread may add to a WeakSet while one reads it.
-_cores: dict[int, weakref.ref[Watched]] = {}
-_of_the_parent: list[Watched] = []
+_cores: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
+_of_the_parent: list[Core] = []
 
 
-def watch(core: Watched) -> None:
-    """Look after a pool from now on."""
-    key = id(core)
-    _cores[key] = weakref.ref(core, lambda reference: _forget(key, reference))
+def register(core: Core) -> None:
+    """Include a pool in what is done at collections, forks and exit."""
+    _cores[id(core)] = core
 
 
-def _forget(key: int, reference: weakref.ref[Watched]) -> None:
-    if _cores.get(key) is reference:  # not another pool's at the same address
-        del _cores[key]
-
-
-def cores() -> list[Watched]:
+def cores() -> list[Core]:
     """The cores of all pools alive, the oldest first."""
-    alive = (reference() for reference in list(_cores.values()))
-    return [core for core in alive if core is not None]
+    # Not values(): another thread may add a pool during an iteration.
+    return [core for reference in _cores.valuerefs() if (core := reference()) is not None]
 
 
 def _after_collection(phase: str, info: dict[str, int]) -> None:
-    """Take in what was released to pools that nobody calls any more."""
+    """Take in what was released to pools that are no longer called."""
     if phase == "stop" and info["generation"] == 2:
         for core in cores():
             core.drain_if_idle(with_unclaimed=True)

@@ -11,6 +11,9 @@ from allocator.exchange.constructors import Constructors
 from allocator.exchange.dtypes import as_dtype
 from allocator.exchange.memory import Array, Memory
 from allocator.exchange.tensors import TensorFactory
+from allocator.monitoring import scopes
+from allocator.monitoring.hooks import Hook
+from allocator.monitoring.reports import Reports
 from allocator.options.budget import Budget
 from allocator.options.guard import Guard
 from allocator.options.idle import Decay, checked_seconds
@@ -19,7 +22,8 @@ from allocator.options.stable import StableStore
 from allocator.pool.allocation import Allocation
 from allocator.pool.blocks import LARGEST_ALIGNMENT, Rules
 from allocator.pool.core import Core
-from allocator.pool.counters import Tally
+from allocator.pool.counters import Counters
+from allocator.pool.driver import Driver, UsmDriver
 from allocator.pool.sizes import (
     as_integer,
     as_nbytes,
@@ -29,15 +33,11 @@ from allocator.pool.sizes import (
     contiguous_strides,
     extent,
     parse_size,
-    size_text,
 )
 from allocator.pool.source import Source, limit_of
 from allocator.pool.store import ROUNDING, Store
-from allocator.runtime.driver import Driver, UsmDriver
+from allocator.runtime.formatting import size_text
 from allocator.runtime.queues import queue as queue_of
-from allocator.watching import scopes
-from allocator.watching.hooks import Hook
-from allocator.watching.reports import Reports
 
 
 class Pool(Constructors, Reports):
@@ -123,9 +123,9 @@ class Pool(Constructors, Reports):
         self._core = core = Core(self, store, self.name, kind)
         self._tensors = TensorFactory(core)
         if debug:
-            Guard.watch(core)
+            Guard.attach(core)
         self._decay = None if idle_seconds is None else Decay(core, idle_seconds)
-        scopes.watch(self)
+        scopes.register(core)
 
     # ------------------------------------------------------------------ memory and arrays
 
@@ -337,7 +337,7 @@ class Pool(Constructors, Reports):
         debugger.check(self._core)
         debugger.raise_found()
 
-    # ------------------------------------------------------------------ watching
+    # ------------------------------------------------------------------ monitoring
 
     @contextlib.contextmanager
     def hook(self, hook: Hook) -> Iterator[Hook]:
@@ -368,9 +368,9 @@ class Pool(Constructors, Reports):
         """
         self._core.remove_hook(hook)
 
-    def tally(self) -> Tally:
+    def tally(self) -> Counters:
         """The pool's counters, after taking in what was released."""
-        return self._core.tally()
+        return self._core.update()
 
     @property
     def is_usable(self) -> bool:
@@ -431,12 +431,7 @@ class Pool(Constructors, Reports):
 
 
 def _allocation_of(pool: Pool, core: Core, memory: Any) -> Allocation:
-    """The allocation of a tensor, an array or memory of a pool.
-
-    Raises:
-        TypeError: ``memory`` is none of them.
-        ValueError: it was released, or is not of this pool.
-    """
+    """The allocation of a tensor, an array or memory of a pool; TypeError or ValueError if none."""
     if isinstance(memory, Array):
         memory = memory.memory
     if isinstance(memory, Memory):

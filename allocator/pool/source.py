@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from allocator.pool.sizes import parse_size, size_text
-from allocator.runtime.driver import Driver
+from allocator.pool.driver import Driver
+from allocator.pool.sizes import as_number, parse_size
+from allocator.runtime.formatting import size_text
 
 
 class Source:
@@ -24,11 +25,7 @@ class Source:
         return self.limit is not None and self.reserved > self.limit
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:
-        """The address of new memory, and the handle that returns it.
-
-        Raises:
-            MemoryError: the limit or the driver refuses.
-        """
+        """The address of new memory, and the handle that returns it; raises MemoryError."""
         self.check(nbytes)
         address, memory = self.driver.allocate(nbytes)
         self.reserved += nbytes
@@ -47,18 +44,11 @@ class Source:
 
 
 def limit_of(limit: int | str | None, fraction: float | None, capacity: int) -> int | None:
-    """A limit in bytes, given as such or as a fraction of a device's capacity.
-
-    Raises:
-        TypeError: one of them has another type.
-        ValueError: both are given, or one is out of range.
-    """
+    """A limit in bytes, given as such or as a fraction of a device's capacity."""
     if limit is not None and fraction is not None:
         raise ValueError(f"limit={limit!r} and fraction={fraction!r} exclude each other")
     if fraction is not None:
-        if not isinstance(fraction, float | int) or isinstance(fraction, bool):
-            raise TypeError(f"fraction={fraction!r} is not a number")
-        if not 0 < fraction <= 1:
+        if not 0 < as_number(fraction, "fraction") <= 1:
             raise ValueError(f"fraction={fraction!r} is not in (0, 1]")
         return int(fraction * capacity)
     return None if limit is None else parse_size(limit, "limit")

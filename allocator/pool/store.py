@@ -11,7 +11,7 @@ from typing import Any
 
 from allocator.pool.allocation import Allocation
 from allocator.pool.blocks import GRAIN, Block, Heap, Rules, Segment
-from allocator.pool.counters import Split, Tally
+from allocator.pool.counters import ALLOCATIONS, BLOCKS, SEGMENTS, Counters
 from allocator.pool.source import Source
 from allocator.runtime.libraries import load_dpctl
 
@@ -37,16 +37,15 @@ class Store:
         self.rules = rules
         self.heaps: dict[Any, Heap] = {None: Heap(source, rules)}
         """by queue; the first, None, is the pool's own."""
-        self.tally = Tally()
-        """the counters."""
+        self.counters = Counters()
         self.in_use: dict[int, Allocation] = {}
         """by address."""
         self.holders: set[Allocation] = set()
         """those of open reservations."""
         self.margin = 0
         """unused bytes before and after each allocation, a multiple of 512."""
-        self.leaving: Callable[[Allocation], Iterable[Allocation]] = _itself
-        """which blocks become free when an allocation ends: its own, or none if it is kept."""
+        self.leaving: Callable[[Allocation], Iterable[Allocation]] = lambda ended: (ended,)
+        """the allocations to free when one ends: itself, or none if it is quarantined."""
         self.is_closed = False
         """whether nothing is cached any more."""
         self.awaiting: list[tuple[Allocation, list[Any]]] = []
@@ -78,15 +77,11 @@ class Store:
         return self.heap_of(queue).fits(self.room_for(nbytes, alignment), alignment)
 
     def take(self, pool: Any, nbytes: int, alignment: int, queue: Any) -> Allocation:
-        """Allocate a block.
-
-        Raises:
-            MemoryError: there is none, and the source gives no more.
-        """
+        """Allocate a block, or raise MemoryError."""
         heap = self.heap_of(queue)
         misses = heap.misses
         block = heap.allocate(self.room_for(nbytes, alignment), alignment)
-        self.tally.misses += heap.misses - misses
+        self.counters.misses += heap.misses - misses
         stagger = 0
         if _is_staggered(nbytes, alignment):
             stagger = self._stagger = (self._stagger + ROUNDING) % _PAGE
@@ -100,16 +95,12 @@ class Store:
         allocation.heap, allocation.block = heap, block
         block.tag = allocation
         self.in_use[allocation.address] = allocation
-        self.tally.allocated(block.size, nbytes, block.segment.is_small)
+        self.counters.allocated(block.size, nbytes, block.segment.is_small)
         block.segment.idle_since = None
         return allocation
 
     def hold(self, holder: Allocation) -> None:
-        """Find a block for ``holder``, which the counters leave out.
-
-        Raises:
-            MemoryError: there is none, and the source gives no more.
-        """
+        """Allocate a block for ``holder``, which no counter includes, or raise MemoryError."""
         heap = self.heap_of(None)
         self.holders.add(holder)
         block = heap.allocate(holder.nbytes)
@@ -125,9 +116,9 @@ class Store:
         allocation = Allocation(pool, start, nbytes, self.in_use)
         allocation.handle = handle
         self.in_use[allocation.address] = allocation
-        self.tally.misses += 1
-        self.tally.grew(room, False)
-        self.tally.allocated(allocation.size, nbytes, False)
+        self.counters.misses += 1
+        self.counters.grew(room, False)
+        self.counters.allocated(allocation.size, nbytes, False)
         return allocation
 
     # The methods below may be repeated after an interrupt, wherever it stopped them.
@@ -142,23 +133,29 @@ class Store:
                 # allocated again while a queue uses it.
                 events = [queue.submit_barrier() for queue in allocation.queues]
                 self.awaiting.append((allocation, events))
-            self._strike(allocation)
-            self.tally.released(allocation.size, allocation.nbytes, allocation.is_small)
+            self._remove_in_use(allocation)
+            self.counters.released(allocation.size, allocation.nbytes, allocation.is_small)
             if not allocation.queues:
                 self.make_free(self.leaving(allocation))
 
     def make_free(self, allocations: Iterable[Allocation]) -> None:
         """Free the blocks of ended allocations."""
         for allocation in allocations:
-            self._make_free(allocation)
+            self.counters.freed(allocation.size, allocation.is_small)
+            if allocation.block is not None:
+                self._free_block(allocation)
+            else:
+                self.source.release(allocation.handle)
+                self.counters.shrank(allocation.handle[1], False)
 
     def take_back_finished(self) -> None:
         """Free the blocks that other queues have finished with."""
         for waiting in list(self.awaiting):
             allocation, events = waiting
-            if all(_is_complete(event) for event in events):
+            complete = load_dpctl().event_status_type.complete
+            if all(event.execution_status == complete for event in events):
                 self.awaiting.remove(waiting)
-                self._make_free(allocation)
+                self.make_free((allocation,))
 
     def cache(self, allocation: Allocation) -> None:
         """Count the allocation as free, but leave its block allocated."""
@@ -169,35 +166,33 @@ class Store:
         """Count a cached allocation as in use again."""
         allocation.pool = pool
         self.in_use[allocation.address] = allocation
-        self.tally.allocated(allocation.size, allocation.nbytes, allocation.is_small)
+        self.counters.allocated(allocation.size, allocation.nbytes, allocation.is_small)
 
     def free_cached(self, allocation: Allocation) -> None:
         """Free the block of a cached allocation."""
         self._count_as_free(allocation)  # if an interrupt stopped cache()
         self._free_block(allocation)
 
-    def trim(self, target: int) -> int:
+    def trim(self, target: int) -> None:
         """Return free segments to the driver until the source holds at most ``target`` bytes."""
-        given_back = 0
         for heap in self.heaps.values():
-            given_back += heap.trim(max(target - (self.source.reserved - heap.reserved), 0))
-        return given_back
+            heap.trim(max(target - (self.source.reserved - heap.reserved), 0))
 
     def changed_segments(self) -> tuple[list[Segment], list[Segment]]:
-        """The segments that went and that came since the last call; the counters follow."""
+        """Count and return the segments that were returned and taken since the last call."""
         calls = sum(heap.upstream_calls for heap in self.heaps.values())
         if calls == self._calls:
             return [], []
         self._calls = calls
         before, now = self._segments, self._segments_now()
         self._segments = now
-        gone = [before[key] for key in before if key not in now]
-        come = [now[key] for key in now if key not in before]
-        for segment in gone:
-            self.tally.shrank(segment.size, segment.is_small)
-        for segment in come:
-            self.tally.grew(segment.size, segment.is_small)
-        return gone, come
+        returned = [before[key] for key in before if key not in now]
+        taken = [now[key] for key in now if key not in before]
+        for segment in returned:
+            self.counters.shrank(segment.size, segment.is_small)
+        for segment in taken:
+            self.counters.grew(segment.size, segment.is_small)
+        return returned, taken
 
     def _segments_now(self) -> dict[tuple[Any, int], Segment]:
         return {
@@ -222,32 +217,32 @@ class Store:
         free = self.free_bytes
         return 1 - self.largest_free / free if free else 0.0
 
-    def recover(self, kept: Collection[int], quarantined: Collection[Allocation] = ()) -> None:
+    def recover(self, exported: Collection[int], quarantined: Collection[Allocation]) -> None:
         """Restore consistent records after an asynchronous exception.
 
-        Args:
-            kept: ids of allocations that may have ended but keep their blocks.
-            quarantined: ended allocations whose blocks must not be allocated yet.
+        Allocations whose ids are ``exported`` keep their blocks although they may have ended, and
+        so do those in quarantine.
         """
         for awaited, _ in self.awaiting:
-            self._strike(awaited)
-        kept = {*kept, *map(id, quarantined), *map(id, self.holders)}
+            self._remove_in_use(awaited)
+        kept = {*exported, *map(id, quarantined), *map(id, self.holders)}
         for heap in self.heaps.values():
             heap.repair()
             for block in list(heap.blocks()):
                 if not block.is_free and self._is_lost(block.tag, kept):
                     heap.free(block)
         # A segment that was on its way from or to the driver is not held any more.
-        given = list(self.in_use.values())
-        active = [*given, *(awaited for awaited, _ in self.awaiting), *quarantined]
+        in_use = list(self.in_use.values())
+        active = [*in_use, *(awaited for awaited, _ in self.awaiting), *quarantined]
         alone = [allocation.handle[1] for allocation in active if allocation.block is None]
         self.source.reserved = sum(alone) + sum(heap.reserved for heap in self.heaps.values())
         self._segments = self._segments_now()
-        room = {False: Split(len(alone), sum(alone)), True: Split(0, 0)}
-        for segment in self._segments.values():
-            blocks, nbytes = room[segment.is_small]
-            room[segment.is_small] = Split(blocks + 1, nbytes + segment.size)
-        self.tally.recount(given, active, room)
+        segments = [(each.size, each.is_small) for each in self._segments.values()]
+        segments += [(nbytes, False) for nbytes in alone]
+        recount = self.counters.recount
+        recount(ALLOCATIONS, [((1, each.size, each.nbytes), each.is_small) for each in in_use])
+        recount(BLOCKS, [((1, each.size), each.is_small) for each in active])
+        recount(SEGMENTS, [((1, size), is_small) for size, is_small in segments])
 
     def at(self, address: int) -> Allocation | None:
         """The allocation in use that contains an address."""
@@ -274,31 +269,22 @@ class Store:
         is_awaited = any(allocation is awaited for awaited, _ in self.awaiting)
         return not (allocation.is_in_use or is_awaited or id(allocation) in kept)
 
-    def _strike(self, allocation: Allocation) -> bool:
-        """Take an allocation off the records in use; False if it was not there."""
-        was_in_use = self.in_use.get(allocation.address) is allocation
-        if was_in_use:
-            del self.in_use[allocation.address]
-        return was_in_use
+    def _remove_in_use(self, allocation: Allocation) -> bool:
+        """Remove an allocation from those in use; False if it was not there."""
+        if self.in_use.get(allocation.address) is not allocation:
+            return False
+        del self.in_use[allocation.address]
+        return True
 
     def _count_as_free(self, allocation: Allocation) -> None:
-        if self._strike(allocation):
+        if self._remove_in_use(allocation):
             size, is_small = allocation.size, allocation.is_small
-            self.tally.released(size, allocation.nbytes, is_small)
-            self.tally.freed(size, is_small)
+            self.counters.released(size, allocation.nbytes, is_small)
+            self.counters.freed(size, is_small)
 
     def _front(self, alignment: int) -> int:
         """Bytes of the margin before an allocation, which keep its alignment."""
         return -(-self.margin // alignment) * alignment
-
-    def _make_free(self, allocation: Allocation) -> None:
-        self.tally.freed(allocation.size, allocation.is_small)
-        if allocation.block is not None:
-            self._free_block(allocation)
-            return
-        _, room = allocation.handle
-        self.source.release(allocation.handle)
-        self.tally.shrank(room, False)
 
     def _free_block(self, allocation: Allocation) -> None:
         heap, block = allocation.heap, allocation.block
@@ -316,11 +302,3 @@ _ONCE = _referenced({0: object()})[0][1]
 
 def _is_staggered(nbytes: int, alignment: int) -> bool:
     return nbytes > STAGGERED and alignment <= ROUNDING
-
-
-def _itself(allocation: Allocation) -> tuple[Allocation, ...]:
-    return (allocation,)
-
-
-def _is_complete(event: Any) -> bool:
-    return bool(event.execution_status == load_dpctl().event_status_type.complete)

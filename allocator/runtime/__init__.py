@@ -1,1 +1,1 @@
-"""The SYCL runtime: its libraries, devices and queues, and the driver's memory."""
+"""The SYCL runtime: its libraries, devices and queues; formatting."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from allocator.pool.sizes import size_text
 from allocator.runtime.fork import check_not_forked, note_driver_runs
+from allocator.runtime.formatting import as_html, as_text, size_text
 from allocator.runtime.libraries import cpu_driver_registered, load_dpctl
-from allocator.watching.tables import as_html, as_text
 
 _KINDS = ("device", "shared", "host")
 _HEADER = ("device", "name", "driver", "memory", "kinds", "units", "float64", "float16")
@@ -77,7 +76,6 @@ def devices() -> Devices:
 
 
 def _described(device: Any) -> Device:
-    """The facts of dpctl's device."""
     return Device(
         device.filter_string,
         device.name.strip(),
@@ -92,13 +90,6 @@ def _described(device: Any) -> Device:
 
 def _cells(device: Device) -> tuple[str, ...]:
     """A row of the table."""
-    return (
-        device.filter_string,
-        device.name,
-        device.driver,
-        size_text(device.memory),
-        ", ".join(device.kinds) or "none",
-        str(device.units),
-        "yes" if device.has_float64 else "no",
-        "yes" if device.has_float16 else "no",
-    )
+    *names, memory, kinds, units, has_float64, has_float16 = device
+    has = ("yes" if each else "no" for each in (has_float64, has_float16))
+    return (*names, size_text(memory), ", ".join(kinds) or "none", str(units), *has)

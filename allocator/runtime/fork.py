@@ -1,8 +1,10 @@
-"""Whether this process was forked from one whose driver was running."""
+"""Forks: whether the parent's driver was running, and locks in the child."""
 
 from __future__ import annotations
 
 import os
+import threading
+from typing import Any
 
 _runs = False
 _forked = False
@@ -39,6 +41,11 @@ def is_forked() -> bool:
         False
     """
     return _forked
+
+
+def renew_lock_in_child(module: dict[str, Any]) -> None:
+    """Give a module's globals a new ``_lock`` after a fork: another thread may have held it."""
+    os.register_at_fork(after_in_child=lambda: module.update(_lock=threading.RLock()))
 
 
 def _after_fork_in_child() -> None:

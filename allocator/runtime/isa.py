@@ -104,9 +104,7 @@ def loaded_isa() -> str | None:
 def wanted_isa() -> str | None:
     """The level that FUSEDOPTIM_ISA names, or None.
 
-    Raises:
-        ValueError: there is no such level, the machine lacks it, or the driver's own variable
-            has another value.
+    Raises ValueError for a level that this machine lacks or the driver's own variable contradicts.
     """
     wanted = os.environ.get(VARIABLE)
     if not wanted:
@@ -130,11 +128,7 @@ def wanted_isa() -> str | None:
 
 
 def driver_target(choose: bool) -> str | None:
-    """The driver's name for the level that it is told, or None where it finds out by itself.
-
-    Args:
-        choose: whether the driver is told the highest level if FUSEDOPTIM_ISA names none.
-    """
+    """The driver's name for the level of FUSEDOPTIM_ISA, else for the highest if ``choose``."""
     wanted = wanted_isa()
     if wanted is None and choose and processor_features():
         wanted = highest_isa()
@@ -142,12 +136,7 @@ def driver_target(choose: bool) -> str | None:
 
 
 def check_isa(device: Any) -> None:
-    """Check that the CPU driver, once started, compiles for the level that FUSEDOPTIM_ISA names.
-
-    Raises:
-        ValueError: the variable names no level that this machine supports.
-        RuntimeError: the driver had started before the variable was set, or is not Intel's.
-    """
+    """Raise unless the CPU driver, once started, compiles for the level of FUSEDOPTIM_ISA."""
     named = os.environ.get(VARIABLE)
     if not named or named == _loaded or not device.is_cpu:
         return

@@ -88,12 +88,10 @@ def _misjudges_processors() -> bool:
     Release 2024.2 calls a Zen 5 an "unknown host CPU" and compiles wrong code for it, of exp for
     one, unless it is told the instruction set.
     """
-    if DRIVER_VARIABLE in os.environ:
-        return False
-    try:
-        return importlib.metadata.version("intel-opencl-rt") < "2025"
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        release = importlib.metadata.version("intel-opencl-rt")
+        return release < "2025" and DRIVER_VARIABLE not in os.environ
+    return False
 
 
 @contextlib.contextmanager
@@ -113,11 +111,7 @@ def cpu_driver_registered() -> Iterator[None]:
         "OCL_ICD_FILENAMES": None if driver is None else str(driver),
         DRIVER_VARIABLE: driver_target(choose=_misjudges_processors()),
     }
-    ours = {
-        name: value
-        for name, value in variables.items()
-        if value is not None and name not in os.environ
-    }
+    ours = {name: value for name, value in variables.items() if value and name not in os.environ}
     os.environ.update(ours)
     try:
         with signal_handlers_kept():

@@ -7,12 +7,13 @@ import os
 import threading
 from typing import Any
 
-from allocator.runtime.fork import check_not_forked, note_driver_runs
+from allocator.runtime.fork import check_not_forked, note_driver_runs, renew_lock_in_child
 from allocator.runtime.isa import DRIVER_VARIABLE, VARIABLE, check_isa
 from allocator.runtime.libraries import cpu_driver, cpu_driver_registered, load_dpctl
 from allocator.runtime.maps import loaded_files
 
 _lock = threading.RLock()  # a finalizer or signal handler may ask in the middle of a call
+renew_lock_in_child(globals())
 _queues: dict[str, Any] = {}
 _borrowed: dict[int, Any] = {}
 
@@ -153,11 +154,3 @@ def _check_one_sycl_runtime() -> None:
             f"({', '.join(majors)}) into this process, between which a queue cannot pass; "
             "install the dpctl whose intel-sycl-rt is the one that torch requires (pip show torch)"
         )
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

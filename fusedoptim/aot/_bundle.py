@@ -1,14 +1,12 @@
-"""The file: SPIR-V modules, device binaries, and a manifest about them, in one zip archive.
+"""The bundle's file: SPIR-V modules, device binaries and a manifest in one zip archive.
 
-A zip has an index and a checksum of each entry, is read by Python alone, and every system can list
-and unpack it. Entries are stored as they are, in a fixed order with a fixed date: the same modules
-make the same bytes, whatever the clock and the version of zlib.
+Entries are stored uncompressed, in a fixed order and with a fixed date, so that the same modules
+make the same bytes at any time and with any version of zlib.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import io
 import json
@@ -22,21 +20,23 @@ from typing import Any, NamedTuple, get_origin, get_type_hints
 from fusedoptim._version import __version__
 from fusedoptim.raw import InvalidModuleError, RawKernel, RawModule
 from fusedoptim.raw._opencl_c import DRIVER_OPTIONS
+from fusedoptim.raw._spirv import read_signatures
 
 SUFFIX = ".fob"
 ABI = 1
-"""of the manifest's layout and of how kernels take their arguments."""
+"""Version of the manifest's layout and of how kernels take their arguments."""
 _FORMAT = "fusedoptim bundle"
 _MANIFEST = "manifest.json"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip can say
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date in a zip archive
+_CURE = "build it again: python -m fusedoptim aot build"
 
 
 class BundleError(RuntimeError):
-    """A bundle that is truncated, altered, or of another version, or is none at all."""
+    """A file that is not a bundle, or a bundle that is truncated, altered or of another version."""
 
 
 class Module(NamedTuple):
-    """One module of a bundle: what was compiled from one source."""
+    """One module of a bundle, compiled from one source."""
 
     spirv: bytes
     kernels: dict[str, list[str]]
@@ -52,18 +52,23 @@ class Module(NamedTuple):
     tools: dict[str, str]
     """The versions of the tools that compiled it."""
     binaries: dict[str, bytes]
-    """Machine code for GPUs, by ocloc's name of each."""
+    """Machine code for GPUs, by ocloc's names of them."""
     ocloc: str
     """The version of ocloc; "" if there are no binaries."""
 
     @property
     def driver_options(self) -> tuple[str, ...]:
-        """The options that concern the device's driver too."""
+        """The options that the device's driver takes too."""
         return tuple(option for option in self.options if option in DRIVER_OPTIONS)
 
 
+def parameters(spirv: bytes) -> dict[str, list[str]]:
+    """The parameters of each kernel, as the manifest has them."""
+    return {name: list(map(str, taken)) for name, taken in read_signatures(spirv).items()}
+
+
 def write(path: Path, modules: list[Module]) -> None:
-    """Write a bundle, whole or not at all."""
+    """Write a bundle, completely or not at all."""
     files: dict[str, bytes] = {}
     entries = []
     for module in sorted(modules, key=lambda module: list(module.kernels)):
@@ -85,30 +90,30 @@ def write(path: Path, modules: list[Module]) -> None:
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):  # an interrupt may come after the exchange
+        with contextlib.suppress(FileNotFoundError):  # an interrupt may come after the replacement
             os.unlink(temporary)
         raise
 
 
 def _added(files: dict[str, bytes], name: str, content: bytes) -> dict[str, str]:
-    """What the manifest says of a file, which is added to the others."""
+    """Add a file, and return its entry in the manifest."""
     files[name] = content
     return {"file": name, "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _zip_entry(name: str) -> zipfile.ZipInfo:
     entry = zipfile.ZipInfo(name, _EPOCH)
-    entry.create_system = 3  # else the system's own
+    entry.create_system = 3  # Unix; the default is the present system
     entry.external_attr = 0o644 << 16
     return entry
 
 
 def read(path: Path) -> list[Module]:
-    """The modules of a bundle, each held against its checksum.
+    """Read the modules of a bundle, each compared with its SHA-256.
 
     Raises:
-        BundleError: the file is no bundle, is damaged, or of another version.
-        OSError: it cannot be read; of no file: FileNotFoundError.
+        BundleError: the file is not a bundle, is damaged, or of another version.
+        OSError: it cannot be read; if there is none, FileNotFoundError.
     """
     content = path.read_bytes()
     try:
@@ -119,13 +124,6 @@ def read(path: Path) -> list[Module]:
         raise BundleError(
             f"{path} is no bundle, or is truncated or damaged ({error}); {_CURE}"
         ) from error
-    return _modules(path, files)
-
-
-_CURE = "make it again: python -m fusedoptim aot build"
-
-
-def _modules(path: Path, files: dict[str, bytes]) -> list[Module]:
     try:
         manifest = json.loads(files[_MANIFEST])
         is_bundle = manifest["format"] == _FORMAT
@@ -145,7 +143,16 @@ def _modules(path: Path, files: dict[str, bytes]) -> list[Module]:
 
 
 def _module(path: Path, files: dict[str, bytes], entry: dict[str, Any]) -> Module:
-    content = functools.partial(_content, path, files)
+    def content(described: dict[str, str]) -> bytes:
+        name = described["file"]
+        if name not in files:
+            raise BundleError(f"{path} lacks {name}, which its manifest lists; {_CURE}")
+        if hashlib.sha256(files[name]).hexdigest() != described["sha256"]:
+            raise BundleError(
+                f"{name} in {path} is not what was built: its SHA-256 differs; {_CURE}"
+            )
+        return files[name]
+
     binaries = {device: content(binary) for device, binary in entry["binaries"].items()}
     module = Module(**(entry | {"spirv": content(entry["spirv"]), "binaries": binaries}))
     for field, kind in get_type_hints(Module).items():
@@ -154,36 +161,10 @@ def _module(path: Path, files: dict[str, bytes], entry: dict[str, Any]) -> Modul
     return module
 
 
-def _content(path: Path, files: dict[str, bytes], described: dict[str, str]) -> bytes:
-    name = described["file"]
-    if name not in files:
-        raise BundleError(f"{path} lacks {name}, of which its manifest speaks; {_CURE}")
-    if hashlib.sha256(files[name]).hexdigest() != described["sha256"]:
-        raise BundleError(f"{name} in {path} is not what was built: its SHA-256 differs; {_CURE}")
-    return files[name]
-
-
 class Bundle(Mapping[str, RawKernel]):
     """The kernels of a bundle, by name.
 
     Made by :func:`load`.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from pathlib import Path
-        >>> from fusedoptim import aot
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> source = folder / "twice.cl"
-        >>> code = "kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }"
-        >>> _ = source.write_text(code)
-        >>> _ = aot.build([source], folder / "mine.fob")
-        >>> bundle = aot.load(folder / "mine.fob")
-        >>> bundle.names
-        ('twice',)
-        >>> x = torch.ones(3)
-        >>> bundle["twice"](3, None, (x,))
-        >>> x
-        tensor([2., 2., 2.])
     """
 
     def __init__(self, path: Path, modules: list[Module], device: Any) -> None:
@@ -201,7 +182,7 @@ class Bundle(Mapping[str, RawKernel]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The kernels."""
+        """The names of the kernels."""
         return tuple(self._kernels)
 
     def __getitem__(self, name: str) -> RawKernel:
@@ -222,31 +203,36 @@ class Bundle(Mapping[str, RawKernel]):
 
 
 def load(path: str | os.PathLike[str], *, device: Any = "cpu") -> Bundle:
-    """The kernels of a bundle. No compiler of Python or OpenCL C is needed.
+    """Load a bundle's kernels, which needs no compiler of Python or OpenCL C.
 
     Args:
         path: of the file.
-        device: where launches run whose arguments do not say, as of
+        device: on which launches run whose arguments have no device, as of
             :class:`fusedoptim.raw.RawKernel`.
 
     Returns:
-        a mapping from names to kernels, which the driver compiles when each is first called, or in
+        a mapping from names to kernels, which the driver compiles at their first call or in
         :func:`warmup`.
 
     Raises:
-        BundleError: the file is no bundle, is truncated or altered, or is of another ABI.
+        BundleError: the file is not a bundle, is truncated or altered, or has another ABI.
         OSError: it cannot be read, for the reason that ``open`` gives: FileNotFoundError,
             IsADirectoryError, PermissionError.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch
         >>> from pathlib import Path
         >>> from fusedoptim import aot
         >>> source = Path(tempfile.mkdtemp()) / "twice.cl"
         >>> code = "kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }"
         >>> _ = source.write_text(code)
         >>> _ = aot.build([source], source.with_suffix(".fob"))
-        >>> list(aot.load(source.with_suffix(".fob")))
-        ['twice']
+        >>> bundle = aot.load(source.with_suffix(".fob"))
+        >>> bundle.names
+        ('twice',)
+        >>> x = torch.ones(3)
+        >>> bundle["twice"](3, None, (x,))
+        >>> x
+        tensor([2., 2., 2.])
     """
     return Bundle(Path(path), read(Path(path)), device)

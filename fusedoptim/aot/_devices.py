@@ -1,4 +1,4 @@
-"""Machine code for Intel GPUs, by ocloc, Intel's offline GPU compiler."""
+"""Machine code for Intel GPUs, compiled by ocloc, Intel's offline GPU compiler."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ from pathlib import Path
 
 _INSTALL = "apt install intel-opencl-icd, and intel-ocloc where ocloc is a package of its own"
 _NO_DOUBLE = "Double type is not supported"
-_EMULATE = "IGC_EnableDPEmulation=1 in the environment has it emulated, in the GPU's driver too"
-# Besides names: 12.10.0, which is a GPU's version, and 0x4905, which is that of a PCI device.
+_EMULATE = "IGC_EnableDPEmulation=1 in the environment emulates it, in the GPU's driver too"
+# Not only names: 12.10.0 is a GPU's version, and 0x4905 is the id of a PCI device.
 _NUMBER = re.compile(r"\d+\.\d+\.\d+|0x[0-9a-fA-F]+")
 _ELF, _AR = b"\x7fELF", b"!<arch>\n"
 
 
 class DeviceError(RuntimeError):
-    """A GPU that ocloc does not know, or for which it does not compile a module."""
+    """A GPU that ocloc does not know, or for which it cannot compile a module."""
 
 
 def parse_devices(devices: str | Sequence[str]) -> tuple[str, ...]:
-    """Names of GPUs that ocloc knows.
-
-    Args:
-        devices: "skl,dg2,pvc" or a sequence; a name may be a family, "gen9", or a range,
-            "dg1:acm-g10", "dg1:" or ":dg1".
+    """The names in "skl,dg2,pvc" or a sequence, which may be ranges: "dg1:acm-g10", "dg1:", ":dg1".
 
     Raises:
         DeviceError: ocloc does not know one, or is not installed.
@@ -49,41 +45,28 @@ def parse_devices(devices: str | Sequence[str]) -> tuple[str, ...]:
 
 @functools.cache
 def known_devices() -> tuple[str, ...]:
-    """The names that ocloc lists: GPUs, and families of them.
-
-    Raises:
-        DeviceError: ocloc is not installed.
-    """
+    """The names of GPUs and of families of them that ocloc lists."""
     text = _run("compile", "--help").stdout
-    names: list[str] = []
-    # One list of today's names, and one of those that are deprecated and understood.
-    for listed in re.findall(r"<device_type> can be: ([^\n]*)", text):
-        names += (name.strip() for name in listed.split(","))
+    # There are two lists: present names and deprecated ones.
+    lists = re.findall(r"<device_type> can be: ([^\n]*)", text)
+    names = (name.strip() for listed in lists for name in listed.split(","))
     return tuple(dict.fromkeys(name for name in names if re.fullmatch(r"[\w.-]+", name)))
 
 
 @functools.cache
 def ocloc_version() -> str:
-    """Of the GPU driver whose compiler ocloc is.
-
-    Raises:
-        DeviceError: ocloc is not installed, or does not tell.
-    """
+    """The version of the GPU driver to which ocloc belongs."""
     query = "OCL_DRIVER_VERSION"
     with tempfile.TemporaryDirectory() as folder:
-        done = _run("query", query, folder=folder)  # answers in a file of this name
+        done = _run("query", query, folder=folder)  # writes a file of this name
         answer = Path(folder, query)
         if not answer.exists():
-            raise DeviceError(f"ocloc does not tell its version:\n{done.stdout}{done.stderr}")
+            raise DeviceError(f"ocloc reports no version:\n{done.stdout}{done.stderr}")
         return answer.read_text().strip(" \n\0")
 
 
 def compile_for(device: str, spirv: bytes, options: Sequence[str]) -> bytes:
-    """The machine code of a module: an ELF file, or an ar archive of several for a family.
-
-    Raises:
-        DeviceError: ocloc does not compile it; the message has its log.
-    """
+    """Compile a module to an ELF file or, for several devices, to an ar archive of them."""
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder, "module.spv"), Path(folder, "output")
         source.write_bytes(spirv)
@@ -97,9 +80,9 @@ def compile_for(device: str, spirv: bytes, options: Sequence[str]) -> bytes:
     binaries = [file for file in files if file.startswith((_ELF, _AR))]
     if done.returncode or len(binaries) != 1:
         lines = (line for line in (done.stdout + done.stderr).splitlines() if line.strip())
-        log = "\n".join(dict.fromkeys(lines))  # it says the same dozens of times
+        log = "\n".join(dict.fromkeys(lines))  # it repeats itself
         cure = f"\n{_EMULATE}" if _NO_DOUBLE in log else ""
-        raise DeviceError(f"ocloc does not compile the module for {device!r}:\n{log}{cure}")
+        raise DeviceError(f"ocloc cannot compile the module for {device!r}:\n{log}{cure}")
     return binaries[0]
 
 

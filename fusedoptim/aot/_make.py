@@ -1,4 +1,4 @@
-"""From sources to a bundle."""
+"""Builds bundles from sources."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def build(
         sources: each a ``.cl`` file of OpenCL C, a ``.spv`` file, or a Python function, as
             ``module.py:function`` or ``package.module:function`` (``[jit]``).
         output: the bundle to write, a ``.fob`` file.
-        options: of the compiler, for every source, as of :class:`fusedoptim.raw.RawKernel`.
-        devices: Intel GPUs for which to compile too, as ocloc names them: "skl,dg2,pvc". A name may
-            be a family, "gen9", or a range, "dg1:acm-g10".
+        options: for the compiler of every source, as of :class:`fusedoptim.raw.RawKernel`.
+        devices: Intel GPUs for which to compile too, by ocloc's names: "skl,dg2,pvc". A name may be
+            of a family, "gen9", or of a range, "dg1:acm-g10".
 
     Returns:
-        what was compiled, its size, and the time that it took.
+        the compilations, each with its size and time.
 
     Raises:
         ValueError: a source of no known kind, one kernel's name in two sources, or options that a
-            source does not have.
-        FileNotFoundError: a source or the folder of ``output`` is not there.
+            source does not take.
+        FileNotFoundError: a source or the folder of ``output`` does not exist.
         ImportError: a Python source or the compiler cannot be imported.
         fusedoptim.raw.KernelCompileError: a source does not compile.
-        fusedoptim.raw.InvalidModuleError: a ``.spv`` file has no SPIR-V, or no kernels.
+        fusedoptim.raw.InvalidModuleError: a ``.spv`` file is not SPIR-V with kernels.
         DeviceError: ocloc is not installed, does not know a device, or fails to compile for it.
 
-    Nothing is written unless all of it compiled.
+    The bundle is written only if everything compiled.
 
     Example:
         >>> import tempfile
@@ -69,7 +69,7 @@ def build(
     """
     path = Path(output)
     if path.suffix != SUFFIX:
-        raise ValueError(f"output={str(path)!r} is no {SUFFIX} file, which is what is written")
+        raise ValueError(f"output={str(path)!r} is no {SUFFIX} file; name the bundle so")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"output={str(path)!r}: there is no folder {path.parent}")
     if not sources:

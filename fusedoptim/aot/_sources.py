@@ -1,4 +1,4 @@
-"""What is compiled: OpenCL C, SPIR-V and Python, from files and modules."""
+"""Sources of kernels: files of OpenCL C and SPIR-V, and Python functions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusedoptim.aot._bundle import Module
+from fusedoptim.aot._bundle import Module, parameters
 from fusedoptim.raw import RawModule
 from fusedoptim.raw._opencl_c import compile_opencl_c, compiler_version
-from fusedoptim.raw._spirv import read_signatures
 
 _KINDS = "a .cl or .spv file, module.py:function or package.module:function"
 _PYTHON_TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
@@ -26,22 +25,22 @@ class _Source(NamedTuple):
     name: str
     content: bytes
     """Bytes of the file."""
-    function: Callable[..., Any] | None
+    function: Callable[..., Any] | None = None
     """The function, if the source is Python."""
 
 
 def compile_source(source: str | os.PathLike[str], options: Sequence[str]) -> Module:
-    """The module of one source.
+    """Compile one source.
 
     Raises:
-        ValueError: the source is of no kind that is known, or has no such options.
+        ValueError: the source is of no known kind, or takes no such options.
         FileNotFoundError: there is no such file.
         ImportError: of Python: the module or the compiler cannot be imported.
         fusedoptim.raw.KernelCompileError: the source does not compile.
-        fusedoptim.raw.InvalidModuleError: the file is no SPIR-V with kernels.
+        fusedoptim.raw.InvalidModuleError: the file is not SPIR-V with kernels.
     """
     found = _read(os.fspath(source))
-    # Not RawModule's cached SPIR-V: what is built is built by the tools of which it says so.
+    # Not RawModule's cached SPIR-V, which another version of the tools may have made.
     if found.kind == "OpenCL C":
         spirv = compile_opencl_c(_text(found), options)
         tools = {"intel-opencl-rt": compiler_version()}
@@ -53,10 +52,7 @@ def compile_source(source: str | os.PathLike[str], options: Sequence[str]) -> Mo
         tools = {}
     return Module(
         spirv=spirv,
-        kernels={
-            name: [str(parameter) for parameter in parameters]
-            for name, parameters in read_signatures(spirv).items()
-        },
+        kernels=parameters(spirv),
         kind=found.kind,
         source=found.name,
         source_sha256=hashlib.sha256(found.content).hexdigest(),
@@ -76,19 +72,15 @@ def _text(source: _Source) -> str:
 
 def _read(source: str) -> _Source:
     path = Path(source)
-    if path.suffix == ".cl":
-        return _Source("OpenCL C", path.name, path.read_bytes(), None)
-    if path.suffix == ".spv":
-        return _Source("SPIR-V", path.name, path.read_bytes(), None)
+    if path.suffix in (".cl", ".spv"):
+        kind = "OpenCL C" if path.suffix == ".cl" else "SPIR-V"
+        return _Source(kind, path.name, path.read_bytes())
     module, colon, function = source.rpartition(":")
-    if not colon or not function.isidentifier():
+    is_file = module.endswith(".py")
+    is_module = is_file or all(part.isidentifier() for part in module.split("."))
+    if not (colon and function.isidentifier() and is_module):
         raise ValueError(f"source={source!r} is none of {_KINDS}")
-    if module.endswith(".py"):
-        imported = _module_of_file(Path(module))
-    elif all(part.isidentifier() for part in module.split(".")):
-        imported = importlib.import_module(module)
-    else:
-        raise ValueError(f"source={source!r} is none of {_KINDS}")
+    imported = _module_of_file(Path(module)) if is_file else importlib.import_module(module)
     found = getattr(imported, function, None)
     if not callable(found):
         raise ValueError(f"source={source!r}: {module} has no function {function!r}")
@@ -97,7 +89,7 @@ def _read(source: str) -> _Source:
 
 
 def _module_of_file(path: Path) -> Any:
-    """The module of a file, which may import its neighbours, as a script may."""
+    """Import a file, which may import modules of its folder, as a script may."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -1,4 +1,4 @@
-"""Whether a bundle holds what it says, and runs here."""
+"""Whether a bundle is intact, and runs here."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fusedoptim.aot._bundle import BundleError, Module, load
+from fusedoptim.aot._bundle import BundleError, Module, load, parameters
 from fusedoptim.raw import InvalidModuleError, KernelCompileError
-from fusedoptim.raw._spirv import read_signatures
 
 
 def verify(path: str | os.PathLike[str], *, device: Any = "cpu") -> list[str]:
-    """What is wrong with a bundle; an empty list if nothing is.
+    """Check a bundle, and return what is wrong with it; an empty list if nothing is.
 
-    Every file in it is held against its SHA-256, the kernels' parameters are read from the SPIR-V
-    again and held against the manifest's, ``device`` builds each kernel, and spirv-val checks each
-    module, where it is installed (apt install spirv-tools).
+    Compares each file in it with its SHA-256, and the kernels' parameters in the SPIR-V with the
+    manifest's; builds each kernel on ``device``; and runs spirv-val on each module, if it is
+    installed (apt install spirv-tools).
 
     Args:
         path: of the bundle.
         device: that builds the kernels, as of :class:`fusedoptim.raw.RawKernel`.
 
     Raises:
-        OSError: the file cannot be read; of no file: FileNotFoundError.
+        OSError: the file cannot be read; if there is none, FileNotFoundError.
         fusedoptim.allocator.DeviceNotFoundError: there is no such device.
 
     Example:
@@ -57,13 +56,12 @@ def verify(path: str | os.PathLike[str], *, device: Any = "cpu") -> list[str]:
 
 
 def _check_signatures(module: Module) -> list[str]:
-    found = read_signatures(module.spirv)
-    texts = {name: [str(parameter) for parameter in found[name]] for name in found}
+    found = parameters(module.spirv)
     return [
-        f"{name}: the SPIR-V has the parameters {texts.get(name)}, and the manifest says "
+        f"{name}: the SPIR-V has the parameters {found.get(name)}, and the manifest says "
         f"{module.kernels.get(name)}"
-        for name in sorted(texts.keys() | module.kernels.keys())
-        if texts.get(name) != module.kernels.get(name)
+        for name in sorted(found.keys() | module.kernels.keys())
+        if found.get(name) != module.kernels.get(name)
     ]
 
 

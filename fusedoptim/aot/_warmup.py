@@ -1,10 +1,11 @@
-"""The driver's compilation, ahead of the first step."""
+"""Compilation by the driver ahead of the first step."""
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from fusedoptim.aot._bundle import Bundle, load
@@ -25,24 +26,23 @@ class Warmed(NamedTuple):
 def warmup(
     bundle: Bundle | str | os.PathLike[str] | None = None, *, device: str | None = None
 ) -> list[Warmed]:
-    """Have the driver compile kernels now, in this process, rather than in the first step.
+    """Have the driver compile kernels now rather than at their first launch in this process.
 
-    What the CPU driver makes of them is kept on the disk: later processes, too, have it compiled
-    then.
+    The CPU driver's programs are cached on disk, so later processes find them compiled.
 
     Args:
-        bundle: whose kernels; None for those of the optimizers of this package, in all dtypes that
-            the device has.
-        device: where; "cpu" for None, or, of a :class:`Bundle`, the one that it was loaded for;
+        bundle: that has the kernels; None for those of this package's optimizers, in all dtypes
+            that the device has.
+        device: that compiles: "cpu" if None, or the one for which the :class:`Bundle` was loaded;
             "xpu" is torch's current stream.
 
     Returns:
-        the time of each kernel, in the order in which they were compiled: next to nothing for one
-        that the process had compiled before, or of which a sibling was compiled.
+        the time of each kernel in the order of compilation, nearly none for one that was compiled
+        already, by this process or with another kernel of its module.
 
     Raises:
-        BundleError: the file is no bundle, is damaged, or is of another ABI.
-        OSError: the file cannot be read; of no file: FileNotFoundError.
+        BundleError: the file is not a bundle, is damaged, or has another ABI.
+        OSError: the file cannot be read; if there is none, FileNotFoundError.
         ValueError: ``device`` was given with a :class:`Bundle`, which has its own.
         fusedoptim.raw.KernelCompileError: the driver refuses a kernel of the bundle.
         fusedoptim.allocator.DeviceNotFoundError: there is no such device.
@@ -51,39 +51,38 @@ def warmup(
         >>> import tempfile
         >>> from pathlib import Path
         >>> from fusedoptim import aot
-        >>> folder = Path(tempfile.mkdtemp())
+        >>> source = Path(tempfile.mkdtemp()) / "twice.cl"
         >>> code = "kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }"
-        >>> _ = (folder / "twice.cl").write_text(code)
-        >>> _ = aot.build([folder / "twice.cl"], folder / "mine.fob")
-        >>> for name, seconds in aot.warmup(folder / "mine.fob"):
+        >>> _ = source.write_text(code)
+        >>> _ = aot.build([source], source.with_suffix(".fob"))
+        >>> for name, seconds in aot.warmup(source.with_suffix(".fob")):
         ...     print(f"{name} {1e3 * seconds:.0f} ms")
         twice ... ms
     """
     if bundle is None:
-        return list(_shipped(device or "cpu"))
+        return _warm_shipped(device or "cpu")
     if not isinstance(bundle, Bundle):
         bundle = load(bundle, device=device or "cpu")
     elif device is not None:
         raise ValueError(
             f"device={device!r}: the bundle was loaded for a device; load(path, device={device!r})"
         )
-    return list(_of(bundle))
+    for kernel in bundle.values():
+        named_queue(kernel.device)  # starts the driver, which is not part of a kernel's time
+    return [_timed(name, kernel.compile) for name, kernel in bundle.items()]
 
 
-def _of(bundle: Bundle) -> Iterator[Warmed]:
-    for name, kernel in bundle.items():
-        named_queue(kernel.device)  # the driver starts, which is no kernel's time
-        began = time.perf_counter()
-        kernel.compile()
-        yield Warmed(name, time.perf_counter() - began)
+def _warm_shipped(device: str) -> list[Warmed]:
+    queue = named_queue(device)
+    has_float64 = queue.sycl_device.has_aspect_fp64
+    return [
+        _timed(f"{kernel}_{variant}", functools.partial(kernel_for, queue, kernel, variant))
+        for kernel, variant in shipped()
+        if variant != "f64" or has_float64  # without it, such a step raises
+    ]
 
 
-def _shipped(device: str) -> Iterator[Warmed]:
-    chosen = named_queue(device)
-    has_float64 = chosen.sycl_device.has_aspect_fp64
-    for kernel, dtype in shipped():
-        if dtype == "f64" and not has_float64:
-            continue  # such a step raises on this device
-        began = time.perf_counter()
-        kernel_for(chosen, kernel, dtype)
-        yield Warmed(f"{kernel}_{dtype}", time.perf_counter() - began)
+def _timed(name: str, compile_it: Callable[[], object]) -> Warmed:
+    began = time.perf_counter()
+    compile_it()
+    return Warmed(name, time.perf_counter() - began)

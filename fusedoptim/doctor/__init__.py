@@ -1,4 +1,4 @@
-"""Examines the machine, the drivers and this package: what is there, what is wrong, and the cure.
+"""Examines the machine, the drivers and this package, and says how to cure each problem.
 
 ``python -m fusedoptim doctor`` prints what :func:`examine` returns.
 """
@@ -26,10 +26,9 @@ _CHECKS = {
 def examine(device: str | None = None) -> Report:
     """Examine the machine, its drivers and devices, and run every shipped kernel on each device.
 
-    Each kernel runs on random inputs, and its results are compared with those of its
-    source, run as plain Python in float64.
-    That, and all else that a driver could crash, happens in processes of its own; a notebook's
-    process may call this at any time.
+    Each kernel runs on random inputs, and its results are compared with those of its source, run as
+    plain Python in float64. All that uses a driver, which may crash, happens in processes of its
+    own, so a notebook's process may call this at any time.
 
     Args:
         device: a SYCL filter string such as "cpu", "gpu" or "level_zero:gpu:1", to run the

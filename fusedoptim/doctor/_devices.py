@@ -1,4 +1,4 @@
-"""Devices and what runs on them, from what the workers told."""
+"""Devices and what runs on them, as the workers report it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fusedoptim.doctor._drivers import INSTALL_GPU, intel_gpus
+from fusedoptim.doctor._drivers import INSTALL_CPU, INSTALL_GPU, intel_gpus
 from fusedoptim.doctor._report import REPORT_IT, Problem, Section, error, warning
 from fusedoptim.doctor._versions import REINSTALL_RUNTIME
 from fusedoptim.doctor._workers import Outcome, Workers
 
 _MOST_NAMES = 5
 _INSTALL_TORCH = "pip install --force-reinstall torch"
-_INSTALL_CPU = "pip install --force-reinstall intel-opencl-rt"
 _LIMITS = ("ONEAPI_DEVICE_SELECTOR", "OCL_ICD_FILENAMES", "SYCL_DEVICE_ALLOWLIST")
 _WRONG = (
-    "unset what CL_CONFIG_*, IGC_* and NEO* variables there are; if it stays, install another "
+    "unset all CL_CONFIG_*, IGC_* and NEO* variables; if that does not help, install another "
     f"version of the driver, and {REPORT_IT}"
 )
 
 
 def sections(workers: Workers) -> Iterator[Section]:
-    """What the workers found, when they have ended."""
+    """The workers' findings, when they have ended."""
     outcomes = workers.outcomes()
     yield describe_devices(outcomes, len(intel_gpus()))
     yield describe_kernels(outcomes)
@@ -31,14 +30,16 @@ def sections(workers: Workers) -> Iterator[Section]:
 
 
 def describe_devices(outcomes: Sequence[Outcome], gpus: int) -> Section:
-    """The devices, the libraries that serve them, and why there is none.
+    """The devices and the libraries that serve them, or why there is none.
 
     Args:
         outcomes: of the workers.
-        gpus: how many Intel GPUs the system knows.
+        gpus: how many Intel GPUs the system has.
     """
     facts: dict[str, Any] = {}
+    on_host = []
     for device in (device for line in _lines(outcomes, "devices") for device in line["devices"]):
+        on_host.append(device["on_host"])
         facts[device["filter_string"]] = {
             "name": device["name"],
             "driver": device["driver"],
@@ -48,10 +49,11 @@ def describe_devices(outcomes: Sequence[Outcome], gpus: int) -> Section:
             "float64": device["has_float64"],
             "float16": device["has_float16"],
         }
-    names = list(facts)
+    have = ", ".join(facts) or "none"
     for line in _lines(outcomes, "unused"):
         if line["unused"]:
-            facts["not used"] = f"{', '.join(line['unused'])}, as Intel's CPU driver is there"
+            names = ", ".join(line["unused"])
+            facts["not used"] = f"{names}, as another driver of that device is preferred"
     for line in _lines(outcomes, "compiled_for"):
         facts["CPU kernels are for"] = line["compiled_for"]
     for line in _lines(outcomes, "highest"):
@@ -61,11 +63,10 @@ def describe_devices(outcomes: Sequence[Outcome], gpus: int) -> Section:
     problems += [problem for outcome in outcomes for problem in _two_majors(outcome.loaded)]
     limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
     unset = f"unset {' and '.join(limits)}, which may hide it, or " if limits else ""
-    have = ", ".join(names) or "none"
-    if not problems and not any("cpu" in name for name in names):
+    if not problems and not any(on_host):
         message = f"no driver serves the CPU (devices found: {have})"
-        problems.append(error(message, f"{unset}{_INSTALL_CPU}"))
-    if gpus and not any("gpu" in name for name in names):
+        problems.append(error(message, f"{unset}{INSTALL_CPU}"))
+    if gpus and all(on_host):
         message = f"the machine has an Intel GPU and no driver shows it (devices found: {have})"
         problems.append(warning(message, f"{unset}{INSTALL_GPU}"))
     return Section("devices", facts, list(dict.fromkeys(problems)))
@@ -77,7 +78,7 @@ def _lines(outcomes: Sequence[Outcome], key: str) -> list[dict[str, Any]]:
 
 
 def _failures(outcome: Outcome) -> Iterator[Problem]:
-    """What kept a worker from finishing."""
+    """Why a worker did not finish."""
     if outcome.end:
         yield error(f"a process that {outcome.at} {outcome.end}", _WRONG)
     for line in _lines([outcome], "failed"):
@@ -85,11 +86,11 @@ def _failures(outcome: Outcome) -> Iterator[Problem]:
 
 
 def _failure(said: str) -> Problem:
-    """An exception as a problem; the messages of our own end with the cure."""
+    """An exception as a problem; our own messages end with the cure."""
     kind, _, text = said.partition(": ")
     message, _, cure = (text or kind).partition("; ")
     if kind.endswith(("DeviceNotFoundError", "ModuleError")):
-        return error(message, cure or _INSTALL_CPU)
+        return error(message, cure or INSTALL_CPU)
     if kind in ("ImportError", "ModuleNotFoundError"):
         return error(message, cure or REINSTALL_RUNTIME)
     variable = re.search(r"\b[A-Z]+(_[A-Z]+)+(?==)", message)
@@ -98,7 +99,7 @@ def _failure(said: str) -> Problem:
 
 
 def _two_majors(loaded: Sequence[str]) -> Iterator[Problem]:
-    """Runtimes of two versions in one process: a queue cannot pass between them."""
+    """SYCL runtimes of two versions in one process, which cannot share a queue."""
     majors: dict[str, str] = {}
     for path in loaded:
         name = os.path.basename(path)
@@ -113,7 +114,7 @@ def _two_majors(loaded: Sequence[str]) -> Iterator[Problem]:
 
 
 def describe_kernels(outcomes: Sequence[Outcome]) -> Section:
-    """What each kernel's self-test found."""
+    """The results of the kernels' self-tests."""
     facts: dict[str, Any] = {}
     results: dict[str, dict[str, str]] = {}
     problems = []
@@ -142,13 +143,13 @@ def describe_kernels(outcomes: Sequence[Outcome]) -> Section:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Some names, and how many more there are."""
+    """Some names, and the number of the others."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more kernels" if more > 0 else "")
 
 
 def describe_torch(outcomes: Sequence[Outcome]) -> Section:
-    """Whether torch can be imported, and its tensors updated."""
+    """Whether torch can be imported and its tensors updated."""
     facts: dict[str, Any] = {}
     problems: list[Problem] = []
     for line in _lines(outcomes, "torch"):

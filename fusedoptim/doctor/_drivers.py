@@ -1,4 +1,4 @@
-"""OpenCL and Level Zero drivers, as files: which are registered, which can be loaded."""
+"""OpenCL and Level Zero drivers, as files: which are registered, and which exist."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _SYSTEM_FOLDERS = tuple(
 _DRM = Path("/sys/class/drm")
 _DEVICES = Path("/dev/dri")
 _INTEL = "0x8086"
+INSTALL_CPU = "pip install --force-reinstall intel-opencl-rt"
 INSTALL_GPU = (
     "install its driver (Debian and Ubuntu: apt install intel-opencl-icd libze1 libze-intel-gpu1)"
 )
@@ -25,36 +26,29 @@ _RUNTIME = ("libsycl.so.*", "libur_loader.so.*", "libOpenCL.so.*", "libintelocl.
 
 
 def check() -> Section:
-    """The drivers that are registered, and Intel's GPUs that lack one."""
+    """The drivers that are registered, and Intel GPUs without one."""
     own_driver = installed_file("intel-opencl-rt", "libintelocl.so")
     listed = os.environ.get("OCL_ICD_FILENAMES")
-    icds = _icd_files()
+    icds = {icd: icd.read_text().strip() for icd in sorted(_VENDORS.glob("*.icd"))}
     gpus = intel_gpus()
-    facts: dict[str, Any] = {
-        "OpenCL loader": _path(
-            installed_file("intel-opencl-rt", "libOpenCL.so.1") or _system_file("libOpenCL.so.1")
-        ),
-        "CPU driver": _path(own_driver),
-        "OpenCL C compiler": _path(installed_file("intel-opencl-rt", "libcommon_clang.so")),
-        "OpenCL drivers of the system": {icd.name: library for icd, library in icds.items()},
-        "Level Zero loader": _path(_system_file("libze_loader.so.1")),
-        "Level Zero GPU driver": _path(_system_file("libze_intel_gpu.so.1")),
-        "Intel GPUs": [gpu.name for gpu in gpus],
+    loader = installed_file("intel-opencl-rt", "libOpenCL.so.1")
+    files = {
+        "OpenCL loader": loader or _system_file("libOpenCL.so.1"),
+        "CPU driver": own_driver,
+        "OpenCL C compiler": installed_file("intel-opencl-rt", "libcommon_clang.so"),
+        "Level Zero loader": _system_file("libze_loader.so.1"),
+        "Level Zero GPU driver": _system_file("libze_intel_gpu.so.1"),
     }
-    if listed is not None:
-        facts["OCL_ICD_FILENAMES"] = listed
+    facts: dict[str, Any] = {name: path and str(path) for name, path in files.items()}
+    facts["OpenCL drivers of the system"] = {icd.name: library for icd, library in icds.items()}
+    facts["Intel GPUs"] = [gpu.name for gpu in gpus]
     problems = [
         *_missing_drivers(own_driver, listed),
         *_broken_icds(icds),
         *_stale_libraries(os.environ.get("LD_LIBRARY_PATH", "")),
-        *_missing_preloads(os.environ.get("LD_PRELOAD", "")),
         *_gpu_problems(gpus),
     ]
     return Section("drivers", facts, problems)
-
-
-def _path(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _system_file(pattern: str) -> Path | None:
@@ -63,42 +57,40 @@ def _system_file(pattern: str) -> Path | None:
     return next(found, None)
 
 
-def _icd_files() -> dict[Path, str]:
-    """Each registration file of the system, and the library that it names."""
-    return {icd: icd.read_text().strip() for icd in sorted(_VENDORS.glob("*.icd"))}
+def _is_missing(library: str) -> bool:
+    """Whether a library is named by its path, which does not exist."""
+    return os.path.isabs(library) and not os.path.exists(library)
 
 
 def _missing_drivers(own_driver: Path | None, listed: str | None) -> Iterator[Problem]:
     if own_driver is None and not listed:
         yield error(
-            "the CPU driver, libintelocl.so of intel-opencl-rt, is not installed",
-            "pip install --force-reinstall intel-opencl-rt",
+            "the CPU driver, libintelocl.so of intel-opencl-rt, is not installed", INSTALL_CPU
         )
-    for name in (listed or "").split(":"):
-        if name and os.path.isabs(name) and not Path(name).exists():
-            yield error(
-                f"OCL_ICD_FILENAMES names {name}, which does not exist; while it is set, the CPU "
-                "driver that pip installed is not added",
-                "unset OCL_ICD_FILENAMES",
-            )
+    for name in filter(_is_missing, (listed or "").split(":")):
+        yield error(
+            f"OCL_ICD_FILENAMES names {name}, which does not exist; while it is set, the CPU "
+            "driver that pip installed is not added",
+            "unset OCL_ICD_FILENAMES",
+        )
 
 
 def _broken_icds(icds: dict[Path, str]) -> Iterator[Problem]:
     for icd, library in icds.items():
-        if os.path.isabs(library) and not Path(library).exists():
+        if _is_missing(library):
             yield warning(
-                f"{icd} registers {library}, which does not exist: the rest of a driver that was "
-                "removed",
+                f"{icd} registers {library}, which does not exist: its driver was removed "
+                "incompletely",
                 f"install that driver again, or delete {icd}",
             )
 
 
 def _stale_libraries(search_path: str) -> Iterator[Problem]:
-    """SYCL runtimes that the linker takes before those that pip installed."""
-    own = {path.parent for path in (installed_file("intel-sycl-rt", "libsycl.so"),) if path}
-    for folder in filter(None, search_path.split(":")):
-        names = sorted({p.name for pattern in _RUNTIME for p in Path(folder).glob(pattern)})
-        if names and Path(folder).resolve() not in own:
+    """SYCL runtimes that the linker prefers to those that pip installed."""
+    own = installed_file("intel-sycl-rt", "libsycl.so")
+    for folder in map(Path, filter(None, search_path.split(":"))):
+        names = sorted({path.name for pattern in _RUNTIME for path in folder.glob(pattern)})
+        if names and not (own and folder.resolve() == own.parent):
             yield warning(
                 f"LD_LIBRARY_PATH has {folder}, whose {', '.join(names[:3])} may be loaded "
                 "instead of those that pip installed",
@@ -106,14 +98,8 @@ def _stale_libraries(search_path: str) -> Iterator[Problem]:
             )
 
 
-def _missing_preloads(preload: str) -> Iterator[Problem]:
-    for name in preload.replace(":", " ").split():
-        if os.path.isabs(name) and not Path(name).exists():
-            yield warning(f"LD_PRELOAD names {name}, which does not exist", "unset LD_PRELOAD")
-
-
 def intel_gpus() -> Sequence[Path]:
-    """The render node of each GPU of Intel's that the kernel has a driver for."""
+    """The render nodes of Intel GPUs for which the kernel has a driver."""
     nodes = []
     for node in sorted(_DRM.glob("renderD*")):
         vendor = node / "device" / "vendor"

@@ -1,4 +1,4 @@
-"""The machine: its processors and what limits them, its memory, and this process."""
+"""The machine: its processors and their limits, its memory, and this process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fusedoptim.doctor._report import Problem, Section, error, warning
 
 _CPUINFO = Path("/proc/cpuinfo")
 _CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 _SHARED = Path("/dev/shm")
 _INSTRUCTIONS = re.compile(r"sse4_2|avx|avx2|fma|f16c|avx512\w+|avx_vnni|avx10\w*|amx_\w+")
 _MINIMUM_SHARED = 128 << 20  # containers get 64 MiB unless they ask for more
@@ -48,10 +49,8 @@ def check() -> Section:
 
 def _processor() -> tuple[str, list[str]]:
     """Its name, and the instruction sets that matter here."""
-    fields: dict[str, str] = {}
-    for line in _CPUINFO.read_text().split("\n\n")[0].splitlines():
-        key, _, value = line.partition(":")
-        fields[key.strip()] = value.strip()
+    first = _CPUINFO.read_text().split("\n\n")[0]
+    fields = dict(re.findall(r"^(.+?)\s*: (.*)$", first, re.MULTILINE))
     flags = fields.get("flags", "").split()
     return fields.get("model name", "unknown"), sorted(filter(_INSTRUCTIONS.fullmatch, flags))
 
@@ -70,30 +69,21 @@ def _processor_problems(instructions: list[str]) -> Iterator[Problem]:
 
 
 def cpu_limit() -> float | None:
-    """Processors' worth of time that the control group allows, or None."""
+    """The processors' worth of time that the control groups allow, or None."""
     limits = []
     for folder in _control_groups():
-        quota, period = "max", "100000"
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-        elif (folder / "cpu.cfs_quota_us").exists():
-            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-            period = (folder / "cpu.cfs_period_us").read_text().strip()
-        if quota not in ("max", "-1"):
+        file = folder / "cpu.max"  # the root of a machine has none
+        quota, period = file.read_text().split() if file.exists() else ("max", "")
+        if quota != "max":
             limits.append(int(quota) / int(period))
     return min(limits, default=None)
 
 
 def _control_groups() -> Iterator[Path]:
-    """The folders of this process's groups, in version 2 and 1, and those of a container."""
-    yield _CGROUPS
-    yield _CGROUPS / "cpu"
-    membership = Path("/proc/self/cgroup")
-    for line in membership.read_text().splitlines() if membership.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "cpu" in controllers.split(","):
-            folder = _CGROUPS / ("cpu" if controllers else "") / path.lstrip("/")
-            yield from (folder, *(p for p in folder.parents if _CGROUPS in p.parents))
+    """The folders of this process's group and of all above it; version 1 of them is not read."""
+    own = re.search(r"^0::/(.*)$", _MEMBERSHIP.read_text(), re.MULTILINE)
+    folder = _CGROUPS / (own[1] if own else "")
+    return (f for f in (folder, *folder.parents) if f == _CGROUPS or _CGROUPS in f.parents)
 
 
 def _limit_problems(limit: float | None, available: int) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""This package itself: are its compiled kernels as shipped, and are its names its own?"""
+"""This package itself: its compiled kernels and its names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REINSTALL = "pip install --force-reinstall --no-deps fusedoptim (in a clone: git
 def check_kernels() -> Section:
     """Each shipped module against its hash in the manifest."""
     try:
-        entries = modules._manifest.__wrapped__()  # as it is now, not when it was first read
+        entries = modules._manifest.__wrapped__()  # the file may have changed since it was cached
     except ModuleError as failure:
         return Section("kernels", {}, [error(str(failure).rpartition(";")[0], REINSTALL)])
     manifest = json.loads(modules.MANIFEST.read_text())
@@ -35,24 +35,20 @@ def check_kernels() -> Section:
         "manifest": f"version {manifest['version']}",
         "compiled by": dict(manifest["tools"]),
         "as shipped": f"{list(states.values()).count('')} of {len(states)}",
-        "compiled ones kept in": str(cache.folder() or "no folder: FUSEDOPTIM_CACHE_DIR is empty"),
+        "cache of programs": str(cache.folder() or "none: FUSEDOPTIM_CACHE_DIR is empty"),
     }
     problems = [
         error(f"the compiled kernel {name} {state}", REINSTALL)
         for name, state in states.items()
         if state
     ]
-    listed = {entry["file"] for entry in entries.values()}
-    for path in sorted(modules.FOLDER.glob("*.spv")):
-        if path.name not in listed:
-            problems.append(warning(f"{path} is of no kernel that the manifest has", REINSTALL))
-    problems += _unkept(cache.folder())
+    problems += _cache_problems(cache.folder())
     hashes = {name: entry["sha256"] for name, entry in entries.items()}
     return Section("kernels", facts, problems, {"sha256": hashes})
 
 
 def _state(entry: dict[str, Any]) -> str:
-    """What is wrong with a module's file, or nothing."""
+    """What is wrong with a module's file, or ""."""
     try:
         spirv = (modules.FOLDER / entry["file"]).read_bytes()
     except OSError as failure:
@@ -63,8 +59,8 @@ def _state(entry: dict[str, Any]) -> str:
     return f"is not the one that was shipped (sha256 {digest[:12]}..., not {entry['sha256'][:12]})"
 
 
-def _unkept(folder: Path | None) -> Iterator[Problem]:
-    """That nothing can be kept, which optimizers do not tell."""
+def _cache_problems(folder: Path | None) -> Iterator[Problem]:
+    """Why the cache cannot be used, which optimizers do not report."""
     if folder is None:
         return
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
@@ -79,9 +75,8 @@ def _unkept(folder: Path | None) -> Iterator[Problem]:
 
 
 def check_names() -> Section:
-    """Where our packages' names lead, and who else has installed them."""
-    root = Path(modules.FOLDER).parents[1]
-    facts: dict[str, Any] = {"fusedoptim": str(root / "fusedoptim")}
+    """Where our packages' names lead, and other distributions that have them."""
+    facts: dict[str, Any] = {"fusedoptim": str(Path(__file__).parents[1])}
     problems: list[Problem] = []
     for name in _NAMES:
         try:

@@ -1,9 +1,10 @@
-"""What an examination found: facts, and problems with their cures."""
+"""The result of an examination: facts, and problems with their cures."""
 
 from __future__ import annotations
 
 import html
 import json
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -16,7 +17,7 @@ _WIDTH = 88  # of a line of facts; paths may be longer
 
 
 class Problem(NamedTuple):
-    """Something that is wrong, or will surprise, and what to do about it."""
+    """Something that is wrong or unexpected, and what to do about it."""
 
     level: str
     """"error" if steps fail or compute wrongly, else "warning"."""
@@ -27,17 +28,17 @@ class Problem(NamedTuple):
 
 
 def error(message: str, cure: str) -> Problem:
-    """A problem with which steps fail or compute wrongly."""
+    """Steps fail or compute wrong results."""
     return Problem("error", message, cure)
 
 
 def warning(message: str, cure: str) -> Problem:
-    """A problem with which everything works, slower or otherwise than expected."""
+    """Steps work, but slower or otherwise than expected."""
     return Problem("warning", message, cure)
 
 
 class Section(NamedTuple):
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     """Name of the check."""
@@ -50,7 +51,7 @@ class Section(NamedTuple):
 
 
 class Report:
-    """What was found; it prints as a page, in a terminal and in a notebook.
+    """The result of an examination, which prints as a page in a terminal and in a notebook.
 
     Made by :func:`examine`.
     """
@@ -63,22 +64,22 @@ class Report:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """All problems, errors first; one that several checks met, once."""
+        """All problems without duplicates, errors first."""
         found = dict.fromkeys(p for section in self.sections for p in section.problems)
         return tuple(sorted(found, key=lambda problem: problem.level != "error"))
 
     @property
     def verdict(self) -> str:
-        """Return "ok", "warning" or "error": the worst problem's level."""
+        """The worst problem's level: "ok", "warning" or "error"."""
         return self.problems[0].level if self.problems else "ok"
 
     @property
     def exit_code(self) -> int:
-        """Return 1 if there is an error, else 0."""
+        """1 if there is an error, else 0."""
         return int(self.verdict == "error")
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON has it.
+        """The report as an object of JSON.
 
         Returns:
             ``schema`` (1; counts up when a key changes its meaning), ``fusedoptim`` (the version),
@@ -107,7 +108,7 @@ class Report:
     def __repr__(self) -> str:
         lines = []
         for section in self.sections:
-            rows = [(name, line) for name, line in _rows(section.facts)]
+            rows = _rows(section.facts)
             width = max((len(name) for name, _ in rows), default=0)
             lines += [section.name, *(f"  {name:<{width}}  {line}" for name, line in rows), ""]
         for problem in self.problems:
@@ -115,10 +116,9 @@ class Report:
         return "\n".join([*lines, self._summary()])
 
     def _summary(self) -> str:
-        count = dict.fromkeys(("error", "warning"), 0)
-        for problem in self.problems:
-            count[problem.level] += 1
-        parts = [f"{n} {level}{'s' * (n > 1)}" for level, n in count.items() if n]
+        levels = [problem.level for problem in self.problems]
+        counts = {level: levels.count(level) for level in ("error", "warning")}
+        parts = [f"{n} {level}{'s' * (n > 1)}" for level, n in counts.items() if n]
         return f"{' and '.join(parts) or 'no problems'} ({self.seconds:.1f} s)"
 
     def _repr_html_(self) -> str:
@@ -140,34 +140,27 @@ class Report:
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Facts as lines: a long list goes on in lines of its own, a dict's entries too."""
+    """Facts as lines; those after the first of a long fact have no name."""
     rows: list[tuple[str, str]] = []
     for name, value in facts.items():
-        if isinstance(value, dict):
-            texts = [f"{key}: {_text(part)}" for key, part in value.items()]
-        elif isinstance(value, list):
-            texts = list(map(_text, value))
-        else:
-            texts = [_text(value)]
-        lines = [""]
-        for text in texts or ["none"]:
-            if lines[-1] and len(lines[-1]) + len(text) > _WIDTH:
-                lines.append("")
-            lines[-1] += f", {text}" if lines[-1] else text
+        text = _text(value)
+        lines = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
         rows += zip([name, *[""] * (len(lines) - 1)], lines)
     return rows
 
 
 def _text(value: Any) -> str:
-    if value is None or value in ("", []):
-        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, dict):
+        value = [f"{key}: {_text(part)}" for key, part in value.items()]
+    if isinstance(value, list):
+        value = ", ".join(map(_text, value))
+    return "none" if value in (None, "") else str(value)
 
 
 def guarded(name: str, check: Callable[[], Section]) -> Section:
-    """What ``check`` finds; if it fails itself, that is the problem."""
+    """The result of ``check``, or the problem that it failed."""
     try:
         return check()
     except Exception as failure:  # a defect of the check must not hide what the others find

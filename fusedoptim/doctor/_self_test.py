@@ -1,12 +1,11 @@
-r"""Runs one shipped kernel on one device, and its source as plain Python in float64: do they agree?
+r"""Compares a shipped kernel on a device with its source, run as plain Python in float64.
 
-Inputs are random and new in each run: values :math:`\pm[1/2, 2]`, optimizer state :math:`[1/2, 2]`,
-numbers :math:`[1/4, 3/4]`. So no term is larger than 32, few cancel, and nothing is magnified. A
-result may be off by 64 units roundoff of the arithmetic (half a last place each), relative to it or
-to 1 if it is smaller, and a stored 16-bit value by one unit of its own more. Each kernel rounds
-fewer than 40 times on the way to a result, and a sum's relative error over ``_LENGTHS`` is below
-that of 32 additions. A wrong instruction, one that is not IEEE's, and a write to a wrong place are
-all off by far more.
+Inputs are random and new in each run: values in :math:`\pm[1/2, 2]`, optimizer state in
+:math:`[1/2, 2]`, scalars in :math:`[1/4, 3/4]`. So no term exceeds 32, and little cancels. The
+tolerance is 64 units roundoff of the arithmetic, relative to the result or to 1 if that is larger,
+plus one of the element for a stored 16-bit value: a kernel rounds fewer than 40 times on the way to
+a result, and the relative error of a sum over ``_LENGTHS`` is below that of 32 additions. A wrong
+instruction, inexact arithmetic and a write to a wrong place are off by far more.
 """
 
 from __future__ import annotations
@@ -20,57 +19,58 @@ import numpy as np
 from fusedoptim.allocator import default_pool
 from fusedoptim.dtypes import ELEMENTS, VARIANTS, Element
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.layout import Argument
 from fusedoptim.launch.modules import Module, kernel_function, shipped
-from fusedoptim.launch.table import LaunchBlock
 
 Reals = np.ndarray[Any, np.dtype[np.float64]]
-_LENGTHS = np.array([301, 1, 211])  # of the rows; no multiple of a vector, and rows lie unaligned
-_BEYOND = 32  # elements past the end, which nothing may write to
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+_LENGTHS = np.array([301, 1, 211])  # of the rows: unaligned, and no multiples of a vector
+_MARGIN = 32  # elements past the end
 _UNITS = 64
 _ARRAYS = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.STATE)
-_ADDRESSES = (
-    *_ARRAYS,
-    Role.SUMS,
-    Role.CHUNK_SUMS,
-    Role.RESULT,
-    Role.ROW_RESULT,
-    Role.DEVICE_SCALAR,
-)
+_PER_ROW = (Role.SUMS, Role.RESULT, Role.ROW_RESULT)
+_ADDRESSES = (*_ARRAYS, *_PER_ROW, Role.CHUNK_SUMS, Role.DEVICE_SCALAR)
+
+
+def _row_sizes(role: Role, sums: int) -> Integers:
+    """The elements of an array that belong to each row; a device scalar belongs to all."""
+    if role is Role.DEVICE_SCALAR:
+        return np.array([1])
+    if role in _PER_ROW:
+        return np.full(len(_LENGTHS), sums if role is Role.SUMS else 1)
+    return _LENGTHS * 2 if role is Role.CHUNK_SUMS else _LENGTHS
 
 
 class _Array:
-    """Values in memory that the device reads and writes, and a margin that it must not."""
+    """Elements that the device reads and writes, followed by a margin that it must not touch."""
 
     def __init__(self, queue: Any, values: Reals, storage: str, in_usm: bool) -> None:
         self._storage = storage
         encoded = _encode(values, storage)
-        size = len(encoded) + _BEYOND
-        whole = _new_values(queue, size, encoded.dtype, in_usm)
-        self._values, self._margin = whole[: len(encoded)], whole[len(encoded) :]
+        size, dtype = len(encoded) + _MARGIN, encoded.dtype
+        if in_usm:
+            memory = default_pool(queue, "host").allocate(size * dtype.itemsize)
+            whole: Any = np.frombuffer(memoryview(memory), dtype)
+        else:
+            whole = np.empty(size, dtype)
+        self._values, margin = whole[: len(encoded)], whole[len(encoded) :]
         self._values[:] = encoded
-        self._margin.view(np.uint8)[:] = 0x5A
-        self.address = whole.ctypes.data
-        self.itemsize = encoded.itemsize
+        self._margin = margin.view(np.uint8)
+        self._margin[:] = 0x5A
+        self.address: int = whole.ctypes.data
+        self.itemsize = dtype.itemsize
 
-    def read(self) -> Any:
+    def read(self) -> Reals:
         return _decode(self._values, self._storage)
 
-    def joined(self, lower: _Array) -> Any:
+    def joined(self, lower: _Array) -> Reals:
         """The float32 values of which this is the upper half."""
         return _decode((self._values.astype(np.uint32) << 16) | lower._values, "f32")
 
     def is_overrun(self) -> bool:
-        return bool((self._margin.view(np.uint8) != 0x5A).any())
-
-
-def _new_values(queue: Any, size: int, dtype: np.dtype[Any], in_usm: bool) -> Any:
-    """Memory that the host and the device of ``queue`` read and write."""
-    if not in_usm:
-        return np.empty(size, dtype)
-    memory = default_pool(queue, "host").allocate(size * dtype.itemsize)
-    return np.frombuffer(memoryview(memory), dtype)
+        return bool((self._margin != 0x5A).any())
 
 
 def _encode(values: Reals, storage: str) -> Any:
@@ -86,17 +86,14 @@ def _encode(values: Reals, storage: str) -> Any:
 
 
 def _decode(bits: Any, storage: str) -> Reals:
-    """The values of an element's bits; those of "trail" mean nothing."""
+    """The values of an element's bits, 0 for subnormal ones; those of "trail" mean nothing."""
     if storage == "trail":
         return np.zeros(len(bits))
     element = ELEMENTS[storage]
     bits = bits.astype(np.uint64)
     fraction = (bits & np.uint64((1 << element.fraction) - 1)) * 2.0**-element.fraction
     biased = (bits >> np.uint64(element.fraction)).astype(np.int64) & (2 * _bias(element) + 1)
-    is_normal = biased > 0
-    exponent = np.maximum(biased, 1) - _bias(element)
-    with np.errstate(over="ignore"):
-        values = np.ldexp(fraction + is_normal, exponent.astype(np.int32))
+    values = np.ldexp((1 + fraction) * (biased > 0), np.minimum(biased - _bias(element), 1023))
     special = np.where(fraction == 0, np.inf, np.nan)
     values = np.where(biased == 2 * _bias(element) + 1, special, values)
     return np.where(bits >> np.uint64(8 * element.size - 1) != 0, -values, values)
@@ -119,8 +116,8 @@ class _Trial:
             queue: of the device.
             kernel: its name.
             variant: of :data:`fusedoptim.dtypes.VARIANTS`.
-            options: what flags say; without, weight decay is 0 and norms are not bounded.
-            in_usm: whether the arrays are memory of the driver's.
+            options: what flags are; without, weight decay is 0 and norms are not bounded.
+            in_usm: whether the arrays are in the driver's memory.
         """
         self._queue, self._options, self._in_usm = queue, options, in_usm
         self._function = kernel_function(kernel)
@@ -138,14 +135,7 @@ class _Trial:
 
     def _new_array(self, argument: Argument) -> _Array:
         role = argument.role
-        sizes = {
-            Role.SUMS: len(_LENGTHS) * self._module.sums,
-            Role.CHUNK_SUMS: 2 * _LENGTHS.sum(),
-            Role.RESULT: len(_LENGTHS),
-            Role.ROW_RESULT: len(_LENGTHS),
-            Role.DEVICE_SCALAR: 1,
-        }
-        values = self._random.uniform(0.5, 2, int(sizes.get(role, _LENGTHS.sum())))
+        values = self._random.uniform(0.5, 2, _row_sizes(role, self._module.sums).sum())
         if role in (Role.PARAM, Role.TRAIL, Role.GRAD):  # state may be squares
             values *= self._random.choice([-1.0, 1.0], len(values))
         storages = {Role.PARAM: self._narrow, Role.GRAD: self._narrow, Role.TRAIL: "trail"}
@@ -166,14 +156,14 @@ class _Trial:
         return np.asarray(value, self._kernel.real).astype(np.float64)[()]
 
     def _values(self) -> dict[str, Reals]:
-        """What is in the arrays now; a split parameter's two halves are one value."""
+        """The arrays' values; the two halves of a split parameter are one value."""
         values = {name: array.read() for name, array in self._arrays.items()}
         if values.pop("trail", None) is not None:
             values["param"] = self._arrays["param"].joined(self._arrays["trail"])
         return values
 
     def problem(self) -> str:
-        """Launch; what is wrong with the results, or nothing."""
+        """Launch; return what is wrong with the results, or ""."""
         before = self._values()
         expected = in_float64(self._function, self._module, before | self._numbers)
         self._launch()
@@ -194,8 +184,8 @@ class _Trial:
         return ""
 
     def _allowed(self, name: str, before: Reals, wanted: Reals) -> Reals:
-        """By how much results may be off."""
-        if np.array_equal(before, wanted):  # the kernel does not write them
+        """The tolerance of each result."""
+        if np.array_equal(before, wanted):  # the kernel does not write it
             return np.zeros(len(wanted))
         roles = dict(self._module.arguments)
         allowed = _UNITS * ELEMENTS[self._real].roundoff * np.maximum(abs(wanted), 1)
@@ -206,18 +196,11 @@ class _Trial:
 
     def _launch(self) -> None:
         block = LaunchBlock(self._kernel, _LENGTHS)
-        starts = np.cumsum(_LENGTHS) - _LENGTHS
         for name, role in self._module.layout.row:
             if role in _ADDRESSES:
-                array = self._arrays[name]
+                array, sizes = self._arrays[name], _row_sizes(role, self._module.sums)
                 base = np.array([array.address], dtype=np.uint64).view(np.int64)
-                places = {
-                    Role.SUMS: np.arange(len(_LENGTHS)) * self._module.sums,
-                    Role.CHUNK_SUMS: 2 * starts,
-                    Role.RESULT: np.arange(len(_LENGTHS)),
-                    Role.ROW_RESULT: np.arange(len(_LENGTHS)),
-                }.get(role, starts)
-                block.write(name, base + places * array.itemsize)
+                block.write(name, base + (np.cumsum(sizes) - sizes) * array.itemsize)
             elif role is not Role.LENGTH:
                 block.write(name, self._numbers[name])
         head = {
@@ -236,14 +219,17 @@ def in_float64(
 
     Args:
         function: a kernel.
-        module: what it was compiled to.
+        module: its compiled form.
         values: of each argument but the row's length: an array, or a number.
     """
     roles = dict(module.arguments)
     names = list(inspect.signature(function).parameters)
     index = [name for name in names if name not in roles]
-    lists: dict[str, list[list[float]]] = {
-        name: _by_row(values[name], role, module.sums)
+    arrays = {  # each a list of the rows' parts
+        name: [
+            part.tolist()
+            for part in np.split(values[name], np.cumsum(_row_sizes(role, module.sums))[:-1])
+        ]
         for name, role in module.arguments
         if role in _ADDRESSES and name in values
     }
@@ -256,11 +242,11 @@ def in_float64(
             elif role in (Role.ROW_SCALAR, Role.ROW_FLAG):
                 given[name] = values[name][row].item()
             elif role is Role.ROW_RESULT:
-                given[name] = lists[name][row][0]
+                given[name] = arrays[name][row][0]
             elif role is Role.DEVICE_SCALAR:
-                given[name] = lists[name][0][0]
-            elif name in lists:
-                given[name] = lists[name][row]
+                given[name] = arrays[name][0][0]
+            elif name in arrays:
+                given[name] = arrays[name][row]
             elif name not in index:
                 given[name] = values[name]
         if not index:
@@ -268,18 +254,8 @@ def in_float64(
             continue
         terms = [function(**given, **{index[0]: i}) for i in range(length)]
         if module.sums:
-            lists["sums"][row] = [sum(term) for term in zip(*terms)]
-    return {name: np.concatenate(rows) for name, rows in lists.items()}
-
-
-def _by_row(values: Reals, role: Role, sums: int) -> list[list[float]]:
-    """The part of an array that belongs to each row."""
-    if role is Role.DEVICE_SCALAR:
-        return [values.tolist()]
-    count = len(_LENGTHS)
-    sizes = _LENGTHS if role in (*_ARRAYS, Role.CHUNK_SUMS) else np.ones(count, dtype=int)
-    sizes = sizes * {Role.CHUNK_SUMS: 2, Role.SUMS: sums}.get(role, 1)
-    return [part.tolist() for part in np.split(values, np.cumsum(sizes)[:-1])]
+            arrays["sums"][row] = [sum(term) for term in zip(*terms)]
+    return {name: np.concatenate(rows) for name, rows in arrays.items()}
 
 
 def kernel_problem(queue: Any, name: str, *, in_usm: bool) -> str:
@@ -287,12 +263,12 @@ def kernel_problem(queue: Any, name: str, *, in_usm: bool) -> str:
 
     Args:
         queue: a dpctl.SyclQueue.
-        name: of a kernel that the manifest has.
-        in_usm: whether its arrays are memory of the driver's, as a GPU wants it; else they are any
-            memory of this process, as torch's tensors are on the CPU.
+        name: of a kernel in the manifest.
+        in_usm: whether its arrays are in the driver's memory, as a GPU requires, or in any memory
+            of this process, as torch's tensors on the CPU.
 
     Returns:
-        a sentence, or an empty string if its results are right.
+        a sentence, or "" if its results are right.
 
     Raises:
         ModuleError: the package's files are damaged.

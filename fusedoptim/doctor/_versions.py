@@ -1,4 +1,4 @@
-"""Versions: of the packages, of Python and of the system, and which of them do not fit."""
+"""Versions of the packages, of Python and of the system, and which of them do not fit together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import fnmatch
 import importlib.metadata
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from fusedoptim._version import __version__
@@ -15,13 +15,7 @@ from fusedoptim.doctor._report import Problem, Section, error, warning
 
 _ALWAYS = ("torch", "numpy", "dpctl", "intel-opencl-rt", "intel-sycl-rt", "intel-cmplr-lib-ur")
 _IF_INSTALLED = (
-    "intel-cmplr-lib-rt",
-    "tbb",
-    "umf",
-    "mkl",
-    "dpnp",
-    "numba-dpex",
-    "numba",
+    *("intel-cmplr-lib-rt", "tbb", "umf", "mkl", "dpnp", "numba-dpex", "numba"),
     "intel-extension-for-pytorch",
 )
 # Their libraries call one another by names that change from year to year.
@@ -38,7 +32,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def installed_file(distribution: str, pattern: str) -> Path | None:
-    """A file that pip installed with ``distribution`` and that is there, or None."""
+    """An existing file that pip installed with ``distribution``, or None."""
     try:
         installed = importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -53,7 +47,7 @@ def installed_file(distribution: str, pattern: str) -> Path | None:
 
 
 def check() -> Section:
-    """Versions, and those that our requirements or one another exclude."""
+    """The versions, and those that our requirements or each other exclude."""
     facts = {
         "fusedoptim": __version__,
         **{name: version_of(name) for name in _ALWAYS},
@@ -66,7 +60,7 @@ def check() -> Section:
 
 
 def _unmet() -> Iterator[Problem]:
-    """Requirements of ours that the environment does not meet."""
+    """Our requirements that the environment does not meet."""
     try:
         requirements = importlib.metadata.requires("fusedoptim") or []
     except importlib.metadata.PackageNotFoundError:
@@ -79,48 +73,32 @@ def _unmet() -> Iterator[Problem]:
     for requirement in requirements:
         if ";" in requirement:  # of an extra
             continue
-        name, bounds = _parsed(requirement)
+        name = re.split(r"[^\w.-]", requirement)[0]
         version = version_of(name)
         cure = f"pip install {requirement.replace(' ', '')!r}"
         if version is None:
             yield error(f"{name} is not installed", cure)
-        elif not _meets(version, bounds):
+        elif not _meets(version, requirement):
             yield error(f"{name} is {version}, and fusedoptim requires {requirement}", cure)
 
 
-def _parsed(requirement: str) -> tuple[str, list[tuple[str, str]]]:
-    """The name of "name>=1,<2", and its bounds."""
-    match = re.match(r"[\w.-]+", requirement)
-    name = match.group() if match else requirement
-    return name, re.findall(r"(>=|<=|==|!=|<|>)\s*([\w.]+)", requirement)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers of "2.13.0+cpu" that count, of "2.13.0rc1" those of the release."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    numbers = list(map(int, match.group().split("."))) if match else []
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
-
-
-def _meets(version: str, bounds: Sequence[tuple[str, str]]) -> bool:
-    have = _numbers(version)
+def _meets(version: str, requirement: str) -> bool:
+    """Whether a version meets "name>=1,<2"; our requirements have no other operators."""
+    have = _release(version)
     return all(
-        {
-            ">=": have >= _numbers(bound),
-            "<=": have <= _numbers(bound),
-            ">": have > _numbers(bound),
-            "<": have < _numbers(bound),
-            "==": have == _numbers(bound),
-            "!=": have != _numbers(bound),
-        }[operator]
-        for operator, bound in bounds
+        have >= _release(bound) if operator == ">=" else have < _release(bound)
+        for operator, bound in re.findall(r"(>=|<)\s*([\w.]+)", requirement)
     )
 
 
+def _release(version: str) -> list[int]:
+    """The first four numbers of "2.13.0rc1" or "2.13.0+cpu": 2, 13, 0, 0."""
+    numbers = re.split(r"[^\d.]", version)[0].split(".")
+    return [*map(int, filter(None, numbers)), 0, 0, 0][:4]
+
+
 def _mixed_releases() -> Iterator[Problem]:
-    """Runtime packages of two releases, of which pip has upgraded one."""
+    """Runtime packages of two releases, of which pip upgraded one."""
     found = {name: version for name in _ONE_RELEASE if (version := version_of(name))}
     if len({version.split(".")[0] for version in found.values()}) > 1:
         text = " and ".join(f"{name} {version}" for name, version in found.items())
@@ -128,7 +106,7 @@ def _mixed_releases() -> Iterator[Problem]:
 
 
 def _missing_runtime() -> Iterator[Problem]:
-    """A dpctl whose libsycl is not the one that is installed."""
+    """A dpctl that needs another libsycl than the installed one."""
     interface = installed_file("dpctl", "libDPCTLSyclInterface.so*")
     if interface is None:
         return

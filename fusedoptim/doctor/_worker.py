@@ -1,6 +1,6 @@
-"""What the doctor's own processes do: they may crash, and tell by lines of JSON how far they came.
+"""The program of the doctor's worker processes, which report by lines of JSON and may crash.
 
-What is raised is a finding, of whatever class: it is told, and the next thing is examined.
+Whatever is raised is a finding: it is reported, and the examination goes on.
 
 Run as ``python -c "from fusedoptim.doctor._worker import main; main(...)"`` by
 :mod:`fusedoptim.doctor._workers`.
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 _LOADED = ("libOpenCL.", "libsycl.", "libur_", "libze_", "libintelocl", "libigdrcl", "libtbb.")
@@ -28,7 +28,7 @@ def main(device: str | None, claims: int, with_torch: bool) -> None:
             tested when one has crashed.
         with_torch: whether this worker examines torch.
     """
-    # Drivers and runtimes print what they like to standard output.
+    # Drivers and runtimes print to standard output.
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
@@ -38,7 +38,7 @@ def main(device: str | None, claims: int, with_torch: bool) -> None:
         _say(lines, at="asks the driver")
         _try_kernels(lines, device, claims, describe=not with_torch)
         _say(lines, loaded=_loaded())
-    except Exception as failure:  # whatever it is, the report says it
+    except Exception as failure:
         _say(lines, failed=_last_line(failure))
     sys.stderr.flush()
     os._exit(0)  # torch takes half a second to be torn down
@@ -53,7 +53,7 @@ def _last_line(failure: BaseException) -> str:
 
 
 def _loaded() -> list[str]:
-    """The runtime's and the drivers' libraries that this process has loaded."""
+    """The libraries of the runtime and the drivers that this process has loaded."""
     from fusedoptim.allocator import loaded_files
 
     return sorted(path for path in loaded_files() if os.path.basename(path).startswith(_LOADED))
@@ -68,43 +68,47 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
     from fusedoptim.launch.modules import shipped
 
     found = {d.filter_string: d for d in devices()}
-    kernels = [f"{kernel}_{dtype}" for kernel, dtype in shipped()]
-    if describe:
-        _say(lines, devices=[d._asdict() for d in found.values()], planned=len(kernels))
-        if any("cpu" in name for name in found):
-            _say(lines, compiled_for=isa.level())
-    used = _used(found)
-    if describe:
-        _say(lines, unused=[name for name in found if name not in used])
-    chosen = used if device is None else [queue(device).sycl_device.filter_string]
-    queues = {}
-    for name in chosen:
+    backends = {}
+    for name in found:
         try:
-            queues[name] = queue(name)
+            backends[name] = backend_of(queue(name))
         except Exception as failure:
-            _say(lines, failed=_last_line(failure))
+            if device in (None, name):
+                _say(lines, failed=_last_line(failure))
+    used = _used(backends)
+    kernels = [f"{kernel}_{variant}" for kernel, variant in shipped()]
+    if describe:
+        on_host = {name for name, backend in backends.items() if backend.runs_on_host}
+        described = [d._asdict() | {"on_host": name in on_host} for name, d in found.items()]
+        unused = [name for name in backends if name not in used]
+        _say(lines, devices=described, unused=unused, planned=len(kernels))
+        if on_host:
+            _say(lines, compiled_for=isa.level())
+    chosen = used if device is None else [queue(device).sycl_device.filter_string]
     while (index := int.from_bytes(os.read(claims, 2), sys.byteorder)) < len(kernels):
         kernel = kernels[index]
-        for name, on_device in queues.items():
+        for name in chosen:
             _say(lines, at=f"tests {kernel} on {name}")
             if kernel.endswith("_f64") and not found[name].has_float64:
-                problem = None  # a step says so, and what to do
+                problem = None  # a step raises an error that says so
             else:
                 try:
-                    in_usm = not backend_of(on_device).runs_on_host
-                    problem = kernel_problem(on_device, kernel, in_usm=in_usm)
+                    in_usm = not backend_of(queue(name)).runs_on_host
+                    problem = kernel_problem(queue(name), kernel, in_usm=in_usm)
                 except Exception as failure:
                     problem = f"cannot be run: {_last_line(failure)}"
             _say(lines, tested=kernel, device=name, problem=problem)
 
 
-def _used(found: Iterable[str]) -> list[str]:
-    """Devices without those of CPU drivers that another is preferred to."""
-    from fusedoptim.allocator import queue
+def _used(backends: Mapping[str, Any]) -> list[str]:
+    """The devices that optimizers use: of several drivers for the host, one is preferred."""
+    from fusedoptim.launch.devices import named_queue
 
-    cpus = [name for name in found if "cpu" in name]
-    ours = [queue("cpu").sycl_device.filter_string] if len(cpus) > 1 else cpus
-    return [name for name in found if name not in cpus or name in ours]
+    hosts = {backend.torch_type for backend in backends.values() if backend.runs_on_host}
+    preferred = [named_queue(kind).sycl_device.filter_string for kind in hosts]
+    return [
+        name for name, backend in backends.items() if not backend.runs_on_host or name in preferred
+    ]
 
 
 def _try_torch(lines: TextIO) -> None:
@@ -116,7 +120,7 @@ def _try_torch(lines: TextIO) -> None:
         return
     from fusedoptim import isa
 
-    _say(lines, highest=isa.highest())  # by torch's means
+    _say(lines, highest=isa.highest())  # torch finds it out
     from fusedoptim.launch.devices import BACKENDS
 
     places = [device for backend in BACKENDS.values() for device in backend.devices()]
@@ -130,16 +134,16 @@ def _try_torch(lines: TextIO) -> None:
 
 
 def _update_problem(device: Any) -> str:
-    """What is wrong with FusedSGD's launch on torch's memory and stream, or nothing.
+    """What is wrong with FusedSGD's launch on torch's memory and stream, or "".
 
-    An optimizer itself is not made here: torch then imports its compiler, which takes a second.
+    Making an optimizer would have torch import its compiler, which takes a second.
     """
     import numpy as np
     import torch
 
+    from fusedoptim.launch.block import LaunchBlock
     from fusedoptim.launch.devices import queue_of
     from fusedoptim.launch.kernel import kernel_for
-    from fusedoptim.launch.table import LaunchBlock
 
     param, grad = torch.rand(2, 1000, device=device)
     factor = torch.ones((), device=device)

@@ -1,8 +1,8 @@
 """The processes that examine the devices.
 
-A driver may crash the process that asks it, and it answers a process that has asked before as it
-did then. So each examination starts fresh processes, which share the kernels among them: a process
-compiles on one core only. One of them imports torch first.
+A driver may crash its process, and repeats its first answers in the same process. So each
+examination starts new processes, which divide the kernels among them, as a process compiles on one
+core only. One of them imports torch first.
 """
 
 from __future__ import annotations
@@ -18,38 +18,33 @@ from typing import Any, NamedTuple
 
 _MOST_WORKERS = 4
 _MOST_KERNELS = 4096
-_SECONDS = 120  # after which a worker counts as hung; a healthy one on the CPU takes 2 or 3
+_SECONDS = 120  # after which a worker counts as hung
 
 
 class Outcome(NamedTuple):
-    """What one worker told, and how it ended."""
+    """One worker's report, and how it ended."""
 
     said: list[dict[str, Any]]
     """Its lines."""
     end: str
-    """How it failed to end by itself; "" if it did end."""
+    """How it failed, "" if it did not."""
 
     @property
     def at(self) -> str:
-        """What it was about to do when it was last heard of."""
+        """What it last said that it was about to do."""
         at = [line["at"] for line in self.said if "at" in line]
         return at[-1] if at else "examines the devices"
 
     @property
     def loaded(self) -> list[str]:
-        """The libraries that it names as its last words."""
+        """The libraries that it had loaded at its end; none if it failed."""
         return [path for line in self.said if "loaded" in line for path in line["loaded"]]
 
 
 class Workers:
-    """Processes that examine the devices; they start when this is made."""
+    """Processes that examine one device, or all; they start when this is made."""
 
     def __init__(self, device: str | None) -> None:
-        """Start them.
-
-        Args:
-            device: a SYCL filter string, to examine one device alone; None for all.
-        """
         self._device = device
         self._started = time.monotonic()
         count = min(max(len(os.sched_getaffinity(0)), 2), _MOST_WORKERS)
@@ -61,7 +56,7 @@ class Workers:
     def _start(self, *, with_torch: bool) -> subprocess.Popen[str]:
         script = (
             "import gc, sys\n"
-            "gc.disable()\n"  # a tenth of the time of importing torch
+            "gc.disable()\n"  # importing torch is quicker
             f"sys.path[:] = {sys.path!r}\n"  # it must find what this process finds
             "from fusedoptim.doctor._worker import main\n"
             f"main({self._device!r}, {self._claims}, {with_torch})"
@@ -87,7 +82,7 @@ class Workers:
         os.close(self._claims)
 
     def outcomes(self) -> list[Outcome]:
-        """What each told, when all have ended."""
+        """The report of each, when all have ended."""
         outcomes = [_outcome(process, self._started) for process in self._processes]
         while not any(o.loaded for o in outcomes) and _crashed_in_a_kernel(outcomes[-1]):
             self._processes.append(self._start(with_torch=False))  # the other kernels are untested

@@ -53,16 +53,16 @@ def _compile_all() -> tuple[dict[str, Any], dict[str, bytes]]:
         source = importlib.import_module(f"fusedoptim.kernels.{path.stem}")
         for kernel in (getattr(source, name) for name in source.__all__):
             alike: dict[Any, list[str]] = {}
-            for dtype in VARIANTS:
-                alike.setdefault(argument_types(kernel, dtype), []).append(dtype)
-            for dtypes in alike.values():
-                shape = signature(kernel, dtypes[0])
-                name = f"{kernel.__name__}_{dtypes[0]}"
-                spirv = compile_kernel(kernel, dtypes[0], name)
+            for variant in VARIANTS:
+                alike.setdefault(argument_types(kernel, variant), []).append(variant)
+            for variants in alike.values():
+                shape = signature(kernel, variants[0])
+                name = f"{kernel.__name__}_{variants[0]}"
+                spirv = compile_kernel(kernel, variants[0], name)
                 files[f"{name}.spv"] = spirv
                 entries[name] = {
                     "kernel": kernel.__name__,
-                    "dtypes": dtypes,
+                    "variants": variants,
                     "file": f"{name}.spv",
                     "sha256": hashlib.sha256(spirv).hexdigest(),
                     "source": path.name,

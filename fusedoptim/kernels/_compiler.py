@@ -58,7 +58,7 @@ class Signature(NamedTuple):
         return any(argument.role is Role.INDEX for argument in self.parameters)
 
 
-def signature(kernel: Callable[..., Any], dtype: str) -> Signature:
+def signature(kernel: Callable[..., Any], variant: str) -> Signature:
     """Read a kernel's annotations.
 
     Raises:
@@ -79,39 +79,39 @@ def signature(kernel: Callable[..., Any], dtype: str) -> Signature:
     for argument in found:
         if argument.role is not Role.INDEX:
             words.append(argument)
-        if argument.role is Role.PARAM and dtype == "split":
+        if argument.role is Role.PARAM and variant == "split":
             words.append(Argument("trail", Role.TRAIL))
     if sums:
         words.append(Argument("sums", Role.SUMS))
     return Signature(words, found, sums)
 
 
-def argument_types(kernel: Callable[..., Any], dtype: str) -> tuple[types.Type, ...]:
-    """The types of a kernel's arguments. Dtypes with equal types share one compiled kernel."""
-    return tuple(_numba_type(role, dtype) for _, role in signature(kernel, dtype).arguments)
+def argument_types(kernel: Callable[..., Any], variant: str) -> tuple[types.Type, ...]:
+    """The types of a kernel's arguments. Variants with equal types share one module."""
+    return tuple(_numba_type(role, variant) for _, role in signature(kernel, variant).arguments)
 
 
-def _numba_type(role: Role, dtype: str) -> types.Type:
-    variant = VARIANTS[dtype]
+def _numba_type(role: Role, variant: str) -> types.Type:
+    element, real = VARIANTS[variant].element, VARIANTS[variant].real
     if role is Role.PARAM:
-        return _lowering.Pointer("split" if dtype == "split" else variant.element)
+        return _lowering.Pointer("split" if variant == "split" else element)
     if role is Role.GRAD:
-        return _lowering.Pointer(variant.element)
+        return _lowering.Pointer(element)
     if role in (Role.SCALAR, Role.ROW_SCALAR):
-        return getattr(types, variant.arithmetic)
+        return getattr(types, VARIANTS[variant].arithmetic)
     if role in (Role.INDEX, Role.LENGTH, Role.ROW_FLAG, Role.FLAG):
         return types.int64
-    return _lowering.Pointer(variant.real)
+    return _lowering.Pointer(real)
 
 
-def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None]:
+def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], None]:
     """A function of the first row's address that calls ``kernel`` for each row of a group's run.
 
     What belongs to the launch is read once for a run.
     """
-    shape = signature(kernel, dtype)
+    shape = signature(kernel, variant)
     layout = Layout(shape.arguments)
-    real = getattr(np, VARIANTS[dtype].arithmetic)
+    real = getattr(np, VARIANTS[variant].arithmetic)
     namespace: dict[str, Any] = {
         "kernel": device_func(_with_globals(kernel, **_helpers(kernel, real), real=real)),
         "real": real,
@@ -120,7 +120,7 @@ def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None
         "lanes": language.lanes,
         "group_sum": language.group_sum,
     }
-    rows, rows_per_group = map(layout.word_in_head, ("rows", "rows_per_group"))
+    rows, rows_per_group = layout.head_word["rows"], layout.head_word["rows_per_group"]
     of_group = [
         "head = read_length(rows)",
         f"run = read_length(head + {WORD * rows_per_group})",
@@ -132,10 +132,10 @@ def _entry_point(kernel: Callable[..., Any], dtype: str) -> Callable[[int], None
         name, role = argument
         if role is Role.TRAIL:
             continue  # read with its Param
-        namespace[f"read_{name}"] = _lowering.argument_reader(_numba_type(role, dtype))
+        namespace[f"read_{name}"] = _lowering.argument_reader(_numba_type(role, variant))
         lines = of_row if role.in_row else of_group
-        base, word = ("row", layout.word_in_row) if role.in_row else ("head", layout.word_in_head)
-        lines.append(f"{name} = read_{name}({base} + {WORD * word(name)})")
+        base, word = ("row", layout.row_word) if role.in_row else ("head", layout.head_word)
+        lines.append(f"{name} = read_{name}({base} + {WORD * word[name]})")
         if role in (Role.DEVICE_SCALAR, Role.ROW_RESULT):
             lines.append(f"{name}_value = {name}[0]")
     values = {
@@ -238,18 +238,18 @@ def llvm_module(
     return module
 
 
-def compile_kernel(kernel: Callable[..., Any], dtype: str, name: str) -> bytes:
-    """Compile ``kernel`` for parameters of ``dtype`` to a SPIR-V module.
+def compile_kernel(kernel: Callable[..., Any], variant: str, name: str) -> bytes:
+    """Compile a variant of ``kernel`` to a SPIR-V module.
 
     Args:
         kernel: a function whose arguments are annotated with types of the kernel language.
-        dtype: a variant's name, such as "bf16" or "split".
+        variant: its name, such as "bf16" or "split".
         name: of the module's entry point.
 
     Returns:
         the binary module; its only entry point takes one int64, the address of a row.
     """
-    return to_spirv(llvm_module(_entry_point(kernel, dtype), [types.int64], name))
+    return to_spirv(llvm_module(_entry_point(kernel, variant), [types.int64], name))
 
 
 def to_spirv(module: Any, *options: str) -> bytes:

@@ -3,7 +3,7 @@
 A kernel is a plain Python function. Its annotations say where each argument comes from:
 
 ============ ======================== =========================================================
-annotation   in the kernel            in the launch block (see :mod:`fusedoptim.launch.table`)
+annotation   in the kernel            in the launch block (see :mod:`fusedoptim.launch.block`)
 ============ ======================== =========================================================
 Index        int                      nowhere: the element that this call updates
 Length       int                      of the row: elements in this chunk, or chunks of this tensor

@@ -28,19 +28,12 @@ class Packing:
     """How one kernel's arguments lie in a :class:`Frame`: a table of addresses, then the values."""
 
     def __init__(self, formats: Sequence[str | None], local: Collection[int] = ()) -> None:
-        """Lay the arguments out in their order.
-
-        Args:
-            formats: :mod:`struct`'s format of each argument; None is a pointer.
-            local: indices of the arguments that are memory of the work-group.
-        """
+        """``formats`` are :mod:`struct`'s, None for a pointer; ``local`` are indices."""
         self.count = len(formats)
         self.pointers = tuple([i for i, code in enumerate(formats) if code is None])
-        """Indices of the pointers."""
         self.values: list[Value] = []
-        """The arguments by value."""
         self.local: list[Value] = []
-        """The arguments that are memory of the work-group."""
+        """Arguments that are memory of the work-group."""
         self._places: list[int | None] = [None] * self.count
         whole = f"<{self.count}Q"
         for i, code in enumerate(formats):
@@ -64,12 +57,7 @@ class Frame:
     __slots__ = ("buffer", "given", "kernel", "owner", "table")
 
     def __init__(self, size: int, places: Sequence[int | None]) -> None:
-        """Allocate the memory.
-
-        Args:
-            size: of the table and the values together.
-            places: offset of each argument's value; None is a pointer.
-        """
+        """``places`` are the offsets of the arguments' values, None for a pointer."""
         self.buffer = ctypes.create_string_buffer(max(size, 1))
         base = ctypes.addressof(self.buffer)
         self.table = [0 if place is None else base + place for place in places]

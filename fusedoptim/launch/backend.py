@@ -59,19 +59,13 @@ class DeviceKernel(Protocol):
         """What the device allows this kernel."""
 
     def sizes(self, items: tuple[int, ...], group: tuple[int, ...] | None) -> Any:
-        """The sizes of a launch, as :meth:`submit` takes them.
+        """The sizes of a launch of so many work items, in all and in a group, for :meth:`submit`.
 
-        Args:
-            items: work items in all, in 1 to 3 dimensions.
-            group: of them in a group; None lets the driver choose.
+        They have 1 to 3 dimensions. Without a group's, the driver chooses.
         """
 
     def prepare(self, frame: Frame) -> None:
-        """Take over the arguments in ``frame``, to be called whenever they have changed.
-
-        Raises:
-            RuntimeError: the driver refuses one.
-        """
+        """Take over the arguments in ``frame``, to be called whenever they have changed."""
 
     def submit(self, frame: Frame, sizes: Any, elements: int, events: list[Any]) -> bool:
         """Submit the kernel, and append its event to ``events`` in the same C call.
@@ -101,14 +95,10 @@ class Program(Protocol):
     def kernel(
         self, queue: Any, name: str, packing: Packing, is_short: bool = False
     ) -> DeviceKernel:
-        """The kernel ``name`` on a ``dpctl.SyclQueue``.
+        """The kernel ``name`` on a ``dpctl.SyclQueue`` of the program's device.
 
-        Args:
-            queue: of the device for which the program was compiled.
-            name: in the module.
-            packing: of its arguments.
-            is_short: whether one group runs for some microseconds only and needs little memory of
-                its own, so that it may run on the calling thread while other Python threads wait.
+        With ``is_short``, one group runs for some microseconds only and needs little memory of its
+        own, so that it may run on the calling thread while other Python threads wait.
         """
 
 
@@ -116,15 +106,7 @@ class Compiler(Hashable, Protocol):
     """A driver's compiler for one device. Programs of equal compilers serve the same queues."""
 
     def compile(self, spirv: bytes, options: str = "") -> Program:
-        """Compile a module.
-
-        Args:
-            spirv: the module.
-            options: for the driver's compiler.
-
-        Raises:
-            BuildError: the driver refuses the module.
-        """
+        """Compile a module; raise a :class:`BuildError` if the driver refuses it."""
 
 
 class Backend(abc.ABC):

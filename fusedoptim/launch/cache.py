@@ -34,11 +34,7 @@ class UnsafeError(OSError):
 
 
 def folder() -> Path | None:
-    """Where compiled kernels are kept, or None if nothing is.
-
-    ``FUSEDOPTIM_CACHE_DIR`` names it; empty, it keeps nothing. Without it, that is
-    ``XDG_CACHE_HOME/fusedoptim``, or ``~/.cache/fusedoptim``.
-    """
+    """Where compiled kernels are cached; None if FUSEDOPTIM_CACHE_DIR is empty."""
     own = os.environ.get(_VARIABLE)
     if own is not None:
         return Path(own) if own else None
@@ -48,7 +44,7 @@ def folder() -> Path | None:
 
 @functools.cache
 def warn_of(place: Path, reason: str) -> None:
-    """Warn once that nothing can be kept."""
+    """Warn once that nothing can be cached."""
     warn(
         f"compiled kernels cannot be kept in {place} ({reason}); set FUSEDOPTIM_CACHE_DIR to a "
         "folder that can be written to, or to nothing to keep none",
@@ -70,26 +66,25 @@ def danger_in(place: Path) -> str | None:
 def cached(
     parts: tuple[str, ...],
     build: Callable[[], bytes],
-    unkept: Callable[[Path, str], None] = warn_of,
-    anew: bool = False,
+    on_write_failure: Callable[[Path, str], None] = warn_of,
+    rebuild: bool = False,
 ) -> bytes:
     """What ``build`` makes, from the disk if it was made before.
 
-    A file that is damaged or that another user can write is replaced, with a warning. Where nothing
-    can be written, each process builds anew; a folder that another user can write is not used, with
-    a warning.
+    A file that is damaged or that another user can write is replaced, with a warning. A folder that
+    another user can write is not used, with a warning.
 
     Args:
         parts: all that the result depends on, besides the version of this package.
         build: makes it.
-        unkept: called with the folder and the reason where nothing can be written.
-        anew: build even if the disk has it, and replace that.
+        on_write_failure: called with the folder and the reason where nothing can be written.
+        rebuild: build even if the disk has it, and replace that.
     """
     place = folder()
     if place is None:
         return build()
     name = _name(parts)
-    module = None if anew else _read(place, name)
+    module = None if rebuild else _read(place, name)
     if module is None:
         module = build()
         try:
@@ -97,7 +92,7 @@ def cached(
         except UnsafeError as error:
             warn_of(place, str(error))
         except OSError as error:
-            unkept(place, str(error))
+            on_write_failure(place, str(error))
     return module
 
 
@@ -173,12 +168,7 @@ def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator
 
 @contextlib.contextmanager
 def _opened_folder(place: Path) -> Iterator[int]:
-    """A descriptor of the folder: what is then checked and what is then used are the same.
-
-    Raises:
-        UnsafeError: another user may have put files there.
-        OSError: it cannot be opened.
-    """
+    """A descriptor of the folder: what is then checked and what is then used are the same."""
     with _opened(place, os.O_RDONLY | os.O_DIRECTORY) as inside:
         if _VARIABLE not in os.environ:  # else it may be anybody's, such as /tmp
             _make_private(place, inside)

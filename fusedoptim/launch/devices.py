@@ -19,11 +19,7 @@ BACKENDS = {backend.torch_type: backend for backend in _BACKENDS}
 
 
 def backend_of(queue: Any) -> Backend:
-    """What drives the device of a ``dpctl.SyclQueue``.
-
-    Raises:
-        RuntimeError: nothing does.
-    """
+    """What drives the device of a ``dpctl.SyclQueue``."""
     device = queue.sycl_device
     for backend in _BACKENDS:
         if backend.drives(device):

@@ -18,11 +18,6 @@ class Kernel:
     """A compiled module, built for one queue."""
 
     def __init__(self, queue: Any, module: Module) -> None:
-        """Have the device's driver compile the module.
-
-        Raises:
-            RuntimeError: the driver refuses it, or the device lacks float64 arithmetic.
-        """
         device = queue.sycl_device
         if module.arithmetic == "float64" and not device.has_aspect_fp64:
             raise RuntimeError(
@@ -56,9 +51,9 @@ class Kernel:
 
 
 @functools.cache
-def kernel_for(queue: Any, name: str, dtype: str) -> Kernel:
-    """The kernel ``name`` for parameters of ``dtype`` on ``queue``, built at the first call."""
-    module = load_module(name, dtype)
-    if module.dtype != dtype:
-        return kernel_for(queue, name, module.dtype)
+def kernel_for(queue: Any, name: str, variant: str) -> Kernel:
+    """A variant of the kernel ``name`` on ``queue``, built at the first call."""
+    module = load_module(name, variant)
+    if module.variant != variant:
+        return kernel_for(queue, name, module.variant)
     return Kernel(queue, module)

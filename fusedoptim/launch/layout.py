@@ -1,6 +1,6 @@
 """Where each value of a launch lies in its launch block.
 
-The writer (:mod:`fusedoptim.launch.table`) and the compiler (:mod:`fusedoptim.kernels._compiler`)
+The writer (:mod:`fusedoptim.launch.block`) and the compiler (:mod:`fusedoptim.kernels._compiler`)
 both ask here. A block is words of 8 bytes::
 
     [ head | row 0 | row 1 | ... ]
@@ -37,30 +37,19 @@ class Layout:
     """The places of one kernel's arguments."""
 
     def __init__(self, arguments: Sequence[Argument]) -> None:
-        """Lay the arguments out in their order."""
         self.row = tuple(argument for argument in arguments if argument.role.in_row)
         """The arguments of each row."""
         self.head = tuple(argument for argument in arguments if not argument.role.in_row)
         """The arguments of the launch."""
         self.row_words = 1 + len(self.row)
         self.head_bytes = WORD * (len(HEADER) + len(self.head))
-        self._row_word = {name: word for word, (name, _) in enumerate(self.row, start=1)}
+        self.row_word = {name: word for word, (name, _) in enumerate(self.row, start=1)}
+        """The word of a row that holds each of its arguments."""
         names = [*HEADER, *(name for name, _ in self.head)]
-        self._head_word = {name: word for word, name in enumerate(names)}
-
-    def word_in_row(self, name: str) -> int:
-        """The word of a row that holds the argument ``name``."""
-        return self._row_word[name]
-
-    def word_in_head(self, name: str) -> int:
-        """The word of the head that holds ``name``, an argument or one of HEADER."""
-        return self._head_word[name]
+        self.head_word = {name: word for word, name in enumerate(names)}
+        """The word of the head that holds each of its arguments and each of HEADER."""
 
     def head_packing(self, arithmetic: str) -> struct.Struct:
-        """Packs the arguments of the launch, which follow HEADER, in their order.
-
-        Args:
-            arithmetic: "float32" or "float64".
-        """
+        """Packs the arguments of the launch, which follow HEADER, in their order."""
         real = _REAL_FORMATS[arithmetic]
         return struct.Struct("<" + "".join(_HEAD_FORMATS.get(role, real) for _, role in self.head))

@@ -20,7 +20,7 @@ from fusedoptim.launch.layout import Argument, Layout
 
 FOLDER = Path(__file__).parent.parent / "spirv"
 MANIFEST = FOLDER / "manifest.json"
-MANIFEST_VERSION = 4  # of the manifest's layout and of the launch block's
+MANIFEST_VERSION = 5  # of the manifest's layout and of the launch block's
 
 
 class ModuleError(RuntimeError):
@@ -28,12 +28,12 @@ class ModuleError(RuntimeError):
 
 
 class Module(NamedTuple):
-    """One compiled kernel for one dtype."""
+    """One compiled kernel for one variant, or several that compile alike."""
 
     name: str
     """Name of the entry point, such as "sgd_momentum_f32"."""
-    dtype: str
-    """The variant of the parameters; if it serves several, the first."""
+    variant: str
+    """The first of those that it serves, such as "bf16" or "split"."""
     arguments: tuple[Argument, ...]
     """Its arguments, in the order of the launch block's words."""
     sums: int
@@ -48,24 +48,21 @@ class Module(NamedTuple):
     @property
     def arithmetic(self) -> str:
         """The dtype of its arithmetic: "float32" or "float64"."""
-        return VARIANTS[self.dtype].arithmetic
+        return VARIANTS[self.variant].arithmetic
 
 
 _CURE = "reinstall the package: pip install --force-reinstall --no-deps fusedoptim"
 
 
 @functools.cache
-def load_module(kernel: str, dtype: str) -> Module:
-    """The module of ``kernel`` for parameters of ``dtype``, checked against the manifest.
+def load_module(kernel: str, variant: str) -> Module:
+    """The module of a variant of ``kernel``, checked against the manifest.
 
     One that touches no parameter, such as the ratio of two norms, serves all of one arithmetic.
-
-    Raises:
-        ModuleError: the manifest or the module is missing, damaged or of another version.
     """
-    name = _serving().get((kernel, dtype))
+    name = _serving().get((kernel, variant))
     if name is None:
-        raise ModuleError(f"{MANIFEST} has no kernel '{kernel}_{dtype}'; {_CURE}")
+        raise ModuleError(f"{MANIFEST} has no kernel '{kernel}_{variant}'; {_CURE}")
     entry = _manifest()[name]
     path = FOLDER / entry["file"]
     try:
@@ -77,7 +74,7 @@ def load_module(kernel: str, dtype: str) -> Module:
     if hashlib.sha256(spirv).hexdigest() != entry["sha256"]:
         raise ModuleError(f"the compiled kernel {path} is not the one that was shipped; {_CURE}")
     arguments = tuple(Argument(name, Role(role)) for name, role in entry["arguments"])
-    return Module(name, entry["dtypes"][0], arguments, entry["sums"], spirv)
+    return Module(name, entry["variants"][0], arguments, entry["sums"], spirv)
 
 
 def kernel_function(kernel: str) -> Callable[..., Any]:
@@ -89,14 +86,14 @@ def kernel_function(kernel: str) -> Callable[..., Any]:
 
 
 def shipped() -> list[tuple[str, str]]:
-    """The kernel and the (first) dtype of every module, in the order of the manifest."""
-    return [(entry["kernel"], entry["dtypes"][0]) for entry in _manifest().values()]
+    """The kernel and the (first) variant of every module, in the order of the manifest."""
+    return [(entry["kernel"], entry["variants"][0]) for entry in _manifest().values()]
 
 
 def _serving() -> dict[tuple[str, str], str]:
-    """The module's name for each kernel and dtype of parameters."""
+    """The module's name for each kernel and variant."""
     entries = _manifest().items()
-    return {(entry["kernel"], dtype): name for name, entry in entries for dtype in entry["dtypes"]}
+    return {(entry["kernel"], v): name for name, entry in entries for v in entry["variants"]}
 
 
 @functools.cache

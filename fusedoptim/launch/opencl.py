@@ -14,150 +14,45 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
 from itertools import starmap
 from typing import Any
 
-from fusedoptim.allocator import is_forked, loaded_files, loaded_isa, processor_features
+from fusedoptim.allocator import loaded_files, loaded_isa, processor_features
 from fusedoptim.launch.arguments import LOCAL, WORD, Frame, Packing
 from fusedoptim.launch.backend import BuildError, LaunchError, Limits
 from fusedoptim.launch.cache import cached
+from fusedoptim.launch.opencl_api import (
+    BINARIES,
+    BINARY_SIZES,
+    BUILD_LOG,
+    DEVICE_NAME,
+    DRIVER_VERSION,
+    MULTIPLE,
+    ON_CALLING_THREAD,
+    OUT_OF_ORDER,
+    PRIVATE_MEMORY,
+    SUCCESS,
+    WORK_GROUP_SIZE,
+    Handle,
+    OpenCL,
+    Owned,
+    check,
+    failure,
+)
 from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
 from fusedoptim.launch.order import Progress, on_host, wait_for_host
-
-# Of OpenCL's headers, the same in all its versions.
-SUCCESS = 0
-_ALL_DEVICES = ctypes.c_uint64(0xFFFFFFFF)
-_PLATFORM_NAME, _DEVICE_NAME, _DRIVER_VERSION = 0x0902, 0x102B, 0x102D
-_BINARY_SIZES, _BINARIES, _BUILD_LOG = 0x1165, 0x1166, 0x1183
-_WORK_GROUP_SIZE, _MULTIPLE, _PRIVATE_MEMORY = 0x11B0, 0x11B3, 0x11B4
-
-_OUT_OF_ORDER, _ON_CALLING_THREAD = 1 << 0, 1 << 31  # the latter by cl_intel_exec_by_local_thread
 
 _STACK = 64 << 10
 """Bytes that a kernel may take of the calling thread's stack."""
 _SETTINGS = "CL_CONFIG_"
 """Begins the environment variables that the driver reads; some have it print what it compiles."""
-_Handle = ctypes.c_void_p
 _lock = threading.RLock()  # a finalizer or a signal handler may take a step in the middle of a call
-
-
-class OpenCL:
-    """The functions of OpenCL's loader."""
-
-    def __init__(self, path: str) -> None:
-        """Load it.
-
-        Args:
-            path: of the library, which SYCL has loaded: it knows the same drivers.
-        """
-        self._library = ctypes.CDLL(path)
-        # These return at once: releasing Python's lock would take longer than they do.
-        short = ctypes.PyDLL(path)
-        pointer, count = ctypes.c_void_p, ctypes.c_uint
-        self.set_argument = short.clSetKernelArg
-        self.set_argument.argtypes = (pointer, count, ctypes.c_size_t, pointer)
-        self.set_pointer = short.clSetKernelArgSVMPointer
-        self.set_pointer.argtypes = (pointer, count, pointer)
-        # Its arguments are objects of ctypes, None and small numbers: these need no types.
-        self.enqueue = short.clEnqueueNDRangeKernel
-        self.enqueue_long = self._library.clEnqueueNDRangeKernel
-        """The same, without Python's lock: for long kernels on the calling thread."""
-        self.finish = self._library.clFinish
-        self.finish.argtypes = (pointer,)
-        self.release_kernel = short.clReleaseKernel
-        self.release_kernel.argtypes = (pointer,)
-        self.release_program = self._library.clReleaseProgram
-        self.release_program.argtypes = (pointer,)
-
-    def call(self, function: str, *arguments: Any) -> None:
-        """Call a function that returns a status.
-
-        Raises:
-            RuntimeError: it failed.
-        """
-        check(self._library[function](*arguments), function)
-
-    def make(self, function: str, *arguments: Any) -> ctypes.c_void_p:
-        """Call a function that returns a handle, and its status by its last argument.
-
-        Raises:
-            RuntimeError: it failed.
-        """
-        status = ctypes.c_int()
-        call = self._library[function]
-        call.restype = _Handle
-        handle = call(*arguments, ctypes.byref(status))
-        check(status.value, function)
-        return _Handle(handle)
-
-    def text(self, function: str, *arguments: Any) -> str:
-        """What a function of the kind of ``clGetDeviceInfo`` tells."""
-        size = ctypes.c_size_t()
-        self.call(function, *arguments, ctypes.c_size_t(), None, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        self.call(function, *arguments, size, buffer, None)
-        return buffer.value.decode(errors="replace")
-
-    def devices(self) -> Iterator[tuple[str, ctypes.c_void_p]]:
-        """Each device, after the name of its platform."""
-        for platform in self._listed("clGetPlatformIDs"):
-            name = self.text("clGetPlatformInfo", platform, _PLATFORM_NAME)
-            for device in self._listed("clGetDeviceIDs", platform, _ALL_DEVICES):
-                yield name, device
-
-    def _listed(self, function: str, *arguments: Any) -> list[ctypes.c_void_p]:
-        count = ctypes.c_uint()
-        if self._library[function](*arguments, 0, None, ctypes.byref(count)) != SUCCESS:
-            return []  # there are none
-        handles = (_Handle * count.value)()
-        self.call(function, *arguments, count, handles, None)
-        return [_Handle(handle) for handle in handles]
-
-
-def check(status: int, function: str) -> None:
-    """Raise if a function has failed.
-
-    Raises:
-        RuntimeError: so it has.
-    """
-    if status != SUCCESS:
-        raise RuntimeError(_failure(status, function))
-
-
-def _failure(status: int, function: str) -> str:
-    return f"the CPU driver's {function} failed with OpenCL's error {status}"
-
-
-class Owned:
-    """Something that the driver has made, released with this object."""
-
-    def __init__(self, handle: ctypes.c_void_p, release: Callable[[ctypes.c_void_p], int]) -> None:
-        """Take the handle.
-
-        Args:
-            handle: of it.
-            release: OpenCL's function that releases it.
-        """
-        self.handle = handle
-        self._release = release
-
-    def __del__(self) -> None:
-        # In a forked child there is no driver.
-        if hasattr(self, "_release") and not is_forked():
-            self._release(self.handle)
 
 
 class OpenCLProgram(Owned):
     """A compiled module."""
 
     def __init__(self, driver: Driver, handle: ctypes.c_void_p) -> None:
-        """Take the handle.
-
-        Args:
-            driver: that made it.
-            handle: of the program.
-        """
         super().__init__(handle, driver.opencl.release_program)
         self.driver = driver
 
@@ -172,13 +67,7 @@ class Driver:
     """A device with a context and an in-order queue of its own."""
 
     def __init__(self, opencl: OpenCL, device: ctypes.c_void_p, identity: tuple[str, ...]) -> None:
-        """Make the context and the queue.
-
-        Args:
-            opencl: that has the device.
-            device: its handle.
-            identity: of the driver and the machine, by which compiled programs are kept.
-        """
+        """``identity``, of the driver and the machine, names what compiled programs depend on."""
         self.opencl = opencl
         self._device = device
         self._identity = identity
@@ -191,7 +80,7 @@ class Driver:
         self.own_thread: ctypes.c_void_p | None
         """A queue whose kernels run at once on the calling thread, if the driver has such."""
         try:
-            self.own_thread = self._new_queue(_ON_CALLING_THREAD | _OUT_OF_ORDER)
+            self.own_thread = self._new_queue(ON_CALLING_THREAD | OUT_OF_ORDER)
         except RuntimeError:
             self.own_thread = None
 
@@ -202,10 +91,7 @@ class Driver:
         )
 
     def compile(self, spirv: bytes, options: str = "") -> OpenCLProgram:
-        """A module compiled for the device, from the disk if it was compiled before.
-
-        See :class:`fusedoptim.launch.backend.Compiler`.
-        """
+        """A module compiled for the device, from the disk if it was compiled before."""
         if any(name.startswith(_SETTINGS) for name in os.environ):
             return self.compile_now(spirv, options)
         made: list[OpenCLProgram] = []
@@ -221,15 +107,11 @@ class Driver:
             try:
                 return self._read(binary, options)
             except BuildError:  # of another driver, which calls itself the same
-                keep(anew=True)
+                keep(rebuild=True)
         return made[0]
 
     def compile_now(self, spirv: bytes, options: str = "") -> OpenCLProgram:
-        """A module compiled now, whatever the disk has.
-
-        Raises:
-            BuildError: the driver refuses the module.
-        """
+        """A module compiled now, whatever the disk has."""
         arguments = self._context, spirv, ctypes.c_size_t(len(spirv))
         return self._built("clCreateProgramWithIL", arguments, options)
 
@@ -253,7 +135,7 @@ class Driver:
         try:
             opencl.call("clBuildProgram", program.handle, 1, device, options.encode(), None, None)
         except RuntimeError as error:
-            log = opencl.text("clGetProgramBuildInfo", program.handle, self._device, _BUILD_LOG)
+            log = opencl.text("clGetProgramBuildInfo", program.handle, self._device, BUILD_LOG)
             log = log.strip()
             raise BuildError(f"{error}: {log or 'it gives no reason'}", log) from error
         return program
@@ -261,19 +143,16 @@ class Driver:
     def _binary(self, program: Owned) -> bytes:
         size = ctypes.c_size_t()
         room, call, handle = ctypes.c_size_t(ctypes.sizeof(size)), self.opencl.call, program.handle
-        call("clGetProgramInfo", handle, _BINARY_SIZES, room, ctypes.byref(size), None)
+        call("clGetProgramInfo", handle, BINARY_SIZES, room, ctypes.byref(size), None)
         binary = ctypes.create_string_buffer(size.value)
-        place = _Handle(ctypes.addressof(binary))
-        call("clGetProgramInfo", handle, _BINARIES, room, ctypes.byref(place), None)
+        place = Handle(ctypes.addressof(binary))
+        call("clGetProgramInfo", handle, BINARIES, room, ctypes.byref(place), None)
         return binary.raw
 
     def expect(self, elements: int) -> None:
-        """Make way for a kernel that is about to be submitted to ``queue``, if it is a long one.
+        """Make way for a kernel that goes through about so many elements, if that is many.
 
-        The thread that calls this calls :meth:`wait` afterwards.
-
-        Args:
-            elements: of the tensors that it goes through, about.
+        To be called before it is submitted to ``queue``, by the thread that then waits for it.
         """
         if self._elements < WORTH_SLEEPING <= self._elements + elements:
             put_to_sleep()
@@ -287,7 +166,7 @@ class Driver:
 
     def limits(self, kernel: Owned) -> Limits:
         """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
-        facts = _WORK_GROUP_SIZE, _MULTIPLE, _PRIVATE_MEMORY
+        facts = WORK_GROUP_SIZE, MULTIPLE, PRIVATE_MEMORY
         return Limits(*[self._number(kernel, fact) for fact in facts])
 
     def _number(self, kernel: Owned, fact: int) -> int:
@@ -303,14 +182,6 @@ class OpenCLKernel:
     """A kernel on a driver's queue. Each frame has a handle, and so arguments, of its own."""
 
     def __init__(self, program: OpenCLProgram, name: str, packing: Packing, is_short: bool) -> None:
-        """Note what it is.
-
-        Args:
-            program: that has the kernel.
-            name: of the kernel.
-            packing: of its arguments.
-            is_short: see :meth:`fusedoptim.launch.backend.Program.kernel`.
-        """
         self.program = program
         self._driver = program.driver
         self._opencl = program.driver.opencl
@@ -383,7 +254,7 @@ class OpenCLKernel:
             events.extend(starmap(enqueue, call))
             if events[-1] != SUCCESS:
                 status = events.pop()
-                raise LaunchError(_failure(status, "clEnqueueNDRangeKernel"))
+                raise LaunchError(failure(status, "clEnqueueNDRangeKernel"))
             if not at_once:
                 progress.latest = object()  # again: see Progress
         except BaseException:
@@ -398,11 +269,7 @@ class OpenCLKernel:
 
 
 def build_log(device: Any, spirv: bytes, options: str) -> str:
-    """What the driver says against a module that it refuses.
-
-    Returns:
-        "" where OpenCL does not have the device, or the driver says nothing.
-    """
+    """What the driver says against a module that it refuses, if OpenCL has the device, or ""."""
     driver = driver_of(device)
     try:
         if driver is not None:
@@ -413,14 +280,7 @@ def build_log(device: Any, spirv: bytes, options: str) -> str:
 
 
 def driver_of(device: Any) -> Driver | None:
-    """OpenCL's driver of a device.
-
-    Args:
-        device: a dpctl.SyclDevice, after its queue was made.
-
-    Returns:
-        None if OpenCL does not have the device.
-    """
+    """OpenCL's driver of a dpctl.SyclDevice whose queue was made, or None if it has none."""
     with _lock:  # the kernels of one update are ordered by the queue that they share
         return _driver(device.sycl_platform.name, device.name, device.driver_version)
 
@@ -433,7 +293,7 @@ def _driver(platform: str, name: str, version: str) -> Driver | None:
         for found, device in opencl.devices():
             described = [
                 opencl.text("clGetDeviceInfo", device, fact)
-                for fact in (_DEVICE_NAME, _DRIVER_VERSION)
+                for fact in (DEVICE_NAME, DRIVER_VERSION)
             ]
             if [found, *described] == [platform, name, version]:
                 target = loaded_isa() or "", os.environ.get("FUSEDOPTIM_ISA", "")

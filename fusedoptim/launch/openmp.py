@@ -49,11 +49,7 @@ class _Worker:
             os.close(self._stat)
 
     def spins(self) -> bool:
-        """Whether it spins, or sleeps.
-
-        Raises:
-            OSError: it has ended.
-        """
+        """Whether it spins, or sleeps; an OSError if it has ended."""
         if time.clock_gettime_ns(self._clock) != time.clock_gettime_ns(self._clock):
             return True
         # It sleeps, or another has its core. The clock is asked first as that is quicker.
@@ -134,11 +130,7 @@ def wake() -> None:
 def call_and_wake(function: Callable[[], int]) -> int:
     """Call a function, then wake the calling thread's OpenMP threads if they were put to sleep.
 
-    Args:
-        function: of C, so that no interrupt comes in between. It raises no error.
-
-    Returns:
-        what it returns.
+    It is a function of C that raises no error, so that no interrupt comes in between.
     """
     functions = _functions() if _team.asleep else None
     if functions is None:

@@ -26,15 +26,10 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        """Nothing was submitted."""
         self.latest = self.ended = object()
 
     def wait(self, by: Callable[[], object]) -> bool:
-        """Have ``by`` wait for all that was submitted until now, unless all has ended.
-
-        Returns:
-            whether it was called.
-        """
+        """Have ``by`` wait for all that was submitted until now; False if all has ended."""
         latest = self.latest
         if latest is self.ended:
             return False
@@ -64,15 +59,10 @@ class InFlight:
     """
 
     def __init__(self, queue: Any, is_ordered: bool) -> None:
-        """There are none.
-
-        Args:
-            queue: a dpctl.SyclQueue.
-            is_ordered: whether kernels on other queues must not start before these end, as they may
-                use the same memory: true of the host's.
-        """
         self._queue = queue
         self.is_ordered = is_ordered
+        """Whether kernels on other queues must not start before these end, as they may use the same
+        memory: true of the host's."""
         self._register = on_host if is_ordered else _elsewhere
         self.owners: dict[Any, Any] = {}
         """For each launch, by its event: the owners of the memory that it uses."""

@@ -7,7 +7,7 @@ begins (docs/design/one-launch.md says why batches that fit a cache are not quic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,18 +15,15 @@ import torch
 from torch import Tensor
 
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.block import Chunks, LaunchBlock, row_addresses
 from fusedoptim.launch.kernel import Kernel
-from fusedoptim.launch.table import Chunks, LaunchBlock, row_addresses
 
 # Up to as many chunks, addresses are written one by one: a call of numpy costs more than they do.
 _FEW = 16
 
 
 class Stage(Protocol):
-    """What an update submits in its turn: a kernel, or a reduction of what one kernel has summed.
-
-    A norm over several processes is reduced in a stage between two kernels.
-    """
+    """What an update submits in its turn: a kernel, or a reduction of what one has summed."""
 
     @property
     def pending(self) -> Sequence[Any]:
@@ -43,13 +40,7 @@ class Pipeline:
     """The launch blocks of an update's kernels, and the memory through which they pass sums."""
 
     def __init__(self, kernels: Sequence[Kernel], chunks: Chunks, device: torch.device) -> None:
-        """Lay out the rows.
-
-        Args:
-            kernels: of the update, in order.
-            chunks: of the tensors that they update.
-            device: of the tensors.
-        """
+        """Lay out the rows of ``kernels``, in order, for the chunks of tensors on ``device``."""
         self._blocks: list[LaunchBlock] = []
         self._with_column: dict[str, list[LaunchBlock]] = {}
         self._chunks = chunks
@@ -93,33 +84,23 @@ class Pipeline:
         for block in self._with_column[column]:
             block.write(column, by_chunk)
 
-    def write_scalars(self, column: str, values: np.ndarray[Any, Any] | float) -> None:
-        """Set a RowScalar of every chunk in each kernel that has it.
-
-        Args:
-            column: the argument.
-            values: an array with a number for each tensor, or one number for all.
-        """
-        if self._is_few and isinstance(values, float):
-            for block, chunks in self._few_words[column]:
-                if block.pending:
-                    block.wait()
-                reals, per_word = block.reals, block.reals_per_word
-                for word, _, _ in chunks:
-                    reals[word * per_word] = values
-            return
-        by_chunk = values if isinstance(values, float) else values[self._chunks.owner]
-        for block in self._with_column[column]:
-            block.write(column, by_chunk)
+    def write_scalars(self, columns: Mapping[str, np.ndarray[Any, Any] | float]) -> None:
+        """Set RowScalars of every chunk: to a number for each tensor, or to one number for all."""
+        for column, values in columns.items():
+            if self._is_few and isinstance(values, float):
+                for block, chunks in self._few_words[column]:
+                    if block.pending:
+                        block.wait()
+                    reals, per_word = block.reals, block.reals_per_word
+                    for word, _, _ in chunks:
+                        reals[word * per_word] = values
+            else:
+                by_chunk = values if isinstance(values, float) else values[self._chunks.owner]
+                for block in self._with_column[column]:
+                    block.write(column, by_chunk)
 
     def write_addresses(self, column: str, addresses: Sequence[int], width: int) -> None:
-        """Point one argument of every chunk to its elements, in each kernel that has it.
-
-        Args:
-            column: the argument.
-            addresses: of each tensor.
-            width: bytes of an element.
-        """
+        """Point one argument of every chunk to its elements of ``width`` bytes, by tensor."""
         if not self._is_few:
             base = np.array(addresses, dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
             places = base[self._chunks.owner] + self._chunks.start * width
@@ -137,10 +118,21 @@ class Pipeline:
         found = []
         for block in self._with_column[column]:
             layout = block.kernel.layout
-            first = layout.word_in_row(column)
+            first = layout.row_word[column]
             words = range(first, first + block.rows * layout.row_words, layout.row_words)
             found.append((block, list(zip(words, owners, starts))))
         return found
+
+    def total(self) -> Tensor:
+        """Launch the kernels, and add up what they have summed over all chunks: a 0-d tensor."""
+        events: list[Any] = []
+        for stage in self.stages:
+            stage.launch(events)
+        for block in self._blocks:
+            if block.kernel.backend.runs_on_host:
+                block.wait()
+        assert self.sums is not None
+        return self.sums[:-1].sum()
 
     def write_head(self, values: dict[str, Any]) -> None:
         """Set the arguments that all chunks share."""

@@ -64,13 +64,7 @@ class _Functions(NamedTuple):
 
 @functools.cache
 def dpctl_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of dpctl's C library, or None if this dpctl has none of this name.
-
-    Args:
-        name: of the function.
-        result: ctypes' type of what it returns.
-        arguments: ctypes' types of what it takes.
-    """
+    """A function of dpctl's C library with ctypes' types, or None if this dpctl has none."""
     folder = os.path.dirname(str(load_dpctl().__file__))
     library = ctypes.CDLL(os.path.join(folder, "libDPCTLSyclInterface.so"))
     found = getattr(library, name, None)
@@ -162,14 +156,7 @@ class SyclKernel:
     """A kernel on a SYCL queue."""
 
     def __init__(self, queue: Any, handle: Any, packing: Packing, in_flight: InFlight) -> None:
-        """Prepare submissions.
-
-        Args:
-            queue: a dpctl.SyclQueue.
-            handle: a dpctl.program.SyclKernel.
-            packing: of its arguments.
-            in_flight: on the queue.
-        """
+        """``queue`` is a dpctl.SyclQueue, ``handle`` a dpctl.program.SyclKernel."""
         self.handle = handle
         self._in_flight = in_flight
         types = [_POINTER] * packing.count
@@ -216,16 +203,7 @@ class SyclKernel:
         return True
 
     def submit_unwaited(self, frame: Frame, sizes: Any, owners: Any) -> None:
-        """Submit the kernel, whose end nobody will wait for, and keep the memory that it uses.
-
-        Args:
-            frame: the arguments.
-            sizes: of :meth:`sizes`.
-            owners: of the memory that the kernel uses.
-
-        Raises:
-            LaunchError: the driver refuses the launch.
-        """
+        """Submit the kernel, whose end nobody will wait for; keep the ``owners`` of its memory."""
         if on_host and self._in_flight.is_ordered:
             wait_for_host(but_for=self._in_flight)
         if self._in_flight.owners:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import disable_dynamo
 from fusedoptim.dtypes import ELEMENTS, Element
 from fusedoptim.launch.devices import BACKENDS
 
@@ -48,7 +47,6 @@ DTYPES = {"bool": Dtype(torch.bool, "uchar", "bool", "(bool)", "(uchar)")} | {
 }
 _BY_TORCH = {dtype.torch: dtype for dtype in DTYPES.values()}
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float32}
-_PLANS = 512
 _KEYWORDS = frozenset(
     """
     auto break case char const continue default do double else enum extern float for goto half if
@@ -122,28 +120,30 @@ class Operand(NamedTuple):
         """Whether it is a tensor of which the operation sees one element at a time."""
         return isinstance(self.value, Tensor) and not self.param.raw
 
+    @property
+    def c_name(self) -> str:
+        """The name of the kernel's parameter in C."""
+        return f"{self.name}_memory_" if self.is_element else self.name
+
     def declaration(self, const: bool) -> str:
         """The kernel's parameter in C."""
         if not isinstance(self.value, Tensor):
             return f"const {self.dtype.arithmetic.replace('bool', 'uchar')} {self.name}"
-        qualifier = "const " if const else ""
-        place = self.name if self.param.raw else f"{self.name}_memory_"
-        return f"global {qualifier}{self.dtype.memory} *{place}"
+        return f"global {'const ' * const}{self.dtype.memory} *{self.c_name}"
 
     def load(self, index: str, const: bool) -> str:
-        """C that makes a variable of the element at ``index``."""
-        qualifier = "const " if const else ""
-        value = f"{self.dtype.load}({self._place(const)}[{index}])"
-        return f"{qualifier}{self.dtype.arithmetic} {self.name} = {value};"
+        """C that declares a variable with the element at ``index``."""
+        value = f"{self.dtype.load}({self._elements(const)}[{index}])"
+        return f"{'const ' * const}{self.dtype.arithmetic} {self.name} = {value};"
 
     def store(self, index: str) -> str:
         """C that stores the variable at ``index``."""
-        return f"{self._place(const=False)}[{index}] = {self.dtype.store}({self.name});"
+        return f"{self._elements(const=False)}[{index}] = {self.dtype.store}({self.name});"
 
-    def _place(self, const: bool) -> str:
-        place = f"{self.name}_memory_"
-        qualifier = "const " if const else ""
-        return f"((global {qualifier}ushort *){place})" if self.dtype.memory == "half" else place
+    def _elements(self, const: bool) -> str:
+        if self.dtype.memory != "half":
+            return self.c_name
+        return f"((global {'const ' * const}ushort *){self.c_name})"
 
 
 def parse(text: str, what: str) -> tuple[Param, ...]:
@@ -230,29 +230,7 @@ def _bind_tensor(kernel: str, param: Param, dtype: torch.dtype, found: dict[str,
         )
 
 
-class Made(NamedTuple):
-    """An output that a call makes."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self) -> Tensor:
-        """A new one, with whatever values are there."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-
-    def stand_in(self) -> Tensor:
-        """One without memory."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-
-
-def signature(name: str, inputs: Sequence[Param], outputs: Sequence[Param]) -> str:
-    """A text such as "norm(T x) -> T y"."""
-    return f"{name}({', '.join(map(str, inputs))}) -> {', '.join(map(str, outputs))}"
-
-
-def prepared(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+def read(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
     """The arguments, and for each all that a call depends on besides memory and numbers.
 
     Raises:
@@ -277,19 +255,6 @@ def prepared(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ..
             forms.append(type(value))
         values.append(value)
     return values, tuple(forms)
-
-
-@disable_dynamo  # type: ignore[untyped-decorator]
-def untraced(kernel: Any, *args: Any, **options: Any) -> Any:
-    """A call out of a function that torch.compile traces."""
-    return kernel(*args, **options)
-
-
-def keep(plans: dict[Any, Any], key: Any, plan: Any) -> None:
-    """Remember a plan, of the last few hundred."""
-    if len(plans) >= _PLANS:
-        plans.clear()
-    plans[key] = plan
 
 
 def check_count(kernel: str, inputs: int, outputs: int, values: Sequence[Any]) -> None:
@@ -366,6 +331,28 @@ def head(n: int, found: dict[str, Dtype]) -> str:
     return "\n".join([kinds, *lines, ""])
 
 
-def declared_name(declaration: str) -> str:
-    """The name that a declaration in C declares."""
-    return declaration.split()[-1].lstrip("*")
+def declared(
+    numbers: Collection[str], operands: Sequence[Operand], outputs: Sequence[Param]
+) -> dict[str, str]:
+    """C for a kernel whose first argument is an array ``numbers_``.
+
+    Args:
+        numbers: the names of the numbers in the array.
+        operands: the other arguments.
+        outputs: the parameters that the kernel writes.
+
+    Returns:
+        "numbers", which reads the array; "declarations" of the operands; and for functions that the
+        kernel calls, "parameters" for both and their "names".
+    """
+    declarations = [operand.declaration(operand.param not in outputs) for operand in operands]
+    names = [*numbers, *[operand.c_name for operand in operands]]
+    parameters = [f"const index_t {number}" for number in numbers] + declarations
+    return {
+        "numbers": "\n".join(
+            f"const index_t {number} = numbers_[{k}];" for k, number in enumerate(numbers)
+        ),
+        "declarations": "".join(f", {text}" for text in declarations),
+        "parameters": "".join(f", {text}" for text in parameters),
+        "names": "".join(f", {name}" for name in names),
+    }

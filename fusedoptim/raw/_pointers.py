@@ -51,7 +51,7 @@ class Uses:
         self.written: list[int] = []
         """Arguments that are tensors and that the kernel may write."""
         self.elements = 0
-        """Number of elements of those in the host's memory."""
+        """Of the largest tensor in the host's memory."""
 
 
 Accept = Callable[[Any, Uses], int]
@@ -83,6 +83,7 @@ def pointer(parameter: Parameter, index: int) -> Accept:
             )
         if backend.runs_on_host:
             uses.host = index
+            uses.elements = max(uses.elements, value.numel())
         else:
             _note_device(device, index, uses)
         if value.layout is not torch.strided:
@@ -99,7 +100,6 @@ def pointer(parameter: Parameter, index: int) -> Accept:
                     "the parameter const"
                 )
             uses.written.append(index)
-            uses.elements += value.numel() if backend.runs_on_host else 0
         if value.is_neg() or value.is_conj():
             raise ValueError(
                 "the tensor's values are the negatives or conjugates of what is in memory; "

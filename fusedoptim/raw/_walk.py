@@ -1,4 +1,4 @@
-"""How a kernel finds the elements of tensors of any strides from one running index."""
+"""How generated C finds the elements of tensors of any strides from one running index."""
 
 from __future__ import annotations
 
@@ -6,28 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-from fusedoptim.launch.backend import LaunchShape
-from fusedoptim.launch.devices import BACKENDS
-
-_LEAST = 4 * 1024  # elements, so that a group's start costs little
-_GROUPS = 16  # so that no core is idle
-
-
-def launch_shape(device: torch.device) -> LaunchShape:
-    """How a kernel of elements is spread over a device."""
-    return BACKENDS[device.type].shape
-
-
-def chunk_of(n: int, shape: LaunchShape) -> int:
-    """Elements that a group walks of ``n``: fewer where a processor's cores would be idle."""
-    return min(shape.chunk, max(_LEAST, -(-n // _GROUPS)))
 
 
 class Walk(NamedTuple):
-    """Dimensions, outermost first, and how far apart each tensor's elements are in each."""
+    """Dimensions, outermost first, and each tensor's stride in each of them."""
 
     shape: tuple[int, ...]
     strides: tuple[tuple[int, ...], ...]
@@ -39,31 +22,25 @@ class Walk(NamedTuple):
 
     def cut(self, dims: int) -> tuple[Walk, Walk]:
         """The walk of the ``dims`` outer dimensions, and that of the others."""
-        outer, inner = [of_one[:dims] for of_one in self.strides], [o[dims:] for o in self.strides]
-        return Walk(self.shape[:dims], tuple(outer)), Walk(self.shape[dims:], tuple(inner))
+        outer, inner = zip(*[(strides[:dims], strides[dims:]) for strides in self.strides])
+        return Walk(self.shape[:dims], outer), Walk(self.shape[dims:], inner)
 
-    @property
-    def pattern(self) -> tuple[tuple[int, ...], ...]:
-        """What the C depends on: of each stride, whether it is 0, 1 or another."""
-        return tuple([tuple([min(stride, 2) for stride in of_one]) for of_one in self.strides])
+    def numbers(self, index: str) -> dict[str, int]:
+        """The sizes and strides that the C needs, by name; strides of 0 and 1 are in its text.
 
-    @property
-    def numbers(self) -> list[int]:
-        """What the C takes as arguments: sizes, and the strides that are neither 0 nor 1."""
-        return [*self.shape[1:], *[s for of_one in self.strides for s in of_one if s > 1]]
-
-    def names(self, index: str) -> list[str]:
-        """The names of :attr:`numbers` in C, where the running index is ``index``."""
-        strides = [
-            f"{index}_stride_{k}_{d}_"
-            for k, of_one in enumerate(self.strides)
-            for d, stride in enumerate(of_one)
+        Args:
+            index: the C name of the running index.
+        """
+        sizes = {f"{index}_size_{d}_": size for d, size in enumerate(self.shape) if d}
+        return sizes | {
+            f"{index}_stride_{k}_{d}_": stride
+            for k, strides in enumerate(self.strides)
+            for d, stride in enumerate(strides)
             if stride > 1
-        ]
-        return [f"{index}_size_{d}_" for d in range(1, len(self.shape))] + strides
+        }
 
     def split(self, index: str) -> str:
-        """C that makes an index in each dimension of the running one."""
+        """C that computes the index in each dimension from the running index."""
         dims = len(self.shape)
         if dims < 2:
             return ""
@@ -75,7 +52,7 @@ class Walk(NamedTuple):
         return "\n".join([*lines, f"const index_t {index}_0_ = {index}_rest_;"])
 
     def offset(self, index: str, k: int) -> str:
-        """C of where the element of tensor ``k`` is, after :meth:`split`."""
+        """The C expression of an element's offset in tensor ``k``, after :meth:`split`."""
         terms = []
         for d, stride in enumerate(self.strides[k]):
             place = f"{index}_{d}_" if len(self.shape) > 1 else index
@@ -87,13 +64,13 @@ class Walk(NamedTuple):
 def walk(
     shape: Sequence[int], strides: Sequence[Sequence[int]], order_of: int | None = None
 ) -> Walk:
-    """How to walk tensors of ``shape`` in as few dimensions as possible.
+    """The walk over tensors of ``shape`` in as few dimensions as possible.
 
     Args:
-        shape: of the elements that are walked.
-        strides: of each tensor in its dimensions.
-        order_of: a tensor in the order of whose memory the elements are walked, or None to keep
-            the order of ``shape``.
+        shape: of the elements.
+        strides: of each tensor.
+        order_of: a tensor whose order in memory the walk follows; None keeps the order of
+            ``shape``.
     """
     dims = [d for d in range(len(shape)) if shape[d] != 1]
     if order_of is not None:
@@ -112,8 +89,6 @@ def walk(
 
 
 def memory(tensor: Tensor) -> Tensor:
-    """All that lies between the first and the last element of a tensor, contiguous."""
-    if tensor.is_contiguous():
-        return tensor
+    """A contiguous view of everything between a tensor's first and last element."""
     reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
     return tensor.as_strided((reach + 1,), (1,))

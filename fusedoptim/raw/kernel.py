@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import html
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -218,7 +218,7 @@ class RawKernel:
                 call in a process that was forked after its parent used a device.
         """
         if torch.compiler.is_compiling():
-            _untraced(self, global_size, local_size, args, wait)
+            untraced(self, global_size, local_size, args, wait=wait)
             return
         signature = self._signature
         if signature is None:
@@ -433,11 +433,9 @@ def _type_text(parameter: Parameter) -> str:
 
 
 @disable_dynamo  # type: ignore[untyped-decorator]
-def _untraced(
-    kernel: RawKernel, global_size: Any, local_size: Any, args: Any, wait: bool | None
-) -> None:
+def untraced(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """A call out of a function that torch.compile traces."""
-    kernel(global_size, local_size, args, wait=wait)
+    return call(*args, **options)
 
 
 def _check_device(device: Any) -> Any:

@@ -15,16 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedoptim._torch_private import set_grad_enabled
 from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
-from fusedoptim.step.modes import check_not_traced
+from fusedoptim.step.modes import check_not_traced, on_memory
 from fusedoptim.step.tensors import (
     TRAIL,
-    dense_copy,
     has_shared_elements,
-    is_dense,
-    is_lazy,
-    laid_out_like,
+    memory_of,
     new_state,
     update_order,
 )
@@ -39,11 +35,6 @@ def check_splittable(
         optimizer: what errors call it.
         params: to be split.
         others: parameters of the optimizer, with which they must not share memory.
-
-    Raises:
-        TypeError: a parameter is neither float32 nor bfloat16, or not strided.
-        RuntimeError: parameters share memory, which they would not after a conversion; a gradient
-            to be converted does not fit; or the call is inside a tracing mode.
     """
     check_not_traced(f"{optimizer}: the split of parameters")
     for i, p in enumerate(params):
@@ -89,7 +80,7 @@ def halves_of(values: Tensor, consume: bool = False) -> tuple[Tensor, Tensor]:
         values: to be split, piece by piece, so that only the results take memory.
         consume: whether to free the memory of each piece that is done, which loses its values.
     """
-    dense = _dense(values)
+    dense = memory_of(values.detach())
     consume &= dense.data_ptr() == values.data_ptr()
     upper = torch.empty_like(dense, dtype=torch.bfloat16)
     lower = new_state(dense, torch.int16)
@@ -133,17 +124,11 @@ def _interleave(words: Tensor, lower: Tensor, upper: Tensor) -> None:
 
 def join(param: Tensor, trail: Tensor) -> Tensor:
     """The float32 values with the upper halves ``param`` and the lower halves ``trail``."""
-    upper = _dense(param)
+    upper = memory_of(param.detach())
     result = torch.empty_like(upper, dtype=torch.float32)
-    lower = laid_out_like(upper, trail.to(upper.device))
+    lower = memory_of(trail.to(upper.device), upper)
     _interleave(_words(result), _words(lower), _words(upper))
     return result
-
-
-def _dense(values: Tensor) -> Tensor:
-    """The values in one range of memory, copied if need be."""
-    values = values.detach()
-    return values if is_dense(values) and not is_lazy(values) else dense_copy(values)
 
 
 def _words(values: Tensor) -> Tensor:
@@ -177,7 +162,7 @@ class Halves:
         def keep_trails(_: object) -> None:
             halves = this()
             if halves is not None:
-                halves._trails, halves._state = halves._found(), {}
+                halves._trails, halves._state = {p: halves._find(p) for p in halves}, {}
 
         self._optimizer: weakref.ref[Optimizer] | None = weakref.ref(optimizer, keep_trails)
         self._state = getattr(optimizer, "state", {})  # none yet, in a constructor
@@ -195,13 +180,14 @@ class Halves:
         return iter(list(self._trails))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return object.__new__, (Halves,), (self._found(), self.in_model)
+        return object.__new__, (Halves,), ({p: self._find(p) for p in self}, self.in_model)
 
     def __setstate__(self, state: tuple[dict[Tensor, Tensor | None], bool]) -> None:
         self._optimizer = None
         self._state = {}
         self._trails, self.in_model = state
 
+    @on_memory
     def split(self, param: Tensor) -> None:
         """Make a float32 or bfloat16 ``param`` an upper half, and add its trail to the state.
 
@@ -211,9 +197,7 @@ class Halves:
         consume = param.dtype == torch.float32 and has_sole_owner(param)
         values, grad = param.data, param.grad
         halves: tuple[Tensor, Tensor] | None = None
-        is_grad_enabled = torch.is_grad_enabled()
         try:
-            set_grad_enabled(False)
             if param.dtype == torch.bfloat16:
                 halves = values, new_state(values, torch.int16).zero_()
             else:
@@ -230,22 +214,16 @@ class Halves:
             _replace(param, values, grad)
             self.forget(param)
             raise
-        finally:
-            set_grad_enabled(is_grad_enabled)
 
+    @on_memory
     def merge(self, param: Tensor) -> None:
         """Make an upper half the float32 parameter again, and forget it.
 
         An error or an interrupt changes nothing.
-
-        Raises:
-            ValueError: the optimizer has lost the lower half.
         """
         trail, copied = self.trail(param), self._trails[param]
         values, grad = param.data, param.grad
-        is_grad_enabled = torch.is_grad_enabled()
         try:
-            set_grad_enabled(False)
             whole, exact = join(values, trail), _converted_grad(param, torch.float32)
             _replace(param, whole, exact)
             self.forget(param)
@@ -255,8 +233,6 @@ class Halves:
             if copied is None:
                 self._state[param][TRAIL] = trail
             raise
-        finally:
-            set_grad_enabled(is_grad_enabled)
 
     def split_all(self, params: Iterable[Tensor]) -> None:
         """Split all that are not split yet; after an error or an interrupt, none of them."""
@@ -301,15 +277,8 @@ class Halves:
         trail: Tensor | None = self._state.get(param, {}).get(TRAIL, self._trails[param])
         return trail
 
-    def _found(self) -> dict[Tensor, Tensor | None]:
-        return {p: self._find(p) for p in self._trails}
-
     def trail(self, param: Tensor) -> Tensor:
-        """The lower half of ``param``.
-
-        Raises:
-            ValueError: the optimizer has lost it.
-        """
+        """The lower half of ``param``; a ValueError if the optimizer has lost it."""
         trail = self._find(param)
         if trail is None:
             raise ValueError(LOST)
@@ -338,9 +307,6 @@ def check_checkpoint(optimizer: str, saved: Iterable[tuple[int, Tensor, dict[str
     Args:
         optimizer: what errors call it.
         saved: for each split parameter its number, itself, and its state in the checkpoint.
-
-    Raises:
-        ValueError: a trail is missing, or of another shape or dtype.
     """
     saved = list(saved)
     if not any(TRAIL in state for _, _, state in saved):

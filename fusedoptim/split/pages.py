@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim._torch_private import storage_use_count
+from fusedoptim.launch.devices import BACKENDS
 
 CHUNK = 1 << 18
 """Elements of a piece."""
@@ -31,7 +32,10 @@ def has_sole_owner(tensor: Tensor) -> bool:
     Views, tensors in a ``state_dict``, numpy arrays, DLPack capsules, other processes and mapped
     files are other owners.
     """
-    if tensor.device.type != "cpu" or tensor.nbytes < _MIN_BYTES or _madvise() is None:
+    backend = BACKENDS.get(tensor.device.type)
+    if backend is None or not backend.runs_on_host:
+        return False
+    if tensor.nbytes < _MIN_BYTES or _madvise() is None:
         return False
     storage = tensor.untyped_storage()
     if not storage.resizable() or storage.is_shared() or storage.nbytes() != tensor.nbytes:
@@ -49,22 +53,18 @@ def _holders(tensor: Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _madvise() -> Callable[..., int] | None:
-    if _DONTNEED is None or not sys.platform.startswith("linux"):
-        return None
-    if storage_use_count is None:
-        return None
     function: Any = getattr(ctypes.CDLL(None), "madvise", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    madvise: Callable[..., int] | None = function
+    if function is None or _DONTNEED is None or storage_use_count is None:
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise: Callable[..., int] = function
     return madvise
 
 
 def release_pages(piece: Tensor) -> None:
     """Free the pages that lie wholly within ``piece``, whose values are lost.
 
-    Args:
-        piece: contiguous, of a tensor for which :func:`has_sole_owner` is true.
+    It is contiguous, and part of a tensor for which :func:`has_sole_owner` is true.
     """
     madvise = _madvise()
     assert madvise is not None

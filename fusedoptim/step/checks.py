@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.step.modes import has_memory
 from fusedoptim.step.rule import Candidate, UpdateRule
+from fusedoptim.step.scalars import number
 from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, Group, State, has_shared_elements
 
 OPTIONS = ("foreach", "differentiable", "capturable", "fused")
@@ -33,46 +35,55 @@ def describe(optimizer: str, candidate: Candidate) -> str:
 
 
 def check_options(optimizer: str, group: Group, instead: str) -> None:
-    """Raise if ``group`` asks for another implementation of the step than the fused one.
+    """Raise if ``group`` asks for another implementation than the fused one: use ``instead``."""
+    refused = (
+        ("differentiable", True, "opaque to autograd"),
+        ("foreach", True, "always fused"),
+        ("capturable", True, "not captured in graphs"),
+        ("fused", False, "always fused"),
+    )
+    for option, value, why in refused:
+        chosen = group.get(option)
+        if chosen is not None and bool(chosen) is value:
+            raise RuntimeError(f"{option}={value}: {optimizer}'s step is {why}; {instead}")
+
+
+def check_numbers(
+    optimizer: str, group: Group, defaults: Group | None = None, largest: float = math.inf
+) -> None:
+    """Raise if a hyper-parameter of ``group`` is NaN, or if kernels cannot take it.
 
     Args:
         optimizer: what errors call it.
         group: of the optimizer.
-        instead: what errors advise.
+        defaults: the optimizer's; a hyper-parameter whose default is a number must be one.
+        largest: number of the kernels' arithmetic.
     """
-    if group.get("differentiable"):
-        raise RuntimeError(
-            f"differentiable=True: {optimizer}'s step is opaque to autograd; {instead}"
-        )
-    if group.get("foreach"):
-        raise RuntimeError(f"foreach=True: {optimizer}'s step is always fused; {instead}")
-    if group.get("capturable"):
-        raise RuntimeError(
-            f"capturable=True: {optimizer}'s step is not captured in graphs; {instead}"
-        )
-    if group.get("fused") is False:
-        raise RuntimeError(f"fused=False: {optimizer}'s step is always fused; {instead}")
-
-
-def check_numbers(optimizer: str, group: Group) -> None:
-    """Raise if a hyper-parameter of ``group`` is NaN."""
     for name, value in group.items():
-        values = value if isinstance(value, tuple) else (value,)
-        if name != "params" and any(isinstance(v, float | Tensor) and bool(v != v) for v in values):
-            raise ValueError(
-                f"{optimizer}: {name} is {value}; set it to a number, as in "
-                f"optimizer.param_groups[0][{name!r}] = ..."
-            )
+        default = (defaults or {}).get(name)
+        must_be_number = isinstance(default, tuple) or _is_number(default)
+        for item in value if isinstance(value, tuple) else (value,):
+            error: type[Exception] | None = None
+            if name == "params":
+                continue
+            if not _is_number(item):
+                error = TypeError if must_be_number else None
+            elif math.isnan(size := abs(number(item))) or largest < size < math.inf:
+                error = ValueError if math.isnan(size) else OverflowError
+            if error is not None:
+                at_most = "" if largest == math.inf else f" of at most {largest:.4g}"
+                raise error(
+                    f"{optimizer}: {name} is {value}; set it to a number{at_most}, as in "
+                    f"optimizer.param_groups[0][{name!r}] = ..."
+                )
+
+
+def _is_number(value: object) -> bool:
+    return hasattr(value, "item") or isinstance(value, int | float)
 
 
 def check_candidate(optimizer: str, candidate: Candidate) -> None:
-    """Raise unless a kernel can update the parameter with this gradient.
-
-    Raises:
-        TypeError: a dtype, layout or tensor class that no kernel can take.
-        RuntimeError: a device that SYCL does not serve, elements that share memory, or a
-            gradient that does not fit.
-    """
+    """Raise unless a kernel can update the parameter with this gradient."""
     param, grad, _ = candidate
     what = describe(optimizer, candidate)
     check_param(what, param)
@@ -84,20 +95,17 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
             "outside of FakeTensorMode and the like"
         )
     for fact in ("shape", "dtype", "device"):
-        if getattr(grad, fact) != getattr(param, fact):
+        found = getattr(grad, fact)
+        if found != getattr(param, fact):
+            found = tuple(found) if fact == "shape" else found
             raise RuntimeError(
-                f"{what} has a gradient whose {fact} differs: {_text(getattr(grad, fact))}; "
+                f"{what} has a gradient whose {fact} differs: {found}; "
                 "call zero_grad() after changing a parameter, and compute the gradient anew"
             )
 
 
 def check_param(what: str, param: Tensor) -> None:
-    """Raise unless a kernel can update ``param``, which errors call ``what``.
-
-    Raises:
-        TypeError: a dtype, layout or tensor class that no kernel can take.
-        RuntimeError: a device that SYCL does not serve, or elements that share memory.
-    """
+    """Raise unless a kernel can update ``param``, which errors call ``what``."""
     instead = "leave it out of the optimizer, or use the torch.optim class"
     if param.layout is not torch.strided:
         raise TypeError(f"{what} has layout {param.layout} and only strided ones work; {instead}")
@@ -126,10 +134,6 @@ def check_half(optimizer: str, candidate: Candidate) -> None:
         )
 
 
-def _text(fact: object) -> str:
-    return str(tuple(fact) if isinstance(fact, torch.Size) else fact)
-
-
 def check_state_shape(
     rule: UpdateRule, owner: str, name: str, state: Tensor, shape: torch.Size
 ) -> None:
@@ -143,13 +147,7 @@ def check_state_shape(
 
 
 def check_state_whole(rule: UpdateRule, owner: str, state: State, names: Sequence[str]) -> None:
-    """Raise if some of the state of these names is missing, or has no memory.
-
-    Raises:
-        KeyError: some is missing and some is not, as torch's classes find; an update would
-            initialize a part of it.
-        TypeError: a tensor is fake, or wraps another.
-    """
+    """Raise if only a part of the state of these names is missing, or if some has no memory."""
     needed = set(names) - {TRAIL}
     lost = sorted(needed - state.keys() - rule.optional_state)
     if lost and not needed.isdisjoint(state):

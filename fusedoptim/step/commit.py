@@ -16,49 +16,22 @@ docs/design/sections-and-interrupts.md has the whole argument.
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from fusedoptim._torch_private import increment_version
 from fusedoptim.launch.pipeline import Stage
-from fusedoptim.step.rows import OrderedRows, Rows
+from fusedoptim.step.plan import GroupPlan
+from fusedoptim.step.rows import Rows
 from fusedoptim.step.tensors import State
 
-
-class Submission:
-    """The launches of one update."""
-
-    def __init__(self, waits: bool) -> None:
-        """``waits`` says whether a commit must wait until the kernels have ended."""
-        self._waits = waits
-        self._stages: Sequence[Stage] = ()
-        self.events: list[Any] | None = None
-        """Of the stages submitted so far; None before an update and once it is committed."""
-
-    def submit(self, stages: Sequence[Stage]) -> None:
-        """Submit the stages in order."""
-        self._stages = stages
-        events: list[Any] = []
-        self.events = events
-        for stage in stages:
-            stage.launch(events)
-
-    def complete(self) -> bool:
-        """Submit what is missing, and wait; False if the update has not begun."""
-        events, stages = self.events, self._stages
-        if events is None or (stages and not events):
-            return False
-        for stage in stages[len(events) :]:
-            stage.launch(events)
-        if self._waits:
-            for stage in stages:
-                if stage.pending:
-                    stage.wait()
-        return True
+_Update: TypeAlias = "tuple[Rows, Sequence[Stage], list[Any]]"
+"""What is updated, by which stages, and the events of those that were submitted so far."""
 
 
 def run(
-    plans: Sequence[OrderedRows], common: Tensor | None, states: MutableMapping[Tensor, State]
+    plans: Sequence[GroupPlan], common: Tensor | None, states: MutableMapping[Tensor, State]
 ) -> None:
     """Update all groups.
 
@@ -67,32 +40,44 @@ def run(
         common: the factor of all the optimizer's gradients; None is 1.
         states: the optimizer's.
     """
-    submitted: list[Rows] = []  # each is in it from just before it starts
+    begun: list[_Update] = []
     try:
         try:
             for plan in plans:
-                for rows in plan.together:
-                    submitted.append(rows)
-                    rows.submit(plan.settings, common)
-                for next_rows in plan.in_turn:
-                    _commit_all(submitted, states)  # what follows is made from what these updated
-                    rows = next_rows()
-                    submitted.append(rows)
-                    rows.submit(plan.settings, common)
-                    _commit_all(submitted, states)
+                for rows, deferred in plan.updates:
+                    if deferred is not None:
+                        _commit_all(begun, states)  # it is made from what these have updated
+                        rows = deferred()
+                    stages = rows.prepare(plan.settings, common)
+                    events: list[Any] = []
+                    begun.append((rows, stages, events))
+                    for stage in stages:
+                        stage.launch(events)
+                    increment_version(rows.params)  # on the CPU the kernels run meanwhile
+                    if deferred is not None:
+                        _commit_all(begun, states)
         finally:
-            _commit_all(submitted, states)
+            _commit_all(begun, states)
     except BaseException:
-        _commit_all(submitted, states)  # an interrupt may have kept it from some of them
+        _commit_all(begun, states)  # an interrupt may have kept it from some of them
         raise
 
 
-def _commit_all(submitted: Sequence[Rows], states: MutableMapping[Tensor, State]) -> None:
-    """Commit everything, whatever happens to one of them."""
+def _commit_all(begun: list[_Update], states: MutableMapping[Tensor, State]) -> None:
+    """Commit everything, whatever happens to one of them, and take it from ``begun``."""
     error: BaseException | None = None
-    for rows in submitted:
+    for update in begun.copy():
+        rows, stages, events = update
         try:
-            rows.commit(states)
+            if events or not stages:  # else an interrupt came before the first launch
+                for stage in stages[len(events) :]:
+                    stage.launch(events)
+                if rows.runs_on_host:
+                    for stage in stages:
+                        if stage.pending:
+                            stage.wait()
+                rows.commit(states)
+            begun.remove(update)
         except BaseException as raised:
             error = error or raised
     if error is not None:

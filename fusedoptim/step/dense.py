@@ -13,14 +13,12 @@ from collections.abc import Iterator, MutableMapping, Sequence
 
 from torch import Tensor
 
-from fusedoptim._torch_private import increment_version
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.block import Chunks
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.launch.kernel import kernel_for
-from fusedoptim.launch.pipeline import Pipeline
-from fusedoptim.launch.table import Chunks
+from fusedoptim.launch.pipeline import Pipeline, Stage
 from fusedoptim.step.checks import check_state_whole
-from fusedoptim.step.commit import Submission
 from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings, grad_factor
 from fusedoptim.step.state import state_tensor, variant_of
@@ -49,17 +47,13 @@ class DenseRows:
             candidates: parameters of one device and dtype that passed their checks.
             kernels: names of those that make an update, in order.
             fresh: for each candidate, whether its state counts as just made; None to look it up.
-
-        Raises:
-            ValueError: a state tensor has not its parameter's shape.
         """
         first = candidates[0].param
         self._rule = rule
         self._device = first.device
         self._backend = BACKENDS[first.device.type]
+        self.runs_on_host = self._backend.runs_on_host
         self._queue = self._backend.queue(first.device)
-        dtype = PARAM_DTYPES[first.dtype]
-        self._arithmetic = dtype.arithmetic
         self._variant = variant_of(rule, first)
         built = [kernel_for(self._queue, name, self._variant) for name in kernels]
         arguments = dict.fromkeys(argument for kernel in built for argument in kernel.layout.row)
@@ -68,16 +62,19 @@ class DenseRows:
         self._row_flags = [name for name, role in arguments if role is Role.ROW_FLAG]
 
         self._runs = [TensorRun(candidates[i : i + RUN]) for i in range(0, len(candidates), RUN)]
-        self._params = [p for run in self._runs for p in run.params]
-        self._state_names = names
-        held = [rule.states.get(p, {}) for p in self._params]
+        self.params = [p for run in self._runs for p in run.params]
+        held = [rule.states.get(p, {}) for p in self.params]
         targets = [target for run in self._runs for target in run.targets]
+        self._copied = [(p, t) for p, t in zip(self.params, targets) if p is not t]
+        self.copies = bool(self._copied)
         self.fresh: Sequence[bool] | None = fresh or [
             any(state.get(name) is None for name in names) for state in held
         ]
         for candidate, state in zip(candidates, held):
             check_state_whole(rule, candidate.name, state, [*names, KEY] if has_steps else names)
         self._steps = StepCounts(held) if has_steps else None
+        self._held = held
+        dtype = PARAM_DTYPES[first.dtype]
         made: list[State] = [
             {
                 name: state_tensor(rule, candidate.name, name, state, target, dtype.state)
@@ -86,61 +83,54 @@ class DenseRows:
             for candidate, state, target in zip(candidates, held, targets)
         ]
         self._uncommitted: list[State] | None = made
-        self._held = held
         for run, states in zip(self._runs, self._by_run(made)):
             run.watch(states, names)
-        self._copied = [pair for run in self._runs for pair in run.copied]
-        self.copies = bool(self._copied)
-        """Whether an update works on copies of parameters, made when it begins."""
 
-        chunks = Chunks([dtype.components * p.numel() for p in self._params], built[0].shape.chunk)
-        self._chunks = chunks
-        param_width = first.element_size() // dtype.components
+        self._arithmetic = dtype.arithmetic
+        numels = [dtype.components * p.numel() for p in self.params]
+        self._chunks = Chunks(numels, built[0].shape.chunk)
+        self._grad_width = param_width = first.element_size() // dtype.components
         state_width = dtype.state.itemsize // dtype.components
-        self._grad_width = param_width
-        self._pipeline = Pipeline(built, chunks, self._device)
+        self._pipeline = pipeline = Pipeline(built, self._chunks, self._device)
         self._norm: Pipeline | None = None
-        self._read_gradients = [self._pipeline]
+        self._read_gradients = [pipeline]
         """The pipelines that read the gradients."""
-        addresses = [a for run in self._runs for a in run.addresses]
-        self._pipeline.write_addresses("param", addresses, param_width)
+        pipeline.write_addresses("param", list(map(Tensor.data_ptr, targets)), param_width)
+        pipeline.write_addresses("grad", self._all_grad_addresses(), param_width)
         for name in names:
             width = 2 if name == TRAIL else state_width
-            addresses = [state[name].data_ptr() for state in made]
-            self._pipeline.write_addresses(name, addresses, width)
+            pipeline.write_addresses(name, [state[name].data_ptr() for state in made], width)
         for flag in self._row_flags:
-            self._pipeline.write_flags(flag, self.fresh or ())
+            pipeline.write_flags(flag, self.fresh or ())
         self._written: list[list[int]] = []
         """The gradients' addresses that the launch blocks hold; empty if unknown."""
         self._settings: Settings | None = None
         """What the head was written for, if it holds for more than a step."""
-        self._submission = Submission(self._backend.runs_on_host)
-        self._write_gradients()
 
     def _by_run(self, states: Sequence[State]) -> Iterator[Sequence[State]]:
         return (states[i : i + RUN] for i in range(0, len(states), RUN))
 
-    def _write_gradients(self) -> None:
-        by_run = list(map(_grad_addresses, self._runs))
-        self._written = []
-        addresses = list(itertools.chain.from_iterable(by_run))
-        for pipeline in self._read_gradients:
-            pipeline.write_addresses("grad", addresses, self._grad_width)
-        self._written = by_run
+    def _all_grad_addresses(self) -> list[int]:
+        return list(itertools.chain.from_iterable(map(_grad_addresses, self._runs)))
 
     def refresh(self) -> bool:
         """See :class:`fusedoptim.step.rows.Rows`."""
         if self._uncommitted is not None:  # its launch never happened
             return False
-        if not self._backend.runs_on_host and self._backend.queue(self._device) is not self._queue:
+        if not self.runs_on_host and self._backend.queue(self._device) is not self._queue:
             return False  # torch's current stream is another one now
         if self._steps is not None and not self._steps.are_held_by(self._held):
             return False
         for run in self._runs:
             if not run.refresh():
                 return False
-        if list(map(_grad_addresses, self._runs)) != self._written:
-            self._write_gradients()
+        by_run = list(map(_grad_addresses, self._runs))
+        if by_run != self._written:
+            self._written = []
+            addresses = list(itertools.chain.from_iterable(by_run))
+            for pipeline in self._read_gradients:
+                pipeline.write_addresses("grad", addresses, self._grad_width)
+            self._written = by_run
         return True
 
     def sum_of_squares(self) -> Tensor:
@@ -149,37 +139,29 @@ class DenseRows:
         if norm is None:
             kernel = kernel_for(self._queue, "sum_of_squares", self._variant)
             norm = Pipeline([kernel], self._chunks, self._device)
+            norm.write_addresses("grad", self._all_grad_addresses(), self._grad_width)
+            self._written = []  # until it is known to get those of the next step
             self._read_gradients.append(norm)
-            self._write_gradients()
             self._norm = norm
-        submission = Submission(self._backend.runs_on_host)
-        submission.submit(norm.stages)
-        submission.complete()
-        assert norm.sums is not None
-        return norm.sums[:-1].sum()
+        return norm.total()
 
-    def submit(self, settings: Settings, common: Tensor | None) -> None:
+    def prepare(self, settings: Settings, common: Tensor | None) -> Sequence[Stage]:
         """See :class:`fusedoptim.step.rows.Rows`."""
         pipeline = self._pipeline
         for param, target in self._copied:
             target.copy_(param.detach())
         if self._steps is not None:
-            by_row = self._rule.row_numbers(settings.numbers, self._steps.next())
-            for column, values in by_row.items():
-                pipeline.write_scalars(column, values)
+            pipeline.write_scalars(self._rule.row_numbers(settings.numbers, self._steps.next()))
         if settings is not self._settings or common is not None:
             self._settings = None
             factor = grad_factor(settings.sign, common, self._arithmetic, self._device)
             pipeline.write_head({**settings.numbers, "grad_factor": factor.data_ptr()})
             self._grad_factor = factor  # kept until the launch has ended
             self._settings = settings if common is None else None
-        self._submission.submit(pipeline.stages)
-        increment_version(self._params)  # on the CPU the kernel runs meanwhile
+        return pipeline.stages
 
     def commit(self, states: MutableMapping[Tensor, State]) -> None:
         """See :class:`fusedoptim.step.rows.Rows`."""
-        if not self._submission.complete():
-            return
         if self._steps is not None:
             self._steps.count_up()
         if self._uncommitted is not None:
@@ -188,19 +170,18 @@ class DenseRows:
             param.detach().copy_(target)
         for run in self._runs:
             run.held = []
-        self._submission.events = None
 
     def _add_state(self, states: MutableMapping[Tensor, State], made: list[State]) -> None:
         if self._steps is not None:
             for state, count in zip(made, self._steps.views):
                 state[KEY] = count
-        if self._state_names or self._steps is not None:
-            for p, state in zip(self._params, made):
+        if any(made):  # the optimizer's state must not get empty entries
+            for p, state in zip(self.params, made):
                 states[p].update(state)
-            self._held = [states[p] for p in self._params]
+            self._held = [states[p] for p in self.params]
             for run, held in zip(self._runs, self._by_run(self._held)):
                 run.states = held
         if any(self.fresh or ()):
             for flag in self._row_flags:
-                self._pipeline.write_flags(flag, [False] * len(self._params))
+                self._pipeline.write_flags(flag, [False] * len(self.params))
         self._uncommitted = None

@@ -7,23 +7,40 @@ mode may exchange what an operation returns; a step's own operations bypass it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import active_modes, transform_level
+from fusedoptim._torch_private import BypassModes, active_modes, set_grad_enabled, transform_level
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def on_memory(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate what works on tensors' memory: without autograd, outside of dispatch modes."""
+
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        is_grad_enabled = torch.is_grad_enabled()
+        try:
+            set_grad_enabled(False)
+            with BypassModes():
+                return function(*args, **kwargs)
+        finally:
+            set_grad_enabled(is_grad_enabled)
+
+    return wrapper
 
 
 def check_not_traced(what: str) -> None:
-    """Raise if torch traces or transforms the running code.
+    """Raise if torch traces or transforms the code that calls ``what``, as errors name it.
 
     torch.optim's own classes have no common behaviour to follow there: inside FakeTensorMode, they
     update real parameters, or raise halfway, or leave fake state behind, by class and by step.
-
-    Args:
-        what: the error's name for the call.
-
-    Raises:
-        RuntimeError: a tracing mode, such as FakeTensorMode, or a functorch transform is active.
     """
     found = [type(mode).__name__ for mode in active_modes()]
     if transform_level() is not None:

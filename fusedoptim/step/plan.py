@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import set_grad_enabled
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.step.checks import OPTIONS, check_candidate, check_half, check_numbers, named_params
 from fusedoptim.step.dense import DenseRows
+from fusedoptim.step.modes import on_memory
 from fusedoptim.step.rows import Rows
 from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings
@@ -27,39 +27,20 @@ from fusedoptim.step.tensors import PARAM_DTYPES, Group, State, update_order
 from fusedoptim.step.unchanged import are_same_objects
 
 _refresh = operator.methodcaller("refresh")
+_call = operator.methodcaller("__call__")
 
 _UNCHANGING = (float, int, str, type(None))  # bool is an int
-
-
-class _Members(NamedTuple):
-    """Parameters of a group that one launch updates, if their memory allows it."""
-
-    rule: UpdateRule
-    candidates: list[Candidate]
-    kernels: tuple[str, ...]
-
-    def rows(self, fresh: Sequence[bool] | None = None) -> Rows:
-        """What updates them."""
-        if self.candidates[0].grad.layout is torch.strided:
-            return DenseRows(self.rule, self.candidates, self.kernels, fresh)
-        (candidate,) = self.candidates
-        return SparseRows(self.rule, candidate)
 
 
 class DeferredUpdate(NamedTuple):
     """Parameters of a group that share memory with some that are updated before them."""
 
-    members: _Members
     planned: Rows
     """What would update them now."""
     is_repeated: bool
     """Whether the same parameters were given before."""
-    fresh: Sequence[bool] | None
-    """Whether the state of each counts as just made; None to look it up then."""
-
-    def rows(self) -> Rows:
-        """What updates them, made from the state that they have then."""
-        return self.members.rows(self.fresh)
+    rows: Callable[[], Rows]
+    """What updates them, made from the state that they have then."""
 
 
 class GroupPlan:
@@ -70,6 +51,7 @@ class GroupPlan:
     is_final: bool
     """Whether the plan fits for as long as the group and the state hold the same objects."""
 
+    @on_memory
     def __init__(self, rule: UpdateRule, groups: Sequence[Group], given_before: set[int]) -> None:
         """Check all parameters that have a gradient, and lay out their updates.
 
@@ -89,15 +71,17 @@ class GroupPlan:
         candidates = [_checked(rule, candidate) for candidate in found]
         self.rows: list[Rows] = []
         """Those that can be updated in any order."""
-        self.deferred: list[DeferredUpdate] = []
+        self._deferred: list[DeferredUpdate] = []
         """Those that cannot, in their order."""
         self._lay_out(candidates, given_before)
-        self.together = [rows for rows in self.rows if not rows.copies]
-        """Those that are launched without waiting for each other."""
-        copying = [functools.partial(_itself, rows) for rows in self.rows if rows.copies]
-        deferred = [update.rows for update in self.deferred]
-        self.in_turn: list[Callable[[], Rows]] = [*copying, *deferred]
-        """Each gives the rows of an update that starts when all before it are committed."""
+        self.updates: list[tuple[Rows, Callable[[], Rows] | None]] = [
+            *((rows, None) for rows in self.rows if not rows.copies),
+            *((rows, functools.partial(_itself, rows)) for rows in self.rows if rows.copies),
+            *((update.planned, update.rows) for update in self._deferred),
+        ]
+        """In order. The rows of one that starts when all before it are committed are made then."""
+        arithmetic = {PARAM_DTYPES[candidate.param.dtype].arithmetic for candidate in candidates}
+        self._largest = min((torch.finfo(dtype).max for dtype in arithmetic), default=math.inf)
         self._read_numbers()
 
     def _lay_out(self, candidates: list[Candidate], given_before: set[int]) -> None:
@@ -116,22 +100,18 @@ class GroupPlan:
             met.add(id(p))
         for key in sorted(members, key=operator.itemgetter(0)):
             turn, is_repeated, is_known, *_, kernels = key
-            update = _Members(rule, members[key], kernels)
-            rows = update.rows()
+            rows = _rows(rule, members[key], kernels)
             if turn == 0 and not is_repeated:
                 self.rows.append(rows)
             else:
                 # torch looks at the state of a whole group before it updates any of it.
                 fresh = None if is_known else rows.fresh
-                self.deferred.append(DeferredUpdate(update, rows, is_repeated, fresh))
+                make = functools.partial(_rows, rule, members[key], kernels, fresh)
+                self._deferred.append(DeferredUpdate(rows, is_repeated, make))
 
     def fits(self, rule: UpdateRule) -> bool:
-        """Read the group's numbers; False if the plan does not fit the group as it is.
-
-        Raises:
-            ValueError: a hyper-parameter is NaN.
-        """
-        if self.deferred or _implementation(rule) != self._implementation:
+        """Read the group's numbers; False if the plan does not fit the group as it is."""
+        if self._deferred or _implementation(rule) != self._implementation:
             return False
         if not are_same_objects(rule.group["params"], self._params):
             return False
@@ -145,18 +125,24 @@ class GroupPlan:
 
     def sums_of_squares(self) -> list[Tensor]:
         """The squares of the elements of all gradients, each summed once."""
-        once = [deferred.planned for deferred in self.deferred if not deferred.is_repeated]
+        once = [deferred.planned for deferred in self._deferred if not deferred.is_repeated]
         return [rows.sum_of_squares() for rows in (*self.rows, *once)]
 
     def _read_numbers(self) -> None:
-        rule = self._rule
-        group, numbers = rule.group, rule.numbers()
-        if math.isnan(sum(numbers.values())):  # a NaN among them, or two infinities
-            check_numbers(rule.optimizer, group)
+        rule, group = self._rule, self._rule.group
+        try:
+            numbers = rule.numbers()
+            odd = [value for value in numbers.values() if not abs(value) <= self._largest]
+        except TypeError:
+            check_numbers(rule.optimizer, group, rule.defaults)
+            raise
+        if not all(map(math.isinf, odd)):
+            check_numbers(rule.optimizer, group, rule.defaults, self._largest)
+            raise OverflowError(f"{rule.optimizer}: the hyper-parameters give {numbers}")
         self.settings = Settings(numbers, -1.0 if group.get("maximize") else 1.0)
         hyper_parameters = [group[name] for name in group if name not in ("params", "param_names")]
         self.is_final = (
-            not self.deferred
+            not self._deferred
             and not rule.depends_on_optimizer
             and all(map(_is_unchanging, hyper_parameters))
         )
@@ -173,9 +159,8 @@ class StepPlan:
         self._seen: list[object] = []
         """The state's and the groups' contents when the plans last fitted; empty if a value among
         them may change in place."""
-        self._idle: list[Tensor] = []
-        self._rows: list[Rows] = []
-        """Of all groups, while ``_seen`` is not empty."""
+        self._refreshes: list[Callable[[], bool]] = []
+        """Of all groups, while ``_seen`` is not empty; what each returns must be true."""
 
     def update(
         self,
@@ -189,9 +174,6 @@ class StepPlan:
             state: of the optimizer.
             groups: of the optimizer.
             rule_of: gives the rule of a group.
-
-        Raises:
-            TypeError, ValueError, RuntimeError, KeyError: there is no plan for a parameter.
         """
         seen: list[object] = [*state, *state.values()]
         for group in groups:  # in one list: a list costs more than its few items
@@ -200,12 +182,12 @@ class StepPlan:
         known = self._seen
         # are_same_objects, without its call.
         is_same = len(seen) == len(known) and all(map(operator.is_, seen, known))
-        if is_same and _are_idle(self._idle) and all(map(_refresh, self._rows)):
+        if is_same and all(map(_call, self._refreshes)):
             return
         self._seen = []
         if self._revise(state, groups, rule_of) and all(plan.is_final for plan in self.groups):
-            self._idle = [p for plan in self.groups for p in plan.idle]
-            self._rows = [rows for plan in self.groups for rows in plan.rows]
+            idle = [functools.partial(_are_idle, plan.idle) for plan in self.groups if plan.idle]
+            self._refreshes = [*idle, *(rows.refresh for plan in self.groups for rows in plan.rows)]
             self._seen = seen
 
     def see_state(self, state: Mapping[Tensor, State]) -> None:
@@ -230,20 +212,11 @@ class StepPlan:
                 all_fit = False
                 self.state_seen = []  # the step will make state
                 given_before = given_before or _given_before(groups)
-                self.groups[i : i + 1] = [_planned(rule, groups, given_before[i])]
+                self.groups[i : i + 1] = [GroupPlan(rule, groups, given_before[i])]
                 if any(given_before):  # perhaps by this group now
                     del self.groups[i + 1 :]
         del self.groups[len(groups) :]
         return all_fit
-
-
-def _planned(rule: UpdateRule, groups: Sequence[Group], given_before: set[int]) -> GroupPlan:
-    is_grad_enabled = torch.is_grad_enabled()
-    try:
-        set_grad_enabled(False)
-        return GroupPlan(rule, groups, given_before)
-    finally:
-        set_grad_enabled(is_grad_enabled)
 
 
 def _given_before(groups: Sequence[Group]) -> list[set[int]]:
@@ -262,11 +235,24 @@ def _given_before(groups: Sequence[Group]) -> list[set[int]]:
 
 def _are_idle(params: Sequence[Tensor]) -> bool:
     """Whether none of them has a gradient."""
-    return not params or all(p.grad is None for p in params)
+    return all(p.grad is None for p in params)
 
 
 def _itself(rows: Rows) -> Rows:
     return rows
+
+
+def _rows(
+    rule: UpdateRule,
+    candidates: Sequence[Candidate],
+    kernels: tuple[str, ...],
+    fresh: Sequence[bool] | None = None,
+) -> Rows:
+    """What updates parameters that one launch can update, if their memory allows it."""
+    if candidates[0].grad.layout is torch.strided:
+        return DenseRows(rule, candidates, kernels, fresh)
+    (candidate,) = candidates
+    return SparseRows(rule, candidate)
 
 
 def _candidates(groups: Sequence[Group], group: Group) -> list[Candidate]:

@@ -1,12 +1,13 @@
-"""What a step updates, dense or sparse, and in which order."""
+"""What a step updates, dense or sparse."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from fusedoptim.launch.pipeline import Stage
 from fusedoptim.step.scalars import Settings
 from fusedoptim.step.tensors import State
 
@@ -14,6 +15,9 @@ from fusedoptim.step.tensors import State
 class Rows(Protocol):
     """Parameters that are updated together: dense ones, or one with a sparse gradient."""
 
+    params: list[Tensor]
+    runs_on_host: bool
+    """Whether a commit must wait until the kernels have ended."""
     copies: bool
     """Whether an update works on copies of parameters, made when it begins."""
     fresh: Sequence[bool] | None
@@ -25,8 +29,8 @@ class Rows(Protocol):
     def sum_of_squares(self) -> Tensor:
         """The squares of all gradients' elements, summed: a 0-d tensor."""
 
-    def submit(self, settings: Settings, common: Tensor | None) -> None:
-        """Start the update.
+    def prepare(self, settings: Settings, common: Tensor | None) -> Sequence[Stage]:
+        """Write the step's numbers, and return what is to be submitted, in order.
 
         Args:
             settings: of the group; the same object as long as they are the same.
@@ -34,23 +38,4 @@ class Rows(Protocol):
         """
 
     def commit(self, states: MutableMapping[Tensor, State]) -> None:
-        """Wait if on the host, and add what the update has made to the optimizer's ``states``.
-
-        Nothing happens if nothing was submitted. After an interrupt it can be called again.
-        """
-
-
-class OrderedRows(Protocol):
-    """The updates of one group, in order."""
-
-    @property
-    def settings(self) -> Settings:
-        """The group's numbers."""
-
-    @property
-    def together(self) -> Sequence[Rows]:
-        """Those that start without waiting for each other."""
-
-    @property
-    def in_turn(self) -> Sequence[Callable[[], Rows]]:
-        """Each gives the rows of an update that starts when all before it are committed."""
+        """Add what the update has made to the optimizer's ``states``; may be repeated."""

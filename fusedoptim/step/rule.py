@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, Protocol
+import weakref
+from collections.abc import Mapping, MutableMapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedoptim.step.step_counts import Steps
-from fusedoptim.step.tensors import Group, State
+from fusedoptim.step.tensors import Group, State, new_state
 
 Numbers = Mapping[str, Any]
 """A kernel's scalars and flags, by the names of its arguments."""
@@ -23,59 +24,100 @@ class Candidate(NamedTuple):
     name: str
 
 
-class UpdateRule(Protocol):
-    """How one parameter group is updated."""
+class UpdateDefinition:
+    """What a class of optimizers defines: its kernels, their numbers, and its state."""
 
-    @property
-    def optimizer(self) -> str:
-        """What errors call the optimizer."""
-
-    @property
-    def group(self) -> Group:
-        """The parameter group."""
-
-    @property
-    def states(self) -> MutableMapping[Tensor, State]:
-        """The optimizer's state."""
-
-    def kernels(self, one_row: bool) -> tuple[str, ...]:
-        """Names of the kernels that make an update, in order.
-
-        Args:
-            one_row: whether each tensor is one row, which one work-group walks.
-        """
-
-    @property
-    def optional_state(self) -> frozenset[str]:
-        """Names of the state that a parameter may lack though it has taken steps."""
-
-    @property
-    def sparse_state(self) -> Sequence[str]:
-        """Names of the state that has only the rows which some sparse gradient has touched."""
-
-    @property
-    def depends_on_optimizer(self) -> bool:
-        """Whether the numbers depend on more than the group."""
+    state: Any
+    defaults: Group
+    _sparse_state: tuple[str, ...] = ()
+    """Names of the state that a sparse gradient makes, and that is sparse then, as torch's."""
+    _optional_state: frozenset[str] = frozenset()
+    """Names of the state that a parameter may lack though it has other state of earlier steps."""
+    _number_attributes: ClassVar[tuple[str, ...]] = ()
+    """Attributes of the optimizer on which its numbers depend."""
 
     def is_split(self, param: Tensor) -> bool:
-        """Whether ``param`` is the upper half of float32 values."""
+        """Whether a parameter is the upper half of float32 values."""
+        raise NotImplementedError
 
-    def numbers(self) -> Numbers:
-        """The kernels' scalars and flags for the group's present hyper-parameters."""
+    def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
+        """The names of the kernels that update tensors of ``group``, in order.
 
-    def row_numbers(self, numbers: Numbers, steps: Steps) -> Mapping[str, Steps]:
+        ``one_row`` says whether each tensor is one row, which one work-group walks.
+        """
+        raise NotImplementedError
+
+    def _numbers(self, group: Group) -> Numbers:
+        """The kernels' scalars and flags for the present hyper-parameters of ``group``."""
+        raise NotImplementedError
+
+    def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
         """The scalars that depend on how many ``steps`` a parameter has taken, this one included.
 
-        Args:
-            numbers: what :meth:`numbers` returned.
-            steps: of each parameter, or one count for all.
+        ``numbers`` are those of :meth:`_numbers`. Kernels without a RowScalar, as SGD's, need none.
         """
+        raise NotImplementedError
+
+    def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """The state ``name`` of a parameter that has taken no step, laid out like ``target``."""
+        return new_state(target, dtype).zero_()
+
+    def _check_options(self, group: Group) -> None:
+        """Raise if ``group`` asks for another implementation of the step than the fused one."""
+        raise NotImplementedError
+
+    def _check_sparse(self, group: Group, candidate: Candidate) -> None:
+        """Raise if a sparse gradient cannot be applied as ``group`` asks."""
+        raise NotImplementedError
+
+
+class UpdateRule:
+    """How an optimizer updates one of its groups."""
+
+    def __init__(self, optimizer: UpdateDefinition, group: Group) -> None:
+        # Weak, as plans keep rules: an optimizer is freed when its last user drops it.
+        self._reference = weakref.ref(optimizer)
+        self.group = group
+        self.optimizer = type(optimizer).__name__
+        """What errors call it."""
+        self.defaults = optimizer.defaults
+        self.states: MutableMapping[Tensor, State] = optimizer.state
+        self.optional_state = optimizer._optional_state
+        self.sparse_state = optimizer._sparse_state
+        self.depends_on_optimizer = bool(optimizer._number_attributes)
+        """Whether the numbers depend on more than the group."""
+
+    def _owner(self) -> UpdateDefinition:
+        owner = self._reference()
+        assert owner is not None  # it is stepping
+        return owner
+
+    def is_split(self, param: Tensor) -> bool:
+        """See :class:`UpdateDefinition`, as for all that follow."""
+        return self._owner().is_split(param)
+
+    def kernels(self, one_row: bool) -> tuple[str, ...]:
+        """Names."""
+        return self._owner()._kernels(self.group, one_row)
+
+    def numbers(self) -> Numbers:
+        """Of a launch."""
+        return self._owner()._numbers(self.group)
+
+    def row_numbers(self, numbers: Numbers, steps: Steps) -> Mapping[str, Steps]:
+        """Of a row."""
+        owner = self._reference()  # without the call of _owner(): this one is in every step
+        assert owner is not None
+        return owner._row_numbers(self.group, numbers, steps)
 
     def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """The state ``name`` of a parameter that has taken no step, laid out like ``target``."""
+        """Of one parameter."""
+        return self._owner()._initial_state(self.group, name, target, dtype)
 
     def check_options(self) -> None:
-        """Raise if the group asks for something that a fused step cannot do."""
+        """Of the group."""
+        self._owner()._check_options(self.group)
 
     def check_sparse(self, candidate: Candidate) -> None:
-        """Raise if a sparse gradient cannot be applied as the group asks."""
+        """Of the group."""
+        self._owner()._check_sparse(self.group, candidate)

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedoptim.step.rule import Numbers
+
+
+def number(value: Any) -> float:
+    """A hyper-parameter, which may be a tensor or a NumPy number, as a Python number."""
+    result: float = value.item() if hasattr(value, "item") else value
+    return result
 
 
 class Settings(NamedTuple):
@@ -32,17 +38,9 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 def grad_factor(
     sign: float, common: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What gradients are multiplied by.
+    """What gradients are multiplied by: ``sign``, and ``common``, a factor of all of them.
 
-    Args:
-        sign: -1 if the step is to ascend.
-        common: the factor of all the optimizer's gradients; None is 1.
-        dtype: of the arithmetic.
-        device: where the gradients are.
-
-    Returns:
-        a tensor of one element on the device: where ``common`` is None, the same one every time,
-        which nobody writes to.
+    Where ``common`` is None, it is the same tensor every time, which nobody writes to.
     """
     if common is None:
         return _constant(sign, dtype, device)
@@ -75,12 +73,12 @@ def common_factor(
     if grad_scale is not None:
         result = result / grad_scale.to(device, dtype).reshape(())
     if max_norm is not None:
-        norm = _total(squares, dtype, device).sqrt() * result
+        norm = total(squares, dtype, device).sqrt() * result
         result = result * (max_norm / (norm + eps)).clamp(max=1.0)
     return result
 
 
-def _total(squares: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+def total(squares: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     """The sum over all parameters; over several processes, it would be reduced here."""
     total = torch.zeros((), dtype=dtype, device=device)
     for square in squares:

@@ -13,14 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import increment_version
 from fusedoptim.kernels.language import Role
+from fusedoptim.launch.block import Chunks, Indices, LaunchBlock, row_addresses
 from fusedoptim.launch.devices import queue_of
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.pipeline import Stage
-from fusedoptim.launch.table import Chunks, Indices, LaunchBlock, row_addresses
 from fusedoptim.step.checks import check_state_shape, check_state_whole
-from fusedoptim.step.commit import Submission
 from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings, grad_factor
 from fusedoptim.step.sparse_gradient import SparseGradient, row_numbers
@@ -64,11 +62,7 @@ class _FirstRows(NamedTuple):
 
 
 def can_update_rows(rule: UpdateRule, candidate: Candidate) -> bool:
-    """Whether the rows of a sparse gradient can be updated alone.
-
-    The gradient must have rows. Where state that sparse gradients make sparse is dense, all rows
-    have state, so all must be updated.
-    """
+    """Whether the rows of a sparse gradient can be updated alone: no other row has state."""
     state = rule.states.get(candidate.param, {})
     dense = [
         name
@@ -85,16 +79,12 @@ class SparseRows:
     """See :class:`fusedoptim.step.rows.Rows`."""
 
     def __init__(self, rule: UpdateRule, candidate: Candidate) -> None:
-        """Find or make the state; nothing that the user holds is written to.
-
-        Args:
-            rule: of the group.
-            candidate: a parameter that passed its checks, and for which :func:`can_update_rows`.
-        """
+        """Find or make the state; nothing that the user holds is written to."""
         self._rule = rule
         self._param = param = candidate.param
+        self.params = [param]
         self._guards = tensor_guards([param])
-        self._target = memory_of(param, contiguous=True).detach()
+        self._target = memory_of(param, torch.contiguous_format).detach()
         self.copies = self._target.data_ptr() != param.data_ptr()
         """Whether an update works on a copy of the parameter, made when it begins."""
         dtype = PARAM_DTYPES[param.dtype]
@@ -122,7 +112,7 @@ class SparseRows:
         self._dense_guards = tensor_guards(list(self._dense.values())) if self._dense else None
         self._row_flags = [name for name, role in row if role is Role.ROW_FLAG]
         self._laid_out: _Block | None = None
-        self._submission = Submission(self._kernel.backend.runs_on_host)
+        self.runs_on_host = self._kernel.backend.runs_on_host
         self._is_committed = False
         self._read_gradient(candidate.grad)
 
@@ -160,7 +150,7 @@ class SparseRows:
         """See :class:`fusedoptim.step.rows.Rows`."""
         return self._grad.sum_of_squares(self._arithmetic)
 
-    def submit(self, settings: Settings, common: Tensor | None) -> None:
+    def prepare(self, settings: Settings, common: Tensor | None) -> Sequence[Stage]:
         """See :class:`fusedoptim.step.rows.Rows`."""
         device = self._param.device
         if self.copies:
@@ -177,16 +167,10 @@ class SparseRows:
         self._grad_factor = factor = grad_factor(settings.sign, common, self._arithmetic, device)
         head = {**settings.numbers, "grad_factor": factor.data_ptr()}
         block.write_head(self._kernel.in_order(head))
-        stages: list[Stage] = [_FirstRows(block, count)] if count else []
-        self._submission.submit(stages)
-        increment_version([self._param])
+        return [_FirstRows(block, count)] if count else []
 
     def _gather_sparse_state(self) -> bool:
-        """Find the rows to update: those of the gradient and of the sparse state.
-
-        Returns:
-            whether the sparse state is made now.
-        """
+        """Find the rows of the gradient and of the sparse state; True if that is made now."""
         fresh = False
         self._rows = self._grad.rows
         self._new: dict[str, Tensor] = {}
@@ -247,8 +231,6 @@ class SparseRows:
 
     def commit(self, states: MutableMapping[Tensor, State]) -> None:
         """See :class:`fusedoptim.step.rows.Rows`."""
-        if not self._submission.complete():
-            return
         if self.copies:
             self._param.detach().copy_(self._target)
         made: State = dict(self._dense)
@@ -262,7 +244,6 @@ class SparseRows:
             self._held.update(made)
         self._sparse = {name: made[name] for name in self._sparse}
         self._is_committed = True
-        self._submission.events = None
 
 
 def _spread(values: Tensor, numbers: Indices, among: Indices) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim.launch.table import Indices, row_addresses
+from fusedoptim.launch.block import Indices, row_addresses
 
 
 class SparseGradient:
@@ -19,11 +19,6 @@ class SparseGradient:
     """
 
     def __init__(self, grad: Tensor) -> None:
-        """Find the address of each row.
-
-        Raises:
-            IndexError: an index lies beyond the gradient's shape.
-        """
         self.sparse_dim = grad.sparse_dim()
         self.values = grad._values().detach().resolve_conj().resolve_neg().contiguous()
         self._sums = self.values[:0]
@@ -84,11 +79,7 @@ def stable_order(numbers: Indices) -> Indices:
 
 
 def row_numbers(indices: Tensor, shape: torch.Size) -> Indices:
-    """The number of each row in ``indices``, counted over all sparse dimensions.
-
-    Raises:
-        IndexError: one lies beyond ``shape``.
-    """
+    """The number of each row in ``indices``, counted over all sparse dimensions of ``shape``."""
     by_dimension = indices.cpu().numpy()
     for of, size in zip(by_dimension, shape):
         if len(of) and not 0 <= of.min() <= of.max() < size:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedoptim.step.checks import check_state_shape
 from fusedoptim.step.rule import UpdateRule
 from fusedoptim.step.step_counts import KEY
-from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State, laid_out_like, state_dtype
+from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State, memory_of, state_dtype
 
 
 def variant_of(rule: UpdateRule, param: Tensor) -> str:
@@ -30,9 +30,6 @@ def state_tensor(
         state: of the parameter; what it lacks is made.
         target: the parameter's memory.
         dtype: of the state, except for a trail, which is int16.
-
-    Raises:
-        ValueError: the state has another shape, or a trail another dtype.
     """
     value = state.get(name)
     if name == TRAIL:
@@ -47,7 +44,7 @@ def state_tensor(
         )
     if value.layout is not torch.strided:
         value = value.to_dense()
-    return laid_out_like(target, value.to(target.device, dtype))
+    return memory_of(value.to(target.device, dtype), target)
 
 
 def restore_state(
@@ -55,11 +52,7 @@ def restore_state(
 ) -> None:
     """Put back from a checkpoint what torch's load has cast to the parameter's dtype.
 
-    Args:
-        states: about to be an optimizer's.
-        param: one of its parameters.
-        saved: the parameter's state in the checkpoint.
-        trail: the parameter's, which it keeps if the checkpoint has none.
+    The parameter keeps its ``trail`` if the state that was ``saved`` has none.
     """
     if trail is not None and TRAIL not in saved:
         states[param][TRAIL] = trail

@@ -98,37 +98,37 @@ def has_shared_elements(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
 
 
-def laid_out_like(target: Tensor, value: Tensor) -> Tensor:
-    """``value`` in the element order of ``target``, copied if need be."""
-    if same_order(value, target) and not is_lazy(value):
-        return value
-    return torch.empty_like(target, dtype=value.dtype).copy_(value.detach())
+def memory_of(
+    tensor: Tensor, order: Tensor | torch.memory_format = torch.preserve_format
+) -> Tensor:
+    """The tensor whose memory kernels use for a parameter, its gradient or its state.
 
-
-def dense_copy(param: Tensor) -> Tensor:
-    """A contiguous copy."""
-    return torch.empty(param.shape, dtype=param.dtype, device=param.device).copy_(param.detach())
-
-
-def memory_of(param: Tensor, *, contiguous: bool = False) -> Tensor:
-    """The tensor that kernels update for ``param``: the one place that says where its memory is.
-
-    That is ``param`` itself or, where its memory does not hold its values one after the other, a
-    copy, which a step writes back.
+    No other function decides that: a sharded tensor would be answered by its shard. It is
+    ``tensor`` itself, or a copy where its memory has gaps or another order, or where it holds the
+    conjugates or negatives of its values. A step writes the copy of a parameter back.
 
     Args:
-        param: the parameter.
-        contiguous: whether the elements must be in the order of the indices, too.
+        tensor: of any strides.
+        order: of the elements in memory: ``torch.contiguous_format``, any that has no gaps, or that
+            of a tensor, the parameter's memory.
     """
-    fits = param.is_contiguous() if contiguous else is_dense(param)
-    return param if fits and not is_lazy(param) else dense_copy(param)
+    if isinstance(order, Tensor):
+        fits = same_order(tensor, order)
+    else:
+        fits = tensor.is_contiguous() or (order is torch.preserve_format and is_dense(tensor))
+    if fits and not is_lazy(tensor):
+        return tensor
+    if isinstance(order, Tensor):
+        copy = torch.empty_like(order, dtype=tensor.dtype)
+    else:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
 
 
 def update_order(params: Sequence[Tensor]) -> list[int]:
     """For each parameter, how many updates of others that share its memory must come first.
 
-    torch updates one parameter after the other, so one that is given twice, or is a view of
-    another, is updated twice; one launch updates all its rows at once.
+    torch updates one parameter after the other, and one launch updates all its rows at once.
     """
     ranges = [_byte_range(p) for p in params]
     result = [0] * len(params)

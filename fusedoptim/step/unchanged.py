@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedoptim._torch_private import TensorGuards
 from fusedoptim.step.rule import Candidate
-from fusedoptim.step.tensors import State, is_lazy, laid_out_like, memory_of, same_order
+from fusedoptim.step.tensors import State, memory_of
 
 RUN = 150
 """Parameters that are read together. A pass over a list takes one fact from each tensor; with a few
@@ -42,21 +42,13 @@ class TensorRun:
         self.params = [candidate.param for candidate in candidates]
         self.targets = list(map(memory_of, self.params))
         """What kernels write."""
-        self.copied = [(p, t) for p, t in zip(self.params, self.targets) if p is not t]
-        grads = [candidate.grad for candidate in candidates]
-        self._to_lay_out = [
-            i
-            for i, (grad, target) in enumerate(zip(grads, self.targets))
-            if is_lazy(grad) or not same_order(grad, target)
-        ]
-        laid_out = self._lay_out(grads)
-        self.held = [*grads, *laid_out]
+        self._grads = [candidate.grad for candidate in candidates]
+        self.held = list(map(memory_of, self._grads, self.targets))
         """This step's tensors until its kernel has ended, as another thread may drop them."""
-        self._empty = [p.numel() for p in self.params].count(0)
-        self.addresses = list(map(Tensor.data_ptr, self.targets))
-        self.grad_addresses = list(map(Tensor.data_ptr, laid_out))
+        self.grad_addresses = list(map(Tensor.data_ptr, self.held))
         """Of this step; a new list where one of them may differ from the last step's."""
-        self._grad_slice = slice(len(grads), 2 * len(grads))  # in a list of all tensors
+        self._empty = [p.numel() for p in self.params].count(0)
+        self._grad_slice = slice(len(candidates), 2 * len(candidates))  # in a list of all tensors
 
     def watch(self, states: Sequence[State], names: Sequence[str]) -> None:
         """Have :meth:`refresh` compare with the present, before anything is dropped.
@@ -69,10 +61,19 @@ class TensorRun:
         """Where those tensors are found."""
         self._get_state = list(map(operator.itemgetter, names))
         updated = [get(state) for get in self._get_state for state in states]
-        count = len(self.params)
-        self._guards = tensor_guards([*self.params, *self.held[:count], *updated])
-        tensors = [*self.params, *self.held[count:], *updated]
-        self._addresses = list(map(Tensor.data_ptr, tensors))
+        used, targets = [*self._grads, *updated], self.targets * (1 + len(names))
+        memory = [*self.held, *map(memory_of, updated, targets)]
+        self._elsewhere = [
+            (i, targets[i - len(targets)])
+            for i, (tensor, known) in enumerate(zip(used, memory), start=len(self.params))
+            if tensor is not known
+        ]
+        """Tensors that kernels do not use where torch has them: places in a list of all tensors,
+        and the parameters' memory."""
+        self._guards = tensor_guards([*self.params, *used])
+        self._addresses = list(map(Tensor.data_ptr, [*self.params, *memory]))
+        self.held = [*used, *memory]
+        self._grads = []
 
     def refresh(self) -> bool:
         """Take this step's gradients; False if any tensor differs from when it was watched."""
@@ -85,8 +86,8 @@ class TensorRun:
             return False
         if not self._guards.check(*tensors):
             return False
-        if self._to_lay_out:
-            tensors[self._grad_slice] = self._lay_out(tensors[self._grad_slice])
+        for i, target in self._elsewhere:
+            tensors[i] = memory_of(tensors[i], target)
         self.held = tensors
         addresses = list(map(Tensor.data_ptr, tensors))
         if addresses != self._addresses:
@@ -97,12 +98,3 @@ class TensorRun:
             self.grad_addresses = grad_addresses  # first: these must not be known but not written
             self._addresses = addresses
         return True
-
-    def _lay_out(self, grads: list[Tensor]) -> list[Tensor]:
-        """The gradients in the element orders of the targets."""
-        if not self._to_lay_out:
-            return grads
-        grads = grads.copy()
-        for i in self._to_lay_out:
-            grads[i] = laid_out_like(self.targets[i], grads[i])
-        return grads

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from allocator import Pool
-from tests.allocator.drivers import FaultyDriver
+from tests.allocator.helpers import FaultyDriver, bytes_of_blocks, check
 
 
 @pytest.fixture
@@ -15,13 +16,34 @@ def driver() -> FaultyDriver:
 
 
 @pytest.fixture
-def pool(driver: FaultyDriver) -> Pool:
-    return Pool(driver=driver, name="mine")
+def pool(driver: FaultyDriver) -> Iterator[Pool]:
+    """A pool that holds nothing at the end."""
+    pool = Pool(driver=driver, name="mine")
+    yield pool
+    gc.collect()  # errors hold the frames that they passed through
+    assert pool.memory_allocated() == 0
+    pool._core.flush_cache()
+    assert bytes_of_blocks(pool) == 0
+    assert not pool._core.store.holders
+    check(pool, driver)
 
 
 @pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """Those that need not walk all of torch."""
+def quick_collections() -> None:
+    """Collections that need not visit what other tests imported."""
+    gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def _many_switches() -> Iterator[None]:
+    """A thousand times as many changes from thread to thread as Python makes by default."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
     yield
-    gc.unfreeze()
+    sys.setswitchinterval(before)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread: None) -> None:
+    """Threads of torch that wait for work would only take processors from the tests."""

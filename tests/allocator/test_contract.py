@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+import random
 import threading
+import weakref
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from allocator import Hook, OutOfMemoryError, Pool
+from tests.allocator.helpers import AligningDriver, blocks_of, without_collections
+from tests.conftest import SEED
+from tests.interrupts import interrupted
 from tests.pool_cases import KIB, MIB, POOL_CASES, PoolCase
+from tests.running import in_fork, in_threads
 
 
 @pytest.fixture(params=POOL_CASES, ids=lambda case: case.name)
@@ -54,7 +64,7 @@ def test_figures(pool: Pool, case: PoolCase) -> None:
     memory.release()
     assert pool.memory_allocated() == 0
     assert pool.max_memory_allocated() == case.size(4000) + case.size(100)
-    blocks = [b for segment in pool.snapshot()["segments"] for b in segment["blocks"]]
+    blocks = blocks_of(pool.snapshot())
     assert sum(block["size"] for block in blocks) == pool.memory_reserved()
     assert all(block["state"] != "active_allocated" for block in blocks)
 
@@ -70,7 +80,7 @@ def test_no_two_live_allocations_overlap(pool: Pool) -> None:
 
 @pytest.mark.parametrize("alignment", [1, 512, 4 * KIB, 2 * MIB])
 def test_alignment(pool: Pool, alignment: int) -> None:
-    held = [pool.allocate(n, alignment=alignment) for n in (1, 1000, 5000)]
+    held = [pool.allocate(n, alignment=alignment) for n in (1, 1000, 5000, *[2 * MIB + 100] * 3)]
     assert all(memory.address % alignment == 0 for memory in held)
 
 
@@ -80,7 +90,7 @@ def test_reuse(pool: Pool, case: PoolCase) -> None:
         x = pool.full(1000, float(i))
         assert (x == i).all()
         del x
-    assert pool._core.is_watched != case.reuses
+    assert pool._core.bypasses_cache != case.reuses
     assert pool.memory_reserved() <= (case.arena or 4 * MIB)
     assert pool.memory_stats()["allocation.all.allocated"] == 50
 
@@ -117,13 +127,16 @@ def test_exchange(pool: Pool) -> None:
 
 
 def test_reservation_and_budget(pool: Pool) -> None:
+    other = Pool(driver=AligningDriver())
     with pool.reserve(MIB) as reservation, pool.budget(64 * KIB) as budget:
-        x = pool.empty(1000)
+        x, y = pool.empty(1000), other.allocate(MIB)
         assert reservation.left <= MIB - 4096
         assert budget.used == 4096
-        with pytest.raises(OutOfMemoryError):
+        left = reservation.left
+        with pytest.raises(OutOfMemoryError, match="budget"):
             pool.allocate(64 * KIB)
-    del x
+        assert reservation.left == left
+    del x, y
     assert (reservation.left, budget.used) == (0, 0)
 
 
@@ -142,27 +155,173 @@ def test_hooks(pool: Pool, case: PoolCase) -> None:
     assert trace.replay().allocations == 1
 
 
-def test_threads(pool: Pool) -> None:
-    wrong = []
+def test_threads(pool: Pool, case: PoolCase) -> None:
+    """Each has its own reservation, and another thread looks at the pool."""
+    ended = threading.Semaphore(0)
 
-    def work(mark: int) -> None:
-        for n in range(100):
-            x = pool.full(10 + n % 7, float(mark))
-            y = pool.full(10 + n % 5, float(mark))
-            if not ((x == mark).all() and (y == mark).all()):
-                wrong.append(mark)
+    def work(number: int) -> None:
+        choose = random.Random(SEED + number)
+        try:
+            for _ in range(30):
+                with pool.reserve(64 * KIB) as reservation:
+                    kept = [pool.allocate(choose.randrange(1, 4 * KIB)) for _ in range(8)]
+                    used = sum(case.reserved_size(memory.nbytes) for memory in kept)
+                    assert reservation.left == 64 * KIB - used
+                    tensors = [pool.full(choose.randrange(1, 30_000), i) for i in range(8)]
+                    for i, memory in enumerate(kept):
+                        memory.copy_from_host(bytes([i]) * memory.nbytes)
+                    for i, memory in enumerate(kept):
+                        assert memory.copy_to_host() == bytes([i]) * memory.nbytes
+                    assert all((x == i).all() for i, x in enumerate(tensors))
+        finally:
+            ended.release()
 
-    threads = [threading.Thread(target=work, args=[mark]) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    def look() -> None:
+        for _ in range(4):
+            while not ended.acquire(timeout=0.001):
+                pool.check() if case.margin else pool.snapshot()
+
+    in_threads(lambda call: call(), look, *[partial(work, n) for n in range(4)])
+
+
+def test_tasks(pool: Pool, case: PoolCase) -> None:
+    """Each has its own budget and reservation, and those that it starts share them."""
+    nbytes, room = 4 * KIB, case.size(4 * KIB)
+
+    async def own(count: int) -> tuple[int, int]:
+        with pool.budget(MIB) as budget, pool.reserve(count * room) as reservation:
+            x = pool.allocate(nbytes)
+            await asyncio.sleep(0)
+            y = pool.allocate(nbytes)
+            left = reservation.left
+            await asyncio.sleep(0)
+            del x, y
+            return budget.peak, left // room
+
+    async def child() -> None:
+        x = pool.allocate(nbytes)
+        await asyncio.sleep(0)
+        del x
+
+    async def work() -> None:
+        found = await asyncio.gather(*(own(count) for count in range(2, 9)))
+        assert found == [(2 * nbytes, count - 2) for count in range(2, 9)]
+        with pool.budget(2 * nbytes) as budget, pool.reserve(8 * room) as reservation:
+            await asyncio.gather(child(), child())
+            assert (budget.used, budget.peak) == (0, 2 * nbytes)
+            assert reservation.left <= 7 * room
+            with pytest.raises(OutOfMemoryError):
+                await asyncio.gather(*(child() for _ in range(3)))
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("error", [KeyError, OutOfMemoryError, KeyboardInterrupt, GeneratorExit])
+def test_exception_in_a_block(pool: Pool, case: PoolCase, error: type[BaseException]) -> None:
+    def fail() -> None:
+        with pool.budget(KIB + 512), pool.reserve(MIB):
+            x = pool.allocate(100)
+            if error is OutOfMemoryError:
+                pool.allocate(20 * MIB)
+            del x
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    gc.collect()
+    pool.allocate(MIB)
+    assert pool.memory_allocated() == 0
+    pool.trim()
+    assert pool.memory_reserved() == case.arena
+
+
+def test_interrupts(pool: Pool, case: PoolCase) -> None:
+    """Wherever KeyboardInterrupt comes, budgets and reservations have their bytes back."""
+    held: list[Any] = []
+
+    def step(choose: random.Random) -> None:
+        with pool.reserve(64 * KIB):
+            held.append(pool.empty(choose.choice([8, 100, 5000])))
+            held.append(pool.allocate(choose.randrange(1, 8 * KIB)))
+        while len(held) > 20:
+            held.pop(choose.randrange(len(held)))
+
+    with pool.budget(MIB) as budget, pool.reserve(MIB) as lasting:
+        interrupted(step, count=100, most=2e-3)
+        assert lasting.left > 0
+        held.clear()
+        gc.collect()
+    assert pool.memory_allocated() == budget.used == 0
+    assert budget.peak <= MIB
+    pool.trim()
+    levels = pool.tally().levels
+    assert all(levels[name][0].current == 0 for name in ("active", "active_bytes"))
+    assert pool.memory_reserved() == case.arena
+
+
+def test_released_twice(pool: Pool) -> None:
+    memory = pool.allocate(64)
+    memory.release()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"double free.*{memory.address:#x}"):
+            memory.release()
+    others = [pool.allocate(64) for _ in range(3)]
+    assert len({m.address for m in others}) == 3
+
+
+@pytest.mark.parametrize("method", ["before_allocate", "allocated"])
+def test_hook_that_refuses(pool: Pool, case: PoolCase, method: str) -> None:
+    def refuse(self: Hook, pool: Pool, what: object) -> None:
+        raise KeyError("not today")
+
+    with pool.hook(type("Refusing", (Hook,), {method: refuse})()):
+        for make in (pool.empty, pool.allocate, pool.array):
+            with pytest.raises(KeyError, match="not today"):
+                make(100)
+    gc.collect()  # errors hold the frames that they passed through
+    pool.trim()
+    assert pool.memory_reserved() == case.arena
+    assert (pool.zeros(100) == 0).all()
+
+
+def test_fork(pool: Pool, case: PoolCase) -> None:
+    kept: list[Any] = [pool.full(8, 1.0), pool.full(100_000, 2.0), pool.allocate(1000)]
+    used, parent = pool.memory_allocated(), os.getpid()
+
+    def child() -> None:
+        assert (kept[0] == 1).all()
+        kept.clear()
+        gc.collect()
+        for give in (pool.empty, pool.allocate, pool.zeros):
+            for n in (0, 8, 100_000):
+                with pytest.raises(RuntimeError, match=f"belongs to process {parent}.*'spawn'"):
+                    give(n)
+        if not case.arena:
+            with pytest.raises(RuntimeError, match="'spawn'"):
+                pool.set_limit(0)
+        assert case.on_device or pool.driver.held  # type: ignore[attr-defined]
+
+    with pool.budget(MIB):
+        in_fork(child)
+    assert (kept[0] == 1).all()
+    assert (kept[1] == 2).all()
+    assert pool.memory_allocated() == used
+
+
+def test_pool_dies_without_a_collection(case: PoolCase) -> None:
+    pool = case.make()
+    pool.record_history()
+    with pool.reserve(MIB):
+        pool.allocate(KIB)
+    seen = weakref.ref(pool)
+    pool.tally()  # or the pool would not know yet that nothing is in use
+    with without_collections():
+        del pool
+        assert seen() is None
 
 
 def test_close_refuses_while_memory_is_in_use(pool: Pool) -> None:
-    x = pool.empty(10)
+    _x = pool.empty(10)
     with pytest.raises(RuntimeError, match="1 allocations in use"):
         pool.close()
     assert pool.is_usable
-    del x

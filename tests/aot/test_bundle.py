@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -21,24 +22,20 @@ from fusedoptim.launch.modules import shipped
 from fusedoptim.raw import RawKernel
 
 
-def altered(path: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
-    """The bundle with other files in it."""
+def altered(path: Path, changed: dict[str, bytes | None]) -> None:
+    """Put other files into a bundle, or none."""
     with zipfile.ZipFile(path) as archive:
-        files = {name: archive.read(name) for name in archive.namelist()}
-    change(files)
+        files = {name: archive.read(name) for name in archive.namelist()} | changed
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in files.items():
-            archive.writestr(name, content)
-    return path
+            if content is not None:
+                archive.writestr(name, content)
 
 
-def with_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    def rewrite(files: dict[str, bytes]) -> None:
-        manifest = json.loads(files["manifest.json"])
-        change(manifest)
-        files["manifest.json"] = json.dumps(manifest).encode()
-
-    return altered(path, rewrite)
+def with_manifest(path: Path, change: Callable[[Any], object]) -> None:
+    manifest = json.loads(zipfile.ZipFile(path).read("manifest.json"))
+    change(manifest)
+    altered(path, {"manifest.json": json.dumps(manifest).encode()})
 
 
 def test_kernels_by_name(built: Path) -> None:
@@ -218,52 +215,47 @@ def test_files_that_cannot_be_read(copy: Path, tmp_path: Path) -> None:
             aot.load(copy)
 
 
-def test_manifest_nested_too_deep(copy: Path) -> None:
-    altered(copy, lambda files: files.update({"manifest.json": b"[" * 100_000}))
-    with pytest.raises(BundleError, match="a zip archive without a bundle's manifest"):
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"manifest.json": b"[" * 100_000}, "a zip archive without a bundle's manifest"),
+        ({"manifest.json": b"[]"}, "a zip archive without a bundle's manifest"),
+        ({"saxpy.spv": b"other"}, r"saxpy\.spv in .* is not what was built: its SHA-256"),
+        ({"saxpy.spv": None}, r"lacks saxpy\.spv"),
+    ],
+)
+def test_other_files(copy: Path, changed: dict[str, bytes | None], message: str) -> None:
+    altered(copy, changed)
+    with pytest.raises(BundleError, match=message):
         aot.load(copy)
 
 
-@pytest.mark.parametrize("field", ["kernels", "options", "tools", "kind", "ocloc", "binaries"])
-def test_manifest_of_other_types(copy: Path, field: str) -> None:
-    with_manifest(copy, lambda manifest: manifest["modules"][0].update({field: 7}))
-    with pytest.raises(BundleError, match=rf"the manifest\.json of {copy} is damaged"):
-        aot.load(copy)
-
-
-def test_other_module_put_in(copy: Path) -> None:
-    altered(copy, lambda files: files.update({"saxpy.spv": files["sgd_f32.spv"]}))
-    with pytest.raises(BundleError, match=r"saxpy\.spv in .* is not what was built: its SHA-256"):
-        aot.load(copy)
-
-
-def test_module_taken_out(copy: Path) -> None:
-    altered(copy, lambda files: files.pop("saxpy.spv") and None)
-    with pytest.raises(BundleError, match=r"lacks saxpy\.spv"):
-        aot.load(copy)
-
-
-def test_another_abi(copy: Path) -> None:
-    with_manifest(copy, lambda manifest: manifest.update(abi=0, fusedoptim="0.0.9"))
-    with pytest.raises(BundleError, match=r"of ABI 0, made by fusedoptim 0\.0\.9, .* reads ABI 1"):
-        aot.load(copy)
-
-
-def test_some_other_zip(copy: Path) -> None:
-    altered(copy, lambda files: files.update({"manifest.json": b"[]"}))
-    with pytest.raises(BundleError, match="a zip archive without a bundle's manifest"):
-        aot.load(copy)
-
-
-def test_manifest_that_lacks_things(copy: Path) -> None:
-    with_manifest(copy, lambda manifest: manifest["modules"][0].pop("tools"))
-    with pytest.raises(BundleError, match=r"is damaged .*tools"):
-        aot.load(copy)
-
-
-def test_manifest_names_a_kernel_that_the_module_lacks(copy: Path) -> None:
-    with_manifest(copy, lambda manifest: manifest["modules"][0]["kernels"].update(thrice=[]))
-    with pytest.raises(BundleError, match=r"damaged .*no kernel 'thrice'"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda manifest: manifest.update(abi=0, fusedoptim="0.0.9"),
+            r"of ABI 0, made by fusedoptim 0\.0\.9, .* reads ABI 1",
+        ),
+        (lambda manifest: manifest["modules"][0].pop("tools"), r"is damaged .*tools"),
+        (
+            lambda manifest: manifest["modules"][0]["kernels"].update(thrice=[]),
+            r"damaged .*no kernel 'thrice'",
+        ),
+        *(
+            (
+                functools.partial(
+                    lambda field, manifest: manifest["modules"][0].update({field: 7}), f
+                ),
+                r"the manifest\.json of .*/copy\.fob is damaged",
+            )
+            for f in ("kernels", "options", "tools", "kind", "ocloc", "binaries")
+        ),
+    ],
+)
+def test_other_manifests(copy: Path, change: Callable[[Any], object], message: str) -> None:
+    with_manifest(copy, change)
+    with pytest.raises(BundleError, match=message):
         aot.load(copy)
 
 

@@ -13,7 +13,7 @@ from fusedoptim.doctor import _self_test
 from fusedoptim.doctor._self_test import kernel_problem
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch import modules
-from fusedoptim.launch.table import LaunchBlock
+from fusedoptim.launch.block import LaunchBlock
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import os
 import pickle
@@ -124,6 +125,13 @@ def widened(tensor: Tensor) -> Tensor:
     """A copy in float64 (or complex128)."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return tensor.detach().to(wide, copy=True)
+
+
+def upper_half(values: Tensor) -> Tensor:
+    """The bfloat16 that is the first 16 bits of each float32: truncated, not rounded."""
+    return (
+        (values.detach().contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    )
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -256,7 +264,7 @@ def run_in_threads(*functions: Callable[[], object]) -> None:
 
 def assert_within(actual: Tensor, expected: Tensor, error: Tensor | float, what: str) -> None:
     """Raise unless no element is further from its expected value than its ``error``."""
-    actual, expected = as_real(widened(actual)), as_real(expected)
+    actual, expected = as_real(widened(actual.to_dense())), as_real(expected)
     off, error = (actual - expected).abs(), torch.as_tensor(error, dtype=torch.float64)
     # Infinities are the same or are not, and so are NaNs.
     good = (off <= error) & expected.isfinite() | (actual == expected)
@@ -305,16 +313,46 @@ class SideBySide:
         self._carry_errors()
         self.torchs.step()
 
-    def train(self, steps: int = 1, skip: Sequence[int] = ()) -> None:
-        """Take steps with new gradients, and compare after each."""
+    def train(self, steps: int = 1, skip: Sequence[int] = (), **kwargs: Any) -> None:
+        """Take steps with new gradients, and compare after each; the rest is for :meth:`check`."""
         for _ in range(steps):
             self.set_gradients(skip)
-            self.check()
+            self.check(**kwargs)
 
-    def check(self, ours: Callable[[], None] | None = None) -> None:
-        """Step both with the gradients that they have, and compare."""
+    def check(
+        self,
+        ours: Callable[[], None] | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        limit: float | None = None,
+        also: float = 1.0,
+    ) -> None:
+        """Step both with the gradients that they have, and compare.
+
+        Args:
+            ours: steps our optimizer.
+            scaler: scales our gradients, and steps our optimizer instead.
+            limit: to which the norm is clipped: the reference's before the step, ours in it.
+            also: a factor that our gradients have beside the scaler's.
+        """
+        if scaler is not None:
+            self.scale_gradients(scaler, also)
+            ours = functools.partial(scaler.step, self.ours)
+        if limit is not None:
+            self.ours.max_grad_norm = limit
+            torch.nn.utils.clip_grad_norm_(self.references, limit)
         self.step(ours)
+        if scaler is not None:
+            scaler.update()
         self.assert_equal()
+
+    def scale_gradients(self, scaler: torch.amp.GradScaler, also: float = 1.0) -> None:
+        """Scale our gradients; the reference gets, in float64, what unscaling them gives."""
+        scale = scaler.get_scale() * also
+        for p, reference in zip(self.params, self.references):
+            if p.grad is not None:
+                p.grad.mul_(scale)
+                reference.grad = widened(p.grad) / scale
 
     def _bounded(self, value: Tensor, error: Tensor | float = 0.0) -> Bounded:
         return Bounded(as_real(value), error, ARITHMETIC[self.dtype])
@@ -383,20 +421,6 @@ def new_scaler(scale: float = 256.0, **kwargs: Any) -> torch.amp.GradScaler:
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, **kwargs)
     scaler.scale(torch.ones(()))
     return scaler
-
-
-def scale_gradients(pair: SideBySide, scaler: torch.amp.GradScaler, also: float = 1.0) -> None:
-    """Scale our gradients; the reference gets, in float64, what unscaling them gives."""
-    scale = scaler.get_scale() * also
-    for p, reference in zip(pair.params, pair.references):
-        if p.grad is not None:
-            p.grad.mul_(scale)
-            reference.grad = widened(p.grad) / scale
-
-
-def scaled_step(pair: SideBySide, scaler: torch.amp.GradScaler) -> None:
-    pair.step(lambda: scaler.step(pair.ours))
-    scaler.update()
 
 
 def _hosts(value: Any) -> Any:

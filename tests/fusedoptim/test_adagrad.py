@@ -14,35 +14,28 @@ from tests.optimizer_cases import ADAGRAD, configuration_id
 from tests.tolerances import by_hand
 
 
-class TestByHand:
-    """Two steps from 1.0 with gradients 0.5 and 1.2."""
-
-    @staticmethod
-    def _two_steps(**kwargs: Any) -> list[float]:
-        return values_after(FusedAdagrad, [1.0], ([0.5], [1.2]), eps=0.0, **kwargs)
-
-    def test_plain(self) -> None:
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
         # s = 0.25; p = 1 - 0.1 * 0.5 / 0.5 = 0.9
         # s = 0.25 + 1.44 = 1.69; p = 0.9 - 0.1 * 1.2 / 1.3
-        assert self._two_steps() == by_hand([0.9, 0.9 - 0.12 / 1.3], 7)
-
-    def test_lr_decay_starts_at_the_second_step(self) -> None:
-        # p = 0.9; the rate is 0.1 / (1 + 1 * 0.25) = 0.08: p = 0.9 - 0.08 * 1.2 / 1.3
-        result = self._two_steps(lr_decay=0.25)
-        assert result == by_hand([0.9, 0.9 - 0.096 / 1.3], 7)
-
-    def test_initial_accumulator_value(self) -> None:
+        ({}, [0.9, 0.9 - 0.12 / 1.3]),
+        # It starts at the second step: p = 0.9
+        # The rate is 0.1 / (1 + 1 * 0.25) = 0.08: p = 0.9 - 0.08 * 1.2 / 1.3
+        ({"lr_decay": 0.25}, [0.9, 0.9 - 0.096 / 1.3]),
         # s = 0.11 + 0.25 = 0.36; p = 1 - 0.1 * 0.5 / 0.6 = 0.91666...
         # s = 0.36 + 1.44 = 1.8; p = 0.91666... - 0.12 / sqrt(1.8)
-        first = 1 - 0.05 / 0.6
-        result = self._two_steps(initial_accumulator_value=0.11)
-        assert result == by_hand([first, first - 0.12 / 1.8**0.5], 7)
-
-    def test_weight_decay_and_maximize(self) -> None:
+        ({"initial_accumulator_value": 0.11}, [1 - 0.05 / 0.6, 1 - 0.05 / 0.6 - 0.12 / 1.8**0.5]),
         # g = -0.5 + 0.2 * 1 = -0.3; s = 0.09; p = 1 + 0.1
         # g = -1.2 + 0.2 * 1.1 = -0.98; s = 0.09 + 0.9604; p = 1.1 + 0.098 / sqrt(1.0504)
-        result = self._two_steps(weight_decay=0.2, maximize=True)
-        assert result == by_hand([1.1, 1.1 + 0.098 / 1.0504**0.5], 7)
+        ({"weight_decay": 0.2, "maximize": True}, [1.1, 1.1 + 0.098 / 1.0504**0.5]),
+    ],
+    ids=configuration_id,
+)
+def test_by_hand(kwargs: dict[str, Any], expected: list[float]) -> None:
+    """Two steps from 1.0 with gradients 0.5 and 1.2."""
+    values = values_after(FusedAdagrad, [1.0], ([0.5], [1.2]), eps=0.0, **kwargs)
+    assert values == by_hand(expected, 7)
 
 
 @pytest.mark.parametrize(

@@ -22,54 +22,48 @@ from tests.tolerances import by_hand
 each_case = pytest.mark.parametrize("case", [ADAM, ADAMW], ids=configuration_id)
 
 
-class TestByHand:
-    """Two steps from 1.0 with gradients 0.5 and 0.25, betas of 0.5 and 0.75, in float64."""
-
-    @staticmethod
-    def _two_steps(cls: Any = FusedAdam, **kwargs: Any) -> list[float]:
-        return values_after(cls, [1.0], ([0.5], [0.25]), betas=(0.5, 0.75), eps=0.0, **kwargs)
-
-    def test_plain(self) -> None:
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "expected"),
+    [
         # m = 0.25, over 0.5: 0.5; v = 0.0625, over 0.25: 0.25; p = 1 - 0.1 * 0.5 / 0.5
         # m = 0.125 + 0.125 = 0.25, over 0.75: 1/3
         # v = 0.046875 + 0.015625 = 0.0625, over 0.4375: 1/7; p = 0.9 - 0.1 * sqrt(7) / 3
-        expected = [0.9, 0.9 - 0.1 * 7**0.5 / 3]
-        assert self._two_steps() == by_hand(expected, 7)
-        assert self._two_steps(FusedAdamW, weight_decay=0.0) == by_hand(expected, 7)
-
-    def test_weight_decay(self) -> None:
+        (FusedAdam, {}, [0.9, 0.9 - 0.1 * 7**0.5 / 3]),
+        (FusedAdamW, {"weight_decay": 0.0}, [0.9, 0.9 - 0.1 * 7**0.5 / 3]),
+        # The other way
+        (FusedAdam, {"maximize": True}, [1.1, 1.1 + 0.1 * 7**0.5 / 3]),
         # g = 0.5 + 0.5 * 1 = 1; p = 1 - 0.1 = 0.9
         # g = 0.25 + 0.5 * 0.9 = 0.7; m = 0.25 + 0.35 = 0.6, over 0.75: 0.8
         # v = 0.1875 + 0.1225 = 0.31, over 0.4375; p = 0.9 - 0.08 / sqrt(0.31 / 0.4375)
-        expected = [0.9, 0.9 - 0.08 / (0.31 / 0.4375) ** 0.5]
-        assert self._two_steps(weight_decay=0.5) == by_hand(expected, 7)
-
-    @pytest.mark.parametrize(
-        ("cls", "kwargs"), [(FusedAdamW, {}), (FusedAdam, {"decoupled_weight_decay": True})]
-    )
-    def test_decoupled_weight_decay(self, cls: Any, kwargs: Any) -> None:
+        (FusedAdam, {"weight_decay": 0.5}, [0.9, 0.9 - 0.08 / (0.31 / 0.4375) ** 0.5]),
         # p = 1 * (1 - 0.1 * 0.5) - 0.1 = 0.85; p = 0.85 * 0.95 - 0.1 * sqrt(7) / 3
-        expected = [0.85, 0.8075 - 0.1 * 7**0.5 / 3]
-        result = self._two_steps(cls, weight_decay=0.5, **kwargs)
-        assert result == by_hand(expected, 7)
+        (FusedAdamW, {"weight_decay": 0.5}, [0.85, 0.8075 - 0.1 * 7**0.5 / 3]),
+        (
+            FusedAdam,
+            {"weight_decay": 0.5, "decoupled_weight_decay": True},
+            [0.85, 0.8075 - 0.1 * 7**0.5 / 3],
+        ),
+    ],
+    ids=configuration_id,
+)
+def test_by_hand(cls: Any, kwargs: dict[str, Any], expected: list[float]) -> None:
+    """Two steps from 1.0 with gradients 0.5 and 0.25, betas of 0.5 and 0.75, in float64."""
+    options = {"betas": (0.5, 0.75), "eps": 0.0} | kwargs
+    assert values_after(cls, [1.0], ([0.5], [0.25]), **options) == by_hand(expected, 7)
 
-    def test_amsgrad_keeps_the_largest(self) -> None:
-        p = Parameter(torch.tensor([1.0], dtype=torch.float64))
-        optimizer = FusedAdam([p], lr=0.1, betas=(0.0, 0.5), eps=0.0, amsgrad=True)
-        for grad, largest in ((2.0, 2.0), (0.0, 2.0), (4.0, 8.5), (1.0, 8.5)):
-            # v = 2; 1; 8.5; 4.75
-            p.grad = torch.tensor([grad], dtype=torch.float64)
-            before = p.item()
-            optimizer.step()
-            t = int(optimizer.state[p]["step"])
-            assert optimizer.state[p]["max_exp_avg_sq"].item() == largest
-            step = 0.1 * grad / (largest / (1 - 0.5**t)) ** 0.5
-            assert p.item() == by_hand(before - step, 7)
 
-    def test_maximize(self) -> None:
-        # test_plain, the other way
-        expected = [1.1, 1.1 + 0.1 * 7**0.5 / 3]
-        assert self._two_steps(maximize=True) == by_hand(expected, 7)
+def test_amsgrad_keeps_the_largest() -> None:
+    p = Parameter(torch.tensor([1.0], dtype=torch.float64))
+    optimizer = FusedAdam([p], lr=0.1, betas=(0.0, 0.5), eps=0.0, amsgrad=True)
+    for grad, largest in ((2.0, 2.0), (0.0, 2.0), (4.0, 8.5), (1.0, 8.5)):
+        # v = 2; 1; 8.5; 4.75
+        p.grad = torch.tensor([grad], dtype=torch.float64)
+        before = p.item()
+        optimizer.step()
+        t = int(optimizer.state[p]["step"])
+        assert optimizer.state[p]["max_exp_avg_sq"].item() == largest
+        step = 0.1 * grad / (largest / (1 - 0.5**t)) ** 0.5
+        assert p.item() == by_hand(before - step, 7)
 
 
 class TestSmallBetas:
@@ -104,23 +98,6 @@ class TestSmallBetas:
                     assert reference.grad is not None
                     reference.grad.copy_(p.grad.mul_(scale))
                 pair.check()
-
-
-@each_case
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_state(case: OptimizerCase, amsgrad: bool) -> None:
-    (p,) = make_params(torch.bfloat16, ["strided"])
-    optimizer = case.make([p], amsgrad=amsgrad)
-    assert not optimizer.state
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    moments = {"exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if amsgrad else set())
-    state = optimizer.state[p]
-    assert set(state) == {"step"} | moments
-    assert all(state[key].dtype == torch.float32 for key in moments)
-    step = state["step"]
-    assert (step.shape, step.dtype, step.device.type) == ((), torch.float32, "cpu")
-    assert step == 1
 
 
 @each_case

@@ -43,13 +43,14 @@ def _assert_not_split(
 
 
 @each_class
-def test_integer_parameter(case: OptimizerCase) -> None:
-    bad = torch.arange(3)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+def test_integer_parameter(case: OptimizerCase, dtype: torch.dtype) -> None:
+    bad = torch.ones(3, dtype=dtype)
     if case.is_split:
-        _assert_not_split(case, bad, TypeError, r"parameter 1 .*int64.*bfloat16, or float32")
+        _assert_not_split(case, bad, TypeError, rf"parameter 1 .*{dtype}.*bfloat16, or float32")
         return
     bad.grad = torch.ones_like(bad)
-    _assert_refused(case, bad, TypeError, "parameter 1 .*int64.* none of float32")
+    _assert_refused(case, bad, TypeError, f"parameter 1 .*{dtype}.* none of float32")
 
 
 def test_split_with_a_gradient_that_does_not_fit() -> None:

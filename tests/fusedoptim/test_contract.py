@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusedoptim.launch.table import LaunchBlock
-from fusedoptim.step import dense
+from fusedoptim.launch.block import LaunchBlock
+from fusedoptim.step import commit
 from fusedoptim.step.dense import DenseRows
 from tests.fusedoptim.helpers import (
     LAYOUTS,
@@ -125,13 +125,20 @@ class TestGradients:
             pair.params[1].grad = pair.params[1].grad.clone(memory_format=torch.contiguous_format)
             pair.check()
 
-    @each_class
-    def test_gradient_keeps_its_values_and_its_version(self, case: OptimizerCase) -> None:
-        p, optimizer = single(case, "1000")
-        before, version = p.grad.clone(), p.grad._version
-        optimizer.step()
-        assert torch.equal(p.grad, before)
-        assert p.grad._version == version
+    @each_case_and_dtype
+    def test_gradient_keeps_its_values_and_its_version(
+        self, case: OptimizerCase, dtype: torch.dtype
+    ) -> None:
+        params = make_params(dtype)
+        optimizer = case.make(params, **case.kwargs[-1])
+        grads = [random_like(p) for p in params]
+        for _ in range(2):
+            for p, grad in zip(params, grads):
+                p.grad = grad.clone()
+            versions = [p.grad._version for p in params]
+            optimizer.step()
+            assert all(torch.equal(p.grad, grad) for p, grad in zip(params, grads))
+            assert [p.grad._version for p in params] == versions
 
     @each_case
     def test_zero_grad_to_none_and_to_zero(self, case: OptimizerCase) -> None:
@@ -188,14 +195,14 @@ class TestGradients:
             optimizer.step()
         state = optimizer.state[p]
         kernels = [weakref.ref(state[key]) for key in case.state_keys if key != "step"]
-        marks_written = dense.increment_version
+        marks_written = commit.increment_version
 
         def clear(params: Any) -> None:
             state.clear()
             assert all(tensor() is not None for tensor in kernels)
             marks_written(params)
 
-        monkeypatch.setattr(dense, "increment_version", clear)
+        monkeypatch.setattr(commit, "increment_version", clear)
         optimizer.step()
         assert all(tensor() is None for tensor in kernels)
 

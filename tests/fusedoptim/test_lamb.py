@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch.nn import Parameter
 
 from fusedoptim import FusedLamb
-from fusedoptim.launch.table import LaunchBlock
+from fusedoptim.launch.block import LaunchBlock
+from fusedoptim.launch.pipeline import Pipeline
+from fusedoptim.step import dense
 from tests.fusedoptim.helpers import (
     SideBySide,
     assert_same_bits,
@@ -22,45 +25,32 @@ from tests.references.lamb import ReferenceLamb
 from tests.tolerances import by_hand
 
 
-@pytest.mark.parametrize("cls", [FusedLamb, ReferenceLamb])
-class TestByHand:
-    """Two steps from (3, 4), whose norm is 5, with gradients (1, 1) and (1, 0), in float64."""
-
-    @staticmethod
-    def _two_steps(cls: Any, **kwargs: Any) -> list[float]:
-        grads = ([1.0, 1.0], [1.0, 0.0])
-        return values_after(cls, [3.0, 4.0], grads, betas=(0.5, 0.5), eps=0.0, **kwargs)
-
-    def test_plain(self, cls: Any) -> None:
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
         # m = v = (0.5, 0.5), over 1 - 0.5: u = (1, 1) of norm 1.414213562
         # ratio = 5 / 1.414213562 = 3.535533906; p = (3 - 0.3535533906, 4 - 0.3535533906)
         # m = v = (0.75, 0.25), over 1 - 0.25: (1, 1/3); u = (1, 0.5773502692) of norm 1.154700538
         # ratio = 4.505580155 / 1.154700538 = 3.901946873
         # p = (2.646446609 - 0.3901946873, 3.646446609 - 0.2252790077)
-        assert self._two_steps(cls) == by_hand(
-            [2.646446609406726, 3.646446609406726, 2.256251922118821, 3.421167601664692], 90
-        )
-
-    def test_weight_decay(self, cls: Any) -> None:
+        ({}, [2.646446609406726, 3.646446609406726, 2.256251922118821, 3.421167601664692]),
         # u = (1 + 0.5 * 3, 1 + 0.5 * 4) = (2.5, 3) of norm 3.905124838; ratio = 1.280368799
         # p = (3 - 0.3200921998, 4 - 0.3841106398)
         # u = (1 + 0.5 * 2.679907800, 0.5773502692 + 0.5 * 3.615889360)
         #   = (2.339953900, 2.385294949) of norm 3.341409321; ratio = 4.500729017 / 3.341409321
         # p = (2.679907800 - 0.1346955307 * 2.339953900, 3.615889360 - 0.1346955307 * 2.385294949)
-        assert self._two_steps(cls, weight_decay=0.5) == by_hand(
-            [2.679907800167760, 3.615889360201312, 2.364726467839617, 3.294600791188926], 90
-        )
-
-    def test_bounded_norm(self, cls: Any) -> None:
+        (
+            {"weight_decay": 0.5},
+            [2.679907800167760, 3.615889360201312, 2.364726467839617, 3.294600791188926],
+        ),
         # u = (1, 1) of norm 1.414213562; ratio = 4 / 1.414213562 = 2.828427125
         # p = (3 - 0.2828427125, 4 - 0.2828427125), of norm 4.604309893
         # u = (1, 0.5773502692) of norm 1.154700538; ratio = 4 / 1.154700538 = 3.464101615
         # p = (2.717157288 - 0.3464101615, 3.717157288 - 0.2)
-        assert self._two_steps(cls, max_param_norm=4.0) == by_hand(
-            [2.717157287525381, 3.717157287525381, 2.370747126011605, 3.517157287525381], 90
-        )
-
-    def test_without_bias_correction_and_averaging(self, cls: Any) -> None:
+        (
+            {"max_param_norm": 4.0},
+            [2.717157287525381, 3.717157287525381, 2.370747126011605, 3.517157287525381],
+        ),
         # m = (1, 1), v = (0.5, 0.5): m / sqrt(v) = 1.414213562
         # u = (1.414213562 + 0.5 * 3, 1.414213562 + 0.5 * 4) of norm 4.488818880
         # ratio = 5 / 4.488818880 = 1.113878758
@@ -69,37 +59,34 @@ class TestByHand:
         # u = (1.732050808 + 0.5 * 2.675391942, 1 + 0.5 * 3.619698004) of norm 4.161561810
         # ratio = 4.501103829 / 4.161561810 = 1.081590046
         # p = (2.675391942 - 0.1081590046 * 3.069746778, 3.619698004 - 0.1081590046 * 2.809849002)
-        result = self._two_steps(cls, weight_decay=0.5, bias_correction=False, grad_averaging=False)
-        assert result == by_hand(
-            [2.675391941584273, 3.619698003671330, 2.343371185684998, 3.315787532576902], 90
-        )
-
-    def test_trust_clip(self, cls: Any) -> None:
-        # Both ratios of test_plain are above 1, so 1: p = (3 - 0.1, 4 - 0.1);
+        (
+            {"weight_decay": 0.5, "bias_correction": False, "grad_averaging": False},
+            [2.675391941584273, 3.619698003671330, 2.343371185684998, 3.315787532576902],
+        ),
+        # Both ratios of the first row are above 1, so 1: p = (3 - 0.1, 4 - 0.1);
         # p = (2.9 - 0.1, 3.9 - 0.05773502692)
-        assert self._two_steps(cls, trust_clip=True) == by_hand(
-            [2.9, 3.9, 2.8, 3.842264973081037], 90
-        )
-
-    def test_never_adapted_without_weight_decay(self, cls: Any) -> None:
+        ({"trust_clip": True}, [2.9, 3.9, 2.8, 3.842264973081037]),
         # Adam's steps: the same numbers.
-        assert self._two_steps(cls, always_adapt=False) == by_hand(
-            [2.9, 3.9, 2.8, 3.842264973081037], 90
-        )
-
-    def test_decoupled_decay(self, cls: Any) -> None:
+        ({"always_adapt": False}, [2.9, 3.9, 2.8, 3.842264973081037]),
         # p shrinks by 1 - 0.1 * 0.5 to (2.85, 3.8), of norm 4.75; ratio = 3.358757211
         # p = (2.85 - 0.3358757211, 3.8 - 0.3358757211)
         # p shrinks to (2.388418065, 3.290918065), of norm 4.066286090; ratio = 3.521507053
         # p = (2.388418065 - 0.3521507053, 3.290918065 - 0.2033143045)
-        assert self._two_steps(cls, weight_decay=0.5, decoupled_decay=True) == by_hand(
-            [2.514124278936389, 3.464124278936389, 2.036267359712236, 3.087603760502384], 90
-        )
-
-    def test_maximize(self, cls: Any) -> None:
-        # test_plain, the other way: p = (3 + 0.3535533906, 4 + 0.3535533906)
-        first = self._two_steps(cls, maximize=True)[:2]
-        assert first == by_hand([3.353553390593274, 4.353553390593274], 90)
+        (
+            {"weight_decay": 0.5, "decoupled_decay": True},
+            [2.514124278936389, 3.464124278936389, 2.036267359712236, 3.087603760502384],
+        ),
+        # The first row, the other way: p = (3 + 0.3535533906, 4 + 0.3535533906)
+        ({"maximize": True}, [3.353553390593274, 4.353553390593274]),
+    ],
+    ids=configuration_id,
+)
+@pytest.mark.parametrize("cls", [FusedLamb, ReferenceLamb])
+def test_by_hand(cls: Any, kwargs: dict[str, Any], expected: list[float]) -> None:
+    """Two steps from (3, 4), whose norm is 5, with gradients (1, 1) and (1, 0), in float64."""
+    grads = ([1.0, 1.0], [1.0, 0.0])
+    values = values_after(cls, [3.0, 4.0], grads, betas=(0.5, 0.5), eps=0.0, **kwargs)
+    assert values[: len(expected)] == by_hand(expected, 90)
 
 
 class TestRatio:
@@ -195,6 +182,42 @@ def test_one_kernel_computes_what_three_do(
             )
             three.step()
     assert_same_bits(one, three)
+
+
+class _Reduction:
+    """A stage that quadruples the parameters' sums, as four processes with equal shards would."""
+
+    pending: Sequence[Any] = ()
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._moments = pipeline.stages[0]
+        self._sums = pipeline.sums
+
+    def launch(self, events: list[Any]) -> None:
+        self._moments.wait()
+        assert self._sums is not None
+        self._sums[:, 0] *= 4
+        events.append(None)
+
+    def wait(self) -> None:
+        raise AssertionError("it is never pending")
+
+
+def test_a_reduction_between_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second kernel takes the norms from what a stage before it has made of the sums."""
+
+    class Reduced(Pipeline):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.stages.insert(1, _Reduction(self))
+
+    monkeypatch.setattr(dense, "Pipeline", Reduced)
+    p = Parameter(torch.randn(100_000, dtype=torch.float64))
+    before, reference = p.detach().clone(), Parameter(p.detach().clone())
+    p.grad = reference.grad = torch.randn_like(p)
+    for optimizer in (FusedLamb([p], lr=0.25), ReferenceLamb([reference], lr=0.5)):
+        optimizer.step()
+    torch.testing.assert_close(p.detach() - before, reference.detach() - before)
 
 
 def test_nothing_but_empty_tensors() -> None:

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from fusedoptim import FusedSGD
 from tests.fusedoptim.helpers import values_after
+from tests.optimizer_cases import configuration_id
 from tests.tolerances import by_hand
 
 
@@ -19,39 +20,29 @@ def _parameter(values: list[float], grad: list[float]) -> Parameter:
     return p
 
 
-class TestByHand:
-    """Two steps from 1.0 with gradients 0.5 and 0.25."""
-
-    @staticmethod
-    def _two_steps(**kwargs: Any) -> list[float]:
-        return values_after(FusedSGD, [1.0], ([0.5], [0.25]), **kwargs)
-
-    def test_plain(self) -> None:
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
         # 1 - 0.1 * 0.5 = 0.95; 0.95 - 0.1 * 0.25 = 0.925
-        assert self._two_steps() == by_hand([0.95, 0.925], 7)
-
-    def test_momentum(self) -> None:
+        ({}, [0.95, 0.925]),
         # b = 0.5; p = 0.95
         # b = 0.9 * 0.5 + 0.25 = 0.7; p = 0.95 - 0.07 = 0.88
-        assert self._two_steps(momentum=0.9) == by_hand([0.95, 0.88], 7)
-
-    def test_dampening_starts_at_the_second_step(self) -> None:
-        # b = 0.5; p = 0.95
+        ({"momentum": 0.9}, [0.95, 0.88]),
+        # Dampening starts at the second step: b = 0.5; p = 0.95
         # b = 0.9 * 0.5 + 0.6 * 0.25 = 0.6; p = 0.95 - 0.06 = 0.89
-        result = self._two_steps(momentum=0.9, dampening=0.4)
-        assert result == by_hand([0.95, 0.89], 7)
-
-    def test_nesterov(self) -> None:
+        ({"momentum": 0.9, "dampening": 0.4}, [0.95, 0.89]),
         # b = 0.5; p = 1 - 0.1 * (0.5 + 0.9 * 0.5) = 0.905
         # b = 0.9 * 0.5 + 0.25 = 0.7; p = 0.905 - 0.1 * (0.25 + 0.9 * 0.7) = 0.817
-        result = self._two_steps(momentum=0.9, nesterov=True)
-        assert result == by_hand([0.905, 0.817], 7)
-
-    def test_weight_decay_and_maximize(self) -> None:
+        ({"momentum": 0.9, "nesterov": True}, [0.905, 0.817]),
         # g = -0.5 + 0.2 * 1 = -0.3; p = 1.03
         # g = -0.25 + 0.2 * 1.03 = -0.044; p = 1.0344
-        result = self._two_steps(weight_decay=0.2, maximize=True)
-        assert result == by_hand([1.03, 1.0344], 7)
+        ({"weight_decay": 0.2, "maximize": True}, [1.03, 1.0344]),
+    ],
+    ids=configuration_id,
+)
+def test_by_hand(kwargs: dict[str, Any], expected: list[float]) -> None:
+    """Two steps from 1.0 with gradients 0.5 and 0.25."""
+    assert values_after(FusedSGD, [1.0], ([0.5], [0.25]), **kwargs) == by_hand(expected, 7)
 
 
 def test_without_momentum_there_is_no_buffer() -> None:

@@ -33,9 +33,6 @@ def clean(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 class TestCommitted:
-    def test_is_stripped(self, name: str) -> None:
-        assert check(HERE / f"{name}.ipynb") is None
-
     def test_opens_with_what_the_reader_will_get(self, name: str) -> None:
         first = nbformat.read(HERE / f"{name}.ipynb", as_version=4).cells[0]
         assert first.cell_type == "markdown"

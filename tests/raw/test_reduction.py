@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusedoptim.launch.opencl import Driver
 from fusedoptim.raw import KernelCompileError, ReductionKernel
 from tests.fusedoptim.helpers import assert_within
 from tests.tolerances import ARITHMETIC, additions, unit_roundoff
@@ -157,6 +160,32 @@ def test_same_bits_whatever_the_number_of_threads() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.strip() == namespace["found"]
+
+
+def test_several_threads_and_chunks() -> None:
+    """Each call counts its own groups that have finished."""
+    x = torch.randint(0, 100, (200_000,), dtype=torch.int64)
+    rows = x.view(1000, 200)
+    with ThreadPoolExecutor(4) as pool:
+        sums = [pool.submit(total, x) for _ in range(40)]
+        columns = [pool.submit(total, rows, axis=0) for _ in range(40)]
+        assert all(s.result() == x.sum() for s in sums)
+        assert all(torch.equal(s.result(), rows.sum(0)) for s in columns)
+
+
+def test_elements_that_are_read_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long reduction makes torch's threads sleep, though it writes one number."""
+    expected: list[int] = []
+    monkeypatch.setattr(Driver, "expect", lambda driver, elements: expected.append(elements))
+    total(torch.ones(300_000))
+    assert expected == [300_000]
+
+
+def test_fake_tensors_leave_nothing_behind() -> None:
+    fresh = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0")
+    with FakeTensorMode(), pytest.raises(TypeError, match="has no memory of its own"):
+        fresh(torch.ones(5))
+    assert fresh(torch.ones(5)) == 5
 
 
 class TestBadInput:

@@ -440,7 +440,7 @@ class TestKnobs:
 
 PLACES = {
     "fuse": "transforms.passes.fuse_step.fuse_update_step",
-    "split": "transforms.passes.split_weights._attach",
+    "split": "transforms.rewrites.split.attach",
     "warning": "transforms.front_end._warn_of_no_effect",
 }
 

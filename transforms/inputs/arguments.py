@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from transforms.passes import split_weights
-from transforms.rewrites import plain_tensors, stand_ins
+from transforms.rewrites import plain_tensors, split, stand_ins
+from transforms.rewrites.fused_step import is_schedulers
 
 _WRAPPERS = {
     "DistributedDataParallel": "DDP",
@@ -27,12 +27,7 @@ _BEFORE_FSDP = (
 
 
 def check_model(model: Any) -> None:
-    """Raise unless ``model`` is a plain module on one device.
-
-    Raises:
-        TypeError: not a module, or a scripted, compiled or distributed one.
-        ValueError: a model on several devices, on the meta device, or with lazy parameters.
-    """
+    """Raise unless ``model`` is a plain module on one device."""
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             f"a {type(model).__name__} cannot be rewritten: optimize the model first, then "
@@ -76,12 +71,7 @@ def _check_not_wrapped(name: str, module: nn.Module) -> None:
 
 
 def check_pair(model: nn.Module, optimizer: Any) -> None:
-    """Raise unless a model in training mode, and only such a model, comes with its optimizer.
-
-    Raises:
-        TypeError: ``optimizer`` is not an optimizer.
-        ValueError: it is missing, not wanted, or has parameters that are not the model's.
-    """
+    """Raise unless a model in training mode, and only such a model, comes with its optimizer."""
     if isinstance(optimizer, torch.dtype):
         raise TypeError(
             f"optimizer={optimizer}: pass the dtype by name, as in "
@@ -117,11 +107,7 @@ def check_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_not_for_inference(model: nn.Module) -> None:
-    """Raise if ``model``, which is to be trained, is optimized for inference.
-
-    Raises:
-        ValueError: its BatchNorms are folded, its Dropouts dropped or its weights rounded.
-    """
+    """Raise if ``model``, which is to be trained, is optimized for inference."""
     if plain_tensors.rewrites(model) or any(map(stand_ins.is_stand_in, model.modules())):
         raise ValueError(
             "the model is optimized for inference: call transforms.restore(model) first, then "
@@ -130,14 +116,10 @@ def check_not_for_inference(model: nn.Module) -> None:
 
 
 def check_halves(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Raise if another optimizer holds the lower halves of weights that are to be rewritten.
-
-    Raises:
-        ValueError: weights are split, and only the other optimizer can merge or update them.
-    """
+    """Raise if another optimizer holds the lower halves of weights that are to be rewritten."""
     own = getattr(optimizer, "halves", None)
     updated = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
-    for halves in split_weights.halves_in(model):
+    for halves in split.halves_in(model):
         if halves is own or halves.is_alone:
             continue
         if optimizer is None or any(p in halves for p in updated):
@@ -148,13 +130,21 @@ def check_halves(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def check_no_copied_halves(model: nn.Module) -> None:
-    """Raise if ``model`` was copied with split weights, but without their optimizer.
-
-    Raises:
-        ValueError: it was.
-    """
-    if any(halves.is_alone for halves in split_weights.halves_in(model)):
+    """Raise if ``model`` was copied with split weights, but without their optimizer."""
+    if any(halves.is_alone for halves in split.halves_in(model)):
         raise ValueError(
             "the model's weights are split into halves, and it was copied without its optimizer: "
             "call transforms.restore(model) first"
         )
+
+
+def refuse_replaced_methods(optimizer: Optimizer) -> None:
+    """Raise if a method was replaced on the object itself, except by a scheduler."""
+    for name, value in vars(optimizer).items():
+        if callable(getattr(type(optimizer), name, None)) and not is_schedulers(optimizer, value):
+            raise RuntimeError(
+                f"optimizer.{name} was replaced on this object by "
+                f"{getattr(value, '__qualname__', value)!r}, which would keep calling the original "
+                "method; call transforms.optimize first and wrap its result, or pass "
+                "fuse_update_step=False and inplace=True"
+            )

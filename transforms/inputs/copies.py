@@ -10,9 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from transforms.passes.fuse_step import refuse_replaced_methods
-
-__all__ = ["copy_pair"]
+from transforms.inputs.arguments import refuse_replaced_methods
 
 Memo = dict[int, Any]
 
@@ -20,28 +18,11 @@ Memo = dict[int, Any]
 def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
     """Copy a model and its optimizer, so that the copy of the optimizer updates the copied model.
 
-    Args:
-        model: not changed, nor are its gradients and hooks.
-        optimizer: of parameters of ``model`` only, or None.
-
-    Returns:
-        the two copies. The copied optimizer's groups, state and other attributes refer to the
-        copied parameters. Hooks of modules, parameters and the optimizer are copied; a hook that is
-        a method of the model or the optimizer becomes the copy's method. Schedulers are not
-        copied: make new ones for the copy.
+    Hooks are copied; one that is a method of the model or the optimizer becomes the copy's method.
 
     Raises:
         TypeError: the model or the optimizer cannot be copied.
         RuntimeError: a method was replaced on the optimizer object.
-
-    Example:
-        >>> import torch
-        >>> from transforms.inputs.copies import copy_pair
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> twin, its_optimizer = copy_pair(model, optimizer)
-        >>> its_optimizer.param_groups[0]["params"][0] is twin.weight
-        True
     """
     if optimizer is not None:
         refuse_replaced_methods(optimizer)

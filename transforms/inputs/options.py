@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,19 +23,8 @@ class Options(NamedTuple):
     """knobs that the call itself turned on."""
 
 
-class _Pass(Protocol):
-    knob: str
-
-    def default(self, level: str) -> bool: ...
-
-
 def check_knobs(level: str, dtype: Any, inplace: Any, knobs: Mapping[str, Any]) -> None:
-    """Raise if an argument has the wrong type or an unknown value.
-
-    Raises:
-        TypeError: a knob or ``inplace`` that is not a bool, a dtype that is not a torch.dtype.
-        ValueError: an unknown level or dtype.
-    """
+    """Raise if an argument has the wrong type or an unknown value."""
     if not isinstance(inplace, bool):
         raise TypeError(f"inplace={inplace!r} is not True or False")
     if level not in LEVELS:
@@ -51,41 +40,29 @@ def check_knobs(level: str, dtype: Any, inplace: Any, knobs: Mapping[str, Any]) 
 
 
 def resolve(
-    level: str,
     dtype: torch.dtype | None,
     knobs: Mapping[str, bool | None],
-    passes: Sequence[_Pass],
+    defaults: Mapping[str, bool],
     is_training: bool,
 ) -> Options:
-    """Fill in the level's defaults.
-
-    Args:
-        level: "O0" or "O1".
-        dtype: float32 and None cast nothing.
-        knobs: True, False, or None for the default.
-        passes: those of the model's mode.
-        is_training: the model's mode.
+    """Fill in the defaults, which include the knobs of the model's mode only.
 
     Raises:
         ValueError: a knob of the other mode, or two that exclude each other.
     """
-    own = {each.knob: each for each in passes}
     for name, value in knobs.items():
-        if value and name not in own:
+        if value and name not in defaults:
             now, other = ("training", "eval") if is_training else ("eval", "train")
             raise ValueError(
                 f"{name}=True is for a model in {other} mode, and this one is in {now} mode: "
                 f"call model.{other}() first, or omit it"
             )
     low = dtype if dtype in (torch.bfloat16, torch.float16) else None
-    chosen = {}
-    for name, each in own.items():
-        if name in knobs:
-            value = knobs[name]
-            chosen[name] = each.default(level) if value is None else value
+    given = {name: value for name, value in knobs.items() if value is not None}
+    chosen = {name: given.get(name, default) for name, default in defaults.items()}
     if is_training:
         _check_training(low, chosen, knobs)
-    return Options(low, chosen, frozenset(name for name in chosen if knobs[name]))
+    return Options(low, chosen, frozenset(name for name in chosen if given.get(name)))
 
 
 def _check_training(

@@ -12,11 +12,7 @@ from torch.utils import _pytree
 
 
 def check_sample(model: nn.Module, sample_input: Any) -> None:
-    """Raise unless the model accepts the sample.
-
-    Raises:
-        ValueError: the model raises an error for it.
-    """
+    """Raise ValueError unless the model accepts the sample."""
     try:
         with torch.no_grad():
             caller(model, sample_input)()
@@ -37,12 +33,7 @@ def caller(model: nn.Module, sample_input: Any) -> Callable[[], object]:
 
 
 class Comparison:
-    """The outputs of a model for a sample, to be compared with its later outputs.
-
-    Args:
-        model: in eval mode; called twice, now.
-        sample_input: a tensor, a tuple of arguments or a dict of named ones.
-    """
+    """The outputs of a model in eval mode for a sample, to be compared with its later outputs."""
 
     def __init__(self, model: nn.Module, sample_input: Any) -> None:
         self._model = model
@@ -51,10 +42,7 @@ class Comparison:
         self._is_repeatable = _difference(self._before, self._run()) is None
 
     def difference(self) -> str | None:
-        """How the model's output differs from the first one; None if it does not.
-
-        Also None if the first two outputs differed, as no later difference means anything then.
-        """
+        """How the model's output differs from before; None if it does not, or is random."""
         if not self._is_repeatable:
             return None
         try:

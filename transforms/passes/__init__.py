@@ -1,4 +1,7 @@
-"""The passes, in the order in which they run; a new one is a module here and a line below."""
+"""The passes, in the order in which they run; a new one is a module here and a line below.
+
+A pass decides what to rewrite, and says why not; :mod:`transforms.rewrites` has the rewrites.
+"""
 
 from collections.abc import Sequence
 

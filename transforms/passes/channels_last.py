@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from transforms.inputs.sample import caller
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
+from transforms.rewrites import plain_tensors
 from transforms.tracing.modules import has_computed_tensors, plain_kind
 from transforms.tracing.source import names_used
 
@@ -97,27 +98,22 @@ class ChannelsLast(Pass):
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                 why = _slower(caller(job.model, job.sample_input), changed)
         if why is None:
-            job.undo.callback(_undo_all, changed)
+            job.undo.callback(_undo, [module for _, module, _ in changed])
             _lay_out(changed)
         what = why or "weight in channels_last"
         return entries + [Entry(name, what, done=why is None) for name, *_ in changed]
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Give every weight its original strides, and keep its current values."""
-        for module in model.modules():
-            _undo(module)
+        _undo(model.modules())
 
 
-def _undo(module: nn.Module) -> None:
-    strides = vars(module).pop(_STRIDES, None)
-    weight = module._parameters.get("weight")
-    if strides is not None and weight is not None and weight.dim() == len(strides):
-        _put(weight, functools.partial(_strided, strides=strides))
-
-
-def _undo_all(convolutions: Convolutions) -> None:
-    for _, module, _ in convolutions:
-        _undo(module)
+def _undo(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        strides = vars(module).pop(_STRIDES, None)
+        weight = module._parameters.get("weight")
+        if strides is not None and weight is not None and weight.dim() == len(strides):
+            _put(weight, functools.partial(plain_tensors.with_strides, strides=strides))
 
 
 def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_format]]:
@@ -154,11 +150,6 @@ def _put(param: nn.Parameter, laid_out: Callable[[Tensor], Tensor]) -> None:
         param.grad = laid_out(grad) if grad.layout is torch.strided else grad
 
 
-def _strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    result = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return result.copy_(tensor)
-
-
 def _no_gain(model: nn.Module) -> str | None:
     """Why the layout may be slower or unsafe, if it may."""
     device = next(model.parameters()).device.type
@@ -184,7 +175,7 @@ def _slower(call: Callable[[], object], changed: Convolutions) -> str | None:
         except RuntimeError as error:
             return f"the model fails with it on the sample: {error}"
         finally:
-            _undo_all(changed)
+            _undo(module for _, module, _ in changed)
     if after < before:
         return None
     return f"slower on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from transforms.inputs.options import Options
 from transforms.reports import Entry
+from transforms.rewrites import plain_tensors
 
 
 class Job(NamedTuple):
@@ -30,7 +31,9 @@ class Pass:
     """One rewrite of a model, or of a model and its optimizer.
 
     A pass exchanges the tensors inside Parameters. It never writes into a tensor, which someone
-    else may hold. What it must remember is kept in ``vars(module)``, outside of ``state_dict()``.
+    else may hold. What it must remember is kept in ``vars(module)``, outside of ``state_dict()``:
+    in a :class:`transforms.rewrites.plain_tensors.Rewrite` if checkpoints and moves must see the
+    plain tensors.
     """
 
     knob: str
@@ -47,13 +50,9 @@ class Pass:
         return options.knobs[self.knob]
 
     def run(self, job: Job) -> Sequence[Entry]:
-        """Rewrite the job's model or optimizer.
-
-        Returns:
-            an entry for each thing that was changed or left alone.
-        """
+        """Rewrite; return an entry for each thing that was changed or left alone."""
         raise NotImplementedError
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Undo the pass for good; does nothing if it has changed nothing."""
-        raise NotImplementedError
+        """Undo the pass for good, if it has changed anything; by default, all rewritten tensors."""
+        plain_tensors.undo_all(model)

@@ -1,1 +1,1 @@
-"""What passes leave in a model: replaced tensors and classes, and how to undo that."""
+"""How one module or optimizer is rewritten, saved, moved and restored; passes decide which."""

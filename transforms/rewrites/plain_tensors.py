@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -25,6 +26,10 @@ class Rewrite(Protocol):
 
     def plain(self, module: nn.Module) -> Mapping[str, Tensor | None]:
         """The tensors of the module's checkpoint, by name; None removes a name from it."""
+        ...
+
+    def lapsed(self, module: nn.Module) -> str | None:
+        """Why what the report says about ``module`` no longer holds; None if it does."""
         ...
 
     def check(self) -> None:
@@ -125,6 +130,12 @@ def discard(model: nn.Module) -> None:
 def kept_bytes(model: nn.Module) -> int:
     """The memory that is kept for undoing."""
     return sum(t.nbytes for rewrite in rewrites(model) for t in rewrite.kept())
+
+
+def with_strides(values: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A copy of ``values`` with these strides."""
+    result = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device)
+    return result.copy_(values)
 
 
 def shared_as(values: Tensor, source: Tensor) -> Tensor:

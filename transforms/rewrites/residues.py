@@ -39,12 +39,9 @@ class Residue(NamedTuple):
 
 
 def split(values: Tensor, dtype: torch.dtype, is_used_up: bool = False) -> tuple[Tensor, Residue]:
-    """Round ``values`` to ``dtype``, and return the rounded tensor and the residue.
+    """Round float32 ``values``, and return the rounded tensor and the residue.
 
-    Args:
-        values: float32, with any strides; copied if elements overlap.
-        dtype: bfloat16 or float16.
-        is_used_up: release the memory of ``values``, unless they were copied.
+    ``is_used_up`` releases the memory of ``values``, unless elements overlap.
     """
     if torch.empty_like(values, device="meta").stride() != values.stride():
         values, is_used_up = torch.empty_like(values).copy_(values), False

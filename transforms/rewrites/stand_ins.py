@@ -6,7 +6,7 @@ same, so all references to it stay valid, also after it is restored.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -16,40 +16,34 @@ _CLASS, _DIMENSIONS = "_fusedoptim_class", "_fusedoptim_dimensions"
 _ANY = 0
 
 
-class SkippedDropout(nn.Identity):
-    """A Dropout of any kind that returns its input."""
+class _StandIn(nn.Identity):
+    _what: ClassVar[str]
+    """What became of which module, for errors."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
-        """Return ``input``, as a Dropout does in eval mode.
-
-        Raises:
-            RuntimeError: the module is in training mode.
-        """
+        """Return ``input``; raise RuntimeError in training mode."""
         if self.training:
             raise RuntimeError(
-                "this Dropout was removed for inference, but is in training mode: call "
+                f"this {self._what} for inference, but is in training mode: call "
                 "transforms.restore(model) before training, or model.eval()"
             )
         return input
 
 
-class FoldedBatchNorm(nn.Identity):
+class SkippedDropout(_StandIn):
+    """A Dropout of any kind that returns its input."""
+
+    _what = "Dropout was removed"
+
+
+class FoldedBatchNorm(_StandIn):
     """A BatchNorm whose arithmetic was folded into the module before it."""
 
+    _what = "BatchNorm was folded"
     _version = 2  # of the checkpoint format, as for BatchNorm
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
-        """Return ``input``.
-
-        Raises:
-            RuntimeError: the module is in training mode, or the input has its channels in another
-                dimension than the one that was folded.
-        """
-        if self.training:
-            raise RuntimeError(
-                "this BatchNorm was folded for inference, but is in training mode: call "
-                "transforms.restore(model) before training, or model.eval()"
-            )
+        """Return ``input``; raise RuntimeError if its channels are in another dimension."""
         expected: int = self._fusedoptim_dimensions  # type: ignore[assignment]
         # A torch.fx proxy is not a Tensor and has no number of dimensions.
         if expected > 0 and isinstance(input, Tensor) and input.dim() != expected:
@@ -59,7 +53,7 @@ class FoldedBatchNorm(nn.Identity):
                 "another dimension: optimize with linear_bn_folding=False (after a Conv1d, "
                 "conv_bn_folding=False)"
             )
-        return input
+        return super().forward(input)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         rewrite = plain_tensors.find(self)

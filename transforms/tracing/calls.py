@@ -1,8 +1,8 @@
 """All calls of a model's modules, in all traces of its forward code.
 
-A function that torch.fx cannot trace becomes a box; so does a module whose own ``forward`` it
-cannot trace, and its children are traced by themselves. Code that did not run, in a box or behind a
-condition, is read from its source.
+A function that torch.fx cannot trace becomes a leaf; so does a module whose own ``forward`` it
+cannot trace, and its children are traced by themselves. Code that did not run, in a leaf or behind
+a condition, is read from its source.
 """
 
 from __future__ import annotations
@@ -22,32 +22,19 @@ from transforms.tracing.source import (
     modules_behind,
     modules_of_function,
 )
-from transforms.tracing.trace import (
-    Trace,
-    UntraceableError,
-    asks_geometry,
-    reads_shape,
-    run_trace,
-    ways_to_call,
-)
+from transforms.tracing.trace import Trace, UntraceableError, run_trace
 from transforms.tracing.watch import Watch
 
 
 class Calls:
-    """All calls of all modules of a model.
-
-    Args:
-        model: in eval mode; traced on copies.
-    """
+    """All calls of all modules of a model in eval mode; traced on copies."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
-        self._boxed_types: set[type] = set()
-        self._boxed_functions: set[types.FunctionType] = set()
-        self.unknown: dict[nn.Module, str] = {}
-        """Modules that untraceable code may call or read, and that code."""
+        self._leaf_types: set[type] = set()
+        self._leaf_functions: set[types.FunctionType] = set()
         self.doubtful: dict[nn.Module, str] = {}
-        """Modules that code which did not run may call or read, and that code."""
+        """Modules that code which was not traced may call or read, and that code."""
         self.of: dict[nn.Module, list[fx.Node]] = {}
         self.read: set[nn.Module] = set()
         """Modules whose tensors are read without a call."""
@@ -67,10 +54,10 @@ class Calls:
         while self._waiting:
             self._explore(self._waiting.pop())
 
-    def _is_box(self, module: nn.Module) -> bool:
+    def _is_leaf(self, module: nn.Module) -> bool:
         return (
             has_hooks(module)
-            or type(module) in self._boxed_types
+            or type(module) in self._leaf_types
             or "forward" in vars(module)
             or isinstance(module, torch.jit.ScriptModule)
         )
@@ -83,26 +70,22 @@ class Calls:
         if type(root).__call__ is not nn.Module.__call__:
             self._distrust(root, f"inside {self.name(root)}, which overrides __call__")
             return
-        while type(root) not in self._boxed_types and "forward" not in vars(root):
+        while type(root) not in self._leaf_types and "forward" not in vars(root):
             watch = Watch(self._changing)
             try:
-                traces = [
-                    run_trace(root, self._is_box, self._boxed_functions, constants, watch)
-                    for constants in ways_to_call(root)
-                ]
+                trace = run_trace(root, self._is_leaf, self._leaf_functions, watch)
             except UntraceableError as error:
-                if error.function is not None and error.function not in self._boxed_functions:
-                    self._boxed_functions.add(error.function)
+                if error.function is not None and error.function not in self._leaf_functions:
+                    self._leaf_functions.add(error.function)
                     continue
-                known = type(error.culprit) in self._boxed_types
-                self._boxed_types.add(type(root if known else error.culprit))
+                known = type(error.culprit) in self._leaf_types
+                self._leaf_types.add(type(root if known else error.culprit))
             else:
-                for trace in traces:
-                    self._add(trace)
+                self._add(trace)
                 self.undecided |= watch.undecided
                 for use in watch.uses(root):
                     code = f"code of {self.name(root)} that did not run"
-                    self._suspect(use, code, self.doubtful)
+                    self._suspect(use, code)
                 return
         self._open(root)
 
@@ -110,61 +93,56 @@ class Calls:
         self.kept |= trace.kept
         self.read |= trace.read
         for node in trace.graph.nodes:
-            if node.op == "get_attr":
-                if not all(asks_geometry(u, node) or reads_shape(u, node) for u in node.users):
-                    self.read.add(trace.modules[node.target])
-            elif node.op == "call_module":
+            if node.op == "call_module":
                 module = trace.modules[node.target]
                 self.of.setdefault(module, []).append(node)
                 self.module_of[node] = module
                 self._queue(module)
-            elif node.target in self._boxed_functions:
+            elif node.target in self._leaf_functions:
                 for module in modules_of_function(node.target):
                     self._distrust(module, f"used by {describe(node, self)}")
 
     def _queue(self, module: nn.Module) -> None:
-        """Have the children of a box explored too."""
+        """Have the children of a leaf explored too."""
         if module in self._seen:
             return
         self._seen.add(module)
         if next(module.children(), None) is None:
             return
-        if self._is_box(module) and not _is_opaque(module):
+        if self._is_leaf(module) and not _is_opaque(module):
             self._waiting.append(module)
         else:
             self._distrust(module, f"inside {self.name(module)}, a module of torch itself")
 
-    def _open(self, box: nn.Module) -> None:
+    def _open(self, leaf: nn.Module) -> None:
         """Explore the children of a module whose own code cannot be traced."""
-        for attribute, value in vars(box).items():
+        for attribute, value in vars(leaf).items():
             if attribute != "_modules":
                 for module in modules_behind(value):
-                    why = f"{self.name(box)} cannot be traced and also holds it in {attribute}"
+                    why = f"{self.name(leaf)} cannot be traced and also holds it in {attribute}"
                     self._distrust(module, why)
-        for use in Reader(box).forward(box):
-            code = f"{self.name(box)}, whose forward cannot be traced,"
-            self._suspect(use, code, self.unknown)
+        for use in Reader(leaf).forward(leaf):
+            code = f"{self.name(leaf)}, whose forward cannot be traced,"
+            self._suspect(use, code)
 
-    def _suspect(self, use: Use, code: str, reasons: dict[nn.Module, str]) -> None:
+    def _suspect(self, use: Use, code: str) -> None:
         """Note what code may do with a module, and explore the module if it may be called."""
         if not use.is_call:
             name = self.name(use.module)
-            self._distrust(use.module, f"{code} does more with {name} than call it", reasons)
+            self._distrust(use.module, f"{code} does more with {name} than call it")
             return
         for module in _callable(use.module):
             self._seen.add(module)
             if next(module.children(), None) is None:
-                reasons.setdefault(module, f"called by {code.rstrip(',')}")
+                self.doubtful.setdefault(module, f"called by {code.rstrip(',')}")
             elif _is_opaque(module):
                 self._distrust(module, f"inside {self.name(module)}, a module of torch itself")
             else:
                 self._waiting.append(module)
 
-    def _distrust(
-        self, parent: nn.Module, why: str, reasons: dict[nn.Module, str] | None = None
-    ) -> None:
+    def _distrust(self, parent: nn.Module, why: str) -> None:
         for module in parent.modules():
-            (self.unknown if reasons is None else reasons).setdefault(module, why)
+            self.doubtful.setdefault(module, why)
 
     def name(self, module: nn.Module) -> str:
         """The module's name in the model, or its class."""

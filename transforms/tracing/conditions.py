@@ -13,32 +13,20 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
 _PURE = {"len", "isinstance", "issubclass", "hasattr", "getattr", "callable", "type", "bool", "int"}
-_PURE |= {
-    "float",
-    "str",
-    "abs",
-    "any",
-    "all",
-    "min",
-    "max",
-    "sum",
-    "sorted",
-    "list",
-    "tuple",
-    "set",
-}
-_PURE |= {"range", "enumerate", "zip", "reversed", "dict", "frozenset"}
+_PURE |= {"float", "str", "abs", "any", "all", "min", "max", "sum", "sorted", "list", "tuple"}
+_PURE |= {"set", "frozenset", "dict", "range", "enumerate", "zip", "reversed"}
 """Builtins whose result is fixed if their arguments are."""
 _PURE_METHODS = {"startswith", "endswith", "lower", "upper", "get", "keys", "values", "items"}
 _LOOKUPS = {"get", "pop", "setdefault", "__getitem__"}
-_LOGS = {"logger", "logging", "warnings", "print"}
 _ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _LITERALS = (ast.List, ast.Tuple, ast.Dict)
+_COMPOSED = ast.BoolOp | ast.BinOp | ast.UnaryOp | ast.Compare | ast.IfExp | ast.Subscript
+_COMPOSED |= ast.Slice | ast.Tuple | ast.List | ast.Set | ast.Dict
 _NO_CODE = (ast.Global, ast.Nonlocal, ast.Pass)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -81,11 +69,8 @@ def source_of(code: types.CodeType) -> Source | None:
 class Conditions:
     """The open conditions of a function.
 
-    Args:
-        source: the function's.
-        modules: parameters that hold modules of the model, such as ``self``.
-        changing: attributes of those modules that are properties, or that forward assigns to.
-        namespace: the function's globals.
+    ``modules`` are parameters that hold modules of the model, such as ``self``; ``changing`` are
+    attributes of those that are properties, or that forward assigns to.
     """
 
     def __init__(
@@ -114,11 +99,7 @@ class Conditions:
         """The lines on which an open condition is evaluated."""
 
     def not_run(self, ran: set[int]) -> Iterator[ast.AST]:
-        """Statements and expressions that did not run, but may run in another call.
-
-        Args:
-            ran: the lines that ran.
-        """
+        """Code that did not run, but may run in another call; ``ran`` has the lines that ran."""
         body = self._source.tree.body  # type: ignore[attr-defined]
         yield from self._not_run(body if isinstance(body, list) else [], ran)
         for node in ast.walk(self._source.tree):  # lines do not tell what ran within a statement
@@ -133,7 +114,7 @@ class Conditions:
             if _ran(statement, ran):
                 last = statement
                 for inner in self._blocks(statement):
-                    if inner and not _starts(inner, ran):
+                    if inner and not any(_ran(each, ran) for each in inner):
                         if self._is_open(statement) and not _only_raises(inner):
                             yield from inner
                     else:
@@ -153,41 +134,43 @@ class Conditions:
 
     def _may_end_otherwise(self, statement: ast.stmt) -> bool:
         """Whether an open condition may be why the statement after this one did not run."""
-        if isinstance(statement, _ENDS):
-            return False
-        if not any(isinstance(node, ast.stmt) and self._is_open(node) for node in _walk(statement)):
-            return not any(isinstance(node, _ENDS) for node in _walk(statement))
-        return True
+        inner = list(self._walk(statement))
+        return any(map(self._is_open, inner)) or not any(isinstance(s, _ENDS) for s in inner)
 
-    def _arms(self, node: ast.AST) -> list[ast.AST]:
+    def _walk(self, statement: ast.stmt) -> Iterator[ast.stmt]:
+        yield statement
+        for block in self._blocks(statement):
+            for inner in block:
+                yield from self._walk(inner)
+
+    def _arms(self, node: ast.AST) -> Sequence[ast.AST]:
         """The parts of an expression that depend on an open condition."""
-        if isinstance(node, ast.IfExp) and not self._is_fixed(node.test):
-            return [node.body, node.orelse]
-        if isinstance(node, ast.BoolOp) and not all(map(self._is_fixed, node.values[:-1])):
-            return [*node.values[1:]]
-        if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
-            tests = [test for each in node.generators for test in each.ifs]
-            return [] if all(map(self._is_fixed, tests)) else [node]
-        if isinstance(node, ast.Subscript):
-            is_lookup = isinstance(node.value, _LITERALS) or self._is_fixed(node.value)
-            return [node] if is_lookup and not self._is_fixed(node.slice) else []
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            value = node.func.value
-            is_lookup = isinstance(value, _LITERALS) or self._is_fixed(value)
-            is_lookup = is_lookup and node.func.attr in _LOOKUPS
-            return [node] if is_lookup and not all(map(self._is_fixed, node.args)) else []
-        if isinstance(node, ast.If) and self._is_open(node):
-            return [s for s in (*node.body, *node.orelse) if s.lineno == node.lineno]
-        return []
+        parts: Sequence[ast.AST] = [node]
+        match node:
+            case ast.IfExp():
+                parts, tests = [node.body, node.orelse], [node.test]
+            case ast.BoolOp():
+                parts, tests = node.values[1:], node.values[:-1]
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                tests = [test for each in node.generators for test in each.ifs]
+            case ast.Subscript(value=table) if self._is_table(table):
+                tests = [node.slice]
+            case ast.Call(func=ast.Attribute(attr=name, value=table)) if name in _LOOKUPS:
+                tests = node.args if self._is_table(table) else []
+            case ast.If():
+                parts = [s for s in (*node.body, *node.orelse) if s.lineno == node.lineno]
+                tests = [node.test]
+            case _:
+                return []
+        return [] if all(map(self._is_fixed, tests)) else parts
+
+    def _is_table(self, node: ast.AST) -> bool:
+        return isinstance(node, _LITERALS) or self._is_fixed(node)
 
     def _is_open(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.If):
-            return not (
-                self._is_fixed(node.test)
-                or _only_logs(node)
-                or (_only_raises(node.body) and not node.orelse)
-                or _only_raises(node.orelse)
-            )
+            raises = _only_raises(node.orelse) or (_only_raises(node.body) and not node.orelse)
+            return not (raises or self._is_fixed(node.test))
         if isinstance(node, ast.While):
             return not self._is_fixed(node.test)
         if isinstance(node, ast.Try):
@@ -255,13 +238,10 @@ class Conditions:
             case ast.Call(func=ast.Attribute(attr=name, value=value)):
                 parts = [value, *node.args]
                 return name in _PURE_METHODS and all(map(self._is_fixed, parts))
-            case ast.BoolOp() | ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.IfExp():
-                return all(map(self._is_fixed, _operands(node)))
-            case ast.Subscript() | ast.Slice() | ast.Tuple() | ast.List() | ast.Set() | ast.Dict():
-                return all(map(self._is_fixed, _operands(node)))
             case ast.NamedExpr(value=value):
                 return self._is_fixed(value)
-        return False
+        children = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+        return isinstance(node, _COMPOSED) and all(map(self._is_fixed, children))
 
     def _is_fixed_global(self, name: str) -> bool:
         if name in self._locals:
@@ -269,10 +249,6 @@ class Conditions:
         if name in self._namespace:
             return not isinstance(self._namespace[name], nn.Module | Tensor)
         return hasattr(builtins, name)
-
-
-def _operands(node: ast.AST) -> Iterator[ast.AST]:
-    return (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
 
 
 def _parameters(tree: ast.AST) -> list[str]:
@@ -294,19 +270,6 @@ def _assigned(tree: ast.AST) -> set[str]:
     return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
 
 
-def _walk(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The statements in a statement, without the bodies of functions that it defines."""
-    yield statement
-    for child in ast.iter_child_nodes(statement):
-        if isinstance(child, ast.stmt) and not isinstance(
-            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        ):
-            yield from _walk(child)
-        elif isinstance(child, ast.ExceptHandler | ast.match_case):
-            for inner in child.body:
-                yield from _walk(inner)
-
-
 def _span(node: ast.AST) -> range:
     return range(node.lineno, node.end_lineno + 1)  # type: ignore[attr-defined]
 
@@ -315,22 +278,9 @@ def _ran(statement: ast.stmt, ran: set[int]) -> bool:
     return not ran.isdisjoint(_span(statement))
 
 
-def _starts(block: list[ast.stmt], ran: set[int]) -> bool:
-    return any(_ran(statement, ran) for statement in block)
-
-
 def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _only_raises(block: list[ast.stmt]) -> bool:
     return bool(block) and isinstance(block[-1], ast.Raise)
-
-
-def _only_logs(node: ast.If) -> bool:
-    return not node.orelse and all(
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Call)
-        and next(n.id for n in ast.walk(statement.value.func) if isinstance(n, ast.Name)) in _LOGS
-        for statement in node.body
-    )

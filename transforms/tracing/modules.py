@@ -20,6 +20,11 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+META_DATA = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "itemsize"}
+META_DATA |= {"is_cuda", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "nbytes"}
+META_DATA |= {"size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"}
+META_DATA |= {"is_floating_point", "is_complex", "__len__", "__hash__"}
+"""Attributes and methods of a tensor that do not depend on its values."""
 _BEHAVIOUR = ("forward", "_conv_forward", "__call__", "_call_impl", "_output_padding")
 
 

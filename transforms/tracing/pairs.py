@@ -1,9 +1,6 @@
 """Which convolution or Linear feeds which BatchNorm, and nothing else.
 
-A pair is one only if every use of either is a call of both. ``torch.fx`` traces the model, and a
-watch notes what the graph does not show. A function that torch.fx cannot trace becomes a box; so
-does a module whose own ``forward`` it cannot, and what is inside is traced by itself. What code
-that did not run may do is read from its source. docs/design/folding.md has the whole argument.
+A pair is one only if every use of either is a call of both: see docs/design/folding.md.
 """
 
 from __future__ import annotations
@@ -37,12 +34,7 @@ class Pairs(NamedTuple):
 
 
 def find_pairs(model: nn.Module, kinds: Kinds) -> Pairs:
-    """Find the module that feeds each BatchNorm of ``model``.
-
-    Args:
-        model: in eval mode; not written to.
-        kinds: classes of modules that may feed a BatchNorm.
-    """
+    """Find the module of these ``kinds`` that feeds each BatchNorm of ``model``, in eval mode."""
     norms = [m for m in model.modules() if is_batch_norm(m)]
     pairs = Pairs({}, {})
     if norms:
@@ -60,10 +52,8 @@ def _feeder(norm: nn.Module, calls: Calls, kinds: Kinds) -> tuple[nn.Module | No
     """The module that feeds ``norm``, and why the two are not a pair, if they are not."""
     if plain_kind(norm, BATCH_NORMS) is None:
         return None, f"{type(norm).__name__} overrides its methods"
-    if norm in calls.unknown:
-        return None, calls.unknown[norm]
     if norm not in calls.of:
-        return None, "forward does not call it"
+        return None, calls.doubtful.get(norm, "forward does not call it")
     sources = [_source(node) for node in calls.of[norm]]
     feeders = {calls.module_of.get(source) for source in sources if source is not None}
     feeder = feeders.pop() if len(feeders) == 1 and None not in sources else None
@@ -79,8 +69,6 @@ def _objection(norm: nn.Module, feeder: nn.Module, calls: Calls, kinds: Kinds) -
         return f"{calls.name(feeder)} has a weight that is computed from others (a parametrization)"
     if plain_kind(feeder, kinds) is None:
         return f"{calls.name(feeder)} ({type(feeder).__name__}) overrides its methods"
-    if feeder in calls.unknown:
-        return f"follows {calls.name(feeder)}: {calls.unknown[feeder]}"
     for module in (norm, feeder):
         if has_hooks(module):
             return f"{calls.name(module)} has hooks, which would see different values"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from transforms.tracing.conditions import Source, source_of
+from transforms.tracing.modules import META_DATA
 
 _HARMLESS = {"training", "__class__", "_get_name", "extra_repr", "forward", "__init__"}
 """Attributes of torch.nn.Module that give access to neither tensors nor children."""
@@ -27,8 +28,6 @@ _REACHING |= {"_modules", "_parameters", "_buffers", "__dict__"}
 _ASKS = ("isinstance", "type", "id", "len", "bool", "callable")
 """Builtins that do not look inside a module."""
 _BY_NAME = ("hasattr", "getattr")
-_OF_TENSORS = {"device", "dtype", "is_cuda", "shape", "ndim", "requires_grad"}
-_OF_TENSORS |= {"is_floating_point", "dim", "size", "numel"}
 
 
 class Use(NamedTuple):
@@ -40,11 +39,7 @@ class Use(NamedTuple):
 
 
 class Reader:
-    """Finds the uses of a model's modules in code.
-
-    Args:
-        model: the model whose modules the code may use.
-    """
+    """Finds the uses of a model's modules in code."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -66,8 +61,8 @@ class Reader:
         if "forward" in vars(module):
             yield Use(module, False)
         yield from self._method("forward", module)
-        if (own := _own_getattr(type(module))) is not None:
-            yield from self._function(own, module)
+        for name in ("__getattr__", "__getattribute__"):
+            yield from self._method(name, module)
 
     def code(
         self,
@@ -76,25 +71,24 @@ class Reader:
         modules: Mapping[str, Iterable[nn.Module]],
         namespace: Mapping[str, object],
     ) -> Iterator[Use]:
-        """The uses in a part of a function.
+        """The uses in ``node``, a part of a function.
 
-        Args:
-            node: the part.
-            source: the function.
-            modules: the modules that local variables may hold, by variable.
-            namespace: the function's globals and the variables of enclosing functions.
+        ``modules`` may be in local variables, ``namespace`` has all other variables.
         """
         for each in ast.walk(node):
             match each:
                 case ast.Attribute(attr=name):
                     yield from self._attribute(each, name, source, modules, namespace)
                 case ast.Name(id=name) if name in modules:
-                    for module in modules[name]:
-                        yield from self._variable(each, module, source)
+                    is_stored = isinstance(each.ctx, ast.Store)
+                    is_part = isinstance(source.parents.get(each), ast.Attribute)
+                    if not (is_stored or is_part or _is_asked(each, source)):
+                        for module in modules[name]:
+                            yield Use(module, _is_called(each, source))
                 case ast.Name(id=name):
                     for module in modules_behind(namespace.get(name)):
                         yield Use(module, False)
-                case ast.Constant(value=str(name)) if not _is_text(each, source):
+                case ast.Constant(value=str(name)):
                     for module in itertools.chain(*modules.values()):
                         if (child := module._modules.get(name)) is not None:
                             yield Use(child, False)
@@ -109,7 +103,7 @@ class Reader:
     ) -> Iterator[Use]:
         owners = _owners(node.value, modules, namespace)
         if owners is None:
-            if _is_super(node.value):
+            if isinstance(node.value, ast.Call) and _is_name(node.value.func, ("super",)):
                 for owner in modules.get((source.parameters or [""])[0], ()):
                     yield from self._method(name, owner, of_bases=True)
             children = self._by_name.get(name, set())
@@ -134,16 +128,6 @@ class Reader:
         for owner in owners or ():
             for module in modules_behind(vars(owner).get(name)):
                 yield Use(module, False)
-
-    def _variable(self, node: ast.Name, module: nn.Module, source: Source) -> Iterator[Use]:
-        if _is_called(node, source):
-            yield Use(module, True)
-        elif not (
-            isinstance(node.ctx, ast.Store)
-            or isinstance(source.parents.get(node), ast.Attribute)
-            or _is_asked(node, source)
-        ):
-            yield Use(module, False)
 
     def _method(self, name: str, module: nn.Module, of_bases: bool = False) -> Iterator[Use]:
         for cls in type(module).__mro__:
@@ -304,14 +288,6 @@ def _function(attribute: object) -> types.FunctionType | None:
     return attribute if isinstance(attribute, types.FunctionType) else None
 
 
-def _own_getattr(cls: type) -> types.FunctionType | None:
-    for name in ("__getattr__", "__getattribute__"):
-        function = _function(getattr(cls, name, None))
-        if function is not None and not _is_torchs(function):
-            return function
-    return None
-
-
 def _is_torchs(thing: type | Callable[..., Any]) -> bool:
     return (thing.__module__ or "").partition(".")[0] == "torch"
 
@@ -332,10 +308,6 @@ def _owners(
         return None  # a child, a property, a method
     held = [vars(owner)[value.attr] for owner in owners]
     return None if any(modules_behind(held)) else []
-
-
-def _is_super(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and _is_name(node.func, ("super",))
 
 
 def _is_asked(node: ast.AST, source: Source) -> bool:
@@ -405,13 +377,7 @@ def _reads_meta_data(node: ast.Attribute, source: Source) -> bool:
 
 def _asks_tensor(node: ast.AST, source: Source) -> bool:
     parent = source.parents.get(node)
-    return isinstance(parent, ast.Attribute) and parent.attr in _OF_TENSORS
-
-
-def _is_text(node: ast.AST, source: Source) -> bool:
-    """Whether a string constant is a docstring or a message."""
-    parent = source.parents.get(node)
-    return isinstance(parent, ast.Expr | ast.JoinedStr | ast.Raise)
+    return isinstance(parent, ast.Attribute) and parent.attr in META_DATA
 
 
 def _is_name(node: ast.AST, names: tuple[str, ...]) -> bool:

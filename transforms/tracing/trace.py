@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
-from transforms.tracing.modules import all_hooks, own_tensors
+from transforms.tracing.modules import META_DATA, all_hooks, own_tensors
 from transforms.tracing.source import reads_only
 from transforms.tracing.watch import TensorReads, Watch
 
-_OF_SHAPE = {"shape", "ndim", "device", "dtype", "is_cuda", "requires_grad", "layout"}
-_SHAPE_METHODS = {"size", "dim", "ndimension", "numel", "nelement", "get_device"}
 _GEOMETRY = {"stride", "kernel_size", "dilation", "padding", "groups"}
 _GEOMETRY |= {"in_channels", "out_channels", "in_features", "out_features", "training"}
 _SHAPE_OF_OTHER = {"reshape_as", "view_as", "expand_as"}
@@ -43,10 +41,10 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(
-        self, is_box: Callable[[nn.Module], bool], functions: set[types.FunctionType]
+        self, is_leaf: Callable[[nn.Module], bool], functions: set[types.FunctionType]
     ) -> None:
         super().__init__(autowrap_functions=tuple(functions))
-        self._is_box = is_box
+        self._is_leaf = is_leaf
         self.culprit: nn.Module | None = None
         """The innermost module whose own code cannot be traced."""
         self._made: list[tuple[fx.Node, weakref.ref[_Proxy]]] = []
@@ -73,7 +71,7 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return self._is_box(m) or super().is_leaf_module(m, module_qualified_name)
+        return self._is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if _identities(m) != self._tensors.get(m):
@@ -96,7 +94,7 @@ class Trace(NamedTuple):
 
     graph: fx.Graph
     modules: dict[str, nn.Module]
-    """The model's modules by their names in the graph."""
+    """The modules that are called, by their names in the graph."""
     kept: set[fx.Node]
     """Values that forward stores where other code may read them."""
     read: set[nn.Module]
@@ -127,19 +125,14 @@ def _function_to_blame(error: BaseException, culprit: nn.Module) -> types.Functi
 
 def run_trace(
     root: nn.Module,
-    is_box: Callable[[nn.Module], bool],
+    is_leaf: Callable[[nn.Module], bool],
     functions: set[types.FunctionType],
-    constants: dict[str, Any],
     watch: Watch,
 ) -> Trace:
     """Trace ``root`` on a copy that shares its tensors, as forward may write to its attributes.
 
-    Args:
-        root: the module whose forward is traced.
-        is_box: whether only calls of a module are traced, and not its forward.
-        functions: functions of which only calls are traced.
-        constants: arguments that are passed as they are, and not traced.
-        watch: follows the code that runs.
+    Optional arguments have their defaults, as a traced argument is never None. Of a module for
+    which ``is_leaf`` is true, and of ``functions``, only the calls are traced.
 
     Raises:
         UntraceableError: forward cannot be traced.
@@ -152,56 +145,40 @@ def run_trace(
         originals = {memo[id(m)]: m for m in root.modules()}
     except Exception as error:  # of any class: the model's own
         raise UntraceableError(root, None) from error
-    tracer = _Tracer(lambda m: is_box(originals[m]), functions)
+    tracer = _Tracer(lambda m: is_leaf(originals[m]), functions)
     reads = TensorReads(clone.modules())
     try:
         with watch.following(originals), reads:
-            graph = tracer.trace(clone, concrete_args=constants or None)
+            graph = tracer.trace(clone, concrete_args=_defaults(root) or None)
     except Exception as error:
         culprit = originals.get(tracer.culprit or clone, root)
         raise UntraceableError(culprit, _function_to_blame(error, culprit)) from error
-    modules = {
-        node.target: originals[clone.get_submodule(node.target)]
-        for node in graph.nodes
-        if node.op == "call_module"
-    }
     named = dict(clone.named_modules(remove_duplicate=False))
-    handed_over: set[nn.Module] = set()
+    modules: dict[str, nn.Module] = {}
+    read = {originals[module] for module in reads.of | tracer.exchanged}
     for node in graph.nodes:
-        if node.op == "get_attr":
-            whole = named.get(node.target)
-            modules[node.target] = originals[whole or named[node.target.rpartition(".")[0]]]
-            if whole is not None and not all(asks_geometry(user, node) for user in node.users):
-                handed_over.update(modules[node.target].modules())
-    read = handed_over | {originals[module] for module in reads.of | tracer.exchanged}
+        if node.op == "call_module":
+            modules[node.target] = originals[named[node.target]]
+        elif node.op == "get_attr" and node.target in named:
+            if not all(asks_geometry(user, node) for user in node.users):
+                read.update(originals[named[node.target]].modules())
+        elif node.op == "get_attr" and not all(reads_shape(user, node) for user in node.users):
+            read.add(originals[named[node.target.rpartition(".")[0]]])
     return Trace(graph, modules, tracer.kept(), read)
 
 
-def ways_to_call(root: nn.Module) -> list[dict[str, Any]]:
-    """The sets of optional arguments to leave at their defaults: all, none, and all but each one.
-
-    A traced argument is never None, so one trace follows only one branch of ``if mask is None``.
-    """
-    optional = {
-        name: parameter.default
-        for name, parameter in inspect.signature(type(root).forward).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
-    ways = [optional]
-    if optional:
-        ways.append({})
-    if len(optional) > 1:
-        ways += [{k: v for k, v in optional.items() if k != name} for name in optional]
-    return ways
+def _defaults(root: nn.Module) -> dict[str, Any]:
+    parameters = inspect.signature(type(root).forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
 
 def reads_shape(user: fx.Node, node: fx.Node) -> bool:
     """Whether ``user`` reads only the shape, dtype or device of the value of ``node``."""
     if user.op == "call_function" and user.target is getattr:
-        return user.args[1] in _OF_SHAPE
+        return user.args[1] in META_DATA
     if user.op == "call_method" and user.target in _SHAPE_OF_OTHER:
         return user.args[0] is not node
-    return user.op == "call_method" and user.target in _SHAPE_METHODS
+    return user.op == "call_method" and user.target in META_DATA
 
 
 def asks_geometry(user: fx.Node, module: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree
 
 from transforms.tracing.conditions import Conditions, Source, source_of
-from transforms.tracing.modules import own_tensors
+from transforms.tracing.modules import META_DATA, own_tensors
 from transforms.tracing.source import Reader, Use, modules_in
 
 _TRUSTED = tuple(
@@ -31,10 +31,6 @@ _TRUSTED = tuple(
     for folder in (os.path.dirname(torch.__file__), os.path.dirname(__file__))
 )
 _STANDARD = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
-_META_DATA = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "itemsize"}
-_META_DATA |= {"is_cuda", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "nbytes"}
-_META_DATA |= {"size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"}
-_META_DATA |= {"is_floating_point", "is_complex", "__len__", "__hash__"}
 
 
 Originals = Mapping[nn.Module, nn.Module]
@@ -42,11 +38,7 @@ Originals = Mapping[nn.Module, nn.Module]
 
 
 class TensorReads(TorchFunctionMode):
-    """Notes the modules whose tensors torch functions read.
-
-    Args:
-        modules: those whose own parameters and buffers are watched.
-    """
+    """Notes which of the ``modules`` have tensors that torch functions read."""
 
     def __init__(self, modules: Iterator[nn.Module]) -> None:
         super().__init__()
@@ -83,9 +75,7 @@ def _memory(tensor: Tensor) -> int:
 
 def _is_meta_data(func: Any) -> bool:
     name = resolve_name(func) or getattr(func, "__name__", "")
-    return (
-        name.removeprefix("torch.").removeprefix("Tensor.").removesuffix(".__get__") in _META_DATA
-    )
+    return name.removeprefix("torch.").removeprefix("Tensor.").removesuffix(".__get__") in META_DATA
 
 
 def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -110,15 +100,14 @@ class _Function:
         """The modules that local variables have held, by variable."""
         self.ran: set[int] = set()
         self._changing = changing
-        self._conditions: Conditions | None = None
 
-    @property
+    @functools.cached_property
     def conditions(self) -> Conditions | None:
         """Its conditions; None if there is no source."""
-        if self._conditions is None and self.source is not None:
-            names = {*self.source.parameters} & self.modules.keys()
-            self._conditions = Conditions(self.source, names, self._changing, self.namespace)
-        return self._conditions
+        if self.source is None:
+            return None
+        names = {*self.source.parameters} & self.modules.keys()
+        return Conditions(self.source, names, self._changing, self.namespace)
 
     def meet(self, variables: Mapping[str, object], originals: Originals) -> None:
         """Note the modules in local variables."""
@@ -137,10 +126,9 @@ class _Function:
 
 
 class Watch:
-    """Follows the code that runs in all traces of one module.
+    """Follows the code that runs in the traces of one module.
 
-    Args:
-        changing: attributes of modules that may have another value in another call.
+    ``changing`` are attributes of modules that may have another value in another call.
     """
 
     def __init__(self, changing: Collection[str]) -> None:

@@ -31,7 +31,8 @@ from tests.fusedoptim.helpers import (
 )
 from tests.optimizer_cases import OptimizerCase, configuration_id
 from tests.transforms.helpers import TORCHS, assert_same, converted, each_class
-from transforms.passes.fuse_step import fuse_update_step, is_fused, unfuse_update_step
+from transforms.passes.fuse_step import fuse_update_step
+from transforms.rewrites.fused_step import unfuse
 
 each_configuration = pytest.mark.parametrize(
     ("case", "kwargs"),
@@ -125,7 +126,7 @@ class TestParity:
     def test_after_steps_of_torchs(self, case: OptimizerCase, kwargs: Any) -> None:
         """In float64, in which torch's own steps equal the reference's bit for bit."""
         pair = SideBySide(converted(case), kwargs, make_params(torch.float64, FEW_LAYOUTS))
-        unfuse_update_step(pair.ours)
+        unfuse(pair.ours)
         pair.ours.param_groups[0]["foreach"] = False
         for _ in range(2):
             pair.set_gradients()
@@ -142,13 +143,13 @@ class TestParity:
         step_alike(optimizer)
         before = snapshot(optimizer)
         fuse_update_step(optimizer)
-        unfuse_update_step(optimizer)
+        unfuse(optimizer)
         assert_same_state(optimizer, before)
         fuse_update_step(optimizer)
         step_alike(optimizer)
         for state in optimizer.state.values():
             assert {v.dtype for k, v in state.items() if k != "step"} == {torch.float32}
-        unfuse_update_step(optimizer)
+        unfuse(optimizer)
         for state in optimizer.state.values():
             assert {v.dtype for k, v in state.items() if k != "step"} == {torch.bfloat16}
         step_alike(optimizer)
@@ -174,14 +175,13 @@ class TestSameObject:
         assert isinstance(optimizer, case.reference)
         assert isinstance(optimizer, case.cls)
         assert optimizer.fused is True
-        assert is_fused(optimizer)
+        assert isinstance(optimizer, FusedOptimizer)
         fused = dict(vars(optimizer))
         entry = fuse_update_step(optimizer)
         assert (entry.done, "already" in entry.what) == (False, True)
         assert vars(optimizer) == fused
-        entry = unfuse_update_step(optimizer)
-        assert (entry.done, type(optimizer)) == (True, case.reference)
-        assert entry.what == f"its step is again that of {_path(case.reference)}"
+        unfuse(optimizer)
+        assert type(optimizer) is case.reference
         assert vars(optimizer) == attributes
         assert_same(optimizer.state_dict(), before)
 
@@ -189,7 +189,7 @@ class TestSameObject:
     def test_undone_after_steps(self, case: OptimizerCase) -> None:
         optimizer = _fused(case)
         step_alike(optimizer)
-        unfuse_update_step(optimizer)
+        unfuse(optimizer)
         steps = [s["step"] for s in optimizer.state.values() if "step" in s]
         assert len({step.untyped_storage().data_ptr() for step in steps}) == len(steps)
         step_alike(optimizer)
@@ -198,7 +198,7 @@ class TestSameObject:
         optimizer = FusedSGD(_params())
         assert not fuse_update_step(optimizer).done
         assert type(optimizer) is FusedSGD
-        assert not unfuse_update_step(optimizer).done
+        unfuse(optimizer)
         assert type(optimizer) is FusedSGD
         assert optimizer.fused
 
@@ -244,7 +244,7 @@ class TestSubclasses:
         assert type(optimizer).__name__ == "FusedPlain"
         for how in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
             assert how(optimizer).rate() == 0.1
-        unfuse_update_step(optimizer)
+        unfuse(optimizer)
         assert type(optimizer) is Plain
 
     def test_whose_step_torch_itself_has_wrapped(self) -> None:
@@ -388,7 +388,7 @@ class TestSchedulers:
         scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
         fuse_update_step(optimizer)
         step_alike(optimizer)
-        unfuse_update_step(optimizer)
+        unfuse(optimizer)
         scheduler.step()
         step_alike(optimizer)
         scheduler.step()
@@ -447,7 +447,7 @@ class TestAround:
             assert all(map(torch.equal, before, params_of(optimizer))) == (i == 3)
         torch.testing.assert_close(params_of(optimizer), params_of(twin))
         assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0
-        unfuse_update_step(optimizer)
+        unfuse(optimizer)
         assert not hasattr(optimizer, "_step_supports_amp_scaling")
 
     @each_class
@@ -481,7 +481,7 @@ class TestAround:
         step_alike(optimizer, twin)
         assert len(launches) == 3
         _assert_equal(optimizer, twin)
-        unfuse_update_step(twin)
+        unfuse(twin)
         assert type(twin) is case.reference
         step_alike(twin)
 
@@ -491,7 +491,7 @@ class TestAround:
         step_alike(optimizer)
         fuse_update_step(optimizer)
         step_alike(optimizer)
-        unfuse_update_step(optimizer)
+        unfuse(optimizer)
         assert optimizer._step_supports_amp_scaling
         step_alike(optimizer)
 
@@ -534,6 +534,27 @@ class TestMissingOptions:
         for name, value in by_torch.param_groups[0].items():
             if name != "params":
                 assert optimizer.param_groups[0][name] == value, name
+
+    @each_class
+    @pytest.mark.parametrize("refused", [False, True])
+    def test_fused_of_an_optimizer_from_before_torch_had_it(
+        self, case: OptimizerCase, refused: bool
+    ) -> None:
+        """SGD's ``__setstate__`` sets False, which nobody has asked for."""
+        optimizer = case.reference(_params())
+        del optimizer.defaults["fused"], optimizer.param_groups[0]["fused"]
+        optimizer.param_groups[0]["differentiable"] = refused
+        old = pickle.loads(pickle.dumps(optimizer))
+        options = dict(old.param_groups[0])
+        if refused:
+            with pytest.raises(RuntimeError, match=r"^differentiable=True"):
+                fuse_update_step(old)
+            assert old.param_groups[0] == options
+            assert "fused" not in old.defaults
+        else:
+            assert fuse_update_step(old).done
+            assert old.param_groups[0] == options | {"fused": None}
+            step_alike(old)
 
     @each_class
     def test_are_left_alone_if_the_optimizer_is_refused(self, case: OptimizerCase) -> None:

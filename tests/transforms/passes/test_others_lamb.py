@@ -21,7 +21,8 @@ from tests.fusedoptim.helpers import (
 from tests.optimizer_cases import LAMB, configuration_id
 from tests.transforms.helpers import assert_same
 from tests.transforms.passes.others_lamb import Apexs, Timms, TorchOptimizers
-from transforms.passes.fuse_step import fuse_update_step, unfuse_update_step
+from transforms.passes.fuse_step import fuse_update_step
+from transforms.rewrites.fused_step import unfuse
 
 Kwargs = dict[str, Any]
 
@@ -130,7 +131,7 @@ def test_in_the_middle_and_back(cls: Any, kwargs: Kwargs) -> None:
     plain.load_state_dict(ours)
     step_alike(fused, plain)
     _assert_close(fused, plain)
-    unfuse_update_step(fused)
+    unfuse(fused)
     assert type(fused) is cls
     assert vars(fused).keys() == attributes.keys()
     assert _kinds(fused.state_dict()) == _kinds(before)

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fusedoptim import FusedAdam, FusedSGD, SplitSGD, transforms
 from tests.optimizer_cases import OptimizerCase
 from tests.transforms.helpers import assert_same, each_class, saved, train
 from tests.transforms.models import TASKS, small
-from transforms.passes.fuse_step import fuse_update_step, unfuse_update_step
+from transforms.passes.fuse_step import fuse_update_step
 from transforms.passes.split_weights import merge_master_weights, split_master_weights
+from transforms.rewrites.fused_step import unfuse
 
 AUTOCAST = torch.autocast("cpu", dtype=torch.bfloat16)
 each_task = pytest.mark.parametrize("task", TASKS)
@@ -112,10 +113,8 @@ class TestMerge:
         assert all(p is params[name] for name, p in model.named_parameters())
         split = [name for name, p in params.items() if p.dtype == torch.bfloat16]
         assert split == ["0.weight", "0.bias", "4.weight", "4.bias"]
-        entries = merge_master_weights(model, optimizer)
-        assert [entry.where for entry in entries] == split
-        assert all(entry.done and entry.what == "float32 restored" for entry in entries)
-        unfuse_update_step(optimizer)
+        merge_master_weights(model, optimizer)
+        unfuse(optimizer)
         assert_same(saved(model, optimizer), before)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         for module, attributes in zip(model.modules(), modules):
@@ -129,7 +128,7 @@ class TestMerge:
         fuse_update_step(optimizer)
         split_master_weights(model, optimizer)
         with pytest.raises(RuntimeError, match="merge them first"):
-            unfuse_update_step(optimizer)
+            unfuse(optimizer)
         with pytest.raises(
             RuntimeError, match=r"FusedSGD: parameters are split .*merge them first"
         ):
@@ -139,7 +138,9 @@ class TestMerge:
     def test_what_was_not_split(self) -> None:
         model = small()
         for optimizer in (torch.optim.SGD(model.parameters()), FusedSGD(model.parameters())):
-            assert merge_master_weights(model, optimizer) == []
+            before = saved(model, optimizer)
+            merge_master_weights(model, optimizer)
+            assert_same(saved(model, optimizer), before)
 
     def test_one_that_was_made_split_stays(self) -> None:
         model = small()
@@ -147,10 +148,8 @@ class TestMerge:
         optimizer = SplitSGD(model.parameters())
         assert not any(entry.done for entry in split_master_weights(model, optimizer))
         assert_same(model.state_dict(), exact)
-        entries = merge_master_weights(model, optimizer)
-        assert {entry.what for entry in entries} == {
-            "stays bfloat16: the optimizer was made with split=True"
-        }
+        merge_master_weights(model, optimizer)
+        assert model[0].weight.dtype == torch.bfloat16
         assert model.state_dict()["0.weight"].dtype == torch.bfloat16
         assert "trail" in optimizer.state_dict()["state"][0]
 
@@ -345,6 +344,33 @@ class TestCopies:
         exact = copy.deepcopy(model.state_dict())
         twin.load_state_dict(exact)
         assert_same(twin.state_dict(), exact)
+
+    @pytest.mark.parametrize("use_buffers", [False, True])
+    @pytest.mark.parametrize("kind", ["mean", "ema", "function"])
+    def test_average(self, kind: str, use_buffers: bool) -> None:
+        """Of the exact weights, as of a plain model with the same weights."""
+        options: dict[str, Any] = {
+            "mean": {},
+            "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},  # type: ignore[no-untyped-call]
+            "function": {"avg_fn": lambda mean, value, _: 0.9 * mean + 0.1 * value},
+        }[kind]
+        model = small()
+        plain = copy.deepcopy(model)
+        optimizer = FusedAdam(model.parameters())
+        split_master_weights(model, optimizer)
+        average, expected = (
+            AveragedModel(m, use_buffers=use_buffers, **options) for m in (model, plain)
+        )
+        for seed in range(3):
+            train(model, optimizer, seed=seed)
+            before = saved(model, optimizer)
+            if seed == 1:
+                average = copy.deepcopy(average)
+            average.update_parameters(model)
+            assert_same(saved(model, optimizer), before)
+            plain.load_state_dict(model.state_dict())
+            expected.update_parameters(plain)
+        assert_same(average.state_dict(), expected.state_dict())
 
     def test_without_the_optimizer(self) -> None:
         model, optimizer = _split(FusedAdam)

@@ -133,7 +133,17 @@ def test_fold_that_overflows_when_moved_stays_undone() -> None:
     x = torch.rand(1, 3, 4, 4).half() * 1e-4
     with torch.no_grad():
         assert torch.equal(optimized(x), plain(x))
+    report = transforms.report(optimized)
+    assert report.done("conv_bn_folding") == []
+    (left,) = report.left("conv_bn_folding")
+    assert left.where == "1"
+    assert "would become infinite or NaN if folded" in left.what
+    assert (left.bytes_saved, report.kept_bytes) == (0, 0)
     optimized.double()
+    report = transforms.report(optimized)
+    assert len(report.done("conv_bn_folding")) == 1
+    assert report.left("conv_bn_folding") == []
+    assert report.kept_bytes > 0
     assert isinstance(optimized[1], nn.Identity)
     assert_same_state(transforms.restore(optimized).state_dict(), plain.double().state_dict())
 

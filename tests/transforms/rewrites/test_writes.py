@@ -23,7 +23,7 @@ from tests.transforms.helpers import (
     through_torch_save,
 )
 from tests.transforms.models import FOLDED
-from transforms.passes.fold_batch_norm import unfolded
+from transforms.rewrites.fold_arithmetic import unfolded
 
 each_kind = pytest.mark.parametrize("kind", FOLDED)
 
@@ -379,7 +379,7 @@ def test_finalized_model_loads_what_it_saves(dtype: torch.dtype | None) -> None:
 
 def test_unfolded_once() -> None:
     _, x, optimized = folded()
-    with mock.patch("transforms.passes.fold_batch_norm.unfolded", wraps=unfolded) as spy:
+    with mock.patch("transforms.rewrites.fold.unfolded", wraps=unfolded) as spy:
         optimized.state_dict()
         spy.assert_not_called()
         train(optimized, x)

@@ -129,12 +129,12 @@ class Forwards(Block):
     def norm_called_twice(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x)) + self.norm(x)
 
-    @stays("also feeds")
+    @stays("in use where forward evaluates a condition")
     def by_argument(self, x: Tensor, raw: Tensor | None = None) -> Tensor:
         y = self.conv(x)
         return self.norm(y) if raw is None else y + raw
 
-    @stays("also feeds")
+    @stays("code of by_given_argument that did")
     def by_given_argument(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         y = self.conv(x)
         return y if scale is None else self.norm(y) * scale
@@ -593,6 +593,16 @@ class Untraceable(nn.Module):
         return self.tail(x)
 
 
+class Flagged(Block):
+    """torch.fx cannot trace a flag, which is no tensor."""
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        y = self.norm(self.conv(x))
+        if twice:
+            y = y * 2
+        return y
+
+
 class HeldElsewhere(Block):
     """A tuple that torch does not know of holds the same modules afterwards."""
 
@@ -624,6 +634,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "across containers": (lambda: nn.Sequential(nn.Sequential(_CONV), nn.Sequential(_NORM)), 1),
     "inside a hooked container": (_hooked_container, 1),
     "held elsewhere": (HeldElsewhere, 1),
+    "optional flag": (Flagged, 1),
 }
 
 
@@ -640,6 +651,8 @@ def test_harmless_arguments() -> None:
     model, x = randomise(Harmless()), images()
     optimized, _ = fold(model)
     assert_right(optimized, model, x, torch.randn(3, 1, 1))
+    flagged = randomise(Flagged())
+    assert_right(fold(flagged)[0], flagged, x, True)
     with torch.no_grad():
         assert torch.equal(optimized([x[:1], x[1:]], names="y"), optimized(x, names="y"))
 

@@ -1,0 +1,137 @@
+"""Hooks: objects that observe a pool, may refuse an allocation, or free memory for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from allocator.pool.allocation import Allocation
+from allocator.pool.blocks import Segment
+from allocator.pool.errors import report
+
+
+class Hook:
+    """Base class of hooks; override the methods you need.
+
+    Allocations of zero bytes take no memory and are not reported. An allocation made by a finalizer
+    or a signal handler in the middle of the pool's own work gets memory directly from the driver,
+    without :meth:`grown`: its :attr:`Allocation.block` is None.
+
+    Example:
+        >>> from allocator import Pool
+        >>> class Largest(Hook):
+        ...     nbytes = 0
+        ...
+        ...     def allocated(self, pool, allocation):
+        ...         self.nbytes = max(self.nbytes, allocation.nbytes)
+        >>> largest, pool = Largest(), Pool("cpu")
+        >>> with pool.hook(largest):
+        ...     x = pool.empty(1000)
+        >>> largest.nbytes
+        4000
+    """
+
+    def before_allocate(self, pool: Any, nbytes: int) -> None:
+        """Called before an allocation; raise to refuse it.
+
+        Args:
+            pool: the :class:`Pool` that is asked.
+            nbytes: bytes asked for.
+        """
+
+    def allocated(self, pool: Any, allocation: Allocation) -> None:
+        """Called after an allocation; if this raises, it is undone and the caller gets the error.
+
+        Args:
+            pool: the :class:`Pool` that made it.
+            allocation: the new allocation.
+        """
+
+    def released(self, pool: Any, allocation: Allocation) -> None:
+        """Called when memory is released; errors go to :data:`sys.unraisablehook`.
+
+        Args:
+            pool: the :class:`Pool` that has it back.
+            allocation: the released allocation, its fields unchanged.
+        """
+
+    def grown(self, pool: Any, address: int, nbytes: int) -> None:
+        """Called after the driver gave a segment.
+
+        Args:
+            pool: the :class:`Pool` that asked for it.
+            address: address of the segment's first byte.
+            nbytes: size of the segment.
+        """
+
+    def shrunk(self, pool: Any, address: int, nbytes: int) -> None:
+        """Called after a segment was returned to the driver.
+
+        Args:
+            pool: the :class:`Pool` that held it.
+            address: address of the segment's first byte.
+            nbytes: size of the segment.
+        """
+
+    def out_of_memory(self, pool: Any, nbytes: int) -> bool:
+        """Called when an allocation finds no room; free something and return True to retry.
+
+        Args:
+            pool: the :class:`Pool` that has no room.
+            nbytes: bytes asked for.
+
+        Returns:
+            whether to try again.
+        """
+        return False
+
+
+class Hooks:
+    """The hooks of one pool, and the order and error rules by which they are called."""
+
+    def __init__(self) -> None:
+        self.all: tuple[Hook, ...] = ()
+
+    def add(self, hook: Hook) -> None:
+        """Call a hook from now on, after the others."""
+        self.all = (*self.all, hook)
+
+    def remove(self, hook: Hook) -> None:
+        """Stop calling a hook; one that was never added changes nothing."""
+        self.all = tuple(h for h in self.all if h is not hook)
+
+    def allocated(self, pool: Any, allocation: Allocation, hooks: tuple[Hook, ...]) -> None:
+        """Tell hooks of an allocation; if one refuses it, tell the earlier ones of a release."""
+        for i, hook in enumerate(hooks):
+            try:
+                hook.allocated(pool, allocation)
+            except BaseException:
+                for told in hooks[:i]:
+                    _call(told, told.released, pool, allocation)
+                raise
+
+    def released(self, pool: Any, allocation: Allocation) -> None:
+        """Tell all hooks of a release."""
+        for hook in self.all:
+            _call(hook, hook.released, pool, allocation)
+
+    def segments(self, pool: Any, returned: Iterable[Segment], taken: Iterable[Segment]) -> None:
+        """Tell all hooks of segments returned to the driver and taken from it."""
+        for segment in returned:
+            for hook in self.all:
+                _call(hook, hook.shrunk, pool, segment.address, segment.size)
+        for segment in taken:
+            for hook in self.all:
+                _call(hook, hook.grown, pool, segment.address, segment.size)
+
+    def out_of_memory(self, pool: Any, nbytes: int) -> bool:
+        """Whether a hook asks for another try."""
+        return any(hook.out_of_memory(pool, nbytes) for hook in self.all)
+
+
+def _call(hook: Hook, method: Callable[..., None], *args: Any) -> None:
+    """Call a hook's method; an error cannot undo what has happened."""
+    try:
+        method(*args)
+    except Exception as error:  # user code may raise anything
+        report(error, "Exception ignored in a pool's hook", hook)

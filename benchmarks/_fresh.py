@@ -1,0 +1,151 @@
+"""Measurements that each need a fresh process: ``measured`` starts one and returns its result.
+
+Only torch is imported here at the start: the functions import what they measure. Memory is that of
+the process, so Linux only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PROCESS = Path("/proc/self")
+_RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
+
+
+def measured(function: str, *arguments: str) -> Any:
+    """Return what a function of this module returns in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks._fresh", function, *arguments]
+    done = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def startup(optimizer: str) -> float:
+    """Seconds between ``import torch`` and the end of one parameter's first step."""
+    start = time.perf_counter()
+    param = torch.zeros(1000, requires_grad=True)
+    param.grad = torch.ones(1000)
+    _named(optimizer)([param], lr=0.1, momentum=0.9).step()
+    return time.perf_counter() - start
+
+
+def step_memory(optimizer: str, model: str) -> int:
+    """Bytes by which the resident memory rises in the second step; the first creates the state."""
+    params = _params(model, torch.float32)
+    stepped = _named(optimizer)(params, lr=1e-9, momentum=0.9)
+    stepped.step()
+    before = _reset_peak()
+    stepped.step()
+    return _peak() - before
+
+
+def split_memory(way: str, model: str) -> dict[str, float]:
+    """Bytes per weight of SplitSGD ("split") or of a float32 copy ("master"), after two steps.
+
+    "weights" is the value itself, "tensors" all tensors that live from step to step, and "peak" the
+    rise of the resident memory over a process without the model.
+    """
+    from benchmarks._peers import MasterSGD
+    from benchmarks._workloads import LR, MOMENTUM
+    from fusedoptim import SplitSGD
+
+    def two_steps(params: list[Tensor]) -> tuple[int, int]:
+        """Take two steps; return the bytes of the weights and of the other tensors."""
+        optimizer = (SplitSGD if way == "split" else MasterSGD)(params, lr=LR, momentum=MOMENTUM)
+        optimizer.step()
+        optimizer.step()
+        grads = [p.grad for p in params if p.grad is not None]
+        if isinstance(optimizer, MasterSGD):
+            grads += [m.grad for m in optimizer.masters if m.grad is not None]
+            lower, momentum = optimizer.masters, optimizer.momentum
+        else:
+            states = optimizer.state.values()
+            lower = [state["trail"] for state in states]
+            momentum = [state["momentum_buffer"] for state in states]
+        return _size(params) + _size(lower), _size(grads) + _size(momentum)
+
+    two_steps(_params("8192", torch.bfloat16))  # starts the driver and builds the kernel
+    before = _reset_peak()
+    params = _params(model, torch.bfloat16)
+    weights, others = two_steps(params)
+    sizes = {"weights": weights, "tensors": weights + others, "peak": _peak() - before}
+    count = sum(p.numel() for p in params)
+    return {name: size / count for name, size in sizes.items()}
+
+
+def optimize_memory(purpose: str, dtype: str) -> dict[str, float]:
+    """Time and memory of ``optimize(inplace=True)`` on BERT-base, for inference or training.
+
+    Memory is a multiple of the plain model's: at its peak, and afterwards. The optimizer of a
+    training is an AdamW without state.
+    """
+    from benchmarks._models import bert_base
+    from fusedoptim import transforms
+
+    def pair(model: nn.Module) -> tuple[Any, ...]:
+        if purpose == "training":
+            return model, torch.optim.AdamW(model.parameters())
+        return (model.eval(),)
+
+    options = {"dtype": getattr(torch, dtype)}
+    small = pair(nn.Sequential(nn.Linear(2000, 2000), nn.Dropout()))
+    transforms.optimize(*small, **options)  # loads what the first call loads
+    model = bert_base()
+    rewritten = pair(model)
+    size = sum(p.nbytes for p in model.parameters())
+    before = _reset_peak()
+    start = time.perf_counter()
+    transforms.optimize(*rewritten, **options, inplace=True)
+    seconds = time.perf_counter() - start
+    most, after = _peak(), _reset_peak()
+    peak, rest = (1 + (memory - before) / size for memory in (most, after))
+    return {"seconds": seconds, "peak": peak, "after": rest}
+
+
+def _named(path: str) -> Any:
+    """The class with a path such as "torch.optim:SGD"."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _params(model: str, dtype: torch.dtype) -> list[Tensor]:
+    from benchmarks._shapes import MODELS
+
+    params = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in MODELS[model]()]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return params
+
+
+def _size(tensors: list[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+def _reset_peak() -> int:
+    """Reset the peak of the resident memory, and return its present size in bytes."""
+    (_PROCESS / "clear_refs").write_text(_RESET_PEAK)
+    return _status_bytes("VmRSS")
+
+
+def _peak() -> int:
+    """Return the peak of the resident memory since it was reset, in bytes."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(field: str) -> int:
+    lines = (_PROCESS / "status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    return int(values[field].removesuffix("kB")) * 1024
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

@@ -1,0 +1,178 @@
+"""What kernels from expressions share: parsed declarations, planned calls, generated C."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedoptim.launch.backend import LaunchShape
+from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.raw import _parameters
+from fusedoptim.raw._parameters import Dtype, Operand
+from fusedoptim.raw._walk import memory
+from fusedoptim.raw.kernel import RawKernel, untraced
+
+_MOST_PLANS = 512
+_MIN_CHUNK = 4 * 1024  # elements, so that starting a group costs little
+_GROUPS = 16  # at least, so that no core is idle
+
+
+class NewOutput(NamedTuple):
+    """An output that a call creates."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def create(self, device: torch.device | str | None = None) -> Tensor:
+        """The tensor, uninitialized."""
+        device = device or self.device
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+class Plan(NamedTuple):
+    """All that a call needs besides its tensors, for arguments of given types and shapes."""
+
+    outputs: tuple[NewOutput, ...]
+    kernel: RawKernel | None = None
+    """None if there is nothing to compute."""
+    arguments: tuple[Tensor, ...] = ()
+    """The kernel's first arguments: its sizes and strides, and if need be a second one."""
+    zeros: int = 0
+    """Bytes of a tensor of zeros that is its next argument; 0 if there is none."""
+    groups: int = 0
+    lanes: int = 0
+    strided: tuple[int, ...] = ()
+    """Indices of the caller's arguments that are not contiguous."""
+    device: torch.device | None = None
+
+
+class ExpressionKernel:
+    """The base of ElementwiseKernel and ReductionKernel."""
+
+    def __init__(
+        self, in_params: str, out_params: str, name: str, preamble: str, options: Sequence[str]
+    ) -> None:
+        self._inputs = _parameters.parse(in_params, "in_params")
+        self._outputs = _parameters.parse(out_params, "out_params")
+        self._params = self._inputs + self._outputs
+        _parameters.check_names(name, self._params)
+        self.name = name
+        """The kernel's name, as errors use it."""
+        self._preamble = preamble
+        self._options = tuple(options)
+        self._kernels: dict[str, RawKernel] = {}  # by their C
+        self._plans: dict[Any, Plan] = {}
+
+    def __repr__(self) -> str:
+        inputs, outputs = (", ".join(map(str, p)) for p in (self._inputs, self._outputs))
+        return f"<{type(self).__name__} {self.name}({inputs}) -> {outputs}>"
+
+    def _call(self, args: Sequence[Any], *options: Any) -> Any:
+        """The outputs; ``options`` are those of :meth:`_plan`."""
+        if torch.compiler.is_compiling():
+            return untraced(self._call, args, *options)
+        values, forms = _parameters.read(self.name, args)
+        key = forms, options
+        known = self._plans.get(key)
+        plan = known or self._plan(values, *options)
+        values += [output.create() for output in plan.outputs]
+        if plan.kernel is not None:
+            passed = values.copy()
+            for k in plan.strided:
+                passed[k] = memory(values[k])
+            first = plan.arguments
+            if plan.zeros:
+                first += (torch.zeros(plan.zeros, dtype=torch.uint8, device=plan.device),)
+            plan.kernel(plan.groups * plan.lanes, plan.lanes, (*first, *passed))
+        if known is None:  # only now: a plan made under FakeTensorMode has a fake tensor, and fails
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        outputs = values[len(self._inputs) :]
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _plan(self, values: Sequence[Any], *options: Any) -> Plan:
+        raise NotImplementedError
+
+    def _operands(self, values: Sequence[Any]) -> tuple[list[Operand], dict[str, Dtype]]:
+        """The arguments with their parameters, and the dtype of each parameter's type."""
+        _parameters.check_count(self.name, len(self._inputs), len(self._outputs), values)
+        found = _parameters.bind(self.name, self._params, values)
+        return [Operand(p, found[p.type], v) for p, v in zip(self._params, values)], found
+
+    def _new_outputs(
+        self,
+        operands: list[Operand],
+        found: dict[str, Dtype],
+        shape: torch.Size,
+        strides: tuple[int, ...],
+        device: torch.device,
+    ) -> tuple[NewOutput, ...]:
+        """The outputs that the call creates, after appending stand-ins for them to the operands."""
+        if len(operands) == len(self._params):
+            return ()
+        outputs = []
+        for param in self._outputs:
+            dtype = _parameters.output_dtype(self.name, param, found)
+            outputs.append(NewOutput(tuple(shape), strides, dtype.torch, device))
+            operands.append(Operand(param, dtype, outputs[-1].create("meta")))
+        return tuple(outputs)
+
+    def _planned(
+        self,
+        outputs: tuple[NewOutput, ...],
+        source: str,
+        numbers: dict[str, int],
+        operands: Sequence[Operand],
+        device: torch.device,
+        groups: int,
+        zeros: int | None = None,
+    ) -> Plan:
+        """The plan of a call that launches the kernel in ``source``.
+
+        Args:
+            outputs: that the call creates.
+            source: OpenCL C.
+            numbers: the sizes and strides that the kernel reads from its first argument.
+            operands: its last arguments.
+            device: of all of them.
+            groups: the number of work-groups.
+            zeros: bytes of zeros that the kernel takes in between; None if it has no such
+                parameter, 0 if it does not use it.
+        """
+        if source not in self._kernels:
+            self._kernels[source] = RawKernel(source, self.name, self._options)
+        with torch.inference_mode(False):  # the plan outlives the caller's mode
+            sizes = torch.tensor([*numbers.values()], dtype=torch.int64, device=device)
+        lanes = launch_shape(device).lanes
+        strided = [
+            k for k, o in enumerate(operands) if o.is_element and not o.tensor.is_contiguous()
+        ]
+        kernel = self._kernels[source]
+        # Not the same tensor twice: Signature would not recognize the arguments at the next call.
+        first = (sizes, sizes[:1]) if zeros == 0 else (sizes,)
+        return Plan(outputs, kernel, first, zeros or 0, groups, lanes, tuple(strided), device)
+
+
+def launch_shape(device: torch.device) -> LaunchShape:
+    """How a kernel is spread over a device."""
+    return BACKENDS[device.type].shape
+
+
+def chunk_of(n: int, device: torch.device, alone: int) -> int:
+    """The number of elements, of ``n``, that a group walks.
+
+    Args:
+        n: the number of elements.
+        device: where the kernel runs.
+        alone: the most elements that one group walks on the host, where it uses the calling thread,
+            and waking other threads takes longer than a short kernel.
+    """
+    if n <= alone and BACKENDS[device.type].runs_on_host:
+        return max(n, 1)
+    return min(launch_shape(device).chunk, max(_MIN_CHUNK, -(-n // _GROUPS)))

@@ -1,0 +1,150 @@
+"""Finding the driver, and the one queue of each device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import allocator
+from allocator.runtime import libraries, maps, queues
+from tests.running import check_script, in_fork, in_threads, run_script
+
+
+def test_one_queue_for_each_device() -> None:
+    assert allocator.queue("cpu") is allocator.queue("cpu")
+    assert allocator.queue().sycl_device.is_cpu
+    assert allocator.queue().is_in_order
+
+
+def test_threads_get_the_same_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "_queues", {})
+    found: list[object] = []
+    in_threads(lambda: found.append(allocator.queue("cpu")), count=8)
+    assert len(set(map(id, found))) == 1
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(allocator.DeviceNotFoundError, match=r"'level_zero:gpu:7'.*apt install"):
+        allocator.queue("level_zero:gpu:7")
+
+
+@pytest.mark.parametrize("names", [["Portable Computing Language", "Intel(R) OpenCL"], ["Other"]])
+def test_another_cpu_driver_ranks_higher(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of devices stands for a system with PoCL, where this was seen."""
+    devices = [SimpleNamespace(sycl_platform=SimpleNamespace(name=name)) for name in names]
+    dpctl = SimpleNamespace(
+        SyclDevice=lambda device: devices[0], get_devices=lambda device_type: devices
+    )
+    monkeypatch.setattr(queues, "load_dpctl", lambda: dpctl)
+    assert queues._found("cpu") is devices[-1]
+    assert queues._found("opencl:cpu:0") is devices[0]
+
+
+def test_fresh_process_finds_the_cpu_without_help() -> None:
+    script = "import allocator; print(allocator.queue('cpu').sycl_device.is_cpu)"
+    done = run_script(script, LD_LIBRARY_PATH="")
+    assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
+
+
+def test_users_driver_list_is_respected() -> None:
+    done = run_script(
+        "import allocator; allocator.queue('cpu')", OCL_ICD_FILENAMES="/nonexistent.so"
+    )
+    assert "pip install intel-opencl-rt" in done.stderr
+    assert "unset OCL_ICD_FILENAMES=/nonexistent.so" in done.stderr
+
+
+def test_device_hidden_by_a_selector() -> None:
+    done = run_script(
+        "import allocator; allocator.queue('cpu')", ONEAPI_DEVICE_SELECTOR="level_zero:gpu"
+    )
+    assert "unset ONEAPI_DEVICE_SELECTOR=level_zero:gpu, which may hide it" in done.stderr
+
+
+def test_environment_is_left_as_it_was() -> None:
+    done = run_script(
+        "import os; before = dict(os.environ)\n"
+        "import allocator; allocator.queue('cpu')\n"
+        "assert dict(os.environ) == before"
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+def test_signal_handlers_are_left_as_they_were() -> None:
+    """The driver has some of its own, and keeps SIGUSR1 to itself."""
+    done = run_script(
+        "import os, signal, torch, fusedoptim.raw\n"
+        "seen = []\n"
+        "numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP]\n"
+        "for number in numbers: signal.signal(number, lambda number, frame: seen.append(number))\n"
+        # A job in the background begins with SIGINT ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "p = torch.nn.Parameter(torch.ones(4)); p.grad = torch.ones(4)\n"
+        "fusedoptim.FusedSGD([p]).step()\n"
+        "fusedoptim.raw.RawKernel('kernel void f() {}')(1, 1, ())\n"
+        "for number in numbers * 2: os.kill(os.getpid(), number)\n"
+        "assert seen == numbers * 2, seen\n"
+        "try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "except KeyboardInterrupt: print('interrupted')\n",
+        FUSEDOPTIM_CACHE_DIR="",  # so that all is compiled
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
+
+
+def test_drivers_of_the_system_are_kept(tmp_path: Path) -> None:
+    """Our driver is added to the system's list: what that names is still loaded."""
+    vendors = Path("/etc/OpenCL/vendors")
+    if not list(vendors.glob("*.icd")):
+        pytest.skip("the system registers no OpenCL driver (apt install intel-opencl-icd)")
+    libraries = {icd.read_text().strip() for icd in vendors.glob("*.icd")}
+    # A GPU driver that finds no GPU is unloaded again, so ask the dynamic linker what it loaded.
+    done = run_script("import allocator; allocator.queue('cpu')", LD_DEBUG="files")
+    for library in libraries:
+        assert library in done.stderr
+
+
+def test_a_missing_distribution_is_not_an_error() -> None:
+    assert libraries._installed_file("no-such-distribution", "lib.so") is None
+    assert libraries._installed_file("torch", "no-such-file") is None
+
+
+def test_borrowed_queue() -> None:
+    """A queue by its address, as torch.xpu gives one; here the CPU's own stands for it."""
+    own = allocator.queue("cpu")
+    borrowed = allocator.borrowed_queue(own.addressof_ref())
+    assert borrowed is allocator.borrowed_queue(own.addressof_ref())
+    assert borrowed.sycl_device == own.sycl_device
+    assert borrowed == own
+
+
+def test_two_sycl_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = "7f00 r-xp 0 0 0 /a/libsycl.so.8.0.0\n7f01 r-xp 0 0 0 /b/libsycl.so.9.0.0\n"
+    path = tmp_path / "maps"
+    path.write_text(text)
+    monkeypatch.setattr(maps, "_MAPS", str(path))
+    with pytest.raises(RuntimeError, match=r"different major versions \(8, 9\)"):
+        queues._check_one_sycl_runtime()
+
+
+def test_fork_after_use() -> None:
+    allocator.queue("cpu")
+
+    def child() -> None:
+        with pytest.raises(RuntimeError, match=r"set_start_method\('spawn'\)"):
+            allocator.queue("cpu")
+
+    in_fork(child)
+    allocator.queue("cpu")
+
+
+def test_fork_before_use() -> None:
+    script = """
+        import os, allocator
+        if os.fork() == 0:
+            print(allocator.queue("cpu").sycl_device.is_cpu, flush=True)
+            os._exit(0)
+        os.wait()
+    """
+    assert check_script(script) == "True\n"

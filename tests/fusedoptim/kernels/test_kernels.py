@@ -1,0 +1,262 @@
+"""The kernels' sources, their compiled modules, and the checks that hold the two together."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fusedoptim.dtypes import VARIANTS
+from fusedoptim.kernels import __main__ as build_tool
+from fusedoptim.kernels import adagrad, adam, lamb, language, norm, sgd
+from fusedoptim.kernels.language import Role
+from fusedoptim.launch import modules
+from fusedoptim.launch.modules import load_module, shipped
+from tests.optimizer_cases import ADAGRAD, ADAM, LAMB, SGD, OptimizerCase
+
+Kwargs = dict[str, Any]
+SOURCES = ["adagrad.py", "adam.py", "lamb.py", "norm.py", "sgd.py"]
+HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
+
+
+LENGTH, T = 9, 3
+_BETA2 = 0.6
+_BETAS = {"betas": (0.7, _BETA2), "eps": 1e-3, "weight_decay": 0.2}
+_MOMENTUM = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "nesterov": True}
+_DECOUPLED = {"decay_factor": 1 - 0.1 * 0.2, "weight_decay": 0.0}
+
+
+def _numbers(beta1: float) -> Kwargs:
+    """What Adam's and Lamb's kernels get at step T."""
+    return {
+        "lr": 0.1, "eps": 1e-3, "weight_decay": 0.2, "decay_factor": 1.0,
+        "beta1": beta1, "one_minus_beta1": 1 - beta1, "beta3": 1 - beta1,
+        "beta2": _BETA2, "one_minus_beta2": 1 - _BETA2,
+        "root_correction": (1 - _BETA2**T) ** -0.5,
+        "average_correction": 1 / (1 - beta1**T), "step_size": 0.1 / (1 - beta1**T),
+        "max_param_norm": np.inf, "adapt": True, "clip": False,
+    }  # fmt: skip
+
+
+# Kernels, the numbers that they get, and the hyper-parameters of the reference beside lr=0.1.
+INTERPRETED: list[tuple[Callable[..., Any], OptimizerCase, Kwargs, Kwargs]] = [
+    (sgd.sgd, SGD, {"lr": 0.1, "weight_decay": 0.2}, {"weight_decay": 0.2}),
+    *(
+        (sgd.sgd_momentum, SGD, _MOMENTUM | {"one_minus_dampening": 0.5, "fresh": fresh},
+         _MOMENTUM | {"dampening": 0.5})
+        for fresh in (False, True)
+    ),
+    (adagrad.adagrad, ADAGRAD, {"step_size": 0.1, "weight_decay": 0.2, "eps": 1e-3},
+     {"weight_decay": 0.2, "eps": 1e-3}),
+    *(
+        (kernel, ADAM, _numbers(beta1),
+         _BETAS | {"betas": (beta1, _BETA2), "amsgrad": kernel is adam.adam_amsgrad})
+        for kernel in (adam.adam, adam.adam_amsgrad)
+        for beta1 in (0.7, 0.3, 0.0)
+    ),
+    (adam.adam, ADAM, _numbers(0.7) | _DECOUPLED, _BETAS | {"decoupled_weight_decay": True}),
+    *(
+        (kernel, LAMB, _numbers(0.7) | numbers, _BETAS | options)
+        for kernel in (lamb.lamb, lamb.lamb_update)  # the latter for the three of larger tensors
+        for numbers, options in (
+            ({}, {}),
+            (_DECOUPLED, {"decoupled_decay": True}),
+            ({"clip": True}, {"trust_clip": True}),
+            ({"max_param_norm": 0.5}, {"max_param_norm": 0.5}),
+            ({"adapt": False, "weight_decay": 0.0}, {"always_adapt": False, "weight_decay": 0.0}),
+        )
+    ),
+]  # fmt: skip
+
+
+class TestInterpreted:
+    """A kernel is plain Python: called with numpy arrays, it is the update of one element."""
+
+    @pytest.mark.parametrize(("kernel", "case", "numbers", "options"), INTERPRETED)
+    def test_equals_the_reference(
+        self, kernel: Callable[..., Any], case: OptimizerCase, numbers: Kwargs, options: Kwargs
+    ) -> None:
+        theta, grad, *averages = np.random.default_rng().normal(size=(4, LENGTH))
+        squares = np.random.default_rng().uniform(0.1, 2.0, (3, LENGTH))
+        state = dict(zip(("exp_avg", "momentum_buffer"), averages))
+        state |= dict(zip(("exp_avg_sq", "max_exp_avg_sq", "sum"), squares))
+        expected_state = {key: torch.tensor(value) for key, value in state.items()}
+        if numbers.get("fresh"):
+            del expected_state["momentum_buffer"]
+        expected = case.algorithm(
+            torch.tensor(theta),
+            torch.tensor(-0.5 * grad),
+            expected_state,
+            1 if case is ADAGRAD else T,
+            **options | {"lr": 0.1},
+        )
+        given = {"param": theta, "grad": grad, "grad_factor": -0.5, **state, **numbers}
+        if kernel is lamb.lamb_update:
+            self._run_moments_and_ratio(given)
+        self._run(kernel, given)
+        np.testing.assert_allclose(theta, expected, rtol=1e-10, atol=1e-13)
+        for key, value in expected_state.items():
+            np.testing.assert_allclose(state[key], value, rtol=1e-12, atol=1e-15)
+
+    @staticmethod
+    def _run(kernel: Callable[..., Any], given: Kwargs) -> list[Any]:
+        """Call ``kernel`` with those of the arguments that it takes, for each element."""
+        names, everything = inspect.signature(kernel).parameters, {"length": LENGTH, **given}
+        chosen = {name: everything[name] for name in names if name != "i"}
+        if "i" not in names:
+            return [kernel(**chosen)]
+        return [kernel(i=i, **chosen) for i in range(LENGTH)]
+
+    def _run_moments_and_ratio(self, given: Kwargs) -> None:
+        """Run the first two of Lamb's kernels; the sums are those of two chunks."""
+        before = given["param"].copy()
+        squares = np.array(self._run(lamb.lamb_moments, given))
+        np.testing.assert_array_equal(given["param"], before)
+        np.testing.assert_allclose(squares[:, 0], (given["decay_factor"] * before) ** 2, rtol=1e-12)
+        given["ratio"] = np.zeros(1)
+        sums = np.concatenate([squares[:4].sum(0), squares[4:].sum(0)])
+        self._run(lamb.lamb_ratio, given | {"length": 2, "sums": sums})
+        given["ratio"] = given["ratio"][0]
+
+    @pytest.mark.parametrize("sums", [[0.0, 1.0, 0.0, 3.0], [4.0, 0.0, 0.0, 0.0]])
+    def test_ratio_where_a_norm_is_zero(self, sums: list[float]) -> None:
+        ratio = np.zeros(1)
+        # numpy divides by zero as a device does, and warns, where Python would raise.
+        with np.errstate(divide="ignore"):
+            lamb.lamb_ratio(2, np.array(sums), ratio, np.inf, 1, 0)
+        assert ratio == 1
+
+    def test_sum_of_squares(self) -> None:
+        grad = np.random.default_rng().normal(size=LENGTH)
+        squares = self._run(norm.sum_of_squares, {"grad": grad})
+        np.testing.assert_allclose(np.sum(squares), np.sum(grad**2), rtol=1e-12)
+
+
+class TestCheck:
+    """`python -m fusedoptim.kernels check` sees what changed, without the compiler."""
+
+    @pytest.fixture
+    def tree(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        shutil.copytree(modules.FOLDER, tmp_path / "spirv")
+        shutil.copytree(build_tool._HERE, tmp_path / "kernels")
+        monkeypatch.setattr(build_tool, "FOLDER", tmp_path / "spirv")
+        monkeypatch.setattr(build_tool, "MANIFEST", tmp_path / "spirv" / "manifest.json")
+        monkeypatch.setattr(build_tool, "_HERE", tmp_path / "kernels")
+        return tmp_path
+
+    def test_the_repository_passes(self) -> None:
+        assert build_tool.check() == []
+
+    @pytest.mark.parametrize(
+        ("name", "changed"),
+        [(name, [name]) for name in ("sgd.py", "lamb.py")]
+        + [(name, SOURCES) for name in ("language.py", "_lowering.py", "_compiler.py")],
+    )
+    def test_source_changed(self, tree: Path, name: str, changed: list[str]) -> None:
+        path = tree / "kernels" / name
+        path.write_text(path.read_text() + "\n")
+        expected = [f"{name} changed since it was compiled: run `make kernels`" for name in changed]
+        assert build_tool.check() == expected
+
+    @pytest.mark.parametrize(
+        ("change", "problem"),
+        [
+            (
+                lambda tree: shutil.copy(tree / "kernels/sgd.py", tree / "kernels/new.py"),
+                "new.py has no compiled module",
+            ),
+            (
+                lambda tree: (tree / "spirv/sgd_f32.spv").write_bytes(b"changed"),
+                "sgd_f32.spv is not the module that was built",
+            ),
+            (lambda tree: (tree / "spirv/sgd_f32.spv").unlink(), "sgd_f32.spv is missing"),
+            (
+                lambda tree: (tree / "spirv/other_f32.spv").touch(),
+                "other_f32.spv is not in the manifest",
+            ),
+        ],
+    )
+    def test_file_changed(self, tree: Path, change: Callable[[Path], Any], problem: str) -> None:
+        change(tree)
+        assert build_tool.check() == [f"{problem}: run `make kernels`"]
+
+    def test_source_removed(self, tree: Path) -> None:
+        (tree / "kernels" / "sgd.py").unlink()
+        assert any("sgd.py is gone" in problem for problem in build_tool.check())
+
+
+class TestValidate:
+    @pytest.mark.skipif(
+        shutil.which("spirv-val") is None or shutil.which("ocloc") is None,
+        reason="apt install spirv-tools intel-opencl-icd",
+    )
+    def test_module_with_sums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For three generations of GPU; `make kernels-validate` takes all modules, and minutes."""
+        shutil.copy(modules.FOLDER / "lamb_moments_bf16.spv", tmp_path)
+        monkeypatch.setattr(build_tool, "FOLDER", tmp_path)
+        assert build_tool.validate() == []
+        (tmp_path / "lamb_moments_bf16.spv").write_bytes(b"damaged")
+        assert build_tool.validate() != []
+
+    def test_tools_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "")
+        assert build_tool.validate() == [
+            "not found: spirv-val, ocloc (apt install spirv-tools intel-opencl-icd)"
+        ]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kernel", dict.fromkeys(kernel for kernel, _ in shipped()))
+def test_module_for_each_variant(kernel: str, variant: str) -> None:
+    module = load_module(kernel, variant)
+    assert (kernel, module.variant) in shipped()
+    of_parameter = {Role.PARAM, Role.GRAD}.intersection(role for _, role in module.arguments)
+    if of_parameter == {Role.GRAD} and variant == "split":
+        assert module.variant == "bf16"  # what the gradients of a split parameter are
+    elif of_parameter:
+        assert module.variant == variant
+    else:
+        assert module.variant == ("f64" if variant == "f64" else "f32")
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="pip install 'fusedoptim[jit]'")
+class TestCompiler:
+    def test_fresh_build_equals_the_repositorys(self) -> None:
+        assert build_tool.verify() == []
+
+    def test_build(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(build_tool, "FOLDER", tmp_path)
+        monkeypatch.setattr(build_tool, "MANIFEST", tmp_path / "manifest.json")
+        (tmp_path / "stale.spv").write_bytes(b"")
+        assert build_tool.build() == []
+        assert build_tool.check() == []
+        assert not (tmp_path / "stale.spv").exists()
+        modules = json.loads((tmp_path / "manifest.json").read_text())["modules"]
+        for entry in modules.values():
+            spirv = (tmp_path / entry["file"]).read_bytes()
+            assert hashlib.sha256(spirv).hexdigest() == entry["sha256"]
+
+    def test_argument_without_a_type(self) -> None:
+        from fusedoptim.kernels._compiler import compile_kernel
+
+        def kernel(length: language.Length, step) -> None:  # type: ignore[no-untyped-def]
+            pass
+
+        with pytest.raises(TypeError, match="'step' has no type"):
+            compile_kernel(kernel, "f32", "kernel_f32")
+
+
+@pytest.mark.skipif(HAS_COMPILER, reason="the compiler is installed")
+@pytest.mark.parametrize("command", [build_tool.build, build_tool.verify])
+def test_compiler_missing(command: Callable[[], list[str]]) -> None:
+    with pytest.raises(ImportError, match=r"pip install 'fusedoptim\[jit\]'"):
+        command()

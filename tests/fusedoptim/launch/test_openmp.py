@@ -1,0 +1,216 @@
+"""torch's OpenMP threads sleep while a long kernel runs, and are torch's own again afterwards."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import fusedoptim
+from allocator import queue
+from fusedoptim import FusedSGD
+from fusedoptim.launch import openmp
+from fusedoptim.launch.opencl import driver_of
+from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
+from tests.interrupts import InterruptAt, interrupted
+
+SEVEN = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 7)
+
+
+def is_in_region() -> bool:
+    return bool(ctypes.CDLL(None).omp_in_parallel())
+
+
+def long_step(lr: float = 0.5) -> tuple[Parameter, FusedSGD]:
+    param = Parameter(torch.zeros(4, WORTH_SLEEPING // 3))
+    param.grad = torch.ones_like(param)
+    return param, FusedSGD([param], lr=lr)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing spins")
+def test_threads_sleep_meanwhile() -> None:
+    script = """
+    import os, time, torch
+    from fusedoptim.launch.openmp import put_to_sleep, wake
+    before = set(os.listdir("/proc/self/task"))
+    torch.ones(1_000_000).add(1)
+    threads = set(os.listdir("/proc/self/task")) - before
+
+    def states():
+        lines = [open(f"/proc/self/task/{thread}/stat").read() for thread in threads]
+        return [line.rpartition(")")[2].split()[0] for line in lines]
+
+    seen = states()
+    put_to_sleep()
+    end = time.monotonic() + 60
+    while states() != ["S"] and time.monotonic() < end:
+        time.sleep(0.001)
+    seen += states()
+    assert torch.ones(1_000_000).sum() == 1_000_000  # by this thread alone
+    seen += states()
+    wake()
+    assert torch.ones(1_000_000).sum() == 1_000_000
+    seen += states()
+    print(*seen)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "active"},  # spins for ever
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("R S S R\n", "", 0)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing spins")
+@pytest.mark.parametrize("policy", ["active", "passive"])
+def test_threads_that_sleep_already_are_left_alone(policy: str) -> None:
+    script = """
+    import os, time, torch
+    from fusedoptim.launch import openmp
+    from tests.fusedoptim.launch.test_openmp import long_step
+    before = set(os.listdir("/proc/self/task"))
+    torch.ones(1_000_000).add(1)
+    (thread,) = set(os.listdir("/proc/self/task")) - before
+
+    def sleeps():
+        lines = open(f"/proc/self/task/{thread}/status").read().splitlines()
+        (line,) = [line for line in lines if line.startswith("voluntary_ctxt_switches")]
+        return int(line.split()[1])
+
+    param, optimizer = long_step()
+    optimizer.step()
+    time.sleep(0.01)
+    before = sleeps()
+    for _ in range(20):
+        print(openmp._team.worker.spins())
+        optimizer.step()
+        time.sleep(0.01)
+    # Where other processes have the cores, a step may end before the thread has noticed it.
+    end = time.monotonic() + 60
+    while sleeps() == before and os.environ["OMP_WAIT_POLICY"] == "active":
+        assert time.monotonic() < end
+        optimizer.step()
+        time.sleep(0.01)
+    print("put to sleep" if sleeps() > before else "left alone")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": policy},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    expected = {
+        "active": 20 * "True\n" + "put to sleep\n",
+        "passive": 20 * "False\n" + "left alone\n",
+    }
+    assert (done.stdout, done.stderr, done.returncode) == (expected[policy], "", 0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Or those that sleep by themselves are left alone.
+    monkeypatch.setattr(openmp._Worker, "spins", lambda worker: True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(20):
+            put_to_sleep()
+            assert is_in_region() == (threads > 1)
+            assert call_and_wake(SEVEN) == 7
+            assert not is_in_region()
+            assert torch.ones(1_000_000).sum() == 1_000_000
+    finally:
+        torch.set_num_threads(before)
+    assert not is_in_region()
+
+
+def test_a_step_while_the_threads_sleep() -> None:
+    """A finalizer may run in the middle, and use torch or take a step."""
+    param, optimizer = long_step()
+    torch.ones(1_000_000).add(1)  # from here on the threads spin
+    put_to_sleep()
+    optimizer.step()
+    assert not is_in_region()
+    wake()
+    assert call_and_wake(SEVEN) == 7
+    assert (param == -0.5).all()
+
+
+def test_refused_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp._Worker, "spins", lambda worker: True)
+    _, optimizer = long_step()
+    optimizer.step()
+
+    def refused(*arguments: object) -> int:
+        assert is_in_region() == (torch.get_num_threads() > 1)
+        return -5  # out of resources
+
+    driver = driver_of(queue("cpu").sycl_device)
+    assert driver is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.opencl, "enqueue", refused)
+        with pytest.raises(RuntimeError, match="clEnqueueNDRangeKernel failed"):
+            optimizer.step()
+    assert not is_in_region()
+    optimizer.step()
+
+
+def test_steps_in_threads_of_their_own() -> None:
+    """Threads that never ran a region before, and end."""
+    made = [long_step() for _ in range(4)]
+
+    def train(optimizer: FusedSGD) -> None:
+        for _ in range(20):
+            optimizer.step()
+
+    threads = [threading.Thread(target=train, args=(optimizer,)) for _, optimizer in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for param, _ in made:
+        assert (param == -10).all()
+
+
+def test_interrupted_wherever_python_looks_for_it() -> None:
+    param, optimizer = long_step()
+    optimizer.step()
+    for n in range(1000):
+        before = float(param.detach()[0, 0])
+        torch.ones(1_000_000).add(1)
+        with InterruptAt(n, "polls", within=fusedoptim, since="submit") as interrupt:
+            optimizer.step()
+        assert not is_in_region()
+        assert torch.is_grad_enabled()
+        after = float(param.detach()[0, 0])
+        assert after in (before, before - 0.5)
+        assert (param == after).all()
+        if not interrupt.has_raised:
+            break
+    assert 3 < n < 1000
+
+
+def test_interrupted_at_any_moment() -> None:
+    param, optimizer = long_step(lr=0.0)
+
+    def step(choose: random.Random) -> None:
+        assert not is_in_region()
+        assert torch.is_grad_enabled()
+        torch.ones(1_000_000).add(1)
+        optimizer.step()
+
+    interrupted(step, count=500, most=1e-3)
+    assert not is_in_region()
+    optimizer.step()
+    assert (param == 0).all()

@@ -1,0 +1,308 @@
+"""A KeyboardInterrupt at each place where CPython looks for signals: all or nothing is done."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import fusedoptim.sgd
+from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
+from fusedoptim.launch.block import LaunchBlock
+from fusedoptim.split.halves import Halves
+from fusedoptim.split.pages import has_sole_owner
+from tests.conftest import SEED
+from tests.fusedoptim.helpers import params_of
+from tests.interrupts import InterruptAt
+
+MAKE: dict[str, Callable[[list[Parameter]], Any]] = {
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.1),
+    "FusedLamb": lambda params: FusedLamb(params, lr=0.1),
+    "SplitSGD": lambda params: SplitSGD(params, lr=0.1, momentum=0.9),
+}
+
+
+def interrupt(n: int, since: str) -> InterruptAt:
+    """At the n-th place from the start of a function on."""
+    return InterruptAt(n, "polls", within=fusedoptim, since=since)
+
+
+def new_params(numel: int = 7) -> list[Parameter]:
+    """The same at each call within one run of the tests."""
+    torch.manual_seed(SEED)
+    return [Parameter(torch.randn(numel)), Parameter(torch.randn(3, 4)[:, ::2])]
+
+
+def make_gradients(params: list[Parameter], which: int) -> None:
+    """The gradients of one of the steps: the same at each call within one run of the tests."""
+    torch.manual_seed(SEED + which)
+    for p in params:
+        p.grad = torch.randn(p.shape).to(p.dtype)
+
+
+def everything(optimizer: Any) -> list[dict[str, Tensor]]:
+    """A copy of each parameter and its state."""
+    params = params_of(optimizer)
+    return [
+        {"param": p.detach().clone(), **{k: v.clone() for k, v in optimizer.state[p].items()}}
+        for p in params
+    ]
+
+
+def is_same(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> bool:
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        for a, b in zip(some, others)
+    )
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("name", MAKE)
+def test_step_is_taken_or_not(
+    name: str, steps_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the next step."""
+    new_state = fusedoptim.sgd.new_state
+    # New memory holds arbitrary values.
+    monkeypatch.setattr(
+        fusedoptim.sgd, "new_state", lambda *arguments: new_state(*arguments).fill_(777)
+    )
+
+    def run(seeds: list[int]) -> Any:
+        params = new_params()
+        optimizer = MAKE[name](params)
+        for seed in seeds:
+            make_gradients(params, seed)
+            optimizer.step()
+        return optimizer
+
+    before = list(range(1, steps_before + 1))
+    expected = {
+        is_taken: [everything(run(seeds)), everything(run([*seeds, 9]))]
+        for is_taken, seeds in ((False, before), (True, [*before, 8]))
+    }
+    outcomes = set()
+    for n in itertools.count():
+        optimizer = run(before)
+        params = params_of(optimizer)
+        make_gradients(params, 8)
+        with interrupt(n, "_update") as interrupted:
+            optimizer.step()
+        if not interrupted.has_raised:
+            break
+        now = everything(optimizer)
+        make_gradients(params, 9)
+        optimizer.step()
+        result = [now, everything(optimizer)]
+        (is_taken,) = [
+            key for key, states in expected.items() if all(map(is_same, result, states))
+        ] or [None]
+        assert is_taken is not None, f"the interrupt at place {n} left a step half taken"
+        outcomes.add(is_taken)
+    assert n > 40
+    assert outcomes == {False, True}
+
+
+@pytest.mark.parametrize("name", ["FusedSGD", "FusedLamb"])
+def test_a_later_step_takes_over_nothing_of_an_interrupted_one(name: str) -> None:
+    """The later step has the gradients' memory and the learning rate of the first one."""
+
+    def run(steps: list[str], n: int = -1) -> tuple[Any, bool]:
+        params = new_params()
+        optimizer = MAKE[name](params)
+        make_gradients(params, 1)
+        first = [p.grad for p in params]
+        make_gradients(params, 2)
+        second = [p.grad for p in params]
+        has_raised = False
+        for step in steps:
+            optimizer.max_grad_norm = None if step == "before" else 1.0
+            optimizer.param_groups[0]["lr"] = 0.5 if step == "interrupted" else 0.1
+            for p, *grads in zip(params, first, second):
+                p.grad = grads[step == "interrupted"]
+            with interrupt(n if step == "interrupted" else -1, "_update") as interrupted:
+                optimizer.step()
+            has_raised |= interrupted.has_raised
+        return everything(optimizer), has_raised
+
+    expected = [run(["before", "after"])[0], run(["before", "interrupted", "after"])[0]]
+    for n in itertools.count():
+        result, has_raised = run(["before", "interrupted", "after"], n)
+        if not has_raised:
+            break
+        assert any(is_same(result, states) for states in expected), f"wrong after place {n}"
+    assert n > 80
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "SplitSGD"])
+def test_checkpoint_is_loaded_or_not(name: str) -> None:
+    def new(seed: int) -> Any:
+        params = [Parameter(p.detach().bfloat16()) for p in new_params()]
+        optimizer = MAKE[name](params)
+        make_gradients(params, seed)
+        optimizer.step()
+        return optimizer
+
+    checkpoint = new(2).state_dict()
+    old, loaded = new(1), new(1)
+    loaded.load_state_dict(checkpoint)
+    expected = [everything(old), everything(loaded)]
+    outcomes = set()
+    for n in itertools.count():
+        optimizer = new(1)
+        with interrupt(n, "load_state_dict") as interrupted:
+            optimizer.load_state_dict(checkpoint)
+        if not interrupted.has_raised:
+            break
+        result = everything(optimizer)
+        (which,) = [i for i, states in enumerate(expected) if is_same(result, states)]
+        outcomes.add(which)
+        make_gradients(params_of(optimizer), 3)
+        optimizer.step()
+    assert outcomes == {0, 1}
+
+
+def _params(numel: int = 7) -> list[Parameter]:
+    params = new_params(numel)
+    make_gradients(params, 1)
+    return params
+
+
+def _constructor() -> tuple[list[Parameter], Any, Callable[[], Any]]:
+    params = _params()
+    return params, None, lambda: FusedAdam(params, split=True)
+
+
+def _add_param_group() -> tuple[list[Parameter], Any, Callable[[], Any]]:
+    params = _params()
+    optimizer = SplitSGD([Parameter(torch.zeros(1))], lr=0.1)
+    return params, optimizer, lambda: optimizer.add_param_group({"params": params})
+
+
+def _split_params() -> tuple[list[Parameter], Any, Callable[[], Any]]:
+    params = _params(300_000)
+    assert has_sole_owner(params[0])  # so its memory is released
+    optimizer = FusedSGD(params, lr=0.1)
+    return params, optimizer, lambda: optimizer.split_params(params)
+
+
+def _merge_params() -> tuple[list[Parameter], Any, Callable[[], Any]]:
+    params = _params()
+    optimizer = FusedSGD(params, lr=0.1)
+    optimizer.split_params(params)
+    return params, optimizer, lambda: optimizer.merge_params(params)
+
+
+def _exact(params: list[Parameter], halves: Halves | None) -> list[Tensor]:
+    """The float32 values; of those in ``halves``, exactly their dtype."""
+    assert all((p.dtype == torch.bfloat16) == (halves is not None and p in halves) for p in params)
+    return [
+        p.detach().clone() if halves is None or p not in halves else halves.exact(p) for p in params
+    ]
+
+
+@pytest.mark.parametrize("new", [_constructor, _add_param_group, _split_params, _merge_params])
+def test_parameters_are_converted_or_not(
+    new: Callable[[], tuple[list[Parameter], Any, Callable[[], Any]]],
+) -> None:
+    """All of them or none, and no parameter loses a bit or its gradient."""
+    for n in itertools.count():
+        params, optimizer, convert = new()
+        halves = None if optimizer is None else optimizer.halves
+        values, dtype = _exact(params, halves), params[0].dtype
+        groups = 0 if optimizer is None else len(optimizer.param_groups)
+        since = "__init__" if new is _constructor else new.__name__[1:]
+        with interrupt(n, since) as interrupted:
+            halves = (convert() or optimizer).halves
+        assert len({p.dtype for p in params}) == 1
+        assert all(map(torch.equal, _exact(params, halves), values)), f"lost at place {n}"
+        assert all(p.grad is not None and p.grad.dtype == p.dtype for p in params)
+        if not interrupted.has_raised:
+            break
+        if optimizer is not None and params[0].dtype == dtype:
+            assert len(optimizer.param_groups) == groups
+            convert()
+            assert params[0].dtype != dtype
+        if optimizer is not None:
+            optimizer.step()
+    assert n > 60
+
+
+class OddParameter(Parameter):
+    """Its gradient is None the second time it is read, as if a thread had removed it."""
+
+    @property
+    def grad(self) -> Any:
+        grad = Tensor.grad.__get__(self)
+        if self.is_removed:
+            Tensor.grad.__set__(self, None)
+        return grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        Tensor.grad.__set__(self, value)
+
+
+def test_gradient_that_another_thread_removes() -> None:
+    params = [OddParameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = FusedSGD(params, lr=1.0)
+    for steps in range(1, 4):
+        for p in params:
+            p.grad = torch.ones(3)
+            p.is_removed = p is params[1] and steps == 1
+        optimizer.step()
+        assert params[0].tolist() == [-steps] * 3
+        assert params[1].tolist() in ([-steps] * 3, [1.0 - steps] * 3)
+
+
+def test_no_memory_for_one_of_several_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises a RuntimeError then."""
+    split = Halves.split
+    params = [Parameter(torch.randn(5)) for _ in range(3)]
+    values = [p.detach().clone() for p in params]
+
+    def fails_at_last(halves: Halves, param: Tensor) -> None:
+        if param is params[-1]:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        split(halves, param)
+
+    monkeypatch.setattr(Halves, "split", fails_at_last)
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        FusedAdam(params, split=True)
+    assert all(torch.equal(p, value) for p, value in zip(params, values))
+    optimizer = SplitSGD([Parameter(torch.randn(5))], lr=0.1)
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        optimizer.add_param_group({"params": params})
+    assert all(torch.equal(p, value) for p, value in zip(params, values))
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("optimizer_class", [FusedSGD, FusedAdam, FusedLamb])
+def test_step_in_the_middle_of_a_step(
+    optimizer_class: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler may call it: it is refused, and the running step completes."""
+    p, other = Parameter(torch.ones(100)), Parameter(torch.ones(100))
+    optimizer, alone = optimizer_class([p], lr=0.1), optimizer_class([other], lr=0.1)
+    launch, refusals = LaunchBlock.launch, []
+
+    def launch_and_step(block: LaunchBlock, *arguments: Any) -> None:
+        launch(block, *arguments)
+        monkeypatch.setattr(LaunchBlock, "launch", launch)
+        with pytest.raises(RuntimeError, match="in the middle of a step of the same") as refusal:
+            optimizer.step()
+        refusals.append(refusal)
+
+    for _ in range(3):
+        p.grad = other.grad = torch.randn(100)
+        alone.step()
+        monkeypatch.setattr(LaunchBlock, "launch", launch_and_step)
+        optimizer.step()
+        assert torch.equal(p, other)
+    assert len(refusals) == 3

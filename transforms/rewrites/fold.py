@@ -1,0 +1,250 @@
+"""A BatchNorm folded into the convolution or Linear before it; fold_arithmetic has the formulas."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from transforms.rewrites import plain_tensors
+from transforms.rewrites.fold_arithmetic import PlainPair, folded, unfolded
+from transforms.rewrites.stand_ins import FoldedBatchNorm, revert, stand_in
+from transforms.tracing.modules import TRANSPOSED, has_computed_tensors, own_tensors
+
+
+class Fold:
+    """A :class:`~transforms.rewrites.plain_tensors.Rewrite`: a BatchNorm folded into a module.
+
+    The modules and the weight's Parameter stay the same objects; the Parameter gets another tensor.
+    """
+
+    def __init__(self, feeder: nn.Module, norm: nn.Module) -> None:
+        self._feeder: Any = feeder
+        self._norm: Any = norm
+        self.dtype: torch.dtype | None = None
+        """The dtype of a folded weight that is float32 when plain; None for float32."""
+        self._is_done = False
+        self._why_undone: str | None = None
+        self._strides: tuple[int, ...] | None = None
+        self._bias: Parameter | None
+        self._feeder_tensors: dict[str, Any]
+        """The plain weight and bias."""
+        self._norm_parameters: dict[str, Parameter | None]
+        self._norm_buffers: dict[str, Tensor | None]
+        self._digest: bytes
+        """The digest of the folded weight and bias, to notice what they learn."""
+        self._requires_grad: dict[str, bool]
+        """Of the folded weight and bias, as they were folded."""
+        self._added_bias: Parameter | None = None
+        """The folded bias of a module without one: one object, as an optimizer may hold it."""
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the two plain modules that are folded."""
+        both = [*own_tensors(self._feeder), *own_tensors(self._norm)]
+        return [t for name, t in both if name != "num_batches_tracked"]
+
+    def objection(self) -> str | None:
+        """Why the values of the two plain modules cannot be folded, if they cannot."""
+        if has_computed_tensors(self._feeder) or has_computed_tensors(self._norm):
+            return "has a weight that is computed from others (a parametrization)"
+        tensors = self.tensors()
+        for t in tensors:
+            if not t.is_floating_point() or t.is_meta:
+                return f"is {t.dtype}" if not t.is_meta else "has no values (device meta)"
+        if not all(t.isfinite().all() for t in (*tensors, *self._folded())):
+            return "would become infinite or NaN if folded"
+        return None
+
+    @property
+    def bytes_saved(self) -> int:
+        """The bytes of the BatchNorm that a forward pass no longer reads."""
+        kept = [*self._norm_parameters.values(), *self._norm_buffers.values()]
+        return sum(t.nbytes for t in kept if t is not None and t.is_floating_point())
+
+    def attach(self) -> None:
+        """Fold, and let both save and load plain tensors."""
+        self.redo()
+        plain_tensors.attach(self._feeder, self)
+        plain_tensors.attach(self._norm, self)
+
+    def detach(self) -> None:
+        """Make both modules plain for good."""
+        self.undo()
+        plain_tensors.detach(self._feeder)
+        plain_tensors.detach(self._norm)
+
+    def round_to(self, dtype: torch.dtype | None) -> str | None:
+        """Fold to another dtype, from the plain tensors; return why not, if that fails."""
+        before, strides = self.dtype, self._feeder.weight.stride()
+        self.undo()
+        self.dtype, self._strides = dtype, strides
+        self.redo()
+        if self._is_done:
+            return None
+        self.dtype = before
+        self.redo()
+        return f"would overflow {dtype} if folded"
+
+    def plain(self, module: nn.Module) -> Mapping[str, Tensor | None]:
+        """The plain tensors that a checkpoint of ``module`` holds."""
+        if not self._is_done:
+            return {}
+        unsaved = module._non_persistent_buffers_set
+        tensors = {k: t for k, t in self._plain_tensors(module).items() if k not in unsaved}
+        return {k: None if t is None else t.detach() for k, t in tensors.items()}
+
+    def lapsed(self, module: nn.Module) -> str | None:
+        """Why the BatchNorm is not folded at present, if it is not."""
+        return self._why_undone if module is self._norm and not self._is_done else None
+
+    def check(self) -> None:
+        """Raise if the folded weight or bias was replaced by something that cannot be unfolded."""
+        if not self._is_done:
+            return
+        kept = self._plain_pair()
+        for name, shape in (("weight", kept.weight.shape), ("bias", kept.mean.shape)):
+            param = self._feeder._parameters.get(name)
+            if param is None:
+                raise plain_tensors.changed(
+                    self._feeder, f"lost its {name}, to pruning or a parametrization,"
+                )
+            if param.shape != shape:
+                raise plain_tensors.changed(self._feeder, f"got a {name} of another shape")
+
+    def kept(self) -> Iterator[Tensor]:
+        """The tensors that folding replaced."""
+        if self._is_done:
+            for module in (self._feeder, self._norm):
+                yield from (t for t in self._kept_tensors(module).values() if t is not None)
+
+    def undo(self) -> None:
+        """Make both modules plain, keeping what they have learnt since."""
+        if not self._is_done:
+            return
+        feeder, norm = self._feeder, self._norm
+        feeders, norms = self._plain_tensors(feeder), self._plain_tensors(norm)
+        for name, before in self._requires_grad.items():
+            param, now = self._norm_parameters[name], feeder._parameters[name].requires_grad
+            if param is not None and now != before:  # as set for all parameters of the model
+                param.requires_grad_(now)
+        self._strides = feeder.weight.stride()
+        _put(feeder.weight, feeders["weight"])
+        feeder.bias = self._bias
+        if self._bias is not None:
+            _put(self._bias, feeders["bias"])
+        revert(norm)
+        for name, param in self._norm_parameters.items():
+            if param is not None:
+                param.data = norms[name]
+            norm._parameters[name] = param
+        for name in self._norm_buffers:
+            norm._buffers[name] = norms[name]
+        self._is_done = False
+
+    def redo(self) -> None:
+        """Fold; both stay plain if a folded value would be infinite, or if there are no values."""
+        feeder, norm = self._feeder, self._norm
+        if self._is_done:
+            return
+        self._why_undone = self.objection()
+        if self._why_undone is not None:
+            return
+        weight, bias = self._folded()
+        self._bias = feeder.bias
+        self._feeder_tensors = {
+            "weight": feeder.weight.data,
+            "bias": None if feeder.bias is None else feeder.bias.data,
+        }
+        self._norm_parameters = dict(norm._parameters)
+        self._norm_buffers = dict(norm._buffers)
+        if self._strides is not None:
+            weight = plain_tensors.with_strides(weight, self._strides)
+        _put(feeder.weight, plain_tensors.shared_as(weight, self._feeder_tensors["weight"]))
+        if feeder.bias is None:
+            if self._added_bias is None:
+                self._added_bias = Parameter(bias, requires_grad=feeder.weight.requires_grad)
+            feeder.bias = self._added_bias
+        _put(feeder.bias, plain_tensors.shared_as(bias, self._feeder_tensors["weight"]))
+        self._digest = _digest(feeder.weight, feeder.bias)
+        folds = {"weight": feeder.weight, "bias": feeder.bias}
+        self._requires_grad = {name: p.requires_grad for name, p in folds.items()}
+        norm._parameters.clear()
+        norm._buffers.clear()
+        # A BatchNorm1d normalizes dimension 1, which is the folded one for this number only.
+        dimensions = 2 if isinstance(feeder, nn.Linear) else 3
+        stand_in(norm, FoldedBatchNorm, dimensions if isinstance(norm, nn.BatchNorm1d) else 0)
+        self._is_done = True
+
+    def _kept_tensors(self, module: nn.Module) -> dict[str, Any]:
+        """The tensors that one of the two held when it was folded."""
+        if module is self._feeder:
+            return dict(self._feeder_tensors)
+        return {**self._norm_parameters, **self._norm_buffers}
+
+    def _plain_pair(self) -> PlainPair:
+        """The current tensors of both if they are plain, or those from when they were folded."""
+        feeder, norm = self._feeder, self._norm
+        if self._is_done:
+            own, norms = self._kept_tensors(feeder), self._kept_tensors(norm)
+        else:
+            own, norms = feeder._parameters, {**norm._parameters, **norm._buffers}
+        return PlainPair(
+            *(own["weight"], own["bias"], norms["running_mean"], norms["running_var"]),
+            *(norms["weight"], norms["bias"], norm.eps),
+            feeder.groups if isinstance(feeder, TRANSPOSED) else None,
+        )
+
+    def _folded(self) -> tuple[Tensor, Tensor]:
+        weight, bias = folded(self._plain_pair())
+        device, dtype = self._feeder.weight.device, self._feeder.weight.dtype
+        if self.dtype is not None and dtype == torch.float32:
+            dtype = self.dtype
+        return weight.to(device, dtype), bias.to(device, dtype)
+
+    def _plain_tensors(self, module: nn.Module) -> dict[str, Any]:
+        """The tensors that one of the two would hold if it were plain."""
+        self._learn()
+        tensors, device = self._kept_tensors(module), self._feeder.weight.device
+        for name, t in tensors.items():
+            if t is not None:
+                tensors[name] = (t.data if isinstance(t, Parameter) else t).to(device)
+        return tensors
+
+    def _learn(self) -> None:
+        """Update the plain tensors with what was written to the folded weight and bias."""
+        weight, bias = self._feeder.weight, self._feeder.bias
+        if (digest := _digest(weight, bias)) == self._digest:
+            return
+        learnt = unfolded(weight, bias, self._plain_pair())
+        self._feeder_tensors = {"weight": learnt.weight, "bias": learnt.bias}
+        self._norm_buffers = {**self._norm_buffers, "running_mean": learnt.mean}
+        for name, values in (("weight", learnt.gamma), ("bias", learnt.beta)):
+            if (param := self._norm_parameters[name]) is not None and values is not None:
+                param.data = values.detach()
+        self._digest = digest
+
+
+def _digest(*tensors: Tensor) -> bytes:
+    """A digest of the bits for any strides; version counters miss writes through ``.data``."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        values = tensor.detach().cpu().contiguous().view(torch.uint8)
+        digest.update(values.numpy().data)
+    return digest.digest()
+
+
+def _put(param: Parameter, values: Tensor) -> None:
+    """Replace the tensor in a Parameter, and drop a gradient of another dtype."""
+    if values.dtype != param.dtype:
+        param.grad = None
+    param.data = values
+
+
+def fold_of(module: nn.Module) -> Fold | None:
+    """The fold that computed the weight of ``module``, if any."""
+    rewrite = plain_tensors.find(module)
+    return rewrite if isinstance(rewrite, Fold) else None

@@ -1,0 +1,225 @@
+"""Modules with split weights: they compute with upper halves, and save, load and move exact values.
+
+The lower halves are in the state of the optimizer. A copy of the model alone has copies of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
+
+from fusedoptim.split.halves import Halves
+from transforms.rewrites import plain_tensors
+from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED
+
+COMPUTING = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
+"""Modules that autocast runs in bfloat16."""
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+_SPLIT = "_fusedoptim_split"
+"""The attribute of a module that holds its :class:`_Split`."""
+
+
+class _Split(NamedTuple):
+    halves: list[Halves]
+    """One for each optimizer that has split weights of the module."""
+    handles: list[RemovableHandle]
+
+
+def attach(model: nn.Module, halves: Halves) -> None:
+    """Make the modules with these halves save, load and move exact values, and compute."""
+    _average_exact_values()
+    for module in model.modules():
+        if not any(p in halves for p in module.parameters(recurse=False)):
+            continue
+        halves.in_model = True
+        split: _Split | None = vars(module).get(_SPLIT)
+        if split is None:
+            vars(module)[_SPLIT] = _Split([halves], _hook(module))
+            vars(module)["_apply"] = functools.partial(_move, module)
+        elif not any(each is halves for each in split.halves):
+            split.halves.append(halves)
+
+
+def _hook(module: nn.Module) -> list[RemovableHandle]:
+    handles = [plain_tensors.hook_save(module, _save), plain_tensors.hook_load(module, _load)]
+    if type(module) in COMPUTING:
+        handles.append(module.register_forward_pre_hook(_require_autocast))
+    elif type(module) in TABLES:
+        handles.append(module.register_forward_hook(_return_float32))
+        handles.append(module.register_forward_pre_hook(_cast_weights, with_kwargs=True))
+    return handles
+
+
+def detach(model: nn.Module, halves: Halves, kept: Collection[nn.Module] = ()) -> None:
+    """Undo :func:`attach` for these halves, except in the modules in ``kept``."""
+    halves.in_model = False
+    for module in model.modules():
+        if module not in kept:
+            _detach_from(module, lambda each: each is halves)
+        elif any(each is halves for each in vars(module)[_SPLIT].halves):
+            halves.in_model = True
+
+
+def _detach_from(module: nn.Module, is_done_with: Callable[[Halves], bool]) -> None:
+    split: _Split | None = vars(module).get(_SPLIT)
+    if split is None:
+        return
+    split.halves[:] = [halves for halves in split.halves if not is_done_with(halves)]
+    if not split.halves:
+        for handle in split.handles:
+            handle.remove()
+        del vars(module)[_SPLIT], vars(module)["_apply"]
+
+
+def split_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules of ``model`` with split weights."""
+    return {module for module in model.modules() if _SPLIT in vars(module)}
+
+
+def halves_in(model: nn.Module) -> list[Halves]:
+    """The halves, one for each optimizer or copy of one, that contain weights of ``model``."""
+    found = chain.from_iterable(vars(module)[_SPLIT].halves for module in split_modules(model))
+    return list({id(halves): halves for halves in found}.values())
+
+
+def merge_copies(model: nn.Module) -> None:
+    """Merge, in place, the halves of a model that was copied without its optimizer."""
+    for halves in halves_in(model):
+        if halves.is_alone:
+            for p in model.parameters():
+                if p in halves:
+                    halves.merge(p)
+            detach(model, halves)
+
+
+def _halves_of(module: nn.Module) -> list[tuple[str, Tensor, Halves]]:
+    """The names of the module's own split parameters, themselves, and their halves."""
+    split: _Split | None = vars(module).get(_SPLIT)
+    return [
+        (name, param, halves)
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
+        for halves in (split.halves if split is not None else ())
+        if param in halves and param.dtype == torch.bfloat16
+    ]
+
+
+def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
+    for name, param, halves in _halves_of(module):
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = halves.exact(param)
+
+
+def _load(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: object
+) -> None:
+    for name, param, halves in _halves_of(module):
+        key = prefix + name
+        value = state_dict.get(key)
+        if not isinstance(value, Tensor) or value.shape != param.shape:
+            continue  # torch raises the error
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"assign=True would replace {key}, which is split in two halves and updated by "
+                "an optimizer; load without it, or transforms.restore(model, optimizer) first"
+            )
+        exact = value.detach().to(param.device, torch.float32)
+        state_dict[key] = halves.write(param, exact)
+
+
+def _move(
+    module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> nn.Module:
+    """``Module._apply`` on the exact weights; weights that stay float32 stay split.
+
+    Raises:
+        ValueError: the optimizer has lost a lower half. Nothing was changed then.
+    """
+    split = _halves_of(module)
+    exact = [halves.exact(param) for _, param, halves in split]
+    for (_, param, _), values in zip(split, exact):
+        _exchange(param, values)
+    try:
+        type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+    finally:
+        for name, param, halves in split:
+            is_same = module._parameters[name] is param and not param.is_meta
+            if is_same and param.dtype == torch.float32:
+                upper = halves.write(param, param.data)
+                _exchange(param, plain_tensors.shared_as(upper, param.data))
+            else:
+                halves.forget(param)
+        own = list(module.parameters(recurse=False))
+        _detach_from(module, lambda halves: not any(p in halves for p in own))
+    return module
+
+
+def _exchange(param: Tensor, values: Tensor) -> None:
+    """Replace the tensor of a parameter, and cast its gradient to the same dtype."""
+    grad, param.grad = param.grad, None
+    param.data = values
+    if grad is not None:
+        param.grad = grad.to(values.dtype)
+
+
+def _require_autocast(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Raise if a module with bfloat16 halves gets float32 outside autocast."""
+    if not args or args[0].dtype == torch.bfloat16:
+        return
+    device = args[0].device.type
+    if not torch.is_autocast_enabled(device):
+        dtype = str(args[0].dtype).removeprefix("torch.")
+        raise RuntimeError(
+            f"{type(module).__name__}'s weights are bfloat16 halves and its input is {dtype}; run "
+            f"the forward pass under torch.autocast({device!r}, dtype=torch.bfloat16), or "
+            "transforms.restore(model, optimizer) first"
+        )
+
+
+def _return_float32(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Cast the output, so that later layers compute in the same dtype as before."""
+    return output.float()
+
+
+def _cast_weights(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """Cast an EmbeddingBag's per-sample weights to the dtype of the table."""
+    if kwargs.get("per_sample_weights") is not None:
+        weights = kwargs["per_sample_weights"].to(torch.bfloat16)
+        return args, {**kwargs, "per_sample_weights": weights}
+    if len(args) > 2 and args[2] is not None:  # after input and offsets
+        return (*args[:2], args[2].to(torch.bfloat16), *args[3:]), kwargs
+    return None
+
+
+@functools.cache
+def _average_exact_values() -> None:
+    """Make each later AveragedModel of a split model average exact values.
+
+    It reads ``parameters()``, which are the upper halves. Its copy of the model becomes float32
+    when it is first updated.
+    """
+
+    def on_registration(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if isinstance(module, AveragedModel) and child is not None and split_modules(child):
+            vars(module)["update_parameters"] = functools.partial(_update_average, module)
+
+    register_module_module_registration_hook(on_registration)
+
+
+def _update_average(average: AveragedModel, model: nn.Module) -> None:
+    merge_copies(average.module)
+    exact = {p: halves.exact(p) for m in model.modules() for _, p, halves in _halves_of(m)}
+    source: Any = SimpleNamespace(
+        parameters=lambda: (exact.get(p, p) for p in model.parameters()), buffers=model.buffers
+    )
+    type(average).update_parameters(average, source)
