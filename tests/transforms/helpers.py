@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fusedoptim import transforms
 from tests import optimizer_cases
 from tests.optimizer_cases import OptimizerCase, configuration_id
 from tests.tolerances import assert_as_exact
@@ -42,9 +44,7 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 def assert_same_state(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Assert that two state_dicts agree bit for bit, in keys and their order too."""
     assert list(actual) == list(expected)
-    for key, value in expected.items():
-        assert actual[key].dtype == value.dtype, key
-        assert torch.equal(actual[key], value), key
+    assert_same(dict(actual), dict(expected))
 
 
 def fingerprint(model: nn.Module) -> list[Any]:
@@ -66,13 +66,10 @@ def without_addresses(facts: list[Any]) -> list[Any]:
 
 def tensors(output: Any) -> list[Tensor]:
     """The floating-point tensors of what a model returned."""
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    if isinstance(output, Mapping):
+    if isinstance(output, Mapping):  # of transformers too, which torch knows by registration only
         output = list(output.values())
-    if isinstance(output, list | tuple):
-        return [t for item in output for t in tensors(item)]
-    return []
+    leaves = tree_leaves(output)
+    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def assert_right(
@@ -87,13 +84,7 @@ def assert_right(
     For 16 bits it runs under autocast, unless it was moved to that dtype, which its inputs have.
     """
     double = copy.deepcopy(plain).double()
-
-    def widened(value: Any) -> Any:
-        is_real = isinstance(value, Tensor) and value.is_floating_point()
-        return value.double() if is_real else value
-
-    exact_args = [widened(a) for a in args]
-    exact_kwargs = {k: widened(v) for k, v in kwargs.items()}
+    exact_args, exact_kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
     is_moved = any(t.dtype == dtype for t in tensors([*args, kwargs]))
     is_cast = dtype in (torch.bfloat16, torch.float16) and not is_moved
 
@@ -107,6 +98,10 @@ def assert_right(
         with torch.autocast("cpu", dtype=dtype if is_cast else None, enabled=is_cast):
             results = tensors(optimized(*args, **kwargs))
         assert_as_exact(results, exact, dtype)
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
 
 
 def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -130,13 +125,12 @@ each_class = pytest.mark.parametrize("case", TORCHS, ids=configuration_id)
 def converted(case: OptimizerCase) -> OptimizerCase:
     """The case with torch's own optimizer, converted, for ours."""
 
-    class Converted:
-        def __new__(cls, params: Any, **kwargs: Any) -> Any:
-            optimizer = case.reference(params, **kwargs)
-            fuse_update_step(optimizer)
-            return optimizer
+    def make(params: Any, **kwargs: Any) -> Any:
+        optimizer = case.reference(params, **kwargs)
+        fuse_update_step(optimizer)
+        return optimizer
 
-    return dataclasses.replace(case, cls=Converted)
+    return dataclasses.replace(case, cls=make)
 
 
 def task_and_kwargs(name: str, case: OptimizerCase) -> tuple[Task, dict[str, Any]]:
@@ -169,11 +163,15 @@ def assert_same(a: Any, b: Any) -> None:
 
 def saved(*objects: Any) -> list[Any]:
     """The state_dicts, through a file."""
-    file = io.BytesIO()
-    torch.save([o.state_dict() for o in objects], file)
-    file.seek(0)
-    states: list[Any] = torch.load(file)
+    states: list[Any] = through_torch_save([o.state_dict() for o in objects], weights_only=True)
     return states
+
+
+def through_torch_save(value: Any, weights_only: bool = False) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = 2, seed: int = 0) -> None:
@@ -185,3 +183,12 @@ def train(model: nn.Module, optimizer: Any, steps: int = 2, seed: int = 0) -> No
             output = model(torch.randn(4, 3, 4, 4, generator=generator))
         output.float().square().mean().backward()
         optimizer.step()
+
+
+CONV, LINEAR = "conv_bn_folding", "linear_bn_folding"
+
+
+def fold(model: nn.Module, **arguments: Any) -> tuple[Any, transforms.Report]:
+    """The model optimized for inference without a change of memory format, and the report."""
+    optimized = transforms.optimize(model, auto_channels_last=False, **arguments)
+    return optimized, transforms.report(optimized)

@@ -53,10 +53,6 @@ def _cnn() -> nn.Module:
     )
 
 
-def _cnn_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
-    return _classified(model(_real(model, generator, 1, 8, 8)), generator)
-
-
 def _transformers() -> Any:
     return pytest.importorskip("transformers", reason="pip install transformers")
 
@@ -102,10 +98,6 @@ def _resnet() -> nn.Module:
     return model
 
 
-def _resnet_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
-    return _classified(model(_real(model, generator, 3, 32, 32)).logits, generator)
-
-
 class _Dlrm(nn.Module):
     """Tables of categories and a network for numbers, whose products another network takes."""
 
@@ -145,10 +137,6 @@ class _Lstm(nn.Module):
         outputs, _ = self.lstm(self.embedding(tokens))
         logits: Tensor = self.head(outputs[:, -1])
         return logits
-
-
-def _lstm_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
-    return _classified(model(_integers(generator, 20, 5)), generator)
 
 
 class _Gan(nn.Module):
@@ -201,34 +189,32 @@ def _gpt2() -> nn.Module:
 
 
 TASKS: dict[str, Task] = {
-    "cnn": Task(_cnn, _cnn_loss),
+    "cnn": Task(_cnn, lambda m, g: _classified(m(_real(m, g, 1, 8, 8)), g)),
     "bert": Task(_bert, _bert_loss),
-    "resnet": Task(_resnet, _resnet_loss),
+    "resnet": Task(_resnet, lambda m, g: _classified(m(_real(m, g, 3, 32, 32)).logits, g)),
     "dlrm": Task(lambda: _Dlrm(sparse=False), _dlrm_loss),
     "sparse dlrm": Task(lambda: _Dlrm(sparse=True), _dlrm_loss, has_sparse_gradients=True),
-    "lstm": Task(_Lstm, _lstm_loss),
+    "lstm": Task(_Lstm, lambda m, g: _classified(m(_integers(g, 20, 5)), g)),
     "gan": Task(_Gan, _gan_loss),
     "gpt2": Task(_gpt2, _bert_loss),
 }
 
 
+_IMAGES = (2, 3, 9, 9)
 FOLDED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     "conv1d": (lambda: [nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8)], (2, 3, 9)),
-    "conv2d": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)], (2, 3, 9, 9)),
+    "conv2d": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)], _IMAGES),
     "conv3d": (lambda: [nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8)], (2, 3, 5, 6, 7)),
-    "no bias": (lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)], (2, 3, 9, 9)),
-    "no affine": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)], (2, 3, 9, 9)),
-    "no bias in the norm": (
-        lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, bias=False)],
-        (2, 3, 9, 9),
-    ),
+    "no bias": (lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)], _IMAGES),
+    "no affine": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)], _IMAGES),
+    "no bias in the norm": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, bias=False)], _IMAGES),
     "no bias, no affine": (
         lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, affine=False)],
-        (2, 3, 9, 9),
+        _IMAGES,
     ),
     "no bias in either": (
         lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, bias=False)],
-        (2, 3, 9, 9),
+        _IMAGES,
     ),
     "groups": (lambda: [nn.Conv2d(6, 8, 3, groups=2), nn.BatchNorm2d(8)], (2, 6, 9, 9)),
     "depthwise": (lambda: [nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8)], (2, 8, 9, 9)),
@@ -237,12 +223,12 @@ FOLDED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
             nn.Conv2d(3, 8, 3, 2, 2, dilation=2, padding_mode="reflect"),
             nn.BatchNorm2d(8, eps=0.1),
         ],
-        (2, 3, 9, 9),
+        _IMAGES,
     ),
     "transposed 1d": (lambda: [nn.ConvTranspose1d(3, 8, 3), nn.BatchNorm1d(8)], (2, 3, 9)),
     "transposed 2d": (
         lambda: [nn.ConvTranspose2d(3, 8, 3, 2, 1, output_padding=1), nn.BatchNorm2d(8)],
-        (2, 3, 9, 9),
+        _IMAGES,
     ),
     "transposed, groups": (
         lambda: [nn.ConvTranspose2d(6, 8, 3, groups=2, bias=False), nn.BatchNorm2d(8)],
@@ -277,8 +263,8 @@ class Net(nn.Module):
         return self.out(self.tied(self.norm1d(self.linear(x))).relu())
 
 
-def images(channels: int = 3) -> Tensor:
-    return torch.randn(4, channels, 9, 9)
+def images() -> Tensor:
+    return torch.randn(4, 3, 9, 9)
 
 
 def small() -> nn.Sequential:
@@ -286,3 +272,15 @@ def small() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)
     )
+
+
+class Block(nn.Module):
+    """A convolution and a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)).relu()

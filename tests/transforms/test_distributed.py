@@ -1,58 +1,60 @@
 """Wrapped models are refused with the cure, and the cure works: torch's own wrappers.
 
-A process group of one process, on the CPU, in a process of its own.
+Each test runs this file in a process of its own, with a process group of one process on the CPU.
 """
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
-import textwrap
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-PREPARED = """
-import gc
-import sys
-import warnings
-
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from fusedoptim import transforms
+from tests.transforms.models import small
 
-warnings.filterwarnings("ignore", module="torch.*")
-torch.distributed.init_process_group(
-    "gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1
-)
-
-
-def ddp(model):
-    return DistributedDataParallel(model)
+ROUNDINGS = 3 * 5 * 4
+"""Three steps of a network of five layers, of whose roundings each counts a few times."""
 
 
-def fsdp(model):
-    return FullyShardedDataParallel(
-        model, device_id=torch.device("cpu"), use_orig_params=True
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp2"])
+def test_wrapped(wrapper: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, wrapper, str(tmp_path / "store")],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
     )
+    assert done.returncode == 0, done.stderr
 
 
-def fsdp2(model):
+def wrap(wrapper: str, model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if wrapper == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if wrapper == "fsdp":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
 
 
-def network():
+def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)
-    )
+    return small()
 
 
-def train(model, optimizer, dtype=None):
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: Any, dtype: torch.dtype | None = None) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         optimizer.zero_grad()
@@ -62,102 +64,64 @@ def train(model, optimizer, dtype=None):
         optimizer.step()
 
 
-def refused(*arguments, **options):
+def refuse(*arguments: Any) -> None:
     for inplace in (False, True):
-        try:
-            transforms.optimize(*arguments, inplace=inplace, **options)
-        except TypeError as error:
-            assert "optimize the model inside first, then wrap" in str(error), error
-        else:
-            raise AssertionError("accepted")
+        with pytest.raises(TypeError, match="optimize the model inside first, then wrap"):
+            transforms.optimize(*arguments, inplace=inplace)
 
 
-"""
-
-REFUSED = """
-model = {wrapper}(network())
-weights = [p.detach().clone() for p in model.parameters()]
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-refused(model, optimizer)
-refused(model.eval())
-inside = {inside}
-if inside is not None:
-    refused(inside.train(), torch.optim.SGD(inside.parameters()))
-assert type(optimizer) is torch.optim.SGD
-assert all(torch.equal(*pair) for pair in zip(model.parameters(), weights))
-train(model.train(), optimizer)
-"""
-
-CURE = """
-plain = {wrapper}(network())
-its = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-train(plain, its)
-for dtype in {dtypes}:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer = transforms.optimize(
-        model, optimizer, dtype=dtype, auto_channels_last={is_last}
-    )
-    wrapped = {wrapper}(model)
-    if {makes_optimizer_anew}:  # as for any model: FSDP replaces the parameters
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-    train(wrapped, optimizer, dtype)
-    eps = torch.finfo(dtype or torch.float32).eps
-    states = wrapped.state_dict(), plain.state_dict()
-    assert states[0].keys() == states[1].keys()
-    for key, value in states[0].items():
-        assert value.dtype == states[1][key].dtype
-        off = torch.dist(value.float(), states[1][key].float())
-        assert off <= {roundings} * eps * states[1][key].float().norm(), (key, off)
-    if not {makes_optimizer_anew}:
-        transforms.restore(model, optimizer)
-        assert type(optimizer) is torch.optim.SGD
-"""
-
-ENDED = """
-main()
-# The wrapper first, as it holds the group, with whose threads torch may abort at exit: pytorch
-# issue 190489.
-gc.collect()
-torch.distributed.destroy_process_group()
-"""
+def check_refused(wrapper: str) -> None:
+    model = wrap(wrapper, network())
+    weights = [p.detach().clone() for p in model.parameters()]
+    optimizer = sgd(model)
+    refuse(model, optimizer)
+    refuse(model.eval())
+    if wrapper != "ddp":
+        inside = (model.module if wrapper == "fsdp" else model[4]).train()  # type: ignore[index,union-attr]
+        refuse(inside, sgd(inside))
+    assert type(optimizer) is torch.optim.SGD
+    assert all(map(torch.equal, model.parameters(), weights))
+    train(model.train(), optimizer)
 
 
-def _run(script: str, tmp_path: Path) -> None:
-    main = "def main():\n" + textwrap.indent(script, "    ")
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARED + main + ENDED, str(tmp_path / "store")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "inside"), [("ddp", "None"), ("fsdp", "model.module"), ("fsdp2", "model[4]")]
-)
-def test_refused(wrapper: str, inside: str, tmp_path: Path) -> None:
-    _run(REFUSED.format(wrapper=wrapper, inside=inside), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "dtypes", "is_last"),
-    [
-        ("ddp", "(None, torch.bfloat16)", None),
+def check_cure(wrapper: str) -> None:
+    is_ddp = wrapper == "ddp"
+    plain = wrap(wrapper, network())
+    train(plain, sgd(plain))
+    for dtype in (None, torch.bfloat16) if is_ddp else (None,):
+        model = network()
         # Of channels_last weights fully_shard raises, and torch 2.13's FSDP computes what is wrong.
-        ("fsdp", "(None,)", False),
-        ("fsdp2", "(None,)", False),
-    ],
-)
-def test_optimized_and_then_wrapped(
-    wrapper: str, dtypes: str, is_last: bool | None, tmp_path: Path
-) -> None:
-    script = CURE.format(
-        wrapper=wrapper,
-        dtypes=dtypes,
-        is_last=is_last,
-        makes_optimizer_anew=wrapper != "ddp",
-        # Three steps of a network of five layers, of whose roundings each counts a few times.
-        roundings=3 * 5 * 4,
+        is_last = None if is_ddp else False
+        model, optimizer = transforms.optimize(
+            model, sgd(model), dtype=dtype, auto_channels_last=is_last
+        )
+        wrapped = wrap(wrapper, model)
+        # As for any model: FSDP replaces the parameters.
+        train(wrapped, optimizer if is_ddp else sgd(wrapped), dtype)
+        eps = torch.finfo(dtype or torch.float32).eps
+        states = wrapped.state_dict(), plain.state_dict()
+        assert states[0].keys() == states[1].keys()
+        for key, value in states[0].items():
+            assert value.dtype == states[1][key].dtype
+            off = torch.dist(value.float(), states[1][key].float())
+            assert off <= ROUNDINGS * eps * states[1][key].float().norm(), (key, off)
+        if is_ddp:
+            transforms.restore(model, optimizer)
+            assert type(optimizer) is torch.optim.SGD
+
+
+def main(wrapper: str, store: str) -> None:
+    warnings.filterwarnings("ignore", module="torch.*")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=0, world_size=1
     )
-    _run(script, tmp_path)
+    check_refused(wrapper)
+    check_cure(wrapper)
+    # The wrappers first, as they hold the group, with whose threads torch may abort at exit:
+    # pytorch issue 190489.
+    gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from fusedoptim import transforms as ipex
-from tests.transforms.helpers import assert_same_state, randomise
 from transforms.passes import INFERENCE, KNOBS, TRAINING
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating-from-ipex.md").read_text()
@@ -81,22 +80,18 @@ def test_calls() -> None:
     ipex.disable_auto_channels_last()
 
 
-def _without_fused_step(asked: bool | None) -> nn.Module:
+def _without_fused_step() -> object:
     model = make()
-    optimizer = torch.optim.RMSprop(model.parameters())
-    return ipex.optimize(model, optimizer, fuse_update_step=asked)[0]
+    return ipex.optimize(model, torch.optim.RMSprop(model.parameters()), fuse_update_step=True)
 
 
 DIFFERENT: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     "training mode without an optimizer": (ValueError, lambda: ipex.optimize(make())),
-    "eval mode with an optimizer": (
-        ValueError,
-        lambda: ipex.optimize(make().eval(), _pair()[1]),
-    ),
+    "eval mode with an optimizer": (ValueError, lambda: ipex.optimize(make().eval(), _pair()[1])),
     "unknown `level": (ValueError, lambda: ipex.optimize(make().eval(), level="O3")),
     "unknown `dtype": (ValueError, lambda: ipex.optimize(make().eval(), dtype=torch.int8)),
     "optimizer of another model": (ValueError, lambda: ipex.optimize(make(), _pair()[1])),
-    "optimizer without a fused step": (TypeError, lambda: _without_fused_step(True)),
+    "optimizer without a fused step": (TypeError, _without_fused_step),
     "training with `torch.bfloat16` at level O0": (
         ValueError,
         lambda: ipex.optimize(*_pair(), dtype=torch.bfloat16, level="O0"),
@@ -114,39 +109,3 @@ def test_what_is_different(row: str) -> None:
     assert error.__name__ in rows("What is different")[row][1]
     with pytest.raises(error):
         call()
-
-
-def test_folded_model() -> None:
-    model = randomise(make())
-    model.register_forward_hook(lambda *_: None)
-    optimized = ipex.optimize(model, dtype=torch.bfloat16)
-    assert type(optimized) is nn.Sequential
-    assert len(optimized._forward_hooks) == 1
-    assert isinstance(optimized[1], nn.Identity)
-    assert_same_state(optimized.state_dict(), model.state_dict())
-    ipex.finalize(optimized)
-    assert ipex.report(optimized).kept_bytes == 0
-
-
-def test_channels_last_and_level_0() -> None:
-    assert ipex.report(ipex.optimize(make().eval(), level="O0")).passes == {}
-
-
-def test_what_stays_in_training() -> None:
-    """Rows of the page; tests/transforms/test_distributed.py has DDP and FSDP."""
-    assert "no fused step" in str(ipex.report(_without_fused_step(None)))
-    model, optimizer = _pair()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    seen: list[str] = []
-    optimizer.register_step_post_hook(lambda *_: seen.append("step"))
-    optimizer.extra = "kept"  # type: ignore[attr-defined]
-    new, its = ipex.optimize(model, optimizer, dtype=torch.bfloat16)
-    ipex.optimize(model, optimizer, inplace=True)
-    its.step()
-    optimizer.step()
-    scheduler.step()
-    assert seen == ["step", "step"]
-    assert its.extra == "kept"  # type: ignore[attr-defined]
-    assert optimizer.param_groups[0]["lr"] < its.param_groups[0]["lr"]
-    with pytest.raises(RuntimeError, match=r"torch\.autocast"):
-        new(torch.randn(2, 3, 8, 8))

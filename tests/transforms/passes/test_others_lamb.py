@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
 
-from tests.fusedoptim.helpers import SideBySide, make_params, random_like
+from tests.fusedoptim.helpers import (
+    SideBySide,
+    make_params,
+    new_scaler,
+    params_of,
+    random_like,
+    step_alike,
+)
 from tests.optimizer_cases import LAMB, configuration_id
 from tests.transforms.helpers import assert_same
-from tests.transforms.others_lamb import Apexs, Timms, TorchOptimizers
+from tests.transforms.passes.others_lamb import Apexs, Timms, TorchOptimizers
 from transforms.passes.fuse_step import fuse_update_step
 from transforms.rewrites.fused_step import unfuse
 
 Kwargs = dict[str, Any]
-_ADAPTIVE = {"always_adapt": True}
 
 # A class, its options, and those of tests.references.lamb that say the same; without clipping.
 CONFIGURATIONS: list[tuple[Any, Kwargs, Kwargs]] = [
@@ -50,34 +55,20 @@ def _without_clipping(cls: Any) -> Kwargs:
 def _pair(cls: Any, theirs: Kwargs, references: Kwargs, params: list[Parameter]) -> SideBySide:
     """Their class, converted, and the reference with the same meaning."""
 
-    class Converted:
-        def __new__(cls_: Any, params: Any, **_: Any) -> Any:
-            optimizer = cls(params, lr=0.1, **theirs)
-            fuse_update_step(optimizer)
-            return optimizer
+    def make(params: Any, **_: Any) -> Any:
+        optimizer = cls(params, lr=0.1, **theirs)
+        fuse_update_step(optimizer)
+        return optimizer
 
-    case = dataclasses.replace(LAMB, cls=Converted)
+    case = dataclasses.replace(LAMB, cls=make)
     return SideBySide(case, {"lr": 0.1, "eps": 1e-6, **references}, params)
 
 
-def _models(cls: Any, **kwargs: Any) -> tuple[Any, Any]:
+def _twins(cls: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> tuple[Any, Any]:
     """Two optimizers on equal parameters."""
-    params = [Parameter(torch.randn(8, 5)), Parameter(torch.randn(7))]
+    params = [Parameter(torch.randn(8, 5, dtype=dtype)), Parameter(torch.randn(7, dtype=dtype))]
     twins = [Parameter(p.detach().clone()) for p in params]
     return cls(params, lr=0.1, **kwargs), cls(twins, lr=0.1, **kwargs)
-
-
-def _params(optimizer: Any) -> list[Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _step(*optimizers: Any) -> None:
-    for twins in zip(*map(_params, optimizers)):
-        grad = random_like(twins[0])
-        for p in twins:
-            p.grad = grad.clone()
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 @pytest.mark.parametrize(("cls", "theirs", "references"), CONFIGURATIONS, ids=configuration_id)
@@ -97,12 +88,12 @@ def test_parity(cls: Any, theirs: Kwargs, references: Kwargs, dtype: torch.dtype
 
 def test_attribute_changed_between_steps() -> None:
     """torch_optimizer's class keeps an option outside of its groups."""
-    ours, theirs = _models(TorchOptimizers)
+    ours, theirs = _twins(TorchOptimizers)
     fuse_update_step(ours)
     for clamp_value in (10, 10, 0.5, 0.5):
         ours.clamp_value = theirs.clamp_value = clamp_value
-        _step(ours, theirs)
-        torch.testing.assert_close(_params(ours), _params(theirs))
+        step_alike(ours, theirs)
+        torch.testing.assert_close(params_of(ours), params_of(theirs))
 
 
 @pytest.mark.parametrize(("cls", "theirs", "references"), CONFIGURATIONS, ids=configuration_id)
@@ -113,27 +104,23 @@ def test_stand_in(cls: Any, theirs: Kwargs, references: Kwargs) -> None:
     optimizer = cls(params, lr=0.1, **theirs, **_without_clipping(cls))
     reference = LAMB.reference(twins, lr=0.1, eps=1e-6, **references)
     for _ in range(4):
-        _step(optimizer, reference)
-        for p, q in zip(params, twins):
-            torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-14)
+        step_alike(optimizer, reference)
+        torch.testing.assert_close(params, twins, rtol=1e-13, atol=1e-14)
 
 
 @each_class
 @pytest.mark.parametrize("kwargs", [{}, {"weight_decay": 0.0}], ids=configuration_id)
 def test_in_the_middle_and_back(cls: Any, kwargs: Kwargs) -> None:
     """Clipping, counts and state as theirs; checkpoints in both directions."""
-    fused, plain = _models(cls, **kwargs)
-    for optimizer in (fused, plain):
-        for p in _params(optimizer):
-            p.data = p.data.double()
-    _step(fused, plain)
+    fused, plain = _twins(cls, torch.float64, **kwargs)
+    step_alike(fused, plain)
     attributes = dict(vars(fused))
     before = copy.deepcopy(fused.state_dict())
     entry = fuse_update_step(fused)
     assert entry.what.endswith("is now that of FusedLamb")
     assert_same(fused.state_dict(), before)
     for _ in range(3):
-        _step(fused, plain)
+        step_alike(fused, plain)
         _assert_close(fused, plain)
     ours, theirs = (copy.deepcopy(o.state_dict()) for o in (fused, plain))
     assert {k: v.keys() for k, v in ours["state"].items()} == {
@@ -142,37 +129,34 @@ def test_in_the_middle_and_back(cls: Any, kwargs: Kwargs) -> None:
     assert ours["param_groups"][0].keys() == theirs["param_groups"][0].keys()
     fused.load_state_dict(theirs)
     plain.load_state_dict(ours)
-    _step(fused, plain)
+    step_alike(fused, plain)
     _assert_close(fused, plain)
     unfuse(fused)
     assert type(fused) is cls
     assert vars(fused).keys() == attributes.keys()
-    assert_same(
-        {k: {n: type(x) for n, x in v.items()} for k, v in fused.state_dict()["state"].items()},
-        {k: {n: type(x) for n, x in v.items()} for k, v in before["state"].items()},
-    )
-    _step(fused, plain)
+    assert _kinds(fused.state_dict()) == _kinds(before)
+    step_alike(fused, plain)
     _assert_close(fused, plain)
 
 
+def _kinds(state_dict: Any) -> Any:
+    return {k: {n: type(x) for n, x in v.items()} for k, v in state_dict["state"].items()}
+
+
 def _assert_close(fused: Any, plain: Any) -> None:
-    for p, q in zip(_params(fused), _params(plain)):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(params_of(fused), params_of(plain), rtol=1e-12, atol=1e-13)
 
 
 @each_class
 def test_parameter_without_gradient_counts_with_its_group(cls: Any) -> None:
-    fused, plain = _models(cls)
-    for optimizer in (fused, plain):
-        for p in _params(optimizer):
-            p.data = p.data.double()
+    fused, plain = _twins(cls, torch.float64)
     fuse_update_step(fused)
     for i in range(4):
-        for p, q in zip(_params(fused), _params(plain)):
+        for p, q in zip(params_of(fused), params_of(plain)):
             p.grad = random_like(p)
             q.grad = p.grad.clone()
         if i < 2:
-            _params(fused)[1].grad = _params(plain)[1].grad = None
+            params_of(fused)[1].grad = params_of(plain)[1].grad = None
         fused.step()
         plain.step()
     _assert_close(fused, plain)
@@ -180,27 +164,41 @@ def test_parameter_without_gradient_counts_with_its_group(cls: Any) -> None:
 
 @each_class
 def test_scaler_that_skips_a_step(cls: Any) -> None:
-    fused, _ = _models(cls)
+    fused, _ = _twins(cls)
     fuse_update_step(fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)  # type: ignore[attr-defined]
-    scaler.scale(torch.ones(()))
-    for p in _params(fused):
+    scaler = new_scaler(2.0)
+    for p in params_of(fused):
         p.grad = torch.full_like(p, float("inf"))
     scaler.step(fused)
     scaler.update()
     assert "step" not in fused.param_groups[0]
-    _step(fused)
+    step_alike(fused)
     assert fused.param_groups[0].get("step", 1) == 1
 
 
 @each_class
 def test_copy_has_what_the_class_keeps_in_the_object(cls: Any) -> None:
-    fused, _ = _models(cls)
+    fused, _ = _twins(cls)
     fuse_update_step(fused)
     twin = copy.deepcopy(fused)
-    _step(fused, twin)
-    for p, q in zip(_params(fused), _params(twin)):
-        assert torch.equal(p, q)
+    step_alike(fused, twin)
+    assert all(map(torch.equal, params_of(fused), params_of(twin)))
+
+
+@each_class
+def test_option_that_a_group_lacks(cls: Any) -> None:
+    """It has the optimizer's default; without one, nobody knows what the class would do."""
+    for name in cls([Parameter(torch.randn(3))]).defaults:
+        optimizer, twin = (cls([Parameter(torch.ones(3))]) for _ in range(2))
+        del optimizer.param_groups[0][name]
+        assert fuse_update_step(optimizer).what.endswith(f"set to their defaults: {name}")
+        assert optimizer.param_groups[0].keys() == twin.param_groups[0].keys()
+        fuse_update_step(twin)
+        step_alike(optimizer, twin)
+        assert torch.equal(*(o.param_groups[0]["params"][0] for o in (optimizer, twin)))
+    optimizer = cls([Parameter(torch.ones(3))])
+    del optimizer.param_groups[0]["eps"], optimizer.defaults["eps"]
+    _assert_refused(optimizer, "no option eps, which the class known by this name has")
 
 
 REFUSED: list[tuple[Any, Kwargs, str]] = [
@@ -213,44 +211,22 @@ REFUSED: list[tuple[Any, Kwargs, str]] = [
 ]
 
 
-@each_class
-def test_option_that_a_group_lacks(cls: Any) -> None:
-    """It has the optimizer's default; without one, nobody knows what the class would do."""
-    for name in cls([Parameter(torch.randn(3))]).defaults:
-        optimizer, twin = (cls([Parameter(torch.ones(3))]) for _ in range(2))
-        del optimizer.param_groups[0][name]
-        assert fuse_update_step(optimizer).what.endswith(f"set to their defaults: {name}")
-        assert optimizer.param_groups[0].keys() == twin.param_groups[0].keys()
-        fuse_update_step(twin)
-        _step(optimizer, twin)
-        assert torch.equal(*(o.param_groups[0]["params"][0] for o in (optimizer, twin)))
-    optimizer = cls([Parameter(torch.ones(3))])
-    del optimizer.param_groups[0]["eps"], optimizer.defaults["eps"]
-    with pytest.raises(RuntimeError, match="no option eps, which the class known by this name has"):
-        fuse_update_step(optimizer)
-    assert type(optimizer) is cls
-
-
-@pytest.mark.parametrize(("cls", "kwargs", "message"), REFUSED, ids=configuration_id)
-def test_refused_options(cls: Any, kwargs: Kwargs, message: str) -> None:
-    optimizer, _ = _models(cls, **kwargs)
-    attributes = dict(vars(optimizer))
+def _assert_refused(optimizer: Any, message: str) -> None:
+    cls, attributes = type(optimizer), dict(vars(optimizer))
     with pytest.raises(RuntimeError, match=message):
         fuse_update_step(optimizer)
     assert type(optimizer) is cls
     assert vars(optimizer) == attributes
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda defaults: defaults.update(cautious=1), "the option cautious is not known here"),
-        (lambda defaults: defaults.pop("trust_clip"), "no option trust_clip, which the class"),
-    ],
-)
-def test_other_versions(change: Callable[[Kwargs], Any], message: str) -> None:
-    optimizer, _ = _models(Timms)
-    change(optimizer.defaults)
-    with pytest.raises(RuntimeError, match=message):
-        fuse_update_step(optimizer)
-    assert type(optimizer) is Timms
+@pytest.mark.parametrize(("cls", "kwargs", "message"), REFUSED, ids=configuration_id)
+def test_refused_options(cls: Any, kwargs: Kwargs, message: str) -> None:
+    _assert_refused(_twins(cls, **kwargs)[0], message)
+
+
+def test_other_versions() -> None:
+    newer, older = _twins(Timms)
+    newer.defaults["cautious"] = 1
+    _assert_refused(newer, "the option cautious is not known here")
+    del older.defaults["trust_clip"]
+    _assert_refused(older, "no option trust_clip, which the class")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fusedoptim import FusedAdam, FusedSGD, SplitSGD
+from fusedoptim import FusedAdam, FusedSGD, SplitSGD, transforms
 from tests.optimizer_cases import OptimizerCase
 from tests.transforms.helpers import assert_same, each_class, saved, train
 from tests.transforms.models import TASKS, small
@@ -31,48 +31,18 @@ def _optimizer(model: nn.Module, case: OptimizerCase) -> Any:
 def _split_pair(case: OptimizerCase) -> tuple[nn.Sequential, Any]:
     model = small()
     optimizer = _optimizer(model, case)
-    fuse_update_step(optimizer)
+    return transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
+
+
+def _split(cls: Any = FusedSGD, **kwargs: Any) -> tuple[nn.Sequential, Any]:
+    model = small()
+    optimizer = cls(model.parameters(), **kwargs)
     split_master_weights(model, optimizer)
     return model, optimizer
 
 
 class TestCheckpoints:
     """Those of a split pair are those of the plain one, bit for bit, in both directions."""
-
-    @each_class
-    def test_at_the_split(self, case: OptimizerCase) -> None:
-        model = small()
-        optimizer = _optimizer(model, case)
-        train(model, optimizer)
-        before = saved(model, optimizer)
-        params = dict(model.named_parameters())
-        fuse_update_step(optimizer)
-        split_master_weights(model, optimizer)
-        assert_same(saved(model, optimizer), before)
-        assert {name for name, p in params.items() if p.dtype == torch.bfloat16} == {
-            *("0.weight", "0.bias", "4.weight", "4.bias")
-        }
-        assert dict(model.named_parameters()).keys() == params.keys()
-        assert all(p is params[name] for name, p in model.named_parameters())
-
-    @each_class
-    @pytest.mark.parametrize("first", ["model", "optimizer"])
-    def test_from_plain_to_split_and_back(self, case: OptimizerCase, first: str) -> None:
-        plain = small()
-        its = _optimizer(plain, case)
-        train(plain, its)
-        model, optimizer = _split_pair(case)
-        train(model, optimizer, seed=1)
-
-        pairs = (plain, its), (model, optimizer)
-        for source, target in (pairs, pairs[::-1]):
-            train(*source)
-            states = saved(*source)
-            order = 1 if first == "model" else -1
-            for loaded, state in list(zip(target, states))[::order]:
-                loaded.load_state_dict(state)
-            assert_same(saved(*target), states)
-            train(*target)
 
     @each_class
     def test_resumed(self, case: OptimizerCase) -> None:
@@ -91,9 +61,7 @@ class TestCheckpoints:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
     def test_of_another_dtype(self, dtype: torch.dtype) -> None:
         """Rounded once, to float32, as a plain model's copy_ does."""
-        source, plain = small().to(dtype), small()
-        model = small()
-        split_master_weights(model, FusedSGD(model.parameters()))
+        source, plain, (model, _optimizer) = small().to(dtype), small(), _split()
         for target in (plain, model):
             target.load_state_dict(source.state_dict())
         assert_same(model.state_dict(), plain.state_dict())
@@ -107,8 +75,7 @@ class TestCheckpoints:
         assert_same(destination, expected)
 
     def test_that_does_not_fit(self) -> None:
-        model = small()
-        split_master_weights(model, FusedSGD(model.parameters()))
+        model, _optimizer = _split()
         state = copy.deepcopy(model.state_dict())
         state["4.weight"] = state["4.weight"][:1]
         with pytest.raises(RuntimeError, match=r"size mismatch for 4\.weight"):
@@ -120,16 +87,15 @@ class TestCheckpoints:
             model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
 
     def test_users_hooks_see_exact_values(self) -> None:
-        model = small()
+        model, _optimizer = _split()
         seen: list[torch.dtype] = []
-
-        def look(_: Any, state_dict: dict[str, Any], *__: Any) -> None:
-            seen.append(state_dict["4.weight"].dtype)
-
-        split_master_weights(model, FusedSGD(model.parameters()))
-        model.register_state_dict_post_hook(look)
+        model.register_state_dict_post_hook(lambda _, d, *__: seen.append(d["4.weight"].dtype))
         model.state_dict()
         assert seen == [torch.float32]
+
+
+def _hooks(model: nn.Module) -> list[Any]:
+    return [{k: v for k, v in vars(m).items() if "hooks" in k} for m in model.modules()]
 
 
 class TestMerge:
@@ -139,10 +105,13 @@ class TestMerge:
         optimizer = _optimizer(model, case)
         train(model, optimizer)
         before, modules = saved(model, optimizer), [dict(vars(m)) for m in model.modules()]
-        hooks = copy.deepcopy([{k: v for k, v in m.items() if "hooks" in k} for m in modules])
+        hooks, params = copy.deepcopy(_hooks(model)), dict(model.named_parameters())
         fuse_update_step(optimizer)
         split_master_weights(model, optimizer)
-        split = [n for n, p in model.named_parameters() if p.dtype == torch.bfloat16]
+        assert_same(saved(model, optimizer), before)
+        assert dict(model.named_parameters()).keys() == params.keys()
+        assert all(p is params[name] for name, p in model.named_parameters())
+        split = [name for name, p in params.items() if p.dtype == torch.bfloat16]
         assert split == ["0.weight", "0.bias", "4.weight", "4.bias"]
         merge_master_weights(model, optimizer)
         unfuse(optimizer)
@@ -150,21 +119,8 @@ class TestMerge:
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         for module, attributes in zip(model.modules(), modules):
             assert vars(module).keys() == attributes.keys()
-        assert [
-            {k: v for k, v in vars(m).items() if "hooks" in k} for m in model.modules()
-        ] == hooks
+        assert _hooks(model) == hooks
         train(model, optimizer)
-
-    @each_class
-    def test_after_training(self, case: OptimizerCase) -> None:
-        model, optimizer = _split_pair(case)
-        train(model, optimizer)
-        before = saved(model, optimizer)
-        merge_master_weights(model, optimizer)
-        assert_same(saved(model, optimizer), before)
-        unfuse(optimizer)
-        assert_same(saved(model, optimizer), before)
-        model(torch.randn(2, 3, 4, 4))  # without autocast
 
     def test_order(self) -> None:
         model = small()
@@ -198,26 +154,8 @@ class TestMerge:
         assert "trail" in optimizer.state_dict()["state"][0]
 
 
-def test_twice_changes_nothing_more() -> None:
-    model = small()
-    optimizer = FusedAdam(model.parameters())
-    first = split_master_weights(model, optimizer)
-    before, attributes = saved(model, optimizer), [dict(vars(m)) for m in model.modules()]
-    second = split_master_weights(model, optimizer)
-    assert [entry.done for entry in first] == [True, True, False, False, True, True]
-    assert not any(entry.done for entry in second)
-    assert second[0].what == "already split"
-    assert_same(saved(model, optimizer), before)
-    assert [dict(vars(m)) for m in model.modules()] == attributes
-    assert sum(entry.bytes_saved for entry in first) == 2 * sum(
-        p.numel() for p in model.parameters() if p.dtype == torch.bfloat16
-    )
-
-
 def test_clipping_of_gradients_of_both_dtypes() -> None:
-    model = small()
-    optimizer = FusedSGD(model.parameters(), lr=0.1)
-    split_master_weights(model, optimizer)
+    model, optimizer = _split(lr=0.1)
     with AUTOCAST:
         model(torch.randn(6, 3, 4, 4)).float().square().mean().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -228,9 +166,7 @@ def test_clipping_of_gradients_of_both_dtypes() -> None:
 
 
 def test_layers_added_later() -> None:
-    model = small()
-    optimizer = FusedSGD(model.parameters(), lr=0.1)
-    split_master_weights(model, optimizer)
+    model, optimizer = _split(lr=0.1)
     model.append(nn.Linear(2, 2))
     optimizer.add_param_group({"params": list(model[5].parameters())})
     assert model[5].weight.dtype == torch.float32
@@ -267,15 +203,11 @@ class TestLeftAlone:
                 super().__init__()
                 self.weight = weight
 
-        table = nn.Embedding(5, 3)
-        linear = nn.Linear(3, 5)
-        linear.weight = table.weight
-        tied = nn.ModuleList([table, linear])
-        assert self._reasons(tied) == {}
         table, linear = nn.Embedding(5, 3), nn.Linear(3, 5)
         linear.weight = table.weight
-        reasons = self._reasons(nn.ModuleList([table, linear, Head(table.weight)]))
-        assert reasons == {"0.weight": "stays float32: Head uses it"}
+        held = copy.deepcopy(nn.ModuleList([table, linear, Head(table.weight)]))
+        assert self._reasons(nn.ModuleList([table, linear])) == {}
+        assert self._reasons(held) == {"0.weight": "stays float32: Head uses it"}
 
     def test_subclasses(self) -> None:
         class Own(nn.Linear):
@@ -298,16 +230,17 @@ class TestLeftAlone:
 
     def test_what_the_optimizer_has_not(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[0].weight.requires_grad_(False)  # but it has this one
         reasons = self._reasons(model, FusedSGD(model[0].parameters()))
+        assert set(reasons) == {"1.weight", "1.bias"}
         assert set(reasons.values()) == {"stays float32: the optimizer does not update it"}
 
     def test_dtypes(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3).double(), nn.Linear(3, 3).bfloat16())
-        optimizer = FusedSGD(model.parameters())
-        what = [entry.what for entry in split_master_weights(model, optimizer)]
-        assert what == [
-            *["stays float64: only float32 weights are split"] * 2,
-            *["stays bfloat16: only float32 weights are split"] * 2,
+        entries = split_master_weights(model, FusedSGD(model.parameters()))
+        assert [entry.what for entry in entries] == [
+            f"stays {dtype}: only float32 weights are split"
+            for dtype in ("float64", "float64", "bfloat16", "bfloat16")
         ]
 
     def test_shared_memory(self) -> None:
@@ -392,7 +325,9 @@ class TestCopies:
         train(twin, its, seed=3)
         train(model, optimizer, seed=3)
         assert_same(saved(twin, its), saved(model, optimizer))
-        merge_master_weights(twin, its)
+        transforms.restore(twin, its)
+        assert type(its) is case.reference
+        assert twin[0].weight.dtype == torch.float32
         assert_same(twin.state_dict(), model.state_dict())
         assert model[0].weight.dtype == torch.bfloat16
 
@@ -438,24 +373,11 @@ class TestCopies:
         assert_same(average.state_dict(), expected.state_dict())
 
     def test_without_the_optimizer(self) -> None:
-        model = small()
-        optimizer = FusedAdam(model.parameters())
-        split_master_weights(model, optimizer)
+        model, optimizer = _split(FusedAdam)
         train(model, optimizer)
         before = copy.deepcopy(model.state_dict())
         del optimizer
         assert_same(model.state_dict(), before)
-
-    def test_two_optimizers_of_one_model(self) -> None:
-        model = small()
-        optimizers = [FusedSGD(model[i].parameters(), lr=0.1) for i in (0, 4)]
-        exact = copy.deepcopy(model.state_dict())
-        for optimizer in optimizers:
-            split_master_weights(model, optimizer)
-        assert_same(model.state_dict(), exact)
-        merge_master_weights(model, optimizers[0])
-        assert [model[i].weight.dtype for i in (0, 4)] == [torch.float32, torch.bfloat16]
-        assert_same(model.state_dict(), exact)
 
 
 class TestBadInput:
@@ -471,9 +393,7 @@ class TestBadInput:
         assert {p.dtype for p in model.parameters()} == {torch.float32}
 
     def test_lost_halves(self) -> None:
-        model = small()
-        optimizer = FusedSGD(model.parameters())
-        split_master_weights(model, optimizer)
+        model, optimizer = _split()
         optimizer.state.clear()
         for action in (model.state_dict, lambda: merge_master_weights(model, optimizer)):
             with pytest.raises(ValueError, match="lost its lower half"):

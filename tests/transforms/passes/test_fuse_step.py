@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +18,22 @@ from torch.optim import lr_scheduler
 
 from fusedoptim import FusedSGD
 from fusedoptim.optimizer import FusedOptimizer
-from tests.fusedoptim.helpers import SideBySide, assert_same_state, make_params, snapshot
+from tests.fusedoptim.helpers import (
+    FEW_LAYOUTS,
+    SideBySide,
+    assert_same_state,
+    make_params,
+    new_scaler,
+    params_of,
+    random_like,
+    snapshot,
+    step_alike,
+)
 from tests.optimizer_cases import OptimizerCase, configuration_id
 from tests.transforms.helpers import TORCHS, assert_same, converted, each_class
 from transforms.passes.fuse_step import fuse_update_step
 from transforms.rewrites.fused_step import unfuse
 
-LAYOUTS = ("17", "1000", "channels_last", "strided", "0-d", "empty")
 each_configuration = pytest.mark.parametrize(
     ("case", "kwargs"),
     [(case, kwargs) for case in TORCHS for kwargs in case.kwargs],
@@ -48,21 +55,6 @@ class Plain(torch.optim.SGD):
         return rate
 
 
-class OwnStep(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-class OwnGroups(torch.optim.Adam):
-    def _init_group(self, *args: Any) -> Any:
-        return super()._init_group(*args)
-
-
-class OwnCheckpoints(torch.optim.AdamW):
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-
-
 class Mixin:
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)  # type: ignore[misc]
@@ -72,8 +64,9 @@ class MixedIn(Mixin, torch.optim.Adagrad):
     pass
 
 
-class NamedAsOurs(torch.optim.SGD):
-    def split_params(self) -> None: ...
+def _overriding(cls: type[Any], method: str) -> type[Any]:
+    """A subclass with a method of its own."""
+    return type("Own", (cls,), {method: lambda self, *args: None})
 
 
 def _params() -> list[Parameter]:
@@ -81,28 +74,38 @@ def _params() -> list[Parameter]:
 
 
 def _set_gradients(*optimizers: Any) -> None:
-    params = [[p for g in o.param_groups for p in g["params"]] for o in optimizers]
-    for twins in zip(*params):
-        grad = torch.randn_like(twins[0])
+    """Equal ones."""
+    for twins in zip(*map(params_of, optimizers)):
+        grad = random_like(twins[0])
         for p in twins:
             p.grad = grad.clone()
 
 
-def _step(*optimizers: Any) -> None:
-    """All with equal gradients."""
-    _set_gradients(*optimizers)
-    for optimizer in optimizers:
-        optimizer.step()
+def _twins(cls: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Two optimizers on equal parameters."""
+    params = _params()
+    return cls(params, **kwargs), cls([p.detach().clone() for p in params], **kwargs)
+
+
+def _assert_equal(one: Any, other: Any) -> None:
+    assert all(map(torch.equal, params_of(one), params_of(other)))
 
 
 def _trained(case: OptimizerCase, steps: int = 2, **kwargs: Any) -> Any:
     optimizer = case.reference(_params(), **(case.kwargs[-1] | kwargs))
     for _ in range(steps):
-        _step(optimizer)
+        step_alike(optimizer)
     return optimizer
 
 
-def _launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def _fused(case: OptimizerCase) -> Any:
+    optimizer = _trained(case)
+    fuse_update_step(optimizer)
+    return optimizer
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with each of our steps."""
     seen: list[int] = []
     update = FusedOptimizer._update
@@ -114,16 +117,15 @@ class TestParity:
     @each_configuration
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
     def test_from_the_start(self, case: OptimizerCase, kwargs: Any, dtype: torch.dtype) -> None:
-        pair = SideBySide(converted(case), kwargs, make_params(dtype, LAYOUTS))
-        for i in range(4):
-            pair.set_gradients(skip=[1] if i == 2 else [])
-            pair.step()
-            pair.assert_equal()
+        pair = SideBySide(converted(case), kwargs, make_params(dtype, FEW_LAYOUTS))
+        pair.train(2)
+        pair.train(skip=[1])
+        pair.train()
 
     @each_configuration
     def test_after_steps_of_torchs(self, case: OptimizerCase, kwargs: Any) -> None:
         """In float64, in which torch's own steps equal the reference's bit for bit."""
-        pair = SideBySide(converted(case), kwargs, make_params(torch.float64, LAYOUTS))
+        pair = SideBySide(converted(case), kwargs, make_params(torch.float64, FEW_LAYOUTS))
         unfuse(pair.ours)
         pair.ours.param_groups[0]["foreach"] = False
         for _ in range(2):
@@ -131,38 +133,37 @@ class TestParity:
             pair.torchs.step()
             pair.ours.step()
         fuse_update_step(pair.ours)
-        for p, reference in zip(pair.params, pair.references):
-            assert torch.equal(p, reference)
-        for _ in range(3):
-            pair.set_gradients()
-            pair.step()
-            pair.assert_equal()
+        assert all(map(torch.equal, pair.params, pair.references))
+        pair.train(3)
 
     @each_class
     def test_state_of_16_bit_parameters_is_widened(self, case: OptimizerCase) -> None:
         params = [Parameter(p.detach().bfloat16()) for p in _params()]
         optimizer = case.reference(params, **case.kwargs[-1])
-        _step(optimizer)
+        step_alike(optimizer)
         before = snapshot(optimizer)
         fuse_update_step(optimizer)
         unfuse(optimizer)
         assert_same_state(optimizer, before)
         fuse_update_step(optimizer)
-        _step(optimizer)
+        step_alike(optimizer)
         for state in optimizer.state.values():
             assert {v.dtype for k, v in state.items() if k != "step"} == {torch.float32}
         unfuse(optimizer)
         for state in optimizer.state.values():
             assert {v.dtype for k, v in state.items() if k != "step"} == {torch.bfloat16}
-        _step(optimizer)
+        step_alike(optimizer)
 
 
 class TestSameObject:
     @each_class
-    def test_nothing_is_copied(self, case: OptimizerCase) -> None:
+    def test_there_and_back(self, case: OptimizerCase) -> None:
+        """Nothing is copied, twice is as once, and undoing restores all."""
         optimizer = _trained(case)
+        optimizer.register_state_dict_post_hook(lambda o, d: d | {"note": 1})
         groups, state, values = optimizer.param_groups, optimizer.state, snapshot(optimizer)
-        group = dict(groups[0])
+        group, attributes = dict(groups[0]), dict(vars(optimizer))
+        before = copy.deepcopy(optimizer.state_dict())
         entry = fuse_update_step(optimizer)
         assert entry.done
         assert entry.what == f"the step of {_path(case.reference)} is now that of {case.name}"
@@ -170,20 +171,28 @@ class TestSameObject:
         assert optimizer.state is state
         assert groups[0] == group
         assert_same_state(optimizer, values)
+        assert_same(optimizer.state_dict(), before)
         assert isinstance(optimizer, case.reference)
         assert isinstance(optimizer, case.cls)
         assert optimizer.fused is True
         assert isinstance(optimizer, FusedOptimizer)
+        fused = dict(vars(optimizer))
+        entry = fuse_update_step(optimizer)
+        assert (entry.done, "already" in entry.what) == (False, True)
+        assert vars(optimizer) == fused
+        unfuse(optimizer)
+        assert type(optimizer) is case.reference
+        assert vars(optimizer) == attributes
+        assert_same(optimizer.state_dict(), before)
 
     @each_class
-    def test_twice_changes_nothing_more(self, case: OptimizerCase) -> None:
-        optimizer = _trained(case)
-        fuse_update_step(optimizer)
-        attributes = dict(vars(optimizer))
-        entry = fuse_update_step(optimizer)
-        assert not entry.done
-        assert "already" in entry.what
-        assert vars(optimizer) == attributes
+    def test_undone_after_steps(self, case: OptimizerCase) -> None:
+        optimizer = _fused(case)
+        step_alike(optimizer)
+        unfuse(optimizer)
+        steps = [s["step"] for s in optimizer.state.values() if "step" in s]
+        assert len({step.untyped_storage().data_ptr() for step in steps}) == len(steps)
+        step_alike(optimizer)
 
     def test_one_of_ours_is_fused_already(self) -> None:
         optimizer = FusedSGD(_params())
@@ -201,15 +210,14 @@ class TestSameObject:
         _set_gradients(optimizer, twin)
         optimizer._original_step()
         twin.step()
-        for p, q in zip(optimizer.param_groups[0]["params"], twin.param_groups[0]["params"]):
-            assert torch.equal(p, q)
+        _assert_equal(optimizer, twin)
 
     @each_class
     def test_is_freed_when_dropped(self, case: OptimizerCase) -> None:
         optimizer = _trained(case)
         scheduler = lr_scheduler.StepLR(optimizer, 1)
         fuse_update_step(optimizer)
-        _step(optimizer)
+        step_alike(optimizer)
         reference = weakref.ref(optimizer)
         gc.collect()
         gc.disable()
@@ -225,14 +233,10 @@ def _path(cls: type) -> str:
 
 
 class TestSubclasses:
-    def test_that_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        launches = _launches(monkeypatch)
-        optimizer, twin = Plain(_params()), Plain(_params())
-        twin.load_state_dict(optimizer.state_dict())
-        for p, q in zip(optimizer.param_groups[0]["params"], twin.param_groups[0]["params"]):
-            q.data.copy_(p)
+    def test_that_changes_nothing(self, launches: list[int]) -> None:
+        optimizer, twin = _twins(Plain)
         fuse_update_step(optimizer)
-        _step(optimizer, twin)
+        step_alike(optimizer, twin)
         assert launches == [1]
         assert isinstance(optimizer, Plain)
         assert optimizer.rate() == 0.1
@@ -253,26 +257,40 @@ class TestSubclasses:
         optimizer = First(_params())
         assert fuse_update_step(optimizer).done
 
-    @pytest.mark.parametrize(
-        ("cls", "names"),
-        [
-            (OwnStep, "OwnStep overrides step of SGD"),
-            (OwnGroups, "OwnGroups overrides _init_group of Adam"),
-            (OwnCheckpoints, "OwnCheckpoints overrides load_state_dict of AdamW"),
-            (MixedIn, "MixedIn overrides step of Adagrad"),
-            (NamedAsOurs, "NamedAsOurs overrides split_params of SGD"),
-        ],
-    )
-    def test_that_changes_something(self, cls: Any, names: str) -> None:
-        optimizer = cls(_params())
-        attributes = dict(vars(optimizer))
-        with pytest.raises(RuntimeError, match=rf"{names}.*fuse_update_step=False"):
+
+def _scheduled_after_a_replacement(optimizer: Any) -> None:
+    optimizer.step = types.MethodType(lambda self: None, optimizer)
+    optimizer.scheduler = lr_scheduler.StepLR(optimizer, 1)
+
+
+def _replaced(name: str) -> Callable[[Any], None]:
+    def change(optimizer: Any) -> None:
+        method = getattr(optimizer, name)
+        setattr(optimizer, name, lambda *args: method(*args))
+
+    return change
+
+
+CHANGED: list[tuple[Callable[[Any], None], str]] = [
+    *[
+        (_replaced(name), rf"optimizer\.{name} was replaced .*<lambda>")
+        for name in ("step", "load_state_dict", "zero_grad")
+    ],
+    (_scheduled_after_a_replacement, r"optimizer\.step was replaced"),
+    (lambda o: setattr(o, "split", "my own"), "fused step needs for itself: split"),
+]
+
+
+class TestRefused:
+    @staticmethod
+    def _refused(optimizer: Any, error: Any, message: str) -> None:
+        """Nothing is changed."""
+        cls, attributes = type(optimizer), dict(vars(optimizer))
+        with pytest.raises(error, match=message):
             fuse_update_step(optimizer)
         assert type(optimizer) is cls
         assert vars(optimizer) == attributes
 
-
-class TestRefused:
     @pytest.mark.parametrize(
         ("case", "kwargs"),
         [(case, kwargs) for case in TORCHS for kwargs in case.refused_kwargs],
@@ -282,18 +300,27 @@ class TestRefused:
         (option,) = kwargs
         optimizer = case.reference(_params())
         optimizer.param_groups[0].update(kwargs)
-        attributes = dict(vars(optimizer))
-        with pytest.raises(RuntimeError, match=rf"^{option}=.*; or keep its own step"):
-            fuse_update_step(optimizer)
-        assert type(optimizer) is case.reference
-        assert vars(optimizer) == attributes
+        self._refused(optimizer, RuntimeError, rf"^{option}=.*; or keep its own step")
 
-    def test_unknown_class(self) -> None:
-        for cls in (torch.optim.RMSprop, torch.optim.SparseAdam, torch.optim.LBFGS):
-            optimizer: Any = cls([Parameter(torch.ones(2))])
-            with pytest.raises(TypeError, match=rf"no fused step for .*{cls.__name__}: there are"):
-                fuse_update_step(optimizer)
-            assert type(optimizer) is cls
+    @pytest.mark.parametrize(
+        "cls", [torch.optim.RMSprop, torch.optim.SparseAdam, torch.optim.LBFGS]
+    )
+    def test_unknown_class(self, cls: Any) -> None:
+        message = rf"no fused step for .*{cls.__name__}: there are"
+        self._refused(cls([Parameter(torch.ones(2))]), TypeError, message)
+
+    @pytest.mark.parametrize(
+        ("cls", "names"),
+        [
+            (_overriding(torch.optim.SGD, "step"), "Own overrides step of SGD"),
+            (_overriding(torch.optim.Adam, "_init_group"), "Own overrides _init_group of Adam"),
+            (_overriding(torch.optim.AdamW, "load_state_dict"), "load_state_dict of AdamW"),
+            (MixedIn, "MixedIn overrides step of Adagrad"),
+            (_overriding(torch.optim.SGD, "split_params"), "Own overrides split_params of SGD"),
+        ],
+    )
+    def test_subclass_that_changes_something(self, cls: Any, names: str) -> None:
+        self._refused(cls(_params()), RuntimeError, rf"{names}.*fuse_update_step=False")
 
     @pytest.mark.parametrize(
         ("param", "message"),
@@ -304,36 +331,15 @@ class TestRefused:
         ],
     )
     def test_parameters(self, param: Tensor, message: str) -> None:
-        optimizer = torch.optim.SGD([param])
-        with pytest.raises((TypeError, RuntimeError), match=rf"parameter 0.*{message}"):
-            fuse_update_step(optimizer)
-        assert type(optimizer) is torch.optim.SGD
+        error = (TypeError, RuntimeError)
+        self._refused(torch.optim.SGD([param]), error, rf"parameter 0.*{message}")
 
-    def test_replaced_methods(self) -> None:
-        for name in ("step", "load_state_dict", "zero_grad"):
-            optimizer = torch.optim.SGD(_params())
-            method = getattr(optimizer, name)
-            setattr(optimizer, name, lambda *args, method=method: method(*args))
-            with pytest.raises(RuntimeError, match=rf"optimizer\.{name} was replaced .*<lambda>"):
-                fuse_update_step(optimizer)
-            assert type(optimizer) is torch.optim.SGD
-
-    def test_step_replaced_before_a_scheduler_wraps_it(self) -> None:
+    @pytest.mark.parametrize(("change", "message"), CHANGED)
+    def test_changed_objects(self, change: Callable[[Any], None], message: str) -> None:
+        """Methods that were replaced, and attributes that ours needs."""
         optimizer = torch.optim.SGD(_params())
-        optimizer.step = types.MethodType(lambda self: None, optimizer)  # type: ignore[method-assign]
-        scheduler = lr_scheduler.StepLR(optimizer, 1)
-        with pytest.raises(RuntimeError, match=r"optimizer\.step was replaced"):
-            fuse_update_step(optimizer)
-        assert scheduler.optimizer is optimizer
-
-    def test_attributes_that_ours_needs(self) -> None:
-        optimizer: Any = torch.optim.SGD(_params())
-        optimizer.split = "my own"
-        with pytest.raises(
-            RuntimeError, match="attributes that the fused step needs for itself: split"
-        ):
-            fuse_update_step(optimizer)
-        assert optimizer.split == "my own"
+        change(optimizer)
+        self._refused(optimizer, RuntimeError, message)
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -352,19 +358,16 @@ class TestSchedulers:
     @pytest.mark.parametrize("when", ["before", "after", "both", "before its first step"])
     @each_class
     def test_steps_are_ours(
-        self, case: OptimizerCase, when: str, name: str, monkeypatch: pytest.MonkeyPatch
+        self, case: OptimizerCase, when: str, name: str, launches: list[int]
     ) -> None:
         if name == "cycle" and case.name == "FusedAdagrad":
             pytest.skip("has no momentum to cycle")
-        launches = _launches(monkeypatch)
-        optimizer, twin = (case.reference(_params(), **case.kwargs[-1]) for _ in range(2))
-        for p, q in zip(optimizer.param_groups[0]["params"], twin.param_groups[0]["params"]):
-            q.data.copy_(p)
+        optimizer, twin = _twins(case.reference, **case.kwargs[-1])
         schedulers = [SCHEDULERS[name](twin)]
         if when != "after":
             schedulers.append(SCHEDULERS[name](optimizer))
         if when != "before its first step":
-            _step(optimizer, twin)
+            step_alike(optimizer, twin)
             for scheduler in schedulers:
                 scheduler.step()
         fuse_update_step(optimizer)
@@ -373,25 +376,24 @@ class TestSchedulers:
         if when == "both":
             SCHEDULERS[name](optimizer)
         for i in range(3):
-            _step(optimizer, twin)
+            step_alike(optimizer, twin)
             assert len(launches) == i + 1
             for scheduler in schedulers:
                 scheduler.step()
         assert optimizer._opt_called
 
     @each_class
-    def test_undone(self, case: OptimizerCase, monkeypatch: pytest.MonkeyPatch) -> None:
-        launches = _launches(monkeypatch)
+    def test_undone(self, case: OptimizerCase, launches: list[int]) -> None:
         optimizer = case.reference(_params())
         scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
         fuse_update_step(optimizer)
-        _step(optimizer)
+        step_alike(optimizer)
         unfuse(optimizer)
         scheduler.step()
-        _step(optimizer)
+        step_alike(optimizer)
         scheduler.step()
         fuse_update_step(optimizer)
-        _step(optimizer)
+        step_alike(optimizer)
         assert len(launches) == 2
         assert optimizer.param_groups[0]["lr"] == optimizer.defaults["lr"] / 4
 
@@ -412,7 +414,7 @@ class TestAround:
         fuse_update_step(optimizer)
         optimizer.register_step_post_hook(lambda *_: seen.append("after"))
         _set_gradients(optimizer)
-        params = optimizer.param_groups[0]["params"]
+        params = params_of(optimizer)
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -429,38 +431,32 @@ class TestAround:
 
     @each_class
     def test_scaler(self, case: OptimizerCase) -> None:
-        optimizer, twin = (case.reference(_params(), **case.kwargs[0]) for _ in range(2))
-        for p, q in zip(optimizer.param_groups[0]["params"], twin.param_groups[0]["params"]):
-            q.data.copy_(p)
-        scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]  # type: ignore[attr-defined]
+        optimizer, twin = _twins(case.reference, **case.kwargs[0])
+        scalers = new_scaler(4.0), new_scaler(4.0)
         for i in range(5):
             if i == 1:
                 fuse_update_step(optimizer)
             _set_gradients(optimizer, twin)
             if i == 3:
                 for o in (optimizer, twin):
-                    o.param_groups[0]["params"][1].grad[2] = float("inf")
-            before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+                    params_of(o)[1].grad[2] = torch.inf
+            before = [p.detach().clone() for p in params_of(optimizer)]
             for o, scaler in zip((optimizer, twin), scalers):
-                scaler.scale(torch.ones(()))
                 scaler.step(o)
                 scaler.update()
-            after = optimizer.param_groups[0]["params"]
-            assert all(torch.equal(p, q) for p, q in zip(before, after)) == (i == 3)
-        for p, q in zip(optimizer.param_groups[0]["params"], twin.param_groups[0]["params"]):
-            torch.testing.assert_close(p, q)
+            assert all(map(torch.equal, before, params_of(optimizer))) == (i == 3)
+        torch.testing.assert_close(params_of(optimizer), params_of(twin))
         assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0
         unfuse(optimizer)
         assert not hasattr(optimizer, "_step_supports_amp_scaling")
 
     @each_class
     def test_added_group(self, case: OptimizerCase) -> None:
-        optimizer = _trained(case)
-        fuse_update_step(optimizer)
+        optimizer = _fused(case)
         new = Parameter(torch.randn(6))
         before = new.detach().clone()
         optimizer.add_param_group({"params": [new], "lr": 0.5})
-        _step(optimizer)
+        step_alike(optimizer)
         assert not torch.equal(new, before)
         with pytest.raises(RuntimeError, match=r"^differentiable=True"):
             optimizer.add_param_group({"params": _params(), "differentiable": True})
@@ -468,104 +464,51 @@ class TestAround:
 
     @each_class
     def test_zero_grad(self, case: OptimizerCase) -> None:
-        optimizer = _trained(case)
-        fuse_update_step(optimizer)
+        optimizer = _fused(case)
         _set_gradients(optimizer)
         optimizer.zero_grad(set_to_none=False)
-        assert all(not p.grad.any() for p in optimizer.param_groups[0]["params"])
+        assert all(not p.grad.any() for p in params_of(optimizer))
         optimizer.zero_grad()
-        assert all(p.grad is None for p in optimizer.param_groups[0]["params"])
+        assert all(p.grad is None for p in params_of(optimizer))
 
     @each_class
     @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-    def test_copies(self, case: OptimizerCase, how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        launches = _launches(monkeypatch)
-        optimizer = _trained(case)
-        fuse_update_step(optimizer)
-        _step(optimizer)
+    def test_copies(self, case: OptimizerCase, how: Any, launches: list[int]) -> None:
+        optimizer = _fused(case)
+        step_alike(optimizer)
         twin = how(optimizer)
         assert type(twin) is type(optimizer)
-        _step(optimizer, twin)
+        step_alike(optimizer, twin)
         assert len(launches) == 3
-        for p, q in zip(optimizer.param_groups[0]["params"], twin.param_groups[0]["params"]):
-            assert torch.equal(p, q)
+        _assert_equal(optimizer, twin)
         unfuse(twin)
         assert type(twin) is case.reference
-        _step(twin)
+        step_alike(twin)
 
     def test_torchs_fused_optimizer(self) -> None:
         """It has told the GradScaler already that it takes its scale."""
         optimizer = torch.optim.SGD(_params(), fused=True)
-        _step(optimizer)
+        step_alike(optimizer)
         fuse_update_step(optimizer)
-        _step(optimizer)
+        step_alike(optimizer)
         unfuse(optimizer)
         assert optimizer._step_supports_amp_scaling
-        _step(optimizer)
-
-
-class TestCheckpoints:
-    """They do not tell whether the step was fused; in both directions, bit for bit."""
-
-    @each_class
-    def test_from_plain_to_fused_and_back(self, case: OptimizerCase) -> None:
-        plain, fused = (_trained(case, steps) for steps in (3, 1))
-        fuse_update_step(fused)
-        for source, target in ((plain, fused), (fused, plain)):
-            _step(source)
-            file = io.BytesIO()
-            torch.save(source.state_dict(), file)
-            file.seek(0)
-            target.load_state_dict(torch.load(file))
-            assert_same(target.state_dict(), source.state_dict())
-            _step(target)
-
-    @each_class
-    def test_undone(self, case: OptimizerCase) -> None:
-        optimizer = _trained(case)
-        optimizer.register_state_dict_post_hook(lambda o, d: d | {"note": 1})
-        attributes, before = dict(vars(optimizer)), copy.deepcopy(optimizer.state_dict())
-        fuse_update_step(optimizer)
-        assert_same(optimizer.state_dict(), before)
-        unfuse(optimizer)
-        assert type(optimizer) is case.reference
-        assert vars(optimizer) == attributes
-        assert_same(optimizer.state_dict(), before)
-
-    @each_class
-    def test_undone_after_steps(self, case: OptimizerCase) -> None:
-        optimizer = _trained(case)
-        fuse_update_step(optimizer)
-        _step(optimizer)
-        before = copy.deepcopy(optimizer.state_dict())
-        unfuse(optimizer)
-        assert_same(optimizer.state_dict(), before)
-        steps = [s["step"] for s in optimizer.state.values() if "step" in s]
-        assert len({step.untyped_storage().data_ptr() for step in steps}) == len(steps)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            _step(optimizer)
+        step_alike(optimizer)
 
 
 class TestMissingOptions:
     """A group out of an older torch, or one that a user has edited, may lack any of them."""
 
     @each_class
-    def test_have_their_defaults(
-        self, case: OptimizerCase, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_have_their_defaults(self, case: OptimizerCase, launches: list[int]) -> None:
         """The optimizer's; or those of the class, which torch's own ``__setstate__`` sets too."""
-        launches = _launches(monkeypatch)
         names = case.reference(_params()).defaults.keys()
         assert names >= {"lr", "weight_decay", "maximize", "fused"}
         for name in names:
             for lacks_default in (False, True):
                 kwargs = {} if lacks_default else case.kwargs[-1]
-                params = _params()
-                twin = case.reference([p.detach().clone() for p in params], **kwargs)
-                optimizer = case.reference(params, **kwargs)
-                for group in optimizer.param_groups:
-                    del group[name]
+                optimizer, twin = _twins(case.reference, **kwargs)
+                del optimizer.param_groups[0][name]
                 if lacks_default:
                     del optimizer.defaults[name]
                 entry = fuse_update_step(optimizer)
@@ -574,10 +517,9 @@ class TestMissingOptions:
                 assert optimizer.defaults == twin.defaults
                 (group,), (other,) = optimizer.param_groups, twin.param_groups
                 assert group | {"params": []} == other | {"params": []}
-                _step(optimizer, twin)
+                step_alike(optimizer, twin)
                 assert launches.pop() == 1
-                for p, q in zip(group["params"], other["params"]):
-                    torch.testing.assert_close(p, q)
+                torch.testing.assert_close(group["params"], other["params"])
 
     @each_class
     def test_are_those_that_torch_sets(self, case: OptimizerCase) -> None:
@@ -612,7 +554,7 @@ class TestMissingOptions:
         else:
             assert fuse_update_step(old).done
             assert old.param_groups[0] == options | {"fused": None}
-            _step(old)
+            step_alike(old)
 
     @each_class
     def test_are_left_alone_if_the_optimizer_is_refused(self, case: OptimizerCase) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
+import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fusedoptim import transforms
-from tests.transforms.helpers import assert_right, assert_same_state, copied, randomise
+from tests.transforms.helpers import (
+    assert_right,
+    assert_same_state,
+    copied,
+    randomise,
+    through_torch_save,
+)
 from tests.transforms.models import Net, images
 
 Move = Callable[[nn.Module], nn.Module]
@@ -80,28 +85,20 @@ def test_loading_after_a_move(options: dict[str, Any]) -> None:
     assert_runs_right(optimized, other, options.get("dtype"))
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
 @each_option
-def test_emptied_and_loaded(options: dict[str, Any]) -> None:
+def test_emptied_and_loaded(options: dict[str, Any], device: str) -> None:
     plain = randomise(Net())
     optimized = transforms.optimize(plain, **options)
     state = copied(optimized.state_dict())
-    optimized.to("meta")
-    assert {t.device.type for t in optimized.state_dict().values()} == {"meta"}
+    optimized.to(device)
+    assert {t.device.type for t in optimized.state_dict().values()} == {device}
     optimized.to_empty(device="cpu")
     optimized.load_state_dict(state)
     assert_same_state(optimized.state_dict(), plain.state_dict())
     assert_runs_right(optimized, plain, options.get("dtype"))
     transforms.restore(optimized)
     assert_same_state(optimized.state_dict(), plain.state_dict())
-
-
-def test_emptied_in_place() -> None:
-    plain = randomise(Net())
-    optimized = transforms.optimize(plain)
-    optimized.to_empty(device="cpu")
-    optimized.load_state_dict(plain.state_dict())
-    assert_same_state(optimized.state_dict(), plain.state_dict())
-    assert_runs_right(optimized, plain, None)
 
 
 @each_option
@@ -152,21 +149,18 @@ def test_fold_that_overflows_when_moved_stays_undone() -> None:
 
 
 def test_modules_with_a_move_of_their_own() -> None:
-    class Counting(nn.Conv2d):
+    class Counting(nn.Module):
         moves = 0
 
         def _apply(self, fn: Any, recurse: bool = True) -> Any:
             self.moves += 1
             return super()._apply(fn, recurse)
 
-    class CountingNorm(nn.BatchNorm2d):
-        moves = 0
+    class CountingConv(Counting, nn.Conv2d): ...
 
-        def _apply(self, fn: Any, recurse: bool = True) -> Any:
-            self.moves += 1
-            return super()._apply(fn, recurse)
+    class CountingNorm(Counting, nn.BatchNorm2d): ...
 
-    layers = [nn.Conv2d(3, 8, 3), CountingNorm(8), nn.ReLU(), Counting(8, 4, 3)]
+    layers = [nn.Conv2d(3, 8, 3), CountingNorm(8), nn.ReLU(), CountingConv(8, 4, 3)]
     plain = randomise(nn.Sequential(*layers))
     optimized = transforms.optimize(plain, dtype=torch.bfloat16)
     assert isinstance(optimized[1], nn.Identity)
@@ -177,26 +171,22 @@ def test_modules_with_a_move_of_their_own() -> None:
     assert not any("_apply" in vars(m) for m in transforms.restore(optimized).modules())
 
 
-def _from_file(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, _from_file])
+@pytest.mark.parametrize(
+    "copy_of", [copy.deepcopy, through_torch_save, lambda m: pickle.loads(pickle.dumps(m))]
+)
 @each_option
-def test_copies_move_alone(
-    copy_of: Callable[[nn.Module], nn.Module], options: dict[str, Any]
-) -> None:
-    plain = randomise(Net())
+def test_copies_stand_alone(copy_of: Move, options: dict[str, Any]) -> None:
+    plain, x = randomise(Net()), images()
+    double = copy.deepcopy(plain).double()
     optimized = transforms.optimize(plain, **options)
-    twin = copy_of(optimized).double()
+    twin, moved = copy_of(optimized), copy_of(optimized).double()
+    assert_same_state(moved.state_dict(), double.state_dict())
+    assert torch.equal(transforms.restore(twin)(x), plain(x))
     assert_same_state(optimized.state_dict(), plain.state_dict())
-    assert_same_state(twin.state_dict(), copy.deepcopy(plain).double().state_dict())
+    with torch.autocast("cpu", enabled="dtype" in options):
+        assert torch.equal(optimized(x), copy_of(optimized)(x))
     optimized.half()
-    assert_same_state(twin.state_dict(), copy.deepcopy(plain).double().state_dict())
+    assert_same_state(moved.state_dict(), double.state_dict())
     assert_same_state(optimized.state_dict(), plain.half().state_dict())
 
 
@@ -227,19 +217,26 @@ def test_settings_of_torch(setting: str) -> None:
     assert_runs_right(optimized, plain, torch.bfloat16)
 
 
-def _pair(optimizer_class: Any = torch.optim.SGD) -> tuple[nn.Module, Any]:
+def _pair() -> tuple[nn.Module, Any]:
     model = nn.Sequential(
         nn.Embedding(7, 3), nn.Flatten(), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
     )
     model.append(nn.Linear(4, 4))
     model[5].weight = model[4].weight
-    return model, optimizer_class(model.parameters(), lr=0.1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _split_pair(steps: int = 1) -> tuple[nn.Module, Any]:
+    model, optimizer = _pair()
+    transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
+    for _ in range(steps):
+        _step(model, optimizer, is_split=True)
+    return model, optimizer
 
 
 def _step(model: nn.Module, optimizer: Any, is_split: bool) -> Tensor:
-    mode = torch.autocast("cpu", dtype=torch.bfloat16) if is_split else nullcontext()
     optimizer.zero_grad()
-    with mode:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_split):
         output = model(torch.tensor([[1, 2], [3, 4], [5, 6]]))
     output.square().mean().backward()
     optimizer.step()
@@ -248,17 +245,18 @@ def _step(model: nn.Module, optimizer: Any, is_split: bool) -> Tensor:
 
 @pytest.mark.parametrize("name", MOVES)
 def test_split_weights(name: str) -> None:
-    model, optimizer = _pair()
-    transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
-    _step(model, optimizer, is_split=True)
+    model, optimizer = _split_pair()
     plain, its = _pair()
     plain.load_state_dict(model.state_dict())
     transforms.optimize(plain, its, inplace=True)
+    gradient = model[2].weight.grad.clone()
     for each in (plain, model):
         MOVES[name](each)
     assert_same_state(model.state_dict(), plain.state_dict())
     if name in ("float", "to(device)", "cpu", "share_memory", "to(memory_format)"):
         assert model[2].weight.dtype == torch.bfloat16  # split still
+        assert torch.equal(model[2].weight.grad, gradient)
+        assert all(p.is_shared() for p in model.parameters()) == (name == "share_memory")
         _step(model, optimizer, is_split=True)
     else:
         assert torch.equal(_step(model, optimizer, False), _step(plain, its, False))
@@ -269,26 +267,8 @@ def test_split_weights(name: str) -> None:
     _step(model, optimizer, is_split=False)
 
 
-def test_split_weights_that_stay_float32_stay_split() -> None:
-    model, optimizer = _pair()
-    transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
-    exact, state = copied(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    _step(model, optimizer, is_split=True)
-    gradient = model[2].weight.grad.clone()
-    exact = copied(model.state_dict())
-    for move in (MOVES["float"], MOVES["cpu"], MOVES["to(device)"], MOVES["share_memory"]):
-        move(model)
-        assert model[2].weight.dtype == model[2].weight.grad.dtype == torch.bfloat16
-        assert torch.equal(model[2].weight.grad, gradient)
-        assert_same_state(model.state_dict(), exact)
-    assert all(p.is_shared() for p in model.parameters())
-    assert copy.deepcopy(optimizer.state_dict()).keys() == state.keys()
-
-
 def test_copy_of_split_weights_moves_alone() -> None:
-    model, optimizer = _pair()
-    transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
-    _step(model, optimizer, is_split=True)
+    model, _optimizer = _split_pair()
     exact = copied(model.state_dict())
     twin = copy.deepcopy(model)
     assert_same_state(twin.float().state_dict(), exact)
@@ -301,8 +281,7 @@ def test_copy_of_split_weights_moves_alone() -> None:
 
 
 def test_split_weights_that_lost_their_lower_halves() -> None:
-    model, optimizer = _pair()
-    transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
+    model, optimizer = _split_pair(steps=0)
     optimizer.state.clear()
     with pytest.raises(ValueError, match="lost its lower half"):
         model[2].double()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +14,14 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
 
 from fusedoptim import FusedSGD, transforms
-from tests.transforms.helpers import assert_right, assert_same_state, copied, randomise
+from tests.transforms.helpers import (
+    assert_right,
+    assert_same,
+    assert_same_state,
+    copied,
+    randomise,
+    through_torch_save,
+)
 from tests.transforms.models import FOLDED
 from transforms.rewrites.fold_arithmetic import unfolded
 
@@ -26,6 +33,12 @@ def make(kind: str = "conv2d") -> tuple[nn.Sequential, Tensor]:
     model = nn.Sequential(*layers(), nn.Tanh())
     randomise(model)
     return model, torch.randn(shape)
+
+
+def folded(kind: str = "conv2d", **options: Any) -> tuple[nn.Sequential, Tensor, nn.Sequential]:
+    """A plain model, an input, and the model optimized."""
+    plain, x = make(kind)
+    return plain, x, transforms.optimize(plain, **options)
 
 
 def train(model: nn.Module, x: Tensor, steps: int = 3) -> None:
@@ -46,6 +59,8 @@ def assert_kept(optimized: nn.Sequential, plain: nn.Sequential, x: Tensor) -> No
     assert_same_state(optimized.state_dict(), before)  # the same each time
     transforms.restore(optimized)
     assert isinstance(optimized[1], nn.modules.batchnorm._BatchNorm)
+    with pytest.raises(ValueError, match="has no report"):
+        transforms.restore(optimized)
     assert_same_state(optimized.state_dict(), before)
     with torch.no_grad():
         assert torch.equal(optimized(x), learnt(x))
@@ -53,8 +68,7 @@ def assert_kept(optimized: nn.Sequential, plain: nn.Sequential, x: Tensor) -> No
 
 @each_kind
 def test_trained_on(kind: str) -> None:
-    plain, x = make(kind)
-    optimized = transforms.optimize(plain)
+    plain, x, optimized = folded(kind)
     with torch.no_grad():
         before = plain(x)
     train(optimized, x)
@@ -62,19 +76,8 @@ def test_trained_on(kind: str) -> None:
     assert_kept(optimized, plain, x)
 
 
-def test_by_an_optimizer_of_ours() -> None:
-    """It writes by address."""
-    plain, x = make()
-    optimized = transforms.optimize(plain)
-    optimizer = FusedSGD(optimized.parameters(), lr=0.3)
-    optimized(x).sum().backward()
-    optimizer.step()
-    assert_kept(optimized, plain, x)
-
-
 def test_what_was_not_written_to_keeps_its_bits() -> None:
-    plain, x = make()
-    optimized = transforms.optimize(plain)
+    plain, x, optimized = folded()
     with torch.no_grad():
         optimized[0].weight[2, 1] += 1
         optimized[0].bias[3] -= 1
@@ -88,20 +91,25 @@ def test_what_was_not_written_to_keeps_its_bits() -> None:
     assert_kept(optimized, plain, x)
 
 
+def _step_by_address(p: nn.Parameter) -> None:
+    p.grad = torch.randn_like(p)
+    FusedSGD([p], lr=0.3).step()
+
+
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "init": nn.init.xavier_normal_,
     "no_grad": lambda p: torch.no_grad()(p.mul_)(0.5),
     "data": lambda p: p.data.add_(0.1),
     "data exchanged": lambda p: setattr(p, "data", torch.randn(p.shape)),
     "numpy": lambda p: p.detach().numpy().fill(0.25),
+    "an optimizer of ours": _step_by_address,
     "a view": lambda p: p.detach()[1].fill_(0.5),
 }
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
 def test_written_to(write: Callable[[nn.Parameter], object]) -> None:
-    plain, x = make()
-    optimized = transforms.optimize(plain)
+    plain, x, optimized = folded()
     write(optimized[0].weight)
     with torch.no_grad():
         assert not torch.equal(optimized(x), plain(x))
@@ -110,8 +118,7 @@ def test_written_to(write: Callable[[nn.Parameter], object]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"auto_channels_last": True}])
 def test_loaded_after_training_and_trained_after_loading(options: dict[str, Any]) -> None:
-    plain, x = make("no bias")
-    optimized = transforms.optimize(plain, **options)
+    plain, x, optimized = folded("no bias", **options)
     optimizer = torch.optim.SGD(optimized.parameters(), lr=0.3)
     train(optimized, x)
     other, _ = make("no bias")
@@ -128,18 +135,9 @@ def test_loaded_after_training_and_trained_after_loading(options: dict[str, Any]
     assert_kept(optimized, plain, x)
 
 
-def _from_file(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, _from_file, transforms.optimize])
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, through_torch_save, transforms.optimize])
 def test_copies(copy_of: Callable[[Any], Any]) -> None:
-    plain, x = make()
-    optimized = transforms.optimize(plain)
+    plain, x, optimized = folded()
     untrained = copy_of(optimized)
     assert_same_state(untrained.state_dict(), plain.state_dict())
     train(optimized, x)
@@ -154,8 +152,7 @@ def test_copies(copy_of: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("decay", [0.5, 0.0, 1.0])
 def test_averages(decay: float) -> None:
-    plain, x = make()
-    optimized = transforms.optimize(plain)
+    plain, x, optimized = folded()
     average = AveragedModel(  # type: ignore[no-untyped-call]
         optimized, avg_fn=lambda mean, value, _: decay * mean + (1 - decay) * value
     )
@@ -171,8 +168,7 @@ def test_averages(decay: float) -> None:
 
 def test_averages_of_state_dicts() -> None:
     """As timm's, which are written into the tensors that state_dict() gives."""
-    plain, x = make()
-    optimized = transforms.optimize(plain)
+    _, x, optimized = folded()
     average = copy.deepcopy(optimized)
     train(optimized, x)
     expected = {}
@@ -185,8 +181,7 @@ def test_averages_of_state_dicts() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @each_kind
 def test_rounded_and_trained(kind: str, dtype: torch.dtype) -> None:
-    plain, x = make(kind)
-    optimized = transforms.optimize(plain, dtype=dtype)
+    plain, x, optimized = folded(kind, dtype=dtype)
     with torch.autocast("cpu", dtype=dtype):
         train(optimized, x)
     gradient = optimized[0].weight.grad
@@ -216,13 +211,9 @@ def test_rounded_alone_and_trained(dtype: torch.dtype) -> None:
         assert value.dtype == torch.float32
         assert torch.equal(value.to(dtype), learnt[name])
     transforms.restore(optimized)
-    for p, gradient in zip(optimized.parameters(), gradients, strict=True):
-        assert p.grad is not None
-        assert p.grad.dtype == torch.float32
-        assert torch.equal(p.grad, gradient.float())
-        assert torch.equal(
-            p.to(dtype), learnt[next(n for n, q in optimized.named_parameters() if q is p)]
-        )
+    for (name, p), gradient in zip(optimized.named_parameters(), gradients, strict=True):
+        assert_same(p.grad, gradient.float())
+        assert torch.equal(p.to(dtype), learnt[name])
 
 
 @pytest.mark.parametrize("kind", ["conv2d", "no bias", "no bias in the norm", "transposed, groups"])
@@ -244,16 +235,14 @@ def test_channels_that_the_norm_switches_off(kind: str, gamma: float) -> None:
 
 def test_in_training_mode() -> None:
     """It says so before anything is learnt."""
-    plain, x = make()
-    optimized = transforms.optimize(plain)
+    _, x, optimized = folded()
     optimized.train()
     with pytest.raises(RuntimeError, match=r"call transforms.restore\(model\) before training"):
         optimized(x)
 
 
 def test_optimized_further_finalized_and_moved_after_training() -> None:
-    plain, x = make()
-    optimized = transforms.optimize(plain)
+    plain, x, optimized = folded()
     train(optimized, x)
     learnt = copy.deepcopy(plain)
     learnt.load_state_dict(optimized.state_dict())
@@ -267,8 +256,7 @@ def test_optimized_further_finalized_and_moved_after_training() -> None:
 
 
 def test_only_one_of_the_two_was_frozen() -> None:
-    plain, x = make()
-    optimized = transforms.optimize(plain)
+    plain, x, optimized = folded()
     optimized[0].weight.requires_grad_(False)
     train(optimized, x)
     assert torch.equal(optimized.state_dict()["0.weight"], plain.state_dict()["0.weight"])
@@ -276,70 +264,28 @@ def test_only_one_of_the_two_was_frozen() -> None:
     assert_kept(optimized, plain, x)
 
 
-@each_kind
-@pytest.mark.parametrize("frozen_before", [False, True])
-def test_frozen_or_unfrozen_when_folded(kind: str, frozen_before: bool) -> None:
-    """As the plain model would be, also the BatchNorm, which computes nothing itself."""
-    plain, _ = make(kind)
-    plain.requires_grad_(not frozen_before)
-    optimized = transforms.optimize(plain)
-    optimized.requires_grad_(frozen_before)
-    optimized = copy.deepcopy(optimized).double()
-    transforms.restore(optimized)
-    flags = {name: p.requires_grad for name, p in optimized.named_parameters()}
-    assert flags == dict.fromkeys(dict(plain.named_parameters()), frozen_before)
+def _rename(_: Any, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
+    state_dict[prefix + "kernel"] = state_dict.pop(prefix + "weight")
 
 
-@pytest.mark.parametrize("frozen", ["0.weight", "0.bias", "1.weight", "1.bias"])
-def test_what_was_frozen_before_folding_stays_so(frozen: str) -> None:
+@pytest.mark.parametrize("is_split", [False, True])
+def test_hooks_of_others_see_plain_tensors(is_split: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).train(is_split)
+    model[0].register_state_dict_post_hook(_rename)
+    expected = copied(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if is_split else None
+    dtype = torch.bfloat16 if is_split else None
+    transforms.optimize(model, optimizer, dtype=dtype, inplace=True)
+    assert_same(model.state_dict(), expected)
+
+
+def test_hooks_of_others_are_called_once() -> None:
     plain, _ = make()
-    plain.get_parameter(frozen).requires_grad_(False)
-    optimized = transforms.restore(transforms.optimize(plain).double())
-    assert [n for n, p in optimized.named_parameters() if not p.requires_grad] == [frozen]
-
-
-def test_restored_twice() -> None:
-    plain, x = make()
-    optimized = transforms.optimize(plain)
-    train(optimized, x)
-    state = copied(transforms.restore(optimized).state_dict())
-    with pytest.raises(ValueError, match="has no report"):
-        transforms.restore(optimized)
-    assert_same_state(optimized.state_dict(), state)
-
-
-class TestHooksOfOthers:
-    """Hooks registered before optimizing see plain tensors, each once."""
-
-    @staticmethod
-    def _rename(_: Any, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
-        state_dict[prefix + "kernel"] = state_dict.pop(prefix + "weight")
-
-    def test_of_state_dict(self) -> None:
-        plain, _ = make()
-        plain[0].register_state_dict_post_hook(self._rename)
-        optimized = transforms.optimize(plain)
-        state, expected = optimized.state_dict(), plain.state_dict()
-        assert state.keys() == expected.keys()
-        assert torch.equal(state["0.kernel"], expected["0.kernel"])
-
-    def test_of_state_dict_with_split_weights(self) -> None:
-        model = nn.Sequential(nn.Linear(3, 4))
-        exact = model[0].weight.detach().clone()
-        model[0].register_state_dict_post_hook(self._rename)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
-        state = model.state_dict()
-        assert state.keys() == {"0.kernel", "0.bias"}
-        assert torch.equal(state["0.kernel"], exact)
-
-    def test_of_load_state_dict(self) -> None:
-        plain, _ = make()
-        seen: list[Any] = []
-        plain[1].register_load_state_dict_pre_hook(lambda m, *_: seen.append(type(m)))
-        plain[1].register_load_state_dict_post_hook(lambda m, _: seen.append(type(m)))
-        transforms.optimize(plain).load_state_dict(plain.state_dict())
-        assert seen == [nn.BatchNorm2d, nn.BatchNorm2d]
+    seen: list[Any] = []
+    plain[1].register_load_state_dict_pre_hook(lambda m, *_: seen.append(type(m)))
+    plain[1].register_load_state_dict_post_hook(lambda m, _: seen.append(type(m)))
+    transforms.optimize(plain).load_state_dict(plain.state_dict())
+    assert seen == [nn.BatchNorm2d, nn.BatchNorm2d]
 
 
 def test_buffer_that_is_not_saved() -> None:
@@ -381,8 +327,7 @@ def test_folded_module_that_is_changed_otherwise(name: str) -> None:
 
 
 def test_pruned_for_good_after_folding() -> None:
-    plain, x = make()
-    optimized = transforms.optimize(plain, auto_channels_last=False)
+    plain, x, optimized = folded(auto_channels_last=False)
     prune.l1_unstructured(optimized[0], "weight", 0.5)
     prune.remove(optimized[0], "weight")
     assert optimized[0].weight.count_nonzero() == 4 * 27
@@ -390,9 +335,14 @@ def test_pruned_for_good_after_folding() -> None:
     assert_kept(optimized, plain, x)
 
 
-def test_parameter_replaced_after_rounding() -> None:
+def rounded() -> tuple[nn.Sequential, nn.Sequential]:
+    """A plain model, and the model optimized."""
     plain = nn.Sequential(nn.Linear(5, 8)).eval()
-    optimized = transforms.optimize(plain, dtype=torch.bfloat16)
+    return plain, transforms.optimize(plain, dtype=torch.bfloat16)
+
+
+def test_parameter_replaced_after_rounding() -> None:
+    _, optimized = rounded()
     weight = torch.randn(8, 5)
     optimized[0].weight = nn.Parameter(weight.clone())
     assert torch.equal(optimized.state_dict()["0.weight"], weight)
@@ -400,8 +350,7 @@ def test_parameter_replaced_after_rounding() -> None:
 
 
 def test_pruned_after_rounding() -> None:
-    plain = nn.Sequential(nn.Linear(5, 8)).eval()
-    optimized = transforms.optimize(plain, dtype=torch.bfloat16)
+    plain, optimized = rounded()
     prune.identity(optimized[0], "weight")
     state = optimized.state_dict()
     assert "0.weight" not in state
@@ -411,8 +360,7 @@ def test_pruned_after_rounding() -> None:
 
 
 def test_parametrized_after_rounding() -> None:
-    plain = nn.Sequential(nn.Linear(5, 8)).eval()
-    optimized = transforms.optimize(plain, dtype=torch.bfloat16)
+    _, optimized = rounded()
     parametrizations.weight_norm(optimized[0])
     for action in (optimized.state_dict, lambda: transforms.restore(optimized)):
         with pytest.raises(RuntimeError, match=r"Linear .*transforms.finalize\(model\)"):
@@ -429,21 +377,14 @@ def test_finalized_model_loads_what_it_saves(dtype: torch.dtype | None) -> None:
         assert torch.equal(first(x), second(x))
 
 
-def test_unfolded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, x = make()
-    optimized = transforms.optimize(plain)
-    calls: list[int] = []
-
-    def counted(*args: Any) -> Any:
-        calls.append(1)
-        return unfolded(*args)
-
-    monkeypatch.setattr("transforms.rewrites.fold.unfolded", counted)
-    optimized.state_dict()
-    assert calls == []
-    train(optimized, x)
-    optimized.state_dict()
-    optimized.state_dict()
-    assert calls == [1]
-    transforms.restore(optimized)
-    assert calls == [1]
+def test_unfolded_once() -> None:
+    _, x, optimized = folded()
+    with mock.patch("transforms.rewrites.fold.unfolded", wraps=unfolded) as spy:
+        optimized.state_dict()
+        spy.assert_not_called()
+        train(optimized, x)
+        optimized.state_dict()
+        optimized.state_dict()
+        spy.assert_called_once()
+        transforms.restore(optimized)
+        spy.assert_called_once()
