@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from tests.conftest import SEED
 from tests.optimizer_cases import ALL_CASES, CASES, OptimizerCase, configuration_id
+from tests.running import in_threads
 from tests.tolerances import ARITHMETIC, Bounded, clipping, number
 
 each_class = pytest.mark.parametrize("case", CASES, ids=configuration_id)
@@ -239,21 +240,7 @@ def run_script(
 
 def run_in_threads(*functions: Callable[[], object]) -> None:
     """Call each in a thread of its own; raise the first error."""
-    errors: list[BaseException] = []
-
-    def call(function: Callable[[], object]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=[function]) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
+    in_threads(lambda function: function(), *functions)
 
 
 def assert_lets_other_threads_run(action: Callable[[], object]) -> None:
