@@ -118,8 +118,8 @@ class FusedOptimizer(UpdateDefinition):
             check_not_forked()  # raises
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
             raise RuntimeError(
-                f"{type(self).__name__}: step() was called in the middle of a step of the same "
-                "optimizer, as by a signal handler; call it when that has returned"
+                f"{type(self).__name__}: step() was called in the middle of a step or a load of the "
+                "same optimizer, as by a signal handler; call it when that has returned"
             )
         with self._lock:
             if count_modes() or transform_level() is not None:
@@ -375,12 +375,13 @@ class FusedOptimizer(UpdateDefinition):
             check_checkpoint(type(self).__name__, halves)
             self._to_restore = [(p, s, trails.get(p)) for p, s in saved]
 
-        handle = self.register_load_state_dict_pre_hook(check)  # the last before torch reads it
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            vars(self).pop("_to_restore", None)
-            handle.remove()
+        with self._lock:  # torch iterates over the hooks, which another thread's load changes
+            handle = self.register_load_state_dict_pre_hook(check)  # the last before torch reads it
+            try:
+                super().load_state_dict(state_dict)
+            finally:
+                vars(self).pop("_to_restore", None)
+                handle.remove()
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
