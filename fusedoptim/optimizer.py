@@ -118,8 +118,8 @@ class FusedOptimizer(UpdateDefinition):
             check_not_forked()  # raises
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
             raise RuntimeError(
-                f"{type(self).__name__}: step() was called in the middle of a step or a load of the "
-                "same optimizer, as by a signal handler; call it when that has returned"
+                f"{type(self).__name__}: step() was called in the middle of a step or a load of "
+                "the same optimizer, as by a signal handler; call it when that has returned"
             )
         with self._lock:
             if count_modes() or transform_level() is not None:
