@@ -7,7 +7,7 @@ machine. The environment variable ``FUSEDOPTIM_ISA``, set before Python starts, 
 Optimizers that update element by element, all but Lamb, give the same bits at every level: their
 kernels spell out each fused multiply-add, and the driver may not fuse others. The sum over a tensor
 that Lamb and ``max_grad_norm`` need is taken in an order that the vector width decides, so its last
-bits can be the level's.
+bits can differ between levels.
 
 The variable concerns this package's kernels and the user's raw ones. Operators of torch have
 ``ATEN_CPU_CAPABILITY``, oneDNN's have ``ONEDNN_MAX_CPU_ISA``; neither changes anything here.

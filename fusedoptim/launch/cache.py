@@ -42,6 +42,11 @@ def folder() -> Path | None:
     return Path(base) / "fusedoptim"
 
 
+def is_named_by_user() -> bool:
+    """Whether the folder may have other uses, as ``/tmp`` has: the user named it."""
+    return _VARIABLE in os.environ
+
+
 @functools.cache
 def warn_of(place: Path, reason: str) -> None:
     """Warn once that nothing can be cached."""
@@ -170,7 +175,7 @@ def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator
 def _opened_folder(place: Path) -> Iterator[int]:
     """A descriptor of the folder: what is then checked and what is then used are the same."""
     with _opened(place, os.O_RDONLY | os.O_DIRECTORY) as inside:
-        if _VARIABLE not in os.environ:  # else it may be anybody's, such as /tmp
+        if not is_named_by_user():
             _make_private(place, inside)
         danger = _danger(os.lstat(place), os.fstat(inside))
         if danger:

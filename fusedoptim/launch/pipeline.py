@@ -123,7 +123,7 @@ class Pipeline:
             found.append((block, list(zip(words, owners, starts))))
         return found
 
-    def total(self) -> Tensor:
+    def launch_and_sum(self) -> Tensor:
         """Launch the kernels, and add up what they have summed over all chunks: a 0-d tensor."""
         events: list[Any] = []
         for stage in self.stages:

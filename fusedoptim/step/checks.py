@@ -115,8 +115,8 @@ def check_param(what: str, param: Tensor) -> None:
         raise TypeError(f"{what} has layout {param.layout} and only strided ones work; {instead}")
     if param.device.type not in BACKENDS:
         raise RuntimeError(
-            f"{what} is on a device that SYCL does not serve; move it to 'cpu' or 'xpu', "
-            f"or {instead}"
+            f"{what} is on a device that SYCL does not serve; move it to "
+            f"{' or '.join(map(repr, BACKENDS))}, or {instead}"
         )
     if param.dtype not in PARAM_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
@@ -144,9 +144,9 @@ def check_state_shape(
     """Raise unless the state ``name`` has its parameter's shape."""
     if state.shape != shape:
         raise ValueError(
-            f"{rule.optimizer}: the state {name!r} of {owner} has shape {tuple(state.shape)} and "
-            f"the parameter {tuple(shape)}; load the state_dict of the same model, or delete "
-            "optimizer.state[parameter]"
+            f"{rule.optimizer_name}: the state {name!r} of {owner} has shape "
+            f"{tuple(state.shape)} and the parameter {tuple(shape)}; load the "
+            "state_dict of the same model, or delete optimizer.state[parameter]"
         )
 
 
@@ -156,7 +156,7 @@ def check_state_whole(rule: UpdateRule, owner: str, state: State, names: Sequenc
     lost = sorted(needed - state.keys() - rule.optional_state)
     if lost and not needed.isdisjoint(state):
         raise KeyError(
-            f"{rule.optimizer}: the state of {owner} has no {lost[0]!r}, and other state of "
+            f"{rule.optimizer_name}: the state of {owner} has no {lost[0]!r}, and other state of "
             "earlier steps; load a whole state_dict, or delete optimizer.state[parameter] to begin "
             "it anew"
         )
@@ -164,6 +164,7 @@ def check_state_whole(rule: UpdateRule, owner: str, state: State, names: Sequenc
         value = state.get(name)
         if isinstance(value, Tensor) and not has_memory(value):
             raise TypeError(
-                f"{rule.optimizer}: the state {name!r} of {owner} is a {type(value).__name__} with "
-                "no memory of its own; make or load it outside of FakeTensorMode and the like"
+                f"{rule.optimizer_name}: the state {name!r} of {owner} is a "
+                f"{type(value).__name__} with no memory of its own; make or load it outside of "
+                "FakeTensorMode and the like"
             )

@@ -1,7 +1,8 @@
 """A step as a transaction: every launch happens once or not at all, whatever interrupts it.
 
 A KeyboardInterrupt, or an exception from a signal handler, may be raised between any two Python
-instructions. This module is the only one of the optimizers that takes account of it:
+instructions. This module decides what becomes of a step then; those that
+it calls note a change only when it is complete:
 
 - A launch counts as made when its event is in a list, to which the C call that submits the kernel
   appends it. Python raises interrupts before that call or after it, never inside.

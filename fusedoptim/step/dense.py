@@ -143,7 +143,7 @@ class DenseRows:
             self._written = []  # until it is known to get those of the next step
             self._read_gradients.append(norm)
             self._norm = norm
-        return norm.total()
+        return norm.launch_and_sum()
 
     def prepare(self, settings: Settings, common: Tensor | None) -> Sequence[Stage]:
         """See :class:`fusedoptim.step.rows.Rows`."""

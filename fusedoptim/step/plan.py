@@ -126,12 +126,12 @@ class GroupPlan:
             numbers = rule.numbers()
             odd = [value for value in numbers.values() if not abs(value) <= self._largest]
         except TypeError:
-            check_numbers(rule.optimizer, group, rule.defaults)
+            check_numbers(rule.optimizer_name, group, rule.defaults)
             raise
         if not all(map(math.isinf, odd)):
-            check_numbers(rule.optimizer, group, rule.defaults, self._largest)
+            check_numbers(rule.optimizer_name, group, rule.defaults, self._largest)
             if any(map(math.isfinite, odd)):
-                raise OverflowError(f"{rule.optimizer}: the hyper-parameters give {numbers}")
+                raise OverflowError(f"{rule.optimizer_name}: the hyper-parameters give {numbers}")
         self.settings = Settings(numbers, -1.0 if group.get("maximize") else 1.0)
         hyper_parameters = [group[name] for name in group if name not in ("params", "param_names")]
         self.is_final = (
@@ -261,9 +261,9 @@ def _checked(rule: UpdateRule, candidate: Candidate) -> Candidate:
     Raises:
         TypeError, RuntimeError, ValueError: it cannot be updated.
     """
-    check_candidate(rule.optimizer, candidate)
+    check_candidate(rule.optimizer_name, candidate)
     if rule.is_split(candidate.param):
-        check_half(rule.optimizer, candidate)
+        check_half(rule.optimizer_name, candidate)
     if candidate.grad.layout is not torch.strided:
         rule.check_sparse(candidate)
         if not can_update_rows(rule, candidate):

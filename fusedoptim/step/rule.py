@@ -73,7 +73,7 @@ class UpdateRule:
         # Weak, as plans keep rules: an optimizer is freed when its last user drops it.
         self._reference = weakref.ref(optimizer)
         self.group = group
-        self.optimizer = type(optimizer).__name__
+        self.optimizer_name = type(optimizer).__name__
         """What errors call it."""
         self.defaults = optimizer.defaults
         self.states: MutableMapping[Tensor, State] = optimizer.state

@@ -73,12 +73,14 @@ def common_factor(
     if grad_scale is not None:
         result = result / grad_scale.to(device, dtype).reshape(())
     if max_norm is not None:
-        norm = total(squares, dtype, device).sqrt() * result
+        norm = sum_over_parameters(squares, dtype, device).sqrt() * result
         result = result * (max_norm / (norm + eps)).clamp(max=1.0)
     return result
 
 
-def total(squares: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+def sum_over_parameters(
+    squares: Sequence[Tensor], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """The sum over all parameters; over several processes, it would be reduced here."""
     total = torch.zeros((), dtype=dtype, device=device)
     for square in squares:

@@ -39,8 +39,9 @@ def state_tensor(
     check_state_shape(rule, owner, name, value, target.shape)
     if name == TRAIL and value.dtype != dtype:
         raise ValueError(
-            f"{rule.optimizer}: the state {TRAIL!r} of {owner}, a lower half, is {value.dtype} and "
-            f"not {dtype}; load a state_dict by this optimizer's own load_state_dict"
+            f"{rule.optimizer_name}: the state {TRAIL!r} of {owner}, a lower half, is "
+            f"{value.dtype} and not {dtype}; load a state_dict by this optimizer's own "
+            "load_state_dict"
         )
     if value.layout is not torch.strided:
         value = value.to_dense()

@@ -103,7 +103,7 @@ def memory_of(
 ) -> Tensor:
     """The tensor whose memory kernels use for a parameter, its gradient or its state.
 
-    No other function decides that: a sharded tensor would be answered by its shard. It is
+    Only this function chooses it; of a sharded tensor it would be the local shard. It is
     ``tensor`` itself, or a copy where its memory has gaps or another order, or where it holds the
     conjugates or negatives of its values. A step writes the copy of a parameter back.
 

@@ -1,6 +1,7 @@
 """Passes: fold a BatchNorm into the convolution or Linear before it.
 
-:mod:`transforms.tracing.pairs` finds the pairs, :mod:`transforms.rewrites.fold` folds one.
+:mod:`transforms.tracing.batch_norm_pairs` finds the pairs, and :mod:`transforms.rewrites.fold`
+folds one.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from torch import nn
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites.fold import Fold
+from transforms.tracing.batch_norm_pairs import Kinds, find_batch_norm_pairs
 from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED, owners
-from transforms.tracing.pairs import Kinds, find_pairs
 
 _CONVOLUTIONS: Kinds = (*CONVOLUTIONS, *TRANSPOSED)
 _LINEARS: Kinds = (nn.Linear,)
@@ -31,7 +32,7 @@ class _FoldBatchNorm(Pass):
         """Fold each BatchNorm that is the only user of such a module's output."""
         names = {module: name for name, module in job.model.named_modules()}
         sharers = owners(job.model)
-        pairs = find_pairs(job.model, (*_CONVOLUTIONS, *_LINEARS))
+        pairs = find_batch_norm_pairs(job.model, (*_CONVOLUTIONS, *_LINEARS))
         entries = []
         for norm, feeder in pairs.feeders.items():
             if not isinstance(feeder, self._kinds):

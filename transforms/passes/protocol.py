@@ -30,10 +30,11 @@ class Job(NamedTuple):
 class Pass:
     """One rewrite of a model, or of a model and its optimizer.
 
-    A pass exchanges the tensors inside Parameters. It never writes into a tensor, which someone
-    else may hold. What it must remember is kept in ``vars(module)``, outside of ``state_dict()``:
-    in a :class:`transforms.rewrites.plain_tensors.Rewrite` if checkpoints and moves must see the
-    plain tensors.
+    A pass exchanges the tensors inside Parameters, or the class of a module or optimizer. It never
+    writes into a tensor, which someone else may hold. What it must remember is kept in
+    ``vars(module)``, outside of ``state_dict()``: in a
+    :class:`transforms.rewrites.plain_tensors.Rewrite` if checkpoints and moves must see the plain
+    tensors.
     """
 
     knob: str

@@ -33,7 +33,7 @@ class Pairs(NamedTuple):
     """By BatchNorm without such a module: the module before it, if known, and the reason."""
 
 
-def find_pairs(model: nn.Module, kinds: Kinds) -> Pairs:
+def find_batch_norm_pairs(model: nn.Module, kinds: Kinds) -> Pairs:
     """Find the module of these ``kinds`` that feeds each BatchNorm of ``model``, in eval mode."""
     norms = [m for m in model.modules() if is_batch_norm(m)]
     pairs = Pairs({}, {})
