@@ -13,7 +13,7 @@ from benchmarks import _command
 
 NAMES = (
     *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
-    *("inference", "training_step", "fragmentation", "pool", "raw", "elementwise"),
+    *("iteration", "inference", "training_step", "fragmentation", "pool", "raw", "elementwise"),
 )
 
 

@@ -111,6 +111,13 @@ def optimize_memory(purpose: str, dtype: str) -> dict[str, float]:
     return {"seconds": seconds, "peak": peak, "after": rest}
 
 
+def training(model: str, configuration: str) -> dict[str, Any]:
+    """What a training of :mod:`benchmarks._training` took, and the peak of the resident memory."""
+    from benchmarks._training import train
+
+    return train(model, configuration)._asdict() | {"peak": _peak()}
+
+
 def _named(path: str) -> Any:
     """The class with a path such as "torch.optim:SGD"."""
     module, _, name = path.partition(":")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -85,3 +88,43 @@ class _Bert(nn.Module):
 def bert_base() -> nn.Module:
     """BERT base uncased with its pooler: 199 tensors, 109,482,240 parameters."""
     return _Bert(768, 12)
+
+
+def digits_network() -> nn.Module:
+    """Four convolutions on images of 8 by 8 pixels: 67,978 weights, as in examples/digits.py."""
+    layers: list[nn.Module] = []
+    for i, (width_in, width) in enumerate(((1, 32), (32, 32), (32, 64), (64, 64))):
+        layers += [*_conv_and_norm(width_in, width, 3), nn.ReLU()]
+        if i % 2:
+            layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 2 * 2, 10))
+
+
+class DLRM(nn.Module):
+    """Facebook's recommendation model; a table looks up one row for each sample."""
+
+    def __init__(self, rows: Sequence[int], width: int, dense: int = 13) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(n, width, mode="sum") for n in rows)
+        self.bottom = _mlp(dense, 512, 256, width)
+        vectors = len(rows) + 1
+        self.register_buffer("pairs", torch.tril_indices(vectors, vectors, -1), persistent=False)
+        self.top = nn.Sequential(
+            _mlp(width + vectors * (vectors - 1) // 2, 512, 256), nn.Linear(256, 1)
+        )
+
+    def forward(self, dense: Tensor, indices: Tensor) -> Tensor:
+        """Return logits of shape (batch, 1); indices of shape (tables, batch) hold a row each."""
+        bottom = self.bottom(dense)
+        bags = [table(rows.unsqueeze(1)) for table, rows in zip(self.tables, indices)]
+        vectors = torch.stack([bottom, *(bag.to(bottom.dtype) for bag in bags)], 1)
+        i, j = self.pairs
+        interactions = torch.bmm(vectors, vectors.mT)[:, i, j]
+        return self.top(torch.cat([bottom, interactions], 1))
+
+
+def _mlp(*widths: int) -> nn.Sequential:
+    layers = [
+        layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())
+    ]
+    return nn.Sequential(*layers)

@@ -1,0 +1,128 @@
+"""Times whole training iterations: ``python -m benchmarks.iteration [--save]``.
+
+Forward, backward and AdamW's step of real models, in each of the ways to train them. Each training
+is a process of its own, and the ways take turns: threads and memory of one would change the time
+of another. ``--save`` replaces the model's rows in ``results/iterations.csv``, from which the
+README's picture is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+
+from benchmarks import _fresh, _output
+from benchmarks._output import RESULTS, Table
+from benchmarks._training import CONFIGURATIONS, WORKLOADS, Record
+
+FIGURES = RESULTS / "iterations.csv"
+OURS, TORCH = "fusedoptim, float32", "torch fused, float32"
+"""The same training but for the step."""
+
+Records = dict[str, list[Record]]
+"""The processes of each configuration."""
+
+
+def measure(model: str, configurations: Sequence[str], rounds: int) -> Records:
+    """Train in each configuration in turn, ``rounds`` times."""
+    records: Records = {name: [] for name in configurations}
+    for _, name in itertools.product(range(rounds), configurations):
+        records[name].append(Record(**_fresh.measured("training", model, name)))
+    return records
+
+
+def table(model: str, records: Records) -> Table:
+    """A row for each configuration."""
+    header = ["iteration", "median", "forward", "backward", "step", "faults", "peak MiB", "first s"]
+    rows = [
+        [
+            name,
+            _milliseconds(min, runs, "iteration"),
+            *(
+                _milliseconds(statistics.median, runs, part)
+                for part in ("iteration", "forward", "backward", "step")
+            ),
+            f"{statistics.median(_all(runs, 'faults')):,.0f}",
+            f"{max(run.peak for run in runs) / 2**20:,.0f}",
+            f"{min(run.first for run in runs):.2f}",
+        ]
+        for name, runs in records.items()
+    ]
+    rounds = len(next(iter(records.values())))
+    title = (
+        f"{model}: minimum of an iteration, then medians, in ms; "
+        f"{rounds} processes of {WORKLOADS[model].iterations} iterations"
+    )
+    return Table(title, ["configuration", *header], rows)
+
+
+def presence(records: Records) -> str:
+    """What our step costs the rest of an iteration, beside what torch's costs it."""
+    ratios = [
+        statistic(_all(records[OURS], "rest")) / statistic(_all(records[TORCH], "rest"))
+        for statistic in (min, statistics.median)
+    ]
+    return "forward and backward beside our step over beside torch's: {:.2f} ({:.2f})".format(
+        *ratios
+    )
+
+
+def _milliseconds(
+    statistic: Callable[[Sequence[float]], float], runs: Sequence[Record], part: str
+) -> str:
+    return f"{statistic(_all(runs, part)) * 1e3:.4g}"
+
+
+def _all(runs: Sequence[Record], part: str) -> list[float]:
+    """One figure of every iteration of every process."""
+    return list(itertools.chain.from_iterable(getattr(run, part) for run in runs))
+
+
+def save(model: str, records: Records) -> None:
+    """Replace the model's figures in the file that the picture is drawn from."""
+    with FIGURES.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        rows = [row for row in reader if row["model"] != model]
+        fields = reader.fieldnames or []
+    machine = _output.machine()
+    for name, runs in records.items():
+        rows.append(
+            {
+                "cpu": machine["cpu"],
+                "cores": machine["cores"],
+                "model": model,
+                "batch": WORKLOADS[model].batch,
+                "configuration": name,
+                "iteration_ms": _milliseconds(statistics.median, runs, "iteration"),
+                "step_ms": _milliseconds(statistics.median, runs, "step"),
+            }
+        )
+    with FIGURES.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.iteration", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each configuration")
+    parser.add_argument("--save", action="store_true", help="write to benchmarks/results/")
+    parser.add_argument("--model", action="append", choices=WORKLOADS, help="repeatable")
+    parser.add_argument("--configuration", action="append", choices=CONFIGURATIONS)
+    args = parser.parse_args()
+    _output.print_machine()
+    for model in args.model or WORKLOADS:
+        records = measure(model, args.configuration or list(CONFIGURATIONS), args.rounds)
+        _output.print_table(table(model, records))
+        if {OURS, TORCH} <= records.keys():
+            print(presence(records))
+        if args.save:
+            save(model, records)
+
+
+if __name__ == "__main__":
+    main()
