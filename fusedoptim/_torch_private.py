@@ -34,7 +34,7 @@ __all__ = [
 #     conjugate and negative bits of a list of tensors in one call.
 # global_pre_hooks, global_post_hooks: what register_optimizer_step_pre_hook has registered.
 
-disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # torch does not export it
 """What torch.optim decorates its steps with; torch.compiler.disable imports all of dynamo."""
 
 set_grad_enabled = torch._C._set_grad_enabled

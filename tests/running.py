@@ -22,14 +22,14 @@ def run_script(script: str, *arguments: str, **variables: str) -> subprocess.Com
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        timeout=120,
+        env={**os.environ, **variables},
+        timeout=300,
     )
 
 
 def check_script(script: str, *arguments: str, **variables: str) -> str:
     """Run a script that must succeed and report no error; return what it prints."""
-    done = run_script(script, *arguments, **variables)
+    done = run_script(script, *arguments, **{"OMP_NUM_THREADS": "1", **variables})
     assert (done.returncode, done.stderr) == (0, ""), f"{done.returncode}\n{done.stderr}"
     return done.stdout
 

@@ -38,7 +38,7 @@ def main(device: str | None, claims: int, with_torch: bool) -> None:
         _say(lines, at="asks the driver")
         _try_kernels(lines, device, claims, describe=not with_torch)
         _say(lines, loaded=_loaded())
-    except Exception as failure:
+    except Exception as failure:  # of any class: a report names it, and goes on
         _say(lines, failed=_last_line(failure))
     sys.stderr.flush()
     os._exit(0)  # torch takes half a second to be torn down
@@ -72,7 +72,7 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
     for name in found:
         try:
             backends[name] = backend_of(queue(name))
-        except Exception as failure:
+        except Exception as failure:  # the driver's own
             if device in (None, name):
                 _say(lines, failed=_last_line(failure))
     used = _used(backends)
@@ -95,7 +95,7 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
                 try:
                     in_usm = not backend_of(queue(name)).runs_on_host
                     problem = kernel_problem(queue(name), kernel, in_usm=in_usm)
-                except Exception as failure:
+                except Exception as failure:  # the driver's own
                     problem = f"cannot be run: {_last_line(failure)}"
             _say(lines, tested=kernel, device=name, problem=problem)
 
@@ -115,7 +115,7 @@ def _try_torch(lines: TextIO) -> None:
     """Import torch, and update its own tensors on each device that it has."""
     try:
         import torch
-    except Exception as failure:
+    except Exception as failure:  # a broken installation raises anything
         _say(lines, torch_failed=_last_line(failure))
         return
     from fusedoptim import isa
@@ -129,7 +129,7 @@ def _try_torch(lines: TextIO) -> None:
         _say(lines, at=f"updates torch's tensors on {place}")
         try:
             _say(lines, updated=str(place), problem=_update_problem(place))
-        except Exception as failure:
+        except Exception as failure:  # torch's or the driver's own
             _say(lines, failed=_last_line(failure))
 
 

@@ -10,14 +10,11 @@ import contextlib
 import copy
 import functools
 import io
-import os
 import pickle
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tests import running
 from tests.conftest import SEED
 from tests.optimizer_cases import ALL_CASES, CASES, OptimizerCase, configuration_id
 from tests.running import in_threads
@@ -223,15 +221,9 @@ def through_a_file(state_dict: Any) -> Any:
 def run_script(
     script: str, *arguments: str, returncode: int = 0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own, with these environment variables; how it must end."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "FUSEDOPTIM_TEST_SEED": str(SEED), **variables},
-        timeout=300,
-    )
+    """Run a script with this run's seed in another process, which must end with ``returncode``."""
+    variables = {"FUSEDOPTIM_TEST_SEED": str(SEED), **variables}
+    done = running.run_script(script, *arguments, **variables)
     assert done.returncode == returncode, (
         f"ended with {done.returncode}\n{done.stdout}{done.stderr}"
     )
