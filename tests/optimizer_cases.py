@@ -44,6 +44,8 @@ class OptimizerCase:
     """Whether parameters become bfloat16, the upper halves of exact float32 values."""
     is_torchs: bool = True
     """Whether the reference is a class of torch.optim, and ours a subclass of it."""
+    is_elementwise: bool = True
+    """Whether an element's update depends on no other element."""
     supports_complex: bool = True
     supports_sparse_gradients: bool = True
     has_state_from_the_start: bool = False
@@ -179,6 +181,7 @@ LAMB = OptimizerCase(
     state_keys=("exp_avg", "exp_avg_sq", "step"),
     own_arguments=("fused", "max_grad_norm", "split"),
     is_torchs=False,
+    is_elementwise=False,
     supports_sparse_gradients=False,
 )
 SPLIT_SGD = dataclasses.replace(

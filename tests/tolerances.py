@@ -96,6 +96,12 @@ class Bounded:
         self.arithmetic = arithmetic
         self._u = unit_roundoff(arithmetic) + unit_roundoff(torch.float64)
 
+    def split(self, shapes: Sequence[torch.Size]) -> list[Bounded]:
+        """The values one after the other, in these shapes."""
+        sizes = [shape.numel() for shape in shapes]
+        parts = zip(self.value.flatten().split(sizes), self.error.flatten().split(sizes), shapes)
+        return [Bounded(v.view(s), e.view(s), self.arithmetic) for v, e, s in parts]
+
     def stored(self, dtype: torch.dtype) -> Bounded:
         """The value as stored in a parameter of ``dtype``."""
         if dtype not in (torch.bfloat16, torch.float16):
@@ -211,6 +217,13 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Bounded]] = {
     torch.clamp: Bounded._clamp,
     torch.linalg.vector_norm: Bounded._vector_norm,
 }
+
+
+def joined(parts: Sequence[Bounded]) -> Bounded:
+    """Values one after the other, which :meth:`Bounded.split` separates."""
+    value = torch.cat([part.value.flatten() for part in parts])
+    error = torch.cat([part.error.flatten() for part in parts])
+    return Bounded(value, error, parts[0].arithmetic)
 
 
 def number(value: float) -> Bounded:

@@ -26,7 +26,7 @@ from tests import running
 from tests.conftest import SEED
 from tests.optimizer_cases import ALL_CASES, CASES, OptimizerCase, configuration_id
 from tests.running import in_threads
-from tests.tolerances import ARITHMETIC, Bounded, clipping, number
+from tests.tolerances import ARITHMETIC, Bounded, clipping, joined, number
 
 each_class = pytest.mark.parametrize("case", CASES, ids=configuration_id)
 """Each class, in its default form."""
@@ -349,31 +349,47 @@ class SideBySide:
     def _carry_errors(self) -> None:
         """Bound what the coming step of the reference has that ours has not; tests/tolerances.py"""
         clipped = self._clipping()
-        theta: dict[Tensor, Bounded] = {}
-        states: dict[Tensor, dict[str, Bounded]] = {}
+        carried: dict[Tensor, dict[str, Bounded]] = {}
         for group in self.torchs.param_groups:
             options = {k: _hosts(v) for k, v in self.case.hyper_parameters(group).items()}
-            for turn, p in enumerate(group["params"]):
-                if p.grad is None:
-                    continue
-                old = self.torchs.state.get(p, {})
-                errors = self._errors.get(p, {})
-                if p not in theta:  # else it is given twice
-                    theta[p] = self._bounded(p, errors.get("param", 0.0))
-                    states[p] = {
-                        k: self._bounded(v, errors.get(k, 0.0))
-                        for k, v in old.items()
-                        if k != "step"
-                    }
-                earlier = sum(other is p for other in group["params"][:turn])
-                t = int(old.get("step", 0)) + 1 + earlier
-                grad = self._bounded(p.grad)
+            for t, params in self._alike(group["params"]):
+                values = [carried[p] if p in carried else self._bounded_values(p) for p in params]
+                state = {k: joined([each[k] for each in values]) for k in values[0]}
+                grad = joined([self._bounded(p.grad) for p in params])
                 if clipped is not None:
                     grad = grad * clipped
-                new: Any = self.case.algorithm(theta[p], grad, states[p], t, **options)
-                theta[p] = new.stored(self.dtype)
-        for p, new in theta.items():
-            self._errors[p] = {k: v.error for k, v in states[p].items()} | {"param": new.error}
+                new: Any = self.case.algorithm(state.pop("param"), grad, state, t, **options)
+                state["param"] = new.stored(self.dtype)
+                shapes = [as_real(p).shape for p in params]
+                parts = {k: value.split(shapes) for k, value in state.items()}
+                for i, p in enumerate(params):
+                    carried[p] = {k: part[i] for k, part in parts.items()}
+        for p, new in carried.items():
+            self._errors[p] = {k: v.error for k, v in new.items()}
+
+    def _alike(self, params: Sequence[Tensor]) -> list[tuple[int, list[Tensor]]]:
+        """The step's number, and the parameters of which it is and whose update is one formula.
+
+        Those are all with equal state, if the formula is one for each element: one evaluation for
+        many parameters takes the time of one.
+        """
+        found: dict[Any, list[Tensor]] = {}
+        for turn, p in enumerate(params):
+            if p.grad is None:
+                continue
+            state = self.torchs.state.get(p, {})
+            earlier = sum(other is p for other in params[:turn])  # it may be given twice
+            t = int(state.get("step", 0)) + 1 + earlier
+            kind = (t, *state) if self.case.is_elementwise and not earlier else (t, turn)
+            found.setdefault(kind, []).append(p)
+        return [(kind[0], alike) for kind, alike in found.items()]
+
+    def _bounded_values(self, p: Tensor) -> dict[str, Bounded]:
+        """A reference's parameter and state."""
+        errors = self._errors.get(p, {})
+        values = {k: v for k, v in self.torchs.state.get(p, {}).items() if k != "step"}
+        values["param"] = p
+        return {k: self._bounded(v, errors.get(k, 0.0)) for k, v in values.items()}
 
     def _clipping(self) -> Bounded | None:
         """What our clipping may add to the error of the gradients; the reference's are clipped."""
