@@ -4,8 +4,11 @@ BIN := .venv/bin
 JIT := .venv-jit/bin
 # Python compiles what is imported, which is a small part of the files that pip would compile.
 PIP_OPTIONS := --quiet --no-compile
-# Tests that use no package in which the environments differ: `make test` alone runs them.
-ONLY_NEWEST := notebooks references packaging/test_wheel.py test_reference.py
+# Tests of what is the same in both environments, as torch is: `make test` alone runs them. The steps
+# and passes that whole trainings are made of are tested in both.
+ONLY_NEWEST := notebooks references packaging/test_wheel.py test_reference.py \
+	$(addprefix transforms/,inputs rewrites tracing \
+	test_distributed.py test_real_models.py test_training.py)
 
 .PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench \
         notebooks lab clean
