@@ -60,8 +60,8 @@ class Upstream:
         self.releases += 1
 
 
-class Rules(NamedTuple):
-    """The rules of an allocator; sizes are in bytes."""
+class Policy(NamedTuple):
+    """The policy of an allocator; sizes are in bytes."""
 
     name: str
     rounded: Callable[[int], int]
@@ -86,7 +86,7 @@ def _torch_segment(size: int, reserved: int) -> int:
     return 20 * MIB if size < 10 * MIB else _round_up(size, 2 * MIB)
 
 
-TORCH = Rules(
+TORCH = Policy(
     "torch's rules",
     rounded=lambda nbytes: _round_up(nbytes, 512),
     pool=lambda size: size > MIB,
@@ -96,14 +96,14 @@ TORCH = Rules(
 OTHERS = (
     TORCH,
     TORCH._replace(name="torch's, bounded to 5%", over_reserve=0.05),
-    Rules(
+    Policy(
         "CuPy's rules",
         rounded=lambda nbytes: _round_up(nbytes, 512),
         pool=lambda size: 0,
         segment=lambda size, reserved: size,
         splits=lambda size, rest: rest > 0,
     ),
-    Rules(
+    Policy(
         "RMM's pool's rules",
         rounded=lambda nbytes: _round_up(nbytes, 256),
         pool=lambda size: 0,
@@ -125,24 +125,24 @@ class _Piece:
         self.after: _Piece | None = None
 
 
-class _RulesHeap:
+class _PolicyHeap:
     """Best fit with splitting and merging under another allocator's rules."""
 
-    def __init__(self, upstream: Upstream, rules: Rules) -> None:
+    def __init__(self, upstream: Upstream, policy: Policy) -> None:
         self._upstream = upstream
-        self._rules = rules
+        self._policy = policy
         self._free: dict[int, list[tuple[int, int, _Piece]]] = {}
         self._live = self._peak_live = 0
 
     def allocate(self, nbytes: int) -> _Piece:
-        rules = self._rules
-        size = rules.rounded(nbytes)
-        free = self._free.setdefault(rules.pool(size), [])
+        policy = self._policy
+        size = policy.rounded(nbytes)
+        free = self._free.setdefault(policy.pool(size), [])
         index = bisect_left(free, (size,))
         self._peak_live = max(self._peak_live, self._live + size)
         piece = free.pop(index)[2] if index < len(free) else self._grow(size)
         rest = piece.size - size
-        if rest and rules.splits(size, rest):
+        if rest and policy.splits(size, rest):
             self._split(piece, size)
         piece.is_free = False
         self._live += piece.size
@@ -160,11 +160,11 @@ class _RulesHeap:
         self._put(piece)
 
     def _grow(self, size: int) -> _Piece:
-        nbytes = self._rules.segment(size, self._upstream.reserved)
-        if self._rules.over_reserve is not None:
-            self._release_free((1 + self._rules.over_reserve) * self._peak_live - nbytes)
+        nbytes = self._policy.segment(size, self._upstream.reserved)
+        if self._policy.over_reserve is not None:
+            self._release_free((1 + self._policy.over_reserve) * self._peak_live - nbytes)
         address, _ = self._upstream.allocate(nbytes)
-        return _Piece(self._rules.pool(size), address, nbytes)
+        return _Piece(self._policy.pool(size), address, nbytes)
 
     def _release_free(self, target: float) -> None:
         for _, _, piece in sorted(itertools.chain(*self._free.values()), reverse=True):
@@ -202,7 +202,7 @@ class _RulesHeap:
 
 
 POLICIES: dict[str, Callable[[Upstream], Any]] = {"ours": Heap} | {
-    rules.name: functools.partial(_RulesHeap, rules=rules) for rules in OTHERS
+    policy.name: functools.partial(_PolicyHeap, policy=policy) for policy in OTHERS
 }
 
 

@@ -23,12 +23,12 @@ from fusedoptim.step.checks import (
     named_params,
 )
 from fusedoptim.step.hooks import with_hooks
-from fusedoptim.step.modes import check_not_traced, has_memory
+from fusedoptim.step.modes import check_not_traced
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
 from fusedoptim.step.scalars import common_factor
 from fusedoptim.step.state import restore_state
-from fusedoptim.step.tensors import TRAIL, Group, state_dtype
+from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
 
 
 def _check_norm(max_grad_norm: float | None) -> None:

@@ -28,6 +28,7 @@ _CPACKED, _FUNC_PARAM_ATTR, _NO_WRITE = 10, 38, 6  # decorations
 _UNIFORM_CONSTANT, _WORKGROUP, _CROSS_WORKGROUP, _BY_VALUE, _GENERIC = 0, 4, 5, 7, 8
 
 _OPENCL_TYPES = {element.c: element for element in ELEMENTS.values()}
+_TARGET = re.compile(rf"({'|'.join(_OPENCL_TYPES)})(\d*)\*")
 
 
 class Parameter(NamedTuple):
@@ -293,8 +294,8 @@ def _recorded_target(text: str) -> tuple[str, int]:
 
     The pointer's type in the module is that of the first access, or char without any.
     """
-    match = re.fullmatch(r"(bfloat16|[a-z]+?)(\d*)\*", text)
-    if match is None or match[1] not in _OPENCL_TYPES:
+    match = _TARGET.fullmatch(text)
+    if match is None:
         return "", 0
     scalar, lanes = _OPENCL_TYPES[match[1]], int(match[2] or 1)
     size = scalar.size * (4 if lanes == 3 else lanes)

@@ -19,6 +19,7 @@ from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
 from fusedoptim.step.modes import check_not_traced, on_memory
 from fusedoptim.step.tensors import (
     TRAIL,
+    has_memory,
     has_shared_elements,
     memory_of,
     new_state,
@@ -41,6 +42,11 @@ def check_splittable(
         what = f"{optimizer}: parameter {i} (shape {tuple(p.shape)})"
         if p.layout is not torch.strided:
             raise TypeError(f"{what} has layout {p.layout}, and only strided ones can be split")
+        if p.device.type != "meta" and not has_memory(p):
+            raise TypeError(
+                f"{what} is a {type(p).__name__} with no memory of its own, and cannot be split; "
+                "split it before it is wrapped, or use the torch.optim class"
+            )
         if p.dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(
                 f"{what} is {p.dtype}; split parameters are bfloat16, or float32 to be converted: "

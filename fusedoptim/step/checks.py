@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.devices import BACKENDS
-from fusedoptim.step.modes import has_memory
 from fusedoptim.step.rule import Candidate, UpdateRule
-from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, Group, State, has_shared_elements
+from fusedoptim.step.tensors import (
+    PARAM_DTYPES,
+    TRAIL,
+    Group,
+    State,
+    has_memory,
+    has_shared_elements,
+)
 
 OPTIONS = ("foreach", "differentiable", "capturable", "fused")
 """Options of a group that choose an implementation of the step."""

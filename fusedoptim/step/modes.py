@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from fusedoptim._torch_private import BypassModes, active_modes, set_grad_enabled, transform_level
 
@@ -50,18 +49,3 @@ def check_not_traced(what: str) -> None:
             f"{what} was called inside {found[0]}, which cannot see what it does to memory; call "
             "it outside, or use the torch.optim class"
         )
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether the elements, if there are any, lie in memory that the tensor itself holds.
-
-    Those of fake tensors, of wrappers around other tensors, and of functorch's tensors do not.
-    """
-    try:
-        if tensor.layout is torch.sparse_coo:
-            return has_memory(tensor._values())
-        storage = tensor.untyped_storage()
-        is_meta = storage.device.type == "meta"  # a fake tensor's too, which warns of data_ptr()
-        return not is_meta and (tensor.numel() == 0 or storage.data_ptr() != 0)
-    except RuntimeError:  # it has no storage, or one whose address must not be taken
-        return False

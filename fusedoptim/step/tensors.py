@@ -69,6 +69,21 @@ def new_state(target: Tensor, dtype: torch.dtype) -> Tensor:
     return current_pool(queue_of(target.device)).empty_like(target, dtype)
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the elements, if there are any, lie in memory that the tensor itself holds.
+
+    Those of DTensors and other wrappers around tensors, of fake tensors, and of functorch's do not.
+    """
+    try:
+        if tensor.layout is torch.sparse_coo:
+            return has_memory(tensor._values())
+        storage = tensor.untyped_storage()
+        is_meta = storage.device.type == "meta"  # a fake tensor's too, which warns of data_ptr()
+        return not is_meta and (tensor.numel() == 0 or storage.data_ptr() != 0)
+    except RuntimeError:  # it has no storage, or one whose address must not be taken
+        return False
+
+
 def is_lazy(tensor: Tensor) -> bool:
     """Whether its values are the conjugates or negatives of what is in memory."""
     return tensor.is_conj() or tensor.is_neg()

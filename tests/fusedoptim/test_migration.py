@@ -75,12 +75,16 @@ for wrap, make in [
 ]:
     for theirs, ours in zip(plain, trained(wrap, make)):
         torch.testing.assert_close(ours, theirs)
-try:
-    trained(lambda m: fully_shard(m, mesh=init_device_mesh("cpu", (1,))), FusedAdamW)
-except TypeError as error:
-    assert "DTensor" in str(error) and "use the torch.optim class" in str(error), error
-else:
-    raise AssertionError("accepted")
+for options in ({}, {"split": True}):
+    try:
+        trained(
+            lambda m: fully_shard(m, mesh=init_device_mesh("cpu", (1,))),
+            lambda params: FusedAdamW(params, **options),
+        )
+    except TypeError as error:
+        assert "DTensor" in str(error) and "use the torch.optim class" in str(error), error
+    else:
+        raise AssertionError("accepted")
 torch.distributed.destroy_process_group()
 """
 

@@ -24,7 +24,7 @@ from fusedoptim.launch.modules import load_module, shipped
 from tests.optimizer_cases import ADAGRAD, ADAM, LAMB, SGD, OptimizerCase
 
 Kwargs = dict[str, Any]
-SOURCES = ["adagrad.py", "adam.py", "lamb.py", "norm.py", "sgd.py"]
+SOURCES = [path.name for path in build_tool.kernel_files()]
 HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
 
 
