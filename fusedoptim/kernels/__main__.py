@@ -26,14 +26,15 @@ from fusedoptim.launch.modules import FOLDER, MANIFEST, MANIFEST_VERSION
 
 _HERE = Path(__file__).parent
 GPUS = ("skl", "dg2", "pvc")  # Gen9, Arc, Data Center Max
-_COMPILER_SOURCES = ("language.py", "_lowering.py", "_compiler.py")
+_HELPERS = ("language.py", "philox.py")  # no kernels, but what kernels use
+_COMPILER_SOURCES = (*_HELPERS, "_lowering.py", "_compiler.py")
 _TABLES = tuple(_HERE.parent / name for name in ("dtypes.py", "launch/layout.py"))
 _TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
 
 
 def kernel_files() -> list[Path]:
     """The files that define kernels: one for each algorithm."""
-    return sorted(path for path in _HERE.glob("[!_]*.py") if path.name != "language.py")
+    return sorted(path for path in _HERE.glob("[!_]*.py") if path.name not in _HELPERS)
 
 
 def source_hash(path: Path) -> str:

@@ -113,7 +113,7 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
     layout = Layout(shape.arguments)
     real = getattr(np, VARIANTS[variant].arithmetic)
     namespace: dict[str, Any] = {
-        "kernel": device_func(_with_globals(kernel, **_helpers(kernel, real), real=real)),
+        "kernel": _for_device(kernel, real),
         "real": real,
         "group": _lowering.group,
         "lane": language.lane,
@@ -155,21 +155,17 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
     return entry_point
 
 
-def _helpers(kernel: Callable[..., Any], real: Any) -> dict[str, Any]:
-    """The functions of the kernel's module, which it may call, for the device."""
-    assert isinstance(kernel, FunctionType)
-    helpers = {}
-    for name, value in kernel.__globals__.items():
-        is_here = isinstance(value, FunctionType) and value.__module__ == kernel.__module__
-        if is_here and value is not kernel:
-            helpers[name] = device_func(_with_globals(value, real=real))
-    return helpers
-
-
-def _with_globals(function: Callable[..., Any], **names: Any) -> FunctionType:
-    """``function`` with some of its module's names bound to something else."""
+def _for_device(function: Callable[..., Any], real: Any) -> Any:
+    """``function`` for numba, with the functions that it calls, of its module or of another."""
     assert isinstance(function, FunctionType)
-    return FunctionType(function.__code__, function.__globals__ | names, function.__name__)
+    names: dict[str, Any] = {"real": real}
+    for name in function.__code__.co_names:
+        used = function.__globals__.get(name)
+        if isinstance(used, FunctionType) and used.__module__ != language.__name__:
+            names[name] = _for_device(used, real)
+    return device_func(
+        FunctionType(function.__code__, function.__globals__ | names, function.__name__)
+    )
 
 
 def _loop(call: str, sums: int) -> list[str]:
