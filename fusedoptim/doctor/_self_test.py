@@ -18,7 +18,7 @@ import numpy as np
 
 from fusedoptim.allocator import default_pool
 from fusedoptim.dtypes import ELEMENTS, VARIANTS, Element
-from fusedoptim.kernels.language import Role
+from fusedoptim.kernels.language import Role, as_lane
 from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.layout import Argument
@@ -29,14 +29,18 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 _LENGTHS = np.array([301, 1, 211])  # of the rows: unaligned, and no multiples of a vector
 _MARGIN = 32  # elements past the end
 _UNITS = 64
-_ARRAYS = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.STATE)
+_SIGNED = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT)  # state may be squares
+_ARRAYS = (*_SIGNED, Role.STATE)
 _PER_ROW = (Role.SUMS, Role.RESULT, Role.ROW_RESULT)
-_ADDRESSES = (*_ARRAYS, *_PER_ROW, Role.CHUNK_SUMS, Role.DEVICE_SCALAR)
+_OF_LAUNCH = (Role.DEVICE_SCALAR, Role.DEVICE_INT)
+_ADDRESSES = (*_ARRAYS, *_PER_ROW, Role.CHUNK_SUMS, *_OF_LAUNCH)
+_NARROW = (Role.PARAM, Role.GRAD, Role.INPUT, Role.OUTPUT)
+_BLOCK = 1 << 12  # elements: where a chunk begins is a multiple of it
 
 
 def _row_sizes(role: Role, sums: int) -> Integers:
-    """The elements of an array that belong to each row; a device scalar belongs to all."""
-    if role is Role.DEVICE_SCALAR:
+    """The elements of an array that belong to each row; a value of the launch belongs to all."""
+    if role in _OF_LAUNCH:
         return np.array([1])
     if role in _PER_ROW:
         return np.full(len(_LENGTHS), sums if role is Role.SUMS else 1)
@@ -74,7 +78,12 @@ class _Array:
 
 
 def _encode(values: Reals, storage: str) -> Any:
-    """Values in [1/2, 2], either sign, truncated to an element's bits; "trail" is any 16 bits."""
+    """Values in [1/2, 2], either sign, truncated to an element's bits.
+
+    "trail" is any 16 bits, and "i64" any 64.
+    """
+    if storage == "i64":
+        return values.view(np.int64)
     if storage == "trail":
         return _encode(values, "f32").astype(np.uint16)
     element = ELEMENTS[storage]
@@ -87,6 +96,8 @@ def _encode(values: Reals, storage: str) -> Any:
 
 def _decode(bits: Any, storage: str) -> Reals:
     """The values of an element's bits; those of "trail" mean nothing."""
+    if storage == "i64":
+        return np.array(bits)
     if storage == "trail":
         return np.zeros(len(bits))
     element = ELEMENTS[storage]
@@ -138,17 +149,22 @@ class _Trial:
     def _new_array(self, argument: Argument) -> _Array:
         role = argument.role
         values = self._random.uniform(0.5, 2, _row_sizes(role, self._module.sums).sum())
-        if role in (Role.PARAM, Role.TRAIL, Role.GRAD):  # state may be squares
+        if role in _SIGNED:
             values *= self._random.choice([-1.0, 1.0], len(values))
-        storages = {Role.PARAM: self._narrow, Role.GRAD: self._narrow, Role.TRAIL: "trail"}
+        storages = dict.fromkeys(_NARROW, self._narrow)
+        storages |= {Role.TRAIL: "trail", Role.DEVICE_INT: "i64"}
         return _Array(self._queue, values, storages.get(role, self._real), self._in_usm)
 
     def _new_number(self, argument: Argument) -> Any:
         name, role = argument
         if role is Role.FLAG:
             return self._options
+        if role is Role.INTEGER:
+            return int(self._random.integers(1 << 32))
         if role is Role.ROW_FLAG:
             return self._random.integers(0, 2, len(_LENGTHS))
+        if role is Role.POSITION:
+            return self._random.integers(0, 1 << 28, len(_LENGTHS)) * _BLOCK
         if name == "weight_decay" and not self._options:
             return 0.0
         if name == "max_param_norm" and not self._options:
@@ -167,7 +183,8 @@ class _Trial:
     def problem(self) -> str:
         """Launch; return what is wrong with the results, or ""."""
         before = self._values()
-        expected = in_float64(self._function, self._module, before | self._numbers)
+        lanes = self._kernel.shape.lanes
+        expected = in_float64(self._function, self._module, before | self._numbers, lanes)
         self._launch()
         after = self._values()
         for name, array in self._arrays.items():
@@ -192,7 +209,7 @@ class _Trial:
         roles = dict(self._module.arguments)
         allowed = _UNITS * ELEMENTS[self._real].roundoff * np.maximum(abs(wanted), 1)
         is_rounded = self._narrow != self._real and Role.TRAIL not in roles.values()
-        if roles[name] is Role.PARAM and is_rounded:
+        if roles[name] in (Role.PARAM, Role.OUTPUT) and is_rounded:
             allowed = allowed + ELEMENTS[self._narrow].roundoff * abs(wanted)
         return allowed
 
@@ -206,7 +223,7 @@ class _Trial:
             elif role is not Role.LENGTH:
                 block.write(name, self._numbers[name])
         head = {
-            name: self._arrays[name].address if role is Role.DEVICE_SCALAR else self._numbers[name]
+            name: self._arrays[name].address if role in _OF_LAUNCH else self._numbers[name]
             for name, role in self._module.layout.head
         }
         block.write_head(head)
@@ -215,7 +232,7 @@ class _Trial:
 
 
 def in_float64(
-    function: Callable[..., Any], module: Module, values: dict[str, Any]
+    function: Callable[..., Any], module: Module, values: dict[str, Any], lanes: int
 ) -> dict[str, Reals]:
     """The arrays after ``function`` has run on all rows, as plain Python.
 
@@ -223,6 +240,7 @@ def in_float64(
         function: a kernel.
         module: its compiled form.
         values: of each argument but the row's length: an array, or a number.
+        lanes: of a group, for kernels of which each call is that of one lane and needs no other.
     """
     roles = dict(module.arguments)
     names = list(inspect.signature(function).parameters)
@@ -241,16 +259,21 @@ def in_float64(
             role = roles.get(name)
             if role is Role.LENGTH:
                 given[name] = length
-            elif role in (Role.ROW_SCALAR, Role.ROW_FLAG):
+            elif role in (Role.ROW_SCALAR, Role.ROW_FLAG, Role.POSITION):
                 given[name] = values[name][row].item()
             elif role is Role.ROW_RESULT:
                 given[name] = arrays[name][row][0]
-            elif role is Role.DEVICE_SCALAR:
+            elif role in _OF_LAUNCH:
                 given[name] = arrays[name][0][0]
             elif name in arrays:
                 given[name] = arrays[name][row]
             elif name not in index:
                 given[name] = values[name]
+        if Role.POSITION in roles.values():
+            for lane in range(lanes):
+                with as_lane(lane, lanes):
+                    function(**given)
+            continue
         if not index:
             function(**given)
             continue

@@ -39,6 +39,12 @@ from numba_dpex.kernel_api_impl.spirv.target import (  # noqa: E402
 from fusedoptim.kernels import _lowering  # noqa: E402
 
 _SPIRV_VERSION = "--spirv-max-version=1.0"  # what OpenCL 2.1 takes, so every driver
+_INTEGERS = (Role.INDEX, Role.LENGTH, Role.POSITION, Role.ROW_FLAG, Role.FLAG, Role.INTEGER)
+_VALUES = (
+    Role.DEVICE_SCALAR,
+    Role.DEVICE_INT,
+    Role.ROW_RESULT,
+)  # of which a kernel gets no address
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
 
 
@@ -95,12 +101,14 @@ def _numba_type(role: Role, variant: str) -> types.Type:
     element, real = VARIANTS[variant].element, VARIANTS[variant].real
     if role is Role.PARAM:
         return _lowering.Pointer("split" if variant == "split" else element)
-    if role is Role.GRAD:
+    if role in (Role.GRAD, Role.INPUT, Role.OUTPUT):
         return _lowering.Pointer(element)
     if role in (Role.SCALAR, Role.ROW_SCALAR):
         return getattr(types, VARIANTS[variant].arithmetic)
-    if role in (Role.INDEX, Role.LENGTH, Role.ROW_FLAG, Role.FLAG):
+    if role in _INTEGERS:
         return types.int64
+    if role is Role.DEVICE_INT:
+        return _lowering.Pointer("i64")
     return _lowering.Pointer(real)
 
 
@@ -136,13 +144,9 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
         lines = of_row if role.in_row else of_group
         base, word = ("row", layout.row_word) if role.in_row else ("head", layout.head_word)
         lines.append(f"{name} = read_{name}({base} + {WORD * word[name]})")
-        if role in (Role.DEVICE_SCALAR, Role.ROW_RESULT):
+        if role in _VALUES:
             lines.append(f"{name}_value = {name}[0]")
-    values = {
-        Role.INDEX: "start + lane()",
-        Role.DEVICE_SCALAR: "{}_value",
-        Role.ROW_RESULT: "{}_value",
-    }
+    values = {Role.INDEX: "start + lane()", **dict.fromkeys(_VALUES, "{}_value")}
     call = ", ".join(values.get(role, "{}").format(name) for name, role in shape.parameters)
     of_row += (
         _loop(f"kernel({call})", shape.sums) if shape.is_element_kernel else [f"kernel({call})"]

@@ -10,6 +10,9 @@ Length       int                      of the row: elements in this chunk, or chu
 Param        ``x[i]``, ``x[i] = v``   of the row: address of the parameter (split: of both halves)
 Grad         ``x[i]``                 of the row: address of the gradient, in the parameter's dtype
 State        ``x[i]``, ``x[i] = v``   of the row: address of values in the arithmetic dtype
+Input        ``x[i]``                 of the row: address of an operator's input, in its dtype
+Output       ``x[i] = v``             of the row: address of an operator's output, in that dtype
+Position     int                      of the row: index in its tensor of the chunk's first element
 ChunkSums    ``x[i]``                 of the row: address of what the tensor's chunks summed up to
 Result       ``x[0] = v``             of the row: address of one value for the tensor
 RowResult    float                    of the row: address of a Result of an earlier kernel
@@ -17,7 +20,9 @@ RowScalar    float                    of the row: in the arithmetic dtype
 RowFlag      int, 0 is false          of the row
 Scalar       float                    of the launch: in the arithmetic dtype
 Flag         int, 0 is false          of the launch
+Integer      int                      of the launch
 DeviceScalar float                    of the launch: address of a value computed on the device
+DeviceInt    int                      of the launch: address of an int64 computed on the device
 ============ ======================== =========================================================
 
 Arithmetic is float32 for float32, bfloat16 and float16 parameters and float64 for float64
@@ -30,7 +35,8 @@ plain Python on numpy arrays, ``sgd(i, param, grad, 1.0, 0.1, 0.0)`` is the upda
 ``i``: this is how a kernel is stepped through in a debugger.
 
 Any other kernel is called once for each row and lane of the work-group that walks it. It may use
-``lane``, ``lanes`` and ``group_sum``; in plain Python a group has one lane.
+``lane``, ``lanes`` and ``group_sum``; in plain Python a group has one lane, and without
+``group_sum``, :func:`as_lane` makes a call that of any lane.
 
 Compiled, :mod:`fusedoptim.kernels._lowering` gives the same names their meaning on the device.
 ``/`` and ``math.sqrt`` are the device's own.
@@ -38,7 +44,9 @@ Compiled, :mod:`fusedoptim.kernels._lowering` gives the same names their meaning
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from collections.abc import Iterator
 from typing import Annotated, Protocol
 
 
@@ -52,6 +60,9 @@ class Role(enum.Enum):
     """The lower halves of a split parameter; no kernel names it, a Param includes it."""
     GRAD = "grad"
     STATE = "state"
+    INPUT = "input"
+    OUTPUT = "output"
+    POSITION = "position"
     SUMS = "sums"
     """Where a row's sums go; no kernel names it, the returned tuple is it."""
     CHUNK_SUMS = "chunk_sums"
@@ -61,12 +72,17 @@ class Role(enum.Enum):
     ROW_FLAG = "row_flag"
     SCALAR = "scalar"
     FLAG = "flag"
+    INTEGER = "integer"
     DEVICE_SCALAR = "device_scalar"
+    DEVICE_INT = "device_int"
 
     @property
     def in_row(self) -> bool:
         """Whether each row of the launch block has its own value (else: one for the launch)."""
-        return self not in (Role.SCALAR, Role.FLAG, Role.DEVICE_SCALAR)
+        return self not in _OF_LAUNCH
+
+
+_OF_LAUNCH = (Role.SCALAR, Role.FLAG, Role.INTEGER, Role.DEVICE_SCALAR, Role.DEVICE_INT)
 
 
 class _Values(Protocol):
@@ -79,6 +95,9 @@ Length = Annotated[int, Role.LENGTH]
 Param = Annotated[_Values, Role.PARAM]
 Grad = Annotated[_Values, Role.GRAD]
 State = Annotated[_Values, Role.STATE]
+Input = Annotated[_Values, Role.INPUT]
+Output = Annotated[_Values, Role.OUTPUT]
+Position = Annotated[int, Role.POSITION]
 ChunkSums = Annotated[_Values, Role.CHUNK_SUMS]
 Result = Annotated[_Values, Role.RESULT]
 RowResult = Annotated[float, Role.ROW_RESULT]
@@ -86,17 +105,34 @@ RowScalar = Annotated[float, Role.ROW_SCALAR]
 RowFlag = Annotated[int, Role.ROW_FLAG]
 Scalar = Annotated[float, Role.SCALAR]
 Flag = Annotated[int, Role.FLAG]
+Integer = Annotated[int, Role.INTEGER]
 DeviceScalar = Annotated[float, Role.DEVICE_SCALAR]
+DeviceInt = Annotated[int, Role.DEVICE_INT]
+
+
+_lane, _lanes = 0, 1
+
+
+@contextlib.contextmanager
+def as_lane(lane: int, lanes: int) -> Iterator[None]:
+    """Have plain Python take :func:`lane` and :func:`lanes` for these."""
+    global _lane, _lanes
+    before = _lane, _lanes
+    _lane, _lanes = lane, lanes
+    try:
+        yield
+    finally:
+        _lane, _lanes = before
 
 
 def lane() -> int:
     """Index of this work item in its group."""
-    return 0
+    return _lane
 
 
 def lanes() -> int:
     """Number of work items in the group."""
-    return 1
+    return _lanes
 
 
 def group_sum(value: float) -> float:

@@ -21,7 +21,12 @@ HEADER = ("rows", "rows_per_group")
 """What every head begins with: int64 numbers."""
 
 _POINTER, _INTEGER = "Q", "q"
-_HEAD_FORMATS = {Role.FLAG: _INTEGER, Role.DEVICE_SCALAR: _POINTER}
+_HEAD_FORMATS = {
+    Role.FLAG: _INTEGER,
+    Role.INTEGER: _INTEGER,
+    Role.DEVICE_SCALAR: _POINTER,
+    Role.DEVICE_INT: _POINTER,
+}
 # A float32 takes the first half of its word.
 _REAL_FORMATS = {"float32": "f4x", "float64": "d"}
 

@@ -66,6 +66,8 @@ class Pipeline:
         if not by_tensor:
             for name, _ in kernel.layout.row:
                 self._with_column.setdefault(name, []).append(block)
+        if Role.POSITION in roles:
+            block.write(roles[Role.POSITION], chunks.start)
         if Role.SUMS in roles:
             # The unused row is where an empty last tensor's sums would begin.
             shape = (block.rows + 1, kernel.module.sums)
@@ -123,18 +125,24 @@ class Pipeline:
             found.append((block, list(zip(words, owners, starts))))
         return found
 
+    def run(self) -> None:
+        """Launch the kernels; on a GPU, return while they run."""
+        events: list[Any] = []
+        try:
+            for stage in self.stages:
+                stage.launch(events)
+        finally:
+            for block in self._blocks:
+                if block.kernel.backend.runs_on_host:
+                    block.wait()
+
     def launch_and_sum(self) -> Tensor:
         """Launch the kernels, and add up what they have summed over all chunks: a 0-d tensor."""
-        events: list[Any] = []
-        for stage in self.stages:
-            stage.launch(events)
-        for block in self._blocks:
-            if block.kernel.backend.runs_on_host:
-                block.wait()
+        self.run()
         assert self.sums is not None
         return self.sums[:-1].sum()
 
-    def write_head(self, values: dict[str, Any]) -> None:
+    def write_head(self, values: Mapping[str, Any]) -> None:
         """Set the arguments that all chunks share."""
         for block in self._blocks:
             block.write_head(values)

@@ -1,0 +1,42 @@
+"""Dropout that draws its mask on all cores, and again in the backward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedoptim.nn import functional
+
+__all__ = ["Dropout"]
+
+
+class Dropout(torch.nn.Dropout):
+    """``torch.nn.Dropout`` by a kernel that draws random numbers on all cores.
+
+    The random numbers are those of Philox-4x32-10 with a seed from torch's default generator: the
+    same after ``torch.manual_seed``, but other than torch's. No mask is kept for the backward pass,
+    which draws it again.
+
+    Args:
+        p: the probability of zeroing an element.
+        inplace: whether to write the result into the input.
+
+    Raises:
+        ValueError: p is not between 0 and 1.
+
+    Example:
+        >>> import torch
+        >>> Dropout(0.1)(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+
+    Semantics: ``torch.nn.Dropout`` of torch 2.13; see
+    :func:`fusedoptim.nn.functional.dropout` for what it takes.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        """Drop elements in training mode; return ``input`` in eval mode.
+
+        Args:
+            input: of any shape.
+        """
+        return functional.dropout(input, self.p, self.training, self.inplace)

@@ -1,0 +1,10 @@
+"""Operators whose kernels are written in Python, registered with torch as ``torch.ops.fusedoptim``.
+
+They work under autograd, ``torch.autocast``, fake tensors and ``torch.compile(fullgraph=True)``,
+for tensors on the CPU and on Intel GPUs; torch gives its custom operators no ``torch.func``
+transforms. Modules over them are in :mod:`fusedoptim.nn`.
+"""
+
+from fusedoptim.ops._dropout import dropout
+
+__all__ = ["dropout"]

@@ -1,0 +1,58 @@
+"""Launches an operator's kernel over tensors that have the same elements in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedoptim.dtypes import VARIANTS
+from fusedoptim.launch.block import Chunks
+from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.launch.kernel import kernel_for
+from fusedoptim.launch.pipeline import Pipeline
+
+DEVICES = tuple(BACKENDS)
+"""The types of the devices that kernels run on."""
+VARIANT_OF = {getattr(torch, v.params[0]): v.name for v in VARIANTS.values() if v.params}
+"""The variant of a kernel for each dtype that kernels compute with; no complex ones."""
+_DEVICES = (*DEVICES, "meta")
+_MOST_IDLE = 256
+
+_idle: dict[Any, list[Pipeline]] = {}
+"""Pipelines that no call uses, by all that their rows depend on but addresses."""
+
+
+def is_served(tensor: Tensor) -> bool:
+    """Whether operators take the tensor."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and tensor.dtype in VARIANT_OF and tensor.device.type in _DEVICES
+
+
+def launch(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
+    """Run a kernel over all elements; on a GPU, return while it runs.
+
+    Args:
+        name: of the kernel.
+        tensors: by the names of its Inputs and Outputs: dense, not empty, of one device, dtype,
+            shape and strides.
+        numbers: by the names of the arguments of the launch; of those computed on the device, the
+            address.
+    """
+    first = next(iter(tensors.values()))
+    queue = BACKENDS[first.device.type].queue(first.device)
+    key = queue, name, first.dtype, first.numel()
+    try:
+        pipeline = _idle[key].pop()
+    except LookupError:
+        kernel = kernel_for(queue, name, VARIANT_OF[first.dtype])
+        pipeline = Pipeline([kernel], Chunks([first.numel()], kernel.shape.chunk), first.device)
+    for column, tensor in tensors.items():
+        pipeline.write_addresses(column, [tensor.data_ptr()], tensor.element_size())
+    pipeline.write_head(numbers)
+    pipeline.run()
+    if len(_idle) >= _MOST_IDLE:
+        _idle.clear()
+    _idle.setdefault(key, []).append(pipeline)  # not if interrupted: its kernel may still run

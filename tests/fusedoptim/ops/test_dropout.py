@@ -1,0 +1,372 @@
+"""The operator dropout: values, masks, gradients, tracing, statistics, errors."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedoptim.kernels.dropout import words
+from fusedoptim.ops import dropout
+from tests.fusedoptim.helpers import run_in_threads, run_script
+from tests.running import ROOT
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+LANES = 16  # of a group on a CPU
+CHUNK = 32 * 1024
+OP = torch.ops.fusedoptim.dropout.default
+
+
+def new_seed() -> Tensor:
+    return torch.randint(-(2**63), 2**63 - 1, ())
+
+
+def mask(shape: int | tuple[int, ...], seed: int | Tensor, p: float) -> Tensor:
+    """Where elements are kept."""
+    return dropout(torch.ones(shape), torch.as_tensor(seed), p) != 0
+
+
+def layouts() -> dict[str, Tensor]:
+    """Tensors of all kinds of strides."""
+    return {
+        "chunks": torch.randn(2 * CHUNK + 77),
+        "matrix": torch.randn(33, 65),
+        "transposed": torch.randn(33, 65).t(),
+        "channels_last": torch.randn(2, 8, 5, 7).to(memory_format=torch.channels_last),
+        "one_channel": torch.randn(3, 1, 5, 7).to(memory_format=torch.channels_last),
+        "strided": torch.randn(20, 30)[:, ::2],
+        "expanded": torch.randn(20, 1).expand(20, 30),
+        "offset": torch.randn(101)[1:],
+        "scalar": torch.randn(()),
+        "empty": torch.randn(0, 3),
+    }
+
+
+class TestValues:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("layout", layouts())
+    def test_kept_ones_are_scaled_and_the_others_zero(
+        self, layout: str, dtype: torch.dtype
+    ) -> None:
+        x, seed = layouts()[layout].to(dtype), new_seed()
+        before = x.clone()
+        y = dropout(x, seed, 0.3)
+        kept = dropout(torch.ones_like(x), seed, 0.3) != 0
+        real = torch.promote_types(dtype, torch.float32)
+        scaled = (x.to(real) * torch.tensor(1 / 0.7, dtype=real)).to(dtype)
+        assert y.dtype == dtype
+        assert y.stride() == torch.empty_like(x).stride()
+        torch.testing.assert_close(y, torch.where(kept, scaled, 0), rtol=0, atol=0)
+        assert torch.equal(x, before)
+
+    @pytest.mark.parametrize("numel", [1, 63, 64, 65, CHUNK + 130])
+    def test_mask_is_philoxs(self, numel: int) -> None:
+        """The words of a block of four elements for each lane, lane by lane."""
+        seed, p = new_seed(), 0.37
+        drawn: list[int] = []
+        for block in range(-(-numel // (4 * LANES))):
+            counters = range(block * LANES, (block + 1) * LANES)
+            of_lanes = [words(int(seed), counter) for counter in counters]
+            drawn += [word for k in range(4) for word in (four[k] for four in of_lanes)]
+        expected = torch.tensor(drawn[:numel]) >= round(p * 2**32)
+        assert torch.equal(mask(numel, seed, p), expected)
+
+    def test_mask_follows_the_order_in_memory(self) -> None:
+        x = torch.ones(2, 8, 5, 7).to(memory_format=torch.channels_last)
+        y = dropout(x, torch.tensor(3), 0.5)
+        in_memory = y.permute(0, 2, 3, 1).flatten() != 0
+        assert torch.equal(in_memory, mask(x.numel(), 3, 0.5))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_zero_and_one(self, dtype: torch.dtype) -> None:
+        x = torch.randn(1000).to(dtype)
+        assert torch.equal(dropout(x, new_seed(), 0.0), x)
+        assert torch.equal(dropout(x, new_seed(), 1.0), torch.zeros_like(x))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_infinity_and_nan_as_torchs(self, dtype: torch.dtype) -> None:
+        """Zeroing is a product: a dropped infinity is NaN."""
+        x = torch.tensor([math.inf, -math.inf, math.nan]).repeat(1000).to(dtype)
+        y = dropout(x, torch.tensor(5), 0.5)
+        kept = mask(3000, 5, 0.5)
+        torch.testing.assert_close(y, x * kept, rtol=0, atol=0, equal_nan=True)
+        of_torch = torch.nn.functional.dropout(x, 1.0)
+        assert torch.equal(dropout(x, new_seed(), 1.0).isnan(), of_torch.isnan())
+
+    def test_one_element_may_be_dropped_with_any_seed(self) -> None:
+        kept = sum(int(mask(1, new_seed(), 0.5)) for _ in range(100))
+        assert 5 < kept < 95  # else with a probability of 2e-22
+
+    def test_threads_at_once(self) -> None:
+        """Each uses launch blocks of its own."""
+        x = torch.ones(3 * CHUNK)
+        expected = [mask(x.numel(), k, 0.5) for k in range(4)]
+
+        def work(k: int) -> None:
+            for _ in range(50):
+                assert torch.equal(dropout(x, torch.tensor(k), 0.5) != 0, expected[k])
+
+        run_in_threads(*(functools.partial(work, k) for k in range(4)))
+
+
+BITS = """
+import hashlib, torch
+from fusedoptim.ops import dropout
+x = torch.ones(300_000)
+print(hashlib.sha256(dropout(x, torch.tensor(1), 0.5).numpy().tobytes()).hexdigest())
+"""
+
+
+def test_the_same_bits_whatever_the_number_of_threads() -> None:
+    one_core = f"import os\nos.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
+    printed = {run_script(one_core + BITS).stdout}
+    for workers in ("1", "2", "5"):
+        printed.add(run_script(BITS, CL_CONFIG_CPU_TBB_NUM_WORKERS=workers).stdout)
+    assert len(printed) == 1
+
+
+class TestGradient:
+    @pytest.mark.parametrize("layout", layouts())
+    def test_is_the_same_mask(self, layout: str) -> None:
+        """Also of a gradient with other strides."""
+        seed = new_seed()
+        x = layouts()[layout].requires_grad_()
+        y = dropout(x, seed, 0.25)
+        for grad in (torch.randn_like(y), torch.randn(y.shape), torch.randn(()).expand(y.shape)):
+            (got,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+            kept = dropout(torch.ones_like(x), seed, 0.25) != 0
+            scaled = grad * torch.tensor(1 / 0.75)
+            torch.testing.assert_close(got, torch.where(kept, scaled, 0), rtol=0, atol=0)
+
+    def test_nothing_but_the_seed_is_kept(self) -> None:
+        kept: list[Tensor] = []
+        x = torch.randn(1000, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            dropout(x, new_seed(), 0.5)
+        assert [tensor.numel() for tensor in kept] == [1]
+
+    @pytest.mark.parametrize("layout", ["matrix", "channels_last", "strided"])
+    def test_gradcheck(self, layout: str) -> None:
+        x, seed = (
+            layouts()[layout][..., :3].double()
+            if layout != "scalar"
+            else torch.randn((), dtype=torch.float64),
+            new_seed(),
+        )
+        x.requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: dropout(x, seed, 0.4), x)
+        assert torch.autograd.gradgradcheck(lambda x: dropout(x, seed, 0.4), x)
+
+
+class TestTracing:
+    @pytest.mark.parametrize("layout", layouts())
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_opcheck(self, layout: str, dtype: torch.dtype) -> None:
+        x = layouts()[layout].to(dtype)
+        for value in (x, x.requires_grad_()):
+            torch.library.opcheck(OP, (value, new_seed(), 0.3))
+
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_compiled_equals_eager(self, dynamic: bool) -> None:
+        """In a graph whose compiler may choose strides."""
+        convolution = torch.nn.Conv2d(8, 8, 3, padding=1)
+
+        def function(x: Tensor, seed: Tensor) -> Tensor:
+            return (dropout(convolution(x.sin()), seed, 0.5) * 2).permute(0, 2, 3, 1).contiguous()
+
+        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        for size in (9, 11):
+            x = torch.randn(2, 8, size, size).to(memory_format=torch.channels_last)
+            x.requires_grad_()
+            seed = new_seed()
+            ours, expected = compiled(x, seed), function(x, seed)
+            torch.testing.assert_close(ours, expected)
+            assert torch.equal(ours == 0, expected == 0)
+            grad = torch.randn_like(ours)
+            gradients = [torch.autograd.grad(y, x, grad)[0] for y in (ours, expected)]
+            torch.testing.assert_close(*gradients)
+
+    def test_fake_tensors(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+            y = dropout(x, torch.tensor(0), 0.5)
+        assert (y.shape, y.stride()) == (x.shape, x.stride())
+
+    def test_meta_tensors(self) -> None:
+        y = dropout(
+            torch.empty(3, 4, device="meta"), torch.empty((), dtype=torch.int64, device="meta"), 0.5
+        )
+        assert (y.shape, y.device.type) == ((3, 4), "meta")
+
+    def test_autocast_keeps_the_dtype(self) -> None:
+        for dtype in DTYPES:
+            with torch.autocast("cpu", torch.bfloat16):
+                assert dropout(torch.ones(3).to(dtype), new_seed(), 0.5).dtype == dtype
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("p", [-0.1, 1.1, math.nan, math.inf, -math.inf])
+    def test_p(self, p: float) -> None:
+        with pytest.raises(ValueError, match=f"p={p!r} is no probability; pass a number"):
+            dropout(torch.ones(3), new_seed(), p)
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+    def test_dtype(self, dtype: torch.dtype) -> None:
+        with pytest.raises(TypeError, match=f"x has dtype {dtype}, and kernels compute with float"):
+            dropout(torch.ones(3, dtype=dtype), new_seed(), 0.5)
+
+    def test_seed(self) -> None:
+        with pytest.raises(TypeError, match=r"seed has dtype torch.int32; pass an int64 tensor"):
+            dropout(torch.ones(3), new_seed().int(), 0.5)
+        with pytest.raises(ValueError, match=r"seed has shape \(2,\) and is on cpu; pass one"):
+            dropout(torch.ones(3), torch.zeros(2, dtype=torch.int64), 0.5)
+
+    def test_errors_of_a_traced_call_are_the_same(self) -> None:
+        x = torch.empty(3, device="meta")
+        with pytest.raises(ValueError, match=r"p=2.0 is no probability"):
+            dropout(x, torch.empty((), dtype=torch.int64, device="meta"), 2.0)
+
+
+def chi_squared_tail(value: float, freedom: int) -> float:
+    """The probability of a chi-squared value at least as large."""
+    half = torch.tensor([freedom / 2, value / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+FALSE_ALARM = 1e-9
+"""Of each statistical test, of which there are fewer than 1,000: in all less than 1e-6."""
+BLOCK = 1024
+N = 1 << 20
+
+
+def rate(kept: Tensor, p: float) -> float:
+    """How likely the number of kept elements is, and how it varies between blocks."""
+    off = kept.double().view(-1, BLOCK).sum(1) - BLOCK * (1 - p)
+    variance = BLOCK * p * (1 - p)
+    total = chi_squared_tail(float(off.sum() ** 2 / (len(off) * variance)), 1)
+    spread = chi_squared_tail(float((off**2).sum() / variance), len(off))
+    return min(total, 2 * spread, 2 * (1 - spread))
+
+
+def independence(first: Tensor, second: Tensor, p: float) -> float:
+    """How likely the four combinations of kept and dropped are, of elements in pairs."""
+    observed = torch.bincount((2 * first.long() + second.long()).flatten(), minlength=4).double()
+    one = torch.tensor([p, 1 - p], dtype=torch.float64)
+    expected = first.numel() * torch.outer(one, one).flatten()
+    return chi_squared_tail(float(((observed - expected) ** 2 / expected).sum()), 3)
+
+
+def neighbours(kept: Tensor, p: float) -> float:
+    """The least likely of pairs at some distances; no element is in two pairs of one distance."""
+    found = []
+    for distance in (1, 2, 3, 4, 8, LANES, 2 * LANES, 4 * LANES, CHUNK):
+        pairs = kept[: len(kept) // (2 * distance) * 2 * distance].view(-1, 2, distance)
+        found.append(independence(pairs[:, 0], pairs[:, 1], p))
+    return min(found)
+
+
+def seeds(generator: Callable[[int], Tensor], p: float) -> float:
+    """The least likely of pairs of masks of seeds that differ in one bit or by one."""
+    start = int(torch.randint(2**62, ()))
+    mask = generator(start)
+    others = [start + 1, start ^ 1, start ^ (1 << 31), start ^ (1 << 32), start ^ (1 << 61)]
+    found = []
+    for other in map(generator, others):
+        found.append(independence(mask, other, p))
+        # The same words at a distance, as counters that begin at the seed would give.
+        found += [independence(mask[k:], other[:-k], p) for k in (1, LANES, 4 * LANES)]
+        found += [independence(mask[:-k], other[k:], p) for k in (1, LANES, 4 * LANES)]
+    return min(found)
+
+
+class TestStatistics:
+    @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+    def test_rate_and_neighbours(self, p: float) -> None:
+        kept = mask(N, new_seed(), p)
+        assert rate(kept, p) > FALSE_ALARM
+        assert neighbours(kept, p) > FALSE_ALARM
+
+    @pytest.mark.parametrize("p", [0.1, 0.5])
+    def test_seeds(self, p: float) -> None:
+        assert seeds(lambda seed: mask(N // 8, seed, p), p) > FALSE_ALARM
+
+    def test_first_element_of_many_seeds(self) -> None:
+        """A model of small layers takes the first words of each seed only."""
+        kept = torch.stack([mask(BLOCK, seed, 0.5) for seed in range(BLOCK)])
+        assert rate(kept.t().flatten(), 0.5) > FALSE_ALARM
+        assert neighbours(kept.t().flatten(), 0.5) > FALSE_ALARM
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_mean_is_kept(self, dtype: torch.dtype) -> None:
+        """The sum of what is kept is normal, with a standard deviation that is known."""
+        p = 0.1
+        y = dropout(torch.ones(N, dtype=dtype), new_seed(), p).double()
+        scale = float(torch.tensor(1 / (1 - p), dtype=dtype))
+        deviation = scale * math.sqrt(N * p * (1 - p))
+        assert abs(float(y.sum()) - scale * N * (1 - p)) < 6.1 * deviation  # or 1e-9
+
+
+class TestBrokenGenerators:
+    """The statistical tests find what they are for."""
+
+    P = 0.5
+
+    def test_wrong_rate(self) -> None:
+        assert rate(mask(N, new_seed(), self.P + 0.005), self.P) < FALSE_ALARM
+
+    def test_too_even_a_rate(self) -> None:
+        assert rate(torch.arange(N) % 2 == 0, self.P) < FALSE_ALARM
+
+    def test_a_word_for_two_neighbours(self) -> None:
+        assert (
+            neighbours(mask(N // 2, new_seed(), self.P).repeat_interleave(2), self.P) < FALSE_ALARM
+        )
+
+    def test_the_same_words_in_each_chunk(self) -> None:
+        assert neighbours(mask(CHUNK, new_seed(), self.P).repeat(N // CHUNK), self.P) < FALSE_ALARM
+
+    def test_a_seed_of_32_bits(self) -> None:
+        assert seeds(lambda seed: mask(N // 8, seed % 2**32, self.P), self.P) < FALSE_ALARM
+
+    def test_counters_that_begin_at_the_seed(self) -> None:
+        generated = mask(N, new_seed(), self.P)
+
+        def shifted(seed: int) -> Tensor:
+            start = seed % 1000 * LANES
+            return generated[start : start + N // 8]
+
+        assert seeds(shifted, self.P) < FALSE_ALARM
+
+
+def test_loop_is_vectorized(tmp_path: Path) -> None:
+    """The driver's code has 32-by-32-bit products of whole vectors, and no gathers."""
+    script = "import torch\nfrom fusedoptim.ops import dropout\n"
+    script += "for dtype in (torch.float32, torch.bfloat16):\n"
+    script += "    dropout(torch.ones(999, dtype=dtype), torch.tensor(1), 0.5)\n"
+    variables = {
+        "CL_CONFIG_DUMP_DISASSEMBLY": "True",  # to the current folder
+        "FUSEDOPTIM_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=os.environ | variables, check=True
+    )
+    code = "".join(path.read_text() for path in tmp_path.glob("*.asm"))
+    assert re.search(r"\bv?pmuludq\b.*[xyz]mm", code)
+    assert not re.findall(r"\bvp?(?:gather|scatter)\w+", code)
