@@ -242,6 +242,41 @@ def clipping(grads: Sequence[Tensor], max_norm: float, arithmetic: torch.dtype) 
     return Bounded(torch.ones_like(factor.value), factor.error / factor.value, arithmetic)
 
 
+def cross_entropy_errors(
+    logits: Tensor, target: Tensor, smoothing: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The most by which the loss of each row, and the gradient of the loss's sum, may be off.
+
+    Args:
+        logits: (N, C), in float64, with values of ``dtype``.
+        target: a class for each row.
+        smoothing: of the labels.
+        dtype: of the logits and their gradient; the kernels compute in its arithmetic dtype.
+    """
+    u = unit_roundoff(ARITHMETIC[dtype])
+    classes = logits.shape[1]
+    sums = math.ceil(classes / LANES) + LANES  # additions that a term passes through
+    largest = logits.max(1, keepdim=True).values
+    p = torch.softmax(logits, 1)
+    # A rounding of x - max is a relative error of its exponential.
+    distances = (p * (largest - logits)).sum(1, keepdim=True)
+    log_total = torch.logsumexp(logits - largest, 1, keepdim=True)
+    off = u * (distances + sums + 2 * BUILTIN_ULPS["exp"])
+    off = off + 2 * BUILTIN_ULPS["log"] * u * log_total
+
+    of_class = logits.gather(1, target[:, None])
+    loss = (largest - of_class).abs() + log_total
+    spread = smoothing * (of_class.abs() + (sums + 2) * logits.abs().mean(1, keepdim=True))
+    loss_error = off + u * (3 * loss + 4 * spread)
+
+    log_sum = largest + log_total
+    relative = off + u * (log_sum.abs() + (logits - log_sum).abs() + 2 * BUILTIN_ULPS["exp"])
+    wanted = smoothing / classes + (1 - smoothing) * (logits == of_class)
+    error = relative * p + 4 * u * (p + wanted)
+    stored = error + unit_roundoff(dtype) * (p + wanted + error) + torch.finfo(dtype).tiny
+    return loss_error.squeeze(1), stored
+
+
 class Perturbed(TorchDispatchMode):
     """Runs a float64 computation with all the roundings that one in ``dtype`` may make.
 

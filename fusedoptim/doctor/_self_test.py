@@ -31,7 +31,8 @@ _MARGIN = 32  # elements past the end
 _UNITS = 64
 _SIGNED = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT)  # state may be squares
 _ARRAYS = (*_SIGNED, Role.STATE)
-_PER_ROW = (Role.SUMS, Role.RESULT, Role.ROW_RESULT)
+_VALUE_OF_ROW = (Role.ROW_RESULT, Role.ROW_INT)
+_PER_ROW = (Role.SUMS, Role.RESULT, *_VALUE_OF_ROW)
 _OF_LAUNCH = (Role.DEVICE_SCALAR, Role.DEVICE_INT)
 _ADDRESSES = (*_ARRAYS, *_PER_ROW, Role.CHUNK_SUMS, *_OF_LAUNCH)
 _NARROW = (Role.PARAM, Role.GRAD, Role.INPUT, Role.OUTPUT)
@@ -151,8 +152,10 @@ class _Trial:
         values = self._random.uniform(0.5, 2, _row_sizes(role, self._module.sums).sum())
         if role in _SIGNED:
             values *= self._random.choice([-1.0, 1.0], len(values))
+        if role is Role.ROW_INT:  # an index of one of the row's elements
+            values = self._random.integers(0, _LENGTHS).view(np.float64)
         storages = dict.fromkeys(_NARROW, self._narrow)
-        storages |= {Role.TRAIL: "trail", Role.DEVICE_INT: "i64"}
+        storages |= {Role.TRAIL: "trail", Role.DEVICE_INT: "i64", Role.ROW_INT: "i64"}
         return _Array(self._queue, values, storages.get(role, self._real), self._in_usm)
 
     def _new_number(self, argument: Argument) -> Any:
@@ -261,7 +264,7 @@ def in_float64(
                 given[name] = length
             elif role in (Role.ROW_SCALAR, Role.ROW_FLAG, Role.POSITION):
                 given[name] = values[name][row].item()
-            elif role is Role.ROW_RESULT:
+            elif role in _VALUE_OF_ROW:
                 given[name] = arrays[name][row][0]
             elif role in _OF_LAUNCH:
                 given[name] = arrays[name][0][0]

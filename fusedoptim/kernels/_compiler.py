@@ -43,6 +43,7 @@ _INTEGERS = (Role.INDEX, Role.LENGTH, Role.POSITION, Role.ROW_FLAG, Role.FLAG, R
 _VALUES = (
     Role.DEVICE_SCALAR,
     Role.DEVICE_INT,
+    Role.ROW_INT,
     Role.ROW_RESULT,
 )  # of which a kernel gets no address
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
@@ -107,7 +108,7 @@ def _numba_type(role: Role, variant: str) -> types.Type:
         return getattr(types, VARIANTS[variant].arithmetic)
     if role in _INTEGERS:
         return types.int64
-    if role is Role.DEVICE_INT:
+    if role in (Role.DEVICE_INT, Role.ROW_INT):
         return _lowering.Pointer("i64")
     return _lowering.Pointer(real)
 

@@ -108,22 +108,31 @@ def _fma_overload(a: Any, b: Any, c: Any) -> Any:
     return lambda a, b, c: _fma(a, b, c)
 
 
-@device_intrinsic
-def _group_sum(context: Any, value: types.Type) -> Any:
-    mangled = {
-        types.float32: "_Z21work_group_reduce_addf",
-        types.float64: "_Z21work_group_reduce_addd",
-    }[value]
+def _group_reduction(of_float: str, of_double: str) -> Any:
+    @device_intrinsic
+    def reduction(context: Any, value: types.Type) -> Any:
+        mangled = {types.float32: of_float, types.float64: of_double}[value]
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return call_builtin(builder, mangled, args[0].type, list(args), pure=False)
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            return call_builtin(builder, mangled, args[0].type, list(args), pure=False)
 
-    return value(value), generate
+        return value(value), generate
+
+    return reduction
+
+
+_group_sum = _group_reduction("_Z21work_group_reduce_addf", "_Z21work_group_reduce_addd")
+_group_max = _group_reduction("_Z21work_group_reduce_maxf", "_Z21work_group_reduce_maxd")
 
 
 @overload(language.group_sum, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
 def _group_sum_overload(value: Any) -> Any:
     return lambda value: _group_sum(value)
+
+
+@overload(language.group_max, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _group_max_overload(value: Any) -> Any:
+    return lambda value: _group_max(value)
 
 
 def _divide(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:

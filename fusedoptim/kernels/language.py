@@ -18,6 +18,7 @@ Result       ``x[0] = v``             of the row: address of one value for the t
 RowResult    float                    of the row: address of a Result of an earlier kernel
 RowScalar    float                    of the row: in the arithmetic dtype
 RowFlag      int, 0 is false          of the row
+RowInt       int                      of the row: address of an int64 computed on the device
 Scalar       float                    of the launch: in the arithmetic dtype
 Flag         int, 0 is false          of the launch
 Integer      int                      of the launch
@@ -35,8 +36,8 @@ plain Python on numpy arrays, ``sgd(i, param, grad, 1.0, 0.1, 0.0)`` is the upda
 ``i``: this is how a kernel is stepped through in a debugger.
 
 Any other kernel is called once for each row and lane of the work-group that walks it. It may use
-``lane``, ``lanes`` and ``group_sum``; in plain Python a group has one lane, and without
-``group_sum``, :func:`as_lane` makes a call that of any lane.
+``lane``, ``lanes``, ``group_sum`` and ``group_max``; in plain Python a group has one lane, and
+without the last two, :func:`as_lane` makes a call that of any lane.
 
 Compiled, :mod:`fusedoptim.kernels._lowering` gives the same names their meaning on the device.
 ``/`` and ``math.sqrt`` are the device's own.
@@ -70,6 +71,7 @@ class Role(enum.Enum):
     ROW_RESULT = "row_result"
     ROW_SCALAR = "row_scalar"
     ROW_FLAG = "row_flag"
+    ROW_INT = "row_int"
     SCALAR = "scalar"
     FLAG = "flag"
     INTEGER = "integer"
@@ -103,6 +105,7 @@ Result = Annotated[_Values, Role.RESULT]
 RowResult = Annotated[float, Role.ROW_RESULT]
 RowScalar = Annotated[float, Role.ROW_SCALAR]
 RowFlag = Annotated[int, Role.ROW_FLAG]
+RowInt = Annotated[int, Role.ROW_INT]
 Scalar = Annotated[float, Role.SCALAR]
 Flag = Annotated[int, Role.FLAG]
 Integer = Annotated[int, Role.INTEGER]
@@ -137,6 +140,11 @@ def lanes() -> int:
 
 def group_sum(value: float) -> float:
     """The sum of ``value`` over the lanes of the group, known to each."""
+    return value
+
+
+def group_max(value: float) -> float:
+    """The largest ``value`` of the lanes of the group, known to each."""
     return value
 
 

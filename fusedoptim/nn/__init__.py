@@ -2,5 +2,6 @@
 
 from fusedoptim.nn import functional
 from fusedoptim.nn.dropout import Dropout
+from fusedoptim.nn.loss import CrossEntropyLoss
 
-__all__ = ["Dropout", "functional"]
+__all__ = ["CrossEntropyLoss", "Dropout", "functional"]

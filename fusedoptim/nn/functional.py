@@ -8,9 +8,75 @@ from torch import Tensor
 from fusedoptim import ops
 from fusedoptim.ops._launching import is_served
 
-__all__ = ["dropout"]
+__all__ = ["cross_entropy", "dropout"]
 
 _SEEDS = 2**63 - 1
+_REDUCTIONS = ("none", "mean", "sum")
+MIN_FUSED = 32 * 1024
+"""Logits from which a kernel is quicker than torch, in spite of what its call costs."""
+
+
+def cross_entropy(
+    input: Tensor,  # noqa: A002 (torch's name)
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    r"""The cross-entropy between logits and classes.
+
+    .. math::
+        \ell_i = -(1-\epsilon) \log p_{i t_i} - \frac{\epsilon}{C} \sum_j \log p_{ij},
+        \qquad p_i = \operatorname{softmax}(x_i)
+
+    Forward and backward are a kernel each, and no probabilities are kept between them. Under
+    ``torch.autocast`` the kernels read 16-bit logits as they are and compute in float32, where
+    torch first copies them to float32; the result is float32 as torch's is.
+
+    Class weights, probabilities as targets, inputs of more than two dimensions, and fewer than 32
+    Ki logits, for which a kernel's call costs more than it gains, go to torch's own function.
+
+    Args:
+        input: the logits x, (N, C) or (C,).
+        target: the classes t, (N,) or (), int64.
+        weight: of each class, (C,).
+        size_average: deprecated in torch, in favour of ``reduction``.
+        ignore_index: the target of rows that count for nothing.
+        reduce: deprecated in torch, in favour of ``reduction``.
+        reduction: "mean" (over the rows that count), "sum" or "none".
+        label_smoothing: :math:`\epsilon`, from 0 to 1.
+
+    Returns:
+        a 0-d tensor, or the loss of each row without a reduction.
+
+    Raises:
+        ValueError: shapes do not fit, or a reduction that does not exist.
+        IndexError: on the CPU, a target is no class. On a GPU the result is NaN.
+
+    Example:
+        >>> import torch
+        >>> cross_entropy(torch.zeros(3, 4), torch.tensor([0, 3, -100]))
+        tensor(1.3863)
+
+    Semantics: ``torch.nn.functional.cross_entropy`` of torch 2.13.
+    """
+    is_plain = weight is None and size_average is None and reduce is None
+    has_classes = target.dtype == torch.int64 and target.shape == input.shape[:-1]
+    is_fused = is_plain and has_classes and input.dim() in (1, 2) and input.numel() >= MIN_FUSED
+    is_valid = reduction in _REDUCTIONS and 0 <= label_smoothing <= 1  # torch's errors are plain
+    if not (is_fused and is_served(input) and is_valid):
+        return torch.nn.functional.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    logits, classes = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+    loss, _ = ops.cross_entropy(logits, classes, label_smoothing, ignore_index)
+    loss = loss.view(target.shape) if reduction == "none" else loss.sum()
+    if reduction == "mean":
+        loss = loss / (target != ignore_index).sum()
+    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
 
 def dropout(

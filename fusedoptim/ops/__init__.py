@@ -5,6 +5,7 @@ for tensors on the CPU and on Intel GPUs; torch gives its custom operators no ``
 transforms. Modules over them are in :mod:`fusedoptim.nn`.
 """
 
+from fusedoptim.ops._cross_entropy import cross_entropy
 from fusedoptim.ops._dropout import dropout
 
-__all__ = ["dropout"]
+__all__ = ["cross_entropy", "dropout"]

@@ -1,15 +1,15 @@
-"""Launches an operator's kernel over tensors that have the same elements in the same order."""
+"""Launches an operator's kernel over all elements of tensors, or over the rows of matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedoptim.dtypes import VARIANTS
-from fusedoptim.launch.block import Chunks
+from fusedoptim.launch.block import Chunks, row_addresses
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.pipeline import Pipeline
@@ -42,15 +42,46 @@ def launch(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, float
             address.
     """
     first = next(iter(tensors.values()))
+    addresses = {column: [tensor.data_ptr()] for column, tensor in tensors.items()}
+    _launch(name, first, [first.numel()], None, addresses, numbers)
+
+
+def launch_rows(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
+    """Run a kernel that walks each row of a matrix as a whole; on a GPU, return while it runs.
+
+    Args:
+        name: of the kernel.
+        tensors: by the names of its arguments: contiguous, not empty, of one device; the first is a
+            matrix, and each has one row, or one value, for each of the matrix's rows.
+        numbers: as in :func:`launch`.
+    """
+    matrix = next(iter(tensors.values()))
+    rows, columns = matrix.shape
+    addresses = {column: row_addresses(tensor) for column, tensor in tensors.items()}
+    _launch(name, matrix, [columns] * rows, columns, addresses, numbers)
+
+
+def _launch(
+    name: str,
+    first: Tensor,
+    sizes: Sequence[int],
+    chunk: int | None,
+    addresses: Mapping[str, Any],
+    numbers: Mapping[str, float],
+) -> None:
+    """Run a kernel over pieces of memory of these sizes, in elements, and addresses.
+
+    ``chunk`` is the most elements of a row of the launch block; by default, the device's.
+    """
     queue = BACKENDS[first.device.type].queue(first.device)
-    key = queue, name, first.dtype, first.numel()
+    key = queue, name, first.dtype, first.shape
     try:
         pipeline = _idle[key].pop()
     except LookupError:
         kernel = kernel_for(queue, name, VARIANT_OF[first.dtype])
-        pipeline = Pipeline([kernel], Chunks([first.numel()], kernel.shape.chunk), first.device)
-    for column, tensor in tensors.items():
-        pipeline.write_addresses(column, [tensor.data_ptr()], tensor.element_size())
+        pipeline = Pipeline([kernel], Chunks(sizes, chunk or kernel.shape.chunk), first.device)
+    for column, places in addresses.items():
+        pipeline.write_addresses(column, places, first.element_size())
     pipeline.write_head(numbers)
     pipeline.run()
     if len(_idle) >= _MOST_IDLE:

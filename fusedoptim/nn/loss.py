@@ -1,0 +1,53 @@
+"""Losses whose forward and backward pass are a kernel each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedoptim.nn import functional
+
+__all__ = ["CrossEntropyLoss"]
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss`` without a matrix of probabilities.
+
+    For class indices without class weights, forward and backward are a kernel each, which reads
+    16-bit logits as they are; for anything else the module is torch's.
+
+    Args:
+        weight: of each class, (C,).
+        size_average: deprecated in torch, in favour of ``reduction``.
+        ignore_index: the target of rows that count for nothing.
+        reduce: deprecated in torch, in favour of ``reduction``.
+        reduction: "mean" (over the rows that count), "sum" or "none".
+        label_smoothing: the share of the target that is spread over all classes, from 0 to 1.
+
+    Raises:
+        ValueError: label_smoothing is not between 0 and 1, in the call.
+
+    Example:
+        >>> import torch
+        >>> CrossEntropyLoss()(torch.zeros(2, 4), torch.tensor([1, 3]))
+        tensor(1.3863)
+
+    Semantics: ``torch.nn.CrossEntropyLoss`` of torch 2.13; see
+    :func:`fusedoptim.nn.functional.cross_entropy` for what kernels compute.
+    """
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        """The loss.
+
+        Args:
+            input: the logits.
+            target: the classes, or their probabilities.
+        """
+        return functional.cross_entropy(
+            input,
+            target,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
