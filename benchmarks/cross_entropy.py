@@ -1,7 +1,7 @@
 """Times cross-entropy, forward and backward: ``python -m benchmarks.cross_entropy [--save]``.
 
-Each workload is a number of rows and of classes and a dtype: torch's function, the base, ours, and a
-copy of the logits, which moves two thirds of the bytes. 16-bit logits run under autocast, where
+Each workload is a number of rows and of classes and a dtype: torch's function, the base, ours, and
+a copy of the logits, which moves two thirds of the bytes. 16-bit logits run under autocast, where
 torch's function copies them to float32 first.
 """
 
