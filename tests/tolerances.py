@@ -80,11 +80,11 @@ def by_hand(expected: Any, roundings: int, dtype: torch.dtype = torch.float64) -
 def additions(sizes: Sequence[int]) -> int:
     """The most additions that a term passes through in a sum over tensors of these sizes.
 
-    A lane adds its terms of a chunk, the group adds its lanes, and then the chunks are added, at
-    worst one after the other.
+    A lane adds its terms of a chunk. Its sums of the chunks are added, at worst one after the
+    other, and then those of the lanes.
     """
     chunks = sum(math.ceil(size / CHUNK) for size in sizes)
-    return math.ceil(min(max(sizes, default=0), CHUNK) / LANES) + LANES + chunks + LANES
+    return math.ceil(min(max(sizes, default=0), CHUNK) / LANES) + chunks + LANES
 
 
 class Bounded:

@@ -150,6 +150,8 @@ class _Trial:
     def _new_array(self, argument: Argument) -> _Array:
         role = argument.role
         values = self._random.uniform(0.5, 2, _row_sizes(role, self._module.sums).sum())
+        if role is Role.SUMS:
+            values = np.repeat(values, self._kernel.shape.lanes)
         if role in _SIGNED:
             values *= self._random.choice([-1.0, 1.0], len(values))
         if role is Role.ROW_INT:  # an index of one of the row's elements
@@ -177,8 +179,11 @@ class _Trial:
         return np.asarray(value, self._kernel.real).astype(np.float64)[()]
 
     def _values(self) -> dict[str, Reals]:
-        """The arrays' values; the two halves of a split parameter are one value."""
+        """The arrays' values; the halves of a split parameter are one, and the sums of lanes."""
         values = {name: array.read() for name, array in self._arrays.items()}
+        if self._module.sums:
+            by_lane = values["sums"].reshape(len(_LENGTHS), -1, self._module.sums)
+            values["sums"] = by_lane.sum(1).ravel()
         if values.pop("trail", None) is not None:
             values["param"] = self._arrays["param"].joined(self._arrays["trail"])
         return values
@@ -221,6 +226,8 @@ class _Trial:
         for name, role in self._module.layout.row:
             if role in _ADDRESSES:
                 array, sizes = self._arrays[name], _row_sizes(role, self._module.sums)
+                if role is Role.SUMS:
+                    sizes = sizes * self._kernel.shape.lanes
                 base = np.array([array.address], dtype=np.uint64).view(np.int64)
                 block.write(name, base + (np.cumsum(sizes) - sizes) * array.itemsize)
             elif role is not Role.LENGTH:

@@ -57,7 +57,7 @@ class Signature(NamedTuple):
     parameters: list[Argument]
     """of the function, in its order."""
     sums: int
-    """values that the kernel returns for each element, to be summed."""
+    """values that the kernel returns for each element, which each lane sums over a row."""
 
     @property
     def is_element_kernel(self) -> bool:
@@ -127,7 +127,6 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
         "group": _lowering.group,
         "lane": language.lane,
         "lanes": language.lanes,
-        "group_sum": language.group_sum,
     }
     rows, rows_per_group = layout.head_word["rows"], layout.head_word["rows_per_group"]
     of_group = [
@@ -191,10 +190,7 @@ def _loop(call: str, sums: int) -> list[str]:
     lines += [f"    {line}" for line in [*body, "start += lanes()"]]
     lines += ["if start < length:", "    if start + lane() < length:"]
     lines += [f"        {line}" for line in body]
-    lines += [f"{total} = group_sum({total})" for total in totals]
-    if sums:
-        lines += ["if lane() == 0:"]
-        lines += [f"    sums[{k}] = {total}" for k, total in enumerate(totals)]
+    lines += [f"sums[{sums} * lane() + {k}] = {total}" for k, total in enumerate(totals)]
     return lines
 
 

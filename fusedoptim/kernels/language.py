@@ -6,14 +6,15 @@ A kernel is a plain Python function. Its annotations say where each argument com
 annotation   in the kernel            in the launch block (see :mod:`fusedoptim.launch.block`)
 ============ ======================== =========================================================
 Index        int                      nowhere: the element that this call updates
-Length       int                      of the row: elements in this chunk, or chunks of this tensor
+Length       int                      of the row: elements in this chunk, or sums of this tensor
 Param        ``x[i]``, ``x[i] = v``   of the row: address of the parameter (split: of both halves)
 Grad         ``x[i]``                 of the row: address of the gradient, in the parameter's dtype
 State        ``x[i]``, ``x[i] = v``   of the row: address of values in the arithmetic dtype
 Input        ``x[i]``                 of the row: address of an operator's input, in its dtype
 Output       ``x[i] = v``             of the row: address of an operator's output, in that dtype
 Position     int                      of the row: index in its tensor of the chunk's first element
-ChunkSums    ``x[i]``                 of the row: address of what the tensor's chunks summed up to
+ChunkSums    ``x[i]``                 of the row: address of the tensor's sums, one for each chunk
+                                      and lane
 Result       ``x[0] = v``             of the row: address of one value for the tensor
 RowResult    float                    of the row: address of a Result of an earlier kernel
 RowScalar    float                    of the row: in the arithmetic dtype
@@ -31,9 +32,10 @@ ones; loads and stores convert, and a store rounds to nearest even. The "split" 
 float32 values in two halves, the upper of which is a bfloat16.
 
 An **element kernel** takes an Index: it is the update of one element, and the compiler puts the
-loop over a row around it. If it returns a tuple, the values are summed over the row. Run as
-plain Python on numpy arrays, ``sgd(i, param, grad, 1.0, 0.1, 0.0)`` is the update of element
-``i``: this is how a kernel is stepped through in a debugger.
+loop over a row around it. If it returns a tuple, each lane sums the values over its elements of
+the row and stores the sums, which a later kernel adds up. Run as plain Python on numpy arrays,
+``sgd(i, param, grad, 1.0, 0.1, 0.0)`` is the update of element ``i``: this is how a kernel is
+stepped through in a debugger.
 
 Any other kernel is called once for each row and lane of the work-group that walks it. It may use
 ``lane``, ``lanes``, ``group_sum`` and ``group_max``; in plain Python a group has one lane, and

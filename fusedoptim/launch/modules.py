@@ -20,7 +20,7 @@ from fusedoptim.launch.layout import Argument, Layout
 
 FOLDER = Path(__file__).parent.parent / "spirv"
 MANIFEST = FOLDER / "manifest.json"
-MANIFEST_VERSION = 5  # of the manifest's layout and of the launch block's
+MANIFEST_VERSION = 6  # of the manifest's layout and of the launch block's
 
 
 class ModuleError(RuntimeError):
@@ -37,7 +37,7 @@ class Module(NamedTuple):
     arguments: tuple[Argument, ...]
     """Its arguments, in the order of the launch block's words."""
     sums: int
-    """Number of values that it sums over each row."""
+    """Number of values that each lane sums over each row."""
     spirv: bytes
 
     @property

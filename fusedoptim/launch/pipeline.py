@@ -49,7 +49,7 @@ class Pipeline:
         """For each column, in each block: word, tensor and element of every chunk."""
         real = getattr(torch, kernels[0].module.arithmetic)
         self.sums: Tensor | None = None
-        """What a kernel has summed over each chunk: a row for each chunk, and an unused one."""
+        """What each lane has summed over each chunk: (chunks and an unused one, lanes, values)."""
         self._results = torch.empty(len(chunks.counts), dtype=real, device=device)
         for kernel in kernels:
             self._add(kernel, chunks, real, device)
@@ -61,7 +61,8 @@ class Pipeline:
     def _add(self, kernel: Kernel, chunks: Chunks, real: torch.dtype, device: torch.device) -> None:
         roles = {role: name for name, role in kernel.layout.row}
         by_tensor = Role.CHUNK_SUMS in roles
-        block = LaunchBlock(kernel, chunks.counts if by_tensor else chunks.lengths)
+        lanes = kernel.shape.lanes
+        block = LaunchBlock(kernel, chunks.counts * lanes if by_tensor else chunks.lengths)
         self._blocks.append(block)
         if not by_tensor:
             for name, _ in kernel.layout.row:
@@ -69,8 +70,8 @@ class Pipeline:
         if Role.POSITION in roles:
             block.write(roles[Role.POSITION], chunks.start)
         if Role.SUMS in roles:
-            # The unused row is where an empty last tensor's sums would begin.
-            shape = (block.rows + 1, kernel.module.sums)
+            # The unused chunk is where an empty last tensor's sums would begin.
+            shape = (block.rows + 1, lanes, kernel.module.sums)
             self.sums = torch.empty(shape, dtype=real, device=device)
             block.write(roles[Role.SUMS], row_addresses(self.sums)[:-1])
         if Role.CHUNK_SUMS in roles and self.sums is not None:
@@ -140,7 +141,8 @@ class Pipeline:
         """Launch the kernels, and add up what they have summed over all chunks: a 0-d tensor."""
         self.run()
         assert self.sums is not None
-        return self.sums[:-1].sum()
+        # torch divides a sum to one number among its threads, a sum over rows it does not.
+        return self.sums[:-1].sum(0).sum()
 
     def write_head(self, values: Mapping[str, Any]) -> None:
         """Set the arguments that all chunks share."""

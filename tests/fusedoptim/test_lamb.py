@@ -196,7 +196,7 @@ class _Reduction:
     def launch(self, events: list[Any]) -> None:
         self._moments.wait()
         assert self._sums is not None
-        self._sums[:, 0] *= 4
+        self._sums[..., 0] *= 4
         events.append(None)
 
     def wait(self) -> None:
