@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
 from benchmarks._models import DLRM, digits_network, resnet50
@@ -19,19 +19,23 @@ LR = 1e-5
 """Small, so that hundreds of iterations on one batch leave the weights of ordinary size."""
 
 
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+
+
 class Task(NamedTuple):
-    """A model, and the loss of a batch."""
+    """A model, and the loss of a batch by a function that computes cross-entropies."""
 
     model: nn.Module
-    loss: Callable[[nn.Module], Tensor]
+    loss: Callable[[nn.Module, CrossEntropy], Tensor]
 
 
 class Training(NamedTuple):
-    """A model, its optimizer and the context of its forward pass."""
+    """A model, its optimizer, the context of its forward pass and the function of its loss."""
 
     model: nn.Module
     optimizer: Optimizer
     autocast: bool = False
+    cross_entropy: CrossEntropy = functional.cross_entropy
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """The context of the forward pass."""
@@ -78,7 +82,7 @@ def gpt() -> Task:
     tokens = torch.randint(config.vocab_size, (4, 129))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
 
-    def loss(model: nn.Module) -> Tensor:
+    def loss(model: nn.Module, cross_entropy: CrossEntropy) -> Tensor:
         logits = model(input_ids=inputs, use_cache=False).logits
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -95,7 +99,7 @@ def bert() -> Task:
     tokens, labels = torch.randint(config.vocab_size, (8, 64)), torch.randint(2, (8,))
     return Task(
         BertForSequenceClassification(config),
-        lambda model: cross_entropy(model(input_ids=tokens).logits, labels),
+        lambda model, cross_entropy: cross_entropy(model(input_ids=tokens).logits, labels),
     )
 
 
@@ -111,7 +115,7 @@ def digits() -> Task:
 
 def _classifier(model: nn.Module, images: Tensor, classes: int) -> Task:
     labels = torch.randint(classes, (len(images),))
-    return Task(model, lambda model: cross_entropy(model(images), labels))
+    return Task(model, lambda model, cross_entropy: cross_entropy(model(images), labels))
 
 
 def dlrm() -> Task:
@@ -121,7 +125,9 @@ def dlrm() -> Task:
     indices = torch.randint(rows, (tables, batch))
     return Task(
         DLRM([rows] * tables, width=64),
-        lambda model: binary_cross_entropy_with_logits(model(dense, indices), clicked),
+        lambda model, _: functional.binary_cross_entropy_with_logits(
+            model(dense, indices), clicked
+        ),
     )
 
 
@@ -156,27 +162,37 @@ def _compiled(model: nn.Module) -> Training:
     return training
 
 
-def _fusedoptim(model: nn.Module) -> Training:
+def _fused_step(model: nn.Module) -> Training:
     from fusedoptim import FusedAdamW
 
     return Training(model, FusedAdamW(model.parameters(), lr=LR))
 
 
-def _fusedoptim_bfloat16(model: nn.Module) -> Training:
+def _transforms(model: nn.Module, dtype: torch.dtype | None) -> Training:
     from fusedoptim import transforms
 
     optimizer = AdamW(model.parameters(), lr=LR)
-    model, optimizer = transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
-    return Training(model, optimizer, autocast=True)
+    model, optimizer = transforms.optimize(model, optimizer, dtype=dtype, inplace=True)
+    return Training(model, optimizer, autocast=dtype is not None)
+
+
+def _fusedoptim(model: nn.Module, dtype: torch.dtype | None) -> Training:
+    from fusedoptim import runtime
+    from fusedoptim.nn.functional import cross_entropy
+
+    runtime.keep_memory()
+    return _transforms(model, dtype)._replace(cross_entropy=cross_entropy)
 
 
 CONFIGURATIONS: dict[str, Callable[[nn.Module], Training]] = {
     "torch, float32": _torch,
     "torch fused, float32": lambda model: _torch(model, fused=True),
     "torch.compile, float32": _compiled,
-    "fusedoptim, float32": _fusedoptim,
+    "FusedAdamW alone, float32": _fused_step,
+    "fusedoptim, float32": lambda model: _fusedoptim(model, None),
     "torch fused, bfloat16": _torch_bfloat16,
-    "fusedoptim, bfloat16": _fusedoptim_bfloat16,
+    "transforms alone, bfloat16": lambda model: _transforms(model, torch.bfloat16),
+    "fusedoptim, bfloat16": lambda model: _fusedoptim(model, torch.bfloat16),
 }
 
 
@@ -204,7 +220,7 @@ def _iteration(task: Task, training: Training) -> tuple[float, float, float]:
     start = time.perf_counter()
     training.optimizer.zero_grad()
     with training.precision():
-        loss = task.loss(training.model)
+        loss = task.loss(training.model, training.cross_entropy)
     computed = time.perf_counter()
     loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     differentiated = time.perf_counter()

@@ -19,7 +19,7 @@ from benchmarks._output import RESULTS, Table
 from benchmarks._training import CONFIGURATIONS, WORKLOADS, Record
 
 FIGURES = RESULTS / "iterations.csv"
-OURS, TORCH = "fusedoptim, float32", "torch fused, float32"
+OURS, TORCH = "FusedAdamW alone, float32", "torch fused, float32"
 """The same training but for the step."""
 
 Records = dict[str, list[Record]]
