@@ -13,8 +13,7 @@ from benchmarks import _command
 
 NAMES = (
     *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
-    *("iteration", "inference", "training_step", "fragmentation", "pool", "raw", "elementwise"),
-    "cross_entropy",
+    *("memory", "cross_entropy"),
 )
 
 

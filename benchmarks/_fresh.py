@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
+import os
+import resource
 import subprocess
 import sys
 import time
@@ -22,10 +25,13 @@ _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 
 
-def measured(function: str, *arguments: str) -> Any:
-    """Return what a function of this module returns in a fresh process."""
+def measured(function: str, *arguments: str, **variables: str) -> Any:
+    """Return what a function of this module returns in a fresh process with these variables."""
     command = [sys.executable, "-m", "benchmarks._fresh", function, *arguments]
-    done = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    environment = os.environ | variables
+    done = subprocess.run(
+        command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -118,6 +124,34 @@ def training(model: str, configuration: str) -> dict[str, Any]:
     return train(model, configuration)._asdict() | {"peak": _peak()}
 
 
+def varied(workload: str, kept: str) -> dict[str, float]:
+    """Seconds, system time and page faults of an iteration, and the peak of the resident memory.
+
+    All but the peak are of the second half of a workload of :mod:`benchmarks._varied`.
+    """
+    from benchmarks._varied import WORKLOADS
+    from fusedoptim.runtime import keep_memory
+
+    if kept == "True":
+        keep_memory()
+    run, iterations, _ = WORKLOADS[workload]
+    running = run()
+    for _ in range(iterations // 2):
+        next(running)
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+    for _ in range(iterations // 2):
+        next(running)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
+    workers = [Path("/proc", str(child.pid)) for child in multiprocessing.active_children()]
+    totals = {
+        "seconds": seconds,
+        "system": after.ru_stime - before.ru_stime,
+        "faults": after.ru_minflt - before.ru_minflt,
+    }
+    peak = sum(_peak(process) for process in (_PROCESS, *workers))
+    return {name: total / (iterations // 2) for name, total in totals.items()} | {"peak": peak}
+
+
 def _named(path: str) -> Any:
     """The class with a path such as "torch.optim:SGD"."""
     module, _, name = path.partition(":")
@@ -143,13 +177,13 @@ def _reset_peak() -> int:
     return _status_bytes("VmRSS")
 
 
-def _peak() -> int:
-    """Return the peak of the resident memory since it was reset, in bytes."""
-    return _status_bytes("VmHWM")
+def _peak(process: Path = _PROCESS) -> int:
+    """Return the peak of a process's resident memory since it was reset, in bytes."""
+    return _status_bytes("VmHWM", process)
 
 
-def _status_bytes(field: str) -> int:
-    lines = (_PROCESS / "status").read_text().splitlines()
+def _status_bytes(field: str, process: Path = _PROCESS) -> int:
+    lines = (process / "status").read_text().splitlines()
     values = dict(line.split(":", 1) for line in lines)
     return int(values[field].removesuffix("kB")) * 1024
 

@@ -1,0 +1,53 @@
+"""Page faults and memory with and without keep_memory: ``python -m benchmarks.memory``.
+
+Each run is a process of its own. The peak is the largest memory that was resident, in a
+DataLoader's workers too.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+
+from benchmarks import _command
+from benchmarks._fresh import measured
+from benchmarks._output import Table
+from benchmarks._varied import WORKLOADS
+
+FREED = "as it is"
+WAYS: dict[str, dict[str, str]] = {FREED: {}, "kept": {}}
+"""Environment variables of each way; what is not FREED calls keep_memory()."""
+ONE_ARENA = {"kept, MALLOC_ARENA_MAX=1": {"MALLOC_ARENA_MAX": "1"}}
+"""Concerns threads only."""
+
+
+def table(workload: str, rounds: int | None) -> Table:
+    """Run a workload in each way in turn: 3 processes of each, or as many as ``rounds`` says."""
+    ways = WAYS | (ONE_ARENA if WORKLOADS[workload].is_threaded else {})
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for _ in range(rounds or 3):
+        for way, variables in ways.items():
+            kept = str(way != FREED)
+            runs[way].append(measured("varied", workload, kept, **variables))
+    medians = {
+        way: {name: statistics.median(run[name] for run in found) for name in found[0]}
+        for way, found in runs.items()
+    }
+    rows = [
+        [
+            way,
+            f"{figures['seconds'] * 1e3:.1f}",
+            f"{figures['system'] * 1e3:.1f}",
+            f"{figures['faults']:,.0f}",
+            f"{figures['peak'] / 2**20:,.0f}",
+            f"{figures['peak'] / medians[FREED]['peak']:.2f}",
+        ]
+        for way, figures in medians.items()
+    ]
+    header = ["freed memory", "ms", "system ms", "faults", "peak MiB", "ratio"]
+    iterations = WORKLOADS[workload].iterations
+    return Table(f"{workload}: medians of an iteration, after {iterations // 2}", header, rows)
+
+
+if __name__ == "__main__":
+    _command.run("memory", __doc__, {name: functools.partial(table, name) for name in WORKLOADS})

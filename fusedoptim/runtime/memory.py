@@ -1,0 +1,177 @@
+"""Has glibc's malloc keep freed memory for the next allocation.
+
+See docs/design/kept-memory.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fusedoptim._warn import warn
+
+__all__ = ["keep_memory", "release_memory"]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
+_LARGEST_INT = 2**31 - 1
+_NEVER = -1  # M_TRIM_THRESHOLD counts in size_t
+# glibc's defaults, in malloc.c: of both thresholds, of the mapping threshold at the end of its
+# adaptation, and of the number of mappings.
+_STATIC, _DYNAMIC_MAXIMUM, _MAPPINGS = 128 << 10, 32 << 20, 65536
+_NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|[1-9][0-9]*|0)")
+_ENVIRONMENT = Path("/proc/self/environ")
+
+_lock = threading.RLock()
+_is_kept = False
+
+
+class _Thresholds(NamedTuple):
+    """Three of malloc's parameters: two sizes in bytes, and a number of mappings."""
+
+    mmap_threshold: int
+    trim_threshold: int
+    mmap_max: int
+
+
+def keep_memory() -> bool:
+    """Have malloc keep freed memory, so that each training iteration does not map it anew.
+
+    glibc returns large blocks, such as activations and gradients, to the system as soon as they
+    are freed. The next iteration then gets new pages, and the system clears each of them on first
+    use. After this call freed memory stays with the process until :func:`release_memory`. Call it
+    once, before the first iteration. It holds for the whole process and for children forked from
+    it. Further calls change nothing.
+
+    Threads started by the program allocate from heaps of 64 MiB, and glibc still returns those that
+    are empty, and blocks that are larger. Where such threads train or infer, start Python with
+    ``MALLOC_ARENA_MAX=1`` in the environment: then all threads use the main heap.
+
+    Returns:
+        whether memory is kept. False, with a warning, where another library serves malloc
+        (jemalloc, tcmalloc, musl): it has settings of its own.
+
+    Raises:
+        RuntimeError: glibc refuses a setting.
+
+    Example:
+        >>> from fusedoptim import runtime
+        >>> runtime.keep_memory()
+        True
+        >>> runtime.release_memory()
+    """
+    global _is_kept
+    if (other := _other_malloc()) is not None:
+        warn(
+            f"keep_memory() did nothing: {other} serves malloc in this process, not glibc; tune it "
+            "by its own settings, or start Python without it",
+            RuntimeWarning,
+        )
+        return False
+    with _lock:
+        _is_kept = True  # first: what an interrupt leaves half done, release_memory() undoes
+        try:
+            _set("M_TRIM_THRESHOLD", _M_TRIM_THRESHOLD, _NEVER)
+            _set("M_MMAP_MAX", _M_MMAP_MAX, 0)
+        except RuntimeError:
+            release_memory()
+            raise
+    return True
+
+
+def release_memory() -> None:
+    """Undo :func:`keep_memory`, and return what is free to the system.
+
+    The values that environment variables (``MALLOC_MMAP_MAX_``, ``GLIBC_TUNABLES``, ...) gave
+    malloc at the start are restored. Without any, glibc adapts its threshold for mapping a block to
+    the blocks that are freed, up to 32 MiB, and stops doing so for good once a program sets a
+    parameter; it then has the threshold to which it would have adapted. Does nothing if memory is
+    not kept.
+
+    Raises:
+        RuntimeError: glibc refuses a setting.
+
+    Example:
+        >>> from fusedoptim import runtime
+        >>> runtime.release_memory()
+    """
+    global _is_kept
+    with _lock:
+        if not _is_kept:
+            return
+        initial = _initial_thresholds(_initial_environment())
+        _set("M_MMAP_THRESHOLD", _M_MMAP_THRESHOLD, initial.mmap_threshold)
+        _set("M_TRIM_THRESHOLD", _M_TRIM_THRESHOLD, initial.trim_threshold)
+        _set("M_MMAP_MAX", _M_MMAP_MAX, initial.mmap_max)
+        _is_kept = False
+    ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
+def _set(name: str, parameter: int, value: int) -> None:
+    """Set one of malloc's parameters, for which mallopt takes an int."""
+    if not ctypes.CDLL(None).mallopt(parameter, value if value <= _LARGEST_INT else _NEVER):
+        raise RuntimeError(f"glibc's mallopt refuses {name}={value}")
+
+
+class _SymbolInfo(ctypes.Structure):
+    """Dl_info of dlfcn.h."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _other_malloc() -> str | None:
+    """The file of the library that serves malloc, or None if that is glibc."""
+    process = ctypes.CDLL(None)
+    # torch allocates with posix_memalign. The address of malloc itself may be that of a stub in
+    # Python's executable.
+    owner = _owner(process.posix_memalign)
+    if hasattr(process, "gnu_get_libc_version") and owner == _owner(process.gnu_get_libc_version):
+        return None
+    return owner
+
+
+def _owner(function: Any) -> str:
+    """The file that defines a C function."""
+    info = _SymbolInfo()
+    ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
+    return os.fsdecode(info.file or b"an unknown library")
+
+
+def _initial_environment() -> dict[str, str]:
+    """The variables with which the process started: malloc does not see later changes."""
+    entries = os.fsdecode(_ENVIRONMENT.read_bytes()).split("\0")
+    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
+
+
+def _initial_thresholds(environment: Mapping[str, str]) -> _Thresholds:
+    """The thresholds that malloc reaches when it starts with these variables."""
+    texts = {
+        name: environment.get(f"MALLOC_{name.upper()}_", "")
+        for name in (*_Thresholds._fields, "top_pad")
+    }
+    for tunable in environment.get("GLIBC_TUNABLES", "").split(":"):  # stronger
+        name, _, text = tunable.removeprefix("glibc.malloc.").partition("=")
+        if name in texts:
+            texts[name] = text
+    given = {name: int(text, 0) for name, text in texts.items() if _NUMBER.fullmatch(text)}
+    if not given:
+        return _Thresholds(_DYNAMIC_MAXIMUM, 2 * _DYNAMIC_MAXIMUM, _MAPPINGS)
+    given.pop("top_pad", None)  # each of the four stops glibc from adapting the thresholds
+    return _Thresholds(_STATIC, _STATIC, _MAPPINGS)._replace(**given)
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it at the fork
+
+
+os.register_at_fork(after_in_child=_renew_lock)
