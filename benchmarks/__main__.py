@@ -13,7 +13,9 @@ from benchmarks import _command
 
 NAMES = (
     *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
-    *("memory", "cross_entropy"),
+    *("dropout", "cross_entropy"),
+    *("iteration", "memory", "inference", "training_step"),
+    *("fragmentation", "pool", "raw", "elementwise"),
 )
 
 

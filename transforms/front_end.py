@@ -41,6 +41,7 @@ def optimize(
     replace_dropout_with_identity: bool | None = None,
     split_master_weight_for_bf16: bool | None = None,
     fuse_update_step: bool | None = None,
+    parallel_dropout: bool | None = None,
     auto_channels_last: bool | None = None,
     sample_input: Any = None,
 ) -> Any:
@@ -78,6 +79,8 @@ def optimize(
             into two halves, and keep the lower ones in the optimizer.
         fuse_update_step: in training, run the optimizer's step in one kernel. None, at level "O1":
             if its class is SGD, Adagrad, Adam, AdamW or a known Lamb.
+        parallel_dropout: in training, draw the mask of each ``torch.nn.Dropout`` on all cores. The
+            random numbers follow ``torch.manual_seed``, but are others than torch's.
         auto_channels_last: lay out the weights of convolutions in channels_last. None, at level
             "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
             a ``sample_input``, if that is faster. True: always.
@@ -117,6 +120,8 @@ def optimize(
         pass                          done  left  bytes saved
         fuse_update_step                 1     0          0 B
             the step of torch.optim.adamw.AdamW is now that of FusedAdamW: optimizer
+        parallel_dropout                 1     0          0 B
+            mask drawn on all cores, and again in backward: 2
         auto_channels_last               1     0          0 B
             weight in channels_last: 0
         split_master_weight_for_bf16     2     2        448 B

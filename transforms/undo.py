@@ -56,7 +56,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         check_same_parameters(model, optimizer)
     check_halves(model, optimizer)
     plain_tensors.check_all(model)
-    for passes in (TRAINING, INFERENCE):
+    for passes in (INFERENCE, TRAINING):  # a model is not optimized for training after inference
         for each in reversed(passes):
             each.undo(model, optimizer)
     detach(model)

@@ -373,12 +373,12 @@ class TestKnobs:
     @pytest.mark.parametrize(
         ("asked", "passes"),
         [
-            ({}, [FUSE, "auto_channels_last"]),
-            ({"dtype": torch.bfloat16}, [FUSE, "auto_channels_last", SPLIT]),
+            ({}, [FUSE, "parallel_dropout", "auto_channels_last"]),
+            ({"dtype": torch.bfloat16}, [FUSE, "parallel_dropout", "auto_channels_last", SPLIT]),
             ({"level": "O0"}, []),
             ({"level": "O0", FUSE: True}, [FUSE]),
             ({"level": "O0", FUSE: True, SPLIT: True, "dtype": torch.bfloat16}, [FUSE, SPLIT]),
-            ({FUSE: False}, ["auto_channels_last"]),
+            ({FUSE: False}, ["parallel_dropout", "auto_channels_last"]),
         ],
     )
     def test_defaults(self, asked: dict[str, Any], passes: list[str]) -> None:

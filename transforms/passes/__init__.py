@@ -10,6 +10,7 @@ from transforms.passes.channels_last import ChannelsLast
 from transforms.passes.drop_dropout import DropDropout
 from transforms.passes.fold_batch_norm import FoldIntoConvolutions, FoldIntoLinears
 from transforms.passes.fuse_step import FuseStep
+from transforms.passes.parallel_dropout import ParallelDropout
 from transforms.passes.protocol import Pass
 from transforms.passes.split_weights import SplitWeights
 
@@ -22,7 +23,7 @@ INFERENCE: Sequence[Pass] = (
     _CHANNELS_LAST,
 )
 """For a model in eval mode: passes that change values first, the layout last."""
-TRAINING: Sequence[Pass] = (FuseStep(), _CHANNELS_LAST, SplitWeights())
+TRAINING: Sequence[Pass] = (FuseStep(), ParallelDropout(), _CHANNELS_LAST, SplitWeights())
 """For a model and its optimizer: FuseStep first, as it may raise; SplitWeights last, so that
 halves copy the layout of the weights."""
 KNOBS = {each.knob for each in (*INFERENCE, *TRAINING)} - {Cast.knob}

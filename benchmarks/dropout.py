@@ -1,0 +1,67 @@
+"""Times dropout, forward and backward: ``python -m benchmarks.dropout [--save]``.
+
+Each workload is one shape, layout and dtype with p=0.1: torch's dropout, the base, ours, and a copy
+of the same tensor twice, which moves as many bytes. Results are new tensors, as in training.
+``small``: 100 times.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks import _command
+from benchmarks._harness import Contender, Report, repeated, time_interleaved
+from fusedoptim.nn import functional
+
+_P = 0.1
+_ROUNDS = 40
+_SMALL = (64, 128)
+_SMALL_REPEATS = 100
+
+_WORKLOADS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "gpt": ((4, 128, 1536), torch.float32),
+    "gpt-bfloat16": ((4, 128, 1536), torch.bfloat16),
+    "gpt-attention": ((4, 6, 128, 128), torch.float32),
+    "bert": ((8, 64, 384), torch.float32),
+    "bert-bfloat16": ((8, 64, 384), torch.bfloat16),
+    "images-channels-last": ((8, 256, 28, 28), torch.float32),
+    "small": (_SMALL, torch.float32),
+}
+
+
+def _both_ways(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
+    torch.autograd.grad(function(x), x, grad)
+
+
+def _measure(name: str, rounds: int | None) -> Report:
+    shape, dtype = _WORKLOADS[name]
+    x, grad = (torch.randn(shape).to(dtype) for _ in range(2))
+    if name.endswith("channels-last"):
+        x, grad = (t.to(memory_format=torch.channels_last) for t in (x, grad))
+    x.requires_grad_()
+    repeats = _SMALL_REPEATS if shape == _SMALL else 1
+    moved = 4 * x.nbytes * repeats
+
+    def contender(label: str, function: Callable[[Tensor], Tensor]) -> Contender:
+        step = repeated(lambda: _both_ways(function, x, grad), repeats)
+        return Contender(label, step, moved)
+
+    def copy_twice() -> None:
+        grad.clone()
+        grad.clone()
+
+    contenders = [
+        contender("torch", lambda x: torch.nn.functional.dropout(x, _P)),
+        contender("fusedoptim", lambda x: functional.dropout(x, _P)),
+        Contender("copied twice", repeated(copy_twice, repeats), moved),
+    ]
+    return Report(name, time_interleaved(contenders, rounds or _ROUNDS))
+
+
+if __name__ == "__main__":
+    measures = {name: functools.partial(_measure, name) for name in _WORKLOADS}
+    _command.run("dropout", __doc__, measures)
