@@ -25,9 +25,9 @@ _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 
 
-def measured(function: str, *arguments: str, **variables: str) -> Any:
+def measured(function: str, *arguments: str, python: str = sys.executable, **variables: str) -> Any:
     """Return what a function of this module returns in a fresh process with these variables."""
-    command = [sys.executable, "-m", "benchmarks._fresh", function, *arguments]
+    command = [python, "-m", "benchmarks._fresh", function, *arguments]
     environment = os.environ | variables
     done = subprocess.run(
         command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True

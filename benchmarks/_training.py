@@ -184,12 +184,23 @@ def _fusedoptim(model: nn.Module, dtype: torch.dtype | None) -> Training:
     return _transforms(model, dtype)._replace(cross_entropy=cross_entropy)
 
 
+def _ipex(model: nn.Module) -> Training:
+    import intel_extension_for_pytorch as ipex
+
+    optimizer = AdamW(model.parameters(), lr=LR)
+    model, optimizer = ipex.optimize(model, optimizer=optimizer, dtype=torch.bfloat16, inplace=True)
+    return Training(model, optimizer, autocast=True)
+
+
+IPEX = "IPEX, bfloat16"
+"""Needs torch 2.8, and so an environment of its own, without fusedoptim."""
 CONFIGURATIONS: dict[str, Callable[[nn.Module], Training]] = {
     "torch, float32": _torch,
     "torch fused, float32": lambda model: _torch(model, fused=True),
     "torch.compile, float32": _compiled,
     "FusedAdamW alone, float32": _fused_step,
     "fusedoptim, float32": lambda model: _fusedoptim(model, None),
+    IPEX: _ipex,
     "torch fused, bfloat16": _torch_bfloat16,
     "transforms alone, bfloat16": lambda model: _transforms(model, torch.bfloat16),
     "fusedoptim, bfloat16": lambda model: _fusedoptim(model, torch.bfloat16),

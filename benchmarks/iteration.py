@@ -12,11 +12,12 @@ import argparse
 import csv
 import itertools
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks import _fresh, _output
 from benchmarks._output import RESULTS, Table
-from benchmarks._training import CONFIGURATIONS, WORKLOADS, Record
+from benchmarks._training import CONFIGURATIONS, IPEX, WORKLOADS, Record
 
 FIGURES = RESULTS / "iterations.csv"
 OURS, TORCH = "FusedAdamW alone, float32", "torch fused, float32"
@@ -26,11 +27,12 @@ Records = dict[str, list[Record]]
 """The processes of each configuration."""
 
 
-def measure(model: str, configurations: Sequence[str], rounds: int) -> Records:
-    """Train in each configuration in turn, ``rounds`` times."""
+def measure(model: str, configurations: Sequence[str], rounds: int, ipex: str) -> Records:
+    """Train in each configuration in turn, ``rounds`` times; ``ipex`` is the Python that has it."""
     records: Records = {name: [] for name in configurations}
     for _, name in itertools.product(range(rounds), configurations):
-        records[name].append(Record(**_fresh.measured("training", model, name)))
+        python = ipex if name == IPEX else sys.executable
+        records[name].append(Record(**_fresh.measured("training", model, name, python=python)))
     return records
 
 
@@ -113,10 +115,17 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write to benchmarks/results/")
     parser.add_argument("--model", action="append", choices=WORKLOADS, help="repeatable")
     parser.add_argument("--configuration", action="append", choices=CONFIGURATIONS)
+    parser.add_argument(
+        "--ipex", metavar="PYTHON", help="of an environment with IPEX 2.8, to measure it too"
+    )
     args = parser.parse_args()
+    if IPEX in (args.configuration or ()) and not args.ipex:
+        parser.error(f"--configuration '{IPEX}' needs --ipex PYTHON")
+    everything = [name for name in CONFIGURATIONS if name != IPEX or args.ipex]
+    configurations = args.configuration or everything
     _output.print_machine()
     for model in args.model or WORKLOADS:
-        records = measure(model, args.configuration or list(CONFIGURATIONS), args.rounds)
+        records = measure(model, configurations, args.rounds, args.ipex)
         _output.print_table(table(model, records))
         if {OURS, TORCH} <= records.keys():
             print(presence(records))
