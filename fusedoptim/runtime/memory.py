@@ -87,10 +87,9 @@ def release_memory() -> None:
     """Undo :func:`keep_memory`, and return what is free to the system.
 
     The values that environment variables (``MALLOC_MMAP_MAX_``, ``GLIBC_TUNABLES``, ...) gave
-    malloc at the start are restored. Without any, glibc adapts its threshold for mapping a block to
-    the blocks that are freed, up to 32 MiB, and stops doing so for good once a program sets a
-    parameter; it then has the threshold to which it would have adapted. Does nothing if memory is
-    not kept.
+    malloc at the start are restored. Without any, glibc maps a block from a size that it raises to
+    that of the blocks that are freed, up to 32 MiB. It stops adapting once a program sets a
+    parameter, so that size is 32 MiB afterwards. Does nothing if memory is not kept.
 
     Raises:
         RuntimeError: glibc refuses a setting.
