@@ -14,7 +14,7 @@ from benchmarks import _command
 NAMES = (
     *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
     *("dropout", "cross_entropy"),
-    *("iteration", "memory", "inference", "training_step"),
+    *("iteration", "memory", "inference"),
     *("fragmentation", "pool", "raw", "elementwise"),
 )
 
