@@ -12,8 +12,8 @@ __all__ = ["cross_entropy", "dropout"]
 
 _SEEDS = 2**63 - 1
 _REDUCTIONS = ("none", "mean", "sum")
-MIN_FUSED = 32 * 1024
-"""Logits from which a kernel is quicker than torch, in spite of what its call costs."""
+MIN_FUSED = 1 << 20
+"""Logits from which a kernel is quicker than torch, in spite of what its launch costs."""
 
 
 def cross_entropy(
@@ -36,8 +36,9 @@ def cross_entropy(
     ``torch.autocast`` the kernels read 16-bit logits as they are and compute in float32, where
     torch first copies them to float32; the result is float32 as torch's is.
 
-    Class weights, probabilities as targets, inputs of more than two dimensions, and fewer than 32
-    Ki logits, for which a kernel's call costs more than it gains, go to torch's own function.
+    Class weights, probabilities as targets, inputs of more than two dimensions, and fewer than a
+    million logits, for which waking the driver's threads costs more than the kernel gains, go to
+    torch's own function.
 
     Args:
         input: the logits x, (N, C) or (C,).
