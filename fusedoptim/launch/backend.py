@@ -115,6 +115,9 @@ class Backend(abc.ABC):
     torch_type: str
     """Its ``torch.device.type``."""
     shape: LaunchShape
+    batch_bytes: int = 0
+    """The least bytes of tensors that pass through all kernels of an update before others do; 0 has
+    each kernel go through all tensors. docs/design/element-kernels.md has the measurements."""
     runs_on_host: bool
     """Whether kernels use the host's memory, so that a step waits for their end."""
 

@@ -1,8 +1,8 @@
 """The kernels of one update over the same chunks.
 
 Most updates are one kernel. Lamb's are three: the second reads what the first has summed, the third
-reads again what the first has read and written. Each goes through all tensors before the next
-begins (docs/design/one-launch.md says why batches that fit a cache are not quicker).
+reads again what the first has read and written. On a CPU of few cores, tensors pass through them in
+batches that its cache holds (docs/design/element-kernels.md).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from fusedoptim.kernels.language import Role
-from fusedoptim.launch.block import Chunks, LaunchBlock, row_addresses
+from fusedoptim.launch.block import Chunks, Indices, LaunchBlock, row_addresses
 from fusedoptim.launch.kernel import Kernel
 
 # Up to as many chunks, addresses are written one by one: a call of numpy costs more than they do.
 _FEW = 16
+_ARRAYS = (Role.PARAM, Role.GRAD, Role.STATE)
 
 
 class Stage(Protocol):
@@ -42,7 +43,8 @@ class Pipeline:
     def __init__(self, kernels: Sequence[Kernel], chunks: Chunks, device: torch.device) -> None:
         """Lay out the rows of ``kernels``, in order, for the chunks of tensors on ``device``."""
         self._blocks: list[LaunchBlock] = []
-        self._with_column: dict[str, list[LaunchBlock]] = {}
+        self._with_column: dict[str, list[tuple[LaunchBlock, Indices]]] = {}
+        """For each column, the blocks that have it, and the chunks of their rows."""
         self._chunks = chunks
         self._is_few = len(chunks.owner) <= _FEW
         self._few_words: dict[str, list[tuple[LaunchBlock, list[tuple[int, int, int]]]]] = {}
@@ -50,42 +52,50 @@ class Pipeline:
         real = getattr(torch, kernels[0].module.arithmetic)
         self.sums: Tensor | None = None
         """What each lane has summed over each chunk: (chunks and an unused one, lanes, values)."""
-        self._results = torch.empty(len(chunks.counts), dtype=real, device=device)
         for kernel in kernels:
-            self._add(kernel, chunks, real, device)
+            if kernel.module.sums:
+                # The unused chunk is where an empty last tensor's sums would begin.
+                shape = (len(chunks.owner) + 1, kernel.shape.lanes, kernel.module.sums)
+                self.sums = torch.empty(shape, dtype=real, device=device)
+        self._results = torch.empty(len(chunks.counts), dtype=real, device=device)
+        for tensors in _batches(kernels, chunks):
+            for kernel in kernels:
+                self._add(kernel, tensors)
         if self._is_few:
             self._few_words = {column: self._words_of(column) for column in self._with_column}
         self.stages: list[Stage] = [block for block in self._blocks if block.rows]
         """What is submitted, in order."""
 
-    def _add(self, kernel: Kernel, chunks: Chunks, real: torch.dtype, device: torch.device) -> None:
+    def _add(self, kernel: Kernel, tensors: slice) -> None:
+        """Lay out the rows of a kernel for consecutive tensors."""
+        chunks = self._chunks
         roles = {role: name for name, role in kernel.layout.row}
-        by_tensor = Role.CHUNK_SUMS in roles
-        lanes = kernel.shape.lanes
-        block = LaunchBlock(kernel, chunks.counts * lanes if by_tensor else chunks.lengths)
-        self._blocks.append(block)
-        if not by_tensor:
+        if Role.CHUNK_SUMS in roles:
+            block = LaunchBlock(kernel, chunks.counts[tensors] * kernel.shape.lanes)
+        else:
+            rows = np.arange(*np.searchsorted(chunks.owner, (tensors.start, tensors.stop)))
+            if Role.ROW_RESULT in roles:
+                rows = rows[::-1]  # what an earlier kernel read last is in the cache
+            block = LaunchBlock(kernel, chunks.lengths[rows])
             for name, _ in kernel.layout.row:
-                self._with_column.setdefault(name, []).append(block)
+                self._with_column.setdefault(name, []).append((block, rows))
+        self._blocks.append(block)
         if Role.POSITION in roles:
-            block.write(roles[Role.POSITION], chunks.start)
-        if Role.SUMS in roles:
-            # The unused chunk is where an empty last tensor's sums would begin.
-            shape = (block.rows + 1, lanes, kernel.module.sums)
-            self.sums = torch.empty(shape, dtype=real, device=device)
-            block.write(roles[Role.SUMS], row_addresses(self.sums)[:-1])
+            block.write(roles[Role.POSITION], chunks.start[rows])
+        if Role.SUMS in roles and self.sums is not None:
+            block.write(roles[Role.SUMS], row_addresses(self.sums)[rows])
         if Role.CHUNK_SUMS in roles and self.sums is not None:
-            block.write(roles[Role.CHUNK_SUMS], row_addresses(self.sums)[chunks.first])
+            block.write(roles[Role.CHUNK_SUMS], row_addresses(self.sums)[chunks.first[tensors]])
         if Role.RESULT in roles:
-            block.write(roles[Role.RESULT], row_addresses(self._results))
+            block.write(roles[Role.RESULT], row_addresses(self._results)[tensors])
         if Role.ROW_RESULT in roles:
-            block.write(roles[Role.ROW_RESULT], row_addresses(self._results)[chunks.owner])
+            block.write(roles[Role.ROW_RESULT], row_addresses(self._results)[chunks.owner[rows]])
 
     def write_flags(self, column: str, flags: Sequence[bool]) -> None:
         """Set a RowFlag of every chunk, from the flags of the tensors."""
         by_chunk = np.array(flags, dtype=np.int64)[self._chunks.owner]
-        for block in self._with_column[column]:
-            block.write(column, by_chunk)
+        for block, rows in self._with_column[column]:
+            block.write(column, by_chunk[rows])
 
     def write_scalars(self, columns: Mapping[str, np.ndarray[Any, Any] | float]) -> None:
         """Set RowScalars of every chunk: to a number for each tensor, or to one number for all."""
@@ -98,17 +108,17 @@ class Pipeline:
                     for word, _, _ in chunks:
                         reals[word * per_word] = values
             else:
-                by_chunk = values if isinstance(values, float) else values[self._chunks.owner]
-                for block in self._with_column[column]:
-                    block.write(column, by_chunk)
+                by_chunk = None if isinstance(values, float) else values[self._chunks.owner]
+                for block, rows in self._with_column[column]:
+                    block.write(column, values if by_chunk is None else by_chunk[rows])
 
     def write_addresses(self, column: str, addresses: Sequence[int], width: int) -> None:
         """Point one argument of every chunk to its elements of ``width`` bytes, by tensor."""
         if not self._is_few:
             base = np.array(addresses, dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
             places = base[self._chunks.owner] + self._chunks.start * width
-            for block in self._with_column[column]:
-                block.write(column, places)
+            for block, rows in self._with_column[column]:
+                block.write(column, places[rows])
             return
         for block, chunks in self._few_words[column]:
             if block.pending:
@@ -117,13 +127,13 @@ class Pipeline:
                 block.words[word] = addresses[tensor] + start * width
 
     def _words_of(self, column: str) -> list[tuple[LaunchBlock, list[tuple[int, int, int]]]]:
-        owners, starts = self._chunks.owner.tolist(), self._chunks.start.tolist()
         found = []
-        for block in self._with_column[column]:
+        for block, rows in self._with_column[column]:
+            owners, starts = self._chunks.owner[rows], self._chunks.start[rows]
             layout = block.kernel.layout
             first = layout.row_word[column]
             words = range(first, first + block.rows * layout.row_words, layout.row_words)
-            found.append((block, list(zip(words, owners, starts))))
+            found.append((block, list(zip(words, owners.tolist(), starts.tolist()))))
         return found
 
     def run(self) -> None:
@@ -148,3 +158,18 @@ class Pipeline:
         """Set the arguments that all chunks share."""
         for block in self._blocks:
             block.write_head(values)
+
+
+def _batches(kernels: Sequence[Kernel], chunks: Chunks) -> list[slice]:
+    """The consecutive tensors that pass through all kernels before others do."""
+    arrays = sum(role in _ARRAYS for _, role in kernels[0].layout.row)
+    least = kernels[0].backend.batch_bytes // (arrays * kernels[0].real.itemsize)
+    if len(kernels) == 1 or not least:
+        return [slice(0, len(chunks.numels))]
+    batches, first, elements = [], 0, 0
+    for end, numel in enumerate(chunks.numels, start=1):
+        elements += numel
+        if elements >= least or end == len(chunks.numels):
+            batches.append(slice(first, end))
+            first, elements = end, 0
+    return batches

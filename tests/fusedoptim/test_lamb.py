@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from fusedoptim import FusedLamb
 from fusedoptim.launch.block import LaunchBlock
+from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.launch.pipeline import Pipeline
 from fusedoptim.step import dense
 from tests.fusedoptim.helpers import (
@@ -144,21 +145,58 @@ class TestRatio:
         torch.testing.assert_close(params[1].detach(), torch.full((1000,), 4 - 0.25 * 2 * 2))
 
 
-def test_four_launches_for_any_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = []
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched."""
+    launches: list[str] = []
     launch = LaunchBlock.launch
     monkeypatch.setattr(
         LaunchBlock,
         "launch",
         lambda block, *events: (launches.append(block.kernel.module.name), launch(block, *events)),
     )
+    return launches
+
+
+_OF_LARGER = ["lamb_moments_f32", "lamb_ratio_f32", "lamb_update_f32"]
+
+
+def test_four_launches_for_any_tensors(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BACKENDS["cpu"], "batch_bytes", 0)
     sizes = [0, 200_000, 70_000, 1, 0, 300_000, 17, 200_000, 0]
     pair = SideBySide(LAMB, LAMB.kwargs[-1], [Parameter(torch.randn(n)) for n in sizes])
     for _ in range(2):
         launches.clear()
         pair.train()
-        of_larger = ["lamb_moments_f32", "lamb_ratio_f32", "lamb_update_f32"]
-        assert launches == ["lamb_f32", *of_larger]
+        assert launches == ["lamb_f32", *_OF_LARGER]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_batches_compute_what_one_does(
+    dtype: torch.dtype, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: the size of a batch depends on the machine."""
+    sizes = [0, 200_000, 40_000, 70_000, 1, 0, 300_000, 17, 100_000, 0]
+    tensors = [torch.randn(n, dtype=dtype) for n in sizes]
+    optimizers = []
+    for batch_bytes in (0, 64, 200_000 * 16, 10**9):
+        monkeypatch.setattr(BACKENDS["cpu"], "batch_bytes", batch_bytes)
+        params = [Parameter(t.clone()) for t in tensors]
+        optimizer = FusedLamb(params, lr=0.1, weight_decay=0.1, max_grad_norm=1.0)
+        for skipped in (3, 6, 9):  # so that tensors differ in their step counts
+            for i, (p, t) in enumerate(zip(params, tensors)):
+                p.grad = None if i == skipped else t / skipped
+            launches.clear()
+            optimizer.step()
+        optimizers.append(optimizer)
+        moments = [name for name in launches if name.startswith("lamb_moments")]
+        # Of the last step. A batch of 16-byte elements is 200, 40 + 70 + 300, or 100 thousand.
+        expected = {0: 1, 64: 5, 200_000 * 16: 4 if dtype == torch.float64 else 3, 10**9: 1}
+        assert len(moments) == expected[batch_bytes]
+    for optimizer in optimizers[1:]:
+        assert_same_bits(optimizers[0], optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])

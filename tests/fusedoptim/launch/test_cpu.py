@@ -1,0 +1,42 @@
+"""What the launcher knows of the CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fusedoptim.launch import cpu
+
+
+def _core(folder: Path, core: int, shared_by: str, size: str) -> None:
+    cache = folder / f"cpu{core}" / "cache" / "index3"
+    cache.mkdir(parents=True)
+    (cache / "shared_cpu_list").write_text(f"{shared_by}\n")
+    (cache / "size").write_text(f"{size}\n")
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        ({0}, 16 * 2**20),
+        ({0, 1}, 16 * 2**20),
+        ({0, 1, 2, 3}, 32 * 2**20),  # two caches
+        ({0, 1, 4}, 0),  # Linux says nothing of 4
+        ({2, 5}, 0),  # it says nonsense of 5
+        ({0, 1, 6, 7}, 0),  # 4 MiB for each
+    ],
+)
+def test_batch_bytes(
+    cores: set[int], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for core, shared_by, size in (
+        *((0, "0-1,6-7", "32768K"), (1, "0-1,6-7", "32768K"), (2, "2-3", "32768K")),
+        *((3, "2-3", "32768K"), (5, "5", "large"), (6, "0-1,6-7", "32768K")),
+        (7, "0-1,6-7", "32768K"),
+    ):
+        _core(tmp_path, core, shared_by, size)
+    monkeypatch.setattr(cpu, "_CORES", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    assert cpu.CPU().batch_bytes == expected
