@@ -39,7 +39,7 @@ def _assert_sum(result: Tensor, terms: Tensor, axis: Sequence[int], keepdims: bo
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
 )
-@pytest.mark.parametrize("n", [0, 1, 17, 5000, 300_000])
+@pytest.mark.parametrize("n", [0, 1, 17, 5000, 300_000, 600_000])
 def test_sizes_and_dtypes(dtype: torch.dtype, n: int) -> None:
     x = torch.rand(n, dtype=torch.float64).to(dtype) * 0.01
     result = total(x)
@@ -158,8 +158,8 @@ def test_same_bits_whatever_the_number_of_threads() -> None:
 
 def test_several_threads_and_chunks() -> None:
     """Each call counts its own groups that have finished."""
-    x = torch.randint(0, 100, (200_000,), dtype=torch.int64)
-    rows = x.view(1000, 200)
+    x = torch.randint(0, 100, (600_000,), dtype=torch.int64)
+    rows = x.view(1000, 600)
     with ThreadPoolExecutor(4) as pool:
         sums = [pool.submit(total, x) for _ in range(40)]
         columns = [pool.submit(total, rows, axis=0) for _ in range(40)]
@@ -171,8 +171,8 @@ def test_elements_that_are_read_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long reduction makes torch's threads sleep, though it writes one number."""
     expected: list[int] = []
     monkeypatch.setattr(Driver, "expect", lambda driver, elements: expected.append(elements))
-    total(torch.ones(300_000))
-    assert expected == [300_000]
+    total(torch.ones(600_000))
+    assert expected == [600_000]
 
 
 def test_fake_tensors_leave_nothing_behind() -> None:
