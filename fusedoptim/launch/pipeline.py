@@ -162,10 +162,11 @@ class Pipeline:
 
 def _batches(kernels: Sequence[Kernel], chunks: Chunks) -> list[slice]:
     """The consecutive tensors that pass through all kernels before others do."""
-    arrays = sum(role in _ARRAYS for _, role in kernels[0].layout.row)
-    least = kernels[0].backend.batch_bytes // (arrays * kernels[0].real.itemsize)
-    if len(kernels) == 1 or not least:
+    batch_bytes = kernels[0].backend.batch_bytes
+    if len(kernels) == 1 or not batch_bytes:
         return [slice(0, len(chunks.numels))]
+    arrays = sum(role in _ARRAYS for _, role in kernels[0].layout.row)
+    least = batch_bytes // (arrays * kernels[0].real.itemsize)
     batches, first, elements = [], 0, 0
     for end, numel in enumerate(chunks.numels, start=1):
         elements += numel
