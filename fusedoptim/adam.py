@@ -2,6 +2,8 @@ r"""Adam and AdamW whose step is one kernel launch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -15,13 +17,57 @@ from fusedoptim.step.tensors import Group
 __all__ = ["FusedAdam", "FusedAdamW"]
 
 
+_KERNELS: dict[Any, str] = {
+    torch.float32: "adam",
+    torch.bfloat16: "adam_bfloat16",
+    "float8": "adam_float8",
+}
+"""By ``state_dtype``."""
+
+
 class _Adam(FusedOptimizer):
     """What Adam and AdamW ask of their kernel; a group says which of the two it is."""
 
+    state_dtype: torch.dtype | str = torch.float32
+    """The dtype of both moments."""
+
     _optional_state = frozenset({"max_exp_avg_sq"})  # amsgrad may be switched on later
 
+    def __init__(self, *args: Any, state_dtype: torch.dtype | str, **kwargs: Any) -> None:
+        if state_dtype not in _KERNELS:
+            offered = ", ".join(map(repr, _KERNELS))
+            raise ValueError(
+                f"{type(self).__name__}: state_dtype is {state_dtype!r}; pass one of {offered}"
+            )
+        self.state_dtype = state_dtype
+        super().__init__(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"state_dtype": self.state_dtype}
+
+    def _check_options(self, group: Group) -> None:
+        super()._check_options(group)
+        if self.state_dtype == torch.float32:
+            return
+        what = f"{type(self).__name__}: state_dtype={self.state_dtype!r}"
+        if group["amsgrad"]:
+            raise ValueError(
+                f"{what} does not go with amsgrad=True, whose maximum would grow by each rounding; "
+                "use state_dtype=torch.float32"
+            )
+        if isinstance(group["params"], list):  # not a generator, before torch has read it
+            self._check_param_dtypes(what, group["params"])
+
+    def _check_param_dtypes(self, what: str, params: list[Any]) -> None:
+        for dtype in {p.dtype for p in params if isinstance(p, Tensor)}:
+            if dtype in (torch.float64, torch.complex64, torch.complex128):
+                raise TypeError(
+                    f"{what} is for parameters of float32, bfloat16 and float16, and one is "
+                    f"{dtype}; convert the model, or use state_dtype=torch.float32"
+                )
+
     def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
-        return ("adam_amsgrad",) if group["amsgrad"] else ("adam",)
+        return ("adam_amsgrad",) if group["amsgrad"] else (_KERNELS[self.state_dtype],)
 
     def _numbers(self, group: Group) -> Numbers:
         beta1, beta2 = map(number, group["betas"])
@@ -39,10 +85,13 @@ class _Adam(FusedOptimizer):
         }
 
     def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
-        return {
+        numbers_of_row = {
             "step_size": numbers["lr"] / (1 - numbers["beta1"] ** steps),
             "root_correction": (1 - numbers["beta2"] ** steps) ** -0.5,
         }
+        if self.state_dtype != torch.float32:
+            numbers_of_row["step"] = steps  # which draws the random words
+        return numbers_of_row
 
     def _check_sparse(self, group: Group, candidate: Candidate) -> None:
         raise RuntimeError(
@@ -80,11 +129,16 @@ class FusedAdam(_Adam, torch.optim.Adam):
         max_grad_norm: clip the gradients' norm, over all parameters, to this first, as
             :func:`torch.nn.utils.clip_grad_norm_` would; the gradients themselves stay.
         split: keep float32 values in two halves, as :class:`SplitSGD` does.
+        state_dtype: of :math:`m` and :math:`v` of parameters of at most 32 bits. torch.float32;
+            torch.bfloat16; or "float8", 8-bit floating point with a scale for each block. The
+            latter two are rounded stochastically, and take no ``amsgrad`` and no float64 or complex
+            parameters.
 
     Raises:
-        ValueError: a hyper-parameter out of range.
+        ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.
         RuntimeError: an option that asks for another implementation.
-        TypeError: with ``split``, a parameter is neither float32 nor bfloat16.
+        TypeError: with ``split``, a parameter is neither float32 nor bfloat16; with another
+            ``state_dtype``, one is float64 or complex.
 
     Example:
         >>> import torch
@@ -116,6 +170,7 @@ class FusedAdam(_Adam, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
         split: bool = False,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         super().__init__(
             params,
@@ -132,6 +187,7 @@ class FusedAdam(_Adam, torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
             max_grad_norm=max_grad_norm,
             split=split,
+            state_dtype=state_dtype,
         )
 
 
@@ -164,11 +220,16 @@ class FusedAdamW(_Adam, torch.optim.AdamW):
         max_grad_norm: clip the gradients' norm, over all parameters, to this first, as
             :func:`torch.nn.utils.clip_grad_norm_` would; the gradients themselves stay.
         split: keep float32 values in two halves, as :class:`SplitSGD` does.
+        state_dtype: of :math:`m` and :math:`v` of parameters of at most 32 bits. torch.float32;
+            torch.bfloat16; or "float8", 8-bit floating point with a scale for each block. The
+            latter two are rounded stochastically, and take no ``amsgrad`` and no float64 or complex
+            parameters.
 
     Raises:
-        ValueError: a hyper-parameter out of range.
+        ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.
         RuntimeError: an option that asks for another implementation.
-        TypeError: with ``split``, a parameter is neither float32 nor bfloat16.
+        TypeError: with ``split``, a parameter is neither float32 nor bfloat16; with another
+            ``state_dtype``, one is float64 or complex.
 
     Example:
         >>> import torch
@@ -198,6 +259,7 @@ class FusedAdamW(_Adam, torch.optim.AdamW):
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         split: bool = False,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         super().__init__(
             params,
@@ -213,4 +275,5 @@ class FusedAdamW(_Adam, torch.optim.AdamW):
             fused=fused,
             max_grad_norm=max_grad_norm,
             split=split,
+            state_dtype=state_dtype,
         )

@@ -22,6 +22,7 @@ from fusedoptim.step.checks import (
     describe,
     named_params,
 )
+from fusedoptim.step.float8 import readable
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.modes import check_not_traced
 from fusedoptim.step.plan import StepPlan
@@ -197,6 +198,7 @@ class FusedOptimizer(UpdateDefinition):
         before = len(self.param_groups)
         try:
             super().add_param_group(param_group)
+            self._check_options(self.param_groups[-1])  # of which the parameters are a list now
             if self.split:
                 check_splittable(type(self).__name__, self._params())
             if self._is_complete:
@@ -331,19 +333,20 @@ class FusedOptimizer(UpdateDefinition):
                 group.setdefault(name, self.defaults[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's; without the lower halves where a model's state_dict has the values."""
-        unsaved = self._unsaved_state()
-        if not unsaved:
-            return super().state_dict()
+        """As torch.optim's; without the lower halves where a model's state_dict has the values.
 
-        def leave_out(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        State in 8 bits is bfloat16 there, which has all its values exactly.
+        """
+        unsaved = self._unsaved_state()
+
+        def as_saved(_: Optimizer, state_dict: dict[str, Any]) -> None:
             states = {
-                key: {name: value for name, value in state.items() if name not in unsaved}
+                key: {name: v for name, v in readable(state).items() if name not in unsaved}
                 for key, state in state_dict["state"].items()
             }
             state_dict["state"] = {key: state for key, state in states.items() if state}
 
-        handle = self.register_state_dict_post_hook(leave_out, prepend=True)
+        handle = self.register_state_dict_post_hook(as_saved, prepend=True)
         try:
             return super().state_dict()
         finally:

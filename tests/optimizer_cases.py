@@ -146,6 +146,7 @@ ADAM = OptimizerCase(
     invalid_kwargs=(*_ADAM_INVALID, {"betas": (0.9, torch.tensor(0.999))}),
     refused_kwargs=_REFUSED_BY_ADAM,
     state_keys=("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"),
+    own_arguments=("max_grad_norm", "split", "state_dtype"),
     supports_sparse_gradients=False,
 )
 ADAMW = dataclasses.replace(

@@ -4,8 +4,9 @@ Inputs are random and new in each run: values in :math:`\pm[1/2, 2]`, optimizer 
 :math:`[1/2, 2]`, scalars in :math:`[1/4, 3/4]`. So no term exceeds 32, and little cancels. The
 tolerance is 64 units roundoff of the arithmetic, relative to the result or to 1 if that is larger,
 plus one of the element for a stored 16-bit value: a kernel rounds fewer than 40 times on the way to
-a result, and the relative error of a sum over ``_LENGTHS`` is below that of 32 additions. A wrong
-instruction, inexact arithmetic and a write to a wrong place are off by far more.
+a result, and the relative error of a sum over ``_LENGTHS`` is below that of 32 additions. State
+that is rounded stochastically may be one step of its format off, and a scale by a factor of 2. A
+wrong instruction, inexact arithmetic and a write to a wrong place are off by far more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from fusedoptim.allocator import default_pool
 from fusedoptim.dtypes import ELEMENTS, VARIANTS, Element
 from fusedoptim.kernels.language import Role, as_lane
+from fusedoptim.kernels.rounding import BLOCK, e4m3_value, e5m3_value
 from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.layout import Argument
@@ -30,7 +32,9 @@ _LENGTHS = np.array([301, 1, 211])  # of the rows: unaligned, and no multiples o
 _MARGIN = 32  # elements past the end
 _UNITS = 64
 _SIGNED = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT)  # state may be squares
-_ARRAYS = (*_SIGNED, Role.STATE)
+_DECODERS = {Role.STATE_E4M3: e4m3_value, Role.STATE_E5M3: e5m3_value}
+"""What reads a code of state in 8 bits."""
+_ARRAYS = (*_SIGNED, Role.STATE, Role.STATE_BF16, *_DECODERS, Role.BLOCK_SCALES)
 _VALUE_OF_ROW = (Role.ROW_RESULT, Role.ROW_INT)
 _PER_ROW = (Role.SUMS, Role.RESULT, *_VALUE_OF_ROW)
 _OF_LAUNCH = (Role.DEVICE_SCALAR, Role.DEVICE_INT)
@@ -39,10 +43,12 @@ _NARROW = (Role.PARAM, Role.GRAD, Role.INPUT, Role.OUTPUT)
 _BLOCK = 1 << 12  # elements: where a chunk begins is a multiple of it
 
 
-def _row_sizes(role: Role, sums: int) -> Integers:
+def _row_sizes(role: Role, sums: int, lanes: int) -> Integers:
     """The elements of an array that belong to each row; a value of the launch belongs to all."""
     if role in _OF_LAUNCH:
         return np.array([1])
+    if role is Role.BLOCK_SCALES:
+        return -(-_LENGTHS // (BLOCK * lanes)) * lanes
     if role in _PER_ROW:
         return np.full(len(_LENGTHS), sums if role is Role.SUMS else 1)
     return _LENGTHS * 2 if role is Role.CHUNK_SUMS else _LENGTHS
@@ -81,12 +87,14 @@ class _Array:
 def _encode(values: Reals, storage: str) -> Any:
     """Values in [1/2, 2], either sign, truncated to an element's bits.
 
-    "trail" is any 16 bits, and "i64" any 64.
+    "trail" is any 16 bits, "i64" any 64, and "u8" the integers themselves.
     """
     if storage == "i64":
         return values.view(np.int64)
     if storage == "trail":
         return _encode(values, "f32").astype(np.uint16)
+    if storage == "u8":
+        return values.astype(np.uint8)
     element = ELEMENTS[storage]
     mantissa, exponent = np.frexp(abs(values))
     fraction = ((2 * mantissa - 1) * 2.0**element.fraction).astype(np.uint64)
@@ -101,6 +109,8 @@ def _decode(bits: Any, storage: str) -> Reals:
         return np.array(bits)
     if storage == "trail":
         return np.zeros(len(bits))
+    if storage == "u8":
+        return np.array(bits, np.float64)
     element = ELEMENTS[storage]
     bits = bits.astype(np.uint64)
     fraction = (bits & np.uint64((1 << element.fraction) - 1)) * 2.0**-element.fraction
@@ -149,15 +159,22 @@ class _Trial:
 
     def _new_array(self, argument: Argument) -> _Array:
         role = argument.role
-        values = self._random.uniform(0.5, 2, _row_sizes(role, self._module.sums).sum())
+        lanes = self._kernel.shape.lanes
+        values = self._random.uniform(0.5, 2, _row_sizes(role, self._module.sums, lanes).sum())
         if role is Role.SUMS:
-            values = np.repeat(values, self._kernel.shape.lanes)
+            values = np.repeat(values, lanes)
         if role in _SIGNED:
             values *= self._random.choice([-1.0, 1.0], len(values))
         if role is Role.ROW_INT:  # an index of one of the row's elements
             values = self._random.integers(0, _LENGTHS).view(np.float64)
         storages = dict.fromkeys(_NARROW, self._narrow)
         storages |= {Role.TRAIL: "trail", Role.DEVICE_INT: "i64", Role.ROW_INT: "i64"}
+        storages[Role.STATE_BF16] = "bf16"
+        if role in _DECODERS:
+            storages[role] = "u8"
+            values = self._random.integers(24, 96, len(values)).astype(np.float64)
+        elif role is Role.BLOCK_SCALES:
+            values = 2.0 ** self._random.integers(-12, -9, len(values))
         return _Array(self._queue, values, storages.get(role, self._real), self._in_usm)
 
     def _new_number(self, argument: Argument) -> Any:
@@ -168,6 +185,8 @@ class _Trial:
             return int(self._random.integers(1 << 32))
         if role is Role.ROW_FLAG:
             return self._random.integers(0, 2, len(_LENGTHS))
+        if role is Role.PARAM_NUMBER:
+            return self._random.integers(0, 1 << 20, len(_LENGTHS))
         if role is Role.POSITION:
             return self._random.integers(0, 1 << 28, len(_LENGTHS)) * _BLOCK
         if name == "weight_decay" and not self._options:
@@ -188,13 +207,31 @@ class _Trial:
             values["param"] = self._arrays["param"].joined(self._arrays["trail"])
         return values
 
+    def _with_codes_read(self, values: dict[str, Reals]) -> dict[str, Reals]:
+        """The same with the values of 8-bit codes in place of the codes."""
+        read = dict(values)
+        lanes = self._kernel.shape.lanes
+        sizes = _row_sizes(Role.BLOCK_SCALES, 0, lanes)
+        blocks = np.concatenate(
+            [
+                first + np.arange(length) // (BLOCK * lanes) * lanes + np.arange(length) % lanes
+                for first, length in zip(np.cumsum(sizes) - sizes, _LENGTHS)
+            ]
+        )
+        for name, role in self._module.arguments:
+            if role in _DECODERS:
+                scales = values[f"{name}_scale"][blocks]
+                pairs = zip(values[name].astype(int).tolist(), scales.tolist())
+                read[name] = np.array([_DECODERS[role](*pair) for pair in pairs])
+        return read
+
     def problem(self) -> str:
         """Launch; return what is wrong with the results, or ""."""
         before = self._values()
         lanes = self._kernel.shape.lanes
         expected = in_float64(self._function, self._module, before | self._numbers, lanes)
         self._launch()
-        after = self._values()
+        before, expected, after = map(self._with_codes_read, (before, expected, self._values()))
         for name, array in self._arrays.items():
             if array.is_overrun():
                 return f"wrote past the end of {name!r}"
@@ -215,6 +252,12 @@ class _Trial:
         if np.array_equal(before, wanted):  # the kernel does not write it
             return np.zeros(len(wanted))
         roles = dict(self._module.arguments)
+        if roles[name] is Role.BLOCK_SCALES:
+            return wanted
+        if roles[name] in _DECODERS:  # three bits of fraction, and a step of the smallest numbers
+            return abs(wanted) / 8 + 2.0**-12
+        if roles[name] is Role.STATE_BF16:
+            return 2 * ELEMENTS["bf16"].roundoff * abs(wanted)
         allowed = _UNITS * ELEMENTS[self._real].roundoff * np.maximum(abs(wanted), 1)
         is_rounded = self._narrow != self._real and Role.TRAIL not in roles.values()
         if roles[name] in (Role.PARAM, Role.OUTPUT) and is_rounded:
@@ -225,7 +268,8 @@ class _Trial:
         block = LaunchBlock(self._kernel, _LENGTHS)
         for name, role in self._module.layout.row:
             if role in _ADDRESSES:
-                array, sizes = self._arrays[name], _row_sizes(role, self._module.sums)
+                array = self._arrays[name]
+                sizes = _row_sizes(role, self._module.sums, self._kernel.shape.lanes)
                 if role is Role.SUMS:
                     sizes = sizes * self._kernel.shape.lanes
                 base = np.array([array.address], dtype=np.uint64).view(np.int64)
@@ -257,8 +301,8 @@ def in_float64(
     index = [name for name in names if name not in roles]
     arrays = {  # each a list of the rows' parts
         name: [
-            part.tolist()
-            for part in np.split(values[name], np.cumsum(_row_sizes(role, module.sums))[:-1])
+            (part.astype(int) if role in _VALUE_OF else part).tolist()
+            for part in np.split(values[name], np.cumsum(_row_sizes(role, module.sums, lanes))[:-1])
         ]
         for name, role in module.arguments
         if role in _ADDRESSES and name in values
@@ -269,7 +313,7 @@ def in_float64(
             role = roles.get(name)
             if role is Role.LENGTH:
                 given[name] = length
-            elif role in (Role.ROW_SCALAR, Role.ROW_FLAG, Role.POSITION):
+            elif role in (Role.ROW_SCALAR, Role.ROW_FLAG, Role.POSITION, Role.PARAM_NUMBER):
                 given[name] = values[name][row].item()
             elif role in _VALUE_OF_ROW:
                 given[name] = arrays[name][row][0]

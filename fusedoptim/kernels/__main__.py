@@ -21,13 +21,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fusedoptim.dtypes import VARIANTS
 from fusedoptim.launch.modules import FOLDER, MANIFEST, MANIFEST_VERSION
 
 _HERE = Path(__file__).parent
 GPUS = ("skl", "dg2", "pvc")  # Gen9, Arc, Data Center Max
-_HELPERS = ("language.py", "philox.py")  # no kernels, but what kernels use
-_COMPILER_SOURCES = (*_HELPERS, "_lowering.py", "_compiler.py")
+_HELPERS = ("language.py", "philox.py", "rounding.py")  # no kernels, but what kernels use
+_COMPILER_SOURCES = (*_HELPERS, "_lowering.py", "_rounding.py", "_compiler.py")
 _TABLES = tuple(_HERE.parent / name for name in ("dtypes.py", "launch/layout.py"))
 _TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
 
@@ -47,14 +46,19 @@ def source_hash(path: Path) -> str:
 
 def _compile_all() -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest, and each module by its file name."""
-    from fusedoptim.kernels._compiler import argument_types, compile_kernel, signature
+    from fusedoptim.kernels._compiler import (
+        argument_types,
+        compile_kernel,
+        signature,
+        variants_of,
+    )
 
     entries, files = {}, {}
     for path in kernel_files():
         source = importlib.import_module(f"fusedoptim.kernels.{path.stem}")
         for kernel in (getattr(source, name) for name in source.__all__):
             alike: dict[Any, list[str]] = {}
-            for variant in VARIANTS:
+            for variant in variants_of(kernel):
                 alike.setdefault(argument_types(kernel, variant), []).append(variant)
             for variants in alike.values():
                 shape = signature(kernel, variants[0])

@@ -18,7 +18,7 @@ import numpy as np
 
 from fusedoptim.allocator import load_compiler
 from fusedoptim.dtypes import VARIANTS
-from fusedoptim.kernels import language
+from fusedoptim.kernels import language, rounding
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch.layout import WORD, Argument, Layout
 
@@ -36,16 +36,21 @@ from numba_dpex.kernel_api_impl.spirv.target import (  # noqa: E402
     CompilationMode,
 )
 
-from fusedoptim.kernels import _lowering  # noqa: E402
+from fusedoptim.kernels import _lowering, _rounding  # noqa: E402
 
 _SPIRV_VERSION = "--spirv-max-version=1.0"  # what OpenCL 2.1 takes, so every driver
-_INTEGERS = (Role.INDEX, Role.LENGTH, Role.POSITION, Role.ROW_FLAG, Role.FLAG, Role.INTEGER)
-_VALUES = (
-    Role.DEVICE_SCALAR,
-    Role.DEVICE_INT,
-    Role.ROW_INT,
-    Role.ROW_RESULT,
-)  # of which a kernel gets no address
+_INTEGERS = (
+    Role.INDEX,
+    Role.LENGTH,
+    Role.POSITION,
+    Role.PARAM_NUMBER,
+    Role.ROW_FLAG,
+    Role.FLAG,
+    Role.INTEGER,
+)
+_STATE_ELEMENTS = {Role.STATE_BF16: "bf16", Role.STATE_E4M3: "u8", Role.STATE_E5M3: "u8"}
+# Of these a kernel gets the value, and no address.
+_VALUES = (Role.DEVICE_SCALAR, Role.DEVICE_INT, Role.ROW_INT, Role.ROW_RESULT)
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
 
 
@@ -93,6 +98,13 @@ def signature(kernel: Callable[..., Any], variant: str) -> Signature:
     return Signature(words, found, sums)
 
 
+def variants_of(kernel: Callable[..., Any]) -> list[str]:
+    """The variants of a kernel: none is of float64 if it rounds state to fewer bits."""
+    roles = {role for _, role in signature(kernel, "f32").arguments}
+    rounds = not roles.isdisjoint(_STATE_ELEMENTS)
+    return [v for v in VARIANTS if not (rounds and VARIANTS[v].arithmetic == "float64")]
+
+
 def argument_types(kernel: Callable[..., Any], variant: str) -> tuple[types.Type, ...]:
     """The types of a kernel's arguments. Variants with equal types share one module."""
     return tuple(_numba_type(role, variant) for _, role in signature(kernel, variant).arguments)
@@ -108,6 +120,8 @@ def _numba_type(role: Role, variant: str) -> types.Type:
         return getattr(types, VARIANTS[variant].arithmetic)
     if role in _INTEGERS:
         return types.int64
+    if role in _STATE_ELEMENTS:
+        return _lowering.Pointer(_STATE_ELEMENTS[role])
     if role in (Role.DEVICE_INT, Role.ROW_INT):
         return _lowering.Pointer("i64")
     return _lowering.Pointer(real)
@@ -165,7 +179,11 @@ def _for_device(function: Callable[..., Any], real: Any) -> Any:
     names: dict[str, Any] = {"real": real}
     for name in function.__code__.co_names:
         used = function.__globals__.get(name)
-        if isinstance(used, FunctionType) and used.__module__ != language.__name__:
+        if not isinstance(used, FunctionType) or used.__module__ == language.__name__:
+            continue
+        if used.__module__ == rounding.__name__ and hasattr(_rounding, name):
+            names[name] = getattr(_rounding, name)
+        else:
             names[name] = _for_device(used, real)
     return device_func(
         FunctionType(function.__code__, function.__globals__ | names, function.__name__)

@@ -20,19 +20,45 @@ Regularization" (2017).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from fusedoptim.kernels.language import (
+    BlockScales,
     DeviceScalar,
     Grad,
     Index,
+    Length,
     Param,
+    ParamNumber,
+    Position,
     RowScalar,
     Scalar,
     State,
+    StateBf16,
+    StateE4M3,
+    StateE5M3,
     fma,
+    lane,
+    lanes,
+    real,
+)
+from fusedoptim.kernels.rounding import (
+    BLOCK,
+    as_word,
+    e4m3_code,
+    e4m3_larger,
+    e4m3_scale,
+    e4m3_value,
+    e5m3_code,
+    e5m3_larger,
+    e5m3_scale,
+    e5m3_value,
+    for_each_element,
+    larger_magnitude,
+    to_bf16,
 )
 
-__all__ = ["adam", "adam_amsgrad"]
+__all__ = ["adam", "adam_amsgrad", "adam_bfloat16", "adam_float8"]
 
 
 def adam(
@@ -104,3 +130,176 @@ def adam_amsgrad(
     exp_avg_sq[i] = v
     max_exp_avg_sq[i] = v_max
     param[i] = fma(-step_size, m / fma(math.sqrt(v_max), root_correction, eps), theta)
+
+
+def adam_bfloat16(
+    length: Length,
+    param: Param,
+    grad: Grad,
+    exp_avg: StateBf16,
+    exp_avg_sq: StateBf16,
+    position: Position,
+    number: ParamNumber,
+    step: RowScalar,
+    step_size: RowScalar,
+    root_correction: RowScalar,
+    grad_factor: DeviceScalar,
+    decay_factor: Scalar,
+    weight_decay: Scalar,
+    beta1: Scalar,
+    one_minus_beta1: Scalar,
+    beta2: Scalar,
+    one_minus_beta2: Scalar,
+    eps: Scalar,
+) -> None:
+    """Adam whose moments are bfloat16, rounded stochastically."""
+    gradient = param, grad, grad_factor, decay_factor, weight_decay
+    numbers = beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, root_correction
+    update = exp_avg, exp_avg_sq, gradient, numbers
+    for_each_element(update_bfloat16, update, 0, length, position, number, step)
+
+
+def update_bfloat16(
+    i: int, word: int, exp_avg: Any, exp_avg_sq: Any, gradient: Any, numbers: Any
+) -> None:
+    """Update one element; ``word`` rounds its moments."""
+    theta, g = penalized(i, *gradient)
+    m, v = moments(g, exp_avg[i], exp_avg_sq[i], *numbers)
+    exp_avg[i] = to_bf16(m, word)
+    exp_avg_sq[i] = to_bf16(v, word)
+    gradient[0][i] = updated(theta, m, v, *numbers)
+
+
+def adam_float8(
+    length: Length,
+    param: Param,
+    grad: Grad,
+    exp_avg: StateE4M3,
+    exp_avg_sq: StateE5M3,
+    exp_avg_scale: BlockScales,
+    exp_avg_sq_scale: BlockScales,
+    position: Position,
+    number: ParamNumber,
+    step: RowScalar,
+    step_size: RowScalar,
+    root_correction: RowScalar,
+    grad_factor: DeviceScalar,
+    decay_factor: Scalar,
+    weight_decay: Scalar,
+    beta1: Scalar,
+    one_minus_beta1: Scalar,
+    beta2: Scalar,
+    one_minus_beta2: Scalar,
+    eps: Scalar,
+) -> None:
+    """Adam whose moments are 8-bit numbers, with a scale for each block of elements.
+
+    A block is BLOCK elements of one lane, so lanes need nothing of each other. A first pass over it
+    finds bounds of its new moments, which decide their scales; a second updates its elements.
+    """
+    gradient = param, grad, grad_factor, decay_factor, weight_decay
+    numbers = beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, root_correction
+    state = exp_avg, exp_avg_sq, gradient
+    first = 0
+    while first < length:
+        end = min(first + BLOCK * lanes(), length)
+        block = first // BLOCK + lane()
+        scale, scale_sq = exp_avg_scale[block], exp_avg_sq_scale[block]
+
+        g = real(0)
+        code = code_sq = as_word(0)
+        start = first
+        while start + lanes() <= end:
+            g, code, code_sq = larger(start + lane(), g, code, code_sq, *state)
+            start += lanes()
+        if start + lane() < end:
+            g, code, code_sq = larger(start + lane(), g, code, code_sq, *state)
+        old = e4m3_value(code, scale), e5m3_value(code_sq, scale_sq)
+        m, v = moments(g, *old, *numbers)
+        new_scale, new_scale_sq = e4m3_scale(m), e5m3_scale(v)
+
+        exp_avg_scale[block] = new_scale
+        exp_avg_sq_scale[block] = new_scale_sq
+        scales = scale, scale_sq, new_scale, new_scale_sq
+        update = exp_avg, exp_avg_sq, scales, gradient, numbers
+        for_each_element(update_float8, update, first, end, position, number, step)
+        first += BLOCK * lanes()
+
+
+def larger(
+    i: int, g: float, code: int, code_sq: int, exp_avg: Any, exp_avg_sq: Any, gradient: Any
+) -> Any:
+    """The larger of a gradient and two codes, and those of element ``i``."""
+    return (
+        larger_magnitude(g, penalized(i, *gradient)[1]),
+        e4m3_larger(code, exp_avg[i]),
+        e5m3_larger(code_sq, exp_avg_sq[i]),
+    )
+
+
+def update_float8(
+    i: int,
+    word: int,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    scales: Any,
+    gradient: Any,
+    numbers: Any,
+) -> None:
+    """Update one element; ``word`` rounds its moments.
+
+    Where the second moment has been rounded to zero and the first has not, the root would be zero:
+    it is at least that of the smallest number of the block.
+    """
+    scale, scale_sq, new_scale, new_scale_sq = scales
+    theta, g = penalized(i, *gradient)
+    m, v = moments(g, e4m3_value(exp_avg[i], scale), e5m3_value(exp_avg_sq[i], scale_sq), *numbers)
+    exp_avg[i] = e4m3_code(m, new_scale, word)
+    exp_avg_sq[i] = e5m3_code(v, new_scale_sq, word)
+    smallest = real(0.125) * new_scale_sq
+    if v < smallest:
+        v = smallest
+    gradient[0][i] = updated(theta, m, v, *numbers)
+
+
+def penalized(
+    i: int, param: Any, grad: Any, grad_factor: float, decay_factor: float, weight_decay: float
+) -> Any:
+    """The decayed parameter, and its gradient with the penalty."""
+    theta = decay_factor * param[i]
+    g = grad_factor * grad[i]
+    if weight_decay != 0:
+        g = fma(weight_decay, theta, g)
+    return theta, g
+
+
+def moments(
+    g: float,
+    m: float,
+    v: float,
+    beta1: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    eps: float,
+    step_size: float,
+    root_correction: float,
+) -> Any:
+    """Both moments, with ``g`` averaged in."""
+    return fma(one_minus_beta1, g, beta1 * m), fma(one_minus_beta2 * g, g, beta2 * v)
+
+
+def updated(
+    theta: float,
+    m: float,
+    v: float,
+    beta1: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    eps: float,
+    step_size: float,
+    root_correction: float,
+) -> float:
+    """The parameter after the step."""
+    return fma(-step_size, m / fma(math.sqrt(v), root_correction, eps), theta)

@@ -10,6 +10,11 @@ Length       int                      of the row: elements in this chunk, or sum
 Param        ``x[i]``, ``x[i] = v``   of the row: address of the parameter (split: of both halves)
 Grad         ``x[i]``                 of the row: address of the gradient, in the parameter's dtype
 State        ``x[i]``, ``x[i] = v``   of the row: address of values in the arithmetic dtype
+StateBf16    ``x[i]``, ``x[i] = v``   of the row: address of bfloat16 values
+StateE4M3    ``x[i]``, ``x[i] = v``   of the row: address of 8-bit codes (see ``rounding.py``)
+StateE5M3    ``x[i]``, ``x[i] = v``   of the row: the same without a sign
+BlockScales  ``x[k]``, ``x[k] = v``   of the row: address of a scale for each block of the codes
+ParamNumber  int                      of the row: which of the optimizer's parameters it is
 Input        ``x[i]``                 of the row: address of an operator's input, in its dtype
 Output       ``x[i] = v``             of the row: address of an operator's output, in that dtype
 Position     int                      of the row: index in its tensor of the chunk's first element
@@ -63,6 +68,11 @@ class Role(enum.Enum):
     """The lower halves of a split parameter; no kernel names it, a Param includes it."""
     GRAD = "grad"
     STATE = "state"
+    STATE_BF16 = "state_bf16"
+    STATE_E4M3 = "state_e4m3"
+    STATE_E5M3 = "state_e5m3"
+    BLOCK_SCALES = "block_scales"
+    PARAM_NUMBER = "param_number"
     INPUT = "input"
     OUTPUT = "output"
     POSITION = "position"
@@ -94,11 +104,21 @@ class _Values(Protocol):
     def __setitem__(self, index: int, value: float, /) -> None: ...
 
 
+class _Codes(Protocol):
+    def __getitem__(self, index: int, /) -> int: ...
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+
 Index = Annotated[int, Role.INDEX]
 Length = Annotated[int, Role.LENGTH]
 Param = Annotated[_Values, Role.PARAM]
 Grad = Annotated[_Values, Role.GRAD]
 State = Annotated[_Values, Role.STATE]
+StateBf16 = Annotated[_Values, Role.STATE_BF16]
+StateE4M3 = Annotated[_Codes, Role.STATE_E4M3]
+StateE5M3 = Annotated[_Codes, Role.STATE_E5M3]
+BlockScales = Annotated[_Values, Role.BLOCK_SCALES]
+ParamNumber = Annotated[int, Role.PARAM_NUMBER]
 Input = Annotated[_Values, Role.INPUT]
 Output = Annotated[_Values, Role.OUTPUT]
 Position = Annotated[int, Role.POSITION]

@@ -91,9 +91,9 @@ class Pipeline:
         if Role.ROW_RESULT in roles:
             block.write(roles[Role.ROW_RESULT], row_addresses(self._results)[chunks.owner[rows]])
 
-    def write_flags(self, column: str, flags: Sequence[bool]) -> None:
-        """Set a RowFlag of every chunk, from the flags of the tensors."""
-        by_chunk = np.array(flags, dtype=np.int64)[self._chunks.owner]
+    def write_integers(self, column: str, values: Sequence[int]) -> None:
+        """Set a RowFlag or a ParamNumber of every chunk, from those of the tensors."""
+        by_chunk = np.array(values, dtype=np.int64)[self._chunks.owner]
         for block, rows in self._with_column[column]:
             block.write(column, by_chunk[rows])
 
@@ -112,11 +112,16 @@ class Pipeline:
                 for block, rows in self._with_column[column]:
                     block.write(column, values if by_chunk is None else by_chunk[rows])
 
-    def write_addresses(self, column: str, addresses: Sequence[int], width: int) -> None:
-        """Point one argument of every chunk to its elements of ``width`` bytes, by tensor."""
+    def write_addresses(
+        self, column: str, addresses: Sequence[int], width: int, elements: int = 1
+    ) -> None:
+        """Point one argument of every chunk to its values of ``width`` bytes, by tensor.
+
+        One value is for so many ``elements``.
+        """
         if not self._is_few:
             base = np.array(addresses, dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
-            places = base[self._chunks.owner] + self._chunks.start * width
+            places = base[self._chunks.owner] + self._chunks.start // elements * width
             for block, rows in self._with_column[column]:
                 block.write(column, places[rows])
             return
@@ -124,7 +129,7 @@ class Pipeline:
             if block.pending:
                 block.wait()
             for word, tensor, start in chunks:
-                block.words[word] = addresses[tensor] + start * width
+                block.words[word] = addresses[tensor] + start // elements * width
 
     def _words_of(self, column: str) -> list[tuple[LaunchBlock, list[tuple[int, int, int]]]]:
         found = []

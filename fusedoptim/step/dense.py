@@ -14,6 +14,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from torch import Tensor
 
 from fusedoptim.kernels.language import Role
+from fusedoptim.kernels.rounding import BLOCK
 from fusedoptim.launch.block import Chunks
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.launch.kernel import kernel_for
@@ -21,9 +22,9 @@ from fusedoptim.launch.pipeline import Pipeline, Stage
 from fusedoptim.step.checks import check_state_whole
 from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings, grad_factor
-from fusedoptim.step.state import state_tensor, variant_of
+from fusedoptim.step.state import state_arguments, state_tensors, state_width, variant_of
 from fusedoptim.step.step_counts import KEY, StepCounts
-from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State
+from fusedoptim.step.tensors import PARAM_DTYPES, State
 from fusedoptim.step.unchanged import RUN, TensorRun
 
 _grad_addresses = operator.attrgetter("grad_addresses")
@@ -57,7 +58,7 @@ class DenseRows:
         self._variant = variant_of(rule, first)
         built = [kernel_for(self._queue, name, self._variant) for name in kernels]
         arguments = dict.fromkeys(argument for kernel in built for argument in kernel.layout.row)
-        names = [name for name, role in arguments if role in (Role.STATE, Role.TRAIL)]
+        names = state_arguments(arguments)
         has_steps = any(role is Role.ROW_SCALAR for _, role in arguments)
         self._row_flags = [name for name, role in arguments if role is Role.ROW_FLAG]
 
@@ -70,38 +71,42 @@ class DenseRows:
         self.fresh: Sequence[bool] | None = fresh or [
             any(state.get(name) is None for name in names) for state in held
         ]
+        needed = [name for name, role in names.items() if role is not Role.BLOCK_SCALES]
         for candidate, state in zip(candidates, held):
-            check_state_whole(rule, candidate.name, state, [*names, KEY] if has_steps else names)
+            check_state_whole(rule, candidate.name, state, [*needed, KEY] if has_steps else needed)
         self._steps = StepCounts(held) if has_steps else None
         self._held = held
         dtype = PARAM_DTYPES[first.dtype]
         made: list[State] = [
-            {
-                name: state_tensor(rule, candidate.name, name, state, target, dtype.state)
-                for name in names
-            }
+            state_tensors(rule, candidate.name, names, state, target)
             for candidate, state, target in zip(candidates, held, targets)
         ]
         self._uncommitted: list[State] | None = made
         for run, states in zip(self._runs, self._by_run(made)):
-            run.watch(states, names)
+            run.watch(states, list(names))
 
         self._arithmetic = dtype.arithmetic
         numels = [dtype.components * p.numel() for p in self.params]
         self._chunks = Chunks(numels, built[0].shape.chunk)
         self._grad_width = param_width = first.element_size() // dtype.components
-        state_width = dtype.state.itemsize // dtype.components
         self._pipeline = pipeline = Pipeline(built, self._chunks, self._device)
         self._norm: Pipeline | None = None
         self._read_gradients = [pipeline]
         """The pipelines that read the gradients."""
         pipeline.write_addresses("param", list(map(Tensor.data_ptr, targets)), param_width)
         pipeline.write_addresses("grad", self._all_grad_addresses(), param_width)
-        for name in names:
-            width = 2 if name == TRAIL else state_width
-            pipeline.write_addresses(name, [state[name].data_ptr() for state in made], width)
+        for name, role in names.items():
+            places = [state[name].data_ptr() for state in made]
+            if role is Role.BLOCK_SCALES:
+                pipeline.write_addresses(name, places, dtype.arithmetic.itemsize, BLOCK)
+            else:
+                pipeline.write_addresses(name, places, state_width(role, first))
         for flag in self._row_flags:
-            pipeline.write_flags(flag, self.fresh or ())
+            pipeline.write_integers(flag, self.fresh or ())
+        for name, role in arguments:
+            if role is Role.PARAM_NUMBER:
+                numbers = rule.param_numbers()
+                pipeline.write_integers(name, [numbers[p] for p in self.params])
         self._written: list[list[int]] = []
         """The gradients' addresses that the launch blocks hold; empty if unknown."""
         self._settings: Settings | None = None
@@ -183,5 +188,5 @@ class DenseRows:
                 run.states = held
         if any(self.fresh or ()):
             for flag in self._row_flags:
-                self._pipeline.write_flags(flag, [False] * len(self.params))
+                self._pipeline.write_integers(flag, [False] * len(self.params))
         self._uncommitted = None

@@ -92,6 +92,11 @@ class UpdateRule:
         optimizer: Any = self._owner()
         return bool(optimizer.is_split(param))
 
+    def param_numbers(self) -> dict[Tensor, int]:
+        """The position of each parameter among all of the optimizer's."""
+        groups = self._owner().param_groups
+        return {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
+
     def kernels(self, one_row: bool) -> tuple[str, ...]:
         """See :class:`UpdateDefinition`, as for all that follow."""
         return self._owner()._kernels(self.group, one_row)

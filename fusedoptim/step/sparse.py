@@ -24,7 +24,7 @@ from fusedoptim.step.scalars import Settings, grad_factor
 from fusedoptim.step.sparse_gradient import SparseGradient, row_numbers
 from fusedoptim.step.state import state_tensor, variant_of
 from fusedoptim.step.step_counts import KEY, StepCounts
-from fusedoptim.step.tensors import PARAM_DTYPES, State, memory_of
+from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State, memory_of
 from fusedoptim.step.unchanged import tensor_guards
 
 # A launch block is made for twice the rows that are needed first: making one is expensive, and the
@@ -82,7 +82,14 @@ class SparseRows:
         check_state_whole(rule, candidate.name, held, [*names, KEY] if has_steps else names)
         self._steps = StepCounts([held]) if has_steps else None
         self._dense = {
-            name: state_tensor(rule, candidate.name, name, held, self._target, dtype.state)
+            name: state_tensor(
+                rule,
+                candidate.name,
+                name,
+                held,
+                self._target,
+                torch.int16 if name == TRAIL else dtype.state,
+            )
             for name in names
             if name not in rule.sparse_state
         }

@@ -2,20 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 
 import torch
 from torch import Tensor
 
+from fusedoptim.kernels.language import Role
+from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.launch.layout import Argument
+from fusedoptim.step import float8
 from fusedoptim.step.checks import check_state_shape
 from fusedoptim.step.rule import UpdateRule
 from fusedoptim.step.step_counts import KEY
-from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State, memory_of, state_dtype
+from fusedoptim.step.tensors import (
+    PARAM_DTYPES,
+    TRAIL,
+    State,
+    memory_of,
+    same_order,
+    state_dtype,
+)
 
 
 def variant_of(rule: UpdateRule, param: Tensor) -> str:
     """Which variant of the kernels updates ``param``."""
     return "split" if rule.is_split(param) else PARAM_DTYPES[param.dtype].variant
+
+
+_STATE = (Role.STATE, Role.STATE_BF16, Role.STATE_E4M3, Role.STATE_E5M3, Role.TRAIL)
+
+
+def state_arguments(arguments: Iterable[Argument]) -> dict[str, Role]:
+    """The state that kernels with these ``arguments`` update, by name."""
+    return {name: role for name, role in arguments if role in _STATE or role is Role.BLOCK_SCALES}
+
+
+def state_tensors(
+    rule: UpdateRule, owner: str, names: Mapping[str, Role], state: State, target: Tensor
+) -> State:
+    """A parameter's state as kernels take it: in the element order of ``target``.
+
+    Args:
+        rule: of the group.
+        owner: what errors call the parameter.
+        names: of the state, with the roles of the kernels' arguments.
+        state: of the parameter; what it lacks is made.
+        target: the parameter's memory.
+    """
+    made: State = {}
+    for name, role in names.items():
+        if role in float8.DTYPES:
+            made |= _encoded_tensors(rule, owner, name, role, state, target)
+        elif role is not Role.BLOCK_SCALES:
+            dtype = _DTYPES.get(role) or PARAM_DTYPES[target.dtype].state
+            made[name] = state_tensor(rule, owner, name, state, target, dtype)
+    return {name: made[name] for name in names}
+
+
+_DTYPES = {Role.TRAIL: torch.int16, Role.STATE_BF16: torch.bfloat16}
+
+
+def _encoded_tensors(
+    rule: UpdateRule, owner: str, name: str, role: Role, state: State, target: Tensor
+) -> State:
+    """The codes of the state ``name``, and their scales."""
+    lanes, dtype = BACKENDS[target.device.type].shape.lanes, float8.DTYPES[role]
+    shape = float8.scales_shape(target.numel(), lanes)
+    values, scales = state.get(name), state.get(name + float8.SUFFIX)
+    if values is not None:
+        check_state_shape(rule, owner, name, values, target.shape)
+    if values is None:
+        codes = rule.initial_state(name, target, torch.uint8).view(dtype)
+        scales = torch.zeros(shape, device=target.device)
+    elif scales is None or scales.shape != shape or not same_order(values, target):
+        if scales is not None:
+            values = float8.decoded(values, scales)
+        values = memory_of(values.to(target.device), target)
+        codes, scales = float8.encoded(values, dtype, lanes)
+    else:
+        codes = values.to(target.device)
+    return {name: codes, name + float8.SUFFIX: scales.to(target.device)}
+
+
+def state_width(role: Role, param: Tensor) -> int:
+    """Bytes of one real number of a state of ``param``."""
+    if role in float8.DTYPES:
+        return 1
+    known = PARAM_DTYPES[param.dtype]
+    return (_DTYPES.get(role) or known.state).itemsize // known.components
 
 
 def state_tensor(
@@ -29,11 +103,9 @@ def state_tensor(
         name: of the state.
         state: of the parameter; what it lacks is made.
         target: the parameter's memory.
-        dtype: of the state, except for a trail, which is int16.
+        dtype: of the state.
     """
     value = state.get(name)
-    if name == TRAIL:
-        dtype = torch.int16
     if value is None:
         return rule.initial_state(name, target, dtype)
     check_state_shape(rule, owner, name, value, target.shape)

@@ -127,9 +127,9 @@ def memory_of(
         order: of the elements in memory: ``torch.contiguous_format``, any that has no gaps, or that
             of a tensor, the parameter's memory.
     """
-    if isinstance(order, Tensor):
+    if isinstance(order, Tensor) and order.shape == tensor.shape:
         fits = same_order(tensor, order)
-    else:
+    else:  # scales are not laid out like their parameter
         fits = tensor.is_contiguous() or (order is torch.preserve_format and is_dense(tensor))
     if fits and not is_lazy(tensor):
         return tensor
