@@ -301,7 +301,7 @@ def in_float64(
     index = [name for name in names if name not in roles]
     arrays = {  # each a list of the rows' parts
         name: [
-            (part.astype(int) if role in _VALUE_OF else part).tolist()
+            (part.astype(int) if role in _DECODERS else part).tolist()
             for part in np.split(values[name], np.cumsum(_row_sizes(role, module.sums, lanes))[:-1])
         ]
         for name, role in module.arguments

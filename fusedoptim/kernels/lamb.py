@@ -74,8 +74,9 @@ def lamb_moments(
     exp_avg[i] = m
     exp_avg_sq[i] = v
     u = average_correction * m / fma(math.sqrt(v), root_correction, eps)
-    if weight_decay != 0:
-        u = fma(weight_decay, theta, u)
+    decayed = fma(weight_decay, theta, u)
+    if weight_decay != 0:  # a choice of two values, where a branch would make two loops
+        u = decayed
     return theta * theta, u * u
 
 
@@ -131,8 +132,9 @@ def lamb_update(
     """Step along the update, times the trust ratio."""
     theta = decay_factor * param[i]
     u = average_correction * exp_avg[i] / fma(math.sqrt(exp_avg_sq[i]), root_correction, eps)
-    if weight_decay != 0:
-        u = fma(weight_decay, theta, u)
+    decayed = fma(weight_decay, theta, u)
+    if weight_decay != 0:  # a choice of two values, where a branch would make two loops
+        u = decayed
     param[i] = fma(-lr * ratio, u, theta)
 
 
