@@ -1,0 +1,77 @@
+"""Launches of operators' kernels: reuse of what describes their rows, limits, interrupts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedoptim
+from fusedoptim.launch.block import LaunchBlock
+from fusedoptim.ops import _launching, cross_entropy, dropout
+from tests.interrupts import InterruptAt
+
+
+def drop(n: int = 70_000) -> Tensor:
+    return dropout(torch.ones(n), torch.tensor(3), 0.5)
+
+
+def losses(n: int = 70) -> Tensor:
+    logits = torch.linspace(0, 1, 5 * n).view(5, n)
+    return cross_entropy(logits, torch.arange(5))[0]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[LaunchBlock]:
+    """The launch blocks that are made, of which there were none before."""
+    monkeypatch.setattr(_launching, "_idle", {})
+    found: list[LaunchBlock] = []
+    init = LaunchBlock.__init__
+
+    def noting(self: LaunchBlock, *args: object) -> None:
+        found.append(self)
+        init(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LaunchBlock, "__init__", noting)
+    return found
+
+
+@pytest.mark.parametrize("call", [drop, losses])
+def test_second_call_of_a_size_makes_nothing(
+    call: Callable[[], Tensor], made: list[LaunchBlock]
+) -> None:
+    first = call()
+    assert len(made) == 1
+    assert torch.equal(call(), first)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("call", [drop, losses])
+def test_many_sizes_are_forgotten(call: Callable[..., Tensor], made: list[LaunchBlock]) -> None:
+    for n in range(5, 10 + _launching._MOST_IDLE):
+        call(n)
+    assert len(_launching._idle) <= _launching._MOST_IDLE
+
+
+@pytest.mark.parametrize("call", [drop, losses])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_interrupted_anywhere(
+    call: Callable[[], Tensor], is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call gives the right result; the kernel has ended, as its memory may be freed."""
+    expected = call()
+    name = "launch" if call is drop else "launch_rows"
+    interrupts = 0
+    for n in itertools.count():
+        if is_new:
+            monkeypatch.setattr(_launching, "_idle", {})
+        with InterruptAt(n, "polls", within=fusedoptim, since=name) as interrupt:
+            assert torch.equal(call(), expected)
+        assert torch.equal(call(), expected)
+        if not interrupt.has_raised:
+            break
+        interrupts += 1
+    assert interrupts > 5
