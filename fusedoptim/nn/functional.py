@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim import ops
+from fusedoptim._torch_private import transform_level
 from fusedoptim.ops._launching import is_served
 
 __all__ = ["cross_entropy", "dropout"]
@@ -14,6 +15,12 @@ _SEEDS = 2**63 - 1
 _REDUCTIONS = ("none", "mean", "sum")
 MIN_FUSED = 1 << 20
 """Logits from which a kernel is quicker than torch, in spite of what its launch costs."""
+
+
+def _is_ours(tensor: Tensor) -> bool:
+    """Whether an operator takes the tensor: torch.func transforms none of a library's own."""
+    is_transformed = not torch.compiler.is_compiling() and transform_level() is not None
+    return is_served(tensor) and not is_transformed
 
 
 def cross_entropy(
@@ -36,9 +43,9 @@ def cross_entropy(
     ``torch.autocast`` the kernels read 16-bit logits as they are and compute in float32, where
     torch first copies them to float32; the result is float32 as torch's is.
 
-    Class weights, probabilities as targets, inputs of more than two dimensions, and fewer than a
-    million logits, for which waking the driver's threads costs more than the kernel gains, go to
-    torch's own function.
+    Class weights, probabilities as targets, inputs of more than two dimensions, calls inside a
+    ``torch.func`` transform, and fewer than a million logits, for which waking the driver's threads
+    costs more than the kernel gains, go to torch's own function.
 
     Args:
         input: the logits x, (N, C) or (C,).
@@ -68,7 +75,7 @@ def cross_entropy(
     has_classes = target.dtype == torch.int64 and target.shape == input.shape[:-1]
     is_fused = is_plain and has_classes and input.dim() in (1, 2) and input.numel() >= MIN_FUSED
     is_valid = reduction in _REDUCTIONS and 0 <= label_smoothing <= 1  # torch's errors are plain
-    if not (is_fused and is_served(input) and is_valid):
+    if not (is_fused and _is_ours(input) and is_valid):
         return torch.nn.functional.cross_entropy(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
@@ -94,7 +101,7 @@ def dropout(
 
     Args:
         input: of any shape. Where no kernel serves it (a device that is neither a CPU nor an Intel
-            GPU, a nested tensor), torch's own dropout does.
+            GPU, a nested tensor, inside a ``torch.func`` transform), torch's own dropout does.
         p: the probability of zeroing an element.
         training: whether to do anything at all.
         inplace: whether the result also replaces the values of ``input``.
@@ -119,7 +126,7 @@ def dropout(
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return input
-    if not is_served(input):
+    if not _is_ours(input):
         return torch.nn.functional.dropout(input, p, training, inplace)
     seed = torch.randint(_SEEDS, (), device=input.device)
     output = ops.dropout(input, seed, p)

@@ -1,8 +1,9 @@
 """Operators whose kernels are written in Python, registered with torch as ``torch.ops.fusedoptim``.
 
 They work under autograd, ``torch.autocast``, fake tensors and ``torch.compile(fullgraph=True)``,
-for tensors on the CPU and on Intel GPUs; torch gives its custom operators no ``torch.func``
-transforms. Modules over them are in :mod:`fusedoptim.nn`.
+for tensors on the CPU and on Intel GPUs. Neither ``torch.func`` transforms nor forward-mode
+differentiation take them, as torch has no rules for either. Modules over them are in
+:mod:`fusedoptim.nn`.
 """
 
 from fusedoptim.ops._cross_entropy import cross_entropy

@@ -98,6 +98,29 @@ class TestContract:
                 with pytest.raises((RuntimeError, NotImplementedError)):
                     function(torch.ones(3, dtype=dtype), 0.5)
 
+    def test_func_transforms_are_torchs(self) -> None:
+        module, x = model(), torch.randn(3, 20)
+        params = dict(module.named_parameters())
+        plain = torch.nn.Sequential(*module)
+        plain[1], plain[3] = torch.nn.Dropout(0.3), torch.nn.Dropout(0.5)
+
+        def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(module, params, (x,)).square().sum()
+
+        torch.manual_seed(1)
+        gradients = torch.func.grad(loss)(params, x)
+        torch.manual_seed(1)
+        expected = torch.autograd.grad(plain(x).square().sum(), plain.parameters())
+        torch.testing.assert_close(list(gradients.values()), list(expected))
+        assert torch.func.vmap(module, randomness="different")(x).shape == (3, 7)
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+    def test_forward_mode_is_refused(self) -> None:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))
+            with pytest.raises(NotImplementedError, match="forward mode AD"):
+                Dropout()(dual)
+
     def test_deepcopy_and_pickle(self) -> None:
         module, x = model(), torch.randn(5, 20)
         for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

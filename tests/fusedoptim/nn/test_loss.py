@@ -123,6 +123,15 @@ def test_errors_are_torchs(arguments: dict[str, Any]) -> None:
     assert errors[0] == errors[1]
 
 
+def test_func_transforms_are_torchs() -> None:
+    logits, target = inputs()
+    gradients = [
+        torch.func.grad(loss)(logits, target)
+        for loss in (ours.CrossEntropyLoss(), nn.CrossEntropyLoss())
+    ]
+    assert torch.equal(*gradients)
+
+
 def test_signatures() -> None:
     for mine, torchs in (
         (ours.CrossEntropyLoss, nn.CrossEntropyLoss),
