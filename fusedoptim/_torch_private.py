@@ -23,6 +23,7 @@ __all__ = [
     "global_post_hooks",
     "global_pre_hooks",
     "increment_version",
+    "is_forward_mode",
     "profiler_enabled",
     "set_grad_enabled",
     "storage_use_count",
@@ -55,6 +56,11 @@ transform_level = torch._C._functorch.maybe_current_level
 
 BypassModes = torch._C._DisableTorchDispatch
 """A context manager in C, which an interrupt cannot leave half done."""
+
+
+def is_forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is active."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def active_modes() -> list[Any]:

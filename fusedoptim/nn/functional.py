@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim import ops
-from fusedoptim._torch_private import transform_level
+from fusedoptim._torch_private import is_forward_mode, transform_level
 from fusedoptim.ops._launching import is_served
 
 __all__ = ["cross_entropy", "dropout"]
@@ -18,9 +18,13 @@ MIN_FUSED = 1 << 20
 
 
 def _is_ours(tensor: Tensor) -> bool:
-    """Whether an operator takes the tensor: torch.func transforms none of a library's own."""
-    is_transformed = not torch.compiler.is_compiling() and transform_level() is not None
-    return is_served(tensor) and not is_transformed
+    """Whether an operator takes the tensor.
+
+    torch has no rules for a library's operators in ``torch.func`` and forward-mode differentiation.
+    """
+    if not torch.compiler.is_compiling() and (transform_level() is not None or is_forward_mode()):
+        return False
+    return is_served(tensor)
 
 
 def cross_entropy(
@@ -44,8 +48,8 @@ def cross_entropy(
     torch first copies them to float32; the result is float32 as torch's is.
 
     Class weights, probabilities as targets, inputs of more than two dimensions, calls inside a
-    ``torch.func`` transform, and fewer than a million logits, for which waking the driver's threads
-    costs more than the kernel gains, go to torch's own function.
+    ``torch.func`` transform or forward-mode differentiation, and fewer than a million logits, for
+    which waking the driver's threads costs more than the kernel gains, go to torch's own function.
 
     Args:
         input: the logits x, (N, C) or (C,).
@@ -101,7 +105,8 @@ def dropout(
 
     Args:
         input: of any shape. Where no kernel serves it (a device that is neither a CPU nor an Intel
-            GPU, a nested tensor, inside a ``torch.func`` transform), torch's own dropout does.
+            GPU, a nested tensor, inside a ``torch.func`` transform or forward-mode
+            differentiation), torch's own dropout does.
         p: the probability of zeroing an element.
         training: whether to do anything at all.
         inplace: whether the result also replaces the values of ``input``.

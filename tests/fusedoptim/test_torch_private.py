@@ -119,6 +119,13 @@ def test_transform_level() -> None:
     assert levels == [1]
 
 
+def test_is_forward_mode() -> None:
+    assert not _torch_private.is_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert _torch_private.is_forward_mode()
+    assert not _torch_private.is_forward_mode()
+
+
 class _Doubling(TorchDispatchMode):
     """Doubles the results of additions."""
 

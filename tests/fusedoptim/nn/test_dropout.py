@@ -115,11 +115,13 @@ class TestContract:
         assert torch.func.vmap(module, randomness="different")(x).shape == (3, 7)
 
     @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-    def test_forward_mode_is_refused(self) -> None:
+    def test_forward_mode_is_torchs(self) -> None:
         with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))
-            with pytest.raises(NotImplementedError, match="forward mode AD"):
-                Dropout()(dual)
+            x = torch.randn(100)
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            y, tangent = torch.autograd.forward_ad.unpack_dual(Dropout()(dual))
+        assert tangent is not None
+        assert torch.equal(y, tangent)
 
     def test_deepcopy_and_pickle(self) -> None:
         module, x = model(), torch.randn(5, 20)
