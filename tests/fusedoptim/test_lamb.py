@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+import fusedoptim
 from fusedoptim import FusedLamb
 from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.launch.devices import BACKENDS
@@ -21,6 +23,7 @@ from tests.fusedoptim.helpers import (
     step_alike,
     values_after,
 )
+from tests.interrupts import InterruptAt
 from tests.optimizer_cases import LAMB, configuration_id
 from tests.references.lamb import ReferenceLamb
 from tests.tolerances import by_hand
@@ -197,6 +200,34 @@ def test_batches_compute_what_one_does(
         assert len(moments) == expected[batch_bytes]
     for optimizer in optimizers[1:]:
         assert_same_bits(optimizers[0], optimizer)
+
+
+def test_an_interrupt_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes, all batches are updated or none is."""
+    monkeypatch.setattr(BACKENDS["cpu"], "batch_bytes", 64)
+    grads = [torch.randn(n) for n in (40_000, 70_000)]
+
+    def run(steps: int, n: int = -1) -> tuple[list[Parameter], bool]:
+        params = [Parameter(g + 1) for g in grads]
+        optimizer = FusedLamb(params, lr=0.1)
+        for p, g in zip(params, grads):
+            p.grad = g
+        for _ in range(steps - 1):
+            optimizer.step()
+        with InterruptAt(n, "polls", within=fusedoptim, since="_update") as interrupted:
+            optimizer.step()
+        return params, interrupted.has_raised
+
+    expected = [run(steps)[0] for steps in (1, 2)]
+    found = set()
+    for n in itertools.count():
+        params, has_raised = run(2, n)
+        if not has_raised:
+            break
+        is_like = [all(map(torch.equal, params, e)) for e in expected]
+        assert any(is_like), f"wrong after place {n}"
+        found.add(tuple(is_like))
+    assert found == {(True, False), (False, True)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
