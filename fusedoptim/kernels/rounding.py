@@ -43,7 +43,7 @@ __all__ = [
     "to_bf16",
 ]
 
-BLOCK = 256
+BLOCK = 128
 """Elements that share a scale, at most."""
 DRAW = 16
 """Elements whose words come from one draw: four from each word of it."""
@@ -189,11 +189,14 @@ def for_each_element(
         while start < stop:
             word = as_word(a)
             a, b, c = b, c, d
-            four = start + DRAW // 4 * lanes()
-            while start < four:
-                update(start + lane(), word, *arguments)
-                word = next_word(word)
-                start += lanes()
+            update(start + lane(), word, *arguments)
+            word = next_word(word)
+            update(start + lanes() + lane(), word, *arguments)
+            word = next_word(word)
+            update(start + 2 * lanes() + lane(), word, *arguments)
+            word = next_word(word)
+            update(start + 3 * lanes() + lane(), word, *arguments)
+            start += 4 * lanes()
     while start < end:
         a, b, c, d = _draw(position + start + lane(), number, step)
         if start + lane() < end:

@@ -397,7 +397,8 @@ class TestCodes:
         """Its value is exact, and becomes the same value again whatever the random word."""
         codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(LANES)
         for scale in (2.0**-120, 2.0**-20, 1.0):
-            read = float8.decoded(codes.view(dtype), torch.full((1, LANES), scale))
+            shape = float8.scales_shape(len(codes), LANES)
+            read = float8.decoded(codes.view(dtype), torch.full(shape, scale))
             expected = torch.tensor([value(int(c), scale) for c in codes.tolist()])
             torch.testing.assert_close(read.float(), expected, rtol=0, atol=0, equal_nan=True)
             again, scales = float8.encoded(read, dtype, LANES)
