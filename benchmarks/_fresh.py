@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
-import os
 import resource
 import subprocess
 import sys
@@ -25,13 +24,10 @@ _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 
 
-def measured(function: str, *arguments: str, python: str = sys.executable, **variables: str) -> Any:
-    """Return what a function of this module returns in a fresh process with these variables."""
+def measured(function: str, *arguments: str, python: str = sys.executable) -> Any:
+    """Return what a function of this module returns in a fresh process of this Python."""
     command = [python, "-m", "benchmarks._fresh", function, *arguments]
-    environment = os.environ | variables
-    done = subprocess.run(
-        command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
+    done = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)
 
 
@@ -134,7 +130,7 @@ def varied(workload: str, kept: str) -> dict[str, float]:
 
     if kept == "True":
         keep_memory()
-    run, iterations, _ = WORKLOADS[workload]
+    run, iterations = WORKLOADS[workload]
     running = run()
     for _ in range(iterations // 2):
         next(running)

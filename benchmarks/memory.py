@@ -15,20 +15,15 @@ from benchmarks._output import Table
 from benchmarks._varied import WORKLOADS
 
 FREED = "as it is"
-WAYS: dict[str, dict[str, str]] = {FREED: {}, "kept": {}}
-"""Environment variables of each way; what is not FREED calls keep_memory()."""
-ONE_ARENA = {"kept, MALLOC_ARENA_MAX=1": {"MALLOC_ARENA_MAX": "1"}}
-"""Concerns threads only."""
+WAYS = (FREED, "kept")
 
 
 def table(workload: str, rounds: int | None) -> Table:
     """Run a workload in each way in turn: 3 processes of each, or as many as ``rounds`` says."""
-    ways = WAYS | (ONE_ARENA if WORKLOADS[workload].is_threaded else {})
-    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(rounds or 3):
-        for way, variables in ways.items():
-            kept = str(way != FREED)
-            runs[way].append(measured("varied", workload, kept, **variables))
+        for way in WAYS:
+            runs[way].append(measured("varied", workload, str(way != FREED)))
     medians = {
         way: {name: statistics.median(run[name] for run in found) for name in found[0]}
         for way, found in runs.items()

@@ -17,12 +17,21 @@ from fusedoptim._warn import warn
 
 __all__ = ["keep_memory", "release_memory"]
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
+# malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _LARGEST_INT = 2**31 - 1
 _NEVER = -1  # M_TRIM_THRESHOLD counts in size_t
 # glibc's defaults, in malloc.c: of both thresholds, of the mapping threshold at the end of its
 # adaptation, and of the number of mappings.
 _STATIC, _DYNAMIC_MAXIMUM, _MAPPINGS = 128 << 10, 32 << 20, 65536
+_ARENAS_PER_CORE = 8  # NARENAS_FROM_NCORES in arena.c
+_VARIABLES = {
+    "mmap_threshold": "MALLOC_MMAP_THRESHOLD_",
+    "trim_threshold": "MALLOC_TRIM_THRESHOLD_",
+    "mmap_max": "MALLOC_MMAP_MAX_",
+    "top_pad": "MALLOC_TOP_PAD_",
+    "arena_max": "MALLOC_ARENA_MAX",
+}
 _NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|[1-9][0-9]*|0)")
 _ENVIRONMENT = Path("/proc/self/environ")
 
@@ -30,12 +39,13 @@ _lock = threading.RLock()
 _is_kept = False
 
 
-class _Thresholds(NamedTuple):
-    """Three of malloc's parameters: two sizes in bytes, and a number of mappings."""
+class _Settings(NamedTuple):
+    """Four of malloc's parameters: two sizes in bytes, a number of mappings, and of heaps."""
 
     mmap_threshold: int
     trim_threshold: int
     mmap_max: int
+    arena_max: int
 
 
 def keep_memory() -> bool:
@@ -47,9 +57,8 @@ def keep_memory() -> bool:
     once, before the first iteration. It holds for the whole process and for children forked from
     it. Further calls change nothing.
 
-    Threads started by the program allocate from heaps of 64 MiB, and glibc still returns those that
-    are empty, and blocks that are larger. Where such threads train or infer, start Python with
-    ``MALLOC_ARENA_MAX=1`` in the environment: then all threads use the main heap.
+    Threads that start afterwards share the main thread's heap. Threads that have allocated before
+    keep theirs, which later ones may take over, and of which glibc still returns what is empty.
 
     Returns:
         whether memory is kept. False, with a warning, where another library serves malloc
@@ -77,6 +86,7 @@ def keep_memory() -> bool:
         try:
             _set("M_TRIM_THRESHOLD", _M_TRIM_THRESHOLD, _NEVER)
             _set("M_MMAP_MAX", _M_MMAP_MAX, 0)
+            _set("M_ARENA_MAX", _M_ARENA_MAX, 1)
         except RuntimeError:
             release_memory()
             raise
@@ -89,7 +99,8 @@ def release_memory() -> None:
     The values that environment variables (``MALLOC_MMAP_MAX_``, ``GLIBC_TUNABLES``, ...) gave
     malloc at the start are restored. Without any, glibc maps a block from a size that it raises to
     that of the blocks that are freed, up to 32 MiB. It stops adapting once a program sets a
-    parameter, so that size is 32 MiB afterwards. Does nothing if memory is not kept.
+    parameter, so that size is 32 MiB afterwards. If a thread was started while memory was kept,
+    later threads share existing heaps. Does nothing if memory is not kept.
 
     Raises:
         RuntimeError: glibc refuses a setting.
@@ -102,10 +113,11 @@ def release_memory() -> None:
     with _lock:
         if not _is_kept:
             return
-        initial = _initial_thresholds(_initial_environment())
+        initial = _initial_settings(_initial_environment())
         _set("M_MMAP_THRESHOLD", _M_MMAP_THRESHOLD, initial.mmap_threshold)
         _set("M_TRIM_THRESHOLD", _M_TRIM_THRESHOLD, initial.trim_threshold)
         _set("M_MMAP_MAX", _M_MMAP_MAX, initial.mmap_max)
+        _set("M_ARENA_MAX", _M_ARENA_MAX, initial.arena_max)
         _is_kept = False
     ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
@@ -151,21 +163,19 @@ def _initial_environment() -> dict[str, str]:
     return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
 
 
-def _initial_thresholds(environment: Mapping[str, str]) -> _Thresholds:
-    """The thresholds that malloc reaches when it starts with these variables."""
-    texts = {
-        name: environment.get(f"MALLOC_{name.upper()}_", "")
-        for name in (*_Thresholds._fields, "top_pad")
-    }
+def _initial_settings(environment: Mapping[str, str]) -> _Settings:
+    """The settings that malloc reaches when it starts with these variables."""
+    texts = {name: environment.get(variable, "") for name, variable in _VARIABLES.items()}
     for tunable in environment.get("GLIBC_TUNABLES", "").split(":"):  # stronger
         name, _, text = tunable.removeprefix("glibc.malloc.").partition("=")
         if name in texts:
             texts[name] = text
     given = {name: int(text, 0) for name, text in texts.items() if _NUMBER.fullmatch(text)}
+    arenas = given.pop("arena_max", 0) or _ARENAS_PER_CORE * len(os.sched_getaffinity(0))
     if not given:
-        return _Thresholds(_DYNAMIC_MAXIMUM, 2 * _DYNAMIC_MAXIMUM, _MAPPINGS)
+        return _Settings(_DYNAMIC_MAXIMUM, 2 * _DYNAMIC_MAXIMUM, _MAPPINGS, arenas)
     given.pop("top_pad", None)  # each of the four stops glibc from adapting the thresholds
-    return _Thresholds(_STATIC, _STATIC, _MAPPINGS)._replace(**given)
+    return _Settings(_STATIC, _STATIC, _MAPPINGS, arenas)._replace(**given)
 
 
 def _renew_lock() -> None:

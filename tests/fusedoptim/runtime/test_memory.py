@@ -55,9 +55,9 @@ MANY, FEW = 10_000, 100
 """Two rounds touch 70,000 pages."""
 
 
-def run(script: str, **variables: str) -> list[str]:
+def run(script: str, *arguments: str, **variables: str) -> list[str]:
     """What a script that uses the tools prints, line by line."""
-    return check_script(TOOLS + textwrap.dedent(script), **variables).splitlines()
+    return check_script(TOOLS + textwrap.dedent(script), *arguments, **variables).splitlines()
 
 
 def test_kept_memory_is_not_faulted_in_again() -> None:
@@ -85,24 +85,18 @@ def test_kept_memory_is_not_faulted_in_again() -> None:
 
 
 def test_threads_keep_memory_too() -> None:
-    """Those that run already, and those that start later, where all use the main heap."""
+    """Those that start after the call: they use the main heap."""
     script = """
-        def report():
-            print(faults())
-        kept, ended = threading.Event(), threading.Event()
-        early = threading.Thread(target=lambda: (report(), ended.set(), kept.wait(), report()))
-        early.start()
-        ended.wait()
-        keep_memory()
-        kept.set()
-        early.join()
-        late = threading.Thread(target=report)
-        late.start()
-        late.join()
+        import sys
+        if sys.argv[1:] == ["kept"]:
+            keep_memory()
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: print(faults()))
+            thread.start()
+            thread.join()
     """
-    before, early, late = map(int, run(script, MALLOC_ARENA_MAX="1"))
-    assert before > MANY
-    assert max(early, late) < FEW
+    assert min(map(int, run(script))) > MANY
+    assert max(map(int, run(script, "kept"))) < FEW
 
 
 def test_forked_processes() -> None:
@@ -163,27 +157,28 @@ def test_release_restores_what_variables_set(variables: dict[str, str], mapped: 
 
 
 STATIC, DYNAMIC = 128 << 10, 32 << 20
+ARENAS = 8 * len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(
-    ("variables", "thresholds"),
+    ("variables", "settings"),
     [
-        ({}, (DYNAMIC, 2 * DYNAMIC, 65536)),
-        ({"MALLOC_TOP_PAD_": "0x10000"}, (STATIC, STATIC, 65536)),
-        ({"MALLOC_TRIM_THRESHOLD_": "-1"}, (STATIC, -1, 65536)),
-        ({"MALLOC_TRIM_THRESHOLD_": "nonsense"}, (DYNAMIC, 2 * DYNAMIC, 65536)),
-        ({"MALLOC_ARENA_MAX": "1"}, (DYNAMIC, 2 * DYNAMIC, 65536)),
-        ({"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}, (DYNAMIC, 2 * DYNAMIC, 65536)),
+        ({}, (DYNAMIC, 2 * DYNAMIC, 65536, ARENAS)),
+        ({"MALLOC_TOP_PAD_": "0x10000"}, (STATIC, STATIC, 65536, ARENAS)),
+        ({"MALLOC_TRIM_THRESHOLD_": "-1"}, (STATIC, -1, 65536, ARENAS)),
+        ({"MALLOC_TRIM_THRESHOLD_": "nonsense"}, (DYNAMIC, 2 * DYNAMIC, 65536, ARENAS)),
+        ({"MALLOC_ARENA_MAX": "3"}, (DYNAMIC, 2 * DYNAMIC, 65536, 3)),
+        ({"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}, (DYNAMIC, 2 * DYNAMIC, 65536, ARENAS)),
         (
             {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=7:x", "MALLOC_MMAP_MAX_": "8"},
-            (STATIC, STATIC, 7),
+            (STATIC, STATIC, 7, ARENAS),
         ),
     ],
 )
-def test_thresholds_at_the_start(
-    variables: dict[str, str], thresholds: tuple[int, int, int]
+def test_settings_at_the_start(
+    variables: dict[str, str], settings: tuple[int, int, int, int]
 ) -> None:
-    assert memory._initial_thresholds(variables) == thresholds
+    assert memory._initial_settings(variables) == settings
 
 
 def test_imports_leave_malloc_alone() -> None:
@@ -232,7 +227,7 @@ class Mallopt:
 
     def __init__(self, refused: str | None = None) -> None:
         self.values: dict[str, int | None] = dict.fromkeys(
-            ("M_MMAP_THRESHOLD", "M_TRIM_THRESHOLD", "M_MMAP_MAX")
+            ("M_MMAP_THRESHOLD", "M_TRIM_THRESHOLD", "M_MMAP_MAX", "M_ARENA_MAX")
         )
         self.refused = refused
 
@@ -248,7 +243,7 @@ class Mallopt:
         return all(value != KEPT.get(name) for name, value in self.values.items())
 
 
-KEPT = {"M_TRIM_THRESHOLD": -1, "M_MMAP_MAX": 0}
+KEPT = {"M_TRIM_THRESHOLD": -1, "M_MMAP_MAX": 0, "M_ARENA_MAX": 1}
 
 
 @pytest.fixture
