@@ -17,18 +17,24 @@ FIGURES = Path(__file__).with_name("results") / "iterations.csv"
 PICTURE = Path(__file__).parents[1] / "docs" / "iterations.svg"
 
 _TEXT = "#7d8590"
-_COLOURS = {"fusedoptim": "#3b8fd0", "IPEX 2.8": "#9b7fd0"}
+_PART = "#8ab8de"  # of fusedoptim
+_COLOURS = {
+    "fusedoptim": "#3b8fd0",
+    "FusedAdamW alone": _PART,
+    "transforms alone": _PART,
+    "IPEX": "#9b7fd0",
+}
 _TORCH_COLOUR = "#e08b2c"
-_LABELS, _PANEL, _BAR, _ROW, _TOP = 216, 176, 118, 22, 44  # widths, then heights, in pixels
+_LABELS, _PANEL, _BAR, _ROW, _TOP = 236, 176, 118, 22, 44  # widths, then heights, in pixels
+_MODELS = ("GPT", "ResNet-50", "BERT")
 
 
 def svg() -> str:
     """The picture: a panel for each model, a bar for each configuration."""
     with FIGURES.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    models = list(dict.fromkeys(row["model"] for row in rows))
     configurations = list(dict.fromkeys(row["configuration"] for row in rows))
-    width = _LABELS + _PANEL * len(models)
+    width = _LABELS + _PANEL * len(_MODELS)
     height = _TOP + _ROW * len(configurations) + 4
     labels = [
         _text(_LABELS - 10, _TOP + _ROW * i + 15, name, "end")
@@ -36,7 +42,7 @@ def svg() -> str:
     ]
     panels = [
         element
-        for i, model in enumerate(models)
+        for i, model in enumerate(_MODELS)
         for element in _panel(_LABELS + _PANEL * i, [row for row in rows if row["model"] == model])
     ]
     head = (
