@@ -114,5 +114,5 @@ def cross_entropy_backward(
         grad_logits[i] = factor * (math.exp(logits[i] - log_sum) - uniform)
     # The lane that has written the class's element writes it again.
     if target >= 0 and target < length and lane() == target % lanes():
-        of_class = math.exp(logits[target] - log_sum) - uniform - (1 - smoothing)
+        of_class = math.exp(logits[target] - log_sum) - uniform - (real(1) - smoothing)
         grad_logits[target] = factor * of_class
