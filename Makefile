@@ -6,7 +6,7 @@ JIT := .venv-jit/bin
 PIP_OPTIONS := --quiet --no-compile
 # Tests of what is the same in both environments, as torch is: `make test` alone runs them. The steps
 # and passes that whole trainings are made of are tested in both.
-ONLY_NEWEST := notebooks references packaging/test_wheel.py test_reference.py \
+ONLY_NEWEST := notebooks references packaging/test_wheel.py test_reference.py fusedoptim/runtime \
 	$(addprefix transforms/,inputs rewrites tracing \
 	test_distributed.py test_real_models.py test_training.py)
 
