@@ -236,10 +236,11 @@ def test_module_for_each_variant(kernel: str, variant: str) -> None:
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="pip install 'fusedoptim[jit]'")
 class TestCompiler:
-    def test_fresh_build_equals_the_repositorys(self) -> None:
-        assert build_tool.verify() == []
-
-    def test_build(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fresh_build_equals_the_repositorys(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And what differs is found: one build, as it takes a minute."""
+        before = {path.name: path.read_bytes() for path in build_tool.FOLDER.iterdir()}
         monkeypatch.setattr(build_tool, "FOLDER", tmp_path)
         monkeypatch.setattr(build_tool, "MANIFEST", tmp_path / "manifest.json")
         (tmp_path / "stale.spv").write_bytes(b"")
@@ -250,6 +251,18 @@ class TestCompiler:
         for entry in modules.values():
             spirv = (tmp_path / entry["file"]).read_bytes()
             assert hashlib.sha256(spirv).hexdigest() == entry["sha256"]
+        built = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        assert sorted(built) == sorted(before)
+        assert [name for name in built if built[name] != before[name]] == []
+
+    def test_verify(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        files = {"sgd_f32.spv": load_module("sgd", "f32").spirv, "sgd_f64.spv": b"another"}
+        manifest = json.loads(build_tool.MANIFEST.read_text())
+        monkeypatch.setattr(build_tool, "_compile_all", lambda: (manifest, files))
+        problem = "sgd_f64.spv differs from a fresh build: run `make kernels`"
+        assert build_tool.verify() == [problem]
+        manifest["version"] = 0
+        assert build_tool.verify()[0].startswith("manifest.json differs from a fresh build")
 
     def test_argument_without_a_type(self) -> None:
         from fusedoptim.kernels._compiler import compile_kernel
