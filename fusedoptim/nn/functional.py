@@ -49,7 +49,7 @@ def cross_entropy(
 
     Class weights, probabilities as targets, inputs of more than two dimensions, calls inside a
     ``torch.func`` transform or forward-mode differentiation, and fewer than a million logits, for
-    which waking the driver's threads costs more than the kernel gains, go to torch's own function.
+    which a launch costs more than the kernel gains, go to torch's own function.
 
     Args:
         input: the logits x, (N, C) or (C,).
