@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def launch(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, float
     """
     first = next(iter(tensors.values()))
     addresses = {column: [tensor.data_ptr()] for column, tensor in tensors.items()}
-    _launch(name, first, [first.numel()], None, addresses, numbers)
+    _launch(name, first, (1, first.numel()), addresses, numbers, is_cut=True)
 
 
 def launch_rows(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
@@ -56,30 +56,32 @@ def launch_rows(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, 
         numbers: as in :func:`launch`.
     """
     matrix = next(iter(tensors.values()))
-    rows, columns = matrix.shape
     addresses = {column: row_addresses(tensor) for column, tensor in tensors.items()}
-    _launch(name, matrix, [columns] * rows, columns, addresses, numbers)
+    _launch(name, matrix, tuple(matrix.shape), addresses, numbers, is_cut=False)
 
 
 def _launch(
     name: str,
     first: Tensor,
-    sizes: Sequence[int],
-    chunk: int | None,
+    shape: tuple[int, ...],
     addresses: Mapping[str, Any],
     numbers: Mapping[str, float],
+    is_cut: bool,
 ) -> None:
-    """Run a kernel over pieces of memory of these sizes, in elements, and addresses.
+    """Run a kernel over rows of equal length at these addresses.
 
-    ``chunk`` is the most elements of a row of the launch block; by default, the device's.
+    ``shape`` is the number of rows and their elements; ``is_cut`` says whether one is cut into
+    chunks.
     """
     queue = BACKENDS[first.device.type].queue(first.device)
-    key = queue, name, first.dtype, first.shape
+    key = queue, name, first.dtype, shape
     try:
         pipeline = _idle[key].pop()
     except LookupError:
         kernel = kernel_for(queue, name, VARIANT_OF[first.dtype])
-        pipeline = Pipeline([kernel], Chunks(sizes, chunk or kernel.shape.chunk), first.device)
+        rows, length = shape
+        chunks = Chunks([length] * rows, kernel.shape.chunk if is_cut else length)
+        pipeline = Pipeline([kernel], chunks, first.device)
     for column, places in addresses.items():
         pipeline.write_addresses(column, places, first.element_size())
     pipeline.write_head(numbers)

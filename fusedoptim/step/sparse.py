@@ -22,9 +22,9 @@ from fusedoptim.step.checks import check_state_shape, check_state_whole
 from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings, grad_factor
 from fusedoptim.step.sparse_gradient import SparseGradient, row_numbers
-from fusedoptim.step.state import state_tensor, variant_of
+from fusedoptim.step.state import state_arguments, state_tensors, variant_of
 from fusedoptim.step.step_counts import KEY, StepCounts
-from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State, memory_of
+from fusedoptim.step.tensors import PARAM_DTYPES, State, memory_of
 from fusedoptim.step.unchanged import tensor_guards
 
 # A launch block is made for twice the rows that are needed first: making one is expensive, and the
@@ -76,23 +76,13 @@ class SparseRows:
         (kernel,) = rule.kernels(one_row=False)
         self._kernel = kernel_for(queue_of(param.device), kernel, variant_of(rule, param))
         row = self._kernel.layout.row
-        names = [name for name, role in row if role in (Role.STATE, Role.TRAIL)]
+        names = state_arguments(row)
         self._held = held = rule.states.get(param, {})
         has_steps = any(role is Role.ROW_SCALAR for _, role in row)
-        check_state_whole(rule, candidate.name, held, [*names, KEY] if has_steps else names)
+        check_state_whole(rule, candidate.name, held, [*names, KEY] if has_steps else list(names))
         self._steps = StepCounts([held]) if has_steps else None
-        self._dense = {
-            name: state_tensor(
-                rule,
-                candidate.name,
-                name,
-                held,
-                self._target,
-                torch.int16 if name == TRAIL else dtype.state,
-            )
-            for name in names
-            if name not in rule.sparse_state
-        }
+        dense = {name: role for name, role in names.items() if name not in rule.sparse_state}
+        self._dense = state_tensors(rule, candidate.name, dense, held, self._target)
         self._sparse: dict[str, Tensor | None] = {
             name: held.get(name) for name in names if name in rule.sparse_state
         }

@@ -29,12 +29,14 @@ def variant_of(rule: UpdateRule, param: Tensor) -> str:
     return "split" if rule.is_split(param) else PARAM_DTYPES[param.dtype].variant
 
 
-_STATE = (Role.STATE, Role.STATE_BF16, Role.STATE_E4M3, Role.STATE_E5M3, Role.TRAIL)
+_DTYPES = {Role.TRAIL: torch.int16, Role.STATE_BF16: torch.bfloat16}
+"""The dtypes of state that has not the parameter's own."""
+_STATE = (Role.STATE, *_DTYPES, *float8.DTYPES, Role.BLOCK_SCALES)
 
 
 def state_arguments(arguments: Iterable[Argument]) -> dict[str, Role]:
     """The state that kernels with these ``arguments`` update, by name."""
-    return {name: role for name, role in arguments if role in _STATE or role is Role.BLOCK_SCALES}
+    return {name: role for name, role in arguments if role in _STATE}
 
 
 def state_tensors(
@@ -54,12 +56,12 @@ def state_tensors(
         if role in float8.DTYPES:
             made |= _encoded_tensors(rule, owner, name, role, state, target)
         elif role is not Role.BLOCK_SCALES:
-            dtype = _DTYPES.get(role) or PARAM_DTYPES[target.dtype].state
-            made[name] = state_tensor(rule, owner, name, state, target, dtype)
+            made[name] = _state_tensor(rule, owner, name, state, target, _dtype(role, target))
     return {name: made[name] for name in names}
 
 
-_DTYPES = {Role.TRAIL: torch.int16, Role.STATE_BF16: torch.bfloat16}
+def _dtype(role: Role, param: Tensor) -> torch.dtype:
+    return _DTYPES.get(role) or PARAM_DTYPES[param.dtype].state
 
 
 def _encoded_tensors(
@@ -88,11 +90,10 @@ def state_width(role: Role, param: Tensor) -> int:
     """Bytes of one real number of a state of ``param``."""
     if role in float8.DTYPES:
         return 1
-    known = PARAM_DTYPES[param.dtype]
-    return (_DTYPES.get(role) or known.state).itemsize // known.components
+    return _dtype(role, param).itemsize // PARAM_DTYPES[param.dtype].components
 
 
-def state_tensor(
+def _state_tensor(
     rule: UpdateRule, owner: str, name: str, state: State, target: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """The state ``name`` as a kernel takes it: of ``dtype``, in the element order of ``target``.
