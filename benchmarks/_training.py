@@ -66,27 +66,34 @@ class Record(NamedTuple):
         return [sum(parts) for parts in zip(self.forward, self.backward)]
 
 
-def gpt() -> Task:
-    """GPT-2 with 6 layers of width 384 and 20,000 words; 4 sequences of 128 words."""
+def new_gpt(words: int, layers: int, width: int, heads: int) -> nn.Module:
+    """GPT-2 for sequences of up to 128 words."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=20_000,
+        vocab_size=words,
         n_positions=128,
-        n_embd=384,
-        n_layer=6,
-        n_head=6,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
         bos_token_id=None,
         eos_token_id=None,
     )
-    tokens = torch.randint(config.vocab_size, (4, 129))
+    return GPT2LMHeadModel(config)
+
+
+def gpt() -> Task:
+    """GPT-2 with 6 layers of width 384 and 20,000 words; 4 sequences of 128 words."""
+    words = 20_000
+    model = new_gpt(words, layers=6, width=384, heads=6)
+    tokens = torch.randint(words, (4, 129))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
 
     def loss(model: nn.Module, cross_entropy: CrossEntropy) -> Tensor:
         logits = model(input_ids=inputs, use_cache=False).logits
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    return Task(GPT2LMHeadModel(config), loss)
+    return Task(model, loss)
 
 
 def bert() -> Task:

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks._models import resnet50
-from benchmarks._training import LR, gpt
+from benchmarks._training import LR, gpt, new_gpt
 
 SEED = 0
 THREADS, WORKERS, CLASSES = 4, 2, 10
@@ -28,22 +28,11 @@ def training() -> Iterator[None]:
 
 def threads() -> Iterator[None]:
     """Train a small GPT for each thread; whichever thread is free takes the next model."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.set_num_threads(1)
     words = 5000
-    config = GPT2Config(
-        vocab_size=words,
-        n_positions=128,
-        n_embd=128,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    models = [new_gpt(words, layers=2, width=128, heads=4) for _ in range(THREADS)]
     trainings = [
-        _trained_gpt(GPT2LMHeadModel(config), words, 8, random.Random(seed))
-        for seed in range(THREADS)
+        _trained_gpt(model, words, 8, random.Random(seed)) for seed, model in enumerate(models)
     ]
     with ThreadPoolExecutor(THREADS) as pool:
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.fusedoptim.helpers import run_script
 from tests.optimizer_cases import CASES
+from tests.running import ONE_CORE
 
 PRELUDE = """
 import os, torch
@@ -63,7 +64,6 @@ optimizer.step()
     assert refusal[-1].endswith(" True")
 
 
-ONE_CORE = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
 BITS = """
 import hashlib
 from tests.conftest import SEED

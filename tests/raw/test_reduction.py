@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusedoptim.launch.opencl import Driver
 from fusedoptim.raw import KernelCompileError, ReductionKernel
 from tests.fusedoptim.helpers import assert_within, run_script
+from tests.running import ONE_CORE
 from tests.tolerances import ARITHMETIC, additions, unit_roundoff
 
 total = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", "total")
@@ -152,8 +153,7 @@ print(found)
 def test_same_bits_whatever_the_number_of_threads() -> None:
     namespace: dict[str, str] = {}
     exec(_SUMS, namespace)
-    one_core = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    assert run_script(one_core + _SUMS).stdout.strip() == namespace["found"]
+    assert run_script(ONE_CORE + _SUMS).stdout.strip() == namespace["found"]
 
 
 def test_several_threads_and_chunks() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import shutil
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn import functional
 
 from fusedoptim.ops import cross_entropy
 from tests.fusedoptim.helpers import assert_within, run_script
+from tests.running import ONE_CORE
 from tests.tolerances import cross_entropy_errors
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -132,8 +132,7 @@ print(hashlib.sha256(loss.detach().numpy().tobytes() + logits.grad.numpy().tobyt
 
 
 def test_the_same_bits_whatever_the_number_of_threads() -> None:
-    one_core = f"import os\nos.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
-    printed = {run_script(one_core + BITS).stdout, run_script(BITS).stdout}
+    printed = {run_script(ONE_CORE + BITS).stdout, run_script(BITS).stdout}
     assert len(printed) == 1
 
 

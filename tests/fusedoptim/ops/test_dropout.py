@@ -19,7 +19,7 @@ from torch import Tensor
 from fusedoptim.kernels.dropout import words
 from fusedoptim.ops import dropout
 from tests.fusedoptim.helpers import run_in_threads, run_script
-from tests.running import ROOT
+from tests.running import ONE_CORE, ROOT
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 LANES = 16  # of a group on a CPU
@@ -128,8 +128,7 @@ print(hashlib.sha256(dropout(x, torch.tensor(1), 0.5).numpy().tobytes()).hexdige
 
 
 def test_the_same_bits_whatever_the_number_of_threads() -> None:
-    one_core = f"import os\nos.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
-    printed = {run_script(one_core + BITS).stdout}
+    printed = {run_script(ONE_CORE + BITS).stdout}
     for workers in ("1", "2", "5"):
         printed.add(run_script(BITS, CL_CONFIG_CPU_TBB_NUM_WORKERS=workers).stdout)
     assert len(printed) == 1
@@ -159,13 +158,7 @@ class TestGradient:
 
     @pytest.mark.parametrize("layout", ["matrix", "channels_last", "strided"])
     def test_gradcheck(self, layout: str) -> None:
-        x, seed = (
-            layouts()[layout][..., :3].double()
-            if layout != "scalar"
-            else torch.randn((), dtype=torch.float64),
-            new_seed(),
-        )
-        x.requires_grad_()
+        x, seed = layouts()[layout][..., :3].double().requires_grad_(), new_seed()
         assert torch.autograd.gradcheck(lambda x: dropout(x, seed, 0.4), x)
         assert torch.autograd.gradgradcheck(lambda x: dropout(x, seed, 0.4), x)
 
