@@ -171,26 +171,27 @@ def test_close_with_live_tensors(pool: Pool, n: int) -> None:
 
 
 def test_soak(pool: Pool) -> None:
-    """Reserved bytes do not drift: no fragment is left behind for ever."""
-    rng = random.Random(SEED)
-    operations, kept, reserved = 50_000, [], []
-    most = [0] * 10
-    for i in range(operations):
-        if len(kept) < 200 and (not kept or rng.random() < 0.5):
-            n = int(2 ** rng.uniform(0, 18))
-            kept.append(pool.empty(n) if rng.random() < 0.8 else pool.allocate(n))
-        else:
-            index = rng.randrange(len(kept))
-            kept[index], kept[-1] = kept[-1], kept[index]
-            kept.pop()
-        if i % 50 == 0:
-            reserved.append(pool.memory_reserved())
-            tenth = i * 10 // operations
-            most[tenth] = max(most[tenth], reserved[-1])
-    levels = pool.tally().levels
-    assert most[9] <= 1.1 * max(levels["allocated_bytes"][0].peak, most[1]) + (8 << 20), most
-    kept.clear()
-    assert pool.memory_allocated() == 0
+    """The same load needs the same memory each time: no fragment is left behind for ever.
+
+    A load whose live bytes are a random walk reaches new peaks, which says nothing of the pool. So
+    one walk is repeated. Blocks come back in another order than they left, which costs a segment of
+    2 MiB now and then.
+    """
+    reserved, kept = [], []
+    for _ in range(10):
+        rng = random.Random(SEED)
+        for _ in range(5_000):
+            if len(kept) < 200 and (not kept or rng.random() < 0.5):
+                n = int(2 ** rng.uniform(0, 18))
+                kept.append(pool.empty(n) if rng.random() < 0.8 else pool.allocate(n))
+            else:
+                index = rng.randrange(len(kept))
+                kept[index], kept[-1] = kept[-1], kept[index]
+                kept.pop()
+        reserved.append(pool.memory_reserved())
+        kept.clear()
+        assert pool.memory_allocated() == 0
+    assert max(reserved) <= reserved[0] + (4 << 20), reserved
     pool.close()
     assert pool.memory_reserved() == 0
 
