@@ -99,11 +99,7 @@ class Bench:
         return self.contender(BASE, optimizer.step, SGD_BYTES)
 
     def pure_traffic(self) -> Contender:
-        """Return the kernel that only moves SGD's bytes; run it right after a step of ours.
-
-        Our steps leave the driver's threads awake. torch's threads, which spin after its fused
-        steps as after a backward pass, are put to sleep for this kernel as for our steps.
-        """
+        """Return the kernel that only moves SGD's bytes."""
         return self.contender(TRAFFIC, self._traffic.step, SGD_BYTES)
 
     def time(self, contenders: Iterable[Contender | Absent], rounds: int | None) -> Report:

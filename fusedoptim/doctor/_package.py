@@ -16,6 +16,7 @@ from fusedoptim._version import __version__
 from fusedoptim.doctor._report import Problem, Section, error, warning
 from fusedoptim.launch import cache, modules
 from fusedoptim.launch.modules import ModuleError
+from fusedoptim.launch.parts import CODE
 
 _NAMES = ("allocator", "transforms")
 _MARKER = re.compile(r"""^__fusedoptim__ = ["'](.*?)["']""", re.MULTILINE)
@@ -42,6 +43,10 @@ def check_kernels() -> Section:
         for name, state in states.items()
         if state
     ]
+    try:
+        modules.check_code(CODE.read_bytes())
+    except (OSError, ModuleError) as failure:
+        problems.append(error(str(failure).rpartition(";")[0] or str(failure), REINSTALL))
     problems += _cache_problems(cache.folder())
     hashes = {name: entry["sha256"] for name, entry in entries.items()}
     return Section("kernels", facts, problems, {"sha256": hashes})

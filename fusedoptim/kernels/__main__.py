@@ -1,6 +1,7 @@
-"""Build and check the compiled kernels: ``python -m fusedoptim.kernels <command>``.
+"""Build and check what is compiled ahead of time: ``python -m fusedoptim.kernels <command>``.
 
-build    compile every kernel to ``fusedoptim/spirv/`` and write the manifest ([jit] extra)
+build    compile every kernel to ``fusedoptim/spirv/``, the machine code that launches them on
+         torch's threads, and write the manifest ([jit] extra)
 check    fail if a source changed and its module did not, or a module is damaged (no compiler)
 verify   compile everything again and compare byte for byte ([jit] extra)
 validate pass every module through spirv-val and, for skl, dg2 and pvc, ocloc
@@ -22,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from fusedoptim.launch.modules import FOLDER, MANIFEST, MANIFEST_VERSION
+from fusedoptim.launch.parts import CODE
 
 _HERE = Path(__file__).parent
 GPUS = ("skl", "dg2", "pvc")  # Gen9, Arc, Data Center Max
 _HELPERS = ("language.py", "philox.py", "rounding.py")  # no kernels, but what kernels use
 _COMPILER_SOURCES = (*_HELPERS, "_lowering.py", "_rounding.py", "_compiler.py")
 _TABLES = tuple(_HERE.parent / name for name in ("dtypes.py", "launch/layout.py"))
+_CODE_SOURCE = _HERE / "_native.py"
 _TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
 
 
@@ -40,20 +43,31 @@ def source_hash(path: Path) -> str:
     """SHA-256 of all the source that decides what the kernels of ``path`` compile to."""
     digest = hashlib.sha256()
     for source in (path, *(_HERE / name for name in _COMPILER_SOURCES), *_TABLES):
-        digest.update(source.read_bytes().replace(b"\r\n", b"\n"))
+        digest.update(_text_of(source))
     return digest.hexdigest()
 
 
-def _compile_all() -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The manifest, and each module by its file name."""
+def _text_of(source: Path) -> bytes:
+    """A source, the same whatever ends its lines."""
+    return source.read_bytes().replace(b"\r\n", b"\n")
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _compile_all() -> tuple[dict[str, Any], dict[Path, bytes]]:
+    """The manifest, and the contents of each other file."""
     from fusedoptim.kernels._compiler import (
         argument_types,
         compile_kernel,
         signature,
         variants_of,
     )
+    from fusedoptim.kernels._native import compile_native
 
-    entries, files = {}, {}
+    code = compile_native()
+    entries, files = {}, {CODE: code}
     for path in kernel_files():
         source = importlib.import_module(f"fusedoptim.kernels.{path.stem}")
         for kernel in (getattr(source, name) for name in source.__all__):
@@ -64,12 +78,12 @@ def _compile_all() -> tuple[dict[str, Any], dict[str, bytes]]:
                 shape = signature(kernel, variants[0])
                 name = f"{kernel.__name__}_{variants[0]}"
                 spirv = compile_kernel(kernel, variants[0], name)
-                files[f"{name}.spv"] = spirv
+                files[FOLDER / f"{name}.spv"] = spirv
                 entries[name] = {
                     "kernel": kernel.__name__,
                     "variants": variants,
                     "file": f"{name}.spv",
-                    "sha256": hashlib.sha256(spirv).hexdigest(),
+                    "sha256": _sha256(spirv),
                     "source": path.name,
                     "source_sha256": source_hash(path),
                     "arguments": [[arg.name, arg.role.value] for arg in shape.arguments],
@@ -78,6 +92,7 @@ def _compile_all() -> tuple[dict[str, Any], dict[str, bytes]]:
     manifest = {
         "version": MANIFEST_VERSION,
         "tools": {tool: importlib.metadata.version(tool) for tool in _TOOLS},
+        "code": {"sha256": _sha256(code), "source_sha256": _sha256(_text_of(_CODE_SOURCE))},
         "modules": entries,
     }
     return manifest, files
@@ -88,8 +103,9 @@ def build() -> list[str]:
     manifest, files = _compile_all()
     for stale in FOLDER.glob("*.spv"):
         stale.unlink()
-    for name, spirv in files.items():
-        (FOLDER / name).write_bytes(spirv)
+    for path, content in files.items():
+        path.unlink(missing_ok=True)  # a process may have it mapped
+        path.write_bytes(content)
     MANIFEST.write_text(_text(manifest))
     return []
 
@@ -104,8 +120,12 @@ def _text(manifest: dict[str, Any]) -> str:
 
 def check() -> list[str]:
     """What differs between the sources, the manifest and the modules, without the compiler."""
-    modules = json.loads(MANIFEST.read_text())["modules"]
-    problems = []
+    manifest = json.loads(MANIFEST.read_text())
+    modules, problems = manifest["modules"], []
+    if manifest["code"]["source_sha256"] != _sha256(_text_of(_CODE_SOURCE)):
+        problems.append(f"{_CODE_SOURCE.name} changed since it was compiled: run `make kernels`")
+    if manifest["code"]["sha256"] != _sha256(CODE.read_bytes()):
+        problems.append(f"{CODE.name} is not the code that was built: run `make kernels`")
     for path in kernel_files():
         entries = [entry for entry in modules.values() if entry["source"] == path.name]
         if not entries:
@@ -118,7 +138,7 @@ def check() -> list[str]:
             problems.append(f"{name}: its source {entry['source']} is gone: run `make kernels`")
         if not path.exists():
             problems.append(f"{path.name} is missing: run `make kernels`")
-        elif hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
+        elif _sha256(path.read_bytes()) != entry["sha256"]:
             problems.append(f"{path.name} is not the module that was built: run `make kernels`")
     listed = {entry["file"] for entry in modules.values()}
     problems += [
@@ -135,9 +155,9 @@ def verify() -> list[str]:
     problems = []
     if json.loads(MANIFEST.read_text()) != manifest:
         problems.append("manifest.json differs from a fresh build: run `make kernels`")
-    for name, spirv in files.items():
-        if not (FOLDER / name).exists() or (FOLDER / name).read_bytes() != spirv:
-            problems.append(f"{name} differs from a fresh build: run `make kernels`")
+    for path, content in files.items():
+        if not path.exists() or path.read_bytes() != content:
+            problems.append(f"{path.name} differs from a fresh build: run `make kernels`")
     return problems
 
 

@@ -139,6 +139,7 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
         "kernel": _for_device(kernel, real),
         "real": real,
         "group": _lowering.group,
+        "first_group": _lowering.first_group,
         "lane": language.lane,
         "lanes": language.lanes,
     }
@@ -146,7 +147,7 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
     of_group = [
         "head = read_length(rows)",
         f"run = read_length(head + {WORD * rows_per_group})",
-        "next_row = group() * run",
+        "next_row = (first_group() + group()) * run",
         f"end = min(next_row + run, read_length(head + {WORD * rows}))",
     ]
     of_row = [f"row = rows + next_row * {WORD * layout.row_words}"]

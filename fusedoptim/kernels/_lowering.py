@@ -66,11 +66,11 @@ def call_builtin(
 
 # numba-dpex reads work-item ids from a builtin vector in the wrong address space, on which
 # Intel's GPU compiler aborts; the OpenCL functions compile and run everywhere.
-def _work_item_function(mangled: str) -> Any:
+def _work_item_function(mangled: str, dimension: int = 0) -> Any:
     @device_intrinsic
     def work_item_function(context: Any) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-            return call_builtin(builder, mangled, _I64, [_I32(0)])
+            return call_builtin(builder, mangled, _I64, [_I32(dimension)])
 
         return types.int64(), generate
 
@@ -78,6 +78,9 @@ def _work_item_function(mangled: str) -> Any:
 
 
 group = _work_item_function("_Z12get_group_idj")
+# A launch in parts passes the first group of each as the offset of a dimension that is not used:
+# an offset of the first one would have to be divided by the size of a group.
+first_group = _work_item_function("_Z17get_global_offsetj", dimension=1)
 _lane = _work_item_function("_Z12get_local_idj")
 _lanes = _work_item_function("_Z14get_local_sizej")
 

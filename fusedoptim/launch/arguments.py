@@ -7,6 +7,8 @@ import struct
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from fusedoptim.launch.parts import Parts
+
 WORD = 8
 LOCAL = struct.Struct("<5Q")
 """Memory of a work-group, as dpctl describes it: dimensions, type of the elements, and the size in
@@ -54,7 +56,7 @@ class Packing:
 class Frame:
     """The memory that holds a launch's arguments while it is submitted."""
 
-    __slots__ = ("buffer", "given", "kernel", "owner", "table")
+    __slots__ = ("buffer", "given", "kernel", "owner", "parts", "table")
 
     def __init__(self, size: int, places: Sequence[int | None]) -> None:
         """``places`` are the offsets of the arguments' values, None for a pointer."""
@@ -66,6 +68,8 @@ class Frame:
         """The kernel that ``kernel`` belongs to."""
         self.kernel: Any = None
         """OpenCL's handle, which keeps the arguments that it was given."""
+        self.parts = Parts()
+        """Of the launch, where it runs on torch's threads."""
         self.given: bytes | None = None
         """The contents of the buffer when they were given."""
 

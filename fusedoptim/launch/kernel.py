@@ -33,7 +33,9 @@ class Kernel:
         """The arithmetic dtype."""
         try:
             program = self.backend.compiler(queue).compile(module.spirv)
-            self.on_device = program.kernel(queue, module.name, ONE_ADDRESS, is_short=True)
+            self.on_device = program.kernel(
+                queue, module.name, ONE_ADDRESS, is_short=True, is_divisible=True
+            )
             """What submits it."""
         except BuildError as error:
             raise RuntimeError(

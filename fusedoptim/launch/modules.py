@@ -20,7 +20,7 @@ from fusedoptim.launch.layout import Argument, Layout
 
 FOLDER = Path(__file__).parent.parent / "spirv"
 MANIFEST = FOLDER / "manifest.json"
-MANIFEST_VERSION = 6  # of the manifest's layout and of the launch block's
+MANIFEST_VERSION = 7  # of the manifest's layout and of the launch block's
 
 
 class ModuleError(RuntimeError):
@@ -77,6 +77,12 @@ def load_module(kernel: str, variant: str) -> Module:
     return Module(name, entry["variants"][0], arguments, entry["sums"], spirv)
 
 
+def check_code(code: bytes) -> None:
+    """Raise a ModuleError if this is not the machine code that the package was shipped with."""
+    if hashlib.sha256(code).hexdigest() != _read_manifest()["code"]["sha256"]:
+        raise ModuleError(f"the machine code beside {__file__} is not what was shipped; {_CURE}")
+
+
 def kernel_function(kernel: str) -> Callable[..., Any]:
     """The plain Python function that a kernel was compiled from."""
     (source,) = {e["source"] for e in _manifest().values() if e["kernel"] == kernel}
@@ -98,6 +104,11 @@ def _serving() -> dict[tuple[str, str], str]:
 
 @functools.cache
 def _manifest() -> dict[str, Any]:
+    modules: dict[str, Any] = _read_manifest()["modules"]
+    return modules
+
+
+def _read_manifest() -> dict[str, Any]:
     try:
         manifest = json.loads(MANIFEST.read_text())
     except (OSError, ValueError) as error:
@@ -108,5 +119,4 @@ def _manifest() -> dict[str, Any]:
             f"the manifest {MANIFEST} is of version {version!r} and this fusedoptim reads version "
             f"{MANIFEST_VERSION}: files of two releases are mixed; {_CURE}"
         )
-    modules: dict[str, Any] = manifest["modules"]
-    return modules
+    return dict(manifest)

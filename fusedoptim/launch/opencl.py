@@ -15,7 +15,7 @@ import math
 import os
 import threading
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusedoptim.allocator import loaded_files, loaded_isa, processor_features
 from fusedoptim.launch.arguments import LOCAL, WORD, Frame, Packing
@@ -41,9 +41,12 @@ from fusedoptim.launch.opencl_api import (
 )
 from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
 from fusedoptim.launch.order import Progress, on_host, wait_for_host
+from fusedoptim.launch.parts import Team, parts_of, team
 
 _STACK = 64 << 10
 """Bytes that a kernel may take of the calling thread's stack."""
+_SHORT = 250_000
+"""Elements that take so little time that other Python threads may wait."""
 _SETTINGS = "CL_CONFIG_"
 """Begins the environment variables that the driver reads; some have it print what it compiles."""
 _lock = threading.RLock()  # a finalizer or a signal handler may take a step in the middle of a call
@@ -57,10 +60,15 @@ class OpenCLProgram(Owned):
         self.driver = driver
 
     def kernel(
-        self, queue: Any, name: str, packing: Packing, is_short: bool = False
+        self,
+        queue: Any,
+        name: str,
+        packing: Packing,
+        is_short: bool = False,
+        is_divisible: bool = False,
     ) -> OpenCLKernel:
         """See :class:`fusedoptim.launch.backend.Program`; its queue is the driver's own."""
-        return OpenCLKernel(self, name, packing, is_short)
+        return OpenCLKernel(self, name, packing, is_short, is_divisible)
 
 
 class Driver:
@@ -178,16 +186,35 @@ class Driver:
         return number.value
 
 
+class _Sizes(NamedTuple):
+    """The sizes of a launch."""
+
+    last: tuple[Any, ...]
+    """The last arguments of the driver's function."""
+    groups: int = 0
+    """Work-groups, if they may run on the calling thread; 0 if not."""
+    lanes: int = 0
+    """Work items in a group."""
+
+
 class OpenCLKernel:
     """A kernel on a driver's queue. Each frame has a handle, and so arguments, of its own."""
 
-    def __init__(self, program: OpenCLProgram, name: str, packing: Packing, is_short: bool) -> None:
+    def __init__(
+        self,
+        program: OpenCLProgram,
+        name: str,
+        packing: Packing,
+        is_short: bool,
+        is_divisible: bool,
+    ) -> None:
         self.program = program
         self._driver = program.driver
         self._opencl = program.driver.opencl
         self._name = name
         self._packing = packing
         self._is_short = is_short
+        self._is_divisible = is_divisible
         self._enqueue_here = self._opencl.enqueue if is_short else self._opencl.enqueue_long
         values = packing.values
         self._by_value = [value.argument for value in values], [value.size for value in values]
@@ -204,11 +231,16 @@ class OpenCLKernel:
     def sizes(self, items: tuple[int, ...], group: tuple[int, ...] | None) -> Any:
         """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
         in_c = [None if size is None else (ctypes.c_size_t * 3)(*size) for size in (items, group)]
-        # One group uses one thread: this one has its memory in the cache.
-        is_here = items == group and self._driver.own_thread is not None
-        if is_here and not self._is_short:
-            is_here = self.limits.private_mem_size * math.prod(items) <= _STACK
-        return is_here, (len(items), None, *in_c, 0, None, None)
+        last = len(items), None, *in_c, 0, None, None
+        if group is None or self._driver.own_thread is None:
+            return _Sizes(last)
+        groups = math.prod(items) // math.prod(group)
+        is_one = groups == 1
+        if not (is_one or self._is_divisible):
+            return _Sizes(last)
+        if not self._is_short and self.limits.private_mem_size * math.prod(group) > _STACK:
+            return _Sizes(last)
+        return _Sizes(last, groups, math.prod(group))
 
     def prepare(self, frame: Frame) -> None:
         """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
@@ -239,28 +271,65 @@ class OpenCLKernel:
 
     def submit(self, frame: Frame, sizes: Any, elements: int, events: list[Any]) -> bool:
         """See :class:`fusedoptim.launch.backend.DeviceKernel`; an event is the driver's answer."""
-        is_here, last = sizes
         if on_host:  # raw kernels, which may write what this one reads
             wait_for_host()
         driver, progress = self._driver, self._driver.progress
-        at_once = is_here and progress.latest is progress.ended
-        enqueue = self._enqueue_here if at_once else self._opencl.enqueue
-        queue = driver.own_thread if at_once else driver.queue
-        call = ((queue, frame.kernel.handle, *last),)
+        threads = team() if sizes.groups > 1 else None
+        if progress.latest is progress.ended and (sizes.groups == 1 or threads is not None):
+            count = parts_of(sizes.groups, elements, threads.threads()) if threads else 1
+            if threads is None or count == 1:
+                self._run_here(frame, sizes, events)
+            else:
+                self._run_parts(frame, sizes, count, threads, elements < _SHORT, events)
+            return False
+        call = ((driver.queue, frame.kernel.handle, *sizes.last),)
         try:
-            if not at_once:
-                driver.expect(elements)
-                progress.latest = object()
-            events.extend(starmap(enqueue, call))
+            driver.expect(elements)
+            progress.latest = object()
+            events.extend(starmap(self._opencl.enqueue, call))
             if events[-1] != SUCCESS:
                 status = events.pop()
                 raise LaunchError(failure(status, "clEnqueueNDRangeKernel"))
-            if not at_once:
-                progress.latest = object()  # again: see Progress
+            progress.latest = object()  # again: see Progress
         except BaseException:
             wake()
             raise
-        return not at_once
+        return True
+
+    def _run_here(self, frame: Frame, sizes: _Sizes, events: list[Any]) -> None:
+        """Run the kernel on the calling thread."""
+        call = ((self._driver.own_thread, frame.kernel.handle, *sizes.last),)
+        events.extend(starmap(self._enqueue_here, call))
+        if events[-1] != SUCCESS:
+            raise LaunchError(failure(events.pop(), "clEnqueueNDRangeKernel"))
+
+    def _run_parts(
+        self,
+        frame: Frame,
+        sizes: _Sizes,
+        count: int,
+        threads: Team,
+        has_few: bool,
+        events: list[Any],
+    ) -> None:
+        """Run the kernel in ``count`` parts on torch's threads; ``has_few`` elements or many."""
+        parts = frame.parts
+        parts.next = parts.done = parts.status = 0
+        parts.groups, parts.lanes = sizes.groups, sizes.lanes
+        parts.each = -(-sizes.groups // count)
+        parts.enqueue, parts.queue = self._opencl.enqueue_address, self._driver.own_thread
+        parts.kernel = frame.kernel.handle
+        region = threads.short_region if self._is_short and has_few else threads.region
+        events.extend(starmap(region, ((threads.run_parts, ctypes.addressof(parts), 0, 0),)))
+        if parts.status:
+            events.pop()
+            refused = failure(parts.status, "clEnqueueNDRangeKernel")
+            if not parts.done:
+                raise LaunchError(refused)
+            raise RuntimeError(
+                f"{refused} when {parts.done} of {parts.groups} work-groups had run: the kernel "
+                "has written a part of its results; load a checkpoint"
+            )
 
     def wait(self, event: Any) -> None:
         """Return when the kernel has ended, and all that were submitted before."""

@@ -34,6 +34,8 @@ class OpenCL:
         self.enqueue = short.clEnqueueNDRangeKernel
         self.enqueue_long = self._library.clEnqueueNDRangeKernel
         """The same, without Python's lock: for long kernels on the calling thread."""
+        self.enqueue_address = ctypes.cast(self.enqueue, ctypes.c_void_p).value
+        """For machine code that calls it."""
         self.finish = self._library.clFinish
         self.finish.argtypes = (pointer,)
         self.release_kernel = short.clReleaseKernel

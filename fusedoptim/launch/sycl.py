@@ -146,7 +146,14 @@ class SyclProgram(NamedTuple):
     is_ordered: bool
     """See :class:`SyclCompiler`."""
 
-    def kernel(self, queue: Any, name: str, packing: Packing, is_short: bool = False) -> SyclKernel:
+    def kernel(
+        self,
+        queue: Any,
+        name: str,
+        packing: Packing,
+        is_short: bool = False,
+        is_divisible: bool = False,
+    ) -> SyclKernel:
         """See :class:`fusedoptim.launch.backend.Program`."""
         in_flight = in_flight_on(queue, self.is_ordered)
         return SyclKernel(queue, self.program.get_sycl_kernel(name), packing, in_flight)

@@ -41,7 +41,12 @@ class Program:
         self._lock = threading.RLock()  # a signal handler may launch a kernel in the middle
 
     def kernel(
-        self, queue: Any, name: str, packing: Packing, by_sycl: bool = False
+        self,
+        queue: Any,
+        name: str,
+        packing: Packing,
+        by_sycl: bool = False,
+        is_divisible: bool = False,
     ) -> DeviceKernel:
         """The kernel ``name`` on a ``dpctl.SyclQueue``, built at the first call for its device.
 
@@ -50,6 +55,7 @@ class Program:
             name: of the kernel.
             packing: of its arguments.
             by_sycl: whether SYCL must launch it.
+            is_divisible: see :class:`fusedoptim.launch.backend.Program`.
 
         Raises:
             InvalidModuleError: the module needs what the device lacks.
@@ -70,7 +76,7 @@ class Program:
                         f"{error.log or 'it gives no reason'}",
                         error.log,
                     ) from error
-            return self._built[compiler].kernel(queue, name, packing)
+            return self._built[compiler].kernel(queue, name, packing, is_divisible=is_divisible)
 
 
 def check_capabilities(facts: ModuleFacts, device: Any) -> None:
@@ -94,7 +100,14 @@ class Shape(NamedTuple):
 class Built:
     """A kernel built for one queue."""
 
-    def __init__(self, queue: Any, program: Program, name: str, signature: Signature) -> None:
+    def __init__(
+        self,
+        queue: Any,
+        program: Program,
+        name: str,
+        signature: Signature,
+        is_divisible: bool = False,
+    ) -> None:
         device = queue.sycl_device
         self.queue = queue
         self._program = program
@@ -102,7 +115,8 @@ class Built:
         self._device = device.name
         self._required = program.facts.entries[name].local_size
         self._signature = signature
-        self._waited = program.kernel(queue, name, signature.packing)
+        packing = signature.packing
+        self._waited = program.kernel(queue, name, packing, is_divisible=is_divisible)
         self.limits = self._waited.limits
         self._most_each = tuple(map(int, reversed(device.max_work_item_sizes3d)))
         self.local_memory = int(device.local_mem_size)

@@ -35,11 +35,17 @@ class NewOutput(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
+class GeneratedKernel(RawKernel):
+    """A kernel whose source says which group it is in a launch that is cut into parts."""
+
+    _is_divisible = True
+
+
 class Plan(NamedTuple):
     """All that a call needs besides its tensors, for arguments of given types and shapes."""
 
     outputs: tuple[NewOutput, ...]
-    kernel: RawKernel | None = None
+    kernel: GeneratedKernel | None = None
     """None if there is nothing to compute."""
     arguments: tuple[Tensor, ...] = ()
     """The kernel's first arguments: its sizes and strides, and if need be a second one."""
@@ -65,7 +71,7 @@ class ExpressionKernel(abc.ABC):
         self._name = name
         self._preamble = preamble
         self._options = tuple(options)
-        self._kernels: dict[str, RawKernel] = {}  # by their C
+        self._kernels: dict[str, GeneratedKernel] = {}  # by their C
         self._plans: dict[Any, Plan] = {}
 
     def __repr__(self) -> str:
@@ -147,7 +153,7 @@ class ExpressionKernel(abc.ABC):
                 parameter, 0 if it does not use it.
         """
         if source not in self._kernels:
-            self._kernels[source] = RawKernel(source, self._name, self._options)
+            self._kernels[source] = GeneratedKernel(source, self._name, self._options)
         with torch.inference_mode(False):  # the plan outlives the caller's mode
             sizes = torch.tensor([*numbers.values()], dtype=torch.int64, device=device)
         lanes = launch_shape(device).lanes

@@ -31,7 +31,7 @@ static inline void {name}_element(const index_t i, const index_t j_{parameters}{
 }}
 kernel void {name}(global const long *numbers_{declarations}) {{
 {numbers}
-    const index_t group_ = get_group_id(0), lane_ = get_local_id(0);
+    const index_t group_ = get_group_id(0) + get_global_offset(1), lane_ = get_local_id(0);
     const index_t first_ = group_ % chunks_ * chunk_;
     const index_t end_ = first_ + chunk_ < length_ ? first_ + chunk_ : length_;
     const index_t next_ = (group_ / chunks_ + 1) * rows_;

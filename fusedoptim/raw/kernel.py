@@ -148,6 +148,8 @@ class RawKernel:
         tensor([1.5000, 1.5000, 1.5000])
     """
 
+    _is_divisible = False  # see fusedoptim.launch.backend.Program
+
     def __init__(
         self,
         source: Source | RawModule,
@@ -393,7 +395,8 @@ class RawKernel:
         if built is None:
             signature = self._signature or self._find()
             with self._lock:
-                built = Built(chosen, self._module._program, self.name, signature)
+                program, divisible = self._module._program, self._is_divisible
+                built = Built(chosen, program, self.name, signature, divisible)
                 built = self._built.setdefault(chosen, built)
                 if isinstance(self.device, str) and self.device == "cpu" and chosen is queue("cpu"):
                     self._on_cpu = built

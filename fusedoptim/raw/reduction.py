@@ -44,7 +44,7 @@ static inline void {name}_store(const index_t o_, const reduced_t a{parameters})
 }}
 kernel void {name}(global const long *numbers_, global uchar *scratch_{declarations}) {{
 {numbers}
-    const index_t group_ = get_group_id(0), lane_ = get_local_id(0);
+    const index_t group_ = get_group_id(0) + get_global_offset(1), lane_ = get_local_id(0);
     reduced_t a = {identity};
 {body}
     if (chunks_ > 1) {{
@@ -93,7 +93,7 @@ _ACROSS = """
     for (index_t i = first_; i < end_; i++) a = {name}_reduce(a, {name}_map(o_, i{names}));
 """
 _ROWS = 256  # that a group reads in a chunk across
-_ALONE = 512 * 1024  # elements that one group reduces alone
+_ALONE = 256 * 1024  # elements that one group reduces alone
 _SHORT = 64  # elements; so few are reduced by one work item
 
 

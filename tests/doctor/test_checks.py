@@ -128,6 +128,16 @@ class TestKernels:
         (problem,) = _package.check_kernels().problems
         assert "sgd_f64 cannot be read" in problem.message
 
+    def test_machine_code(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        code = tmp_path / "code"
+        monkeypatch.setattr(_package, "CODE", code)
+        (missing,) = _package.check_kernels().problems
+        assert "No such file" in missing.message
+        code.write_bytes(b"\xc3")
+        (altered,) = _package.check_kernels().problems
+        assert "the machine code" in altered.message
+        assert "--force-reinstall" in altered.cure
+
     @pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}', "\xff", None])
     def test_manifest(self, text: str | None, folder: Path) -> None:
         manifest = folder / "manifest.json"

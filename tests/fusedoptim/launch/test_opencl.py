@@ -270,6 +270,7 @@ def test_end_that_is_seen_between_note_and_submission(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another thread, which takes what is about to be submitted for ended."""
+    monkeypatch.setattr(opencl, "team", lambda: None)
     enqueue = driver.opencl.enqueue
 
     def seen_before(*arguments: Any) -> int:

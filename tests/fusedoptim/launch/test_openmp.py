@@ -1,4 +1,4 @@
-"""torch's OpenMP threads sleep while a long kernel runs, and are torch's own again afterwards."""
+"""torch's OpenMP threads sleep while the driver's run a kernel, and are torch's own afterwards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from torch.nn import Parameter
 import fusedoptim
 from allocator import queue
 from fusedoptim import FusedSGD
-from fusedoptim.launch import openmp
+from fusedoptim.launch import opencl, openmp
 from fusedoptim.launch.opencl import driver_of
 from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
 from tests.fusedoptim.helpers import run_in_threads, run_script
 from tests.interrupts import InterruptAt, interrupted
 
 SEVEN = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 7)
+
+
+@pytest.fixture(autouse=True)
+def by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches run on the driver's threads, as where torch's cannot run them."""
+    monkeypatch.setattr(opencl, "team", lambda: None)
 
 
 def is_in_region() -> bool:
@@ -67,7 +73,8 @@ def test_threads_sleep_meanwhile() -> None:
 def test_threads_that_sleep_already_are_left_alone(policy: str) -> None:
     script = """
     import os, time, torch
-    from fusedoptim.launch import openmp
+    from fusedoptim.launch import opencl, openmp
+    opencl.team = lambda: None
     from tests.fusedoptim.launch.test_openmp import long_step
     before = set(os.listdir("/proc/self/task"))
     torch.ones(1_000_000).add(1)

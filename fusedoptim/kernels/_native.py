@@ -1,0 +1,117 @@
+"""The one function of native code: what each of torch's threads runs in a launch on the CPU.
+
+Compiled from LLVM's assembly language, as a C compiler is nothing that the project needs otherwise.
+It is ordinary x86-64 code that calls nothing but the driver, through an address in its argument,
+and has no relocations: its bytes run wherever they are mapped.
+"""
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+
+_TRIPLE = "x86_64-unknown-linux-gnu"
+_SECTIONS = {None, b".text", b".strtab", b".symtab", b".note.GNU-stack"}
+"""Of code that refers to nothing else."""
+# The fields are those of `Parts` in launch/openmp.py. In C:
+#
+#   void run_parts(struct Parts *p) {
+#       for (;;) {
+#           size_t first = atomic_fetch_add(&p->next, p->each);
+#           if (first >= p->groups) return;
+#           size_t left = p->groups - first, groups = p->each < left ? p->each : left;
+#           size_t offset[2] = {0, first}, items[2] = {groups * p->lanes, 1};
+#           size_t group[2] = {p->lanes, 1};
+#           int status = p->enqueue(p->queue, p->kernel, 2, offset, items, group, 0, NULL, NULL);
+#           if (status) { p->status = status; return; }
+#           atomic_fetch_add(&p->done, groups);
+#       }
+#   }
+SOURCE = """
+%enqueue = type i32 (i8*, i8*, i32, i64*, i64*, i64*, i32, i8*, i8*)
+%parts = type { i64, i64, i64, i64, i64, i64, %enqueue*, i8*, i8* }
+
+define void @run_parts(%parts* %p) nounwind {
+entry:
+  %offset = alloca [2 x i64]
+  %items = alloca [2 x i64]
+  %group = alloca [2 x i64]
+  %at_next = getelementptr %parts, %parts* %p, i32 0, i32 0
+  %at_done = getelementptr %parts, %parts* %p, i32 0, i32 1
+  %at_status = getelementptr %parts, %parts* %p, i32 0, i32 2
+  %at_groups = getelementptr %parts, %parts* %p, i32 0, i32 3
+  %at_each = getelementptr %parts, %parts* %p, i32 0, i32 4
+  %at_lanes = getelementptr %parts, %parts* %p, i32 0, i32 5
+  %at_enqueue = getelementptr %parts, %parts* %p, i32 0, i32 6
+  %at_queue = getelementptr %parts, %parts* %p, i32 0, i32 7
+  %at_kernel = getelementptr %parts, %parts* %p, i32 0, i32 8
+  %all = load i64, i64* %at_groups
+  %each = load i64, i64* %at_each
+  %lanes = load i64, i64* %at_lanes
+  %enqueue = load %enqueue*, %enqueue** %at_enqueue
+  %queue = load i8*, i8** %at_queue
+  %kernel = load i8*, i8** %at_kernel
+  %offset0 = getelementptr [2 x i64], [2 x i64]* %offset, i32 0, i32 0
+  %offset1 = getelementptr [2 x i64], [2 x i64]* %offset, i32 0, i32 1
+  %items0 = getelementptr [2 x i64], [2 x i64]* %items, i32 0, i32 0
+  %items1 = getelementptr [2 x i64], [2 x i64]* %items, i32 0, i32 1
+  %group0 = getelementptr [2 x i64], [2 x i64]* %group, i32 0, i32 0
+  %group1 = getelementptr [2 x i64], [2 x i64]* %group, i32 0, i32 1
+  store i64 0, i64* %offset0
+  store i64 1, i64* %items1
+  store i64 %lanes, i64* %group0
+  store i64 1, i64* %group1
+  br label %next
+
+next:
+  %first = atomicrmw add i64* %at_next, i64 %each monotonic
+  %is_left = icmp ult i64 %first, %all
+  br i1 %is_left, label %run, label %end
+
+run:
+  %left = sub i64 %all, %first
+  %is_last = icmp ult i64 %left, %each
+  %groups = select i1 %is_last, i64 %left, i64 %each
+  %count = mul i64 %groups, %lanes
+  store i64 %first, i64* %offset1
+  store i64 %count, i64* %items0
+  %result = call i32 %enqueue(i8* %queue, i8* %kernel, i32 2, i64* %offset0, i64* %items0,
+                              i64* %group0, i32 0, i8* null, i8* null)
+  %is_done = icmp eq i32 %result, 0
+  br i1 %is_done, label %count_done, label %refused
+
+count_done:
+  %before = atomicrmw add i64* %at_done, i64 %groups monotonic
+  br label %next
+
+refused:
+  %status = sext i32 %result to i64
+  store i64 %status, i64* %at_status
+  br label %end
+
+end:
+  ret void
+}
+"""
+
+
+def compile_native() -> bytes:
+    """The machine code of ``run_parts``, for any x86-64.
+
+    Raises:
+        RuntimeError: it would not run wherever it is mapped.
+    """
+    llvm.initialize()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    # Without SSE no constants come to lie in a section of their own.
+    machine = llvm.Target.from_triple(_TRIPLE).create_target_machine(
+        cpu="x86-64", features="-sse", opt=2, reloc="pic", codemodel="small"
+    )
+    module = llvm.parse_assembly(SOURCE)
+    module.verify()
+    compiled = llvm.ObjectFileRef.from_data(machine.emit_object(module))
+    sections = {section.name(): section.data() for section in compiled.sections()}
+    if not sections.keys() <= _SECTIONS:
+        raise RuntimeError(f"run_parts is to be code alone, and has {sorted(map(str, sections))}")
+    code: bytes = sections[b".text"]
+    return code

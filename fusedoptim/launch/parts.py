@@ -1,0 +1,94 @@
+"""Runs a launch in parts on torch's own threads, as torch runs its operations.
+
+A queue of the driver's runs a kernel on the thread that enqueues it. So a launch is an OpenMP
+parallel region whose threads each enqueue parts of it, until none is left. The driver's threads,
+which would share the cores with torch's, stay out of it. docs/design/torch-threads.md has what
+that gains.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fusedoptim.launch.modules import check_code
+
+CODE = Path(__file__).with_name("run_parts.x86_64")
+"""What a thread of the region runs: machine code, written by ``make kernels``."""
+_LEAST = 32 * 1024
+"""Elements of a part, so that a thread has more to do than it costs to wake it."""
+_MANY, _PARTS_EACH = 128 * 1024, 8
+"""Of so many elements, a thread gets up to so many parts: threads that are done take over those of
+threads whose cores have other work. To enqueue a part costs microseconds."""
+
+
+class Parts(ctypes.Structure):
+    """A launch that is cut into parts, as the machine code reads it: see kernels/_native.py."""
+
+    _fields_ = (
+        ("next", ctypes.c_int64),  # group that no part has yet
+        ("done", ctypes.c_int64),  # groups
+        ("status", ctypes.c_int64),  # of a part that the driver refused
+        ("groups", ctypes.c_int64),
+        ("each", ctypes.c_int64),  # groups of a part
+        ("lanes", ctypes.c_int64),
+        ("enqueue", ctypes.c_void_p),
+        ("queue", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+    )
+
+
+class Team(NamedTuple):
+    """The OpenMP threads that torch runs its operations on, as the calling thread sees them."""
+
+    threads: Callable[[], int]
+    """How many there are, this one included: what ``torch.get_num_threads`` says."""
+    region: Callable[..., None]
+    """``GOMP_parallel``: have each thread call a function with an argument, and wait for them."""
+    short_region: Callable[..., None]
+    """The same for some microseconds, while other Python threads wait."""
+    run_parts: ctypes.c_void_p
+    """The function to call, whose argument is the address of a launch's :class:`Parts`."""
+
+
+def parts_of(groups: int, elements: int, threads: int) -> int:
+    """The number of parts for a launch of so many groups over about so many elements."""
+    if threads == 1:
+        return 1
+    one_each = min(elements // _LEAST, threads)
+    several_each = min(elements // _MANY, threads * _PARTS_EACH)
+    return max(min(groups, max(one_each, several_each)), 1)
+
+
+@functools.cache
+def team() -> Team | None:
+    """The threads, or None where torch has none or no file can be mapped as code."""
+    process, short = ctypes.CDLL(None), ctypes.PyDLL(None)
+    try:
+        code = _code_address()
+        region, short_region = process.GOMP_parallel, short.GOMP_parallel
+        threads = short.omp_get_max_threads
+    except (AttributeError, OSError):
+        return None
+    for function in (region, short_region):
+        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        function.restype = None
+    return Team(threads, region, short_region, ctypes.c_void_p(code))
+
+
+def _code_address() -> int:
+    with CODE.open("rb") as file:
+        code = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC)
+    check_code(code[:])
+    _mapped.append(code)
+    return int(np.frombuffer(code, np.uint8).ctypes.data)
+
+
+_mapped: list[mmap.mmap] = []
+"""For as long as the process lives."""

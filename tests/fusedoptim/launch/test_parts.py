@@ -1,0 +1,193 @@
+"""Launches run in parts on torch's threads: all of each, once, on as many as torch may use."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import fusedoptim
+from allocator import queue
+from fusedoptim import FusedSGD
+from fusedoptim.launch import opencl, parts
+from fusedoptim.launch.modules import ModuleError
+from fusedoptim.launch.opencl import driver_of
+from fusedoptim.launch.parts import parts_of
+from fusedoptim.raw import ElementwiseKernel, ReductionKernel
+from tests.fusedoptim.helpers import SideBySide, each_class, run_in_threads, run_script
+from tests.interrupts import InterruptAt, interrupted
+from tests.optimizer_cases import OptimizerCase
+
+LONG = 300_000
+"""Elements of a launch that is run in parts, while other Python threads go on."""
+
+
+@pytest.fixture(params=[1, 2, 7])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few groups, so that launches over few elements have many."""
+    monkeypatch.setattr(parts, "_LEAST", 1)
+    monkeypatch.setattr(parts, "_MANY", 1)
+
+
+def long_step(lr: float = 0.5) -> tuple[Parameter, FusedSGD]:
+    param = Parameter(torch.zeros(4, LONG // 3))
+    param.grad = torch.ones_like(param)
+    return param, FusedSGD([param], lr=lr)
+
+
+def test_number_of_parts() -> None:
+    assert parts_of(groups=1000, elements=10_000, threads=16) == 1
+    assert parts_of(groups=1000, elements=10_000_000, threads=1) == 1
+    assert parts_of(groups=3, elements=10_000_000, threads=16) == 3
+    assert parts_of(groups=1000, elements=100_000, threads=16) == 3
+    assert parts_of(groups=1000, elements=1_000_000, threads=16) == 16
+    assert parts_of(groups=1000, elements=4 << 20, threads=16) == 32
+    assert parts_of(groups=1000, elements=1 << 30, threads=16) == 128
+
+
+@pytest.mark.usefixtures("threads", "small_parts")
+@each_class
+def test_steps(case: OptimizerCase) -> None:
+    """Of the last part's groups, too, which may be fewer."""
+    sizes = (1, 15, 17, 1023, 1025, 33_000, 70_001)
+    SideBySide(case, params=[Parameter(torch.randn(n)) for n in sizes]).train(3)
+
+
+@pytest.mark.usefixtures("threads", "small_parts")
+@pytest.mark.parametrize("n", [1, 16, 1023, 32 * 1024 + 1, 1_000_003])
+def test_expressions(n: int) -> None:
+    twice = ElementwiseKernel("T x", "T y", "y = 2 * x", "twice")
+    total = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", "total")
+    x = torch.randint(-100, 100, (n,))
+    assert torch.equal(twice(x), 2 * x)
+    assert total(x) == x.sum()
+    rows = torch.randint(-100, 100, (n // 7 + 1, 7))
+    assert torch.equal(total(rows, axis=0), rows.sum(0))
+
+
+def test_no_more_threads_than_torch_may_use() -> None:
+    """Neither torch's others nor the driver's take part in a step."""
+    script = """
+    import os, time, torch
+    from tests.fusedoptim.launch.test_parts import long_step
+
+    def times():
+        return {t: open(f"/proc/self/task/{t}/stat").read().rpartition(")")[2].split()[11:13]
+                for t in os.listdir("/proc/self/task") if int(t) != os.getpid()}
+
+    param, optimizer = long_step()
+    optimizer.step()
+    time.sleep(0.1)
+    before = times()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        optimizer.step()
+    after = times()
+    print({t for t in after if after[t] != before.get(t)} or "none")
+    """
+    assert run_script(script, OMP_NUM_THREADS="1").stdout == "none\n"
+
+
+def test_steps_of_several_python_threads() -> None:
+    made = [long_step() for _ in range(4)]
+    run_in_threads(*(lambda o=optimizer: [o.step() for _ in range(20)] for _, optimizer in made))
+    for param, _ in made:
+        assert (param == -10).all()
+
+
+Enqueue = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 9)
+
+
+@pytest.mark.parametrize("has_run", [0, 1])
+def test_refused(has_run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is done, the step has not been taken; else the error says so."""
+    driver = driver_of(queue("cpu").sycl_device)
+    assert driver is not None
+    enqueue = Enqueue(driver.opencl.enqueue_address)
+    calls = []
+
+    def refusing(*arguments: Any) -> int:
+        calls.append(arguments)
+        return enqueue(*arguments) if len(calls) <= has_run else -5  # out of resources
+
+    replaced = Enqueue(refusing)
+    param, optimizer = long_step()
+    optimizer.step()
+    monkeypatch.setattr(opencl, "parts_of", lambda *_: 4)
+    with monkeypatch.context() as patch:
+        address = ctypes.cast(replaced, ctypes.c_void_p).value
+        patch.setattr(driver.opencl, "enqueue_address", address)
+        what = "part of its results; load a checkpoint" if has_run else "OpenCL's error -5"
+        with pytest.raises(RuntimeError, match=what):
+            optimizer.step()
+    assert bool((param == -0.5).all()) == (not has_run)
+    param.detach().fill_(0)
+    optimizer.step()
+    assert (param == -0.5).all()
+
+
+def test_interrupted_wherever_python_looks_for_it() -> None:
+    param, optimizer = long_step()
+    optimizer.step()
+    for n in range(1000):
+        before = float(param.detach()[0, 0])
+        with InterruptAt(n, "polls", within=fusedoptim, since="submit") as interrupt:
+            optimizer.step()
+        after = float(param.detach()[0, 0])
+        assert after in (before, before - 0.5)
+        assert (param == after).all()
+        if not interrupt.has_raised:
+            break
+    assert 3 < n < 1000
+
+
+def test_interrupted_at_any_moment() -> None:
+    param, optimizer = long_step(lr=0.0)
+
+    def step(choose: random.Random) -> None:
+        torch.ones(1_000_000).add(1)
+        optimizer.step()
+
+    interrupted(step, count=500, most=1e-3)
+    optimizer.step()
+    assert (param == 0).all()
+
+
+class TestCode:
+    @pytest.fixture
+    def code(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        copy = tmp_path / "code"
+        copy.write_bytes(parts.CODE.read_bytes())
+        monkeypatch.setattr(parts, "CODE", copy)
+        parts.team.cache_clear()
+        yield copy
+        parts.team.cache_clear()
+
+    def test_damaged(self, code: Path) -> None:
+        """Nothing that was not shipped is run."""
+        code.write_bytes(code.read_bytes()[:-1] + b"\0")
+        _, optimizer = long_step()
+        with pytest.raises(ModuleError, match="not what was shipped; reinstall"):
+            optimizer.step()
+
+    def test_missing(self, code: Path) -> None:
+        """As where a file system's files cannot be run: then the driver's threads do it."""
+        code.unlink()
+        assert parts.team() is None
+        param, optimizer = long_step()
+        optimizer.step()
+        assert (param == -0.5).all()
