@@ -2,11 +2,11 @@
 
 From Python 3.12 on a class may define ``__buffer__``. Before, only a C type has a buffer, so one is
 made here with CPython's public ``PyType_FromSpec``; its only slot is a ctypes function. That
-function cannot report an error's text: objects that never have a buffer should not have this base
-class, and a refused request is a ``SystemError`` there.
+function cannot raise an exception of its own: before 3.12 a refused request is a ``SystemError``,
+without a reason. So only classes whose objects have a buffer derive from it.
 
-The buffer belongs to a numpy array, which numpy releases in C: a Python function might run with an
-exception pending, and ctypes would clear that.
+The buffer that a reader gets belongs to a numpy array, so that numpy releases it in C. A Python
+function might be called while an exception is pending, and ctypes would clear that exception.
 """
 
 from __future__ import annotations

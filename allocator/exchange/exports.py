@@ -11,9 +11,9 @@ first word of the struct. Nothing else happens, whatever state the process is in
 exports, a pool compares the first words of all of them with their previous values. See
 docs/design/dlpack-deleter.md.
 
-A word is changed by the deleter and, under the GIL, by one thread at a time: the interpreter
-switches threads and runs signal handlers only at calls and at backward jumps; with a debugger, also
-between two lines.
+Besides the deleter, only Python code changes a word. Where it must compare the word first, both are
+on one line without a call, so that no other thread and no signal handler comes in between: the
+interpreter lets them run only at calls and at backward jumps; with a debugger, also between lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells the outermost of nested calls apart, and has interrupted work mended."""
+"""Tells a call whether it is the outermost of nested ones; has interrupted work repaired."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _PER_ROW = (Role.SUMS, Role.RESULT, *_VALUE_OF_ROW)
 _OF_LAUNCH = (Role.DEVICE_SCALAR, Role.DEVICE_INT)
 _ADDRESSES = (*_ARRAYS, *_PER_ROW, Role.CHUNK_SUMS, *_OF_LAUNCH)
 _NARROW = (Role.PARAM, Role.GRAD, Role.INPUT, Role.OUTPUT)
-_BLOCK = 1 << 12  # elements: where a chunk begins is a multiple of it
+_CHUNK_STEP = 1 << 12  # elements: a chunk begins at a multiple of it
 
 
 def _row_sizes(role: Role, sums: int, lanes: int) -> Integers:
@@ -188,7 +188,7 @@ class _Trial:
         if role is Role.PARAM_NUMBER:
             return self._random.integers(0, 1 << 20, len(_LENGTHS))
         if role is Role.POSITION:
-            return self._random.integers(0, 1 << 28, len(_LENGTHS)) * _BLOCK
+            return self._random.integers(0, 1 << 28, len(_LENGTHS)) * _CHUNK_STEP
         if name == "weight_decay" and not self._options:
             return 0.0
         if name == "max_param_norm" and not self._options:

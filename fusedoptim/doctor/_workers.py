@@ -1,8 +1,8 @@
 """The processes that examine the devices.
 
-A driver may crash its process, and repeats its first answers in the same process. So each
-examination starts new processes, which divide the kernels among them, as a process compiles on one
-core only. One of them imports torch first.
+A driver may crash its process, and reads its settings and looks for devices only once in a process.
+So each examination starts new processes. There are several, which divide the kernels among them,
+because a driver compiles one kernel at a time in a process. One of them imports torch first.
 """
 
 from __future__ import annotations

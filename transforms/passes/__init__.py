@@ -1,6 +1,8 @@
-"""The passes, in the order in which they run; a new one is a module here and a line below.
+"""The passes, in the order in which they run.
 
-A pass decides what to rewrite, and says why not; :mod:`transforms.rewrites` has the rewrites.
+A new pass is a module here, a line below, and an argument of :func:`transforms.optimize`. A pass
+decides what is rewritten, and says why something is not; :mod:`transforms.rewrites` has the
+rewrites.
 """
 
 from collections.abc import Sequence
