@@ -22,10 +22,12 @@ __all__ = [
     "disable_dynamo",
     "global_post_hooks",
     "global_pre_hooks",
+    "has_bfloat16_products",
     "increment_version",
     "is_forward_mode",
     "profiler_enabled",
     "set_grad_enabled",
+    "softmax_backward",
     "storage_use_count",
     "transform_level",
 ]
@@ -50,6 +52,13 @@ storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 count_modes = torch._C._len_torch_dispatch_stack
 """How many dispatch modes of the user's are active."""
+
+softmax_backward = torch._softmax_backward_data
+"""The gradient of softmax's input, from its output and that output's gradient: one kernel, which
+sums 16-bit numbers in float32, and is differentiable."""
+
+has_bfloat16_products: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""Whether this CPU has a matrix product of bfloat16; torch's other one goes element by element."""
 
 transform_level = torch._C._functorch.maybe_current_level
 """The number of the innermost active torch.func transform, or None."""

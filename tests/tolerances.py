@@ -338,6 +338,54 @@ class Perturbed(TorchDispatchMode):
         return args[1].shape[0 if name == "addmm" else -1] + 1
 
 
+def attention_errors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kept: Tensor,
+    scale: float,
+    grad: Tensor,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """The most by which attention, and its gradients of query, key and value, may be off.
+
+    To first order, as products of two roundings are far below the bound's own slack.
+
+    Args:
+        query: (..., L, E), in float64, with values of ``dtype``, like all tensors.
+        key: (..., S, E).
+        value: (..., S, V).
+        mask: added to the scores.
+        kept: the factor of each weight in dropout.
+        scale: of the scores.
+        grad: of the output.
+        dtype: of the tensors, and of the matrices of weights and of their gradients.
+    """
+    u, real = unit_roundoff(dtype), unit_roundoff(ARITHMETIC[dtype])
+    rows, columns = kept.shape[-2:]
+    # A sum of products in any order, and the factors' own roundings by scale and dropout.
+    sums = (max(rows, columns, query.shape[-1], value.shape[-1]) + 3) * real
+    scores, sizes = scale * query @ key.mT, abs(scale) * query.abs() @ key.abs().mT
+    if mask is not None:
+        scores, sizes = scores + mask, sizes + mask.abs().nan_to_num(posinf=0.0)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    distances = (scores.amax(-1, keepdim=True) - scores).nan_to_num(posinf=0.0) * (weights > 0)
+    # A rounding of a score is a relative error of its exponential, and of the sum of them.
+    of_scores = sums * sizes.amax(-1, keepdim=True) + real * distances.amax(-1, keepdim=True)
+    of_weights = 2 * of_scores + sums + 4 * BUILTIN_ULPS["exp"] * real + u
+    dropped = weights * kept
+    output = dropped @ value.abs() * (of_weights + sums + 2 * u)
+    of_value = (dropped * (of_weights + sums + 2 * u)).mT @ grad.abs()
+    of_products = kept * (grad.abs() @ value.abs().mT)
+    total = weights * (of_products + (weights * of_products).sum(-1, keepdim=True))
+    of_scores = total * (2 * of_weights + 2 * sums + 4 * u)
+    of_query = abs(scale) * (of_scores + total * (sums + u)) @ key.abs()
+    of_key = abs(scale) * (of_scores + total * (sums + u)).mT @ query.abs()
+    smallest = torch.finfo(dtype).smallest_normal  # what lies below it may become zero
+    return [error + smallest for error in (output, of_query, of_key, of_value)]
+
+
 def _magnitude(value: Any) -> Any:
     return value.abs() if _is_real(value) else value
 

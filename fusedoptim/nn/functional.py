@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from fusedoptim import ops
 from fusedoptim._torch_private import is_forward_mode, transform_level
+from fusedoptim.ops._attention import attention
 from fusedoptim.ops._launching import is_served
 
-__all__ = ["cross_entropy", "dropout"]
+__all__ = ["cross_entropy", "dropout", "scaled_dot_product_attention"]
 
-_SEEDS = 2**63 - 1
 _REDUCTIONS = ("none", "mean", "sum")
 MIN_FUSED = 1 << 20
 """Logits from which a kernel is quicker than torch, in spite of what its launch costs."""
 
 
-def _is_ours(tensor: Tensor) -> bool:
+def _new_seed(device: torch.device) -> Tensor:
+    """A random number of torch's default generator."""
+    return torch.randint(2**63 - 1, (), device=device)
+
+
+def is_ours(tensor: Tensor) -> bool:
     """Whether an operator takes the tensor.
 
     torch has no rules for a library's operators in ``torch.func`` and forward-mode differentiation.
@@ -79,7 +86,7 @@ def cross_entropy(
     has_classes = target.dtype == torch.int64 and target.shape == input.shape[:-1]
     is_fused = is_plain and has_classes and input.dim() in (1, 2) and input.numel() >= MIN_FUSED
     is_valid = reduction in _REDUCTIONS and 0 <= label_smoothing <= 1  # torch's errors are plain
-    if not (is_fused and _is_ours(input) and is_valid):
+    if not (is_fused and is_ours(input) and is_valid):
         return torch.nn.functional.cross_entropy(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
@@ -131,8 +138,109 @@ def dropout(
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return input
-    if not _is_ours(input):
+    if not is_ours(input):
         return torch.nn.functional.dropout(input, p, training, inplace)
-    seed = torch.randint(_SEEDS, (), device=input.device)
-    output = ops.dropout(input, seed, p)
+    output = ops.dropout(input, _new_seed(input.device), p)
     return input.copy_(output) if inplace else output
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    r"""Attention whose weights are dropped with a mask that is drawn on all cores.
+
+    .. math::
+        y = \operatorname{dropout}\big(\operatorname{softmax}(s\,q k^T + m)\big)\, v
+
+    For ``dropout_p > 0`` torch leaves its fast kernels on the CPU for a path of single operations,
+    which draws the dropout's mask on one thread and multiplies 16-bit matrices in float32. Here the
+    mask is that of :func:`dropout`, and 16-bit weights and gradients are multiplied in bfloat16,
+    which is as exact as torch's kernels are without dropout; scores and their softmax are float32.
+
+    Anything else goes to torch's own function: no dropout, other devices than the CPU, batches that
+    broadcast, empty or nested tensors, and calls inside a ``torch.func`` transform or forward-mode
+    differentiation.
+
+    Args:
+        query: q, of shape (..., L, E): float32, float64, bfloat16 or float16.
+        key: k, (..., S, E), of q's dtype.
+        value: v, (..., S, V), of q's dtype.
+        attn_mask: m, which broadcasts to (..., L, S): numbers that are added, or a bool tensor
+            that is true where a weight takes part.
+        dropout_p: the probability of zeroing a weight.
+        is_causal: whether row i has weights for the first i + 1 columns only; without attn_mask.
+        scale: s; :math:`1/\sqrt{E}` if None.
+        enable_gqa: whether key and value may have fewer heads, in dimension -3: each serves several
+            of the query's.
+
+    Returns:
+        (..., L, V), of v's dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes or arguments that do not fit, as in torch.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.ones(3, 2, 4, 8).unbind()
+        >>> scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True).shape
+        torch.Size([2, 4, 8])
+
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of torch 2.13.
+    """
+    q, k, v = _autocast(query), _autocast(key), _autocast(value)
+    mask = None if attn_mask is None else _autocast(attn_mask)
+    if enable_gqa and _has_groups(q, k, v):
+        repeats = q.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+    if not (0 < dropout_p <= 1 and _is_attention(q, k, v, mask, is_causal)):
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if mask is not None and mask.dtype == torch.bool:
+        mask = q.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
+    return attention(q, k, v, mask, is_causal, _new_seed(q.device), dropout_p, scale)
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """The tensor as torch's function gets it under autocast."""
+    is_eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    if not (is_eligible and torch.is_autocast_enabled("cpu") and tensor.device.type == "cpu"):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype("cpu"))
+
+
+def _has_groups(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether each head of key and value serves the same number of the query's."""
+    if min(query.dim(), key.dim(), value.dim()) < 3 or not key.shape[-3]:
+        return False
+    return key.shape[-3] == value.shape[-3] and query.shape[-3] % key.shape[-3] == 0
+
+
+def _is_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> bool:
+    """Whether our attention takes these arguments."""
+    tensors, batch = (query, key, value), query.shape[:-2]
+    if not all(t.device.type == "cpu" and t.dim() >= 3 and is_ours(t) for t in tensors):
+        return False
+    if not all(t.dtype == query.dtype and t.shape[:-2] == batch and t.numel() for t in tensors):
+        return False
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        return False
+    if mask is None:
+        return True
+    scores = (*batch, query.shape[-2], key.shape[-2])
+    is_addable = mask.dtype in (torch.bool, torch.float32, query.dtype)
+    broadcasts = all(own in (1, full) for own, full in zip(mask.shape[::-1], scores[::-1]))
+    is_plain = mask.device.type == "cpu" and mask.layout is torch.strided and not mask.is_nested
+    fits = 2 <= mask.dim() <= len(scores) and broadcasts
+    return not is_causal and is_plain and is_addable and fits

@@ -126,6 +126,17 @@ def test_is_forward_mode() -> None:
     assert not _torch_private.is_forward_mode()
 
 
+def test_softmax_backward() -> None:
+    x = torch.randn(5, 9, requires_grad=True)
+    y, grad = torch.softmax(x, -1), torch.randn(5, 9)
+    (expected,) = torch.autograd.grad(y, x, grad)
+    assert torch.equal(_torch_private.softmax_backward(grad, y, -1, y.dtype), expected)
+
+
+def test_has_bfloat16_products() -> None:
+    assert isinstance(_torch_private.has_bfloat16_products, bool)
+
+
 class _Doubling(TorchDispatchMode):
     """Doubles the results of additions."""
 

@@ -1,0 +1,588 @@
+"""scaled_dot_product_attention and MultiheadAttention beside torch's, with and without dropout."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from fusedoptim import ops
+from fusedoptim._torch_private import has_bfloat16_products
+from fusedoptim.nn import MultiheadAttention, functional
+from fusedoptim.nn.functional import scaled_dot_product_attention as attention
+from tests.fusedoptim.helpers import assert_within, each_way_to_copy
+from tests.tolerances import attention_errors, binomial_bound
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+TINY = 1e-12
+"""A probability by which nothing is ever dropped."""
+torchs = nn.functional.scaled_dot_product_attention
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
+)
+
+
+@pytest.fixture
+def _fresh_compiler() -> None:
+    """As functions with the same code share a limited cache."""
+    torch._dynamo.reset()
+
+
+quiet_compiler = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script:DeprecationWarning",
+    "ignore:.*autograd.function.Function.*instantiated:DeprecationWarning",  # by torch itself
+)
+
+
+def inputs(
+    *batch: int, rows: int = 9, columns: int = 21, width: int = 16, dtype: Any = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, as views of projections whose heads are last but one."""
+
+    def new(length: int) -> Tensor:
+        return torch.randn(*batch[:-1], length, batch[-1], width).transpose(-2, -3).to(dtype)
+
+    return new(rows), new(columns), new(columns)
+
+
+def gradients(y: Tensor, tensors: Any, grad: Tensor, **options: Any) -> list[Tensor]:
+    return list(torch.autograd.grad(y, tensors, grad, **options))
+
+
+def masks(rows: int, columns: int) -> dict[str, Tensor]:
+    keeps = torch.rand(2, 1, rows, columns) > 0.3
+    keeps[1, 0, 2] = False  # a row of which nothing is left
+    added = torch.randn(3, rows, columns)
+    added[0, 1, columns // 2] = -math.inf
+    added[0, 3] = -math.inf
+    return {"bool": keeps, "float": added, "by column": torch.rand(2, 1, 1, columns) > 0.3}
+
+
+def is_ours(*arguments: Any, **options: Any) -> bool:
+    """Whether attention does not go to torch's function, which it else equals."""
+    with mock.patch.object(functional, "attention", wraps=functional.attention) as called:
+        torch.manual_seed(1)
+        result = attention(*arguments, **options)
+    if not called.called:
+        torch.manual_seed(1)
+        torch.testing.assert_close(result, torchs(*arguments, **options), rtol=0, atol=0)
+    return called.called
+
+
+class TestValues:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", [(9, 21, 16), (64, 64, 64), (33, 1, 5)])
+    @pytest.mark.parametrize(
+        "how", ["plain", "causal", "bool", "float", "by column", "scale", "groups"]
+    )
+    def test_beside_float64_with_the_same_mask(
+        self, how: str, shape: tuple[int, int, int], dtype: torch.dtype
+    ) -> None:
+        rows, columns, width = shape
+        q, k, v = inputs(2, 6 if how == "groups" else 3, rows=rows, columns=columns, width=width)
+        options: dict[str, Any] = {"dropout_p": 0.3}
+        added = None
+        if how == "groups":
+            k, v = k[:, ::3], v[:, ::3]
+            options["enable_gqa"] = True
+        elif how == "causal":
+            options["is_causal"] = True
+            added = torch.full((rows, columns), -math.inf).triu(1).double()
+        elif how == "scale":
+            options["scale"] = -0.3
+        elif how in masks(5, 5):
+            given = masks(rows, columns)[how]
+            options["attn_mask"] = given if given.dtype == torch.bool else given.to(dtype)
+            added = options["attn_mask"].double()
+            if how != "float":
+                added = torch.zeros_like(added).masked_fill(~given, -math.inf)
+        tensors = [tensor.to(dtype).requires_grad_() for tensor in (q, k, v)]
+        seed = int(torch.randint(1 << 40, ()))
+        torch.manual_seed(seed)
+        y = attention(*tensors, **options)
+        grad = torch.randn(y.shape).to(dtype)
+        assert y.dtype == dtype
+
+        torch.manual_seed(seed)
+        batch, ones = y.shape[:-2], torch.ones(math.prod(y.shape[:-2]), rows, columns).double()
+        kept = ops.dropout(ones, torch.randint(2**63 - 1, ()), 0.3).view(*batch, rows, columns)
+        exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+        eq, ek, ev = exact
+        if how == "groups":
+            ek, ev = (tensor.repeat_interleave(3, 1) for tensor in (ek, ev))
+        scale = options.get("scale", 1 / math.sqrt(width))
+        scores = scale * eq @ ek.mT
+        weights = torch.softmax(scores if added is None else scores + added, -1)
+        if added is not None:
+            weights = torch.where((scores + added).amax(-1, keepdim=True) == -math.inf, 0, weights)
+            weights = weights.nan_to_num(0.0)
+        expected = (weights * kept) @ ev
+        allowed = attention_errors(
+            *(tensor.detach() for tensor in (eq, ek, ev)), added, kept, scale, grad.double(), dtype
+        )
+        assert_within(y.detach(), expected.detach(), allowed[0], "output")
+        if how in ("bool", "float"):  # whose NaNs torch's plain softmax spreads
+            return
+        got, right = gradients(y, tensors, grad), gradients(expected, exact, grad.double())
+        if how == "groups":
+            for i in (2, 3):
+                allowed[i] = allowed[i].unflatten(1, (-1, 3)).sum(2) * 2
+        for name, a, b, error in zip(("query", "key", "value"), got, right, allowed[1:]):
+            assert_within(a, b, error, f"gradient of {name}")
+
+    @pytest.mark.parametrize("how", ["bool", "float", "by column", "causal", "plain"])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_as_torchs_where_nothing_is_dropped(self, how: str, dtype: torch.dtype) -> None:
+        """Also rows of which a mask leaves nothing, and the gradient of the mask."""
+        q, k, v = inputs(2, 3, dtype=dtype)
+        mask = masks(9, 21).get(how)
+        options: dict[str, Any] = {"is_causal": how == "causal"}
+        tensors = [tensor.requires_grad_() for tensor in (q, k, v)]
+        if how == "float":
+            assert mask is not None
+            mask = mask.to(dtype).requires_grad_()
+            tensors.append(mask)
+        grad = torch.randn(2, 3, 9, 16, dtype=dtype)
+        results = []
+        for function, p in ((attention, TINY), (torchs, 0.0)):
+            y = function(q, k, v, mask, dropout_p=p, **options)
+            results.append([y.detach(), *gradients(y, tensors, grad)])
+        assert is_ours(q, k, v, mask, dropout_p=TINY, **options)
+        torch.testing.assert_close(*results)
+        assert torch.isfinite(results[0][0]).all()
+
+    def test_all_dropped(self) -> None:
+        q, k, v = (tensor.requires_grad_() for tensor in inputs(2, 3))
+        y = attention(q, k, v, dropout_p=1.0)
+        assert not y.any()
+        assert not any(grad.any() for grad in gradients(y, (q, k, v), torch.ones_like(y)))
+
+    def test_rate_and_independence(self) -> None:
+        """Values of one column each show the weights that are left."""
+        rows, columns, p = 64, 64, 0.2
+        q, k, _ = inputs(4, 3, rows=rows, columns=columns)
+        y = attention(q, k, torch.eye(columns).expand(4, 3, -1, -1), dropout_p=p)
+        dropped = y == 0
+        assert abs(int(dropped.sum()) - p * y.numel()) < binomial_bound(y.numel(), p)
+        both = dropped[:, 0] & dropped[:, 1]
+        assert abs(int(both.sum()) - p * p * both.numel()) < binomial_bound(both.numel(), p * p)
+
+    def test_nan_stays(self) -> None:
+        q, k, v = inputs(2, 3)
+        q[0, 0, 3, 1] = math.nan
+        y = attention(q, k, v, dropout_p=0.1)
+        assert y[0, 0, 3].isnan().all()
+        assert not y[0, 1].isnan().any()
+
+    def test_inputs_are_only_read(self) -> None:
+        tensors = [tensor.requires_grad_() for tensor in inputs(2, 3)]
+        mask = torch.randn(9, 21)
+        before = [tensor.clone() for tensor in (*tensors, mask)]
+        y = attention(*tensors, mask, 0.5)
+        gradients(y, tensors, torch.ones_like(y))
+        assert all(map(torch.equal, (*tensors, mask), before))
+
+
+class TestGradient:
+    @pytest.mark.parametrize("how", ["plain", "causal", "mask", "bool"])
+    def test_gradcheck(self, how: str) -> None:
+        tensors = [
+            tensor.requires_grad_()
+            for tensor in inputs(1, 2, rows=3, columns=4, width=3, dtype=torch.float64)
+        ]
+        keeps = torch.ones(3, 4, dtype=torch.bool)
+        keeps[1], keeps[2, 1] = False, False
+        if how == "mask":
+            tensors.append(torch.randn(3, 4, dtype=torch.float64, requires_grad=True))
+
+        def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            torch.manual_seed(3)
+            mask = keeps if how == "bool" else mask
+            return attention(q, k, v, mask, 0.4, is_causal=how == "causal")
+
+        assert torch.autograd.gradcheck(function, tensors)
+        assert torch.autograd.gradgradcheck(function, tensors)
+
+    def test_only_what_needs_one(self) -> None:
+        q, k, v = inputs(2, 3)
+        y = attention(q, k.requires_grad_(), v, dropout_p=0.1)
+        y.sum().backward()
+        assert k.grad is not None
+        assert q.grad is None
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_checkpoint(self, use_reentrant: bool) -> None:
+        tensors = [tensor.requires_grad_() for tensor in inputs(2, 3)]
+        grad, results = torch.randn(2, 3, 9, 16), []
+        for call in (
+            lambda f, *a: f(*a),
+            lambda f, *a: checkpoint(f, *a, use_reentrant=use_reentrant),
+        ):
+            torch.manual_seed(7)
+            y = call(lambda q, k, v: attention(q, k, v, dropout_p=0.5), *tensors)
+            y.backward(grad)
+            results.append([y.detach(), *(tensor.grad for tensor in tensors)])
+            for tensor in tensors:
+                tensor.grad = None
+        assert all(map(torch.equal, *results))
+
+    def test_bfloat16_weights_are_kept(self) -> None:
+        """Two matrices of two bytes for each score, and copies of the inputs."""
+        tensors = [t.requires_grad_() for t in inputs(2, 3, dtype=torch.bfloat16)]
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            attention(*tensors, dropout_p=0.5)
+        scores = 2 * 3 * 9 * 21
+        widest = torch.bfloat16 if has_bfloat16_products else torch.float32
+        of_scores = [tensor for tensor in kept if tensor.numel() == scores]
+        assert len(of_scores) == 2
+        assert {tensor.dtype for tensor in of_scores} == {widest}
+
+
+class TestTorchs:
+    """What is not ours is torch's, with torch's errors."""
+
+    def test_other_arguments(self) -> None:
+        q, k, v = inputs(2, 3)
+        assert is_ours(q, k, v, dropout_p=0.1)
+        assert not is_ours(q, k, v)
+        assert not is_ours(q[:, :1], k, v, dropout_p=0.1)
+        assert not is_ours(q[0, 0], k[0, 0], v[0, 0], dropout_p=0.1)
+        assert not is_ours(q[:, :, :0], k, v, dropout_p=0.1)
+        assert not is_ours(q, k, v, torch.tensor(1.0), 0.1)
+
+    def test_nested(self) -> None:
+        parts = [torch.randn(3, 4, 8), torch.randn(3, 5, 8)]
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2).contiguous()
+        assert attention(x, x, x).is_nested
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"attn_mask": torch.ones(9, 21), "is_causal": True},
+            {"attn_mask": torch.ones(9, 21, dtype=torch.int64)},
+            {"attn_mask": torch.ones(8, 21)},
+            {"dropout_p": 1.5},
+            {"dropout_p": -0.5},
+            {"key": torch.ones(2, 3, 21, 15)},
+            {"key": torch.ones(2, 3, 21, 16, dtype=torch.float64)},
+            {
+                "key": torch.ones(2, 2, 21, 16),
+                "value": torch.ones(2, 2, 21, 16),
+                "enable_gqa": True,
+            },
+        ],
+    )
+    def test_errors(self, options: dict[str, Any]) -> None:
+        q, k, v = inputs(2, 3)
+        given = {"query": q, "key": k, "value": v, "dropout_p": 0.5, **options}
+        errors = []
+        for function in (attention, torchs):
+            with pytest.raises((RuntimeError, ValueError)) as caught:
+                function(**given)
+            errors.append((type(caught.value), str(caught.value)))
+        assert errors[0] == errors[1]
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+    def test_func_transforms_and_forward_mode(self) -> None:
+        q, k, v = inputs(2, 3)
+
+        def loss(function: Callable[..., Tensor], q: Tensor) -> Tensor:
+            return function(q, k, v, dropout_p=0.5).square().sum()
+
+        grads = []
+        for function in (attention, torchs):
+            torch.manual_seed(1)
+            grads.append(torch.func.grad(lambda q, f=function: loss(f, q))(q))
+        assert torch.equal(*grads)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(v, v)
+            y, tangent = torch.autograd.forward_ad.unpack_dual(attention(q, k, dual, dropout_p=0.5))
+        torch.testing.assert_close(y, tangent)
+
+    def test_signature(self) -> None:
+        documented = (torchs.__doc__ or "").strip().partition("->")[0].strip()
+        parameters = inspect.signature(attention).parameters.values()
+        written = ", ".join(
+            p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters
+        )
+        assert " ".join(documented.split()).replace("( ", "(") in (
+            f"scaled_dot_product_attention({written})",
+            f"scaled_dot_product_attention({written}):",
+        )
+
+
+class TestAutocast:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("has_mask", [False, True])
+    def test_as_torchs(self, dtype: torch.dtype, has_mask: bool) -> None:
+        """All is rounded first; the largest masks to infinity."""
+        q, k, v = inputs(2, 3)
+        mask = torch.zeros(9, 21)
+        mask[2, 1:], mask[3] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).min
+        given = mask if has_mask else None
+        with torch.autocast("cpu", dtype):
+            ours, expected = attention(q, k, v, given, TINY), torchs(q, k, v, given)
+        assert ours.dtype == expected.dtype == dtype
+        if has_mask:
+            assert not ours[:, :, 3].any()
+        rounded = [tensor.to(dtype).double() for tensor in (q, k, v)]
+        added = mask.to(dtype).double() if has_mask else None
+        kept, grad = torch.ones(2, 3, 9, 21).double(), torch.zeros(2, 3, 9, 16).double()
+        allowed = attention_errors(*rounded, added, kept, 1 / math.sqrt(16), grad, dtype)[0]
+        assert_within(ours, torchs(*rounded, added), allowed, "output")
+
+    def test_backward_is_outside_or_inside(self) -> None:
+        tensors = [tensor.requires_grad_() for tensor in inputs(2, 3)]
+        grad, results = torch.randn(2, 3, 9, 16), []
+        for is_inside in (False, True):
+            torch.manual_seed(1)
+            y = attention(*tensors, dropout_p=0.5)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+                results.append(gradients(y, tensors, grad))
+        assert all(map(torch.equal, *results))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = attention(*tensors, dropout_p=0.5)
+        assert {g.dtype for g in gradients(y, tensors, grad.bfloat16())} == {torch.float32}
+
+
+@needs_compiler
+@quiet_compiler
+@pytest.mark.usefixtures("_fresh_compiler")
+class TestCompiled:
+    @pytest.mark.parametrize("how", ["plain", "causal", "bool", "autocast"])
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_whole_graph(self, how: str, dynamic: bool) -> None:
+        def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                return attention(q.sin(), k, v, mask, p, is_causal=how == "causal").cos()
+
+        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        for rows in (9, 11):
+            tensors = [tensor.requires_grad_() for tensor in inputs(2, 3, rows=rows)]
+            mask = masks(rows, 21)["bool"] if how == "bool" else None
+            results = []
+            for call in (compiled, function):
+                y = call(*tensors, mask, TINY)
+                grad = torch.ones_like(y)
+                results.append([y.detach(), *gradients(y, tensors, grad)])
+            torch.testing.assert_close(*results)
+
+    def test_drops(self) -> None:
+        """The gradient of the values, which are linear in the output, has the same mask."""
+        compiled = torch.compile(lambda q, k, v: attention(q, k, v, dropout_p=0.5), fullgraph=True)
+        q, k, v = inputs(2, 3)
+        first, other = compiled(q, k, v), compiled(q, k, v)
+        assert not torch.equal(first, other)
+        y, grad = compiled(q, k, v.requires_grad_()), torch.randn(2, 3, 9, 16)
+        (of_value,) = gradients(y, v, grad)
+        torch.testing.assert_close((y * grad).sum(), (v * of_value).sum())
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode():
+        q, k, v = inputs(2, 3)
+        y = attention(q.requires_grad_(), k, v[..., :5], dropout_p=0.5)
+        assert y.shape == (2, 3, 9, 5)
+        (grad,) = gradients(y, q, torch.ones_like(y))
+        assert grad.shape == q.shape
+
+
+def test_repeats_under_a_seed() -> None:
+    q, k, v = inputs(2, 3)
+    results = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        results.append(attention(q, k, v, dropout_p=0.5))
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+def pair(p: float, **options: Any) -> tuple[MultiheadAttention, nn.MultiheadAttention]:
+    expected = nn.MultiheadAttention(8, 2, dropout=p, dtype=torch.float64, **options)
+    ours = MultiheadAttention(8, 2, dropout=p, dtype=torch.float64, **options)
+    ours.load_state_dict(expected.state_dict())
+    return ours, expected
+
+
+class TestMultiheadAttention:
+    @staticmethod
+    def calls(is_self: bool) -> Iterator[dict[str, Any]]:
+        """All combinations of arguments, for three samples of five rows."""
+        columns = 5 if is_self else 7
+        padding = torch.rand(3, columns) < 0.3
+        excluded = torch.rand(5, columns) < 0.3
+        padding[:, 0], excluded[:, 0] = False, False
+        bools = {"none": None, "2d": excluded, "3d": excluded.expand(6, -1, -1)}
+        for has_padding, matrix, kind, need, average, is_causal in itertools.product(
+            (False, True),
+            bools,
+            (torch.bool, torch.float64),
+            (False, True),
+            (False, True),
+            (False, True),
+        ):
+            if is_causal and (matrix != "2d" or not is_self):
+                continue
+            given = torch.ones(5, 5, dtype=torch.bool).triu(1) if is_causal else bools[matrix]
+
+            def converted(mask: Tensor | None, kind: torch.dtype = kind) -> Tensor | None:
+                if mask is None or kind == torch.bool:
+                    return mask
+                return torch.zeros(mask.shape, dtype=kind).masked_fill(mask, -math.inf)
+
+            yield {
+                "key_padding_mask": converted(padding) if has_padding else None,
+                "attn_mask": converted(given),
+                "need_weights": need,
+                "average_attn_weights": average,
+                "is_causal": is_causal,
+            }
+
+    @pytest.mark.parametrize("batch_first", [False, True])
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("kind", ["self", "cross", "of other widths"])
+    def test_as_torchs(self, kind: str, bias: bool, batch_first: bool) -> None:
+        widths = {"kdim": 6, "vdim": 10} if kind == "of other widths" else {}
+        ours, expected = pair(TINY, bias=bias, batch_first=batch_first, **widths)
+        for options in self.calls(kind == "self"):
+            query = torch.randn(3, 5, 8).double()
+            given = [query] * 3
+            if kind != "self":
+                given[1:] = [torch.randn(3, 7, widths.get(k, 8)).double() for k in ("kdim", "vdim")]
+            if not batch_first:
+                given = (
+                    [query.transpose(0, 1)] * 3
+                    if kind == "self"
+                    else [t.transpose(0, 1) for t in given]
+                )
+            grad, results = torch.randn(given[0].shape).double(), []
+            for module in (ours, expected):
+                module.zero_grad()
+                output, weights = module(*given, **options)
+                output.backward(grad)
+                results.append([output.detach(), *(p.grad for p in module.parameters())])
+                if options["need_weights"]:
+                    results[-1].append(weights.detach())
+                else:
+                    assert weights is None
+            torch.testing.assert_close(*results)
+
+    def test_dropout_is_ours(self) -> None:
+        x = torch.randn(5, 3, 8).double()
+        ours, expected = pair(0.5)
+        for need in (False, True):
+            where = "fusedoptim.ops" if need else "fusedoptim.ops._attention"
+            with mock.patch(f"{where}.dropout", wraps=ops.dropout) as called:
+                ours(x, x, x, need_weights=need)
+                expected(x, x, x, need_weights=need)
+            assert called.call_count == 1
+        _, weights = ours(x, x, x, average_attn_weights=False)
+        assert (weights == 0).any()
+
+    @pytest.mark.parametrize(
+        "how", ["bias", "zero", "unbatched", "eval", "no dropout", "mixed masks"]
+    )
+    @pytest.mark.filterwarnings("ignore:Support for mismatched")
+    def test_anything_else_is_torchs(self, how: str) -> None:
+        made = {"bias": {"add_bias_kv": True}, "zero": {"add_zero_attn": True}}.get(how, {})
+        ours, expected = pair(0.0 if how == "no dropout" else 0.5, **made)
+        x = torch.randn(5, 8).double() if how == "unbatched" else torch.randn(5, 3, 8).double()
+        options = {}
+        if how == "mixed masks":
+            options = {
+                "attn_mask": torch.zeros(5, 5).double(),
+                "key_padding_mask": torch.zeros(3, 5).bool(),
+            }
+        if how == "eval":
+            ours, expected = ours.eval(), expected.eval()
+        results = []
+        for module in (ours, expected):
+            torch.manual_seed(2)
+            results.append(module(x, x, x, **options))
+        assert all(map(torch.equal, *results))
+
+    def test_errors_are_torchs(self) -> None:
+        x, wide = torch.randn(5, 3, 8).double(), torch.randn(5, 3, 9).double()
+        mask = torch.zeros(4, 5).bool()
+        for given, options in (
+            ((wide, x, x), {}), ((x, x, x[:4]), {}), ((x, x, x), {"attn_mask": mask}),
+            ((x, x, x), {"key_padding_mask": mask}), ((x, x, x), {"is_causal": True}),
+        ):  # fmt: skip
+            errors = []
+            for module in pair(0.5):
+                with pytest.raises((RuntimeError, AssertionError)) as caught:
+                    module(*given, **options)
+                errors.append((type(caught.value), str(caught.value)))
+            assert errors[0] == errors[1]
+
+    def test_in_an_encoder_layer(self) -> None:
+        layers = []
+        for cls in (nn.MultiheadAttention, MultiheadAttention):
+            torch.manual_seed(4)
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=TINY, dtype=torch.float64)
+            layer.self_attn.__class__ = cls
+            layers.append(layer)
+        x = torch.randn(5, 3, 8).double()
+        mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+        outputs = [layer(x, src_mask=mask, is_causal=True) for layer in layers]
+        torch.testing.assert_close(*outputs)
+        torch.testing.assert_close(layers[1].eval()(x), layers[0].eval()(x))
+
+    @each_way_to_copy
+    def test_copies(self, copied: Callable[[Any], Any]) -> None:
+        ours, _ = pair(0.5)
+        twin, x = copied(ours), torch.randn(5, 3, 8).double()
+        results = []
+        for module in (ours, twin):
+            torch.manual_seed(2)
+            results.append(module(x, x, x))
+        assert type(twin) is MultiheadAttention
+        assert all(map(torch.equal, *results))
+
+    def test_signatures(self) -> None:
+        for name in ("__init__", "forward"):
+            parameters = [
+                [
+                    (p.name, p.default)
+                    for p in inspect.signature(getattr(cls, name)).parameters.values()
+                ]
+                for cls in (MultiheadAttention, nn.MultiheadAttention)
+            ]
+            assert parameters[0] == parameters[1]
+        assert repr(MultiheadAttention(8, 2)) == repr(nn.MultiheadAttention(8, 2))
+
+    @pytest.mark.parametrize("need_weights", [False, True])
+    def test_autocast(self, need_weights: bool) -> None:
+        x, results = torch.randn(5, 3, 8), []
+        for module in pair(TINY):
+            with torch.autocast("cpu", torch.bfloat16):
+                output, weights = module.float()(x, x, x, need_weights=need_weights)
+            output.sum().backward()
+            dtypes = {p.grad.dtype for p in module.parameters() if p.grad is not None}
+            results.append((output.dtype, None if weights is None else weights.dtype, dtypes))
+        assert results[0] == results[1]
+
+    @needs_compiler
+    @quiet_compiler
+    @pytest.mark.parametrize("need_weights", [False, True])
+    def test_compiled(self, need_weights: bool) -> None:
+        ours, expected = pair(TINY)
+        compiled = torch.compile(ours, fullgraph=True)
+        x, mask = torch.randn(5, 3, 8).double(), torch.rand(3, 5) < 0.3
+        mask[:, 0] = False
+        options = {"key_padding_mask": mask, "need_weights": need_weights}
+        torch.testing.assert_close(compiled(x, x, x, **options), expected(x, x, x, **options))
