@@ -1,7 +1,8 @@
-"""Pass: draw the masks of Dropouts on all cores.
+"""Pass: draw the masks of dropout on all cores.
 
-The class of each ``torch.nn.Dropout`` becomes :class:`fusedoptim.nn.Dropout`, which differs in its
-random numbers only: the object, its attributes and its hooks stay.
+The class of each ``torch.nn.Dropout`` and ``torch.nn.MultiheadAttention`` becomes its namesake of
+:mod:`fusedoptim.nn`: the object, its attributes and its hooks stay. Models of transformers with
+"sdpa" attention get ours through that library's registry.
 """
 
 from __future__ import annotations
@@ -10,53 +11,75 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from fusedoptim.nn import Dropout
+from fusedoptim.nn import Dropout, MultiheadAttention
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
+from transforms.rewrites import registered_attention
 from transforms.tracing.modules import plain_kind
 from transforms.tracing.source import names_used
 
 _EXCHANGED = "_fusedoptim_dropout"
 _BY_CHANNEL = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _ATTENTION = "scaled_dot_product_attention"
+_OURS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
+    nn.Dropout: (Dropout, "mask drawn on all cores, and again in backward"),
+    nn.MultiheadAttention: (MultiheadAttention, "mask of the weights drawn on all cores"),
+}
+"""Our class for one of torch's, and what that changes."""
 
 
 class ParallelDropout(Pass):
-    """Exchanges every ``torch.nn.Dropout`` for ours; masks inside other functions stay torch's."""
+    """Exchanges Dropouts and attention for ours; masks inside other functions stay torch's."""
 
     knob = "parallel_dropout"
 
     def run(self, job: Job) -> list[Entry]:
         """Exchange classes; entries are all modules that drop elements with torch's generator."""
-        entries = []
+        entries = self._exchange_registered(job)
         for name, module in job.model.named_modules():
-            if type(module) is Dropout:
-                continue
             reason = _objection(module)
-            if isinstance(module, _DropoutNd) and reason is None:
-                job.undo.callback(_revert, module)
-                vars(module)[_EXCHANGED] = True
-                module.__class__ = Dropout
-                entries.append(Entry(name, "mask drawn on all cores, and again in backward"))
-            elif reason is not None:
+            if reason is not None:
                 entries.append(Entry(name, reason, done=False))
+            elif type(module) in _OURS and getattr(module, "dropout", True):
+                ours, what = _OURS[type(module)]
+                job.undo.callback(_revert, module)
+                vars(module)[_EXCHANGED] = type(module)
+                module.__class__ = ours
+                entries.append(Entry(name, what))
+        return entries
+
+    def _exchange_registered(self, job: Job) -> list[Entry]:
+        """Exchange the attention of transformers' models."""
+        entries = []
+        for name, modules in registered_attention.pretrained(job.model):
+            if registered_attention.is_exchanged(modules):
+                continue
+            reason = registered_attention.objection(modules)
+            if reason is None:
+                job.undo.callback(registered_attention.revert, modules[0])
+                registered_attention.exchange(modules)
+            what = "masks of its attention drawn on all cores"
+            entries.append(Entry(name, reason or what, done=reason is None))
         return entries
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Restore the classes of the Dropouts."""
+        """Restore the classes of the modules, and the attention of transformers' models."""
         for module in model.modules():
             _revert(module)
+        registered_attention.revert(model)
 
 
 def _revert(module: nn.Module) -> None:
-    if vars(module).pop(_EXCHANGED, False):
-        module.__class__ = nn.Dropout
+    if (before := vars(module).pop(_EXCHANGED, None)) is not None:
+        module.__class__ = before
 
 
 def _objection(module: nn.Module) -> str | None:
     """Why masks that the module draws stay torch's, if it draws any."""
+    if isinstance(module, tuple(ours for ours, _ in _OURS.values())):
+        return None
     if isinstance(module, nn.MultiheadAttention):
-        return "drops attention weights inside torch's function" if module.dropout else None
+        return _objection_to_attention(module) if module.dropout else None
     if not isinstance(module, _DropoutNd):
         is_used = _ATTENTION in names_used(type(module))
         return f"calls {_ATTENTION}, whose dropout, if any, stays torch's" if is_used else None
@@ -65,3 +88,16 @@ def _objection(module: nn.Module) -> str | None:
     if type(module) is nn.Dropout and plain_kind(module, (nn.Dropout,)):
         return None
     return f"is not a plain torch.nn.Dropout: {type(module).__name__} may differ from it"
+
+
+def _objection_to_attention(module: nn.MultiheadAttention) -> str | None:
+    if type(module) is not nn.MultiheadAttention or not plain_kind(
+        module, (nn.MultiheadAttention,)
+    ):
+        name = type(module).__name__
+        return f"is not a plain torch.nn.MultiheadAttention: {name} may differ from it"
+    if module.bias_k is not None or module.add_zero_attn:
+        return "drops attention weights inside torch's function (add_bias_kv or add_zero_attn)"
+    if any(p.device.type != "cpu" for p in module.parameters()):
+        return "is not on the CPU, the one device where torch draws masks on one thread"
+    return None

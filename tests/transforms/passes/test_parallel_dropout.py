@@ -1,8 +1,10 @@
-"""The pass that exchanges torch's Dropouts for ours: which, how it is undone, and what is left."""
+"""The pass that exchanges torch's dropout for ours: where, how it is undone, and what is left."""
 
 from __future__ import annotations
 
 import copy
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fusedoptim import transforms
-from fusedoptim.nn import Dropout
+from fusedoptim.nn import Dropout, MultiheadAttention
+from tests.running import check_script
 from tests.transforms.helpers import fingerprint
 
 KNOB = "parallel_dropout"
@@ -56,12 +59,13 @@ def test_exchanges_plain_dropouts_and_reports_the_others() -> None:
     model = optimized(Block())
     assert type(model.shared) is Dropout
     assert model.again is model.shared
-    assert [entry.where for entry in transforms.report(model).done(KNOB)] == ["shared"]
+    assert type(model.attention) is MultiheadAttention
+    done = [entry.where for entry in transforms.report(model).done(KNOB)]
+    assert done == ["shared", "attention"]
     assert left(model) == {
         "others.0": "is not a plain torch.nn.Dropout: Subclass may differ from it",
         "others.1": "draws one number for each channel, which is quick",
         "others.2": "is not a plain torch.nn.Dropout: AlphaDropout may differ from it",
-        "attention": "drops attention weights inside torch's function",
     }
 
 
@@ -152,3 +156,275 @@ def test_training_repeats_under_a_seed_and_copies() -> None:
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     assert (outputs[0] == 0).any()
     assert torch.equal(model.eval()(x), transforms.restore(model)(x))
+
+
+def draws_on_one_thread(call: Any) -> bool:
+    """Whether torch's own generator draws a mask during the call."""
+    with torch.profiler.profile() as profile:
+        call()
+    return any(event.name.startswith("aten::bernoulli") for event in profile.events())
+
+
+class TestMultiheadAttention:
+    def test_encoder_layers_draw_no_mask_by_torch(self) -> None:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        given = nn.TransformerEncoder(layer, 2)
+        x = torch.randn(3, 5, 8)
+        assert draws_on_one_thread(lambda: given(x))
+        model = optimized(given)
+        assert type(model.layers[1].self_attn) is MultiheadAttention
+        assert type(given.layers[1].self_attn) is nn.MultiheadAttention
+        assert not draws_on_one_thread(lambda: model(x).sum().backward())
+        assert left(model) == {}
+        torch.testing.assert_close(model.eval()(x), given.eval()(x))
+
+    def test_restored_and_loaded(self) -> None:
+        model = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.1).train()
+        before, state = fingerprint(model), copy.deepcopy(model.state_dict())
+        optimized(model, inplace=True)
+        assert type(model.multihead_attn) is MultiheadAttention
+        assert list(model.state_dict()) == list(state)
+        model.load_state_dict(state)
+        transforms.restore(model)
+        assert fingerprint(model) == before
+
+    @pytest.mark.parametrize("how", ["bias", "zero", "subclass", "own forward", "no dropout"])
+    def test_what_is_left(self, how: str) -> None:
+        class Own(nn.MultiheadAttention):
+            def forward(self, *arguments: Any, **options: Any) -> Any:
+                return super().forward(*arguments, **options)
+
+        options = {"bias": {"add_bias_kv": True}, "zero": {"add_zero_attn": True}}.get(how, {})
+        cls = Own if how == "subclass" else nn.MultiheadAttention
+        attention = cls(8, 2, dropout=0.0 if how == "no dropout" else 0.1, **options)
+        if how == "own forward":
+            attention.forward = torch.relu  # type: ignore[method-assign, assignment]
+        model = optimized(nn.Sequential(attention, nn.Dropout(0.1)), inplace=True)
+        assert type(model[0]) is cls
+        expected = {
+            "bias": "drops attention weights inside torch's function (add_bias_kv or "
+            "add_zero_attn)",
+            "subclass": "is not a plain torch.nn.MultiheadAttention: Own may differ from it",
+            "own forward": "is not a plain torch.nn.MultiheadAttention: MultiheadAttention may "
+            "differ from it",
+        }
+        expected["zero"] = expected["bias"]
+        assert left(model) == ({"0": expected[how]} if how in expected else {})
+
+    def test_ours_already_stays_ours(self) -> None:
+        model = optimized(nn.Sequential(MultiheadAttention(8, 2, dropout=0.1), nn.Dropout(0.1)))
+        assert type(transforms.restore(model)[0]) is MultiheadAttention
+
+    def test_convolutions_beside_it_get_channels_last(self) -> None:
+        """The code of our class depends on no strides."""
+        model = optimized(nn.ModuleList([nn.Conv2d(3, 8, 3), nn.MultiheadAttention(8, 2, 0.1)]))
+        assert [e.where for e in transforms.report(model).done("auto_channels_last")] == ["0"]
+
+
+NAME = "fusedoptim_sdpa"
+
+
+def bert(attention: str = "sdpa", drop: float = 0.1, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        attention_probs_dropout_prob=drop,
+        hidden_dropout_prob=drop,
+        attn_implementation=attention,
+        **options,
+    )
+    return transformers.BertForMaskedLM(config).train()
+
+
+def gpt() -> Any:
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    config = transformers.GPT2Config(
+        vocab_size=50,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def tokens() -> dict[str, Tensor]:
+    """Two sentences, of which the second ends earlier."""
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 6:] = 0
+    return {"input_ids": torch.randint(50, (2, 9)), "attention_mask": mask}
+
+
+def logits(model: Any, words: dict[str, Tensor], seed: int = 3) -> Tensor:
+    torch.manual_seed(seed)
+    result: Tensor = model(**words).logits
+    return result
+
+
+class TestTransformers:
+    @pytest.mark.parametrize("new", [bert, gpt])
+    @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+    def test_no_mask_is_torchs(self, new: Any, dtype: Any) -> None:
+        given, words = new(), tokens()
+        assert draws_on_one_thread(lambda: given(**words))
+        model = optimized(given, dtype=dtype)
+        done = {entry.where: entry.what for entry in transforms.report(model).done(KNOB)}
+        assert done[""] == "masks of its attention drawn on all cores"
+        assert left(model) == {}
+        assert model.config._attn_implementation == NAME
+        assert given.config._attn_implementation == "sdpa"
+
+        def call() -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+                model(**words).logits.float().square().sum().backward()
+
+        assert not draws_on_one_thread(call)
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+    @pytest.mark.parametrize("new", [bert, gpt])
+    def test_outputs_but_for_the_masks(self, new: Any) -> None:
+        """With a probability by which nothing is ever dropped; padding included."""
+        given, words = new(), tokens()
+        model = optimized(given)
+        for module in (*model.modules(), *given.modules()):
+            if isinstance(module, nn.Dropout):
+                module.p = 1e-12
+        torch.testing.assert_close(logits(model, words), logits(given, words))
+        assert torch.equal(logits(model.eval(), words), logits(given.eval(), words))
+
+    def test_twice_and_restored(self) -> None:
+        model = bert()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before, given = fingerprint(model), (model, optimizer)
+        transforms.optimize(*given, inplace=True)
+        once, report = fingerprint(model), str(transforms.report(model))
+        transforms.optimize(*given, inplace=True)
+        assert (fingerprint(model), str(transforms.report(model))) == (once, report)
+        transforms.restore(*given)
+        assert fingerprint(model) == before
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_copies_are_restored_alone(self) -> None:
+        model = optimized(bert())
+        twin, words = copy.deepcopy(model), tokens()
+        assert torch.equal(logits(twin, words), logits(model, words))
+        transforms.restore(twin)
+        assert twin.config._attn_implementation == "sdpa"
+        assert model.config._attn_implementation == NAME
+        part = copy.deepcopy(model.bert)
+        assert part.config._attn_implementation == NAME
+        assert not draws_on_one_thread(lambda: part(**words))
+
+    @pytest.mark.parametrize("what", ["model", "model.bert"])
+    def test_unpickled_in_another_process(self, what: str, tmp_path: Path) -> None:
+        """Where nothing else has registered the function."""
+        model, words = optimized(bert()), tokens()
+        expected = logits(model, words)
+        torch.save((model if what == "model" else model.bert, words), tmp_path / "model")
+        script = f"""
+        import torch
+        model, words = torch.load({str(tmp_path / "model")!r}, weights_only=False)
+        torch.manual_seed(3)
+        output = model(**words)[0]
+        print(output.detach().double().sum().item())
+        """
+        printed = float(check_script(script))
+        if what == "model":
+            assert printed == float(expected.detach().double().sum())
+
+    def test_saved_configs_have_the_name_of_torchs(self, tmp_path: Path) -> None:
+        transformers = pytest.importorskip("transformers")
+        model = optimized(bert())
+        model.save_pretrained(tmp_path)
+        assert NAME not in (tmp_path / "config.json").read_text()
+        loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path)
+        assert loaded.config._attn_implementation == "sdpa"
+
+    def test_models_inside_others(self) -> None:
+        """Each config by itself; that of another model of the same class stays."""
+        other, inner = bert(), bert()
+        model = optimized(nn.ModuleDict({"a": inner, "b": gpt(), "c": bert("eager")}), inplace=True)
+        configs = [each.config._attn_implementation for each in (*model.values(), other)]
+        assert configs == [NAME, NAME, "eager", "sdpa"]
+        assert left(model) == {"c": 'has "eager" attention, whose dropout, if any, stays torch\'s'}
+        transforms.restore(model)
+        assert [each.config._attn_implementation for each in model.values()] == [
+            "sdpa", "sdpa", "eager"
+        ]  # fmt: skip
+
+    def test_configs_inside_configs(self) -> None:
+        """The vision model has no dropout, and stays."""
+        transformers = pytest.importorskip("transformers")
+        small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        small |= {"num_attention_heads": 2}
+        config = transformers.CLIPConfig(
+            text_config={**small, "vocab_size": 50, "attention_dropout": 0.1},
+            vision_config={**small, "image_size": 8, "patch_size": 4},
+            projection_dim=8,
+        )
+        model = optimized(transformers.CLIPModel(config).train(), inplace=True)
+        assert model.text_model.config._attn_implementation == NAME
+        assert model.vision_model.config._attn_implementation == "sdpa"
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_without_dropout_nothing_is_done(self) -> None:
+        model = optimized(bert(drop=0.0))
+        assert model.config._attn_implementation == "sdpa"
+        assert "" not in left(model)
+
+    def test_code_that_asks_for_the_name_is_left(self) -> None:
+        """Such as Falcon's, whose layers compare it with "sdpa"."""
+        transformers = pytest.importorskip("transformers")
+        config = transformers.FalconConfig(
+            vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+            attention_dropout=0.1, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        model = optimized(transformers.FalconForCausalLM(config).train())
+        assert model.config._attn_implementation == "sdpa"
+        assert any("scaled_dot_product_attention" in why for why in left(model).values())
+
+    def test_a_subclass_that_treats_the_name_is_left(self) -> None:
+        model = bert()
+
+        class Asks(type(model)):  # type: ignore[misc]
+            @property
+            def is_quick(self) -> bool:
+                return bool(self.config._attn_implementation == "sdpa")
+
+        model.__class__ = Asks
+        model = optimized(model, inplace=True)
+        assert left(model) == {"": 'the code of Asks treats "sdpa" in a way of its own'}
+
+    def test_the_users_choice_of_another_stays(self) -> None:
+        model = optimized(bert(), inplace=True)
+        model.set_attn_implementation("eager")
+        transforms.restore(model)
+        assert model.config._attn_implementation == "eager"
+
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_compiled_without_a_graph_break(self) -> None:
+        given, words = bert(), tokens()
+        model = optimized(given)
+        for module in (*model.modules(), *given.modules()):
+            if isinstance(module, nn.Dropout):
+                module.p = 1e-12
+        compiled = torch.compile(model, fullgraph=True)
+        torch.testing.assert_close(logits(compiled, words), logits(given, words))
+
+    def test_transformers_is_not_imported(self) -> None:
+        check_script(
+            """
+            import sys, torch
+            from fusedoptim import transforms
+            model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))
+            transforms.optimize(model, torch.optim.SGD(model.parameters()))
+            assert "transformers" not in sys.modules
+            """
+        )
