@@ -13,7 +13,7 @@ from benchmarks import _command
 
 NAMES = (
     *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
-    *("dropout", "cross_entropy"),
+    *("dropout", "attention", "cross_entropy"),
     *("iteration", "memory", "inference"),
     *("fragmentation", "pool", "raw", "elementwise"),
 )

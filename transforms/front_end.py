@@ -79,8 +79,9 @@ def optimize(
             into two halves, and keep the lower ones in the optimizer.
         fuse_update_step: in training, run the optimizer's step in one kernel. None, at level "O1":
             if its class is SGD, Adagrad, Adam, AdamW or a known Lamb.
-        parallel_dropout: in training, draw the mask of each ``torch.nn.Dropout`` on all cores. The
-            random numbers follow ``torch.manual_seed``, but are others than torch's.
+        parallel_dropout: in training, draw the masks of each ``torch.nn.Dropout`` and
+            ``torch.nn.MultiheadAttention``, and of the "sdpa" attention of transformers' models, on
+            all cores. The random numbers follow ``torch.manual_seed``, but are others than torch's.
         auto_channels_last: lay out the weights of convolutions in channels_last. None, at level
             "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
             a ``sample_input``, if that is faster. True: always.
