@@ -27,7 +27,8 @@ _idle: dict[Any, list[Pipeline]] = {}
 
 def is_served(tensor: Tensor) -> bool:
     """Whether operators take the tensor."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    is_wrapper = hasattr(tensor, "__tensor_flatten__")  # of other tensors, such as a DTensor
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and not is_wrapper
     return is_plain and tensor.dtype in VARIANT_OF and tensor.device.type in _DEVICES
 
 

@@ -20,6 +20,8 @@ from fusedoptim.nn import functional
 
 NAME = "fusedoptim_sdpa"
 """Of our attention in transformers' registry."""
+_LEAST_VERSION = 5
+"""The first with registries of masks too, and configs that keep those inside them as they are."""
 _TORCHS = "sdpa"
 _EXCHANGED = "_fusedoptim_attention"
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -111,8 +113,8 @@ def objection(modules: list[Any]) -> str | None:
     implementation = modules[0].config._attn_implementation
     if implementation != _TORCHS:
         return f'has "{implementation}" attention, whose dropout, if any, stays torch\'s'
-    if not hasattr(transformers, "AttentionMaskInterface"):
-        return f"transformers {transformers.__version__} has no registry of attention masks"
+    if int(transformers.__version__.partition(".")[0]) < _LEAST_VERSION:
+        return f"transformers {transformers.__version__} is older than {_LEAST_VERSION}"
     if any(p.device.type != "cpu" for p in modules[0].parameters()):
         return "is not on the CPU, the one device where torch draws masks on one thread"
     for cls, code in _code(modules).items():

@@ -123,6 +123,27 @@ class TestContract:
         assert tangent is not None
         assert torch.equal(y, tangent)
 
+    def test_distributed_tensors_are_torchs(self) -> None:
+        """torch shards operators of a library by rules, of which ours have none."""
+        check_script(
+            """
+            import warnings
+            import torch
+            import torch.distributed as dist
+            from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+            from fusedoptim.nn import Dropout
+            from fusedoptim.nn.functional import scaled_dot_product_attention
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            mesh = dist.init_device_mesh("cpu", (1,))
+            warnings.filterwarnings("ignore", "DTensor random operators")
+            x = distribute_tensor(torch.randn(2, 4, 8, 8), mesh, [Shard(1)]).requires_grad_()
+            for y in (Dropout(0.5)(x), scaled_dot_product_attention(x, x, x, dropout_p=0.5)):
+                assert isinstance(y, DTensor)
+                y.sum().backward()
+            dist.destroy_process_group()
+            """
+        )
+
     def test_deepcopy_and_pickle(self) -> None:
         module, x = model(), torch.randn(5, 20)
         for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

@@ -401,6 +401,26 @@ class TestTransformers:
         model = optimized(model, inplace=True)
         assert left(model) == {"": 'the code of Asks treats "sdpa" in a way of its own'}
 
+    def test_versions_without_all_registries_are_left(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        transformers = pytest.importorskip("transformers")
+        given = bert()
+        monkeypatch.setattr(transformers, "__version__", "4.57.1")
+        model = optimized(given)
+        assert model.config._attn_implementation == "sdpa"
+        assert left(model) == {"": "transformers 4.57.1 is older than 5"}
+
+    def test_checkpoints_of_layers_draw_the_same_masks(self) -> None:
+        model, words, results = optimized(bert()), tokens(), []
+        for _ in range(2):
+            model.zero_grad()
+            output = logits(model, words)
+            output.square().sum().backward()
+            results.append([output.detach(), *(p.grad for p in model.parameters())])
+            model.activation_checkpointing_enable()
+        torch.testing.assert_close(*results, rtol=0, atol=0)
+
     def test_the_users_choice_of_another_stays(self) -> None:
         model = optimized(bert(), inplace=True)
         model.set_attn_implementation("eager")
