@@ -161,8 +161,8 @@ def scaled_dot_product_attention(
 
     For ``dropout_p > 0`` torch leaves its fast kernels on the CPU for a path of single operations,
     which draws the dropout's mask on one thread and multiplies 16-bit matrices in float32. Here the
-    mask is that of :func:`dropout`, and 16-bit weights and gradients are multiplied in bfloat16,
-    which is as exact as torch's kernels are without dropout; scores and their softmax are float32.
+    mask is that of :func:`dropout`. Scores and their softmax are float32 (float64 for float64); for
+    bfloat16, weights and gradients are multiplied in bfloat16, as in torch's fast kernels.
 
     Anything else goes to torch's own function: no dropout, other devices than the CPU, batches that
     broadcast, empty or nested tensors, and calls inside a ``torch.func`` transform or forward-mode
