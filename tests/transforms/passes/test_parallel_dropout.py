@@ -6,6 +6,7 @@ import copy
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fusedoptim import transforms
-from fusedoptim.nn import Dropout, MultiheadAttention
+from fusedoptim.nn import Dropout, MultiheadAttention, functional
 from tests.running import check_script
 from tests.transforms.helpers import fingerprint
 
@@ -254,6 +255,27 @@ def gpt() -> Any:
     return transformers.GPT2LMHeadModel(config).train()
 
 
+def llama() -> Any:
+    """Heads of queries share those of keys."""
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def t5() -> Any:
+    """Its masks are learned."""
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    config = transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.T5EncoderModel(config).train()
+
+
 def tokens() -> dict[str, Tensor]:
     """Two sentences, of which the second ends earlier."""
     mask = torch.ones(2, 9, dtype=torch.int64)
@@ -287,16 +309,24 @@ class TestTransformers:
         assert not draws_on_one_thread(call)
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
-    @pytest.mark.parametrize("new", [bert, gpt])
-    def test_outputs_but_for_the_masks(self, new: Any) -> None:
+    @pytest.mark.parametrize("new", [bert, gpt, llama, t5])
+    def test_all_but_the_masks_is_transformers(self, new: Any) -> None:
         """With a probability by which nothing is ever dropped; padding included."""
-        given, words = new(), tokens()
-        model = optimized(given)
-        for module in (*model.modules(), *given.modules()):
-            if isinstance(module, nn.Dropout):
-                module.p = 1e-12
-        torch.testing.assert_close(logits(model, words), logits(given, words))
-        assert torch.equal(logits(model.eval(), words), logits(given.eval(), words))
+        given, words = new().double(), tokens()
+        model, results = optimized(given), []
+        assert model.config._attn_implementation == NAME
+        for each in (model, given):
+            for module in each.modules():
+                for name in {"p", "dropout", "attention_dropout"} & vars(module).keys():
+                    if isinstance(vars(module)[name], float):
+                        setattr(module, name, 1e-12)
+            with mock.patch.object(functional, "attention", wraps=functional.attention) as called:
+                output = each(**words)[0]
+            assert called.called == (each is model)
+            output.square().sum().backward()
+            results.append([output.detach(), *(p.grad for p in each.parameters())])
+        torch.testing.assert_close(*results)
+        assert torch.equal(model.eval()(**words)[0], given.eval()(**words)[0])
 
     def test_twice_and_restored(self) -> None:
         model = bert()
