@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ __all__ = [
     "has_bfloat16_products",
     "increment_version",
     "is_forward_mode",
+    "local_tensor",
     "profiler_enabled",
     "set_grad_enabled",
+    "shard_spec",
     "softmax_backward",
     "storage_use_count",
     "transform_level",
@@ -59,6 +62,13 @@ sums 16-bit numbers in float32, and is differentiable."""
 
 has_bfloat16_products: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 """Whether this CPU has a matrix product of bfloat16; torch's other one goes element by element."""
+
+local_tensor = operator.attrgetter("_local_tensor")
+"""A DTensor's local shard, in one C call: ``to_local()`` makes a view of a parameter's, and records
+it for autograd."""
+
+shard_spec = operator.attrgetter("_spec")
+"""A DTensor's mesh, placements, shape, strides and dtype in one object, which compares them."""
 
 transform_level = torch._C._functorch.maybe_current_level
 """The number of the innermost active torch.func transform, or None."""

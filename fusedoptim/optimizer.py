@@ -28,6 +28,7 @@ from fusedoptim.step.modes import check_not_traced
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
 from fusedoptim.step.scalars import common_factor
+from fusedoptim.step.sharding import Spread, like_param, local_of, over_meshes
 from fusedoptim.step.state import restore_state
 from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
 
@@ -135,25 +136,32 @@ class FusedOptimizer(UpdateDefinition):
         state = self.state
         self._plan.update(state, self.param_groups, self._rule)
         plans = self._plan.groups
-        if getattr(self, "found_inf", False):  # a GradScaler's, a tensor
+        found_inf: Tensor | None = getattr(self, "found_inf", None)  # a GradScaler's
+        mesh_sums = self._plan.mesh_sums
+        if found_inf is not None and not mesh_sums and found_inf:
             return
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)  # a GradScaler's
+        if grad_scale is not None and not has_memory(grad_scale):
+            raise TypeError(
+                f"{type(self).__name__}: grad_scale is a {type(grad_scale).__name__} with no "
+                "memory of its own; make the GradScaler, and call its first scale(), outside "
+                "of FakeTensorMode"
+            )
+        squares: list[tuple[Spread | None, Tensor]] = []
+        if self.max_grad_norm is not None:
+            _check_norm(self.max_grad_norm)
+            squares = [square for plan in plans for square in plan.sums_of_squares()]
+        if mesh_sums and (found_inf is not None or self.max_grad_norm is not None):
+            squares, found_inf = over_meshes(mesh_sums, squares, found_inf)
+            if found_inf is not None and found_inf:
+                return
         common: Tensor | None = None
         if grad_scale is not None or self.max_grad_norm is not None:
-            _check_norm(self.max_grad_norm)
-            squares: list[Tensor] = []
-            if self.max_grad_norm is not None:
-                squares = [square for plan in plans for square in plan.sums_of_squares()]
-            if grad_scale is not None and not has_memory(grad_scale):
-                raise TypeError(
-                    f"{type(self).__name__}: grad_scale is a {type(grad_scale).__name__} with no "
-                    "memory of its own; make the GradScaler, and call its first scale(), outside "
-                    "of FakeTensorMode"
-                )
-            common = common_factor(grad_scale, squares, self.max_grad_norm, self._clip_eps)
+            own = [square for _, square in squares]
+            common = common_factor(grad_scale, own, self.max_grad_norm, self._clip_eps)
         if self._before_launch is not None:
             self._before_launch()
-        commit.run(plans, common, state)
+        commit.run(self._plan.all, common, state)
         if not self._plan.state_seen:
             self._plan.see_state(state)
 
@@ -214,7 +222,8 @@ class FusedOptimizer(UpdateDefinition):
                 dtype = state_dtype(p)
                 for name, value in self.state.get(p, {}).items():
                     if name not in (TRAIL, "step") and value.dtype != dtype:
-                        self.state[p][name] = self._initial_state(group, name, p, dtype)
+                        initial = self._initial_state(group, name, local_of(p), dtype)
+                        self.state[p][name] = like_param(initial, p)
         if self.split:
             self.halves.split_all(p for group in groups for p in group["params"])
 

@@ -40,8 +40,18 @@ class Stage(Protocol):
 class Pipeline:
     """The launch blocks of an update's kernels, and the memory through which they pass sums."""
 
-    def __init__(self, kernels: Sequence[Kernel], chunks: Chunks, device: torch.device) -> None:
-        """Lay out the rows of ``kernels``, in order, for the chunks of tensors on ``device``."""
+    def __init__(
+        self,
+        kernels: Sequence[Kernel],
+        chunks: Chunks,
+        device: torch.device,
+        sums_elsewhere: bool = False,
+    ) -> None:
+        """Lay out the rows of ``kernels``, in order, for the chunks of tensors on ``device``.
+
+        With ``sums_elsewhere``, other processes sum over other parts of the tensors: kernels that
+        use sums find them in :attr:`totals`, which must be written in between.
+        """
         self._blocks: list[LaunchBlock] = []
         self._with_column: dict[str, list[tuple[LaunchBlock, Indices]]] = {}
         """For each column, the blocks that have it, and the chunks of their rows."""
@@ -57,21 +67,33 @@ class Pipeline:
                 # The unused chunk is where an empty last tensor's sums would begin.
                 shape = (len(chunks.owner) + 1, kernel.shape.lanes, kernel.module.sums)
                 self.sums = torch.empty(shape, dtype=real, device=device)
+        values = kernels[0].module.sums
+        self.totals = torch.zeros(len(chunks.counts), values, dtype=real, device=device)
+        """With ``sums_elsewhere``, the sums over each whole tensor: (tensors, values)."""
+        self._sums_elsewhere = sums_elsewhere
         self._results = torch.empty(len(chunks.counts), dtype=real, device=device)
-        for tensors in _batches(kernels, chunks):
+        batches = [slice(0, len(chunks.numels))] if sums_elsewhere else _batches(kernels, chunks)
+        for tensors in batches:
             for kernel in kernels:
                 self._add(kernel, tensors)
         if self._is_few:
             self._few_words = {column: self._words_of(column) for column in self._with_column}
         self.stages: list[Stage] = [block for block in self._blocks if block.rows]
         """What is submitted, in order."""
+        self.summing = int(bool(self._blocks[0].rows))
+        """With ``sums_elsewhere``, how many stages come before :attr:`totals` must be written."""
 
     def _add(self, kernel: Kernel, tensors: slice) -> None:
         """Lay out the rows of a kernel for consecutive tensors."""
         chunks = self._chunks
         roles = {role: name for name, role in kernel.layout.row}
-        if Role.CHUNK_SUMS in roles:
+        if Role.CHUNK_SUMS in roles and self._sums_elsewhere:
+            block = LaunchBlock(kernel, np.ones(len(chunks.counts), dtype=np.int64))
+            block.write(roles[Role.CHUNK_SUMS], row_addresses(self.totals))
+        elif Role.CHUNK_SUMS in roles:
             block = LaunchBlock(kernel, chunks.counts[tensors] * kernel.shape.lanes)
+            if self.sums is not None:
+                block.write(roles[Role.CHUNK_SUMS], row_addresses(self.sums)[chunks.first[tensors]])
         else:
             rows = np.arange(*np.searchsorted(chunks.owner, (tensors.start, tensors.stop)))
             if Role.ROW_RESULT in roles:
@@ -84,8 +106,6 @@ class Pipeline:
             block.write(roles[Role.POSITION], chunks.start[rows])
         if Role.SUMS in roles and self.sums is not None:
             block.write(roles[Role.SUMS], row_addresses(self.sums)[rows])
-        if Role.CHUNK_SUMS in roles and self.sums is not None:
-            block.write(roles[Role.CHUNK_SUMS], row_addresses(self.sums)[chunks.first[tensors]])
         if Role.RESULT in roles:
             block.write(roles[Role.RESULT], row_addresses(self._results)[tensors])
         if Role.ROW_RESULT in roles:
@@ -158,6 +178,14 @@ class Pipeline:
         assert self.sums is not None
         # torch divides a sum to one number among its threads, a sum over rows it does not.
         return self.sums[:-1].sum(0).sum()
+
+    def sums_by_tensor(self) -> Tensor:
+        """What the first kernel has summed over each tensor: (tensors, values)."""
+        assert self.sums is not None
+        if self._blocks[0].kernel.backend.runs_on_host:
+            self._blocks[0].wait()
+        owners = torch.from_numpy(self._chunks.owner).to(self.sums.device)
+        return torch.zeros_like(self.totals).index_add_(0, owners, self.sums[:-1].sum(1))
 
     def write_head(self, values: Mapping[str, Any]) -> None:
         """Set the arguments that all chunks share."""

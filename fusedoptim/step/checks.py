@@ -11,6 +11,13 @@ from torch import Tensor
 
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.step.rule import Candidate, UpdateRule
+from fusedoptim.step.sharding import (
+    describe_place,
+    is_dtensor,
+    is_partial,
+    local_of,
+    same_place,
+)
 from fusedoptim.step.tensors import (
     PARAM_DTYPES,
     TRAIL,
@@ -97,9 +104,13 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
     param, grad, _ = candidate
     what = describe(optimizer, candidate)
     check_param(what, param)
+    if is_dtensor(param):
+        _check_sharded_grad(what, param, grad)
+    elif is_dtensor(grad):
+        raise TypeError(f"{what} has a sharded gradient (DTensor), and is not sharded itself")
     if grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(f"{what} has a gradient of layout {grad.layout}; make it strided or COO")
-    if grad.device.type != "meta" and not has_memory(grad):
+    if grad.device.type != "meta" and not has_memory(local_of(grad)):
         raise TypeError(
             f"{what} has a gradient with no memory of its own; clone() it first, or compute it "
             "outside of FakeTensorMode and the like"
@@ -112,6 +123,30 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
                 f"{what} has a gradient whose {fact} differs: {found}; "
                 "call zero_grad() after changing a parameter, and compute the gradient anew"
             )
+
+
+def _check_sharded_grad(what: str, param: Tensor, grad: Tensor) -> None:
+    """Raise unless the gradient of a DTensor is strided and placed like it."""
+    if not is_dtensor(grad):
+        raise TypeError(
+            f"{what} is sharded (DTensor), and its gradient is not; use a gradient of backward(), "
+            "or DTensor.from_local(grad, param.device_mesh, param.placements)"
+        )
+    if local_of(grad).layout is not torch.strided:
+        raise TypeError(
+            f"{what} is sharded (DTensor) and has a sparse gradient, and only strided ones work "
+            "there; construct the embedding with sparse=False"
+        )
+    if not same_place(param, grad):
+        raise RuntimeError(
+            f"{what} is {describe_place(param)}, and its gradient {describe_place(grad)}; call "
+            "zero_grad() after changing a parameter, and compute the gradient anew"
+        )
+    if grad.shape == param.shape and local_of(grad).shape != local_of(param).shape:
+        raise RuntimeError(
+            f"{what} has a shard of shape {tuple(local_of(param).shape)} here, and its gradient "
+            f"one of shape {tuple(local_of(grad).shape)}; compute the gradient by backward()"
+        )
 
 
 def check_param(what: str, param: Tensor) -> None:
@@ -127,6 +162,12 @@ def check_param(what: str, param: Tensor) -> None:
     if param.dtype not in PARAM_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
         raise TypeError(f"{what} has a dtype that is none of {known}; convert it, or {instead}")
+    if is_partial(param):
+        raise TypeError(
+            f"{what} is {describe_place(param)}: its values are sums that were not made; call "
+            "redistribute() with Replicate() or Shard() first"
+        )
+    param = local_of(param)
     if not has_memory(param):
         raise TypeError(f"{what} is a {type(param).__name__} with no memory of its own; {instead}")
     if has_shared_elements(param):
@@ -154,6 +195,20 @@ def check_state_shape(
             f"{tuple(state.shape)} and the parameter {tuple(shape)}; load the "
             "state_dict of the same model, or delete optimizer.state[parameter]"
         )
+
+
+def check_state_place(
+    rule: UpdateRule, owner: str, name: str, state: Tensor, param: Tensor
+) -> None:
+    """Raise unless the state ``name`` of a DTensor is sharded like it."""
+    if not same_place(state, param):
+        raise ValueError(
+            f"{rule.optimizer_name}: the state {name!r} of {owner} is {describe_place(state)}, and "
+            f"the parameter {describe_place(param)}; load it by "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, or delete "
+            "optimizer.state[parameter]"
+        )
+    check_state_shape(rule, owner, name, state, param.shape)
 
 
 def check_state_whole(rule: UpdateRule, owner: str, state: State, names: Sequence[str]) -> None:

@@ -16,32 +16,42 @@ docs/design/sections-and-interrupts.md has the whole argument.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from fusedoptim._torch_private import increment_version
 from fusedoptim.launch.pipeline import Stage
-from fusedoptim.step.plan import GroupPlan
-from fusedoptim.step.rows import Rows
+from fusedoptim.step.rows import Rows, Update
+from fusedoptim.step.scalars import Settings
 from fusedoptim.step.tensors import State
 
-_Update: TypeAlias = "tuple[Rows, Sequence[Stage], list[Any]]"
+_Begun: TypeAlias = "tuple[Update, Sequence[Stage], list[Any]]"
 """What is updated, by which stages, and the events of those that were submitted so far."""
 
 
+class Plan(Protocol):
+    """Updates with the same settings."""
+
+    settings: Settings
+
+    @property
+    def updates(self) -> Sequence[tuple[Update, Callable[[], Rows] | None]]:
+        """In order. The rows of one that starts when all before it are committed are made then."""
+
+
 def run(
-    plans: Sequence[GroupPlan], common: Tensor | None, states: MutableMapping[Tensor, State]
+    plans: Sequence[Plan], common: Tensor | None, states: MutableMapping[Tensor, State]
 ) -> None:
     """Update all groups.
 
     Args:
-        plans: of the groups.
+        plans: of all updates, in order.
         common: the factor of all the optimizer's gradients; None is 1.
         states: the optimizer's.
     """
-    begun: list[_Update] = []
+    begun: list[_Begun] = []
     try:
         try:
             for plan in plans:
@@ -54,7 +64,7 @@ def run(
                     begun.append((rows, stages, events))
                     for stage in stages:
                         stage.launch(events)
-                    increment_version(rows.params)  # on the CPU the kernels run meanwhile
+                    increment_version(rows.written)  # on the CPU the kernels run meanwhile
                     if deferred is not None:
                         _commit_all(begun, states)
         finally:
@@ -64,7 +74,7 @@ def run(
         raise
 
 
-def _commit_all(begun: list[_Update], states: MutableMapping[Tensor, State]) -> None:
+def _commit_all(begun: list[_Begun], states: MutableMapping[Tensor, State]) -> None:
     """Commit everything, whatever happens to one of them, and take it from ``begun``."""
     error: BaseException | None = None
     for update in begun.copy():

@@ -17,17 +17,28 @@ from fusedoptim.kernels.language import Role
 from fusedoptim.kernels.rounding import BLOCK
 from fusedoptim.launch.block import Chunks
 from fusedoptim.launch.devices import BACKENDS
-from fusedoptim.launch.kernel import kernel_for
+from fusedoptim.launch.kernel import Kernel, kernel_for
 from fusedoptim.launch.pipeline import Pipeline, Stage
 from fusedoptim.step.checks import check_state_whole
 from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings, grad_factor
-from fusedoptim.step.state import state_arguments, state_tensors, state_width, variant_of
+from fusedoptim.step.sharding import is_divided, like_param, spread_of
+from fusedoptim.step.state import (
+    local_state,
+    state_arguments,
+    state_tensors,
+    state_width,
+    variant_of,
+)
 from fusedoptim.step.step_counts import KEY, StepCounts
 from fusedoptim.step.tensors import PARAM_DTYPES, State
 from fusedoptim.step.unchanged import RUN, TensorRun
 
 _grad_addresses = operator.attrgetter("grad_addresses")
+
+
+def _uses_sums(kernel: Kernel) -> bool:
+    return any(role is Role.CHUNK_SUMS for _, role in kernel.layout.row)
 
 
 class DenseRows:
@@ -62,11 +73,17 @@ class DenseRows:
         has_steps = any(role is Role.ROW_SCALAR for _, role in arguments)
         self._row_flags = [name for name, role in arguments if role is Role.ROW_FLAG]
 
-        self._runs = [TensorRun(candidates[i : i + RUN]) for i in range(0, len(candidates), RUN)]
+        self._runs = [
+            TensorRun(candidates[i : i + RUN], rule.redistributed)
+            for i in range(0, len(candidates), RUN)
+        ]
+        self.spread = spread_of(first)
         self.params = [p for run in self._runs for p in run.params]
-        held = [rule.states.get(p, {}) for p in self.params]
+        shards = [p for run in self._runs for p in run.locals]
+        self.written = self.params if self.spread is None else [*self.params, *shards]
+        held = [local_state(rule, c.name, c.param, names) for c in candidates]
         targets = [target for run in self._runs for target in run.targets]
-        self._copied = [(p, t) for p, t in zip(self.params, targets) if p is not t]
+        self._copied = [(p, t) for p, t in zip(shards, targets) if p is not t]
         self.copies = bool(self._copied)
         self.fresh: Sequence[bool] | None = fresh or [
             any(state.get(name) is None for name in names) for state in held
@@ -76,6 +93,8 @@ class DenseRows:
             check_state_whole(rule, candidate.name, state, [*needed, KEY] if has_steps else needed)
         self._steps = StepCounts(held) if has_steps else None
         self._held = held
+        # Scales belong to the memory of one process; other state is spread as its parameter is.
+        self._spread_names = [name for name, role in names.items() if role is not Role.BLOCK_SCALES]
         dtype = PARAM_DTYPES[first.dtype]
         made: list[State] = [
             state_tensors(rule, candidate.name, names, state, target)
@@ -83,13 +102,16 @@ class DenseRows:
         ]
         self._uncommitted: list[State] | None = made
         for run, states in zip(self._runs, self._by_run(made)):
-            run.watch(states, list(names))
+            watched = sorted(names, key=lambda name: name not in self._spread_names)
+            run.watch(states, watched, len(self._spread_names))
 
         self._arithmetic = dtype.arithmetic
-        numels = [dtype.components * p.numel() for p in self.params]
+        numels = [dtype.components * target.numel() for target in targets]
         self._chunks = Chunks(numels, built[0].shape.chunk)
         self._grad_width = param_width = first.element_size() // dtype.components
-        self._pipeline = pipeline = Pipeline(built, self._chunks, self._device)
+        self.is_joint = is_divided(self.spread) and any(map(_uses_sums, built))
+        """Whether the update needs norms of whole parameters that are divided among processes."""
+        self.pipeline = pipeline = Pipeline(built, self._chunks, self._device, self.is_joint)
         self._norm: Pipeline | None = None
         self._read_gradients = [pipeline]
         """The pipelines that read the gradients."""
@@ -152,7 +174,7 @@ class DenseRows:
 
     def prepare(self, settings: Settings, common: Tensor | None) -> Sequence[Stage]:
         """See :class:`fusedoptim.step.rows.Rows`."""
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         for param, target in self._copied:
             target.copy_(param.detach())
         if self._steps is not None:
@@ -182,11 +204,15 @@ class DenseRows:
                 state[KEY] = count
         if any(made):  # the optimizer's state must not get empty entries
             for p, state in zip(self.params, made):
-                states[p].update(state)
+                target = states[p]
+                spread = self._spread_names if self.spread is not None else []
+                target.update(
+                    state | {name: like_param(state[name], p, target.get(name)) for name in spread}
+                )
             self._held = [states[p] for p in self.params]
             for run, held in zip(self._runs, self._by_run(self._held)):
                 run.states = held
         if any(self.fresh or ()):
             for flag in self._row_flags:
-                self._pipeline.write_integers(flag, [False] * len(self.params))
+                self.pipeline.write_integers(flag, [False] * len(self.params))
         self._uncommitted = None

@@ -15,14 +15,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedoptim.kernels.language import Role
 from fusedoptim.launch.devices import BACKENDS
-from fusedoptim.step.checks import OPTIONS, check_candidate, check_half, check_numbers, named_params
+from fusedoptim.launch.modules import load_module
+from fusedoptim.step.checks import (
+    OPTIONS,
+    check_candidate,
+    check_half,
+    check_numbers,
+    describe,
+    named_params,
+)
+from fusedoptim.step.commit import Plan
 from fusedoptim.step.dense import DenseRows
+from fusedoptim.step.joint import JointUpdate
 from fusedoptim.step.modes import on_memory
-from fusedoptim.step.rows import Rows
+from fusedoptim.step.rows import Rows, Update
 from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings
+from fusedoptim.step.sharding import (
+    MeshSum,
+    Spread,
+    dtensors,
+    is_divided,
+    local_of,
+    mesh_sums,
+    redistributed,
+    spread_of,
+)
 from fusedoptim.step.sparse import SparseRows, can_update_rows
+from fusedoptim.step.state import variant_of
 from fusedoptim.step.tensors import PARAM_DTYPES, Group, State, update_order
 from fusedoptim.step.unchanged import are_same_objects
 
@@ -53,7 +75,7 @@ class GroupPlan:
         self._rule = rule
         self._implementation = _implementation(rule)
         self._params = list(rule.group["params"])
-        found = _candidates(groups, rule.group)
+        found = _candidates(rule, groups)
         with_gradient = {id(candidate.param) for candidate in found}
         self.idle = [p for p in self._params if id(p) not in with_gradient]
         """Parameters without a gradient."""
@@ -65,9 +87,16 @@ class GroupPlan:
         would update them now, and what makes that from the state that they have then."""
         self._without_repeated: list[Rows] = []
         self._lay_out(candidates, given_before)
-        self.updates: list[tuple[Rows, Callable[[], Rows] | None]] = [
-            *((rows, None) for rows in self.rows if not rows.copies),
-            *((rows, functools.partial(_itself, rows)) for rows in self.rows if rows.copies),
+        self.joint: list[DenseRows] = [
+            rows for rows in self.rows if isinstance(rows, DenseRows) and rows.is_joint
+        ]
+        """Those whose update needs norms of sharded parameters."""
+        self.sums = {p: _sums_over(rule, p) for p in dtensors(self._params)}
+        """Of each sharded parameter, how many values are summed over it for its update."""
+        alone = [rows for rows in self.rows if rows not in self.joint]
+        self.updates: list[tuple[Update, Callable[[], Rows] | None]] = [
+            *((rows, None) for rows in alone if not rows.copies),
+            *((rows, functools.partial(_itself, rows)) for rows in alone if rows.copies),
             *self._deferred,
         ]
         """In order. The rows of one that starts when all before it are committed are made then."""
@@ -79,13 +108,21 @@ class GroupPlan:
         rule = self._rule
         members: dict[Any, list[Candidate]] = {}
         met = set(given_before)
-        for candidate, turn in zip(candidates, update_order([c.param for c in candidates])):
+        shards = [local_of(candidate.param) for candidate in candidates]
+        for candidate, shard, turn in zip(candidates, shards, update_order(shards)):
             p = candidate.param
+            spread = spread_of(p)
+            if spread is not None and (turn or id(p) in met):
+                raise RuntimeError(
+                    f"{describe(rule.optimizer_name, candidate)} is sharded (DTensor), and shares "
+                    "memory with another parameter, or is given twice; clone() one of them"
+                )
             alone = len(met) if candidate.grad.layout is not torch.strided else -1
             is_known = id(p) in given_before
-            numel = p.numel() * PARAM_DTYPES[p.dtype].components
-            kernels = rule.kernels(one_row=numel <= BACKENDS[p.device.type].shape.chunk)
-            alike = p.device, p.dtype, rule.is_split(p), kernels
+            numel = shard.numel() * PARAM_DTYPES[p.dtype].components
+            is_one_row = numel <= BACKENDS[p.device.type].shape.chunk
+            kernels = rule.kernels(one_row=is_one_row and not is_divided(spread))
+            alike = p.device, p.dtype, rule.is_split(p), spread, kernels
             key = (turn, id(p) in met, is_known, alone, *alike)
             members.setdefault(key, []).append(candidate)
             met.add(id(p))
@@ -116,9 +153,9 @@ class GroupPlan:
         """Take this step's gradients; False if the plan does not fit them."""
         return _are_idle(self.idle) and all(map(_refresh, self.rows))
 
-    def sums_of_squares(self) -> list[Tensor]:
-        """The squares of the elements of all gradients, each summed once."""
-        return [rows.sum_of_squares() for rows in self._without_repeated]
+    def sums_of_squares(self) -> list[tuple[Spread | None, Tensor]]:
+        """The squares of the elements of all gradients, each summed once, and their spread."""
+        return [(rows.spread, rows.sum_of_squares()) for rows in self._without_repeated]
 
     def _read_numbers(self) -> None:
         rule, group = self._rule, self._rule.group
@@ -147,11 +184,20 @@ class StepPlan:
     def __init__(self) -> None:
         """There is none yet."""
         self.groups: list[GroupPlan] = []
+        self.all: Sequence[Plan] = []
+        """Of all updates: those of the groups, and that which groups have in common."""
+        self.mesh_sums: list[MeshSum] = []
+        """Over the sharded parameters, for norms of all gradients."""
+        self._sharded: list[Tensor] = []
+        self._redistributed: dict[Tensor, Tensor] = {}
+        """See :attr:`fusedoptim.step.rule.UpdateRule.redistributed`."""
         self.state_seen: list[object] = []
         """The keys and dicts of the state when last seen; a load or a reset makes new ones."""
         self._seen: list[object] = []
         """The state's and the groups' contents when the plans last fitted; empty if a value among
         them may change in place."""
+        self._joined: list[GroupPlan] = []
+        """Those for which ``all`` was made."""
         self._refreshes: list[Callable[[], bool]] = []
         """Of all groups, while ``_seen`` is not empty; what each returns must be true."""
 
@@ -175,10 +221,18 @@ class StepPlan:
         known = self._seen
         # are_same_objects, without its call.
         is_same = len(seen) == len(known) and all(map(operator.is_, seen, known))
+        if not is_same:
+            self._sharded = dtensors([p for group in groups for p in group["params"]])
+        if self._sharded:
+            self._redistributed.clear()
+            self._redistributed.update(redistributed(self._sharded))
         if is_same and all(map(_call, self._refreshes)):
             return
         self._seen = []
-        if self._revise(state, groups, rule_of) and all(plan.is_final for plan in self.groups):
+        all_fit = self._revise(state, groups, rule_of)
+        if not (all_fit and are_same_objects(self.groups, self._joined)):
+            self._join()
+        if all_fit and all(plan.is_final for plan in self.groups):
             idle = [functools.partial(_are_idle, plan.idle) for plan in self.groups if plan.idle]
             self._refreshes = [*idle, *(rows.refresh for plan in self.groups for rows in plan.rows)]
             self._seen = seen
@@ -201,6 +255,7 @@ class StepPlan:
         for i, group in enumerate(groups):
             plan = self.groups[i] if i < len(self.groups) else None
             rule = rule_of(group)
+            rule.redistributed = self._redistributed
             if plan is None or not (plan.fits(rule) and plan.refresh()):
                 all_fit = False
                 self.state_seen = []  # the step will make state
@@ -210,6 +265,18 @@ class StepPlan:
                     del self.groups[i + 1 :]
         del self.groups[len(groups) :]
         return all_fit
+
+    def _join(self) -> None:
+        """Lay out what groups have in common; the same on all processes."""
+        self.all, self.mesh_sums = self.groups, []
+        if self._sharded:
+            self.mesh_sums = mesh_sums(self._sharded, list(map(_arithmetic, self._sharded)))
+            sums = {p: width for plan in self.groups for p, width in plan.sums.items() if width}
+            over_norms = mesh_sums(list(sums), list(map(_arithmetic, sums)))
+            if over_norms:
+                parts = [(plan, rows) for plan in self.groups for rows in plan.joint]
+                self.all = [*self.groups, JointUpdate(parts, over_norms, max(sums.values()))]
+        self._joined = self.groups.copy()
 
 
 def _given_before(groups: Sequence[Group]) -> list[set[int]]:
@@ -248,11 +315,16 @@ def _rows(
     return SparseRows(rule, candidate)
 
 
-def _candidates(groups: Sequence[Group], group: Group) -> list[Candidate]:
+def _candidates(rule: UpdateRule, groups: Sequence[Group]) -> list[Candidate]:
     """The group's parameters that have a gradient."""
     # The gradient is read once: another thread's zero_grad() may take it away.
-    found = [(p, p.grad, name) for p, name in named_params(groups, group)]
-    return [Candidate(p, grad, name) for p, grad, name in found if grad is not None]
+    placed = rule.redistributed
+    found = [(p, p.grad, name) for p, name in named_params(groups, rule.group)]
+    return [
+        Candidate(p, placed.get(p, grad) if placed else grad, name)
+        for p, grad, name in found
+        if grad is not None
+    ]
 
 
 def _checked(rule: UpdateRule, candidate: Candidate) -> Candidate:
@@ -269,6 +341,21 @@ def _checked(rule: UpdateRule, candidate: Candidate) -> Candidate:
         if not can_update_rows(rule, candidate):
             return candidate._replace(grad=candidate.grad.to_dense())
     return candidate
+
+
+def _arithmetic(param: Tensor) -> torch.dtype:
+    known = PARAM_DTYPES.get(param.dtype)
+    return torch.float32 if known is None else known.arithmetic
+
+
+def _sums_over(rule: UpdateRule, param: Tensor) -> int:
+    """How many values an update of ``param`` sums over the whole of it; 0 if it needs none."""
+    if param.dtype not in PARAM_DTYPES:  # it has no gradient, or it was refused
+        return 0
+    names = rule.kernels(one_row=False)
+    modules = [load_module(name, variant_of(rule, param)) for name in names]
+    uses = any(role is Role.CHUNK_SUMS for module in modules for _, role in module.arguments)
+    return max(module.sums for module in modules) if uses else 0
 
 
 def _implementation(rule: UpdateRule) -> tuple[Any, ...]:

@@ -9,25 +9,17 @@ from torch import Tensor
 
 from fusedoptim.launch.pipeline import Stage
 from fusedoptim.step.scalars import Settings
+from fusedoptim.step.sharding import Spread
 from fusedoptim.step.tensors import State
 
 
-class Rows(Protocol):
-    """Parameters that are updated together: dense ones, or one with a sparse gradient."""
+class Update(Protocol):
+    """What is submitted and committed together."""
 
-    params: list[Tensor]
+    written: list[Tensor]
+    """The parameters; of sharded ones, the local shards too."""
     runs_on_host: bool
     """Whether a commit must wait until the kernels have ended."""
-    copies: bool
-    """Whether an update works on copies of parameters, made when it begins."""
-    fresh: Sequence[bool] | None
-    """For each parameter, whether its state counts as just made; None if it must be looked up."""
-
-    def refresh(self) -> bool:
-        """Take this step's gradients; False if any tensor is not what it was when checked."""
-
-    def sum_of_squares(self) -> Tensor:
-        """The squares of all gradients' elements, summed: a 0-d tensor."""
 
     def prepare(self, settings: Settings, common: Tensor | None) -> Sequence[Stage]:
         """Write the step's numbers, and return what is to be submitted, in order.
@@ -39,3 +31,20 @@ class Rows(Protocol):
 
     def commit(self, states: MutableMapping[Tensor, State]) -> None:
         """Add what the update has made to the optimizer's ``states``; may be repeated."""
+
+
+class Rows(Update, Protocol):
+    """Parameters that are updated together: dense ones, or one with a sparse gradient."""
+
+    spread: Spread | None
+    """How the parameters are spread over processes, all of them alike."""
+    copies: bool
+    """Whether an update works on copies of parameters, made when it begins."""
+    fresh: Sequence[bool] | None
+    """For each parameter, whether its state counts as just made; None if it must be looked up."""
+
+    def refresh(self) -> bool:
+        """Take this step's gradients; False if any tensor is not what it was when checked."""
+
+    def sum_of_squares(self) -> Tensor:
+        """The squares of all gradients' elements, summed: a 0-d tensor."""

@@ -79,6 +79,8 @@ class UpdateRule:
         self.states: MutableMapping[Tensor, State] = optimizer.state
         self.optional_state = optimizer._optional_state
         self.sparse_state = optimizer._sparse_state
+        self.redistributed: Mapping[Tensor, Tensor] = {}
+        """This step's gradients that had other placements than their parameters, in these."""
         self.depends_on_optimizer = bool(optimizer._number_attributes)
         """Whether the numbers depend on more than the group."""
 

@@ -21,6 +21,7 @@ from fusedoptim.launch.pipeline import Stage
 from fusedoptim.step.checks import check_state_shape, check_state_whole
 from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings, grad_factor
+from fusedoptim.step.sharding import Spread
 from fusedoptim.step.sparse_gradient import SparseGradient, row_numbers
 from fusedoptim.step.state import state_arguments, state_tensors, variant_of
 from fusedoptim.step.step_counts import KEY, StepCounts
@@ -60,12 +61,14 @@ class SparseRows:
 
     fresh: Sequence[bool] | None = None
     """See :class:`fusedoptim.step.rows.Rows`."""
+    spread: Spread | None = None
+    """See :class:`fusedoptim.step.rows.Rows`."""
 
     def __init__(self, rule: UpdateRule, candidate: Candidate) -> None:
         """Find or make the state; nothing that the user holds is written to."""
         self._rule = rule
         self._param = param = candidate.param
-        self.params = [param]
+        self.written = [param]
         self._guards = tensor_guards([param])
         self._target = memory_of(param, torch.contiguous_format).detach()
         self.copies = self._target.data_ptr() != param.data_ptr()

@@ -11,8 +11,9 @@ from fusedoptim.kernels.language import Role
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.launch.layout import Argument
 from fusedoptim.step import float8
-from fusedoptim.step.checks import check_state_shape
+from fusedoptim.step.checks import check_state_place, check_state_shape
 from fusedoptim.step.rule import UpdateRule
+from fusedoptim.step.sharding import is_dtensor, local_of
 from fusedoptim.step.step_counts import KEY
 from fusedoptim.step.tensors import (
     PARAM_DTYPES,
@@ -37,6 +38,20 @@ _STATE = (Role.STATE, *_DTYPES, *float8.DTYPES, Role.BLOCK_SCALES)
 def state_arguments(arguments: Iterable[Argument]) -> dict[str, Role]:
     """The state that kernels with these ``arguments`` update, by name."""
     return {name: role for name, role in arguments if role in _STATE}
+
+
+def local_state(rule: UpdateRule, owner: str, param: Tensor, names: Mapping[str, Role]) -> State:
+    """The state of a parameter, with what this process has of that which is sharded like it."""
+    state = rule.states.get(param, {})
+    if not is_dtensor(param):
+        return state
+    local = dict(state)
+    for name, role in names.items():
+        value = state.get(name)
+        if value is not None and role is not Role.BLOCK_SCALES:
+            check_state_place(rule, owner, name, value, param)
+            local[name] = local_of(value)
+    return local
 
 
 def state_tensors(

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedoptim.allocator import current_pool
 from fusedoptim.dtypes import VARIANTS
 from fusedoptim.launch.devices import BACKENDS, queue_of
+from fusedoptim.step.sharding import local_of
 
 State = dict[str, Any]
 """The optimizer state of one parameter."""
@@ -72,7 +73,8 @@ def new_state(target: Tensor, dtype: torch.dtype) -> Tensor:
 def has_memory(tensor: Tensor) -> bool:
     """Whether the elements, if there are any, lie in memory that the tensor itself holds.
 
-    Those of DTensors and other wrappers around tensors, of fake tensors, and of functorch's do not.
+    Those of DTensors and other wrappers around tensors, of fake tensors, and of functorch's do not;
+    the local shard of a DTensor may.
     """
     try:
         if tensor.layout is torch.sparse_coo:
@@ -118,15 +120,16 @@ def memory_of(
 ) -> Tensor:
     """The tensor whose memory kernels use for a parameter, its gradient or its state.
 
-    Only this function chooses it; of a sharded tensor it would be the local shard. It is
-    ``tensor`` itself, or a copy where its memory has gaps or another order, or where it holds the
-    conjugates or negatives of its values. A step writes the copy of a parameter back.
+    Only this function chooses it. It is ``tensor`` itself, the local shard of a DTensor, or a copy
+    where its memory has gaps or another order, or where it holds the conjugates or negatives of its
+    values. A step writes the copy of a parameter back.
 
     Args:
         tensor: of any strides.
         order: of the elements in memory: ``torch.contiguous_format``, any that has no gaps, or that
             of a tensor, the parameter's memory.
     """
+    tensor = local_of(tensor)
     if isinstance(order, Tensor) and order.shape == tensor.shape:
         fits = same_order(tensor, order)
     else:  # scales are not laid out like their parameter

@@ -8,12 +8,13 @@ anything is written.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
-from fusedoptim._torch_private import TensorGuards
+from fusedoptim._torch_private import TensorGuards, local_tensor, shard_spec
 from fusedoptim.step.rule import Candidate
+from fusedoptim.step.sharding import is_dtensor, local_of, place_of
 from fusedoptim.step.tensors import State, memory_of
 
 RUN = 150
@@ -34,29 +35,74 @@ def tensor_guards(tensors: Sequence[Tensor]) -> TensorGuards:
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
+class _Shards:
+    """DTensors of one run, replaced by their local shards while their placements stay the same."""
+
+    def __init__(self, params: Sequence[Tensor], redistributed: Mapping[Tensor, Tensor]) -> None:
+        """Take note of parameters whose gradients and state are placed like them."""
+        self._params = params
+        self._redistributed = redistributed
+        self._places = list(map(place_of, params))
+        self._specs: list[object] = []
+        self._grad_slice = slice(len(params), 2 * len(params))
+
+    def locals_of(self, tensors: list[Tensor], count: int) -> list[Tensor] | None:
+        """``tensors`` with their first ``count`` unwrapped; None if they are placed otherwise.
+
+        They begin with the parameters and their gradients.
+        """
+        if self._redistributed:
+            grads = zip(self._params, tensors[self._grad_slice])
+            tensors[self._grad_slice] = [self._redistributed.get(p, grad) for p, grad in grads]
+        wrapped = tensors[:count]
+        try:
+            specs = list(map(shard_spec, wrapped))
+            tensors[:count] = map(local_tensor, wrapped)
+        except AttributeError:  # a tensor that is no DTensor, or no gradient
+            return None
+        if specs != self._specs:
+            if list(map(place_of, wrapped)) != self._places * (count // len(self._places)):
+                return None
+            self._specs = specs
+        return tensors
+
+
 class TensorRun:
     """At most RUN parameters of one device and dtype, with what was true of them when checked."""
 
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
-        """Record tensors that have passed their checks; their state follows in :meth:`watch`."""
+    def __init__(
+        self, candidates: Sequence[Candidate], redistributed: Mapping[Tensor, Tensor]
+    ) -> None:
+        """Record tensors that have passed their checks; their state follows in :meth:`watch`.
+
+        ``redistributed`` has the gradients that take the place of a parameter's own.
+        """
         self.params = [candidate.param for candidate in candidates]
+        self.locals = list(map(local_of, self.params))
+        """What this process has of the parameters."""
+        self._shards: _Shards | None = None
+        if is_dtensor(self.params[0]):
+            self._shards = _Shards(self.params, redistributed)
         self.targets = list(map(memory_of, self.params))
         """What kernels write."""
-        self._grads = [candidate.grad for candidate in candidates]
+        self._grads = [local_of(candidate.grad) for candidate in candidates]
         self.held = list(map(memory_of, self._grads, self.targets))
         """This step's tensors until its kernel has ended, as another thread may drop them."""
         self.grad_addresses = list(map(Tensor.data_ptr, self.held))
         """Of this step; a new list where one of them may differ from the last step's."""
-        self._empty = [p.numel() for p in self.params].count(0)
+        self._empty = [p.numel() for p in self.locals].count(0)
         self._grad_slice = slice(len(candidates), 2 * len(candidates))  # in a list of all tensors
 
-    def watch(self, states: Sequence[State], names: Sequence[str]) -> None:
+    def watch(self, states: Sequence[State], names: Sequence[str], spread: int) -> None:
         """Have :meth:`refresh` compare with the present, before anything is dropped.
 
         Args:
-            states: of the parameters, in order.
+            states: of the parameters, in order; of DTensors, their local shards.
             names: of the tensors in them that a kernel updates.
+            spread: how many of the names, the first ones, are spread over processes as parameters
+                are.
         """
+        self._wrapped = (2 + spread) * len(self.params)
         self.states = states
         """Where those tensors are found."""
         self._get_state = list(map(operator.itemgetter, names))
@@ -70,8 +116,8 @@ class TensorRun:
         ]
         """Tensors that kernels do not use where torch has them: places in a list of all tensors,
         and the parameters' memory."""
-        self._guards = tensor_guards([*self.params, *used])
-        self._addresses = list(map(Tensor.data_ptr, [*self.params, *memory]))
+        self._guards = tensor_guards([*self.locals, *used])
+        self._addresses = list(map(Tensor.data_ptr, [*self.locals, *memory]))
         self.held = [*used, *memory]
         self._grads = []
 
@@ -84,6 +130,11 @@ class TensorRun:
                 tensors += map(get, self.states)
         except KeyError:  # state was removed
             return False
+        if self._shards is not None:
+            unwrapped = self._shards.locals_of(tensors, self._wrapped)
+            if unwrapped is None:
+                return False
+            tensors = unwrapped
         if not self._guards.check(*tensors):
             return False
         for i, target in self._elsewhere:

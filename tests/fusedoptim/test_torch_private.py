@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import distributed
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -117,6 +123,41 @@ def test_transform_level() -> None:
     assert _torch_private.transform_level() is None
     torch.func.vmap(lambda x: levels.append(_torch_private.transform_level()) or x)(torch.ones(2))
     assert levels == [1]
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """Of one process."""
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_local_tensor(mesh: DeviceMesh) -> None:
+    values = torch.ones(3)
+    sharded = DTensor.from_local(values, mesh, [Shard(0)])
+    assert _torch_private.local_tensor(sharded).data_ptr() == values.data_ptr()
+    with pytest.raises(AttributeError):
+        _torch_private.local_tensor(values)
+
+
+def test_shard_spec(mesh: DeviceMesh) -> None:
+    """It compares mesh, placements, shape, strides and dtype."""
+    sharded = DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0)])
+    spec = _torch_private.shard_spec(sharded)
+    assert (spec.mesh, spec.placements) == (mesh, (Shard(0),))
+    assert spec == _torch_private.shard_spec(DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0)]))
+    others = [
+        DTensor.from_local(torch.ones(3, 2), mesh, [Replicate()]),
+        DTensor.from_local(torch.ones(3, 1), mesh, [Shard(0)]),
+        DTensor.from_local(torch.ones(2, 3).t(), mesh, [Shard(0)]),
+        DTensor.from_local(torch.ones(3, 2).double(), mesh, [Shard(0)]),
+    ]
+    assert [other for other in others if _torch_private.shard_spec(other) == spec] == []
+    with pytest.raises(AttributeError):
+        _torch_private.shard_spec(torch.ones(3))
 
 
 def test_is_forward_mode() -> None:

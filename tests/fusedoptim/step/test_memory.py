@@ -343,7 +343,7 @@ def test_address_beyond_2_to_the_63(few: int, monkeypatch: pytest.MonkeyPatch) -
     optimizer.step()
     (rows,) = optimizer._plan.groups[0].rows
     address = 0xFF00_FFFF_FFE0_0000
-    rows._pipeline.write_addresses("param", [address], 4)
+    rows.pipeline.write_addresses("param", [address], 4)
     second = address + 4 * kernel_for(queue("cpu"), "sgd", "f32").shape.chunk
-    column = rows._pipeline._blocks[0]._column["param"]
+    column = rows.pipeline._blocks[0]._column["param"]
     assert column.astype("uint64").tolist() == [address, second]

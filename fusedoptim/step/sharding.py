@@ -1,0 +1,250 @@
+"""Parameters that are spread over processes: their local shards, and sums over a mesh of processes.
+
+torch's DTensor is a tensor whose elements are divided among processes, or replicated, along each
+dimension of a mesh. A step updates the local shard; only norms concern the whole parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedoptim._torch_private import local_tensor, shard_spec
+
+
+def _dtensor_class() -> Any:
+    """The class DTensor; no class at all if nobody has imported it, which takes long."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is spread over processes."""
+    return isinstance(tensor, _dtensor_class())
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this process has of a DTensor; another tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: Tensor = local_tensor(tensor)
+    wait = getattr(local, "wait", None)  # torch's AsyncCollectiveTensor has it
+    return local if wait is None else wait()
+
+
+def like_param(local: Tensor, param: Tensor, known: object = None) -> Tensor:
+    """A tensor of ``param``'s mesh and placements with this ``local`` shard.
+
+    It is ``local`` itself if ``param`` is no DTensor, and ``known`` if that has this very shard.
+    """
+    if not is_dtensor(param):
+        return local
+    if isinstance(known, Tensor) and is_dtensor(known) and local_tensor(known) is local:
+        return known
+    result: Tensor = _dtensor_class().from_local(
+        local, *place_of(param), run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return result
+
+
+def place_of(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """The mesh and placements of a DTensor."""
+    spec = shard_spec(tensor)
+    return spec.mesh, spec.placements
+
+
+def describe_place(tensor: Tensor) -> str:
+    """The mesh and placements of a DTensor, as errors name them."""
+    if not is_dtensor(tensor):
+        return "not sharded"
+    mesh, placements = place_of(tensor)
+    names = ", ".join(map(repr, placements))
+    return f"({names}) on a mesh of shape {tuple(mesh.shape)}"
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are divided alike over the same processes, or neither is divided."""
+    if is_dtensor(a) and is_dtensor(b):
+        return place_of(a) == place_of(b)
+    return not is_dtensor(a) and not is_dtensor(b)
+
+
+def is_partial(tensor: Tensor) -> bool:
+    """Whether the values are the sums, not made yet, of what several processes have."""
+    return is_dtensor(tensor) and any(p.is_partial() for p in place_of(tensor)[1])
+
+
+def dtensors(params: Iterable[Tensor]) -> list[Tensor]:
+    """Those that are spread over processes."""
+    cls = _dtensor_class()
+    if cls == () or not any(issubclass(kind, cls) for kind in set(map(type, params))):
+        return []
+    return [p for p in params if isinstance(p, cls)]
+
+
+def redistributed(params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """The gradients whose placements are not their parameters', brought into these.
+
+    Those of replicated parameters between sequence-parallel layers arrive as partial sums. All
+    processes find the same ones, in the same order, whatever else they find: each takes a
+    collective.
+
+    Args:
+        params: DTensors.
+    """
+    found = {}
+    for p in params:
+        grad = p.grad
+        own = shard_spec(p)
+        given = getattr(grad, "_spec", own)  # none of a plain gradient, which is refused later
+        if given is not own and given.placements != own.placements and given.mesh == own.mesh:
+            with torch.no_grad():
+                found[p] = grad.redistribute(placements=own.placements)  # type: ignore[union-attr]
+    return found
+
+
+class Spread(NamedTuple):
+    """How a DTensor is spread over processes."""
+
+    mesh: Any
+    """A DeviceMesh."""
+    dims: tuple[int, ...]
+    """The dimensions of the mesh over which elements are divided; over others they are equal."""
+
+
+def spread_of(tensor: Tensor) -> Spread | None:
+    """How ``tensor`` is spread; None if it is no DTensor."""
+    if not is_dtensor(tensor):
+        return None
+    mesh, placements = place_of(tensor)
+    dims = [i for i, p in enumerate(placements) if not p.is_replicate() and mesh.size(i) > 1]
+    return Spread(mesh, tuple(dims))
+
+
+def is_divided(spread: Spread | None) -> bool:
+    """Whether no process has a whole parameter."""
+    return spread is not None and bool(spread.dims)
+
+
+class MeshSum:
+    """Sums over the parameters on one mesh, which its processes add up in one collective.
+
+    There are as many collectives as divided dimensions on a mesh of several dimensions that is a
+    part of all processes.
+    """
+
+    def __init__(self, mesh: Any, params: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.mesh = mesh
+        self.params = params
+        """The same ones on all processes, whether or not they have a gradient."""
+        self.dtype = dtype
+        """Of the sums."""
+        self.device = local_of(params[0]).device
+        """Of the sums."""
+        self._dims = sorted({dim for p in params for dim in _spread(p).dims})
+
+    def includes(self, spread: Spread | None) -> bool:
+        """Whether it adds up the parts that processes have of such a parameter."""
+        return spread is not None and is_divided(spread) and spread.mesh == self.mesh
+
+    def contributes(self, spread: Spread) -> bool:
+        """Whether this process adds its part: of several with the same part, the first does."""
+        place = self.mesh.get_coordinate()
+        if place is None:
+            return False
+        return all(place[dim] == 0 for dim in self._dims if dim not in spread.dims)
+
+    def add_up(self, values: Tensor, works: list[Any]) -> None:
+        """Replace ``values`` by their sum over the processes.
+
+        The C call that starts a collective appends it to ``works``. What an interrupt cut off goes
+        on in another call with the same arguments, and no collective is started twice.
+
+        Raises:
+            RuntimeError: not all processes took part, or there are none any more.
+        """
+        try:
+            for group in self._groups()[len(works) :]:
+                for work in works:
+                    work.wait()
+                works.extend(map(group.allreduce, ([values],)))
+            for work in works:
+                work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(
+                "the norms of sharded parameters could not be added up over the mesh of shape "
+                f"{tuple(self.mesh.shape)}: {error}. All its processes must call step(), with the "
+                "same parameters, before destroy_process_group(); resume from a checkpoint"
+            ) from error
+
+    def _groups(self) -> list[Any]:
+        from torch import distributed
+
+        if self.mesh.get_coordinate() is None:
+            return []
+        if (
+            len(self._dims) == self.mesh.ndim > 1
+            and self.mesh.size() == distributed.get_world_size()
+        ):
+            return [distributed.group.WORLD]
+        return [self.mesh.get_group(dim) for dim in self._dims]
+
+
+def _spread(param: Tensor) -> Spread:
+    found = spread_of(param)
+    assert found is not None
+    return found
+
+
+def mesh_sums(params: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[MeshSum]:
+    """For each mesh over which parameters are divided, their sum; in the order of parameters.
+
+    Args:
+        params: DTensors.
+        dtypes: of the sum over each.
+    """
+    members: dict[Any, list[tuple[Tensor, torch.dtype]]] = {}
+    for p, dtype in zip(params, dtypes):
+        spread = _spread(p)
+        if spread.dims:
+            members.setdefault(spread.mesh, []).append((p, dtype))
+    return [
+        MeshSum(
+            mesh, [p for p, _ in own], functools.reduce(torch.promote_types, (d for _, d in own))
+        )
+        for mesh, own in members.items()
+    ]
+
+
+def over_meshes(
+    sums: Sequence[MeshSum],
+    squares: Sequence[tuple[Spread | None, Tensor]],
+    found_inf: Tensor | None,
+) -> tuple[list[tuple[Spread | None, Tensor]], Tensor | None]:
+    """Numbers of this process's gradients made those of all gradients.
+
+    Args:
+        sums: of the optimizer.
+        squares: 0-d tensors: sums of squares over parameters that are spread alike.
+        found_inf: whether there are infinities, a number for each process; None if not asked for.
+
+    Returns:
+        squares whose sum is that of all gradients, and whether any process has an infinity.
+    """
+    whole = [own for own in squares if not any(each.includes(own[0]) for each in sums)]
+    for each in sums:
+        values = torch.zeros(2, dtype=each.dtype, device=each.device)
+        for spread, square in squares:
+            if spread is not None and each.includes(spread) and each.contributes(spread):
+                values[0] += square.to(each.device)
+        if found_inf is not None:
+            values[1] = found_inf.to(each.device)
+        each.add_up(values, [])
+        whole.append((None, values[0]))
+        if found_inf is not None:
+            found_inf = values[1]
+    return whole, found_inf

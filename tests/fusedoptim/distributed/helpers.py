@@ -1,0 +1,138 @@
+"""Sharded parameters beside whole ones, and models in the ways that torch shards them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+from fusedoptim.step.sharding import MeshSum
+from tests.fusedoptim.helpers import SideBySide, exact_values, params_of, random_like, widened
+from tests.optimizer_cases import OptimizerCase
+from tests.tolerances import ARITHMETIC, Bounded, clipping
+
+Placements = Sequence[Any]
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def size() -> int:
+    return torch.distributed.get_world_size()
+
+
+def flat_mesh() -> DeviceMesh:
+    """All processes in a row."""
+    return init_device_mesh("cpu", (size(),))
+
+
+def square_mesh() -> DeviceMesh:
+    """Two rows of processes."""
+    return init_device_mesh("cpu", (2, size() // 2), mesh_dim_names=("rows", "columns"))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All elements of a tensor, sharded or not."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def places(mesh: DeviceMesh) -> list[Placements]:
+    """Every kind of placement on a mesh of one or two dimensions."""
+    if mesh.ndim == 1:
+        return [[Shard(0)], [Shard(1)], [Replicate()]]
+    one = [Shard(0), Shard(1), Replicate()]
+    return [[a, b] for a in one for b in one]
+
+
+SHAPES = ((5, 7), (1, 3), (16, 24), (3, 0))
+"""Shards of equal and of different sizes, and empty ones."""
+
+
+class ShardedSideBySide(SideBySide):
+    """An optimizer of sharded parameters, and a reference of the whole ones.
+
+    ``placements`` of None leaves a parameter whole, on each process the same.
+    """
+
+    def __init__(
+        self,
+        case: OptimizerCase,
+        values: Sequence[Tensor],
+        mesh: DeviceMesh,
+        placements: Sequence[Placements | None],
+        **kwargs: Any,
+    ) -> None:
+        self._mesh, self._placements = mesh, placements
+        self._like = values
+        params = [Parameter(part) for part in self.parts(values)]
+        super().__init__(case, {**case.kwargs[-1], **kwargs}, params)
+        self.kwargs.pop("max_grad_norm", None)
+
+    def _values(self) -> dict[Tensor, Tensor]:
+        return {p: whole(value) for p, value in exact_values(self.ours).items()}
+
+    def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors, sharded as the parameters are."""
+        return [
+            value.clone() if places is None else distribute_tensor(value, self._mesh, places)
+            for value, places in zip(values, self._placements)
+        ]
+
+    def set_gradients(self, skip: Sequence[int] = ()) -> None:
+        grads = [random_like(value) for value in self._like]
+        parts = self.parts(grads)
+        for i, (p, reference) in enumerate(zip(self.params, self.references)):
+            p.grad = reference.grad = None
+            if i not in skip:
+                p.grad, reference.grad = parts[i].to(p.dtype), widened(grads[i].to(p.dtype))
+
+    def _clipping(self) -> Bounded | None:
+        if self.ours.max_grad_norm is None:
+            return None
+        grads = [widened(whole(p.grad)) for p in params_of(self.ours) if p.grad is not None]
+        return clipping(grads, self.ours.max_grad_norm, ARITHMETIC[self.params[0].dtype])
+
+    _whole = staticmethod(whole)
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[list[int]]:
+    """Count the collectives that steps take, in one number."""
+    counts = [0]
+    groups = MeshSum._groups
+
+    class Counting:
+        def __init__(self, group: Any) -> None:
+            self._group = group
+
+        def allreduce(self, tensors: Any) -> Any:
+            counts[0] += 1
+            return self._group.allreduce(tensors)
+
+    MeshSum._groups = lambda self: list(map(Counting, groups(self)))  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        MeshSum._groups = groups  # type: ignore[method-assign]
+
+
+class Block(nn.Module):
+    """Two layers that can be divided by columns and rows, between a norm and a head."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, width)
+        self.down = nn.Linear(width, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(self.up(self.norm(x)).tanh()))  # type: ignore[no-any-return]

@@ -1,0 +1,126 @@
+"""Training as torch shards models: FSDP2, HSDP, tensor parallel, both, and DDP beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from tests.fusedoptim.distributed.helpers import Block, size, square_mesh, whole
+from tests.fusedoptim.distributed.processes import on_processes
+from tests.optimizer_cases import ADAGRAD, ADAM, ADAMW, LAMB, SGD, OptimizerCase
+from tests.tolerances import assert_as_exact
+
+CASES = (SGD, ADAGRAD, ADAM, ADAMW, LAMB)
+STEPS = 3
+
+
+def divided(model: nn.Module, mesh: Any) -> nn.Module:
+    """Tensor parallel, with a sequence-parallel norm, and a head that is whole."""
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def sharded(model: nn.Module, mesh: Any) -> nn.Module:
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp(model: nn.Module) -> tuple[nn.Module, int, int]:
+    mesh = init_device_mesh("cpu", (size(),))
+    return sharded(model, mesh), mesh.get_local_rank(), size()
+
+
+def tensor_parallel(model: nn.Module) -> tuple[nn.Module, int, int]:
+    return divided(model, init_device_mesh("cpu", (size(),))), 0, 1
+
+
+def hsdp(model: nn.Module) -> tuple[nn.Module, int, int]:
+    return sharded(model, square_mesh()), torch.distributed.get_rank(), size()
+
+
+def both(model: nn.Module) -> tuple[nn.Module, int, int]:
+    mesh = square_mesh()
+    model = sharded(divided(model, mesh["columns"]), mesh["rows"])
+    return model, mesh.get_local_rank("rows"), 2
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(1)
+    return Block().double()
+
+
+def train(
+    model: nn.Module, optimizer: Any, part: int = 0, parts: int = 1, limit: float | None = None
+) -> None:
+    """Take steps on the first of so many parts of each batch."""
+    generator = torch.Generator().manual_seed(2)
+    dtype = next(model.parameters()).dtype
+    for _ in range(STEPS):
+        batch = torch.randn(4, 4, 6, generator=generator, dtype=torch.float64).to(dtype)
+        optimizer.zero_grad()
+        model(batch.chunk(parts)[part]).square().mean().backward()
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+
+
+def check(
+    case: OptimizerCase,
+    wrap: Callable[[nn.Module], tuple[nn.Module, int, int]],
+    limit: float | None = None,
+) -> None:
+    """Train a sharded float32 model, and a whole one in float64."""
+
+    def exact() -> list[Tensor]:
+        model = new_model()
+        train(model, case.make_reference(model.parameters(), **case.kwargs[-1]), limit=limit)
+        return [p.detach() for p in model.parameters()]
+
+    model, part, parts = wrap(new_model().float())
+    optimizer = case.make(model.parameters(), **case.kwargs[-1], max_grad_norm=limit)
+    train(model, optimizer, part, parts)
+    assert_as_exact([whole(p) for p in model.parameters()], exact, torch.float32)
+
+
+@on_processes(2, 4)
+def test_fsdp() -> None:
+    for case in CASES:
+        check(case, fsdp)
+        check(case, fsdp, limit=0.1)
+
+
+@on_processes(2, 4)
+def test_tensor_parallel() -> None:
+    for case in CASES:
+        check(case, tensor_parallel)
+        check(case, tensor_parallel, limit=0.1)
+
+
+@on_processes(4)
+def test_hsdp() -> None:
+    for case in CASES:
+        check(case, hsdp, limit=0.1)
+
+
+@on_processes(4)
+def test_fsdp_with_tensor_parallel() -> None:
+    for case in CASES:
+        check(case, both)
+        check(case, both, limit=0.1)

@@ -1,0 +1,145 @@
+"""Norms of whole parameters, and infinities, over processes: how many collectives, and when."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+import fusedoptim
+from fusedoptim import FusedAdamW, FusedLamb, FusedSGD
+from tests.fusedoptim.distributed.helpers import (
+    counted_collectives,
+    flat_mesh,
+    rank,
+    square_mesh,
+    whole,
+)
+from tests.fusedoptim.distributed.processes import on_processes
+from tests.fusedoptim.helpers import new_scaler
+from tests.interrupts import InterruptAt
+
+
+def two_groups(mesh: Any, places: list[Any], **options: Any) -> FusedLamb:
+    """Parameters of two groups and dtypes, one without a gradient and one that is whole."""
+    torch.manual_seed(0)
+    dtypes = torch.float32, torch.bfloat16, torch.float32
+    params = [
+        Parameter(distribute_tensor(torch.randn(6, 4).to(dtype), mesh, places)) for dtype in dtypes
+    ]
+    params.append(Parameter(torch.ones(3)))
+    for p in params[:2] + params[3:]:
+        p.grad = torch.full_like(p, 0.5)
+    groups: list[Any] = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.1}]
+    return FusedLamb(groups, **options)
+
+
+@on_processes(2, 4)
+def test_one_collective_in_a_step() -> None:
+    for mesh, places in (
+        (flat_mesh(), [Shard(0)]),
+        (square_mesh(), [Replicate(), Shard(0)]),
+        (square_mesh(), [Shard(0), Shard(0)]),
+        (square_mesh(), [Shard(0), Shard(1)]),
+    ):
+        is_divided = mesh.size(mesh.ndim - 1) > 1 or places[0].is_shard()
+        for norm, expected in ((None, 1), (1.0, 2)):
+            optimizer = two_groups(mesh, places, max_grad_norm=norm)
+            for _ in range(2):
+                with counted_collectives() as counts:
+                    optimizer.step()
+                assert counts == [expected * is_divided], (mesh, places)
+
+
+@on_processes(2)
+def test_none_where_no_norm_is_needed() -> None:
+    p = Parameter(distribute_tensor(torch.randn(6), flat_mesh(), [Shard(0)]))
+    q = Parameter(distribute_tensor(torch.randn(6), flat_mesh(), [Replicate()]))
+    for optimizer in (FusedAdamW([p]), FusedLamb([q]), FusedSGD([q], max_grad_norm=1.0)):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+        with counted_collectives() as counts:
+            optimizer.step()
+        assert counts == [0]
+
+
+@on_processes(2)
+def test_process_without_gradients_takes_part() -> None:
+    """Of a shard that a process does not use, as of an expert that no token went to."""
+    mesh = flat_mesh()
+    p = Parameter(distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)]))
+    optimizer = FusedLamb([p], lr=1.0, max_grad_norm=100.0)
+    if rank() == 0:
+        p.grad = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    optimizer.step()
+    # Of this process's part, the norm of p is 2 sqrt 2 and that of the update sqrt 2.
+    torch.testing.assert_close(whole(p), torch.tensor([0.0, 0.0, 2.0, 2.0]), rtol=0, atol=1e-6)
+
+
+def scaled(p: Tensor, value: float, bad: bool) -> Tensor:
+    """A gradient of a parameter: ``value``, and where this process is ``bad`` infinities."""
+    grad = torch.full_like(p, value)
+    if bad and rank() == 1:
+        grad.to_local().fill_(torch.inf)
+    return grad
+
+
+@on_processes(2)
+def test_infinity_of_one_process_skips_the_step_of_all() -> None:
+    """Also where torch's own reduction, over the first gradient's placements, does not see it."""
+    mesh = flat_mesh()
+    for first in (Shard(0), Replicate()):
+        for norm in (None, 1.0):
+            params = [
+                Parameter(distribute_tensor(torch.ones(4), mesh, [placement]))
+                for placement in (first, Shard(0))
+            ]
+            optimizer = FusedLamb(params, lr=1.0, max_grad_norm=norm)
+            for i, bad in enumerate((False, True, False)):
+                scaler = new_scaler(4.0)
+                for p in params:
+                    p.grad = scaled(p, 4.0, bad and p is params[1])
+                scaler.step(optimizer)
+                scaler.update()
+                if first.is_shard():
+                    assert scaler.get_scale() == (2.0 if bad else 4.0)
+                steps = [int(optimizer.state[p]["step"]) for p in params]
+                assert steps == [(1, 1, 2)[i]] * 2
+            values = whole(params[1])
+            assert values.isfinite().all()
+            assert values.eq(values[0]).all()
+
+
+@on_processes(2)
+def test_interrupted_process_takes_each_collective_once() -> None:
+    """A KeyboardInterrupt on one process, from the reduction on: all finish the step, alike."""
+    mesh = flat_mesh()
+
+    def run(n: int | None) -> tuple[list[Tensor], bool]:
+        optimizer = two_groups(mesh, [Shard(0)])
+        for _ in range(2):
+            optimizer.step()
+        with counted_collectives() as counts:
+            if n is None or rank():
+                optimizer.step()
+                raised = False
+            else:
+                with InterruptAt(n, "polls", within=fusedoptim, since="sums_by_tensor") as at:
+                    optimizer.step()
+                raised = at.has_raised
+        assert counts == [1]
+        optimizer.step()
+        return [p.detach().clone() for g in optimizer.param_groups for p in g["params"]], raised
+
+    expected, _ = run(None)
+    for n in itertools.count():
+        values, raised = run(n)
+        assert all(torch.equal(whole(a), whole(b)) for a, b in zip(values, expected)), n
+        going_on = torch.tensor(float(raised))
+        distributed.broadcast(going_on, 0)
+        if not going_on:
+            assert n > 20
+            break
