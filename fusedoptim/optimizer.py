@@ -28,14 +28,19 @@ from fusedoptim.step.modes import check_not_traced
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
 from fusedoptim.step.scalars import common_factor
-from fusedoptim.step.sharding import Spread, like_param, local_of, over_meshes
-from fusedoptim.step.state import restore_state
+from fusedoptim.step.sharding import Spread, is_dtensor, like_param, local_of, over_meshes
+from fusedoptim.step.state import as_saved_value, restore_state, without_gaps
 from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
 
 
 def _check_norm(max_grad_norm: float | None) -> None:
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
+
+
+def _numbers(state_dict: dict[str, Any]) -> list[Any]:
+    """What a state_dict has for the parameters, in their order."""
+    return [i for group in state_dict["param_groups"] for i in group["params"]]
 
 
 class FusedOptimizer(UpdateDefinition):
@@ -280,6 +285,7 @@ class FusedOptimizer(UpdateDefinition):
         Raises:
             ValueError: a parameter is not split, or was made so by ``split=True``, which holds for
                 the whole optimizer; or its lower half is lost.
+            TypeError: a parameter is sharded.
             RuntimeError: the call is inside a tracing mode. Nothing was converted then.
         """
         chosen = list(dict.fromkeys(params))
@@ -289,6 +295,10 @@ class FusedOptimizer(UpdateDefinition):
             if self.split or p not in self.halves:
                 why = "all of the optimizer's are split" if self.split else "it is not split"
                 raise ValueError(f"{name}: cannot merge one of shape {tuple(p.shape)}: {why}")
+            if is_dtensor(p):
+                raise TypeError(
+                    f"{name}: a sharded parameter (DTensor) stays split; do not merge it"
+                )
         for p in chosen:
             self.halves.trail(p)  # raises if it is lost
         with self._lock:
@@ -344,15 +354,22 @@ class FusedOptimizer(UpdateDefinition):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's; without the lower halves where a model's state_dict has the values.
 
-        State in 8 bits is bfloat16 there, which has all its values exactly.
+        State in 8 bits is bfloat16 there, which has all its values exactly. The lower halves of
+        sharded parameters are int32, as processes exchange no 16-bit integers.
         """
         unsaved = self._unsaved_state()
 
         def as_saved(_: Optimizer, state_dict: dict[str, Any]) -> None:
             states = {
-                key: {name: v for name, v in readable(state).items() if name not in unsaved}
+                key: {
+                    n: as_saved_value(n, v) for n, v in readable(state).items() if n not in unsaved
+                }
                 for key, state in state_dict["state"].items()
             }
+            for (p, state), i in zip(self._saved(state_dict), _numbers(state_dict)):
+                trail = self.halves.before_first_step(p)
+                if trail is not None:
+                    states[i] = state | {TRAIL: as_saved_value(TRAIL, trail)}
             state_dict["state"] = {key: state for key, state in states.items() if state}
 
         handle = self.register_state_dict_post_hook(as_saved, prepend=True)
@@ -379,9 +396,13 @@ class FusedOptimizer(UpdateDefinition):
             ValueError: the checkpoint does not fit the groups, or has lost some of its lower
                 halves. Nothing was changed then.
         """
-        trails = {p: self.state[p][TRAIL] for p in self._params() if TRAIL in self.state.get(p, {})}
+        trails = {
+            p: self.state.get(p, {}).get(TRAIL, self.halves.before_first_step(p))
+            for p in self._params()
+        }
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:
+            final["state"] = {i: without_gaps(state) for i, state in final["state"].items()}
             saved = self._saved(final)
             halves = [(i, p, s) for i, (p, s) in enumerate(saved) if self.is_split(p)]
             check_checkpoint(type(self).__name__, halves)
@@ -400,5 +421,5 @@ class FusedOptimizer(UpdateDefinition):
 
     def _saved(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
         """Each parameter with the state that a state_dict has for it."""
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        ids = _numbers(state_dict)
         return [(p, state_dict["state"].get(i, {})) for i, p in zip(ids, self._params())]

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
 from fusedoptim.step.modes import check_not_traced, on_memory
+from fusedoptim.step.sharding import is_dtensor, is_partial, like_param, local_of
 from fusedoptim.step.tensors import (
     TRAIL,
     has_memory,
@@ -42,7 +43,12 @@ def check_splittable(
         what = f"{optimizer}: parameter {i} (shape {tuple(p.shape)})"
         if p.layout is not torch.strided:
             raise TypeError(f"{what} has layout {p.layout}, and only strided ones can be split")
-        if p.device.type != "meta" and not has_memory(p):
+        if is_dtensor(p) and (p.dtype != torch.bfloat16 or is_partial(p)):
+            raise TypeError(
+                f"{what} is sharded (DTensor) and {p.dtype}; only bfloat16 ones can be split, as "
+                "what shards them also holds them: call model.bfloat16() before fully_shard()"
+            )
+        if p.device.type != "meta" and not has_memory(local_of(p)):
             raise TypeError(
                 f"{what} is a {type(p).__name__} with no memory of its own, and cannot be split; "
                 "split it before it is wrapped, or use the torch.optim class"
@@ -59,8 +65,9 @@ def check_splittable(
             )
     once = list(dict.fromkeys(params))
     known = [p for p in dict.fromkeys(others) if p not in set(once)]
-    for p, turn in zip(once, update_order(known + once)[len(known) :]):
-        if turn or has_shared_elements(p):
+    order = update_order(list(map(local_of, known + once)))
+    for p, turn in zip(once, order[len(known) :]):
+        if turn or has_shared_elements(local_of(p)):
             raise RuntimeError(
                 f"{optimizer}: a parameter of shape {tuple(p.shape)} has elements that share "
                 "memory, among themselves or with another parameter; clone() it first, or give "
@@ -140,9 +147,13 @@ def _words(values: Tensor) -> Tensor:
 class Halves:
     """The parameters that an optimizer keeps in two halves.
 
-    The trails are in the optimizer's state. A model whose state_dict has the exact values holds the
-    Halves of its optimizer. Where there is no optimizer, as in a copy of the model alone or once
-    the optimizer is deleted, the Halves hold the trails. A model and an optimizer that are copied
+    The trails are in the optimizer's state. That of a sharded parameter goes there with the other
+    state, at its first step: torch.distributed.checkpoint takes a parameter with any state for one
+    with all of it, and would save and load no other.
+
+    A model whose state_dict has the exact values holds the Halves of its optimizer. Where there is
+    no optimizer, as in a copy of the model alone or once the optimizer is deleted, the Halves hold
+    the trails. A model and an optimizer that are copied
     or pickled together share one Halves again.
     """
 
@@ -151,7 +162,7 @@ class Halves:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._trails: dict[Tensor, Tensor | None] = {}
-        """The trail of each parameter; None while it is in the optimizer's state."""
+        """The trail of each parameter; None once it is in the optimizer's state."""
         self._state: MutableMapping[Tensor, Any] = {}
         """The optimizer's state."""
         self.belong_to(optimizer)
@@ -167,7 +178,8 @@ class Halves:
 
         self._optimizer: weakref.ref[Optimizer] | None = weakref.ref(optimizer, keep_trails)
         self._state = getattr(optimizer, "state", {})  # none yet, in a constructor
-        self._trails = dict.fromkeys(self._trails)
+        for p in self:
+            self._find(p)
 
     @property
     def is_alone(self) -> bool:
@@ -195,6 +207,9 @@ class Halves:
         An error or an interrupt changes nothing.
         """
         self._read_state()
+        if is_dtensor(param):
+            self._split_shard(param)
+            return
         consume = param.dtype == torch.float32 and has_sole_owner(param)
         values, grad = param.data, param.grad
         halves: tuple[Tensor, Tensor] | None = None
@@ -215,6 +230,15 @@ class Halves:
             _replace(param, values, grad)
             self.forget(param)
             raise
+
+    def _split_shard(self, param: Tensor) -> None:
+        """Make a bfloat16 DTensor an upper half."""
+        zeros = new_state(local_of(param), torch.int16).zero_()
+        trail = like_param(zeros, param)
+        if self._state.get(param):
+            self._state[param][TRAIL] = trail
+        self._trails[param] = trail
+        self._find(param)
 
     @on_memory
     def merge(self, param: Tensor) -> None:
@@ -275,8 +299,15 @@ class Halves:
 
     def _find(self, param: Tensor) -> Tensor | None:
         self._read_state()
-        trail: Tensor | None = self._state.get(param, {}).get(TRAIL, self._trails[param])
+        trail: Tensor | None = self._state.get(param, {}).get(TRAIL)
+        if trail is None:
+            return self._trails[param]
+        self._trails[param] = None
         return trail
+
+    def before_first_step(self, param: Tensor) -> Tensor | None:
+        """The trail of a sharded parameter that has taken no step; None of another."""
+        return None if param not in self or self._find(param) is None else self._trails[param]
 
     def trail(self, param: Tensor) -> Tensor:
         """The lower half of ``param``; a ValueError if the optimizer has lost it."""
@@ -287,7 +318,7 @@ class Halves:
 
     def exact(self, param: Tensor) -> Tensor:
         """A copy of the float32 values of ``param``."""
-        return join(param, self.trail(param))
+        return like_param(join(param, self.trail(param)), param)
 
     def write(self, param: Tensor, values: Tensor) -> Tensor:
         """Set the trail of ``param`` to the lower half of float32 ``values``; return the upper."""
@@ -319,7 +350,7 @@ def check_checkpoint(optimizer: str, saved: Iterable[tuple[int, Tensor, dict[str
                 f"{optimizer}: the checkpoint has lost the {TRAIL!r} of parameter {i} (shape "
                 f"{tuple(p.shape)}), the lower half of its values; load a whole checkpoint"
             )
-        if trail.shape != p.shape or trail.dtype != torch.int16:
+        if trail.shape != p.shape or trail.dtype not in (torch.int16, torch.int32):
             raise ValueError(
                 f"{optimizer}: the {TRAIL!r} of parameter {i} in the checkpoint is {trail.dtype} "
                 f"of shape {tuple(trail.shape)}, and the parameter's is torch.int16 of shape "

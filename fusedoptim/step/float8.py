@@ -24,6 +24,7 @@ from fusedoptim.kernels.rounding import (
     NAN_E5M3,
     SIGN_E4M3,
 )
+from fusedoptim.step.sharding import like_param, local_of
 from fusedoptim.step.tensors import State, is_dense
 
 SUFFIX = "_scale"
@@ -104,10 +105,15 @@ def is_encoded(state: State, name: str) -> bool:
     return name + SUFFIX in state
 
 
+def _decoded_state(codes: Tensor, scales: Tensor) -> Tensor:
+    """The values of codes that may be sharded."""
+    return like_param(decoded(local_of(codes), scales), codes)
+
+
 def readable(state: State) -> State:
     """A parameter's ``state`` as a checkpoint has it: the values in place of codes and scales."""
     return {
-        name: decoded(value, state[name + SUFFIX]) if is_encoded(state, name) else value
+        name: _decoded_state(value, state[name + SUFFIX]) if is_encoded(state, name) else value
         for name, value in state.items()
         if not (name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in state)
     }

@@ -94,6 +94,12 @@ class UpdateRule:
         optimizer: Any = self._owner()
         return bool(optimizer.is_split(param))
 
+    def trail_before_first_step(self, param: Tensor) -> Tensor | None:
+        """The trail of a sharded parameter that has taken no step."""
+        optimizer: Any = self._owner()
+        trail: Tensor | None = optimizer.halves.before_first_step(param)
+        return trail
+
     def param_numbers(self) -> dict[Tensor, int]:
         """The position of each parameter among all of the optimizer's."""
         groups = self._owner().param_groups

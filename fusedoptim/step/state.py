@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fusedoptim.launch.layout import Argument
 from fusedoptim.step import float8
 from fusedoptim.step.checks import check_state_place, check_state_shape
 from fusedoptim.step.rule import UpdateRule
-from fusedoptim.step.sharding import is_dtensor, local_of
+from fusedoptim.step.sharding import is_dtensor, like_param, local_of
 from fusedoptim.step.step_counts import KEY
 from fusedoptim.step.tensors import (
     PARAM_DTYPES,
@@ -48,6 +49,8 @@ def local_state(rule: UpdateRule, owner: str, param: Tensor, names: Mapping[str,
     local = dict(state)
     for name, role in names.items():
         value = state.get(name)
+        if value is None and role is Role.TRAIL:
+            value = rule.trail_before_first_step(param)
         if value is not None and role is not Role.BLOCK_SCALES:
             check_state_place(rule, owner, name, value, param)
             local[name] = local_of(value)
@@ -134,6 +137,31 @@ def _state_tensor(
     if value.layout is not torch.strided:
         value = value.to_dense()
     return memory_of(value.to(target.device, dtype), target)
+
+
+def as_saved_value(name: str, value: Any) -> Any:
+    """What a checkpoint has for the state ``name``.
+
+    Neither gloo nor NCCL sends int16: that of sharded parameters is widened.
+    """
+    if name != TRAIL or not is_dtensor(value):
+        return value
+    return like_param(local_of(value).int(), value)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict) and not value
+
+
+def without_gaps(saved: Any) -> Any:
+    """A parameter's state in a checkpoint, without names that have no value.
+
+    torch.distributed.checkpoint makes an empty dict of what a flat checkpoint lacks, as the scales
+    of 8-bit state.
+    """
+    if not isinstance(saved, dict):
+        return saved
+    return {name: value for name, value in saved.items() if not _is_empty(value)}
 
 
 def restore_state(

@@ -84,7 +84,7 @@ for wrap, make in [
 try:
     trained(fsdp2, lambda params: FusedAdamW(params, split=True))
 except TypeError as error:
-    assert "DTensor" in str(error) and "use the torch.optim class" in str(error), error
+    assert "DTensor" in str(error) and "model.bfloat16() before fully_shard()" in str(error), error
 else:
     raise AssertionError("accepted")
 torch.distributed.destroy_process_group()

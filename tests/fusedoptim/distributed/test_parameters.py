@@ -23,7 +23,8 @@ from tests.fusedoptim.distributed.helpers import (
     whole,
 )
 from tests.fusedoptim.distributed.processes import on_processes
-from tests.optimizer_cases import ADAGRAD, ADAM, ADAMW, LAMB, SGD
+from tests.fusedoptim.helpers import bits
+from tests.optimizer_cases import ADAGRAD, ADAM, ADAMW, LAMB, SGD, SPLIT_CASES, SPLIT_SGD
 
 CASES = (SGD, ADAGRAD, ADAM, ADAMW, LAMB)
 
@@ -198,3 +199,58 @@ def test_warm_steps_make_no_new_plan() -> None:
         assert optimizer._plan.groups[0] is plan
     # The driver's bookkeeping depends on the size of what it submits.
     assert counts[1] <= counts[0] + 10
+
+
+@on_processes(2)
+def test_split_parameters() -> None:
+    """Upper halves are sharded, and so are the trails: the pair is the exact value."""
+    mesh = flat_mesh()
+    values = [torch.randn(5, 7).bfloat16(), torch.randn(1, 3).bfloat16(), torch.randn(4).bfloat16()]
+    for case in (SPLIT_SGD, *SPLIT_CASES):
+        pair = ShardedSideBySide(case, values, mesh, [[Shard(0)], [Shard(0)], [Replicate()]])
+        pair.train(2)
+        trail = pair.ours.state[pair.params[0]]["trail"]
+        assert (trail.dtype, trail.placements) == (torch.int16, (Shard(0),))
+
+
+@on_processes(2)
+def test_split_is_refused() -> None:
+    """Of float32: what has sharded a parameter holds its values, and would not see the split."""
+    mesh = flat_mesh()
+    p = Parameter(distribute_tensor(torch.randn(4), mesh, [Shard(0)]))
+    with pytest.raises(TypeError, match="before fully_shard"):
+        FusedAdamW([p], split=True)
+    half = Parameter(p.detach().bfloat16())
+    optimizer = FusedAdamW([p, half])
+    with pytest.raises(TypeError, match="before fully_shard"):
+        optimizer.split_params([p, half])
+    optimizer.split_params([half])
+    assert (p.dtype, half.dtype) == (torch.float32, torch.bfloat16)
+    with pytest.raises(TypeError, match="stays split"):
+        optimizer.merge_params([half])
+
+
+@on_processes(2)
+def test_same_bits_as_of_local_tensors() -> None:
+    """A step of DTensors is that of their shards, state in 16 and 8 bits included."""
+    mesh = flat_mesh()
+    for state_dtype in (torch.float32, torch.bfloat16, "float8"):
+        torch.manual_seed(rank())
+        places = [Shard(0)], [Shard(1)], [Shard(0)]
+        shards = [torch.randn(shape) for shape in ((3, 700), (5, 4), (9,))]
+        params = [Parameter(DTensor.from_local(t.clone(), mesh, p)) for t, p in zip(shards, places)]
+        alone = [Parameter(t.clone()) for t in shards]
+        ours, locals_ = (FusedAdamW(ps, state_dtype=state_dtype) for ps in (params, alone))
+        for _ in range(3):
+            for p, q, place in zip(params, alone, places):
+                q.grad = torch.randn_like(q)
+                p.grad = DTensor.from_local(q.grad.clone(), mesh, place)
+            ours.step()
+            locals_.step()
+        for p, q in zip(params, alone):
+            assert torch.equal(p.to_local(), q)
+            for name, expected in locals_.state[q].items():
+                state = ours.state[p][name]
+                assert isinstance(state, DTensor) == (name in ("exp_avg", "exp_avg_sq"))
+                local = state.to_local() if isinstance(state, DTensor) else state
+                assert torch.equal(bits(local), bits(expected))

@@ -1,0 +1,223 @@
+"""Checkpoints of sharded optimizers: torch's functions, saved by two processes, loaded by four."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from fusedoptim import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedAdamW,
+    FusedLamb,
+    FusedSGD,
+    SplitSGD,
+)
+from tests.fusedoptim.distributed.helpers import flat_mesh, rank, size, whole
+from tests.fusedoptim.distributed.processes import on_processes
+from tests.fusedoptim.helpers import random_like
+
+Make = Callable[[Any], Any]
+
+EXACT: dict[str, Make] = {
+    "SGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    "Adagrad": lambda params: FusedAdagrad(params, lr=0.1),
+    "AdamW, amsgrad": lambda params: FusedAdamW(params, lr=0.1, amsgrad=True),
+    "SplitSGD": lambda params: SplitSGD(params, lr=0.1, momentum=0.9),
+    "SGD, split": lambda params: FusedSGD(params, lr=0.1, split=True),
+    "Adagrad, split": lambda params: FusedAdagrad(params, lr=0.1, split=True),
+    "Adam, split": lambda params: FusedAdam(params, lr=0.1, split=True),
+}
+"""Those whose update of an element depends on nothing else."""
+ALL: dict[str, Make] = {
+    **EXACT,
+    "Lamb, split": lambda params: FusedLamb(params, lr=0.1, split=True),
+    "AdamW, bfloat16": lambda params: FusedAdamW(params, lr=0.1, state_dtype=torch.bfloat16),
+    "AdamW, float8": lambda params: FusedAdamW(params, lr=0.1, state_dtype="float8"),
+    "Adam, split, float8": lambda params: FusedAdam(
+        params, lr=0.1, split=True, state_dtype="float8"
+    ),
+}
+
+
+def new_model(mesh: DeviceMesh | None, name: str) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+    if "plit" in name:
+        model = model.bfloat16()
+    return model if mesh is None else fully_shard(model, mesh=mesh)
+
+
+def step(model: nn.Module, optimizer: Any, which: int) -> None:
+    """A step with gradients that depend on ``which`` alone."""
+    torch.manual_seed(which)
+    for p in model.parameters():
+        grad = random_like(torch.empty(p.shape)).to(p.dtype)
+        p.grad = grad
+        if hasattr(p, "device_mesh"):
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """All elements of weights and state, as a checkpoint has them."""
+    names = [name for name, _ in model.named_parameters()]
+    found = {name: whole(p).clone() for name, p in model.named_parameters()}
+    for i, state in optimizer.state_dict()["state"].items():
+        found |= {f"{names[i]} {key}": whole(value).clone() for key, value in state.items()}
+    for name, exact in zip(names, optimizer.master_params()):
+        found[f"{name} exact"] = whole(exact)
+    return found
+
+
+def assert_same(some: dict[str, Tensor], others: dict[str, Tensor], what: str) -> None:
+    assert some.keys() == others.keys(), what
+    for key, value in some.items():
+        # torch.optim loads state in the parameter's dtype, and the next step converts it.
+        assert torch.equal(value.double(), others[key].double()), (what, key)
+
+
+def shared_folder() -> str:
+    """A new folder, the same one on all processes."""
+    names = [tempfile.mkdtemp()]
+    distributed.broadcast_object_list(names, 0)
+    return names[0]
+
+
+def states_of(model: nn.Module, optimizer: Any, **options: Any) -> dict[str, Any]:
+    chosen = StateDictOptions(**options)
+    return {
+        "model": get_model_state_dict(model, options=chosen),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=chosen),
+    }
+
+
+def load(model: nn.Module, optimizer: Any, states: dict[str, Any], **options: Any) -> None:
+    chosen = StateDictOptions(**options)
+    set_model_state_dict(model, states["model"], options=chosen)
+    # A copy, as torch.optim loads a tensor of the right dtype without copying it.
+    state = copy.deepcopy(states["optimizer"])
+    set_optimizer_state_dict(model, optimizer, state, options=chosen)
+
+
+@on_processes(4)
+def test_saved_by_two_processes_and_loaded_by_four() -> None:
+    """Weights, state and trails are the same bits, and so is what the next steps make of them."""
+    pair = DeviceMesh("cpu", [0, 1])
+    for name, make in ALL.items():
+        folder = shared_folder()
+        expected: list[Any] = [None]
+        if rank() < 2:
+            model = new_model(pair, name)
+            optimizer = make(model.parameters())
+            step(model, optimizer, 1)
+            step(model, optimizer, 2)
+            group = pair.get_group()
+            checkpoint.save(states_of(model, optimizer), checkpoint_id=folder, process_group=group)
+            saved = everything(model, optimizer)
+            step(model, optimizer, 3)
+            expected = [saved, everything(model, optimizer)]
+        expected = expected if rank() == 0 else [None, None]
+        distributed.broadcast_object_list(expected, 0)
+        model = new_model(flat_mesh(), name)
+        optimizer = make(model.parameters())
+        states = states_of(model, optimizer)
+        checkpoint.load(states, checkpoint_id=folder)
+        load(model, optimizer, states)
+        assert_same(everything(model, optimizer), expected[0], name)
+        if name in EXACT:
+            step(model, optimizer, 3)
+            assert_same(everything(model, optimizer), expected[1], name)
+
+
+@on_processes(2)
+def test_each_kind_of_state_dict() -> None:
+    """Of shards, flat, or full, from each process or from the first."""
+    kinds: list[dict[str, bool]] = [  # of full and flat ones, torch loads none of its own either
+        {},
+        {"flatten_optimizer_state_dict": True},
+        {"full_state_dict": True},
+        {"full_state_dict": True, "broadcast_from_rank0": True},
+    ]
+    for (name, make), options in itertools.product(ALL.items(), kinds):
+        model = new_model(flat_mesh(), name)
+        optimizer = make(model.parameters())
+        step(model, optimizer, 1)
+        states = states_of(model, optimizer, **{**options, "broadcast_from_rank0": False})
+        expected = everything(model, optimizer)
+        other = new_model(flat_mesh(), name)
+        loaded = make(other.parameters())
+        if options.get("broadcast_from_rank0") and rank():
+            states = {"model": {}, "optimizer": {}}
+        load(other, loaded, states, **options)
+        assert_same(everything(other, loaded), expected, f"{name}, {options}")
+        for one in (model, other):
+            step(one, optimizer if one is model else loaded, 2)
+        if "8" not in name and "bf" not in name:
+            assert_same(everything(other, loaded), everything(model, optimizer), name)
+
+
+@on_processes(2)
+def test_checkpoints_of_torchs_classes() -> None:
+    """Torch's into ours, and ours into torch's."""
+    for theirs, ours in (
+        (torch.optim.SGD, FusedSGD),
+        (torch.optim.Adagrad, FusedAdagrad),
+        (torch.optim.AdamW, FusedAdamW),
+    ):
+        options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01}
+        if theirs is torch.optim.SGD:
+            options["momentum"] = 0.9
+        model = new_model(flat_mesh(), "")
+        makes = [
+            lambda params, cls=theirs, o=options: cls(params, **o, foreach=False),
+            lambda params, cls=ours, o=options: cls(params, **o),
+        ]
+        for first, then in (makes, makes[::-1]):
+            optimizer = first(model.parameters())
+            step(model, optimizer, 1)
+            other = new_model(flat_mesh(), "")
+            loaded = then(other.parameters())
+            load(other, loaded, states_of(model, optimizer))
+            step(model, optimizer, 2)
+            step(other, loaded, 2)
+            for p, q in zip(model.parameters(), other.parameters()):
+                torch.testing.assert_close(p.to_local(), q.to_local())
+
+
+@on_processes(2)
+def test_state_dict_before_the_first_step() -> None:
+    """It has the trails, and loads into an optimizer that has taken steps."""
+    model = new_model(flat_mesh(), "split")
+    optimizer = FusedAdam(model.parameters(), split=True)
+    assert not optimizer.state
+    before = optimizer.state_dict()
+    assert [list(state) for state in before["state"].values()] == [["trail"]] * 4
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    step(model, optimizer, 1)
+    optimizer.load_state_dict(before)
+    model.load_state_dict(weights)
+    other = new_model(flat_mesh(), "split")
+    fresh = FusedAdam(other.parameters(), split=True)
+    for one, its in ((model, optimizer), (other, fresh)):
+        step(one, its, 2)
+    assert_same(everything(model, optimizer), everything(other, fresh), "")
+    assert size() == 2
