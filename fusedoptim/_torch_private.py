@@ -25,6 +25,7 @@ __all__ = [
     "global_pre_hooks",
     "has_bfloat16_products",
     "increment_version",
+    "is_flattened",
     "is_forward_mode",
     "local_tensor",
     "profiler_enabled",
@@ -75,6 +76,11 @@ transform_level = torch._C._functorch.maybe_current_level
 
 BypassModes = torch._C._DisableTorchDispatch
 """A context manager in C, which an interrupt cannot leave half done."""
+
+
+def is_flattened(param: torch.Tensor) -> bool:
+    """Whether a parameter is of FullyShardedDataParallel: the piece of a flat one that is here."""
+    return getattr(param, "_fsdp_flattened", False)
 
 
 def is_forward_mode() -> bool:

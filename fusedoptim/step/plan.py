@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedoptim._torch_private import is_flattened
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.launch.modules import load_module
@@ -51,6 +52,11 @@ from fusedoptim.step.unchanged import are_same_objects
 _refresh = operator.methodcaller("refresh")
 _call = operator.methodcaller("__call__")
 
+PIECES = (
+    "needs norms of whole parameters, and FullyShardedDataParallel does not tell what other "
+    "processes have of them; shard the model by fully_shard() (FSDP2), or clip gradients by the "
+    "model's own clip_grad_norm_()"
+)
 _UNCHANGING = (float, int, str, type(None))  # bool is an int
 
 
@@ -91,6 +97,7 @@ class GroupPlan:
             rows for rows in self.rows if isinstance(rows, DenseRows) and rows.is_joint
         ]
         """Those whose update needs norms of sharded parameters."""
+        self._has_pieces = any(map(is_flattened, self._params))
         self.sums = {p: _sums_over(rule, p) for p in dtensors(self._params)}
         """Of each sharded parameter, how many values are summed over it for its update."""
         alone = [rows for rows in self.rows if rows not in self.joint]
@@ -112,6 +119,8 @@ class GroupPlan:
         for candidate, shard, turn in zip(candidates, shards, update_order(shards)):
             p = candidate.param
             spread = spread_of(p)
+            if is_flattened(p) and _sums_over(rule, p):
+                raise RuntimeError(f"{describe(rule.optimizer_name, candidate)} {PIECES}")
             if spread is not None and (turn or id(p) in met):
                 raise RuntimeError(
                     f"{describe(rule.optimizer_name, candidate)} is sharded (DTensor), and shares "
@@ -155,6 +164,8 @@ class GroupPlan:
 
     def sums_of_squares(self) -> list[tuple[Spread | None, Tensor]]:
         """The squares of the elements of all gradients, each summed once, and their spread."""
+        if self._has_pieces:
+            raise RuntimeError(f"{self._rule.optimizer_name}: max_grad_norm {PIECES}")
         return [(rows.spread, rows.sum_of_squares()) for rows in self._without_repeated]
 
     def _read_numbers(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 from torch.optim.optimizer import (
@@ -158,6 +159,14 @@ def test_shard_spec(mesh: DeviceMesh) -> None:
     assert [other for other in others if _torch_private.shard_spec(other) == spec] == []
     with pytest.raises(AttributeError):
         _torch_private.shard_spec(torch.ones(3))
+
+
+def test_is_flattened(mesh: DeviceMesh) -> None:
+    model = FullyShardedDataParallel(
+        torch.nn.Linear(2, 1), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    assert all(map(_torch_private.is_flattened, model.parameters()))
+    assert not _torch_private.is_flattened(Parameter(torch.ones(1)))
 
 
 def test_is_forward_mode() -> None:

@@ -1,0 +1,308 @@
+"""Each of our classes with each thing that torch offers for several processes.
+
+docs/distributed.md has the table. A cell works here, or its refusal is tested here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.fusedoptim.distributed.helpers import Block, flat_mesh, rank, size, whole
+from tests.fusedoptim.distributed.processes import on_processes
+from tests.optimizer_cases import ADAGRAD, ADAM, ADAMW, LAMB, SGD, SPLIT_SGD, OptimizerCase
+from tests.tolerances import assert_as_exact
+
+with warnings.catch_warnings():  # of torch.jit, which it uses
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import (
+        PostLocalSGDOptimizer,
+        ZeroRedundancyOptimizer,
+        _apply_optimizer_in_backward,
+    )
+
+CASES = (SGD, ADAGRAD, ADAM, ADAMW, LAMB)
+BATCHES = 3
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(4)
+    return Block()
+
+
+def batches(parts: int = 1, part: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(BATCHES):
+        batch = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+        yield batch.to(dtype).chunk(parts)[part]
+
+
+def own_batches(dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    """This process's part of each."""
+    return batches(size(), rank(), dtype)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).float().square().mean()
+    return loss
+
+
+def train(model: nn.Module, optimizer: Any) -> None:
+    for batch in own_batches():
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def assert_trained(model: nn.Module, case: OptimizerCase, limit: float | None = None) -> None:
+    """As one process would train it with whole batches."""
+
+    def exact() -> list[Tensor]:
+        model = new_model().double()
+        optimizer = case.make_reference(model.parameters(), **case.kwargs[-1])
+        for batch in batches(dtype=torch.float64):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            if limit is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    assert_as_exact([whole(p) for p in model.parameters()], exact, torch.float32)
+
+
+def make(case: OptimizerCase, model: nn.Module) -> Any:
+    return case.make(model.parameters(), **case.kwargs[-1])
+
+
+def ddp(model: nn.Module, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, **options)
+
+
+@on_processes(2)
+def test_ddp() -> None:
+    for case in CASES:
+        for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+            model = ddp(new_model(), **options)
+            train(model, make(case, model))
+            assert_trained(model, case)
+
+
+@on_processes(2)
+def test_ddp_no_sync() -> None:
+    """Gradients of two halves of a batch accumulate before they are exchanged."""
+    for case in CASES:
+        model = ddp(new_model(), gradient_as_bucket_view=True)
+        optimizer = make(case, model)
+        for batch in own_batches():
+            optimizer.zero_grad()
+            first, second = batch.chunk(2)
+            with model.no_sync():
+                (loss_of(model, first) / 2).backward()
+            (loss_of(model, second) / 2).backward()
+            optimizer.step()
+        assert_trained(model, case)
+
+
+def replayed(case: OptimizerCase, gradients: list[list[Tensor]]) -> Callable[[], list[Tensor]]:
+    """The reference, in float64, with gradients that were recorded."""
+
+    def exact() -> list[Tensor]:
+        params = list(new_model().double().parameters())
+        optimizer = case.make_reference(params, **case.kwargs[-1])
+        for step in gradients:
+            for p, grad in zip(params, step):
+                p.grad = grad.double()
+            optimizer.step()
+        return [p.detach() for p in params]
+
+    return exact
+
+
+def train_and_replay(model: nn.Module, case: OptimizerCase) -> None:
+    """Compare the updates alone, where gradients are rounded to bfloat16."""
+    optimizer = make(case, model)
+    gradients = []
+    for batch in own_batches():
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        gradients.append([whole(p.grad).clone() for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+    results = [whole(p) for p in model.parameters()]
+    assert_as_exact(results, replayed(case, gradients), torch.float32)
+
+
+@on_processes(2)
+def test_ddp_with_compressed_gradients() -> None:
+    for case in CASES:
+        model = DistributedDataParallel(new_model())
+        # In another function: torch knows this one by its name, and refuses it without a GPU.
+        model.register_comm_hook(
+            None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
+        )
+        train_and_replay(model, case)
+
+
+@on_processes(2)
+def test_zero_redundancy() -> None:
+    for case in (*CASES, SPLIT_SGD):
+        for as_views in (False, True):
+            model = ddp(new_model().bfloat16() if case.is_split else new_model())
+            optimizer = ZeroRedundancyOptimizer(
+                model.parameters(),
+                optimizer_class=case.cls,
+                parameters_as_bucket_view=as_views,
+                **case.kwargs[-1],
+            )
+            if case.is_split:
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+                optimizer.consolidate_state_dict(0)
+                if rank() == 0:
+                    states = optimizer.state_dict()["state"].values()
+                    assert all("trail" in state for state in states)
+                continue
+            train(model, optimizer)
+            assert_trained(model, case)
+
+
+@on_processes(2)
+def test_zero_redundancy_with_overlap_is_refused() -> None:
+    """By torch, which has functional versions of its own classes only."""
+    for case in CASES:
+        with pytest.raises(ValueError, match="functional"):
+            ZeroRedundancyOptimizer(
+                new_model().parameters(), optimizer_class=case.cls, overlap_with_ddp=True, lr=0.1
+            )
+
+
+@on_processes(2)
+def test_optimizer_in_backward() -> None:
+    """One optimizer for each parameter, stepped by its hook; of FSDP2's shards too."""
+    for case, is_sharded in itertools.product(CASES, (False, True)):
+        model = new_model()
+        if is_sharded:
+            model = fully_shard(model, mesh=flat_mesh())
+        for p in model.parameters():
+            optimizer = case.make([p], **case.kwargs[-1])
+
+            def hook(p: Tensor, optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                p.grad = None
+
+            p.register_post_accumulate_grad_hook(hook)
+        for batch in own_batches() if is_sharded else batches():
+            loss_of(model, batch).backward()
+        assert all(p.grad is None for p in model.parameters())
+        assert_trained(model, case)
+
+
+@on_processes(2)
+def test_apply_optimizer_in_backward() -> None:
+    for case in CASES:
+        model = new_model()
+        _apply_optimizer_in_backward(case.cls, model.parameters(), case.kwargs[-1])
+        for batch in batches():
+            loss_of(model, batch).backward()
+        assert_trained(model, case)
+        wrapped = ddp(model)
+        with pytest.raises(RuntimeError, match="accelerator"):  # torch's own code needs one
+            loss_of(wrapped, next(own_batches())).backward()
+
+
+@on_processes(2)
+def test_fsdp_mixed_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for case in CASES:
+        train_and_replay(fully_shard(new_model(), mesh=flat_mesh(), mp_policy=policy), case)
+
+
+@on_processes(2)
+def test_fsdp_offload() -> None:
+    for case in CASES:
+        policy = CPUOffloadPolicy(pin_memory=False)
+        model = fully_shard(new_model(), mesh=flat_mesh(), offload_policy=policy)
+        train(model, make(case, model))
+        assert_trained(model, case)
+
+
+@on_processes(2)
+def test_after_clip_grad_norm() -> None:
+    for case in CASES:
+        model = fully_shard(new_model(), mesh=flat_mesh())
+        optimizer = make(case, model)
+        for batch in own_batches():
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        assert_trained(model, case, limit=0.1)
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+@on_processes(2)
+def test_fsdp1() -> None:
+    """Its parameters are pieces without a mesh: updates that need no norm are right."""
+    for case in (SGD, ADAGRAD, ADAM, ADAMW):
+        model = fsdp1(new_model())
+        train(model, make(case, model))
+        with FullyShardedDataParallel.summon_full_params(model):
+            assert_trained(model, case)
+
+
+@on_processes(2)
+def test_norms_of_fsdp1_are_refused() -> None:
+    model = fsdp1(new_model())
+    loss_of(model, next(own_batches())).backward()
+    for optimizer in (
+        make(LAMB, model),
+        ADAMW.make(model.parameters(), lr=0.1, max_grad_norm=1.0),
+    ):
+        with pytest.raises(RuntimeError, match="fully_shard"):
+            optimizer.step()
+
+
+@on_processes(2)
+def test_post_local_sgd() -> None:
+    """Each process trains by itself, and the averager makes the weights those of all."""
+    groups = [torch.distributed.new_group([i]) for i in range(size())]
+    alone = groups[rank()]
+    for case in CASES:
+        results = []
+        for dtype in (torch.float32, torch.float64):
+            model = DistributedDataParallel(new_model().to(dtype))
+            state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=1)
+            model.register_comm_hook(state, post_localSGD_hook)
+            kind = case.make if dtype is torch.float32 else case.make_reference
+            averager = PeriodicModelAverager(period=2, warmup_steps=1)
+            local: Any = kind(list(model.parameters()), **case.kwargs[-1])
+            optimizer = PostLocalSGDOptimizer(optim=local, averager=averager)
+            for batch in own_batches(dtype):
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+            results.append([p.detach().double() for p in model.parameters()])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
