@@ -7,6 +7,7 @@ dimension of a mesh. A step updates the local shard; only norms concern the whol
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -145,6 +146,7 @@ class MeshSum:
         """Of the sums."""
         self.device = local_of(params[0]).device
         """Of the sums."""
+        self._is_checked = False
         self._dims = sorted({dim for p in params for dim in _spread(p).dims})
 
     def includes(self, spread: Spread | None) -> bool:
@@ -180,6 +182,18 @@ class MeshSum:
                 f"{tuple(self.mesh.shape)}: {error}. All its processes must call step(), with the "
                 "same parameters, before destroy_process_group(); resume from a checkpoint"
             ) from error
+
+    def check_count(self, total: Tensor) -> None:
+        """Raise unless all processes hold as many parameters; ``total`` is the sum of how many."""
+        if not self._is_checked:  # once, as this waits for the device
+            sizes = map(self.mesh.size, self._dims)
+            if total != len(self.params) * math.prod(sizes):
+                raise RuntimeError(
+                    f"this process has {len(self.params)} sharded parameters on the mesh of shape "
+                    f"{tuple(self.mesh.shape)}, and another has more or less; construct all "
+                    "optimizers with the same parameters"
+                )
+            self._is_checked = True
 
     def _groups(self) -> list[Any]:
         from torch import distributed
@@ -237,13 +251,15 @@ def over_meshes(
     """
     whole = [own for own in squares if not any(each.includes(own[0]) for each in sums)]
     for each in sums:
-        values = torch.zeros(2, dtype=each.dtype, device=each.device)
+        values = torch.zeros(3, dtype=each.dtype, device=each.device)
+        values[2] = len(each.params)
         for spread, square in squares:
             if spread is not None and each.includes(spread) and each.contributes(spread):
                 values[0] += square.to(each.device)
         if found_inf is not None:
             values[1] = found_inf.to(each.device)
         each.add_up(values, [])
+        each.check_count(values[2])
         whole.append((None, values[0]))
         if found_inf is not None:
             found_inf = values[1]

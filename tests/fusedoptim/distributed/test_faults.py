@@ -1,0 +1,122 @@
+"""Processes that are missing, hold other parameters, or have lost a part of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Parameter
+
+from fusedoptim import FusedAdamW, FusedLamb, FusedSGD
+from tests.fusedoptim.distributed.helpers import flat_mesh, rank
+from tests.fusedoptim.distributed.processes import on_processes
+from tests.fusedoptim.distributed.test_checkpoints import (
+    new_model,
+    shared_folder,
+    states_of,
+    step,
+)
+
+SHORT = datetime.timedelta(seconds=2)
+
+
+def impatient_mesh() -> DeviceMesh:
+    """A mesh whose collectives wait for a short time only."""
+    group = distributed.new_group([0, 1], timeout=SHORT)
+    # To DTensor's operations, meshes that compare equal are one, whatever their groups.
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
+
+
+def new_params(mesh: DeviceMesh, *sizes: int) -> list[Parameter]:
+    values = [torch.ones(size) for size in sizes]
+    params = [
+        Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
+        for value in values
+    ]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    return params
+
+
+@contextlib.contextmanager
+def refused(params: list[Parameter], match: str) -> Iterator[None]:
+    """Assert that a step raises in good time, and writes no weight."""
+    before = [p.to_local().detach().clone() for p in params]
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=match):
+        yield
+    assert time.monotonic() - start < 30
+    for p, value in zip(params, before):
+        assert torch.equal(p.to_local(), value)
+
+
+def kinds(mesh: DeviceMesh, *sizes: int) -> list[Any]:
+    return [
+        FusedSGD(new_params(mesh, *sizes), max_grad_norm=1.0),
+        FusedLamb(new_params(mesh, *sizes), lr=0.1),
+    ]
+
+
+@on_processes(2)
+def test_step_on_one_process_only() -> None:
+    for kind in range(2):
+        mesh = impatient_mesh()
+        optimizer = kinds(mesh, 4)[kind]
+        if rank() == 0:
+            with refused(optimizer.param_groups[0]["params"], "must call step"):
+                optimizer.step()
+            assert not optimizer.state
+        distributed.barrier()
+
+
+@on_processes(2)
+def test_other_parameters_on_one_process() -> None:
+    """Where sizes of collectives differ, as of Lamb's, gloo itself ends the process."""
+    mesh = impatient_mesh()
+    optimizer = kinds(mesh, *[4, 5, 6, 7][: 1 + 3 * rank()])[0]
+    with refused(optimizer.param_groups[0]["params"], "same parameters"):
+        optimizer.step()
+
+
+@on_processes(2)
+def test_checkpoint_without_a_shard() -> None:
+    model = new_model(flat_mesh(), "")
+    optimizer = FusedAdamW(model.parameters())
+    step(model, optimizer, 1)
+    folder = shared_folder()
+    checkpoint.save(states_of(model, optimizer), checkpoint_id=folder)
+    distributed.barrier()
+    if rank() == 0:
+        os.remove(min(Path(folder).glob("__1_*.distcp")))
+    distributed.barrier()
+    other = new_model(flat_mesh(), "")
+    loaded = FusedAdamW(other.parameters())
+    states = states_of(other, loaded)
+    with pytest.raises(checkpoint.api.CheckpointException):
+        checkpoint.load(states, checkpoint_id=folder)
+
+
+@on_processes(2)
+def test_group_destroyed_before_the_optimizer() -> None:
+    """The last test of the module. Steps that need no norm go on."""
+    mesh = flat_mesh()
+    optimizers = [*kinds(mesh, 4), FusedAdamW(new_params(mesh, 4))]
+    for optimizer in optimizers:
+        optimizer.step()
+    distributed.barrier()
+    distributed.destroy_process_group()
+    optimizers.pop().step()
+    for optimizer in optimizers:
+        with refused(optimizer.param_groups[0]["params"], "destroy_process_group"):
+            optimizer.step()
