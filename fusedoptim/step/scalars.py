@@ -81,7 +81,7 @@ def common_factor(
 def sum_over_parameters(
     squares: Sequence[Tensor], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The sum over all parameters; over several processes, it would be reduced here."""
+    """The sum over all parameters."""
     total = torch.zeros((), dtype=dtype, device=device)
     for square in squares:
         total = total + square.to(device, dtype)
