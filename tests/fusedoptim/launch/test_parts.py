@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 import fusedoptim
 from allocator import queue
-from fusedoptim import FusedSGD
+from fusedoptim import FusedAdamW, FusedLamb, FusedSGD
 from fusedoptim.launch import opencl, parts
 from fusedoptim.launch.modules import ModuleError
 from fusedoptim.launch.opencl import driver_of
 from fusedoptim.launch.parts import parts_of
+from fusedoptim.nn.functional import dropout
 from fusedoptim.raw import ElementwiseKernel, ReductionKernel
 from tests.fusedoptim.helpers import SideBySide, each_class, run_in_threads, run_script
 from tests.interrupts import InterruptAt, interrupted
@@ -77,6 +79,37 @@ def test_expressions(n: int) -> None:
     assert total(x) == x.sum()
     rows = torch.randint(-100, 100, (n // 7 + 1, 7))
     assert torch.equal(total(rows, axis=0), rows.sum(0))
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: FusedLamb(params, max_grad_norm=1.0),
+        lambda params: FusedAdamW(params, state_dtype=torch.bfloat16),
+        lambda params: FusedAdamW(params, state_dtype="float8"),
+    ],
+    ids=["sums", "bfloat16 state", "float8 state"],
+)
+def test_same_bits_on_any_number_of_threads(make: Callable[[list[Parameter]], Optimizer]) -> None:
+    """Also of random numbers, and of sums over chunks that different threads have walked."""
+    start = [torch.randn(n) for n in (33_000, 7, 100_003)]
+    gradients = [[torch.randn_like(x) for x in start] for _ in range(3)]
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        params = [Parameter(x.clone()) for x in start]
+        optimizer = make(params)
+        torch.manual_seed(0)
+        for grads in gradients:
+            for p, grad in zip(params, grads):
+                p.grad = grad.clone()
+            optimizer.step()
+        torch.manual_seed(0)
+        results.append([*params, dropout(start[-1], 0.5)])
+    torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
 
 
 def test_no_more_threads_than_torch_may_use() -> None:
