@@ -1,7 +1,7 @@
 """The interface of a kind of device.
 
-A new kind of device is one file with a subclass of :class:`Backend`, and one line in
-:mod:`fusedoptim.launch.devices`.
+A new kind of device is launched by one file with a subclass of :class:`Backend`, and one line in
+:mod:`fusedoptim.launch.devices`. CONTRIBUTING.md has what else it takes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LaunchShape(NamedTuple):
     lanes: int
     """Work items in a work-group."""
     chunk: int
-    """The most elements in a row."""
+    """The most elements in a row: a multiple of what the lanes have in one block of 8-bit state."""
     elements_per_group: int
     """Elements that a work-group walks: it takes several rows that are shorter than that."""
 

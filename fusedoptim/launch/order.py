@@ -3,7 +3,7 @@
 Other launches wait for it, and the memory that it uses is kept until it has ended.
 
 A driver need not be asked: to wait for an idle queue costs more than a small kernel (see
-docs/design/sections-and-interrupts.md). Threads submit meanwhile, and an interrupt may come
+docs/design/kept-programs.md). Threads submit meanwhile, and an interrupt may come
 anywhere: what is not known to have ended counts as running.
 """
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._launching import DEVICES, VARIANT_OF, launch_rows
 
 __all__ = ["cross_entropy"]
@@ -64,7 +65,7 @@ def _cross_entropy(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     loss, log_sum = _like(logits, target, label_smoothing, ignore_index)
-    if target.device.type == "cpu":
+    if BACKENDS[target.device.type].runs_on_host:  # on a GPU it would wait for the device
         _check_classes(target, logits.shape[1], ignore_index)
     if logits.numel():
         tensors = {"logits": logits, "target": target, "loss": loss, "log_sum": log_sum}

@@ -20,7 +20,7 @@ from fusedoptim.step.tensors import State, memory_of
 RUN = 150
 """Parameters that are read together. A pass over a list takes one fact from each tensor; with a few
 hundred tensors, gradients and state included, they stay in the second-level cache from pass to
-pass (docs/design/one-launch.md)."""
+pass."""
 
 _GRAD = operator.attrgetter("grad")
 

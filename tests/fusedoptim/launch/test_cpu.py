@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fusedoptim.kernels.rounding import BLOCK
 from fusedoptim.launch import cpu
+from fusedoptim.launch.backend import Backend
+from fusedoptim.launch.devices import BACKENDS
 
 
 def _core(folder: Path, core: int, shared_by: str, size: str) -> None:
@@ -40,3 +43,9 @@ def test_batch_bytes(
     monkeypatch.setattr(cpu, "_CORES", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
     assert cpu.CPU().batch_bytes == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_rows_are_whole_blocks(backend: Backend) -> None:
+    """Or the scales of 8-bit state would lie elsewhere than where kernels look for them."""
+    assert backend.shape.chunk % (backend.shape.lanes * BLOCK) == 0
