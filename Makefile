@@ -4,11 +4,9 @@ BIN := .venv/bin
 JIT := .venv-jit/bin
 # Python compiles what is imported, which is a small part of the files that pip would compile.
 PIP_OPTIONS := --quiet --no-compile
-# Tests of what is the same in both environments, as torch is: `make test` alone runs them. The steps
-# and passes that whole trainings are made of are tested in both.
-ONLY_NEWEST := notebooks references packaging/test_wheel.py test_reference.py fusedoptim/runtime \
-	$(addprefix transforms/,inputs rewrites tracing \
-	test_distributed.py test_real_models.py test_training.py)
+# Tests of what is the same in both environments, as torch is: `make test` alone runs them.
+ONLY_NEWEST := notebooks references transforms packaging/test_wheel.py test_reference.py \
+	$(addprefix fusedoptim/,distributed runtime)
 
 .PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench \
         notebooks lab clean
