@@ -7,7 +7,9 @@ dimension of a mesh. A step updates the local shard; only norms concern the whol
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor
 
 from fusedoptim._torch_private import local_tensor, shard_spec
+
+_GRAD = operator.attrgetter("grad")
 
 
 def _dtensor_class() -> Any:
@@ -97,14 +101,17 @@ def redistributed(params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     Args:
         params: DTensors.
     """
+    grads = list(map(_GRAD, params))
+    own = list(map(shard_spec, params))
+    given = map(getattr, grads, itertools.repeat("_spec"), own)
+    if all(map(operator.is_, given, own)):
+        return {}
     found = {}
-    for p in params:
-        grad = p.grad
-        own = shard_spec(p)
-        given = getattr(grad, "_spec", own)  # none of a plain gradient, which is refused later
-        if given is not own and given.placements != own.placements and given.mesh == own.mesh:
+    for p, grad, place in zip(params, grads, own):
+        its = getattr(grad, "_spec", place)  # none of a plain gradient, which is refused later
+        if its.placements != place.placements and its.mesh == place.mesh:
             with torch.no_grad():
-                found[p] = grad.redistribute(placements=own.placements)  # type: ignore[union-attr]
+                found[p] = grad.redistribute(placements=place.placements)
     return found
 
 
@@ -185,7 +192,8 @@ class MeshSum:
 
     def check_count(self, total: Tensor) -> None:
         """Raise unless all processes hold as many parameters; ``total`` is the sum of how many."""
-        if not self._is_checked:  # once, as this waits for the device
+        if not self._is_checked and self.mesh.get_coordinate() is not None:
+            # Once, as this waits for the device.
             sizes = map(self.mesh.size, self._dims)
             if total != len(self.params) * math.prod(sizes):
                 raise RuntimeError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
@@ -254,3 +254,22 @@ def test_same_bits_as_of_local_tensors() -> None:
                 assert isinstance(state, DTensor) == (name in ("exp_avg", "exp_avg_sq"))
                 local = state.to_local() if isinstance(state, DTensor) else state
                 assert torch.equal(bits(local), bits(expected))
+
+
+@on_processes(4)
+def test_processes_outside_of_the_mesh() -> None:
+    """They have none of the elements, and step beside the others, with parameters of their own."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    torch.manual_seed(6)
+    value = torch.randn(5, 3)
+    for make in (lambda ps: FusedLamb(ps, max_grad_norm=1.0), FusedAdamW):
+        p, whole_one = Parameter(distribute_tensor(value, mesh, [Shard(0)])), Parameter(value)
+        ours, alone = make([p]), make([whole_one])
+        for _ in range(2):
+            p.grad, whole_one.grad = torch.ones_like(p), torch.ones_like(whole_one)
+            ours.step()
+            alone.step()
+        if rank() < 2:
+            torch.testing.assert_close(whole(p), whole_one.detach())
+        else:
+            assert p.to_local().numel() == 0

@@ -1,0 +1,115 @@
+"""A training that test_restart.py starts again and again: it is killed, and resumes.
+
+Arguments: a folder for checkpoints, a file for the processes to meet, and the process's rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from fusedoptim import FusedAdamW
+
+STEPS = 5
+
+
+def die_once(where: str) -> None:
+    """End the second process, unless it has ended here before."""
+    mark = FOLDER / f"killed in {where}"
+    if distributed.get_rank() == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingWriter(FileSystemWriter):
+    """Killed when it has written its part, before the checkpoint is complete."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        done = super().write_data(*args, **kwargs)
+        done.wait()
+        die_once("a save")
+        return done
+
+
+def new_training() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1)).bfloat16()
+    fully_shard(model)
+    return model, FusedAdamW(model.parameters(), lr=0.05, split=True, max_grad_norm=1.0)
+
+
+def train(
+    model: nn.Module, optimizer: Any, first: int, after: Callable[[int], None] | None = None
+) -> None:
+    """Take the steps from ``first`` on, and call ``after`` each with its number."""
+    for step in range(first, STEPS):
+        generator = torch.Generator().manual_seed(10 * step + distributed.get_rank())
+        batch = torch.randn(4, 6, generator=generator).bfloat16()
+        optimizer.zero_grad()
+        model(batch).float().square().mean().backward()
+        if after is not None and step == 2:
+            die_once("a step")
+        optimizer.step()
+        if after is not None:
+            after(step)
+
+
+def values(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[operator]
+    return whole + [p.full_tensor() for p in optimizer.master_params()]
+
+
+def resume_and_compare() -> None:
+    latest = FOLDER / "latest"
+    model, optimizer = new_training()
+    first = 0
+    if latest.exists():
+        weights, state = get_state_dict(model, optimizer)
+        states = {"model": weights, "optimizer": state}
+        checkpoint.load(states, checkpoint_id=FOLDER / latest.read_text())
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        first = int(latest.read_text()) + 1
+
+    def save(step: int) -> None:
+        weights, state = get_state_dict(model, optimizer)
+        writer = DyingWriter if step == 3 else FileSystemWriter
+        states = {"model": weights, "optimizer": state}
+        checkpoint.save(states, storage_writer=writer(FOLDER / str(step), overwrite=True))
+        if distributed.get_rank() == 0:
+            new = FOLDER / "new"
+            new.write_text(str(step))
+            new.replace(latest)  # only a complete one is the latest
+
+    train(model, optimizer, first, save)
+    other, uninterrupted = new_training()
+    train(other, uninterrupted, 0)
+    assert all(map(torch.equal, values(model, optimizer), values(other, uninterrupted)))
+    (FOLDER / f"equal {distributed.get_rank()}").write_text(f"resumed from step {first}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    store, rank = sys.argv[2:]
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=2
+    )
+    resume_and_compare()
+    gc.collect()  # what holds the group, with whose threads torch may abort at exit
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    FOLDER = Path(sys.argv[1])
+    main()
