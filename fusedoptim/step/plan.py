@@ -38,6 +38,7 @@ from fusedoptim.step.sharding import (
     MeshSum,
     Spread,
     dtensors,
+    has_dtensors,
     is_divided,
     local_of,
     mesh_sums,
@@ -233,7 +234,8 @@ class StepPlan:
         # are_same_objects, without its call.
         is_same = len(seen) == len(known) and all(map(operator.is_, seen, known))
         if not is_same:
-            self._sharded = dtensors([p for group in groups for p in group["params"]])
+            is_sharded = has_dtensors(seen)
+            self._sharded = dtensors(p for g in groups for p in g["params"]) if is_sharded else []
         if self._sharded:
             self._redistributed.clear()
             self._redistributed.update(redistributed(self._sharded))

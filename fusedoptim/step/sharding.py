@@ -83,12 +83,15 @@ def is_partial(tensor: Tensor) -> bool:
     return is_dtensor(tensor) and any(p.is_partial() for p in place_of(tensor)[1])
 
 
+def has_dtensors(objects: Iterable[object]) -> bool:
+    """Whether any of them is spread over processes."""
+    cls = _dtensor_class()
+    return cls != () and any(issubclass(kind, cls) for kind in set(map(type, objects)))
+
+
 def dtensors(params: Iterable[Tensor]) -> list[Tensor]:
     """Those that are spread over processes."""
-    cls = _dtensor_class()
-    if cls == () or not any(issubclass(kind, cls) for kind in set(map(type, params))):
-        return []
-    return [p for p in params if isinstance(p, cls)]
+    return list(filter(is_dtensor, params))
 
 
 def redistributed(params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
