@@ -161,6 +161,7 @@ def test_shard_spec(mesh: DeviceMesh) -> None:
         _torch_private.shard_spec(torch.ones(3))
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_is_flattened(mesh: DeviceMesh) -> None:
     model = FullyShardedDataParallel(
         torch.nn.Linear(2, 1), device_id=torch.device("cpu"), use_orig_params=True
