@@ -256,7 +256,11 @@ class TestCompiler:
         assert [name for name in built if built[name] != before[name]] == []
 
     def test_verify(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        files = {"sgd_f32.spv": load_module("sgd", "f32").spirv, "sgd_f64.spv": b"another"}
+        folder = build_tool.FOLDER
+        files = {
+            folder / "sgd_f32.spv": load_module("sgd", "f32").spirv,
+            folder / "sgd_f64.spv": b"another",
+        }
         manifest = json.loads(build_tool.MANIFEST.read_text())
         monkeypatch.setattr(build_tool, "_compile_all", lambda: (manifest, files))
         problem = "sgd_f64.spv differs from a fresh build: run `make kernels`"

@@ -32,7 +32,7 @@ def faults():
     def allocate():
         for size in (5, 20, 36, 48):  # MiB
             blocks = [torch.ones(size << 18), torch.ones(size << 16)]
-    for _ in range(4):
+    for _ in range(20):
         allocate()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     allocate()
