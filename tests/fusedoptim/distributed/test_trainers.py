@@ -5,18 +5,32 @@ Each training runs once to its end, and once more from a checkpoint of its middl
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import re
 import socket
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import Parameter
 
+from tests.fusedoptim.helpers import each_case, params_of, single
+from tests.optimizer_cases import OptimizerCase
 from tests.running import ROOT
+
+with warnings.catch_warnings():  # of what they import
+    warnings.simplefilter("ignore")
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from transformers import Trainer, TrainingArguments
 
 TRAININGS = {
     "transformers": ("with_transformers.py", "checkpoint-20"),
@@ -135,3 +149,97 @@ def test_resumed_training_ends_with_the_same_weights(folder: Path, name: str) ->
     assert weights.keys() == again.keys()
     for key, weight in weights.items():
         assert torch.equal(weight, again[key]), key
+
+
+@pytest.fixture
+def accelerate() -> Iterator[None]:
+    """Leave nothing of Accelerate in this process, nor in its environment."""
+    before = dict(os.environ)
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.usefixtures("accelerate")
+@each_case
+def test_wrapped_by_accelerate(case: OptimizerCase) -> None:
+    """It loads the optimizer's own state, replaces methods, counts steps and pickles."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    fused = {"fused": True} if case.is_torchs else {}
+    p, optimizer = single(case, **case.kwargs[-1], **fused)
+    other = copy.deepcopy(optimizer)
+    (q,) = params_of(other)
+    assert p.grad is not None
+    q.grad = p.grad.clone()
+    wrapped = accelerator.prepare(other)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(other, 1, 0.5))
+    plain = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    assert isinstance(wrapped.optimizer, case.cls)
+    assert optimizer.defaults.items() <= wrapped.defaults.items()
+    for _ in range(3):
+        optimizer.step()
+        plain.step()
+        wrapped.step()
+        scheduler.step()
+        assert torch.equal(p, q)
+    copied = pickle.loads(pickle.dumps(wrapped))
+    (r,) = params_of(copied)
+    p.grad = torch.ones_like(p)
+    r.grad = torch.ones_like(r)
+    optimizer.step()
+    copied.step()
+    assert torch.equal(p, r)
+
+
+@each_case
+def test_parameters_replaced_before_the_first_step(case: OptimizerCase) -> None:
+    """As Accelerate does when it shards; lower halves of split ones would be lost."""
+    p, optimizer = single(case)
+    other = copy.deepcopy(optimizer)
+    q = Parameter(p.detach().clone())
+    assert p.grad is not None
+    q.grad = p.grad.clone()
+    other.param_groups[0]["params"] = [q]
+    optimizer.step()
+    if case.is_split:
+        before = q.detach().clone()
+        with pytest.raises(ValueError, match="has lost its lower half"):
+            other.step()
+        assert torch.equal(q, before)
+    else:
+        other.step()
+        assert torch.equal(p, q)
+
+
+@each_case
+def test_wrapped_by_lightning(case: OptimizerCase) -> None:
+    """It makes a class that derives from the optimizer's, and copies no attribute."""
+    _, optimizer = single(case)
+    wrapped = LightningOptimizer(optimizer)
+    assert isinstance(wrapped, case.cls)
+    assert wrapped.defaults is optimizer.defaults
+    assert wrapped.param_groups is optimizer.param_groups
+    optimizer.step()
+    assert wrapped.state is optimizer.state
+    assert wrapped.state_dict().keys() == optimizer.state_dict().keys()
+
+
+@pytest.mark.usefixtures("accelerate")
+@each_case
+def test_made_by_the_trainer_of_transformers(case: OptimizerCase, tmp_path: Path) -> None:
+    """Its groups of parameters with and without weight decay, and keywords of a class."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, weight_decay=0.25, report_to="none"
+    )
+    kwargs = {**case.kwargs[-1], **case.always}
+    trainer = Trainer(model=model, args=arguments, optimizer_cls_and_kwargs=(case.cls, kwargs))
+    optimizer = trainer.create_optimizer()
+    assert type(optimizer) is case.cls
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    assert decays == [0.25, 0.0]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
