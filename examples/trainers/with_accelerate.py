@@ -7,6 +7,7 @@ on GPUs. To resume from a checkpoint, add ``--resume out/with_accelerate/checkpo
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType, set_seed
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import distributed, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -69,8 +70,9 @@ def main() -> None:
     name = type(optimizer.optimizer).__name__
     accelerator.print(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}")
     accelerator.save(weights, options.folder / "weights.pt")
-    accelerator.end_training()
 
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # DDP must be gone before its process group, else the process may abort or hang
+    distributed.destroy_process_group()

@@ -7,6 +7,7 @@ To resume from a checkpoint, add ``--resume out/with_lightning/epoch=1.ckpt``.
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ def main() -> None:
         name = type(trainer.optimizers[0]).__name__
         print(f"{name}: loss {model.losses[0]:.3f} to {model.losses[-1]:.3f}")
         torch.save(weights, options.folder / "weights.pt")
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # DDP must be gone before its process group, else the process may abort or hang
+    distributed.destroy_process_group()

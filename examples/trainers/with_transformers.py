@@ -7,11 +7,12 @@ checkpoint, add ``--resume out/with_transformers/checkpoint-20``.
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.data import TensorDataset
 from transformers import Trainer, TrainingArguments
 
@@ -78,3 +79,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # DDP must be gone before its process group, else the process may abort or hang
+    distributed.destroy_process_group()
