@@ -84,8 +84,8 @@ for case in CASES:
 
 
 def test_the_same_bits_whatever_the_number_of_threads() -> None:
-    """The driver obeys the process's affinity and its own variable."""
+    """Kernels run on as many as OpenMP's variable and the process's affinity allow."""
     outputs = [run(BITS), run(ONE_CORE + BITS)]
-    outputs += [run(BITS, CL_CONFIG_CPU_TBB_NUM_WORKERS=workers) for workers in ("1", "5")]
+    outputs += [run(BITS, OMP_NUM_THREADS=threads) for threads in ("1", "5")]
     assert len(outputs[0].splitlines()) == len(CASES)
     assert len(set(outputs)) == 1

@@ -129,8 +129,8 @@ print(hashlib.sha256(dropout(x, torch.tensor(1), 0.5).numpy().tobytes()).hexdige
 
 def test_the_same_bits_whatever_the_number_of_threads() -> None:
     printed = {run_script(ONE_CORE + BITS).stdout}
-    for workers in ("1", "2", "5"):
-        printed.add(run_script(BITS, CL_CONFIG_CPU_TBB_NUM_WORKERS=workers).stdout)
+    for threads in ("1", "2", "5"):
+        printed.add(run_script(BITS, OMP_NUM_THREADS=threads).stdout)
     assert len(printed) == 1
 
 
