@@ -7,8 +7,6 @@ import struct
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from fusedoptim.launch.parts import Parts
-
 WORD = 8
 LOCAL = struct.Struct("<5Q")
 """Memory of a work-group, as dpctl describes it: dimensions, type of the elements, and the size in
@@ -68,8 +66,8 @@ class Frame:
         """The kernel that ``kernel`` belongs to."""
         self.kernel: Any = None
         """OpenCL's handle, which keeps the arguments that it was given."""
-        self.parts = Parts()
-        """Of the launch, where it runs on torch's threads."""
+        self.parts: Any = None
+        """What a launch of ``kernel`` in parts takes."""
         self.given: bytes | None = None
         """The contents of the buffer when they were given."""
 

@@ -89,24 +89,28 @@ class DeviceKernel(Protocol):
         """Return when the kernel of this event has ended."""
 
 
+class Traits(NamedTuple):
+    """What is known of a kernel's source."""
+
+    is_short: bool = False
+    """Whether one group runs for some microseconds only and needs little memory of its own, so that
+    it may run on the calling thread while other Python threads wait."""
+    is_divisible: bool = False
+    """Whether a launch may be cut into parts: the kernel has one dimension, and a group's number is
+    ``get_group_id(0) + get_global_offset(1)``."""
+
+
+NO_TRAITS = Traits()
+"""Of a user's kernel."""
+
+
 class Program(Protocol):
     """A module that a driver has compiled."""
 
     def kernel(
-        self,
-        queue: Any,
-        name: str,
-        packing: Packing,
-        is_short: bool = False,
-        is_divisible: bool = False,
+        self, queue: Any, name: str, packing: Packing, traits: Traits = NO_TRAITS
     ) -> DeviceKernel:
-        """The kernel ``name`` on a ``dpctl.SyclQueue`` of the program's device.
-
-        With ``is_short``, one group runs for some microseconds only and needs little memory of its
-        own, so that it may run on the calling thread while other Python threads wait. With
-        ``is_divisible``, a launch may be cut into parts: the kernel has one dimension, and a
-        group's number is ``get_group_id(0) + get_global_offset(1)``.
-        """
+        """The kernel ``name`` on a ``dpctl.SyclQueue`` of the program's device."""
 
 
 class Compiler(Hashable, Protocol):

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from fusedoptim.launch.arguments import ONE_ADDRESS
-from fusedoptim.launch.backend import BuildError
+from fusedoptim.launch.backend import BuildError, Traits
 from fusedoptim.launch.devices import backend_of
 from fusedoptim.launch.modules import Module, load_module
+
+_TRAITS = Traits(is_short=True, is_divisible=True)
 
 
 class Kernel:
@@ -33,9 +35,7 @@ class Kernel:
         """The arithmetic dtype."""
         try:
             program = self.backend.compiler(queue).compile(module.spirv)
-            self.on_device = program.kernel(
-                queue, module.name, ONE_ADDRESS, is_short=True, is_divisible=True
-            )
+            self.on_device = program.kernel(queue, module.name, ONE_ADDRESS, _TRAITS)
             """What submits it."""
         except BuildError as error:
             raise RuntimeError(

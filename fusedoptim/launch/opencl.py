@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from fusedoptim.allocator import loaded_files, loaded_isa, processor_features
 from fusedoptim.launch.arguments import LOCAL, WORD, Frame, Packing
-from fusedoptim.launch.backend import BuildError, LaunchError, Limits
+from fusedoptim.launch.backend import NO_TRAITS, BuildError, LaunchError, Limits, Traits
 from fusedoptim.launch.cache import cached
 from fusedoptim.launch.opencl_api import (
     BINARIES,
@@ -41,7 +41,7 @@ from fusedoptim.launch.opencl_api import (
 )
 from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
 from fusedoptim.launch.order import Progress, on_host, wait_for_host
-from fusedoptim.launch.parts import Team, parts_of, team
+from fusedoptim.launch.parts import Parts, Team, parts_of, team
 
 _STACK = 64 << 10
 """Bytes that a kernel may take of the calling thread's stack."""
@@ -60,15 +60,10 @@ class OpenCLProgram(Owned):
         self.driver = driver
 
     def kernel(
-        self,
-        queue: Any,
-        name: str,
-        packing: Packing,
-        is_short: bool = False,
-        is_divisible: bool = False,
+        self, queue: Any, name: str, packing: Packing, traits: Traits = NO_TRAITS
     ) -> OpenCLKernel:
         """See :class:`fusedoptim.launch.backend.Program`; its queue is the driver's own."""
-        return OpenCLKernel(self, name, packing, is_short, is_divisible)
+        return OpenCLKernel(self, name, packing, traits)
 
 
 class Driver:
@@ -200,22 +195,14 @@ class _Sizes(NamedTuple):
 class OpenCLKernel:
     """A kernel on a driver's queue. Each frame has a handle, and so arguments, of its own."""
 
-    def __init__(
-        self,
-        program: OpenCLProgram,
-        name: str,
-        packing: Packing,
-        is_short: bool,
-        is_divisible: bool,
-    ) -> None:
+    def __init__(self, program: OpenCLProgram, name: str, packing: Packing, traits: Traits) -> None:
         self.program = program
         self._driver = program.driver
         self._opencl = program.driver.opencl
         self._name = name
         self._packing = packing
-        self._is_short = is_short
-        self._is_divisible = is_divisible
-        self._enqueue_here = self._opencl.enqueue if is_short else self._opencl.enqueue_long
+        self._is_short, self._is_divisible = traits
+        self._enqueue_here = self._opencl.enqueue if traits.is_short else self._opencl.enqueue_long
         values = packing.values
         self._by_value = [value.argument for value in values], [value.size for value in values]
 
@@ -234,19 +221,25 @@ class OpenCLKernel:
         last = len(items), None, *in_c, 0, None, None
         if group is None or self._driver.own_thread is None:
             return _Sizes(last)
-        groups = math.prod(items) // math.prod(group)
-        is_one = groups == 1
-        if not (is_one or self._is_divisible):
+        lanes = math.prod(group)
+        groups = math.prod(items) // lanes
+        if groups > 1 and not self._is_divisible:
             return _Sizes(last)
-        if not self._is_short and self.limits.private_mem_size * math.prod(group) > _STACK:
+        if not self._is_short and self.limits.private_mem_size * lanes > _STACK:
             return _Sizes(last)
-        return _Sizes(last, groups, math.prod(group))
+        return _Sizes(last, groups, lanes)
 
     def prepare(self, frame: Frame) -> None:
         """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
         if frame.owner is not self:
-            frame.given, frame.owner = None, self
+            frame.given = frame.owner = None
             frame.kernel = self._new_handle()
+            frame.parts = Parts(
+                enqueue=self._opencl.enqueue_address,
+                queue=self._driver.own_thread,
+                kernel=frame.kernel.handle,
+            )
+            frame.owner = self  # last: whatever interrupts this, the next call makes all of it
         now, before = frame.buffer.raw, frame.given
         if now == before:
             return
@@ -317,8 +310,6 @@ class OpenCLKernel:
         parts.next = parts.done = parts.status = 0
         parts.groups, parts.lanes = sizes.groups, sizes.lanes
         parts.each = -(-sizes.groups // count)
-        parts.enqueue, parts.queue = self._opencl.enqueue_address, self._driver.own_thread
-        parts.kernel = frame.kernel.handle
         region = threads.short_region if self._is_short and has_few else threads.region
         events.extend(starmap(region, ((threads.run_parts, ctypes.addressof(parts), 0, 0),)))
         if parts.status:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fusedoptim.allocator import is_forked, load_dpctl
 from fusedoptim.launch.arguments import WORD, Frame, Packing
-from fusedoptim.launch.backend import BuildError, LaunchError, Limits
+from fusedoptim.launch.backend import NO_TRAITS, BuildError, LaunchError, Limits, Traits
 from fusedoptim.launch.opencl import build_log
 from fusedoptim.launch.order import InFlight, in_flight_on, on_host, wait_for_host
 
@@ -147,12 +147,7 @@ class SyclProgram(NamedTuple):
     """See :class:`SyclCompiler`."""
 
     def kernel(
-        self,
-        queue: Any,
-        name: str,
-        packing: Packing,
-        is_short: bool = False,
-        is_divisible: bool = False,
+        self, queue: Any, name: str, packing: Packing, traits: Traits = NO_TRAITS
     ) -> SyclKernel:
         """See :class:`fusedoptim.launch.backend.Program`."""
         in_flight = in_flight_on(queue, self.is_ordered)

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fusedoptim.launch.arguments import Frame, Packing
-from fusedoptim.launch.backend import BuildError, Compiler, DeviceKernel, LaunchError
+from fusedoptim.launch.backend import (
+    NO_TRAITS,
+    BuildError,
+    Compiler,
+    DeviceKernel,
+    LaunchError,
+    Traits,
+)
 from fusedoptim.launch.backend import Program as BuiltProgram
 from fusedoptim.launch.devices import backend_of
 from fusedoptim.launch.sycl import ArgumentError, SyclKernel
@@ -46,7 +53,7 @@ class Program:
         name: str,
         packing: Packing,
         by_sycl: bool = False,
-        is_divisible: bool = False,
+        traits: Traits = NO_TRAITS,
     ) -> DeviceKernel:
         """The kernel ``name`` on a ``dpctl.SyclQueue``, built at the first call for its device.
 
@@ -55,7 +62,7 @@ class Program:
             name: of the kernel.
             packing: of its arguments.
             by_sycl: whether SYCL must launch it.
-            is_divisible: see :class:`fusedoptim.launch.backend.Program`.
+            traits: of its source.
 
         Raises:
             InvalidModuleError: the module needs what the device lacks.
@@ -76,7 +83,7 @@ class Program:
                         f"{error.log or 'it gives no reason'}",
                         error.log,
                     ) from error
-            return self._built[compiler].kernel(queue, name, packing, is_divisible=is_divisible)
+            return self._built[compiler].kernel(queue, name, packing, traits)
 
 
 def check_capabilities(facts: ModuleFacts, device: Any) -> None:
@@ -106,7 +113,7 @@ class Built:
         program: Program,
         name: str,
         signature: Signature,
-        is_divisible: bool = False,
+        traits: Traits = NO_TRAITS,
     ) -> None:
         device = queue.sycl_device
         self.queue = queue
@@ -115,8 +122,7 @@ class Built:
         self._device = device.name
         self._required = program.facts.entries[name].local_size
         self._signature = signature
-        packing = signature.packing
-        self._waited = program.kernel(queue, name, packing, is_divisible=is_divisible)
+        self._waited = program.kernel(queue, name, signature.packing, traits=traits)
         self.limits = self._waited.limits
         self._most_each = tuple(map(int, reversed(device.max_work_item_sizes3d)))
         self.local_memory = int(device.local_mem_size)

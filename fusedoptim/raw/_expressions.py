@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedoptim.launch.backend import LaunchShape
+from fusedoptim.launch.backend import LaunchShape, Traits
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.raw import _parameters
 from fusedoptim.raw._parameters import Dtype, Operand
@@ -38,7 +38,7 @@ class NewOutput(NamedTuple):
 class GeneratedKernel(RawKernel):
     """A kernel whose source says which group it is in a launch that is cut into parts."""
 
-    _is_divisible = True
+    _traits = Traits(is_divisible=True)
 
 
 class Plan(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 
 from fusedoptim._torch_private import disable_dynamo, increment_version
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
+from fusedoptim.launch.backend import NO_TRAITS
 from fusedoptim.launch.devices import backend_of, named_queue, queue_of
 from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Built, Program, Size
@@ -148,7 +149,7 @@ class RawKernel:
         tensor([1.5000, 1.5000, 1.5000])
     """
 
-    _is_divisible = False  # see fusedoptim.launch.backend.Program
+    _traits = NO_TRAITS
 
     def __init__(
         self,
@@ -395,8 +396,8 @@ class RawKernel:
         if built is None:
             signature = self._signature or self._find()
             with self._lock:
-                program, divisible = self._module._program, self._is_divisible
-                built = Built(chosen, program, self.name, signature, divisible)
+                program = self._module._program
+                built = Built(chosen, program, self.name, signature, self._traits)
                 built = self._built.setdefault(chosen, built)
                 if isinstance(self.device, str) and self.device == "cpu" and chosen is queue("cpu"):
                     self._on_cpu = built

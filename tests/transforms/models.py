@@ -53,13 +53,14 @@ def _cnn() -> nn.Module:
     )
 
 
-def _transformers() -> Any:
+def transformers_package() -> Any:
+    """transformers; the test is skipped without it."""
     return pytest.importorskip("transformers", reason="pip install transformers")
 
 
 def _bert() -> nn.Module:
     """Its word embeddings are the weight of its last layer too, and a bias has two owners."""
-    transformers = _transformers()
+    transformers = transformers_package()
     config = transformers.BertConfig(
         vocab_size=50,
         hidden_size=32,
@@ -86,7 +87,7 @@ def _wide(values: Tensor) -> torch.dtype:
 
 
 def _resnet() -> nn.Module:
-    transformers = _transformers()
+    transformers = transformers_package()
     config = transformers.ResNetConfig(
         embedding_size=8,
         hidden_sizes=[8, 16],
@@ -169,7 +170,7 @@ def _gan_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
 
 
 def _gpt2() -> nn.Module:
-    transformers = _transformers()
+    transformers = transformers_package()
     config = transformers.GPT2Config(
         vocab_size=50,
         n_positions=16,

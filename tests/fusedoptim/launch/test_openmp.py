@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 
 import pytest
 import torch
-from torch.nn import Parameter
 
-import fusedoptim
 from allocator import queue
-from fusedoptim import FusedSGD
 from fusedoptim.launch import opencl, openmp
 from fusedoptim.launch.opencl import driver_of
-from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
-from tests.fusedoptim.helpers import run_in_threads, run_script
-from tests.interrupts import InterruptAt, interrupted
+from fusedoptim.launch.openmp import call_and_wake, put_to_sleep, wake
+from tests.fusedoptim.helpers import run_script
+from tests.fusedoptim.launch.long_steps import is_in_region, long_step
 
 SEVEN = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 7)
 
@@ -26,16 +22,6 @@ SEVEN = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 7)
 def by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches run on the driver's threads, as where torch's cannot run them."""
     monkeypatch.setattr(opencl, "team", lambda: None)
-
-
-def is_in_region() -> bool:
-    return bool(ctypes.CDLL(None).omp_in_parallel())
-
-
-def long_step(lr: float = 0.5) -> tuple[Parameter, FusedSGD]:
-    param = Parameter(torch.zeros(4, WORTH_SLEEPING // 3))
-    param.grad = torch.ones_like(param)
-    return param, FusedSGD([param], lr=lr)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing spins")
@@ -75,7 +61,7 @@ def test_threads_that_sleep_already_are_left_alone(policy: str) -> None:
     import os, time, torch
     from fusedoptim.launch import opencl, openmp
     opencl.team = lambda: None
-    from tests.fusedoptim.launch.test_openmp import long_step
+    from tests.fusedoptim.launch.long_steps import long_step
     before = set(os.listdir("/proc/self/task"))
     torch.ones(1_000_000).add(1)
     (thread,) = set(os.listdir("/proc/self/task")) - before
@@ -156,44 +142,3 @@ def test_refused_launch(monkeypatch: pytest.MonkeyPatch) -> None:
             optimizer.step()
     assert not is_in_region()
     optimizer.step()
-
-
-def test_steps_in_threads_of_their_own() -> None:
-    """Threads that never ran a region before, and end."""
-    made = [long_step() for _ in range(4)]
-    run_in_threads(*(lambda o=optimizer: [o.step() for _ in range(20)] for _, optimizer in made))
-    for param, _ in made:
-        assert (param == -10).all()
-
-
-def test_interrupted_wherever_python_looks_for_it() -> None:
-    param, optimizer = long_step()
-    optimizer.step()
-    for n in range(1000):
-        before = float(param.detach()[0, 0])
-        torch.ones(1_000_000).add(1)
-        with InterruptAt(n, "polls", within=fusedoptim, since="submit") as interrupt:
-            optimizer.step()
-        assert not is_in_region()
-        assert torch.is_grad_enabled()
-        after = float(param.detach()[0, 0])
-        assert after in (before, before - 0.5)
-        assert (param == after).all()
-        if not interrupt.has_raised:
-            break
-    assert 3 < n < 1000
-
-
-def test_interrupted_at_any_moment() -> None:
-    param, optimizer = long_step(lr=0.0)
-
-    def step(choose: random.Random) -> None:
-        assert not is_in_region()
-        assert torch.is_grad_enabled()
-        torch.ones(1_000_000).add(1)
-        optimizer.step()
-
-    interrupted(step, count=500, most=1e-3)
-    assert not is_in_region()
-    optimizer.step()
-    assert (param == 0).all()

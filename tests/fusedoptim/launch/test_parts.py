@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import random
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,17 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-import fusedoptim
 from allocator import queue
-from fusedoptim import FusedAdamW, FusedLamb, FusedSGD
+from fusedoptim import FusedAdamW, FusedLamb
 from fusedoptim.launch import opencl, parts
 from fusedoptim.launch.modules import ModuleError
 from fusedoptim.launch.opencl import driver_of
 from fusedoptim.launch.parts import parts_of
 from fusedoptim.nn.functional import dropout
 from fusedoptim.raw import ElementwiseKernel, ReductionKernel
-from tests.fusedoptim.helpers import SideBySide, each_class, run_in_threads, run_script
-from tests.interrupts import InterruptAt, interrupted
+from tests.fusedoptim.helpers import SideBySide, each_class, run_script
+from tests.fusedoptim.launch.long_steps import long_step
 from tests.optimizer_cases import OptimizerCase
-
-LONG = 300_000
-"""Elements of a launch that is run in parts, while other Python threads go on."""
 
 
 @pytest.fixture(params=[1, 2, 7])
@@ -43,12 +39,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few groups, so that launches over few elements have many."""
     monkeypatch.setattr(parts, "_LEAST", 1)
     monkeypatch.setattr(parts, "_MANY", 1)
-
-
-def long_step(lr: float = 0.5) -> tuple[Parameter, FusedSGD]:
-    param = Parameter(torch.zeros(4, LONG // 3))
-    param.grad = torch.ones_like(param)
-    return param, FusedSGD([param], lr=lr)
 
 
 def test_number_of_parts() -> None:
@@ -116,7 +106,7 @@ def test_no_more_threads_than_torch_may_use() -> None:
     """Neither torch's others nor the driver's take part in a step."""
     script = """
     import os, time, torch
-    from tests.fusedoptim.launch.test_parts import long_step
+    from tests.fusedoptim.launch.long_steps import long_step
 
     def times():
         return {t: open(f"/proc/self/task/{t}/stat").read().rpartition(")")[2].split()[11:13]
@@ -135,13 +125,6 @@ def test_no_more_threads_than_torch_may_use() -> None:
     assert run_script(script, OMP_NUM_THREADS="1").stdout == "none\n"
 
 
-def test_steps_of_several_python_threads() -> None:
-    made = [long_step() for _ in range(4)]
-    run_in_threads(*(lambda o=optimizer: [o.step() for _ in range(20)] for _, optimizer in made))
-    for param, _ in made:
-        assert (param == -10).all()
-
-
 Enqueue = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 9)
 
 
@@ -151,53 +134,26 @@ def test_refused(has_run: int, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = driver_of(queue("cpu").sycl_device)
     assert driver is not None
     enqueue = Enqueue(driver.opencl.enqueue_address)
-    calls = []
+    answers = itertools.repeat(True)
 
     def refusing(*arguments: Any) -> int:
-        calls.append(arguments)
-        return enqueue(*arguments) if len(calls) <= has_run else -5  # out of resources
+        return enqueue(*arguments) if next(answers) else -5  # out of resources
 
     replaced = Enqueue(refusing)
+    address = ctypes.cast(replaced, ctypes.c_void_p).value
+    monkeypatch.setattr(driver.opencl, "enqueue_address", address)
+    monkeypatch.setattr(opencl, "parts_of", lambda *_: 4)
     param, optimizer = long_step()
     optimizer.step()
-    monkeypatch.setattr(opencl, "parts_of", lambda *_: 4)
-    with monkeypatch.context() as patch:
-        address = ctypes.cast(replaced, ctypes.c_void_p).value
-        patch.setattr(driver.opencl, "enqueue_address", address)
-        what = "part of its results; load a checkpoint" if has_run else "OpenCL's error -5"
-        with pytest.raises(RuntimeError, match=what):
-            optimizer.step()
+    answers = itertools.chain([True] * has_run, itertools.repeat(False))
+    what = "part of its results; load a checkpoint" if has_run else "OpenCL's error -5"
+    with pytest.raises(RuntimeError, match=what):
+        optimizer.step()
+    answers = itertools.repeat(True)
     assert bool((param == -0.5).all()) == (not has_run)
     param.detach().fill_(0)
     optimizer.step()
     assert (param == -0.5).all()
-
-
-def test_interrupted_wherever_python_looks_for_it() -> None:
-    param, optimizer = long_step()
-    optimizer.step()
-    for n in range(1000):
-        before = float(param.detach()[0, 0])
-        with InterruptAt(n, "polls", within=fusedoptim, since="submit") as interrupt:
-            optimizer.step()
-        after = float(param.detach()[0, 0])
-        assert after in (before, before - 0.5)
-        assert (param == after).all()
-        if not interrupt.has_raised:
-            break
-    assert 3 < n < 1000
-
-
-def test_interrupted_at_any_moment() -> None:
-    param, optimizer = long_step(lr=0.0)
-
-    def step(choose: random.Random) -> None:
-        torch.ones(1_000_000).add(1)
-        optimizer.step()
-
-    interrupted(step, count=500, most=1e-3)
-    optimizer.step()
-    assert (param == 0).all()
 
 
 class TestCode:

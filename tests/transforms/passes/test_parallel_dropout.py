@@ -17,6 +17,7 @@ from fusedoptim import transforms
 from fusedoptim.nn import Dropout, MultiheadAttention, functional
 from tests.running import check_script
 from tests.transforms.helpers import fingerprint
+from tests.transforms.models import transformers_package
 
 KNOB = "parallel_dropout"
 
@@ -226,7 +227,7 @@ NAME = "fusedoptim_sdpa"
 
 
 def bert(attention: str = "sdpa", drop: float = 0.1, **options: Any) -> Any:
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    transformers = transformers_package()
     config = transformers.BertConfig(
         vocab_size=50,
         hidden_size=32,
@@ -242,7 +243,7 @@ def bert(attention: str = "sdpa", drop: float = 0.1, **options: Any) -> Any:
 
 
 def gpt() -> Any:
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    transformers = transformers_package()
     config = transformers.GPT2Config(
         vocab_size=50,
         n_positions=16,
@@ -257,7 +258,7 @@ def gpt() -> Any:
 
 def llama() -> Any:
     """Heads of queries share those of keys."""
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    transformers = transformers_package()
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1,
@@ -268,7 +269,7 @@ def llama() -> Any:
 
 def t5() -> Any:
     """Its masks are learned."""
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    transformers = transformers_package()
     config = transformers.T5Config(
         vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4,
         bos_token_id=0, eos_token_id=0, pad_token_id=0,
