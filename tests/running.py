@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
 """Begins a script that runs on one core: the driver obeys the process's affinity."""
@@ -49,6 +51,19 @@ def in_fork(call: Callable[[], object]) -> None:
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def at_each_thread_count(call: Callable[[], Any]) -> list[Any]:
+    """What a call returns when torch may use 1, 2 and 5 threads, which kernels run on, too."""
+    before = torch.get_num_threads()
+    returned = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            returned.append(call())
+    finally:
+        torch.set_num_threads(before)
+    return returned
 
 
 def in_threads(function: Callable[..., Any], *arguments: Any, count: int = 0) -> None:

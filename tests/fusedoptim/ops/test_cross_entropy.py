@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusedoptim.ops import cross_entropy
-from tests.fusedoptim.helpers import assert_within, run_script
-from tests.running import ONE_CORE
+from tests.fusedoptim.helpers import assert_within
+from tests.running import at_each_thread_count
 from tests.tolerances import cross_entropy_errors
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -120,20 +120,18 @@ class TestValues:
         assert torch.equal(target, before[1])
 
 
-BITS = """
-import hashlib, torch
-from fusedoptim.ops import cross_entropy
-torch.manual_seed(7)
-logits = torch.randn(300, 5000, requires_grad=True)
-loss, _ = cross_entropy(logits, torch.randint(5000, (300,)))
-loss.sum().backward()
-print(hashlib.sha256(loss.detach().numpy().tobytes() + logits.grad.numpy().tobytes()).hexdigest())
-"""
-
-
 def test_the_same_bits_whatever_the_number_of_threads() -> None:
-    printed = {run_script(ONE_CORE + BITS).stdout, run_script(BITS).stdout}
-    assert len(printed) == 1
+    logits, target = inputs(300, 5000)
+    logits.requires_grad_()
+
+    def call() -> tuple[Tensor, Tensor]:
+        loss, _ = cross_entropy(logits, target)
+        return loss, gradient(loss, logits)
+
+    first, *others = at_each_thread_count(call)
+    for other in others:
+        assert torch.equal(first[0], other[0])
+        assert torch.equal(first[1], other[1])
 
 
 class TestGradient:
