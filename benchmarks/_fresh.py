@@ -120,7 +120,7 @@ def training(model: str, configuration: str) -> dict[str, Any]:
     return train(model, configuration)._asdict() | {"peak": _peak()}
 
 
-def varied(workload: str, kept: str) -> dict[str, float]:
+def varied(workload: str, kept: str, seed: str) -> dict[str, float]:
     """Seconds, system time and page faults of an iteration, and the peak of the resident memory.
 
     All but the peak are of the second half of a workload of :mod:`benchmarks._varied`.
@@ -131,7 +131,7 @@ def varied(workload: str, kept: str) -> dict[str, float]:
     if kept == "True":
         keep_memory()
     run, iterations = WORKLOADS[workload]
-    running = run()
+    running = run(int(seed))
     for _ in range(iterations // 2):
         next(running)
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)

@@ -16,23 +16,22 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks._models import resnet50
 from benchmarks._training import LR, gpt, new_gpt
 
-SEED = 0
 THREADS, WORKERS, CLASSES = 4, 2, 10
 
 
-def training() -> Iterator[None]:
+def training(seed: int) -> Iterator[None]:
     """Train the GPT of :mod:`benchmarks._training` on 1 to 4 sequences of 16 to 128 words."""
     model = gpt().model.train()
-    yield from _trained_gpt(model, 20_000, 4, random.Random(SEED))
+    yield from _trained_gpt(model, 20_000, 4, random.Random(seed))
 
 
-def threads() -> Iterator[None]:
+def threads(seed: int) -> Iterator[None]:
     """Train a small GPT for each thread; whichever thread is free takes the next model."""
     torch.set_num_threads(1)
     words = 5000
     models = [new_gpt(words, layers=2, width=128, heads=4) for _ in range(THREADS)]
     trainings = [
-        _trained_gpt(model, words, 8, random.Random(seed)) for seed, model in enumerate(models)
+        _trained_gpt(model, words, 8, random.Random(seed + i)) for i, model in enumerate(models)
     ]
     with ThreadPoolExecutor(THREADS) as pool:
         while True:
@@ -60,15 +59,15 @@ class _Images(Dataset[tuple[Tensor, int]]):
         return interpolate(image, size=(size, size))[0], number % CLASSES
 
 
-def _batches() -> Iterator[list[tuple[int, int]]]:
+def _batches(seed: int) -> Iterator[list[tuple[int, int]]]:
     """Indices of 1 to 16 images of 32 to 128 pixels."""
-    shapes = random.Random(SEED)
+    shapes = random.Random(seed)
     while True:
         size = shapes.randrange(32, 129, 4)
         yield [(number, size) for number in range(shapes.randint(1, 16))]
 
 
-def loaded() -> Iterator[None]:
+def loaded(seed: int) -> Iterator[None]:
     """Train a convolutional network on batches from a DataLoader's workers."""
 
     def block(channels_in: int, channels: int) -> list[nn.Module]:
@@ -78,7 +77,7 @@ def loaded() -> Iterator[None]:
     pooled = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES)]
     model = nn.Sequential(*block(3, 32), *block(32, 64), *block(64, 128), *pooled)
     optimizer = AdamW(model.parameters(), lr=LR, fused=True)
-    loader = DataLoader(_Images(), batch_sampler=_batches(), num_workers=WORKERS)  # type: ignore[arg-type]  # needs no length
+    loader = DataLoader(_Images(), batch_sampler=_batches(seed), num_workers=WORKERS)  # type: ignore[arg-type]  # needs no length
     for images, labels in loader:
         cross_entropy(model(images), labels).backward()
         optimizer.step()
@@ -86,7 +85,7 @@ def loaded() -> Iterator[None]:
         yield
 
 
-def inference() -> Iterator[None]:
+def inference(_: int) -> Iterator[None]:
     """Run ResNet-50 on 16 images."""
     model, images = resnet50().eval(), torch.randn(16, 3, 224, 224)
     with torch.no_grad():
@@ -96,9 +95,9 @@ def inference() -> Iterator[None]:
 
 
 class Workload(NamedTuple):
-    """What to run, without an end, and how many iterations of it."""
+    """What to run, with shapes from a seed and without an end, and how many iterations of it."""
 
-    run: Callable[[], Iterator[None]]
+    run: Callable[[int], Iterator[None]]
     iterations: int
 
 

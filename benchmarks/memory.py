@@ -1,6 +1,7 @@
 """Page faults and memory with and without keep_memory: ``python -m benchmarks.memory``.
 
-Each run is a process of its own. The peak is the largest memory that was resident, in a
+Each run is a process of its own, and each round has other shapes; the last column has the ratio of
+the peaks of each round. The peak is the largest memory that was resident, in a
 DataLoader's workers too.
 """
 
@@ -19,11 +20,14 @@ WAYS = (FREED, "kept")
 
 
 def table(workload: str, rounds: int | None) -> Table:
-    """Run a workload in each way in turn: 3 processes of each, or as many as ``rounds`` says."""
+    """Run a workload in each way in turn: 3 processes of each, or as many as ``rounds`` says.
+
+    The shapes of a round are the same for each way, and others than in the round before.
+    """
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for _ in range(rounds or 3):
+    for seed in range(rounds or 3):
         for way in WAYS:
-            runs[way].append(measured("varied", workload, str(way != FREED)))
+            runs[way].append(measured("varied", workload, str(way != FREED), str(seed)))
     medians = {
         way: {name: statistics.median(run[name] for run in found) for name in found[0]}
         for way, found in runs.items()
@@ -35,11 +39,13 @@ def table(workload: str, rounds: int | None) -> Table:
             f"{figures['system'] * 1e3:.1f}",
             f"{figures['faults']:,.0f}",
             f"{figures['peak'] / 2**20:,.0f}",
-            f"{figures['peak'] / medians[FREED]['peak']:.2f}",
+            " ".join(
+                f"{run['peak'] / freed['peak']:.2f}" for run, freed in zip(runs[way], runs[FREED])
+            ),
         ]
         for way, figures in medians.items()
     ]
-    header = ["freed memory", "ms", "system ms", "faults", "peak MiB", "ratio"]
+    header = ["freed memory", "ms", "system ms", "faults", "peak MiB", "ratios"]
     iterations = WORKLOADS[workload].iterations
     return Table(f"{workload}: medians of an iteration, after {iterations // 2}", header, rows)
 

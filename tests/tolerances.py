@@ -277,6 +277,38 @@ def cross_entropy_errors(
     return loss_error.squeeze(1), stored
 
 
+def gelu_errors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The most by which GELU by tanh, and its derivative, may be off.
+
+    Args:
+        x: in float64, with values of ``dtype``.
+        dtype: of the values; the kernels compute in its arithmetic dtype.
+    """
+    arithmetic = ARITHMETIC[dtype]
+    u, tiny = unit_roundoff(arithmetic), torch.finfo(arithmetic).tiny
+    slope = 2 * math.sqrt(2 / math.pi)
+    exponent = slope * x * (1 + 0.044715 * x**2)
+    sigma = torch.sigmoid(exponent)
+    # Of e^-2u: six roundings of its exponent, and its own. 1 + e^-2u is 1 / sigma.
+    off = (1 - sigma) * u * (6 * exponent.abs() + 2 * BUILTIN_ULPS["exp"])
+    off = off + u * (1 + 5)  # _QUOTIENT, of float32
+    value = x.abs() * sigma
+    error = (off + u) * value + tiny * x.abs()
+    factor = x.abs() * slope * (1 + 3 * 0.044715 * x**2)
+    term = factor * sigma
+    complement = sigma * off + u * (1 - sigma)
+    of_term = term * (complement + (1 - sigma) * (off + 6 * u)) + tiny * (
+        2 + factor
+    )  # sigma may be flushed to zero
+    of_slope = of_term + off * sigma + 2 * u * (term * (1 - sigma) + sigma)
+    stored = (unit_roundoff(dtype) * (1 + off), torch.finfo(dtype).tiny)
+    slopes = sigma + term * (1 - sigma)
+    return (
+        error + stored[0] * value + stored[1],
+        of_slope + stored[0] * slopes + stored[1],
+    )
+
+
 class Perturbed(TorchDispatchMode):
     """Runs a float64 computation with all the roundings that one in ``dtype`` may make.
 

@@ -42,6 +42,7 @@ def optimize(
     split_master_weight_for_bf16: bool | None = None,
     fuse_update_step: bool | None = None,
     parallel_dropout: bool | None = None,
+    fuse_gelu: bool | None = None,
     auto_channels_last: bool | None = None,
     sample_input: Any = None,
 ) -> Any:
@@ -82,6 +83,8 @@ def optimize(
         parallel_dropout: in training, draw the masks of each ``torch.nn.Dropout`` and
             ``torch.nn.MultiheadAttention``, and of the "sdpa" attention of transformers' models, on
             all cores. The random numbers follow ``torch.manual_seed``, but are others than torch's.
+        fuse_gelu: in training, compute ``torch.nn.GELU("tanh")``, and the modules of transformers
+            that compute the same, by a kernel forward and one backward.
         auto_channels_last: lay out the weights of convolutions in channels_last. None, at level
             "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
             a ``sample_input``, if that is faster. True: always.
@@ -123,6 +126,7 @@ def optimize(
             the step of torch.optim.adamw.AdamW is now that of FusedAdamW: optimizer
         parallel_dropout                 1     0          0 B
             mask drawn on all cores, and again in backward: 2
+        fuse_gelu                        0     0          0 B
         auto_channels_last               1     0          0 B
             weight in channels_last: 0
         split_master_weight_for_bf16     2     2        448 B

@@ -1,8 +1,9 @@
 """Modules over :mod:`fusedoptim.ops`: drop-ins for their namesakes of ``torch.nn``."""
 
 from fusedoptim.nn import functional
+from fusedoptim.nn.activation import GELU
 from fusedoptim.nn.attention import MultiheadAttention
 from fusedoptim.nn.dropout import Dropout
 from fusedoptim.nn.loss import CrossEntropyLoss
 
-__all__ = ["CrossEntropyLoss", "Dropout", "MultiheadAttention", "functional"]
+__all__ = ["GELU", "CrossEntropyLoss", "Dropout", "MultiheadAttention", "functional"]

@@ -12,11 +12,13 @@ from fusedoptim._torch_private import is_forward_mode, transform_level
 from fusedoptim.ops._attention import attention
 from fusedoptim.ops._launching import is_served
 
-__all__ = ["cross_entropy", "dropout", "scaled_dot_product_attention"]
+__all__ = ["cross_entropy", "dropout", "gelu", "scaled_dot_product_attention"]
 
 _REDUCTIONS = ("none", "mean", "sum")
 MIN_FUSED = 1 << 20
 """Logits from which a kernel is quicker than torch, in spite of what its launch costs."""
+MIN_ACTIVATED = 1 << 17
+"""Elements from which that is so of GELU."""
 
 
 def _new_seed(device: torch.device) -> Tensor:
@@ -142,6 +144,41 @@ def dropout(
         return torch.nn.functional.dropout(input, p, training, inplace)
     output = ops.dropout(input, _new_seed(input.device), p)
     return input.copy_(output) if inplace else output
+
+
+def gelu(
+    input: Tensor,  # noqa: A002 (torch's name)
+    approximate: str = "none",
+) -> Tensor:
+    r"""GELU, by a kernel forward and one backward if it is approximate.
+
+    .. math::
+        y = \tfrac12 x \Big(1 + \tanh\big(\sqrt{2/\pi}\,(x + 0.044715\,x^3)\big)\Big)
+
+    16-bit values are computed in float32 and rounded once. The exact function, fewer than 131,072
+    elements, for which a launch costs more than the kernel gains, and calls inside a ``torch.func``
+    transform or forward-mode differentiation go to torch's own function.
+
+    Args:
+        input: x, of any shape.
+        approximate: "tanh" as above, or "none": exact, by torch.
+
+    Returns:
+        a new tensor of the same dtype.
+
+    Raises:
+        RuntimeError: another ``approximate``.
+
+    Example:
+        >>> import torch
+        >>> gelu(torch.tensor([-1.0, 1.0]), approximate="tanh")
+        tensor([-0.1588,  0.8412])
+
+    Semantics: ``torch.nn.functional.gelu`` of torch 2.13.
+    """
+    if approximate == "tanh" and input.numel() >= MIN_ACTIVATED and is_ours(input):
+        return ops.gelu_tanh(input)
+    return torch.nn.functional.gelu(input, approximate=approximate)
 
 
 def scaled_dot_product_attention(

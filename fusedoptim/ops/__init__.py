@@ -8,5 +8,6 @@ differentiation take them, as torch has no rules for either. Modules over them a
 
 from fusedoptim.ops._cross_entropy import cross_entropy
 from fusedoptim.ops._dropout import dropout
+from fusedoptim.ops._gelu import gelu_tanh
 
-__all__ = ["cross_entropy", "dropout"]
+__all__ = ["cross_entropy", "dropout", "gelu_tanh"]

@@ -38,6 +38,7 @@ SEED = 0
 each_task = pytest.mark.parametrize("task", TASKS)
 each_dtype = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 FUSE, SPLIT = "fuse_update_step", "split_master_weight_for_bf16"
+BY_DEFAULT = ("parallel_dropout", "fuse_gelu", "auto_channels_last")
 
 
 def _loss(model: nn.Module, task: Task, generator: torch.Generator, dtype: Any) -> Tensor:
@@ -373,12 +374,12 @@ class TestKnobs:
     @pytest.mark.parametrize(
         ("asked", "passes"),
         [
-            ({}, [FUSE, "parallel_dropout", "auto_channels_last"]),
-            ({"dtype": torch.bfloat16}, [FUSE, "parallel_dropout", "auto_channels_last", SPLIT]),
+            ({}, [FUSE, *BY_DEFAULT]),
+            ({"dtype": torch.bfloat16}, [FUSE, *BY_DEFAULT, SPLIT]),
             ({"level": "O0"}, []),
             ({"level": "O0", FUSE: True}, [FUSE]),
             ({"level": "O0", FUSE: True, SPLIT: True, "dtype": torch.bfloat16}, [FUSE, SPLIT]),
-            ({FUSE: False}, ["parallel_dropout", "auto_channels_last"]),
+            ({FUSE: False}, [*BY_DEFAULT]),
         ],
     )
     def test_defaults(self, asked: dict[str, Any], passes: list[str]) -> None:

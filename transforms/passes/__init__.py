@@ -11,6 +11,7 @@ from transforms.passes.cast import Cast
 from transforms.passes.channels_last import ChannelsLast
 from transforms.passes.drop_dropout import DropDropout
 from transforms.passes.fold_batch_norm import FoldIntoConvolutions, FoldIntoLinears
+from transforms.passes.fuse_gelu import FuseGELU
 from transforms.passes.fuse_step import FuseStep
 from transforms.passes.parallel_dropout import ParallelDropout
 from transforms.passes.protocol import Pass
@@ -25,7 +26,13 @@ INFERENCE: Sequence[Pass] = (
     _CHANNELS_LAST,
 )
 """For a model in eval mode: passes that change values first, the layout last."""
-TRAINING: Sequence[Pass] = (FuseStep(), ParallelDropout(), _CHANNELS_LAST, SplitWeights())
+TRAINING: Sequence[Pass] = (
+    FuseStep(),
+    ParallelDropout(),
+    FuseGELU(),
+    _CHANNELS_LAST,
+    SplitWeights(),
+)
 """For a model and its optimizer: FuseStep first, as it may raise; SplitWeights last, so that
 halves copy the layout of the weights."""
 KNOBS = {each.knob for each in (*INFERENCE, *TRAINING)} - {Cast.knob}

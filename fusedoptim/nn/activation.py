@@ -1,0 +1,37 @@
+"""GELU by a kernel forward and one backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedoptim.nn import functional
+
+__all__ = ["GELU"]
+
+
+class GELU(torch.nn.GELU):
+    """``torch.nn.GELU`` whose approximation by a hyperbolic tangent is a kernel each way.
+
+    Args:
+        approximate: "tanh", or "none" for torch's own exact function.
+
+    Raises:
+        RuntimeError: another ``approximate``, in the call.
+
+    Example:
+        >>> import torch
+        >>> GELU("tanh")(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+
+    Semantics: ``torch.nn.GELU`` of torch 2.13; see :func:`fusedoptim.nn.functional.gelu` for what
+    the kernel takes.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        """The activation.
+
+        Args:
+            input: of any shape.
+        """
+        return functional.gelu(input, approximate=self.approximate)

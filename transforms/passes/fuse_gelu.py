@@ -1,0 +1,76 @@
+"""Pass: compute approximate GELUs by a kernel forward and one backward.
+
+The class of each ``torch.nn.GELU("tanh")``, and of the modules of transformers that compute the
+same in single operations, becomes :class:`fusedoptim.nn.GELU`: the object and its hooks stay.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fusedoptim.nn import GELU
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
+from transforms.tracing.modules import plain_kind
+
+_EXCHANGED = "_fusedoptim_gelu"
+_MODULE = "transformers.activations"
+_NAMES = ("NewGELUActivation", "FastGELUActivation", "GELUTanh")
+"""The approximation in single operations, or a call of torch's."""
+
+
+class FuseGELU(Pass):
+    """Exchanges approximate GELUs for ours; exact ones stay torch's, and are not reported."""
+
+    knob = "fuse_gelu"
+
+    def run(self, job: Job) -> list[Entry]:
+        """Exchange classes."""
+        kinds = _kinds()
+        entries = []
+        for name, module in job.model.named_modules():
+            if not _is_approximate(module, kinds):
+                continue
+            reason = _objection(module, kinds)
+            if reason is None:
+                job.undo.callback(_revert, module)
+                vars(module)[_EXCHANGED] = type(module), vars(module).get("approximate")
+                module.__class__ = GELU
+                module.approximate = "tanh"
+            what = "one kernel forward, and one backward"
+            entries.append(Entry(name, reason or what, done=reason is None))
+        return entries
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Restore the classes of the modules."""
+        for module in model.modules():
+            _revert(module)
+
+
+def _kinds() -> tuple[type[nn.Module], ...]:
+    """The classes that compute the approximation; transformers' only if it is imported."""
+    library = sys.modules.get(_MODULE)
+    others = (getattr(library, name, None) for name in _NAMES)
+    return (nn.GELU, *(kind for kind in others if kind is not None))
+
+
+def _is_approximate(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    if isinstance(module, GELU) or not isinstance(module, kinds):
+        return False
+    return not isinstance(module, nn.GELU) or module.approximate == "tanh"
+
+
+def _objection(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str | None:
+    if type(module) in kinds and plain_kind(module, (type(module),)):
+        return None
+    return f"overrides GELU: {type(module).__name__} may differ from it"
+
+
+def _revert(module: nn.Module) -> None:
+    if (before := vars(module).pop(_EXCHANGED, None)) is not None:
+        module.__class__, approximate = before
+        if approximate is None:
+            del module.approximate
