@@ -113,11 +113,48 @@ def optimize_memory(purpose: str, dtype: str) -> dict[str, float]:
     return {"seconds": seconds, "peak": peak, "after": rest}
 
 
+def state_step(optimizer: str, arguments: str, model: str) -> dict[str, Any]:
+    """Seconds of the first step and of 20 later ones, and the bytes of state for each weight.
+
+    Args:
+        optimizer: its path, such as "torch.optim:AdamW".
+        arguments: of it, as JSON; "torch.bfloat16" is that dtype.
+        model: name of the shapes.
+    """
+    given = {
+        k: torch.bfloat16 if v == "torch.bfloat16" else v for k, v in json.loads(arguments).items()
+    }
+    params = _params(model, torch.float32)
+    stepped = _named(optimizer)(params, lr=1e-9, **given)
+    seconds = []
+    for _ in range(23):
+        start = time.perf_counter()
+        stepped.step()
+        seconds.append(time.perf_counter() - start)
+    held = sum(_held(value) for state in stepped.state.values() for value in state.values())
+    count = sum(p.numel() for p in params)
+    return {"first": seconds[0], "seconds": seconds[3:], "bytes": held / count}
+
+
+def _held(value: Any) -> int:
+    """Bytes of a tensor, or of those that a subclass wraps."""
+    if hasattr(value, "__tensor_flatten__"):
+        return sum(_held(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.nbytes if isinstance(value, Tensor) else 0
+
+
 def training(model: str, configuration: str) -> dict[str, Any]:
     """What a training of :mod:`benchmarks._training` took, and the peak of the resident memory."""
     from benchmarks._training import train
 
     return train(model, configuration)._asdict() | {"peak": _peak()}
+
+
+def products(model: str) -> list[float]:
+    """Seconds of a training's matrix products and convolutions alone, iteration by iteration."""
+    from benchmarks._training import products as measure
+
+    return measure(model)
 
 
 def varied(workload: str, kept: str, seed: str) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks._models import DLRM, digits_network, resnet50
 
@@ -238,6 +240,40 @@ def train(model: str, configuration: str) -> Record:
         faults.append(_faults() - before)
     forward, backward, step = map(list, zip(*times))
     return Record(first, forward, backward, step, faults)
+
+
+class _Products(TorchDispatchMode):
+    """Keeps the calls of matrix products and convolutions, with their arguments."""
+
+    _NAMES = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self._NAMES:
+            self.calls.append(functools.partial(func, *args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def products(model: str) -> list[float]:
+    """Seconds of the products alone of an iteration of "fusedoptim, bfloat16", again and again."""
+    torch.manual_seed(0)
+    workload = WORKLOADS[model]
+    task = workload.make()
+    training = CONFIGURATIONS["fusedoptim, bfloat16"](task.model.train())
+    _iteration(task, training)
+    with _Products() as recorded:
+        _iteration(task, training)
+    seconds = []
+    with torch.no_grad():
+        for _ in range(2 + workload.iterations):
+            start = time.perf_counter()
+            for call in recorded.calls:
+                call()
+            seconds.append(time.perf_counter() - start)
+    return seconds[2:]
 
 
 def _iteration(task: Task, training: Training) -> tuple[float, float, float]:

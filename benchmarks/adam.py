@@ -1,7 +1,7 @@
 """Times FusedAdam and FusedAdamW against torch's: ``python -m benchmarks.adam [--save]``.
 
 In float32; FusedAdamW also with its moments in bfloat16 and in 8 bits. torchao's optimizers with
-8-bit state are not compared: they need torch.compile and a package.
+8-bit state are in :mod:`benchmarks.adam_8bit`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from benchmarks._training import CONFIGURATIONS, IPEX, WORKLOADS, Record
 FIGURES = RESULTS / "iterations.csv"
 OURS, TORCH = "FusedAdamW alone, float32", "torch fused, float32"
 """The same training but for the step."""
+LIMITED = "torch fused, bfloat16"
+"""What ``--products`` is compared with."""
 
 Records = dict[str, list[Record]]
 """The processes of each configuration."""
@@ -72,6 +74,27 @@ def presence(records: Records) -> str:
     )
 
 
+def limit(model: str, rounds: int) -> Table:
+    """What an iteration would take if all but its products and convolutions took no time."""
+    alone: list[float] = []
+    whole: list[Record] = []
+    for _ in range(rounds):
+        alone += _fresh.measured("products", model)
+        whole.append(Record(**_fresh.measured("training", model, LIMITED)))
+    iterations = _all(whole, "iteration")
+    rows = [
+        [
+            name,
+            f"{statistic(alone) * 1e3:.4g}",
+            f"{statistic(iterations) * 1e3:.4g}",
+            f"{statistic(alone) / statistic(iterations):.2f}",
+        ]
+        for name, statistic in (("minimum", min), ("median", statistics.median))
+    ]
+    title = f"{model}: matrix products and convolutions alone, in ms; {rounds} processes each"
+    return Table(title, ["", "products", LIMITED, "ratio"], rows)
+
+
 def _milliseconds(
     statistic: Callable[[Sequence[float]], float], runs: Sequence[Record], part: str
 ) -> str:
@@ -118,6 +141,11 @@ def main() -> None:
     parser.add_argument(
         "--ipex", metavar="PYTHON", help="of an environment with IPEX 2.8, to measure it too"
     )
+    parser.add_argument(
+        "--products",
+        action="store_true",
+        help=f"time the products and convolutions alone, beside '{LIMITED}': the limit in bfloat16",
+    )
     args = parser.parse_args()
     if IPEX in (args.configuration or ()) and not args.ipex:
         parser.error(f"--configuration '{IPEX}' needs --ipex PYTHON")
@@ -125,6 +153,9 @@ def main() -> None:
     configurations = args.configuration or everything
     _output.print_machine()
     for model in args.model or WORKLOADS:
+        if args.products:
+            _output.print_table(limit(model, args.rounds))
+            continue
         records = measure(model, configurations, args.rounds, args.ipex)
         _output.print_table(table(model, records))
         if {OURS, TORCH} <= records.keys():

@@ -6,7 +6,8 @@ Three networks train from five seeds each, with the same weights and batches for
 one on handwritten digits, a small convolutional one on the same, and a small GPT on the help texts
 of Python's own pydoc, character by character. The last loss is the mean over the last tenth of the
 steps. A state_dtype passes if its mean over the seeds is within the spread of float32's: at most
-two standard deviations away.
+two standard deviations away. With ``--torchao``, torchao's optimizers with 8-bit state train too;
+they need torch.compile and a C++ compiler, and compile for some minutes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fusedoptim import FusedAdamW
 
 SEEDS = 5
 STATES: tuple[Any, ...] = (torch.float32, torch.bfloat16, "float8")
+TORCHAO = ("AdamW8bit", "AdamWFp8")
 CONTEXT, WIDTH, LAYERS, HEADS = 64, 96, 2, 4  # of the GPT
 
 Batches = Callable[[torch.Generator], tuple[Tensor, Tensor]]
@@ -110,11 +112,21 @@ def tasks() -> tuple[Task, ...]:
     )
 
 
-def train(task: Task, state_dtype: Any, seed: int) -> list[float]:
+def make_optimizer(model: nn.Module, state: Any, lr: float) -> torch.optim.Optimizer:
+    """FusedAdamW with a state_dtype, or the class of torchao with that name."""
+    if state not in TORCHAO:
+        return FusedAdamW(model.parameters(), lr=lr, state_dtype=state)
+    import torchao.optim
+
+    made: torch.optim.Optimizer = getattr(torchao.optim, state)(model.parameters(), lr=lr)
+    return made
+
+
+def train(task: Task, state: Any, seed: int) -> list[float]:
     """The loss of every step."""
     torch.manual_seed(seed)
     model = task.make_network()
-    optimizer = FusedAdamW(model.parameters(), lr=task.lr, state_dtype=state_dtype)
+    optimizer = make_optimizer(model, state, task.lr)
     generator = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(task.steps):
@@ -154,12 +166,15 @@ def save_picture(path: Path, curves: dict[str, dict[Any, list[list[float]]]]) ->
 def main() -> None:
     """Train, show the results, and exit with an error if one ends elsewhere."""
     description = "Train with AdamW's moments in float32, bfloat16 and 8 bits."
-    arguments = argument_parser(description, "out/state_dtype.png").parse_args()
+    parser = argument_parser(description, "out/state_dtype.png")
+    parser.add_argument("--torchao", action="store_true", help="train with torchao's too")
+    arguments = parser.parse_args()
+    states = STATES + TORCHAO if arguments.torchao else STATES
     seeds = range(arguments.seed, arguments.seed + SEEDS)
     curves: dict[str, dict[Any, list[list[float]]]] = {}
-    rows, wrong = [["last loss, mean and deviation", *map(str, STATES)]], []
+    rows, wrong = [["last loss, mean and deviation", *map(str, states)]], []
     for task in tasks():
-        curves[task.name] = {s: [train(task, s, seed) for seed in seeds] for s in STATES}
+        curves[task.name] = {s: [train(task, s, seed) for seed in seeds] for s in states}
         ends = {s: list(map(last_loss, runs)) for s, runs in curves[task.name].items()}
         mean, spread = statistics.mean(ends[torch.float32]), statistics.stdev(ends[torch.float32])
         rows.append(
@@ -173,7 +188,7 @@ def main() -> None:
             for s, e in ends.items()
             if abs(statistics.mean(e) - mean) > 2 * spread
         ]
-    print_table(f"FusedAdamW, {SEEDS} seeds", rows)
+    print_table(f"AdamW, {SEEDS} seeds", rows)
     save_picture(arguments.output, curves)
     print(f"\nCurves: {arguments.output}")
     if wrong:
