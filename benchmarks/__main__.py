@@ -15,6 +15,7 @@ NAMES = (
     *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
     *("dropout", "attention", "cross_entropy"),
     *("iteration", "memory", "inference"),
+    *("cores", "ranks"),
     *("fragmentation", "pool", "raw", "elementwise"),
 )
 

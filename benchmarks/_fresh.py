@@ -1,17 +1,22 @@
 """Measurements that each need a fresh process: ``measured`` starts one and returns its result.
 
+``measured_by_ranks`` starts one for each rank of a process group.
+
 Only torch is imported here at the start: the functions import what they measure. Memory is that of
 the process, so Linux only.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,11 +29,67 @@ _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 
 
-def measured(function: str, *arguments: str, python: str = sys.executable) -> Any:
+def measured(
+    function: str, *arguments: str, python: str = sys.executable, threads: int | None = None
+) -> Any:
     """Return what a function of this module returns in a fresh process of this Python."""
     command = [python, "-m", "benchmarks._fresh", function, *arguments]
-    done = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(
+        command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | own
+    )
     return json.loads(done.stdout)
+
+
+def measured_by_ranks(ranks: int, threads: int, function: str, *arguments: str) -> list[Any]:
+    """Return what a function of :mod:`benchmarks._ranks` returns on each rank of a gloo group.
+
+    Args:
+        ranks: number of processes.
+        threads: of each, in OMP_NUM_THREADS, which torchrun sets to 1 unless the user sets it.
+        function: name of the function.
+        arguments: of the function.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks._fresh", "on_rank", f"file://{folder}/store"]
+        own = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
+        processes = [
+            subprocess.Popen(
+                [*command, function, *arguments],
+                cwd=_ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | own | {"RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
+        outputs = [process.communicate()[0] for process in processes]
+    for process in processes:
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+    return list(map(json.loads, outputs))
+
+
+def on_rank(store: str, function: str, *arguments: str) -> Any:
+    """Return what a function of :mod:`benchmarks._ranks` returns, within a process group."""
+    from torch import distributed
+
+    from benchmarks import _ranks
+
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    result = getattr(_ranks, function)(*arguments)
+    distributed.barrier()
+    gc.collect()  # DDP must be gone before its process group
+    distributed.destroy_process_group()
+    return result
+
+
+def cores(workload: str) -> dict[str, list[float]]:
+    """Seconds of the steps of :mod:`benchmarks._cores`, on OMP_NUM_THREADS threads."""
+    from benchmarks._cores import times
+
+    return times(workload)
 
 
 def startup(optimizer: str) -> float:

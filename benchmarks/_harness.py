@@ -132,3 +132,8 @@ def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
             call()
 
     return run
+
+
+def powers_up_to(most: int) -> list[int]:
+    """1, 2, 4 and so on."""
+    return [2**i for i in range(most.bit_length())]

@@ -1,0 +1,48 @@
+"""Steps beside what only moves their bytes, in one process: ``_fresh`` starts it for cores.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks._harness import Contender, time_interleaved
+from benchmarks._shapes import MODELS
+from benchmarks._workloads import LR, MOMENTUM
+from benchmarks.traffic import Traffic
+from fusedoptim import FusedAdamW, FusedSGD
+
+TRAFFIC, OPERATIONS = "pure traffic", "torch's operations"
+"""What steps are compared with; both move the bytes of SGD with momentum."""
+_ROUNDS, _LIMIT = 60, 6.0
+
+
+def times(workload: str) -> dict[str, list[float]]:
+    """Seconds of each contender's steps, in turn."""
+    params = [torch.randn(shape).requires_grad_() for shape in MODELS[workload]()]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    traffic = Traffic(params)
+    traffic.read_gradients()
+    steps: dict[str, Callable[[], object]] = {
+        TRAFFIC: traffic.step,
+        OPERATIONS: _operations(params),
+        "FusedSGD": FusedSGD(params, lr=LR, momentum=MOMENTUM).step,
+        "FusedAdamW": FusedAdamW(params, lr=LR).step,
+    }
+    contenders = [Contender(name, step) for name, step in steps.items()]
+    timings = time_interleaved(contenders, _ROUNDS, limit=_LIMIT)
+    return {timing.name: list(timing.seconds) for timing in timings}
+
+
+def _operations(params: list[torch.Tensor]) -> Callable[[], None]:
+    """Two operations of torch's on each parameter, 20 bytes an element together."""
+    buffers = [torch.zeros_like(p, requires_grad=False) for p in params]
+    triples = [(p.detach(), p.grad, b) for p, b in zip(params, buffers) if p.grad is not None]
+
+    def run() -> None:
+        for p, grad, buffer in triples:
+            buffer.copy_(grad)
+            p.sub_(buffer)
+
+    return run

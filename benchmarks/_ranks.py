@@ -1,0 +1,170 @@
+"""What each rank of a process group measures; ``_fresh.measured_by_ranks`` starts the ranks.
+
+All ranks begin each timed step together, as after a collective: they share the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks._shapes import MODELS, Shape
+from benchmarks._workloads import LR
+from fusedoptim import FusedAdamW, FusedLamb
+
+_STEPS, _WARM_UP = 20, 3
+_STEPS_EACH = 5
+"""Of a backward pass: DDP's collectives take far longer than a step."""
+_LAYERS = 8
+"""Of a sharded model: what FSDP2 gathers together."""
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "FusedAdamW": FusedAdamW,
+    "FusedLamb": FusedLamb,
+    "torch fused AdamW": lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True),
+}
+TINY = "300x1000"
+"""A list for which what a DTensor costs shows."""
+
+
+class _Parameters(nn.Module):
+    """Parameters of given shapes, whose gradients are made by a pass over each."""
+
+    def __init__(self, shapes: list[Shape]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([p.sum() for p in self.params]).sum() * x
+
+
+def ddp_step(optimizer: str, model: str, wrapped: str) -> list[float]:
+    """Seconds of steps whose gradients are DDP's, or, if ``wrapped`` is "no", the rank's own."""
+    module: nn.Module = _Parameters(_shapes(model))
+    if wrapped == "yes":
+        module = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    step = OPTIMIZERS[optimizer](list(module.parameters()), lr=LR).step
+
+    def backward() -> None:
+        module(torch.ones(())).backward()
+
+    return _timed(step, backward)
+
+
+def sharded_step(optimizer: str, model: str, wrapped: str) -> list[float]:
+    """Seconds of steps of FSDP2's parameters; if ``wrapped`` is "no", of plain copies of shards."""
+    module = fully_shard(_Parameters(_shapes(model)))
+    params = list(module.parameters())
+    if wrapped == "no":
+        shards = [p.to_local() for p in params]  # type: ignore[operator]
+        params = [nn.Parameter(shard.detach().clone()) for shard in shards]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    return _timed(OPTIMIZERS[optimizer](params, lr=LR).step, lambda: None)
+
+
+def all_reduce(elements: str) -> list[float]:
+    """Seconds of a sum over the ranks of so many float32."""
+    values = torch.ones(int(elements))
+    return _timed(lambda: distributed.all_reduce(values), lambda: None)
+
+
+def state_memory(model: str, wrapped: str) -> dict[str, int]:
+    """Bytes of Adam's state, and by which its first step raises the resident memory.
+
+    If ``wrapped`` is "yes", ZeroRedundancyOptimizer divides the state.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    params = list(_Parameters(_shapes(model)).parameters())
+    for p in params:
+        p.grad = torch.ones_like(p)
+    warm = FusedAdamW([nn.Parameter(torch.ones(1))], lr=LR)  # starts the driver
+    warm.param_groups[0]["params"][0].grad = torch.ones(1)
+    warm.step()
+    optimizer: Any
+    if wrapped == "yes":
+        optimizer = ZeroRedundancyOptimizer(params, optimizer_class=FusedAdamW, lr=LR)
+        own = optimizer.optim
+    else:
+        own = optimizer = FusedAdamW(params, lr=LR)
+    before = _resident()
+    optimizer.step()
+    rise = _resident() - before
+    states = [value for state in own.state.values() for value in state.values()]
+    return {"state": sum(value.nbytes for value in states), "rise": rise}
+
+
+def sent(way: str, is_split: str) -> int:
+    """Bytes that a training iteration gives to its collectives: FSDP2's, or DDP's."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if is_split == "yes" else torch.float32
+    layers = [nn.Linear(256, 256).to(dtype) for _ in range(_LAYERS)]
+    model: nn.Module = nn.Sequential(*layers)
+    buckets: list[int] = []
+    if way == "FSDP2":
+        for layer in layers:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
+
+        def counted(bucket: Any) -> Any:
+            buckets.append(bucket.buffer().nbytes)
+            return default_hooks.allreduce_hook(distributed.group.WORLD, bucket)
+
+        # A lambda has no annotations, which torch would compare with strings.
+        model.register_comm_hook(None, lambda state, bucket: counted(bucket))
+    optimizer = FusedAdamW(model.parameters(), lr=LR, split=is_split == "yes")
+    with _counted_collectives() as counts:
+        model(torch.randn(4, 256, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+    return sum(buckets) if way == "DDP" else counts[0]
+
+
+@contextlib.contextmanager
+def _counted_collectives() -> Iterator[list[int]]:
+    """Count the bytes of the whole tensors that collectives gather and reduce."""
+    counts = [0]
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace == "c10d":
+                tensors = [a for a in args if isinstance(a, Tensor)]
+                counts[0] += max((t.nbytes for t in tensors), default=0)
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        yield counts
+
+
+def _shapes(model: str) -> list[Shape]:
+    return [(1000,)] * 300 if model == TINY else MODELS[model]()
+
+
+def _timed(step: Callable[[], object], before: Callable[[], None]) -> list[float]:
+    seconds = []
+    for i in range(_WARM_UP + _STEPS):
+        if i % _STEPS_EACH == 0:
+            before()
+        distributed.barrier()
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return seconds[_WARM_UP:]
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
