@@ -11,9 +11,11 @@ from benchmarks._shapes import MODELS
 from benchmarks._workloads import LR, MOMENTUM
 from benchmarks.traffic import Traffic
 from fusedoptim import FusedAdamW, FusedSGD
+from fusedoptim.raw import ElementwiseKernel
 
-TRAFFIC, OPERATIONS = "pure traffic", "torch's operations"
-"""What steps are compared with; both move the bytes of SGD with momentum."""
+TRAFFIC, ADAM_TRAFFIC, OPERATIONS = "pure traffic", "Adam's traffic", "torch's operations"
+"""What steps are compared with: kernels that move the bytes of SGD with momentum and of Adam, and
+operations of torch's that move those of SGD."""
 _ROUNDS, _LIMIT = 60, 6.0
 
 
@@ -26,6 +28,7 @@ def times(workload: str) -> dict[str, list[float]]:
     traffic.read_gradients()
     steps: dict[str, Callable[[], object]] = {
         TRAFFIC: traffic.step,
+        ADAM_TRAFFIC: _adam_traffic(params),
         OPERATIONS: _operations(params),
         "FusedSGD": FusedSGD(params, lr=LR, momentum=MOMENTUM).step,
         "FusedAdamW": FusedAdamW(params, lr=LR).step,
@@ -33,6 +36,23 @@ def times(workload: str) -> dict[str, list[float]]:
     contenders = [Contender(name, step) for name, step in steps.items()]
     timings = time_interleaved(contenders, _ROUNDS, limit=_LIMIT)
     return {timing.name: list(timing.seconds) for timing in timings}
+
+
+def _adam_traffic(params: list[torch.Tensor]) -> Callable[[], None]:
+    """A launch for each parameter that reads four arrays and writes three, 28 bytes an element."""
+    kernel = ElementwiseKernel(
+        "T p, T g, T m, T v", "T to_p, T to_m, T to_v", "to_m = g; to_v = m; to_p = p - v", "adam"
+    )
+    rows = []
+    for p in params:
+        state = [torch.zeros_like(p, requires_grad=False) for _ in range(2)]
+        rows.append((p.detach(), p.grad, *state, p.detach(), *state))
+
+    def run() -> None:
+        for row in rows:
+            kernel(*row)
+
+    return run
 
 
 def _operations(params: list[torch.Tensor]) -> Callable[[], None]:

@@ -52,7 +52,11 @@ def measured_by_ranks(ranks: int, threads: int, function: str, *arguments: str) 
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks._fresh", "on_rank", f"file://{folder}/store"]
-        own = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
+        own = {
+            "WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": str(threads),
+            "GLOO_SOCKET_IFNAME": "lo",  # the machine's name may not resolve
+        }
         processes = [
             subprocess.Popen(
                 [*command, function, *arguments],

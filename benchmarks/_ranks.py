@@ -1,6 +1,6 @@
 """What each rank of a process group measures; ``_fresh.measured_by_ranks`` starts the ranks.
 
-All ranks begin each timed step together, as after a collective: they share the memory's bandwidth.
+All ranks begin each step together, as after a collective: they share the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,9 +23,9 @@ from benchmarks._shapes import MODELS, Shape
 from benchmarks._workloads import LR
 from fusedoptim import FusedAdamW, FusedLamb
 
+Spans = list[tuple[float, float]]
+"""When each step began and ended, by the clock that all processes have."""
 _STEPS, _WARM_UP = 20, 3
-_STEPS_EACH = 5
-"""Of a backward pass: DDP's collectives take far longer than a step."""
 _LAYERS = 8
 """Of a sharded model: what FSDP2 gathers together."""
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -47,35 +48,31 @@ class _Parameters(nn.Module):
         return torch.stack([p.sum() for p in self.params]).sum() * x
 
 
-def ddp_step(optimizer: str, model: str, wrapped: str) -> list[float]:
-    """Seconds of steps whose gradients are DDP's, or, if ``wrapped`` is "no", the rank's own."""
+def ddp_step(optimizer: str, model: str, wrapped: str) -> Spans:
+    """Steps whose gradients are DDP's, or, if ``wrapped`` is "no", the rank's own."""
     module: nn.Module = _Parameters(_shapes(model))
     if wrapped == "yes":
         module = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    step = OPTIMIZERS[optimizer](list(module.parameters()), lr=LR).step
-
-    def backward() -> None:
-        module(torch.ones(())).backward()
-
-    return _timed(step, backward)
+    module(torch.ones(())).backward()
+    return _timed(OPTIMIZERS[optimizer](list(module.parameters()), lr=LR).step)
 
 
-def sharded_step(optimizer: str, model: str, wrapped: str) -> list[float]:
-    """Seconds of steps of FSDP2's parameters; if ``wrapped`` is "no", of plain copies of shards."""
-    module = fully_shard(_Parameters(_shapes(model)))
+def sharded_step(optimizer: str, model: str, wrapped: str) -> Spans:
+    """Steps of FSDP2's parameters; if ``wrapped`` is "no", of plain copies of shards."""
+    module = fully_shard(_Parameters(_shapes(model)), mesh=_mesh())
     params = list(module.parameters())
     if wrapped == "no":
         shards = [p.to_local() for p in params]  # type: ignore[operator]
         params = [nn.Parameter(shard.detach().clone()) for shard in shards]
     for p in params:
         p.grad = torch.ones_like(p)
-    return _timed(OPTIMIZERS[optimizer](params, lr=LR).step, lambda: None)
+    return _timed(OPTIMIZERS[optimizer](params, lr=LR).step)
 
 
-def all_reduce(elements: str) -> list[float]:
-    """Seconds of a sum over the ranks of so many float32."""
+def all_reduce(elements: str) -> Spans:
+    """A sum over the ranks of so many float32."""
     values = torch.ones(int(elements))
-    return _timed(lambda: distributed.all_reduce(values), lambda: None)
+    return _timed(lambda: distributed.all_reduce(values))
 
 
 def state_memory(model: str, wrapped: str) -> dict[str, int]:
@@ -113,8 +110,8 @@ def sent(way: str, is_split: str) -> int:
     buckets: list[int] = []
     if way == "FSDP2":
         for layer in layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=_mesh())
+        fully_shard(model, mesh=_mesh())
     else:
         model = DistributedDataParallel(model)
 
@@ -149,20 +146,23 @@ def _counted_collectives() -> Iterator[list[int]]:
         yield counts
 
 
+def _mesh() -> DeviceMesh:
+    """All ranks, on the CPU also where there is a GPU."""
+    return init_device_mesh("cpu", (distributed.get_world_size(),))
+
+
 def _shapes(model: str) -> list[Shape]:
     return [(1000,)] * 300 if model == TINY else MODELS[model]()
 
 
-def _timed(step: Callable[[], object], before: Callable[[], None]) -> list[float]:
-    seconds = []
-    for i in range(_WARM_UP + _STEPS):
-        if i % _STEPS_EACH == 0:
-            before()
+def _timed(step: Callable[[], object]) -> Spans:
+    spans = []
+    for _ in range(_WARM_UP + _STEPS):
         distributed.barrier()
-        start = time.perf_counter()
+        start = time.monotonic()
         step()
-        seconds.append(time.perf_counter() - start)
-    return seconds[_WARM_UP:]
+        spans.append((start, time.monotonic()))
+    return spans[_WARM_UP:]
 
 
 def _resident() -> int:

@@ -2,7 +2,8 @@
 
 A step cannot gain more from cores than what moves the same bytes. Each number of threads, up to
 that of the cores, is a process of its own, and they take turns; within one, the step takes turns
-with a kernel that only moves SGD's bytes, and with two operations of torch's that do.
+with kernels that only move the bytes of SGD and of Adam, and with two operations of torch's that
+move SGD's.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from benchmarks import _command, _fresh
-from benchmarks._cores import OPERATIONS, TRAFFIC
+from benchmarks._cores import ADAM_TRAFFIC, OPERATIONS, TRAFFIC
 from benchmarks._harness import powers_up_to
 from benchmarks._output import Table, format_seconds
 
+_PURE = (TRAFFIC, ADAM_TRAFFIC, OPERATIONS)
 _LISTS = ("16.8M", "bert-base")
 _SUMMARIES: Sequence[Callable[[Sequence[float]], float]] = (min, statistics.median)
 
@@ -34,12 +36,12 @@ def table(workload: str, rounds: int | None) -> Table:
         gains = [_gain(found, count, name, summary) for summary in _SUMMARIES]
         over = [
             _ratios(gains, [_gain(found, count, pure, summary) for summary in _SUMMARIES])
-            for pure in (TRAFFIC, OPERATIONS)
+            for pure in _PURE
         ]
         times = [format_seconds(summary(found[count][name])) for summary in _SUMMARIES]
         rows.append([name, str(count), *times, *(f"{gain:.2f}" for gain in gains), *over])
     header = ["step", "threads", "min", "median", "gain min", "gain median"]
-    header += [f"of {TRAFFIC}'s", f"of {OPERATIONS}'"]
+    header += [f"of {pure}" for pure in _PURE]
     return Table(f"{workload}: what threads gain, and how much of what pure traffic", header, rows)
 
 

@@ -1,7 +1,7 @@
 """Times steps in several processes on this machine: ``python -m benchmarks.ranks [--save]``.
 
 Each rank of a process group of gloo is a process, and each side of a comparison has processes of
-its own; the sides take turns. A step's time is that of the slowest rank.
+its own; the sides take turns. A step lasts until the last rank has taken it.
 
 ddp-N        torch's fused AdamW and ours with DDP's gradients on N ranks, each with one thread, as
              torchrun sets it, and with its part of the cores
@@ -45,11 +45,13 @@ class Side(NamedTuple):
 
 
 def compared(workload: str, ranks: int, sides: Sequence[Side], rounds: int | None) -> Report:
-    """The times of the slowest rank in each step, of as many processes as there are rounds."""
+    """From the first rank's beginning of a step to the last one's end, in so many processes."""
     seconds: list[list[float]] = [[] for _ in sides]
     for _, (side, found) in itertools.product(range(rounds or _ROUNDS), zip(sides, seconds)):
         by_rank = measured_by_ranks(ranks, side.threads, side.function, *side.arguments)
-        found += map(max, zip(*by_rank))
+        for spans in zip(*by_rank):
+            starts, ends = zip(*spans)
+            found.append(max(ends) - min(starts))
     contenders = [Contender(side.name, lambda: None, peer=side.peer) for side in sides]
     return Report(workload, list(map(Timing, contenders, seconds)))
 
