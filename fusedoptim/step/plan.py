@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import is_flattened
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.launch.modules import load_module
@@ -40,6 +39,7 @@ from fusedoptim.step.sharding import (
     dtensors,
     has_dtensors,
     is_divided,
+    is_piece,
     local_of,
     mesh_sums,
     redistributed,
@@ -98,7 +98,7 @@ class GroupPlan:
             rows for rows in self.rows if isinstance(rows, DenseRows) and rows.is_joint
         ]
         """Those whose update needs norms of sharded parameters."""
-        self._has_pieces = any(map(is_flattened, self._params))
+        self._has_pieces = any(map(is_piece, self._params))
         self.sums = {p: _sums_over(rule, p) for p in dtensors(self._params)}
         """Of each sharded parameter, how many values are summed over it for its update."""
         alone = [rows for rows in self.rows if rows not in self.joint]
@@ -120,7 +120,7 @@ class GroupPlan:
         for candidate, shard, turn in zip(candidates, shards, update_order(shards)):
             p = candidate.param
             spread = spread_of(p)
-            if is_flattened(p) and _sums_over(rule, p):
+            if is_piece(p) and _sums_over(rule, p):
                 raise RuntimeError(f"{describe(rule.optimizer_name, candidate)} {PIECES}")
             if spread is not None and (turn or id(p) in met):
                 raise RuntimeError(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import local_tensor, shard_spec
+from fusedoptim._torch_private import is_flattened, local_tensor, shard_spec
 
 _GRAD = operator.attrgetter("grad")
 
@@ -81,6 +81,15 @@ def same_place(a: Tensor, b: Tensor) -> bool:
 def is_partial(tensor: Tensor) -> bool:
     """Whether the values are the sums, not made yet, of what several processes have."""
     return is_dtensor(tensor) and any(p.is_partial() for p in place_of(tensor)[1])
+
+
+def is_piece(param: Tensor) -> bool:
+    """Whether FullyShardedDataParallel may have given other processes parts of a parameter."""
+    if not is_flattened(param):
+        return False
+    from torch import distributed
+
+    return not distributed.is_initialized() or distributed.get_world_size() > 1
 
 
 def has_dtensors(objects: Iterable[object]) -> bool:

@@ -285,6 +285,15 @@ def test_norms_of_fsdp1_are_refused() -> None:
             optimizer.step()
 
 
+@on_processes(1)
+def test_norms_of_fsdp1_in_one_process() -> None:
+    """Nobody else has a part of its parameters."""
+    for case in (LAMB, ADAMW):
+        model = fsdp1(new_model())
+        train(model, case.make(model.parameters(), **case.kwargs[-1], max_grad_norm=0.1))
+        assert_trained(model, case, limit=0.1)
+
+
 @on_processes(2)
 def test_post_local_sgd() -> None:
     """Each process trains by itself, and the averager makes the weights those of all."""
