@@ -24,7 +24,7 @@ import torch
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from benchmarks import picture
+from benchmarks import picture, scale
 from tools.markdown import anchors
 
 ROOT = Path(__file__).parent.parent
@@ -291,3 +291,7 @@ def test_commands_and_files_exist(path: Path) -> None:
     missing += [f"python -m {name}" for name in modules if not is_module(name)]
     missing += [name for name in files if not (ROOT / name).exists()]
     assert not missing
+
+
+def test_the_page_on_scale_has_the_tables_that_are_computed() -> None:
+    assert scale.page() == scale.PAGE.read_text()
