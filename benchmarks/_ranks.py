@@ -60,12 +60,13 @@ def ddp_step(optimizer: str, model: str, wrapped: str) -> Spans:
 def sharded_step(optimizer: str, model: str, wrapped: str) -> Spans:
     """Steps of FSDP2's parameters; if ``wrapped`` is "no", of plain copies of shards."""
     module = fully_shard(_Parameters(_shapes(model)), mesh=_mesh())
+    module(torch.ones(())).backward()  # its gradients have the specifications of its parameters
     params = list(module.parameters())
     if wrapped == "no":
         shards = [p.to_local() for p in params]  # type: ignore[operator]
         params = [nn.Parameter(shard.detach().clone()) for shard in shards]
-    for p in params:
-        p.grad = torch.ones_like(p)
+        for p in params:
+            p.grad = torch.ones_like(p)
     return _timed(OPTIMIZERS[optimizer](params, lr=LR).step)
 
 
