@@ -1,0 +1,218 @@
+"""Parameters of one group, device and dtype, which are copied and updated together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from fusedoptim.offload.link import Link, views
+from fusedoptim.step.tensors import Group, State
+
+MakeOptimizer = Callable[[list[Group]], Optimizer]
+"""Makes the host's optimizer of some groups."""
+
+
+class Bucket:
+    """Parameters of a device, their copies on the host, and the optimizer of these.
+
+    A copy of a gradient is valid while the parameter's gradient is the same tensor with the same
+    version: a step copies again what has changed since, whether by another backward pass or by
+    clipping. In the same way it notices weights that something else has written.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        group: int,
+        positions: Sequence[int],
+        params: list[Tensor],
+        options: Group,
+        make: MakeOptimizer,
+    ) -> None:
+        """Copy the parameters to the host.
+
+        Args:
+            link: to their device.
+            group: number of their group.
+            positions: their numbers in the group.
+            params: the parameters, of one device and one dtype.
+            options: of the group, without its parameters.
+            make: makes the host's optimizer.
+        """
+        self.link = link
+        self.group = group
+        self.positions = positions
+        self.params = params
+        self.host = [Parameter(_on_host(p)) for p in params]
+        self.optimizer = make([{"params": self.host, **options}])
+        sizes = sum(h.numel() for h in self.host)
+        self._weights = link.buffer(sizes, self.host[0].dtype)  # after a split: the upper halves
+        for h, view in zip(self.host, views(self._weights, self.host)):
+            h.data = view.copy_(h.detach())
+        self._grads = link.buffer(0, self._weights.dtype)
+        self._grad_views: list[Tensor] = []
+        self._fetched: list[tuple[Tensor, int] | None] = [None] * len(params)
+        """The gradients of which the host has a copy, or will have, and their versions."""
+        self._sent: list[tuple[int, int]] = []
+        """Version and address of each parameter when the host last had its values."""
+        self._arrived: set[int] = set()
+        self._with_grad: list[int] = []
+        self._end_of_fetch: Any = None
+        self._end_of_send: Any = None
+
+    def attach(self) -> None:
+        """Give the device's parameters the dtype that the host's have, which a split changes."""
+        for p, h in zip(self.params, self.host):
+            if p.dtype != h.dtype:
+                grad = p.grad
+                p.data = h.detach().to(p.device)
+                if grad is not None:
+                    p.grad = grad.to(h.dtype)
+        self._note_weights()
+
+    def arrive(self, index: int) -> None:
+        """Note that backward has made a gradient; copy all when the last one is there."""
+        self._arrived.add(index)
+        if len(self._arrived) == len(self.params):
+            self._arrived.clear()
+            if all(p.grad is not None and _is_strided(p.grad) for p in self.params):
+                self._fetch(range(len(self.params)))
+
+    def _fetch(self, chosen: Sequence[int]) -> None:
+        """Begin to copy gradients to the host."""
+        whole = len(chosen) == len(self.params)
+        if not self._grad_views:
+            self._grads = self.link.buffer(self._weights.numel(), self._weights.dtype)
+            self._grad_views = views(self._grads, self.host)
+        if any(self._fetched[i] is not None for i in chosen):
+            self.link.finish()  # the device may reuse their memory once they are dropped
+        self.link.begin()
+        sources = []
+        for i in chosen:
+            grad = self.params[i].grad
+            assert grad is not None
+            self._fetched[i] = grad, grad._version
+            sources.append(grad.detach())
+        targets = [self._grad_views[i] for i in chosen]
+        self.link.fetch(self._grads if whole else None, targets, sources)
+        self._end_of_fetch = self.link.mark()
+
+    def prepare(self) -> bool:
+        """Begin to copy what the host lacks; return whether there is anything to update.
+
+        Raises:
+            RuntimeError: a parameter is on another device than at first, or has another dtype or
+                shape.
+        """
+        self._arrived.clear()
+        self.take_weights()
+        stale = []
+        self._with_grad = []
+        for i, (p, h, fetched) in enumerate(zip(self.params, self.host, self._fetched)):
+            grad = p.grad
+            if grad is None:
+                h.grad = None
+                continue
+            self._with_grad.append(i)
+            if not _is_strided(grad):
+                h.grad = grad.detach().to("cpu", copy=True)
+            elif fetched is None or fetched[0] is not grad or fetched[1] != grad._version:
+                stale.append(i)
+        if stale:
+            self._fetch(stale)
+        for i in self._with_grad:
+            h, fetched = self.host[i], self._fetched[i]
+            if fetched is not None and h.grad is not self._grad_views[i]:
+                h.grad = self._grad_views[i]
+        return bool(self._with_grad)
+
+    def take_weights(self) -> None:
+        """Copy weights to the host that something else than a step has written."""
+        for p, h, sent in zip(self.params, self.host, self._sent):
+            if sent != (p._version, p.data_ptr()):
+                if p.device != self.link.device or p.dtype != h.dtype or p.shape != h.shape:
+                    raise RuntimeError(
+                        f"OffloadOptimizer: a parameter of shape {tuple(h.shape)}, {h.dtype}, on "
+                        f"{self.link.device} has become one of shape {tuple(p.shape)}, {p.dtype}, "
+                        f"on {p.device}; move and convert the model before the optimizer is made"
+                    )
+                self.link.wait(self._end_of_send)
+                h.detach().copy_(p.detach())
+        self._note_weights()
+
+    def _note_weights(self) -> None:
+        self._sent = [(p._version, p.data_ptr()) for p in self.params]
+
+    @property
+    def grads(self) -> Iterator[Tensor]:
+        """The gradients on the device that the next update uses."""
+        for i in self._with_grad:
+            grad = self.params[i].grad
+            if grad is not None:
+                yield grad.detach()
+
+    def update(self, options: Group, grad_scale: Tensor | None) -> None:
+        """Take the step on the host.
+
+        Args:
+            options: the present ones of the group.
+            grad_scale: what gradients are divided by, or None.
+        """
+        self.link.wait(self._end_of_send)
+        self.link.wait(self._end_of_fetch)
+        optimizer: Any = self.optimizer
+        optimizer.param_groups[0].update(own_options(options))
+        if grad_scale is None:
+            optimizer.step()
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale, optimizer.found_inf = grad_scale, torch.zeros(())
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        else:
+            grads = [h.grad for h in self.host if h.grad is not None]
+            torch._foreach_div_(grads, grad_scale)
+            optimizer.step()
+
+    def send(self) -> None:
+        """Begin to copy the weights to the device, after :meth:`update`."""
+        chosen = self._with_grad
+        whole = len(chosen) == len(self.params)
+        sources = [self.host[i].detach() for i in chosen]
+        targets = [self.params[i].detach() for i in chosen]
+        self.link.send(self._weights if whole else None, sources, targets)
+        self._end_of_send = self.link.mark()
+        self._note_weights()
+        self._fetched = [None] * len(self.params)  # their copies are complete
+
+    def is_split(self, host: Tensor) -> bool:
+        """Whether one of ``host`` is the upper half of float32 values."""
+        ask = getattr(self.optimizer, "is_split", None)
+        return ask is not None and ask(host)
+
+    def states(self) -> Iterator[tuple[Tensor, State]]:
+        """The state that each parameter has on the host."""
+        state = self.optimizer.state
+        for p, h in zip(self.params, self.host):
+            if h in state:
+                yield p, state[h]
+
+
+def own_options(group: Group) -> Group:
+    """The options of a group, without what is said of its parameters one by one."""
+    return {name: v for name, v in group.items() if name not in ("params", "param_names")}
+
+
+def _is_strided(grad: Tensor) -> bool:
+    return grad.layout is torch.strided
+
+
+def _on_host(param: Tensor) -> Tensor:
+    copy = torch.empty(param.shape, dtype=param.dtype)
+    return copy.copy_(param.detach())

@@ -1,0 +1,367 @@
+"""``OffloadOptimizer``: torch.optim's contract for parameters whose step is taken on the host."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from fusedoptim.offload.bucket import Bucket, own_options
+from fusedoptim.offload.link import Link
+from fusedoptim.split.halves import check_checkpoint
+from fusedoptim.step.checks import check_numbers
+from fusedoptim.step.hooks import with_hooks
+from fusedoptim.step.sharding import is_dtensor
+from fusedoptim.step.tensors import Group, has_memory, update_order
+
+__all__ = ["OffloadOptimizer"]
+
+_CLIP_EPS = 1e-6
+"""What clip_grad_norm_ adds to the norm."""
+
+
+class OffloadOptimizer(Optimizer):
+    r"""An optimizer of parameters on a device, whose state and step are on the host.
+
+    The host has a copy of each parameter, and an ordinary optimizer of these copies. Gradients are
+    copied to it while backward makes the others; a step updates bucket after bucket, and the
+    weights of one are copied back while the next is updated. A gradient and a weight cross the bus
+    once in a step, in the parameter's dtype.
+
+    With ``split=True`` and bfloat16 parameters, the device has the upper halves of float32 weights,
+    and the host the lower ones: 2 bytes a weight go each way, and no update is rounded.
+
+    Args:
+        params: on any device that torch has, also on several. Those on the CPU are copied too.
+        optimizer_class: any of this package, or one of torch.optim that works on the CPU.
+        max_grad_norm: clip the gradients' norm, over all parameters, to this first. It is computed
+            on the device.
+        bucket_cap_mb: MiB of weights that are copied at once; a larger parameter is copied whole.
+        copy_in_backward: copy gradients as backward makes them. False copies them in ``step()``:
+            where something changes them after backward, as DistributedDataParallel does. May be
+            changed at any time, as for all but the last of several backward passes.
+        **kwargs: of ``optimizer_class``.
+
+    Raises:
+        TypeError: a parameter is sharded (DTensor) or has no memory, or ``optimizer_class`` does
+            not take it. Nothing was converted then.
+        ValueError: an argument is out of range.
+        RuntimeError: parameters share memory.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import FusedAdamW
+        >>> from fusedoptim.offload import OffloadOptimizer
+        >>> device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        >>> model = torch.nn.Linear(3, 1).to(device)
+        >>> optimizer = OffloadOptimizer(model.parameters(), FusedAdamW, lr=1e-3, split=True)
+        >>> x = torch.ones(2, 3, dtype=torch.bfloat16, device=device)
+        >>> model(x).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.weight]["exp_avg"].device
+        device(type='cpu')
+
+    ``param_groups`` has the device's parameters, and its options hold for the next step. A
+    state_dict is that of ``optimizer_class``, and moves both ways.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        max_grad_norm: float | None = None,
+        bucket_cap_mb: float = 25,
+        copy_in_backward: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"Invalid bucket_cap_mb value: {bucket_cap_mb}")
+        self.max_grad_norm = max_grad_norm
+        self.copy_in_backward = copy_in_backward
+        _check_norm(max_grad_norm)
+        self._bucket_bytes = bucket_cap_mb * 2**20
+        self._make = functools.partial(optimizer_class, **kwargs)
+        self._links: dict[torch.device, Link] = {}
+        self._buckets: list[Bucket] = []
+        self._lock = threading.RLock()
+        self._torn: str | None = None
+        """Why weights are of two different steps, if they are."""
+        # Has the defaults, and raises for wrong arguments before any parameter is copied.
+        defaults = self._make([Parameter(torch.zeros(1))]).defaults
+        super().__init__(params, defaults)
+        self.register_state_dict_post_hook(_with_states)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, as ``torch.optim.Optimizer.add_param_group`` does.
+
+        Args:
+            param_group: a dict with ``params`` and what is to differ from the defaults.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as the constructor. Nothing was added then.
+        """
+        number = len(self.param_groups)
+        try:
+            super().add_param_group(param_group)
+            group = self.param_groups[number]
+            for p in group["params"]:
+                _check_param(p)
+            if any(update_order([p for g in self.param_groups for p in g["params"]])):
+                raise RuntimeError(
+                    "OffloadOptimizer: parameters share memory, and their copies on the host would "
+                    "not; clone() one first, or give one Parameter to both modules"
+                )
+            options = own_options(group)
+            new = [
+                Bucket(
+                    self._link(group["params"][positions[0]].device),
+                    number,
+                    positions,
+                    [group["params"][i] for i in positions],
+                    options,
+                    self._make,
+                )
+                for positions in self._cut(group["params"])
+            ]
+        except BaseException:
+            del self.param_groups[number:]
+            raise
+        for bucket in new:
+            bucket.attach()
+            self._register(bucket)
+        self._buckets += new
+        self._show_state()
+
+    def _cut(self, params: list[Tensor]) -> Iterator[list[int]]:
+        """Numbers of the parameters of each bucket."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, p in enumerate(params):
+            bucket = kinds.setdefault((p.device, p.dtype), [])
+            if bucket and sum(params[j].nbytes for j in bucket) + p.nbytes > self._bucket_bytes:
+                yield bucket
+                bucket = kinds[p.device, p.dtype] = []
+            bucket.append(i)
+        yield from kinds.values()
+
+    def _link(self, device: torch.device) -> Link:
+        if device not in self._links:
+            self._links[device] = Link(device)
+        return self._links[device]
+
+    def _register(self, bucket: Bucket) -> None:
+        """Let backward tell ``bucket`` of gradients, for as long as this optimizer exists."""
+        this, found = weakref.ref(self), weakref.ref(bucket)
+
+        def hook(index: int, _: Tensor) -> None:
+            optimizer, bucket = this(), found()
+            if optimizer is not None and bucket is not None and optimizer.copy_in_backward:
+                bucket.arrive(index)
+
+        for i, p in enumerate(bucket.params):
+            if p.requires_grad:
+                register: Any = p.register_post_accumulate_grad_hook
+                handle = register(functools.partial(hook, i))
+                weakref.finalize(self, handle.remove).atexit = False
+
+    @with_hooks
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step on the host; the device's later work waits for the weights, not this call.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            what ``closure`` returned.
+
+        Raises:
+            RuntimeError: a parameter was moved or converted, or weights are of two different steps
+                because an earlier call failed halfway.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._lock:
+            self._update()
+        return loss
+
+    def _update(self) -> None:
+        if self._torn is not None:
+            raise RuntimeError(self._torn)
+        for group in self.param_groups:
+            check_numbers(type(self).__name__, own_options(group))
+        _check_norm(self.max_grad_norm)
+        # Backward reaches the last parameters first.
+        active = [bucket for bucket in reversed(self._buckets) if bucket.prepare()]
+        scale = self._grad_scale(active)
+        for link in self._links.values():
+            link.begin()
+        updated = 0
+        try:
+            for bucket in active:
+                bucket.update(self.param_groups[bucket.group], scale)
+                updated += 1
+                bucket.send()
+        except BaseException as error:
+            if updated:
+                self._torn = (
+                    f"OffloadOptimizer: step() failed after {updated} of {len(active)} buckets "
+                    f"({type(error).__name__}), so the weights are of two different steps; load a "
+                    "checkpoint of model and optimizer before the next step"
+                )
+                if isinstance(error, Exception):
+                    raise RuntimeError(self._torn) from error
+            raise
+        finally:
+            for link in self._links.values():
+                link.finish()
+        self._show_state()
+
+    def _grad_scale(self, active: list[Bucket]) -> Tensor | None:
+        """What gradients are divided by to clip their norm, as clip_grad_norm_ does."""
+        if self.max_grad_norm is None or not active:
+            return None
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for bucket in active:
+            for grad in bucket.grads:
+                kinds.setdefault((grad.device, grad.dtype), []).append(_values(grad))
+        norms = []
+        for (_, dtype), grads in kinds.items():
+            wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
+            each = torch._foreach_norm(grads, 2, dtype=wide)
+            norms.append(torch.linalg.vector_norm(torch.stack(each)))
+        norm = torch.linalg.vector_norm(torch.stack([n.to("cpu", torch.float64) for n in norms]))
+        scale: Tensor = ((norm + _CLIP_EPS) / self.max_grad_norm).clamp(min=1.0)
+        return scale
+
+    def _show_state(self) -> None:
+        """Show in ``state`` what the host has for the device's parameters."""
+        if len(self.state) < sum(len(bucket.optimizer.state) for bucket in self._buckets):
+            for bucket in self._buckets:
+                self.state.update(bucket.states())
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of ``optimizer_class`` with these groups, with all state on the host."""
+        return super().state_dict()  # _with_states adds the state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state_dict of this class, of ``optimizer_class``, or what that class can load.
+
+        Args:
+            state_dict: from :meth:`state_dict`; load the model's too.
+
+        Raises:
+            ValueError: it does not fit the groups, or has lost some lower halves of split weights.
+                Nothing was changed then.
+        """
+        with self._lock:
+            before = [
+                (b.optimizer, b.optimizer.state, b.optimizer.param_groups) for b in self._buckets
+            ]
+            handle = self.register_load_state_dict_pre_hook(_load_states)  # the last to run
+            try:
+                super().load_state_dict(state_dict)
+            except BaseException:
+                for optimizer, state, groups in before:
+                    optimizer.__setstate__({"state": state, "param_groups": groups})
+                raise
+            finally:
+                handle.remove()
+            for bucket in self._buckets:  # a class has its own choice of some options
+                options = own_options(bucket.optimizer.param_groups[0])
+                self.param_groups[bucket.group].update(options)
+            self._torn = None
+            self._show_state()
+
+    def master_params(self) -> Iterator[Tensor]:
+        """The parameters' exact values, on the host, float32 where split; in order of groups."""
+        found: dict[Tensor, Tensor] = {}
+        for bucket in self._buckets:
+            bucket.take_weights()
+            own = getattr(bucket.optimizer, "master_params", None)
+            values = own() if own is not None else (h.detach().clone() for h in bucket.host)
+            found.update(zip(bucket.params, values))
+        for group in self.param_groups:
+            for p in group["params"]:
+                yield found[p]
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "OffloadOptimizer cannot be copied or pickled, as its hooks are on the parameters; "
+            "construct one for the copied model, and load the state_dict of this one"
+        )
+
+
+def _with_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Put the state that the host has into a state_dict."""
+    assert isinstance(optimizer, OffloadOptimizer)
+    states = {}
+    for bucket, numbers in _numbered(optimizer, state_dict):
+        own = bucket.optimizer.state_dict()["state"]
+        states.update({numbers[i]: state for i, state in own.items()})
+    state_dict["state"] = dict(sorted(states.items()))
+
+
+def _load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Load the state on the host; return what is left for the device's groups."""
+    assert isinstance(optimizer, OffloadOptimizer)
+    groups, saved = optimizer.param_groups, state_dict["param_groups"]
+    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
+        return state_dict  # torch raises
+    state = state_dict["state"]
+    numbered = list(_numbered(optimizer, state_dict))
+    check_checkpoint(
+        type(optimizer).__name__,
+        [
+            (number, h, state.get(number, {}))
+            for bucket, numbers in numbered
+            for number, h in zip(numbers, bucket.host)
+            if bucket.is_split(h)
+        ],
+    )
+    for bucket, numbers in numbered:
+        own = {i: state[number] for i, number in enumerate(numbers) if number in state}
+        group = own_options(saved[bucket.group]) | {"params": list(range(len(numbers)))}
+        bucket.optimizer.load_state_dict({"state": own, "param_groups": [group]})
+    return {**state_dict, "state": {}}
+
+
+def _numbered(
+    optimizer: OffloadOptimizer, state_dict: dict[str, Any]
+) -> Iterator[tuple[Bucket, list[Any]]]:
+    """Each bucket with what a state_dict calls its parameters."""
+    for bucket in optimizer._buckets:
+        names = state_dict["param_groups"][bucket.group]["params"]
+        yield bucket, [names[i] for i in bucket.positions]
+
+
+def _check_norm(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
+
+
+def _check_param(param: Tensor) -> None:
+    what = f"OffloadOptimizer: a parameter of shape {tuple(param.shape)}"
+    if is_dtensor(param):
+        raise TypeError(
+            f"{what} is sharded (DTensor); give fully_shard a CPUOffloadPolicy, and its parameters "
+            "to the optimizer's class itself"
+        )
+    if not has_memory(param):
+        raise TypeError(
+            f"{what} on {param.device} is a {type(param).__name__} with no memory of its own; "
+            "construct the optimizer when the model has its values"
+        )
+
+
+def _values(grad: Tensor) -> Tensor:
+    """What the norm of a gradient is computed from."""
+    return grad if grad.layout is torch.strided else grad.coalesce().values()
