@@ -25,7 +25,7 @@ from benchmarks import _output
 from benchmarks._output import Table
 from fusedoptim import FusedAdagrad, FusedAdamW, FusedLamb, FusedSGD, SplitSGD
 from fusedoptim.offload import OffloadOptimizer
-from fusedoptim.offload.link import Link
+from fusedoptim.offload._link import Link
 
 LR = 1e-5
 SIZES = {"tiny": (1_000, 64, 2), "bert-base": (30_522, 768, 12), "1.3B": (50_257, 2048, 24)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from fusedoptim.offload.link import Link, views
+from fusedoptim.offload._link import Link, views
 from fusedoptim.step.tensors import Group, State
 
 MakeOptimizer = Callable[[list[Group]], Optimizer]
@@ -58,8 +58,8 @@ class Bucket:
         self._grad_views: list[Tensor] = []
         self._fetched: list[tuple[Tensor, int] | None] = [None] * len(params)
         """The gradients of which the host has a copy, or will have, and their versions."""
-        self._sent: list[tuple[int, int]] = []
-        """Version and address of each parameter when the host last had its values."""
+        self._known: list[tuple[int, int, torch.Size]] = []
+        """Version, address and shape of each parameter when the host last had its values."""
         self._arrived: set[int] = set()
         self._with_grad: list[int] = []
         self._end_of_fetch: Any = None
@@ -102,6 +102,12 @@ class Bucket:
         self.link.fetch(self._grads if whole else None, targets, sources)
         self._end_of_fetch = self.link.mark()
 
+    def distrust_copies(self) -> None:
+        """Have the next step copy all gradients again."""
+        if any(fetched is not None for fetched in self._fetched):
+            self.link.finish()  # the device may reuse their memory once they are dropped
+            self._fetched = [None] * len(self.params)
+
     def prepare(self) -> bool:
         """Begin to copy what the host lacks; return whether there is anything to update.
 
@@ -133,8 +139,8 @@ class Bucket:
 
     def take_weights(self) -> None:
         """Copy weights to the host that something else than a step has written."""
-        for p, h, sent in zip(self.params, self.host, self._sent):
-            if sent != (p._version, p.data_ptr()):
+        for p, h, known in zip(self.params, self.host, self._known):
+            if known != _written(p):
                 if p.device != self.link.device or p.dtype != h.dtype or p.shape != h.shape:
                     raise RuntimeError(
                         f"OffloadOptimizer: a parameter of shape {tuple(h.shape)}, {h.dtype}, on "
@@ -146,7 +152,7 @@ class Bucket:
         self._note_weights()
 
     def _note_weights(self) -> None:
-        self._sent = [(p._version, p.data_ptr()) for p in self.params]
+        self._known = [_written(p) for p in self.params]
 
     @property
     def grads(self) -> Iterator[Tensor]:
@@ -207,6 +213,11 @@ class Bucket:
 def own_options(group: Group) -> Group:
     """The options of a group, without what is said of its parameters one by one."""
     return {name: v for name, v in group.items() if name not in ("params", "param_names")}
+
+
+def _written(param: Tensor) -> tuple[int, int, torch.Size]:
+    """What changes when something is written to a parameter, or its memory is replaced."""
+    return param._version, param.data_ptr(), param.shape
 
 
 def _is_strided(grad: Tensor) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fusedoptim.offload.bucket import Bucket, own_options
-from fusedoptim.offload.link import Link
+from fusedoptim.offload._bucket import Bucket, own_options
+from fusedoptim.offload._link import Link
 from fusedoptim.split.halves import check_checkpoint
 from fusedoptim.step.checks import check_numbers
 from fusedoptim.step.hooks import with_hooks
@@ -72,6 +72,9 @@ class OffloadOptimizer(Optimizer):
     state_dict is that of ``optimizer_class``, and moves both ways.
     """
 
+    _step_supports_amp_scaling = True
+    """GradScaler leaves it to the step to unscale, and to skip a step with infinities."""
+
     def __init__(
         self,
         params: ParamsT,
@@ -85,7 +88,9 @@ class OffloadOptimizer(Optimizer):
         if not bucket_cap_mb > 0:
             raise ValueError(f"Invalid bucket_cap_mb value: {bucket_cap_mb}")
         self.max_grad_norm = max_grad_norm
+        """Gradients are scaled down to this norm over all parameters."""
         self.copy_in_backward = copy_in_backward
+        """Whether gradients are copied as backward makes them."""
         _check_norm(max_grad_norm)
         self._bucket_bytes = bucket_cap_mb * 2**20
         self._make = functools.partial(optimizer_class, **kwargs)
@@ -196,12 +201,19 @@ class OffloadOptimizer(Optimizer):
     def _update(self) -> None:
         if self._torn is not None:
             raise RuntimeError(self._torn)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)  # a GradScaler's
+        if found_inf is not None and found_inf:
+            return
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)  # a GradScaler's
+        if found_inf is not None and grad_scale is None:
+            for bucket in self._buckets:  # unscale_() does not change the gradients' versions
+                bucket.distrust_copies()
         for group in self.param_groups:
             check_numbers(type(self).__name__, own_options(group))
         _check_norm(self.max_grad_norm)
         # Backward reaches the last parameters first.
         active = [bucket for bucket in reversed(self._buckets) if bucket.prepare()]
-        scale = self._grad_scale(active)
+        scale = self._divisor(active, grad_scale)
         for link in self._links.values():
             link.begin()
         updated = 0
@@ -225,10 +237,12 @@ class OffloadOptimizer(Optimizer):
                 link.finish()
         self._show_state()
 
-    def _grad_scale(self, active: list[Bucket]) -> Tensor | None:
-        """What gradients are divided by to clip their norm, as clip_grad_norm_ does."""
+    def _divisor(self, active: list[Bucket], grad_scale: Tensor | None) -> Tensor | None:
+        """What gradients are divided by to unscale them, and to clip their norm."""
+        if grad_scale is not None:
+            grad_scale = grad_scale.detach().to("cpu").reshape(())
         if self.max_grad_norm is None or not active:
-            return None
+            return grad_scale
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for bucket in active:
             for grad in bucket.grads:
@@ -239,8 +253,9 @@ class OffloadOptimizer(Optimizer):
             each = torch._foreach_norm(grads, 2, dtype=wide)
             norms.append(torch.linalg.vector_norm(torch.stack(each)))
         norm = torch.linalg.vector_norm(torch.stack([n.to("cpu", torch.float64) for n in norms]))
-        scale: Tensor = ((norm + _CLIP_EPS) / self.max_grad_norm).clamp(min=1.0)
-        return scale
+        scale = 1.0 if grad_scale is None else grad_scale
+        divisor: Tensor = ((norm / scale + _CLIP_EPS) / self.max_grad_norm).clamp(min=1.0) * scale
+        return divisor
 
     def _show_state(self) -> None:
         """Show in ``state`` what the host has for the device's parameters."""

@@ -1,0 +1,539 @@
+"""OffloadOptimizer takes the step of its class on the host, bit for bit.
+
+The device is the CPU, whose weights are then separate copies; links.py stands in for a device with
+streams. ``python -m benchmarks.offload --check`` compares on a real one.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from fusedoptim import FusedAdam, FusedAdamW, FusedLamb, FusedSGD, SplitSGD
+from fusedoptim.offload import OffloadOptimizer
+from fusedoptim.offload._link import Link
+from tests.fusedoptim.helpers import (
+    FEW_LAYOUTS,
+    assert_same_bits,
+    bits,
+    each_case_and_dtype,
+    make_params,
+    new_scaler,
+    params_of,
+    random_like,
+    refused,
+    run_script,
+    step_alike,
+    through_a_file,
+)
+from tests.fusedoptim.offload.links import Counted, Late, Short, Staged
+from tests.optimizer_cases import OptimizerCase
+
+SMALL = 1e-4
+"""A bucket_cap_mb of a hundred bytes: several buckets of the smallest model."""
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=[Link, Late, Staged, Short])
+def link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Link]:
+    monkeypatch.setattr("fusedoptim.offload._optimizer.Link", request.param)
+    chosen: type[Link] = request.param
+    return chosen
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
+    monkeypatch.setattr("fusedoptim.offload._optimizer.Link", Counted)
+    Counted.fetched = Counted.sent = 0
+    return Counted
+
+
+def pair(params: list[Parameter], cls: Callable[..., Any], **kwargs: Any) -> tuple[Any, Any]:
+    """An optimizer of ``params`` with its step on the host, and an ordinary one of copies."""
+    own = {
+        name: kwargs.pop(name) for name in ("bucket_cap_mb", "copy_in_backward") if name in kwargs
+    }
+    expected = cls(
+        [Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in params],
+        **kwargs,
+    )
+    return OffloadOptimizer(params, cls, **own, **kwargs), expected
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    layers = nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 2)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def networks(dtype: torch.dtype, cls: Callable[..., Any], **kwargs: Any) -> list[tuple[Any, Any]]:
+    """Two equal models, the first with its optimizer on the host."""
+    model = network(dtype)
+    other = copy.deepcopy(model)
+    own = {name: kwargs.pop(name) for name in ("copy_in_backward",) if name in kwargs}
+    offload = OffloadOptimizer(model.parameters(), cls, bucket_cap_mb=SMALL, **own, **kwargs)
+    return [(model, offload), (other, cls(other.parameters(), **kwargs))]
+
+
+def backward(model: Any, seed: int = 0) -> None:
+    dtype = next(model.parameters()).dtype
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    model(batch).float().square().mean().backward()
+
+
+def assert_equal_models(*pairs: tuple[Any, Any]) -> None:
+    (model, _), (other, _) = pairs
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert p.dtype == q.dtype
+        assert torch.equal(p, q)
+
+
+def new_training() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = network(BF16)
+    options: dict[str, Any] = {"lr": 0.1, "split": True, "state_dtype": "float8"}
+    params = model.parameters()
+    return model, OffloadOptimizer(params, FusedAdamW, bucket_cap_mb=SMALL, **options)
+
+
+def steps(model: Any, optimizer: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def train(file: str | None = None) -> list[Tensor]:
+    """Take six steps; if there is a file, save after the third, and die after the fourth."""
+    model, optimizer = new_training()
+    steps(model, optimizer, 0, 3)
+    if file is not None:
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+    steps(model, optimizer, 3, 4)
+    if file is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    steps(model, optimizer, 4, 6)
+    return list(optimizer.master_params())
+
+
+def resume(file: Path) -> list[Tensor]:
+    model, optimizer = new_training()
+    for part, saved in zip((model, optimizer), torch.load(file)):
+        part.load_state_dict(saved)
+    steps(model, optimizer, 3, 6)
+    return list(optimizer.master_params())
+
+
+class TestValues:
+    @each_case_and_dtype
+    def test_are_those_of_the_class_on_the_host(
+        self, case: OptimizerCase, dtype: torch.dtype
+    ) -> None:
+        params = make_params(dtype, FEW_LAYOUTS)
+        offload, expected = pair(params, case.make, bucket_cap_mb=SMALL, **case.kwargs[-1])
+        for _ in range(3):
+            step_alike(offload, expected)
+        assert_same_bits(offload, expected)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
+    @pytest.mark.parametrize(
+        ("cls", "options"),
+        [
+            (torch.optim.AdamW, {"fused": True}),
+            (torch.optim.AdamW, {"foreach": True}),
+            (torch.optim.Adagrad, {"foreach": False}),
+            (torch.optim.SGD, {"foreach": True}),
+        ],
+    )
+    def test_of_torchs_classes(
+        self, cls: type[Any], options: dict[str, bool], dtype: torch.dtype
+    ) -> None:
+        offload, expected = pair(make_params(dtype, FEW_LAYOUTS[:3]), cls, lr=0.1, **options)
+        for _ in range(3):
+            step_alike(offload, expected)
+        assert_same_bits(offload, expected)
+
+    @pytest.mark.parametrize("in_backward", [True, False])
+    @pytest.mark.parametrize("cls", [FusedAdamW, FusedLamb])
+    def test_of_a_training(self, link: type[Link], cls: type[Any], in_backward: bool) -> None:
+        """With accumulation, clipping, another zero_grad, a layer without gradients."""
+        both = networks(BF16, cls, lr=0.05, split=True, copy_in_backward=in_backward)
+        for step in range(6):
+            for model, optimizer in both:
+                optimizer.zero_grad(set_to_none=step != 4)
+                for seed in range(1 + step % 2):
+                    backward(model, 10 * step + seed)
+                if step == 2:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                if step == 3:
+                    model[0].weight.grad = None
+                optimizer.step()
+            assert_equal_models(*both)
+
+    def test_with_a_scheduler_and_groups(self) -> None:
+        both = []
+        torch.manual_seed(0)
+        models = network(), network()
+        models[1].load_state_dict(models[0].state_dict())
+        for model, make in zip(models, (OffloadOptimizer, lambda p, cls, **kw: cls(p, **kw))):
+            groups = [
+                {"params": list(model[0].named_parameters()), "weight_decay": 0.5},
+                {"params": list(model[2].named_parameters())},
+            ]
+            optimizer = make(groups, FusedAdamW, lr=0.1)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+            both.append((model, optimizer))
+            for step in range(5):
+                if step == 2:
+                    optimizer.add_param_group(
+                        {"params": list(model[4].named_parameters()), "lr": 0.3}
+                    )
+                    scheduler.base_lrs.append(0.3)
+                    optimizer.param_groups[-1].update(
+                        {
+                            k: v
+                            for k, v in optimizer.param_groups[0].items()
+                            if "lr" in k and k != "lr"
+                        }
+                    )
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+                scheduler.step() if step < 2 else None
+        assert_equal_models(*both)
+        first, second = (optimizer.state_dict() for _, optimizer in both)
+        assert first["param_groups"] == second["param_groups"]
+
+    @pytest.mark.parametrize("cls", [FusedSGD, torch.optim.SGD])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16])
+    def test_max_grad_norm(self, dtype: torch.dtype, cls: type[Any]) -> None:
+        params = [Parameter(torch.zeros(shape, dtype=dtype)) for shape in (17, 1000, (3, 4))]
+        grads = [random_like(p) for p in params]
+        norm = torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in grads]))
+        optimizer = OffloadOptimizer(params, cls, lr=1.0, max_grad_norm=0.5)
+        step_alike(optimizer, grads=grads)
+        for p, grad in zip(params, grads):
+            expected = -grad.double() * 0.5 / (norm + 1e-6)
+            torch.testing.assert_close(p.detach(), expected.to(dtype))
+            assert p.grad is not None
+            assert torch.equal(p.grad, grad)
+
+    def test_rounded_state_is_the_same_in_each_run(self) -> None:
+        results = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            both = networks(BF16, FusedAdamW, split=True, state_dtype="float8", lr=0.1)
+            for step in range(3):
+                backward(both[0][0], step)
+                both[0][1].step()
+            results.append(both[0])
+        assert_equal_models(*results)
+
+
+class TestContract:
+    def test_two_bytes_a_weight_each_way(self, counted: type[Counted]) -> None:
+        (model, optimizer), _ = networks(BF16, FusedAdamW, split=True)
+        size = 2 * sum(p.numel() for p in model.parameters())
+        backward(model)
+        assert (counted.fetched, counted.sent) == (size, 0)
+        optimizer.step()
+        assert (counted.fetched, counted.sent) == (size, size)
+        optimizer.zero_grad()
+        optimizer.step()  # there is nothing to do
+        assert (counted.fetched, counted.sent) == (size, size)
+        optimizer.copy_in_backward = False
+        backward(model)
+        assert (counted.fetched, counted.sent) == (size, size)
+        optimizer.step()
+        assert (counted.fetched, counted.sent) == (2 * size, 2 * size)
+
+    def test_state_is_on_the_host_and_gradients_stay(self) -> None:
+        (model, optimizer), _ = networks(torch.float32, FusedAdamW)
+        assert len(optimizer.state) == 0
+        backward(model)
+        grads = [(p.grad, p.grad._version) for p in model.parameters()]
+        optimizer.step()
+        assert [(p.grad, p.grad._version) for p in model.parameters()] == grads
+        assert optimizer.state[model[0].weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert params_of(optimizer) == list(model.parameters())
+
+    def test_closure_and_hooks(self) -> None:
+        (model, optimizer), _ = networks(torch.float32, FusedSGD, lr=0.1)
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+        def closure() -> float:
+            backward(model)
+            calls.append("closure")
+            return 3.0
+
+        before = model[0].weight.detach().clone()
+        assert optimizer.step(closure) == 3.0
+        assert calls == ["before", "closure", "after"]
+        assert not torch.equal(model[0].weight, before)
+
+    @pytest.mark.parametrize("unscale", [True, False])
+    @pytest.mark.parametrize("cls", [FusedSGD, torch.optim.SGD])
+    def test_grad_scaler_unscales_and_skips(self, cls: type[Any], unscale: bool) -> None:
+        both = networks(torch.float32, cls, lr=0.1)
+        for model, optimizer in both:
+            scaler = new_scaler()
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = model(torch.ones(1, 6)).sum()
+                scaler.scale(loss * (torch.inf if step == 1 else 1.0)).backward()
+                if unscale:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == 128
+        assert_equal_models(*both)
+
+    def test_grad_scaler_and_max_grad_norm(self) -> None:
+        both = networks(torch.float32, FusedSGD, lr=0.1)
+        both[0][1].max_grad_norm = both[1][1].max_grad_norm = 0.01
+        for model, optimizer in both:
+            scaler = new_scaler()
+            scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+            scaler.step(optimizer)
+        for p, q in zip(*(model.parameters() for model, _ in both)):
+            torch.testing.assert_close(p, q)
+
+    def test_sparse_gradients(self) -> None:
+        tables = [nn.Embedding(10, 3, sparse=True) for _ in range(2)]
+        tables[1].load_state_dict(tables[0].state_dict())
+        offload = OffloadOptimizer(tables[0].parameters(), FusedSGD, lr=0.1, max_grad_norm=9.0)
+        for table, optimizer in zip(tables, (offload, FusedSGD(tables[1].parameters(), lr=0.1))):
+            table(torch.tensor([1, 3, 3])).sum().backward()
+            optimizer.step()
+        assert torch.equal(*(t.weight for t in tables))
+
+    def test_weights_written_by_others_count(self) -> None:
+        both = networks(BF16, FusedAdamW, lr=0.05, split=True)
+        for step in range(4):
+            for model, optimizer in both:
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+                if step == 1:
+                    with torch.no_grad():
+                        model[0].weight.mul_(0.5)
+                if step == 2:
+                    model[2].weight.data = torch.ones_like(model[2].weight)
+        assert_equal_models(*both)
+
+    def test_master_params(self) -> None:
+        both = networks(torch.float32, SplitSGD, lr=1e-3)
+        for model, optimizer in both:
+            backward(model)
+            optimizer.step()
+        first, second = (list(optimizer.master_params()) for _, optimizer in both)
+        assert all(map(torch.equal, first, second))
+        (_, plain), _ = networks(torch.float32, torch.optim.SGD)
+        assert all(map(torch.equal, plain.master_params(), params_of(plain)))
+
+    def test_is_freed_with_its_hooks(self) -> None:
+        (model, optimizer), _ = networks(torch.float32, FusedSGD)
+        backward(model)
+        optimizer.step()
+        found = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert found() is None
+        assert not model[0].weight._post_accumulate_grad_hooks
+
+    def test_the_model_can_be_copied_and_the_optimizer_not(self) -> None:
+        (model, optimizer), _ = networks(torch.float32, FusedSGD)
+        copied, unpickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        for other in (copied, unpickled):
+            backward(other)
+        for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="load the state_dict of this one"):
+                attempt(optimizer)
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.AdamW])
+    def test_move_both_ways(self, cls: type[Any]) -> None:
+        options: dict[str, Any] = {"split": True} if cls is FusedAdamW else {}
+        both = networks(BF16, cls, lr=0.05, **options)
+        for step in range(4):
+            if step == 2:
+                (_, offload), (_, plain) = both
+                saved = through_a_file(offload.state_dict()), through_a_file(plain.state_dict())
+                assert saved[0].keys() == saved[1].keys()
+                assert saved[0]["param_groups"] == saved[1]["param_groups"]
+                assert saved[0]["state"].keys() == saved[1]["state"].keys()
+                offload.load_state_dict(saved[1])
+                plain.load_state_dict(saved[0])
+            for model, optimizer in both:
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+        assert_equal_models(*both)
+        assert_same_bits(both[0][1], both[1][1])
+
+    def test_of_torchs_class(self) -> None:
+        both = networks(torch.float32, FusedAdam)
+        (_, offload), (other, _) = both
+        peer = torch.optim.Adam(other.parameters(), lr=0.5, foreach=True)
+        backward(other)
+        peer.step()
+        offload.load_state_dict(peer.state_dict())
+        assert offload.param_groups[0]["lr"] == 0.5
+        assert offload.param_groups[0]["foreach"] is None
+        backward(both[0][0])
+        offload.step()
+        assert offload.state[params_of(offload)[0]]["step"] == 2
+
+    def test_resumed_after_a_kill(self, tmp_path: Path) -> None:
+        """The first run is killed between two steps, the one after its checkpoint."""
+        file = tmp_path / "checkpoint"
+        run_script(
+            "import sys; from tests.fusedoptim.offload.test_offload import *; train(sys.argv[1])",
+            str(file),
+            returncode=-signal.SIGKILL,
+        )
+        assert all(map(torch.equal, train(), resume(file)))
+
+    def test_that_do_not_fit_change_nothing(self) -> None:
+        (model, optimizer), _ = networks(BF16, FusedAdamW, split=True)
+        backward(model)
+        optimizer.step()
+        saved = through_a_file(optimizer.state_dict())
+        lost = copy.deepcopy(saved)
+        del lost["state"][5]["trail"]
+        with refused(optimizer, ValueError, "the checkpoint has lost the 'trail' of parameter 5"):
+            optimizer.load_state_dict(lost)
+        misshapen = copy.deepcopy(saved)
+        misshapen["state"][0]["trail"] = torch.zeros(3, dtype=torch.int16)
+        with refused(optimizer, ValueError, "'trail' of parameter 0"):
+            optimizer.load_state_dict(misshapen)
+        fewer = copy.deepcopy(saved)
+        fewer["param_groups"][0]["params"].pop()
+        with refused(optimizer, ValueError, "doesn't match the size"):
+            optimizer.load_state_dict(fewer)
+        backward(model)
+        optimizer.step()
+
+    def test_an_error_in_a_later_bucket_changes_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (model, optimizer), _ = networks(torch.float32, FusedAdamW)
+        backward(model)
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        for state in saved["state"].values():
+            state["exp_avg"].fill_(9)
+        host = optimizer._buckets[-1].optimizer
+        monkeypatch.setattr(host, "load_state_dict", _fail)
+        with refused(optimizer, OSError, "on purpose"):
+            optimizer.load_state_dict(saved)
+
+
+class TestFaults:
+    def test_an_error_between_two_buckets_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        (model, optimizer), (other, expected) = networks(BF16, FusedAdamW, split=True)
+        for m, o in ((model, optimizer), (other, expected)):
+            backward(m)
+            o.step()
+        weights, saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        with monkeypatch.context() as context:
+            context.setattr(optimizer._buckets[0].optimizer, "step", _fail)  # the last of a step
+            with pytest.raises(RuntimeError, match=r"failed after \d+ of \d+ buckets \(OSError\)"):
+                optimizer.step()
+        with refused(optimizer, RuntimeError, "weights are of two different steps"):
+            optimizer.step()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        for m, o in ((model, optimizer), (other, expected)):
+            o.zero_grad()
+            backward(m, 1)
+            o.step()
+        assert_equal_models((model, optimizer), (other, expected))
+
+    def test_an_error_before_the_first_bucket_changes_nothing(self) -> None:
+        (_, optimizer), _ = networks(torch.float32, FusedAdamW)
+        optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
+        step_alike(optimizer)
+        optimizer.param_groups[0]["lr"] = float("nan")
+        with refused(optimizer, ValueError, "lr"):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            (lambda values: values.double(), r"has become one of .*torch\.float64"),
+            (lambda values: values[:3], r"has become one of shape \(3, 6\)"),
+            (lambda values: values.clone(), "on cpu; move and convert the model before"),
+        ],
+    )
+    def test_a_parameter_that_was_moved_or_changed(
+        self, change: Callable[[Tensor], Tensor], match: str
+    ) -> None:
+        (model, optimizer), _ = networks(torch.float32, FusedAdamW)
+        backward(model)
+        optimizer.step()
+        if "on cpu" in match:
+            optimizer._buckets[0].link.device = torch.device("meta")
+        model[0].weight.data = change(model[0].weight.data)
+        before = [bits(p) for p in params_of(optimizer)[1:]]
+        with pytest.raises(RuntimeError, match=match):
+            optimizer.step()
+        assert all(map(torch.equal, [bits(p) for p in params_of(optimizer)[1:]], before))
+
+    @pytest.mark.parametrize(
+        ("make", "error", "match"),
+        [
+            (lambda: torch.ones(3, device="meta"), TypeError, "no memory of its own"),
+            (
+                lambda: torch.ones(3, dtype=torch.float16),
+                TypeError,
+                "split parameters are bfloat16",
+            ),
+        ],
+    )
+    def test_parameters_that_are_refused(
+        self, make: Callable[[], Tensor], error: type[Exception], match: str
+    ) -> None:
+        good = Parameter(torch.ones(3))
+        before = bits(good)
+        with pytest.raises(error, match=match):
+            OffloadOptimizer([good, Parameter(make())], FusedAdamW, split=True)
+        assert good.dtype == torch.float32
+        assert torch.equal(bits(good), before)
+        optimizer = OffloadOptimizer([good], FusedAdamW, split=True)
+        with refused(optimizer, error, match):
+            optimizer.add_param_group({"params": [Parameter(make())]})
+
+    def test_parameters_that_share_memory(self) -> None:
+        values = torch.ones(8)
+        with pytest.raises(RuntimeError, match="share memory"):
+            OffloadOptimizer([Parameter(values), Parameter(values[2:])], FusedSGD)
+
+    @pytest.mark.parametrize(
+        "options", [{"bucket_cap_mb": 0}, {"max_grad_norm": -1.0}, {"lr": -1.0}]
+    )
+    def test_arguments_out_of_range(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="Invalid"):
+            OffloadOptimizer([Parameter(torch.ones(3))], FusedSGD, **options)
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise OSError("on purpose")
