@@ -38,7 +38,7 @@ def measured(
     done = subprocess.run(
         command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | own
     )
-    return json.loads(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])  # DeepSpeed prints what it builds
 
 
 def measured_by_ranks(ranks: int, threads: int, function: str, *arguments: str) -> list[Any]:
@@ -206,6 +206,27 @@ def _held(value: Any) -> int:
     if hasattr(value, "__tensor_flatten__"):
         return sum(_held(getattr(value, name)) for name in value.__tensor_flatten__()[0])
     return value.nbytes if isinstance(value, Tensor) else 0
+
+
+def host_step(optimizer: str, arguments: str, model: str, dtype: str) -> list[float]:
+    """Seconds of each step, for two seconds, after three untimed ones.
+
+    Args:
+        optimizer: its path, such as "torch.optim:AdamW".
+        arguments: of it, as JSON.
+        model: name of the shapes.
+        dtype: of the parameters.
+    """
+    params = _params(model, getattr(torch, dtype))
+    step = _named(optimizer)(params, lr=1e-9, **json.loads(arguments)).step
+    for _ in range(3):
+        step()
+    seconds: list[float] = []
+    while len(seconds) < 10 or sum(seconds) < 2:
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def training(model: str, configuration: str) -> dict[str, Any]:

@@ -28,6 +28,14 @@ def many_small() -> list[Shape]:
     return [(1000,)] * 10_000
 
 
+def lora() -> list[Shape]:
+    """Adapters of rank 16 for all linear layers of Llama 7B: 448 tensors, 39,976,960 parameters."""
+    rank, width, inner = 16, 4096, 11_008
+    layer = [(width, width)] * 4 + [(width, inner)] * 2 + [(inner, width)]
+    pairs = layer * 32
+    return [shape for into, out in pairs for shape in ((rank, into), (out, rank))]
+
+
 def _shapes_of(make: Callable[[], nn.Module]) -> Callable[[], list[Shape]]:
     """Return a function that returns the shapes of a model's parameters."""
 
@@ -70,5 +78,6 @@ MODELS: dict[str, Callable[[], list[Shape]]] = {
     "bert-base": _shapes_of(_models.bert_base),
     "dlrm": dlrm,
     "10000x1000": many_small,
+    "lora": lora,
     "8192": one_small,
 }

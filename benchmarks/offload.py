@@ -13,7 +13,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from benchmarks import _output
 from benchmarks._output import Table
 from fusedoptim import FusedAdagrad, FusedAdamW, FusedLamb, FusedSGD, SplitSGD
 from fusedoptim.offload import OffloadOptimizer
+from fusedoptim.offload._bucket import Bucket
 from fusedoptim.offload._link import Link
 
 LR = 1e-5
@@ -73,13 +74,28 @@ def synchronize(device: torch.device) -> None:
 
 
 class Counted:
-    """Counts the bytes that go each way."""
+    """Counts the bytes that go each way, and the seconds that the host waits and updates."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count anew."""
         self.fetched = self.sent = 0
+        self.waited = self.updated = 0.0
 
     def __enter__(self) -> Counted:
-        self._own = Link.fetch, Link.send
+        self._own = Link.fetch, Link.send, Link.wait, Bucket.update
+
+        def wait(event: Any) -> None:
+            start = time.perf_counter()
+            self._own[2](event)
+            self.waited += time.perf_counter() - start
+
+        def update(bucket: Bucket, *args: Any) -> None:
+            start, waited = time.perf_counter(), self.waited
+            self._own[3](bucket, *args)
+            self.updated += time.perf_counter() - start - (self.waited - waited)
 
         def fetch(link: Link, flat: Tensor | None, targets: list[Tensor], sources: Any) -> None:
             self.fetched += sum(target.nbytes for target in targets)
@@ -90,10 +106,13 @@ class Counted:
             self._own[1](link, flat, sources, targets)
 
         Link.fetch, Link.send = fetch, send  # type: ignore[method-assign]
+        Link.wait = staticmethod(wait)  # type: ignore[method-assign]
+        Bucket.update = update  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        Link.fetch, Link.send = self._own  # type: ignore[method-assign]
+        Link.fetch, Link.send, wait, Bucket.update = self._own  # type: ignore[method-assign]
+        Link.wait = staticmethod(wait)  # type: ignore[method-assign]
 
 
 # Correctness
@@ -230,6 +249,12 @@ CONTENDERS: dict[str, Callable[[list[Tensor]], Any]] = {
         FusedAdamW, split=True, bucket_cap_mb=2**20
     ),
     "offload, FusedAdamW split": offloaded(FusedAdamW, split=True),
+    "offload, FusedAdamW split, buckets of 100 MiB": offloaded(
+        FusedAdamW, split=True, bucket_cap_mb=100
+    ),
+    "offload, FusedAdamW split, bfloat16 state": offloaded(
+        FusedAdamW, split=True, state_dtype=BF16
+    ),
     "offload, FusedAdamW split, float8 state": offloaded(
         FusedAdamW, split=True, state_dtype="float8"
     ),
@@ -238,7 +263,11 @@ CONTENDERS: dict[str, Callable[[list[Tensor]], Any]] = {
 
 
 def time_one(
-    make: Callable[[list[Tensor]], Any], size: str, device: torch.device, rounds: int
+    make: Callable[[list[Tensor]], Any],
+    size: str,
+    device: torch.device,
+    rounds: int,
+    counted: Counted,
 ) -> tuple[list[float], list[float], int]:
     """Seconds of each iteration, of its step() call alone, and the device's peak memory."""
     gc.collect()
@@ -251,6 +280,8 @@ def time_one(
     step, _optimizer = make(params)
     iterations, steps = [], []
     for i in range(rounds + 2):
+        if i == 2:  # the first iterations make state and buffers
+            counted.reset()
         synchronize(device)
         start = time.perf_counter()
         for p in params:
@@ -265,6 +296,31 @@ def time_one(
             steps.append(after - before)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     return iterations, steps, peak
+
+
+def host_alone(size: str, rounds: int) -> None:
+    """Print the time of the host's step alone: no device, ordinary memory."""
+    for name, cls, options in (
+        ("FusedAdamW split", FusedAdamW, {"split": True}),
+        ("FusedAdamW split, float8 state", FusedAdamW, {"split": True, "state_dtype": "float8"}),
+        ("torch fused AdamW", AdamW, {"fused": True}),
+    ):
+        gc.collect()
+        shapes = [p.shape for p in new_model(size, torch.device("meta")).parameters()]
+        params = [torch.full(shape, 1e-2, dtype=BF16, requires_grad=True) for shape in shapes]
+        for p in params:
+            p.grad = torch.full_like(p, 1e-3)
+        optimizer = cls(params, lr=LR, **options)  # type: ignore[arg-type]
+        seconds = []
+        for _ in range(rounds + 2):
+            start = time.perf_counter()
+            optimizer.step()
+            seconds.append(time.perf_counter() - start)
+        print(
+            f"{size}, host alone, {name}: min {min(seconds[2:]) * 1e3:.1f}, "
+            f"median {statistics.median(seconds[2:]) * 1e3:.1f} ms",
+            flush=True,
+        )
 
 
 def bus(device: torch.device) -> str:
@@ -286,18 +342,21 @@ def bus(device: torch.device) -> str:
     return "device to host {:.1f} GB/s, host to device {:.1f} GB/s".format(*speeds)
 
 
-def measure(size: str, device: torch.device, rounds: int) -> Table:
+def measure(size: str, device: torch.device, rounds: int, names: Sequence[str]) -> Table:
     """Time all contenders, one after the other."""
     count = sum(p.numel() for p in new_model(size, torch.device("meta")).parameters())
     rows = []
-    for name, make in CONTENDERS.items():
+    for name in names:
+        make = CONTENDERS[name]
         with Counted() as counted:
-            iterations, steps, peak = time_one(make, size, device, rounds)
+            iterations, steps, peak = time_one(make, size, device, rounds, counted)
         times = [f"{f(s) * 1e3:.1f}" for s in (iterations, steps) for f in (min, statistics.median)]
-        moved = [f"{b / count / (rounds + 2):.2f}" for b in (counted.fetched, counted.sent)]
-        rows.append([name, *times, *moved, f"{peak / 2**30:.2f}"])
+        host = [f"{t / rounds * 1e3:.1f}" for t in (counted.updated, counted.waited)]
+        moved = [f"{b / count / rounds:.2f}" for b in (counted.fetched, counted.sent)]
+        rows.append([name, *times, *host, *moved, f"{peak / 2**30:.2f}"])
         print(*rows[-1], sep="; ", flush=True)
     header = ["ms", "iteration min", "median", "step() min", "median"]
+    header += ["update on the host", "host waits"]
     header += ["bytes a weight to host", "to device", "peak GiB on device"]
     title = f"{size}: {count:,} bfloat16 weights, {rounds} iterations of 8 x 512 words"
     return Table(title, header, rows)
@@ -308,6 +367,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--check", action="store_true", help="compare bits; measure nothing")
     parser.add_argument("--size", action="append", choices=SIZES, help="repeatable")
+    parser.add_argument("--contender", action="append", choices=CONTENDERS, help="repeatable")
     parser.add_argument("--rounds", type=int, default=10, help="iterations of each contender")
     parser.add_argument("--device", help="by default the accelerator")
     args = parser.parse_args()
@@ -324,7 +384,9 @@ def main() -> None:
         f"torch {torch.__version__} on {device}, {torch.get_num_threads()} threads; {bus(device)}"
     )
     for size in args.size or ("bert-base", "1.3B"):
-        _output.print_table(measure(size, device, args.rounds))
+        host_alone(size, args.rounds)
+        names = args.contender or list(CONTENDERS)
+        _output.print_table(measure(size, device, args.rounds, names))
 
 
 if __name__ == "__main__":
