@@ -182,7 +182,21 @@ def check(device: torch.device) -> None:
                     optimizer.load_state_dict(expected.state_dict())
                     expected.load_state_dict(optimizer.state_dict())
         print(f"{name}, {dtype}: the bits of the step on the host", flush=True)
+    check_beside_cpu(device)
     check_clipping(device)
+
+
+def check_beside_cpu(device: torch.device) -> None:
+    """Raise unless parameters on the CPU are updated beside those on ``device``."""
+    there = torch.ones(1000, device=device, requires_grad=True)
+    params = [there, torch.ones(1000, requires_grad=True)]
+    optimizer = OffloadOptimizer(params, FusedAdamW, lr=0.1, max_grad_norm=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum((p.to(device) * torch.arange(1000, device=device)).sum() for p in params).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        assert torch.equal(there.cpu(), params[1])
+    print("a parameter on the CPU beside one on the device: equal", flush=True)
 
 
 def check_clipping(device: torch.device) -> None:

@@ -187,8 +187,8 @@ class OffloadOptimizer(Optimizer):
             what ``closure`` returned.
 
         Raises:
-            RuntimeError: a parameter was moved or converted, or weights are of two different steps
-                because an earlier call failed halfway.
+            RuntimeError: a parameter was moved or converted, or an earlier call failed halfway, so
+                that weights may be of two different steps.
         """
         loss = None
         if closure is not None:
@@ -223,10 +223,11 @@ class OffloadOptimizer(Optimizer):
                 updated += 1
                 bucket.send()
         except BaseException as error:
-            if updated:
+            # An interrupt of the first may have come before it or after it.
+            if updated or not isinstance(error, Exception):
                 self._torn = (
                     f"OffloadOptimizer: step() failed after {updated} of {len(active)} buckets "
-                    f"({type(error).__name__}), so the weights are of two different steps; load a "
+                    f"({type(error).__name__}), so weights may be of two different steps; load a "
                     "checkpoint of model and optimizer before the next step"
                 )
                 if isinstance(error, Exception):

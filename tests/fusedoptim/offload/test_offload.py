@@ -456,7 +456,7 @@ class TestFaults:
             context.setattr(optimizer._buckets[0].optimizer, "step", _fail)  # the last of a step
             with pytest.raises(RuntimeError, match=r"failed after \d+ of \d+ buckets \(OSError\)"):
                 optimizer.step()
-        with refused(optimizer, RuntimeError, "weights are of two different steps"):
+        with refused(optimizer, RuntimeError, "weights may be of two different steps"):
             optimizer.step()
         model.load_state_dict(weights)
         optimizer.load_state_dict(saved)
@@ -465,6 +465,23 @@ class TestFaults:
             backward(m, 1)
             o.step()
         assert_equal_models((model, optimizer), (other, expected))
+
+    @pytest.mark.parametrize("bucket", [0, -1])
+    def test_an_interrupt_is_raised_and_remembered(
+        self, bucket: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (model, optimizer), _ = networks(torch.float32, FusedAdamW)
+        backward(model)
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as context:
+            context.setattr(optimizer._buckets[bucket].optimizer, "step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        with refused(optimizer, RuntimeError, r"buckets \(KeyboardInterrupt\)"):
+            optimizer.step()
 
     def test_an_error_before_the_first_bucket_changes_nothing(self) -> None:
         (_, optimizer), _ = networks(torch.float32, FusedAdamW)
