@@ -37,8 +37,10 @@ class Late(Counted):
     def fetch(self, *args: Any) -> None:
         self._copies.append(lambda: super(Late, self).fetch(*args))
 
-    def send(self, *args: Any) -> None:
-        self._copies.append(lambda: super(Late, self).send(*args))
+    def send(self, flat: Tensor | None, sources: list[Tensor], targets: list[Tensor]) -> None:
+        torch.autograd.graph.increment_version(targets)  # as torch does when a copy is enqueued
+        later = [target.data for target in targets]
+        self._copies.append(lambda: super(Late, self).send(flat, sources, later))
 
     def _run(self, copies: list[Callable[[], None]]) -> None:
         while copies and copies[-1] in self._copies:

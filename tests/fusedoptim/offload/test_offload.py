@@ -285,9 +285,11 @@ class TestContract:
         assert calls == ["before", "closure", "after"]
         assert not torch.equal(model[0].weight, before)
 
-    @pytest.mark.parametrize("unscale", [True, False])
+    @pytest.mark.parametrize(("unscale", "clip"), [(False, False), (True, False), (True, True)])
     @pytest.mark.parametrize("cls", [FusedSGD, torch.optim.SGD])
-    def test_grad_scaler_unscales_and_skips(self, cls: type[Any], unscale: bool) -> None:
+    def test_grad_scaler_unscales_and_skips(
+        self, cls: type[Any], unscale: bool, clip: bool
+    ) -> None:
         both = networks(torch.float32, cls, lr=0.1)
         for model, optimizer in both:
             scaler = new_scaler()
@@ -297,6 +299,7 @@ class TestContract:
                 scaler.scale(loss * (torch.inf if step == 1 else 1.0)).backward()
                 if unscale:
                     scaler.unscale_(optimizer)
+                if clip:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
                 scaler.step(optimizer)
                 scaler.update()
@@ -321,6 +324,23 @@ class TestContract:
             table(torch.tensor([1, 3, 3])).sum().backward()
             optimizer.step()
         assert torch.equal(*(t.weight for t in tables))
+
+    def test_the_host_waits_for_its_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of weights too: an update must not write to what is still on its way to the device."""
+        monkeypatch.setattr("fusedoptim.offload._optimizer.Link", Late)
+        calls: list[Any] = []
+        monkeypatch.setattr(Late, "wait", staticmethod(calls.append))
+        p = Parameter(torch.ones(3))
+        optimizer = OffloadOptimizer([p], FusedSGD, lr=0.1)
+        (bucket,) = optimizer._buckets
+        bucket.optimizer.register_step_pre_hook(lambda *_: calls.append("update"))
+        step_alike(optimizer)
+        sent = bucket._end_of_send
+        step_alike(optimizer)
+        assert sent is not None
+        second = calls[calls.index("update") + 1 :]
+        assert second[:-1] == [sent, bucket._end_of_fetch]
+        assert second[-1] == "update"
 
     def test_weights_written_by_others_count(self) -> None:
         both = networks(BF16, FusedAdamW, lr=0.05, split=True)
