@@ -263,8 +263,8 @@ CONTENDERS: dict[str, Callable[[list[Tensor]], Any]] = {
         FusedAdamW, split=True, bucket_cap_mb=2**20
     ),
     "offload, FusedAdamW split": offloaded(FusedAdamW, split=True),
-    "offload, FusedAdamW split, buckets of 100 MiB": offloaded(
-        FusedAdamW, split=True, bucket_cap_mb=100
+    "offload, FusedAdamW split, buckets of 25 MiB": offloaded(
+        FusedAdamW, split=True, bucket_cap_mb=25
     ),
     "offload, FusedAdamW split, bfloat16 state": offloaded(
         FusedAdamW, split=True, state_dtype=BF16

@@ -81,7 +81,7 @@ class OffloadOptimizer(Optimizer):
         optimizer_class: Callable[..., Optimizer],
         *,
         max_grad_norm: float | None = None,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float = 100,
         copy_in_backward: bool = True,
         **kwargs: Any,
     ) -> None:
