@@ -178,21 +178,22 @@ def optimize_memory(purpose: str, dtype: str) -> dict[str, float]:
     return {"seconds": seconds, "peak": peak, "after": rest}
 
 
-def state_step(optimizer: str, arguments: str, model: str) -> dict[str, Any]:
-    """Seconds of the first step and of 20 later ones, and the bytes of state for each weight.
+def timed_step(optimizer: str, arguments: str, model: str, dtype: str) -> dict[str, Any]:
+    """Seconds of the first step and, for two seconds, of later ones; bytes of state for a weight.
 
     Args:
         optimizer: its path, such as "torch.optim:AdamW".
         arguments: of it, as JSON; "torch.bfloat16" is that dtype.
         model: name of the shapes.
+        dtype: of the parameters.
     """
     given = {
         k: torch.bfloat16 if v == "torch.bfloat16" else v for k, v in json.loads(arguments).items()
     }
-    params = _params(model, torch.float32)
+    params = _params(model, getattr(torch, dtype))
     stepped = _named(optimizer)(params, lr=1e-9, **given)
-    seconds = []
-    for _ in range(23):
+    seconds: list[float] = []
+    while len(seconds) < 13 or sum(seconds[3:]) < 2:
         start = time.perf_counter()
         stepped.step()
         seconds.append(time.perf_counter() - start)
@@ -206,27 +207,6 @@ def _held(value: Any) -> int:
     if hasattr(value, "__tensor_flatten__"):
         return sum(_held(getattr(value, name)) for name in value.__tensor_flatten__()[0])
     return value.nbytes if isinstance(value, Tensor) else 0
-
-
-def host_step(optimizer: str, arguments: str, model: str, dtype: str) -> list[float]:
-    """Seconds of each step, for two seconds, after three untimed ones.
-
-    Args:
-        optimizer: its path, such as "torch.optim:AdamW".
-        arguments: of it, as JSON.
-        model: name of the shapes.
-        dtype: of the parameters.
-    """
-    params = _params(model, getattr(torch, dtype))
-    step = _named(optimizer)(params, lr=1e-9, **json.loads(arguments)).step
-    for _ in range(3):
-        step()
-    seconds: list[float] = []
-    while len(seconds) < 10 or sum(seconds) < 2:
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    return seconds
 
 
 def training(model: str, configuration: str) -> dict[str, Any]:

@@ -41,8 +41,8 @@ def table(model: str, rounds: int, torchao: str | None) -> Table:
     for _ in range(rounds):
         for name, (path, arguments) in chosen.items():
             python = torchao if torchao and path.startswith("torchao") else sys.executable
-            run = _fresh.measured("state_step", path, json.dumps(arguments), model, python=python)
-            runs[name].append(run)
+            given = path, json.dumps(arguments), model, "float32"
+            runs[name].append(_fresh.measured("timed_step", *given, python=python))
     times = {name: [t for run in found for t in run["seconds"]] for name, found in runs.items()}
     rows = [
         [

@@ -49,7 +49,7 @@ def measure(workload: str, names: list[str], rounds: int, deepspeed: str) -> Tab
         path, arguments = CONTENDERS[name]
         python = deepspeed if name == DEEPSPEED else sys.executable
         given = path, json.dumps(arguments), *LISTS[workload]
-        seconds[name] += _fresh.measured("host_step", *given, python=python)
+        seconds[name] += _fresh.measured("timed_step", *given, python=python)["seconds"]
     base = seconds.get(DEEPSPEED, seconds[names[0]])
     header = ["", "min", "median", "of the base", "median of it"]
     rows = [

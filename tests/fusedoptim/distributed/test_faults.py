@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 from fusedoptim import FusedAdamW, FusedLamb, FusedSGD
-from tests.fusedoptim.distributed.helpers import flat_mesh, rank
+from tests.fusedoptim.distributed.helpers import flat_mesh, rank, square_mesh
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.distributed.test_checkpoints import (
     new_model,
@@ -41,7 +41,7 @@ def impatient_mesh() -> DeviceMesh:
 def new_params(mesh: DeviceMesh, *sizes: int) -> list[Parameter]:
     values = [torch.ones(size) for size in sizes]
     params = [
-        Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
+        Parameter(distribute_tensor(value, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None))
         for value in values
     ]
     for p in params:
@@ -50,11 +50,13 @@ def new_params(mesh: DeviceMesh, *sizes: int) -> list[Parameter]:
 
 
 @contextlib.contextmanager
-def refused(params: list[Parameter], match: str) -> Iterator[None]:
+def refused(
+    params: list[Parameter], match: str, error: type[Exception] = RuntimeError
+) -> Iterator[None]:
     """Assert that a step raises in good time, and writes no weight."""
     before = [p.to_local().detach().clone() for p in params]
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=match):
+    with pytest.raises(error, match=match):
         yield
     assert time.monotonic() - start < 30
     for p, value in zip(params, before):
@@ -105,6 +107,18 @@ def test_checkpoint_without_a_shard() -> None:
     states = states_of(other, loaded)
     with pytest.raises(checkpoint.api.CheckpointException):
         checkpoint.load(states, checkpoint_id=folder)
+
+
+@on_processes(2)
+def test_state_of_another_mesh() -> None:
+    """Of other dimensions; torch's set_optimizer_state_dict is what moves state between meshes."""
+    saved = FusedAdamW(new_params(flat_mesh(), 4, 6))
+    saved.step()
+    params = new_params(square_mesh(), 4, 6)
+    optimizer = FusedAdamW(params)
+    optimizer.load_state_dict(saved.state_dict())
+    with refused(params, "set_optimizer_state_dict", ValueError):
+        optimizer.step()
 
 
 @on_processes(2)
