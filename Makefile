@@ -4,9 +4,10 @@ BIN := .venv/bin
 JIT := .venv-jit/bin
 # Python compiles what is imported, which is a small part of the files that pip would compile.
 PIP_OPTIONS := --quiet --no-compile
-# Tests of what is the same in both environments, as torch is: `make test` alone runs them.
+# Tests of what is the same in both environments, such as torch and what is made of our operators:
+# `make test` alone runs them.
 ONLY_NEWEST := notebooks references transforms packaging/test_wheel.py test_reference.py \
-	$(addprefix fusedoptim/,distributed runtime)
+	test_convergence.py $(addprefix fusedoptim/,distributed nn offload runtime step/test_interrupts.py)
 
 .PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench \
         notebooks lab clean

@@ -57,17 +57,22 @@ class OptimizerCase:
 
     def make(self, params: Any, **kwargs: Any) -> Any:
         """Our optimizer."""
-        return self.cls(params, **self.always, **kwargs)
+        return self.cls(params, **self.always, **_own(kwargs))
 
     def make_reference(self, params: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The reference, which updates one parameter after the other."""
         if self.is_torchs:
             kwargs["foreach"] = False
-        return self.reference(params, **kwargs)
+        return self.reference(params, **_own(kwargs))
 
     def hyper_parameters(self, group: Kwargs) -> Kwargs:
         """The arguments of :attr:`algorithm` in a group."""
         return {k: group[k] for k in inspect.signature(self.algorithm).parameters if k in group}
+
+
+def _own(kwargs: Kwargs) -> Kwargs:
+    """A copy for one optimizer, as schedulers write into a learning rate that is a tensor."""
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
 
 
 _WIDE_BETAS = tuple(torch.tensor(beta, dtype=torch.float64) for beta in (0.8, 0.95))
