@@ -2,7 +2,7 @@
 
 Forward, backward and AdamW's step of real models, in each of the ways to train them. Each training
 is a process of its own, and the ways take turns: threads and memory of one would change the time
-of another. ``--save`` replaces the model's rows in ``results/iterations.csv``, from which the
+of another. ``--save`` replaces the measured rows in ``results/iterations.csv``, from which the
 README's picture is drawn.
 """
 
@@ -107,28 +107,26 @@ def _all(runs: Sequence[Record], part: str) -> list[float]:
 
 
 def save(model: str, records: Records) -> None:
-    """Replace the model's figures in the file that the picture is drawn from."""
+    """Replace the configurations' figures in the file that the picture is drawn from."""
     with FIGURES.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
-        rows = [row for row in reader if row["model"] != model]
+        rows = {(row["model"], row["configuration"]): row for row in reader}
         fields = reader.fieldnames or []
     machine = _output.machine()
     for name, runs in records.items():
-        rows.append(
-            {
-                "cpu": machine["cpu"],
-                "cores": machine["cores"],
-                "model": model,
-                "batch": WORKLOADS[model].batch,
-                "configuration": name,
-                "iteration_ms": _milliseconds(statistics.median, runs, "iteration"),
-                "step_ms": _milliseconds(statistics.median, runs, "step"),
-            }
-        )
+        rows[model, name] = {
+            "cpu": machine["cpu"],
+            "cores": machine["cores"],
+            "model": model,
+            "batch": WORKLOADS[model].batch,
+            "configuration": name,
+            "iteration_ms": _milliseconds(statistics.median, runs, "iteration"),
+            "step_ms": _milliseconds(statistics.median, runs, "step"),
+        }
     with FIGURES.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(rows.values())
 
 
 def main() -> None:
