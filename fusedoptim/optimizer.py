@@ -16,6 +16,7 @@ from fusedoptim.split.halves import LOST, Halves, check_checkpoint, check_splitt
 from fusedoptim.step import commit
 from fusedoptim.step.checks import (
     OPTIONS,
+    check_norm,
     check_numbers,
     check_options,
     check_param,
@@ -31,11 +32,6 @@ from fusedoptim.step.scalars import common_factor
 from fusedoptim.step.sharding import Spread, is_dtensor, like_param, local_of, over_meshes
 from fusedoptim.step.state import as_saved_value, restore_state, without_gaps
 from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
-
-
-def _check_norm(max_grad_norm: float | None) -> None:
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
 
 
 def _numbers(state_dict: dict[str, Any]) -> list[Any]:
@@ -76,7 +72,7 @@ class FusedOptimizer(UpdateDefinition):
         split: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check_norm(max_grad_norm)
+        check_norm(max_grad_norm)
         self._set_up(max_grad_norm, split)
         self._is_complete = False
         super().__init__(*args, **kwargs)
@@ -154,7 +150,7 @@ class FusedOptimizer(UpdateDefinition):
             )
         squares: list[tuple[Spread | None, Tensor]] = []
         if self.max_grad_norm is not None:
-            _check_norm(self.max_grad_norm)
+            check_norm(self.max_grad_norm)
             squares = [square for plan in plans for square in plan.sums_of_squares()]
         if mesh_sums and (found_inf is not None or self.max_grad_norm is not None):
             squares, found_inf = over_meshes(mesh_sums, squares, found_inf)

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fusedoptim.offload._bucket import Bucket, own_options
 from fusedoptim.offload._link import Link
 from fusedoptim.split.halves import check_checkpoint
-from fusedoptim.step.checks import check_numbers
+from fusedoptim.step.checks import check_norm, check_numbers
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.sharding import is_dtensor
 from fusedoptim.step.tensors import Group, has_memory, update_order
@@ -91,7 +91,7 @@ class OffloadOptimizer(Optimizer):
         """Gradients are scaled down to this norm over all parameters."""
         self.copy_in_backward = copy_in_backward
         """Whether gradients are copied as backward makes them."""
-        _check_norm(max_grad_norm)
+        check_norm(max_grad_norm)
         self._bucket_bytes = bucket_cap_mb * 2**20
         self._make = functools.partial(optimizer_class, **kwargs)
         self._links: dict[torch.device, Link] = {}
@@ -210,7 +210,7 @@ class OffloadOptimizer(Optimizer):
                 bucket.distrust_copies()
         for group in self.param_groups:
             check_numbers(type(self).__name__, own_options(group))
-        _check_norm(self.max_grad_norm)
+        check_norm(self.max_grad_norm)
         # Backward reaches the last parameters first.
         active = [bucket for bucket in reversed(self._buckets) if bucket.prepare()]
         scale = self._divisor(active, grad_scale)
@@ -357,11 +357,6 @@ def _numbered(
     for bucket in optimizer._buckets:
         names = state_dict["param_groups"][bucket.group]["params"]
         yield bucket, [names[i] for i in bucket.positions]
-
-
-def _check_norm(max_grad_norm: float | None) -> None:
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
 
 
 def _check_param(param: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.devices import BACKENDS
-from fusedoptim.ops._launching import DEVICES, VARIANT_OF, launch_rows
+from fusedoptim.ops._launching import DEVICES, DTYPE_NAMES, VARIANT_OF, launch_rows
 
 __all__ = ["cross_entropy"]
 
@@ -80,10 +80,9 @@ def _like(
 ) -> tuple[Tensor, Tensor]:
     """The outputs, uninitialized; raise if the operator does not take these arguments."""
     if logits.dtype not in VARIANT_OF:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in VARIANT_OF)
         raise TypeError(
-            f"cross_entropy: logits have dtype {logits.dtype}, and kernels compute with {names}; "
-            "convert them"
+            f"cross_entropy: logits have dtype {logits.dtype}, and kernels compute with "
+            f"{DTYPE_NAMES}; convert them"
         )
     if target.dtype != torch.int64:
         raise TypeError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedoptim.ops._launching import DEVICES, VARIANT_OF, launch
+from fusedoptim.ops._launching import DEVICES, DTYPE_NAMES, VARIANT_OF, in_order_of, launch
 
 __all__ = ["dropout"]
 
@@ -65,11 +65,9 @@ def _dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     y: Tensor = _like(x, seed, p)
     if not y.numel():
         return y
-    if x.stride() != y.stride():
-        x = torch.empty_like(y).copy_(x)
     scale = 1 / (1 - p) if p < 1 else 0.0
     numbers = {"seed": seed.data_ptr(), "threshold": round(p * _WORDS), "scale": scale}
-    launch("dropout", {"x": x, "y": y}, numbers)
+    launch("dropout", {"x": in_order_of(x, y), "y": y}, numbers)
     return y
 
 
@@ -77,10 +75,9 @@ def _dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 def _like(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """The output, uninitialized; raise if the operator does not take these arguments."""
     if x.dtype not in VARIANT_OF:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in VARIANT_OF)
         raise TypeError(
-            f"dropout: x has dtype {x.dtype}, and kernels compute with {names}; convert it, or use "
-            "torch.nn.functional.dropout"
+            f"dropout: x has dtype {x.dtype}, and kernels compute with {DTYPE_NAMES}; convert "
+            "it, or use torch.nn.functional.dropout"
         )
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: p={p!r} is no probability; pass a number from 0 to 1")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedoptim.ops._launching import DEVICES, VARIANT_OF, launch
+from fusedoptim.ops._launching import DEVICES, DTYPE_NAMES, VARIANT_OF, in_order_of, launch
 
 __all__ = ["gelu_tanh"]
 
@@ -43,7 +43,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def _gelu(x: Tensor) -> Tensor:
     y: Tensor = _like(x)
     if y.numel():
-        launch("gelu_tanh", {"x": _dense(x, y), "y": y}, {})
+        launch("gelu_tanh", {"x": in_order_of(x, y), "y": y}, {})
     return y
 
 
@@ -51,9 +51,8 @@ def _gelu(x: Tensor) -> Tensor:
 def _like(x: Tensor) -> Tensor:
     """The output, uninitialized; raise if the operator does not take this input."""
     if x.dtype not in VARIANT_OF:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in VARIANT_OF)
         raise TypeError(
-            f"gelu_tanh: x has dtype {x.dtype}, and kernels compute with {names}; convert it"
+            f"gelu_tanh: x has dtype {x.dtype}, and kernels compute with {DTYPE_NAMES}; convert it"
         )
     return torch.empty_like(x)
 
@@ -63,7 +62,7 @@ def _gradient(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of the input."""
     grad_x = torch.empty_like(x)
     if grad_x.numel():
-        tensors = {"x": _dense(x, grad_x), "grad": _dense(grad, grad_x), "grad_x": grad_x}
+        tensors = {"x": in_order_of(x, grad_x), "grad": in_order_of(grad, grad_x), "grad_x": grad_x}
         launch("gelu_tanh_backward", tensors, {})
     return grad_x
 
@@ -71,11 +70,6 @@ def _gradient(grad: Tensor, x: Tensor) -> Tensor:
 @_gradient.register_fake
 def _gradient_like(grad: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x)
-
-
-def _dense(tensor: Tensor, like: Tensor) -> Tensor:
-    """The values of a tensor, in the order in memory of another."""
-    return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

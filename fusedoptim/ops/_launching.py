@@ -18,6 +18,8 @@ DEVICES = tuple(BACKENDS)
 """The types of the devices that kernels run on."""
 VARIANT_OF = {getattr(torch, v.params[0]): v.name for v in VARIANTS.values() if v.params}
 """The variant of a kernel for each dtype that kernels compute with; no complex ones."""
+DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in VARIANT_OF)
+"""Those dtypes, for errors."""
 _DEVICES = (*DEVICES, "meta")
 _MOST_IDLE = 256
 
@@ -30,6 +32,11 @@ def is_served(tensor: Tensor) -> bool:
     is_wrapper = hasattr(tensor, "__tensor_flatten__")  # of other tensors, such as a DTensor
     is_plain = tensor.layout is torch.strided and not tensor.is_nested and not is_wrapper
     return is_plain and tensor.dtype in VARIANT_OF and tensor.device.type in _DEVICES
+
+
+def in_order_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """The values of a tensor, in the order in memory of another."""
+    return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)
 
 
 def launch(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:

@@ -92,6 +92,12 @@ def check_numbers(
                 )
 
 
+def check_norm(max_grad_norm: float | None) -> None:
+    """Raise unless gradients can be scaled down to this norm."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
+
+
 def _as_number(value: Any) -> float | None:
     try:
         return None if isinstance(value, str) else float(value)
