@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from fusedoptim.nn import GELU
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
+from transforms.rewrites import exchanged_class
 from transforms.tracing.modules import plain_kind
 
-_EXCHANGED = "_fusedoptim_gelu"
 _MODULE = "transformers.activations"
 _NAMES = ("NewGELUActivation", "FastGELUActivation", "GELUTanh")
 """The approximation in single operations, or a call of torch's."""
@@ -36,18 +36,14 @@ class FuseGELU(Pass):
                 continue
             reason = _objection(module, kinds)
             if reason is None:
-                job.undo.callback(_revert, module)
-                vars(module)[_EXCHANGED] = type(module), vars(module).get("approximate")
-                module.__class__ = GELU
-                module.approximate = "tanh"
+                exchanged_class.exchange(module, GELU, job.undo, approximate="tanh")
             what = "one kernel forward, and one backward"
             entries.append(Entry(name, reason or what, done=reason is None))
         return entries
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Restore the classes of the modules."""
-        for module in model.modules():
-            _revert(module)
+        exchanged_class.revert_all(model)
 
 
 def _kinds() -> tuple[type[nn.Module], ...]:
@@ -67,10 +63,3 @@ def _objection(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str | N
     if type(module) in kinds and plain_kind(module, (type(module),)):
         return None
     return f"overrides GELU: {type(module).__name__} may differ from it"
-
-
-def _revert(module: nn.Module) -> None:
-    if (before := vars(module).pop(_EXCHANGED, None)) is not None:
-        module.__class__, approximate = before
-        if approximate is None:
-            del module.approximate

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 from fusedoptim.nn import Dropout, MultiheadAttention
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
-from transforms.rewrites import registered_attention
+from transforms.rewrites import exchanged_class, registered_attention
 from transforms.tracing.modules import plain_kind
 from transforms.tracing.source import names_used
 
-_EXCHANGED = "_fusedoptim_dropout"
 _BY_CHANNEL = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _ATTENTION = "scaled_dot_product_attention"
 _OURS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
@@ -42,9 +41,7 @@ class ParallelDropout(Pass):
                 entries.append(Entry(name, reason, done=False))
             elif type(module) in _OURS and getattr(module, "dropout", True):
                 ours, what = _OURS[type(module)]
-                job.undo.callback(_revert, module)
-                vars(module)[_EXCHANGED] = type(module)
-                module.__class__ = ours
+                exchanged_class.exchange(module, ours, job.undo)
                 entries.append(Entry(name, what))
         return entries
 
@@ -64,14 +61,8 @@ class ParallelDropout(Pass):
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Restore the classes of the modules, and the attention of transformers' models."""
-        for module in model.modules():
-            _revert(module)
+        exchanged_class.revert_all(model)
         registered_attention.revert(model)
-
-
-def _revert(module: nn.Module) -> None:
-    if (before := vars(module).pop(_EXCHANGED, None)) is not None:
-        module.__class__ = before
 
 
 def _objection(module: nn.Module) -> str | None:

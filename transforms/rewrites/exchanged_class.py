@@ -1,0 +1,42 @@
+"""Modules that compute by one of our classes: the object, its attributes and its hooks stay."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from torch import nn
+
+_BEFORE = "_fusedoptim_exchanged"
+
+
+def exchange(
+    module: nn.Module, ours: type[nn.Module], undo: ExitStack, **attributes: object
+) -> None:
+    """Give a module another class.
+
+    Args:
+        module: whose class is not exchanged yet.
+        ours: the class.
+        undo: gets a callback that reverts it.
+        attributes: that instances of our class have, and the module may lack.
+    """
+    own = vars(module)
+    undo.callback(_revert, module)
+    own[_BEFORE] = type(module), {name: own[name] for name in attributes if name in own}, attributes
+    module.__class__ = ours
+    own.update(attributes)
+
+
+def revert_all(model: nn.Module) -> None:
+    """Give all modules of ``model`` their own classes again."""
+    for module in model.modules():
+        _revert(module)
+
+
+def _revert(module: nn.Module) -> None:
+    own = vars(module)
+    if _BEFORE in own:
+        module.__class__, before, given = own.pop(_BEFORE)
+        for name in given:
+            own.pop(name, None)  # an interrupt may have come before it was given
+        own.update(before)
