@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as global_pre_hook
 
 __all__ = [
     "BypassModes",
+    "BypassSubclasses",
     "TensorGuards",
     "active_modes",
     "count_modes",
@@ -76,6 +77,10 @@ transform_level = torch._C._functorch.maybe_current_level
 
 BypassModes = torch._C._DisableTorchDispatch
 """A context manager in C, which an interrupt cannot leave half done."""
+
+BypassSubclasses = torch._C.DisableTorchFunctionSubclass
+"""A context manager in C: inside it torch does not look for ``__torch_function__`` in the class of
+each tensor whose ``grad`` is read, which takes twice as long as the reading."""
 
 
 def is_flattened(param: torch.Tensor) -> bool:

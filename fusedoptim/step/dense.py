@@ -74,8 +74,7 @@ class DenseRows:
         self._row_flags = [name for name, role in arguments if role is Role.ROW_FLAG]
 
         self._runs = [
-            TensorRun(candidates[i : i + RUN], rule.redistributed)
-            for i in range(0, len(candidates), RUN)
+            TensorRun(candidates[i : i + RUN], rule.sharded) for i in range(0, len(candidates), RUN)
         ]
         self.spread = spread_of(first)
         self.params = [p for run in self._runs for p in run.params]

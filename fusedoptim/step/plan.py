@@ -35,6 +35,7 @@ from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings
 from fusedoptim.step.sharding import (
     MeshSum,
+    ShardedGradients,
     Spread,
     dtensors,
     has_dtensors,
@@ -42,7 +43,6 @@ from fusedoptim.step.sharding import (
     is_piece,
     local_of,
     mesh_sums,
-    redistributed,
     spread_of,
 )
 from fusedoptim.step.sparse import SparseRows, can_update_rows
@@ -200,9 +200,8 @@ class StepPlan:
         """Of all updates: those of the groups, and that which groups have in common."""
         self.mesh_sums: list[MeshSum] = []
         """Over the sharded parameters, for norms of all gradients."""
-        self._sharded: list[Tensor] = []
-        self._redistributed: dict[Tensor, Tensor] = {}
-        """See :attr:`fusedoptim.step.rule.UpdateRule.redistributed`."""
+        self._sharded: ShardedGradients | None = None
+        """See :attr:`fusedoptim.step.rule.UpdateRule.sharded`."""
         self.state_seen: list[object] = []
         """The keys and dicts of the state when last seen; a load or a reset makes new ones."""
         self._seen: list[object] = []
@@ -234,21 +233,31 @@ class StepPlan:
         # are_same_objects, without its call.
         is_same = len(seen) == len(known) and all(map(operator.is_, seen, known))
         if not is_same:
-            is_sharded = has_dtensors(seen)
-            self._sharded = dtensors(p for g in groups for p in g["params"]) if is_sharded else []
-        if self._sharded:
-            self._redistributed.clear()
-            self._redistributed.update(redistributed(self._sharded))
-        if is_same and all(map(_call, self._refreshes)):
-            return
-        self._seen = []
-        all_fit = self._revise(state, groups, rule_of)
+            self._find_sharded(groups if has_dtensors(seen) else [])
+        try:
+            if self._sharded is not None:
+                self._sharded.read()
+            if is_same and all(map(_call, self._refreshes)):
+                return
+            self._seen = []
+            all_fit = self._revise(state, groups, rule_of)
+        finally:
+            if self._sharded is not None:
+                self._sharded.forget()
         if not (all_fit and are_same_objects(self.groups, self._joined)):
             self._join()
         if all_fit and all(plan.is_final for plan in self.groups):
             idle = [functools.partial(_are_idle, plan.idle) for plan in self.groups if plan.idle]
             self._refreshes = [*idle, *(rows.refresh for plan in self.groups for rows in plan.rows)]
             self._seen = seen
+
+    def _find_sharded(self, groups: Sequence[Group]) -> None:
+        """Find the DTensors of groups."""
+        params = dtensors(p for group in groups for p in group["params"])
+        known = [] if self._sharded is None else self._sharded.params
+        if not are_same_objects(params, known):
+            self._sharded = ShardedGradients(params) if params else None
+            self.groups = []  # their plans read the gradients of the others
 
     def see_state(self, state: Mapping[Tensor, State]) -> None:
         """Note the state that a step has made."""
@@ -268,7 +277,7 @@ class StepPlan:
         for i, group in enumerate(groups):
             plan = self.groups[i] if i < len(self.groups) else None
             rule = rule_of(group)
-            rule.redistributed = self._redistributed
+            rule.sharded = self._sharded
             if plan is None or not (plan.fits(rule) and plan.refresh()):
                 all_fit = False
                 self.state_seen = []  # the step will make state
@@ -282,8 +291,9 @@ class StepPlan:
     def _join(self) -> None:
         """Lay out what groups have in common; the same on all processes."""
         self.all, self.mesh_sums = self.groups, []
-        if self._sharded:
-            self.mesh_sums = mesh_sums(self._sharded, list(map(_arithmetic, self._sharded)))
+        if self._sharded is not None:
+            params = self._sharded.params
+            self.mesh_sums = mesh_sums(params, list(map(_arithmetic, params)))
             sums = {p: width for plan in self.groups for p, width in plan.sums.items() if width}
             over_norms = mesh_sums(list(sums), list(map(_arithmetic, sums)))
             if over_norms:
@@ -331,13 +341,9 @@ def _rows(
 def _candidates(rule: UpdateRule, groups: Sequence[Group]) -> list[Candidate]:
     """The group's parameters that have a gradient."""
     # The gradient is read once: another thread's zero_grad() may take it away.
-    placed = rule.redistributed
-    found = [(p, p.grad, name) for p, name in named_params(groups, rule.group)]
-    return [
-        Candidate(p, placed.get(p, grad) if placed else grad, name)
-        for p, grad, name in found
-        if grad is not None
-    ]
+    own = operator.attrgetter("grad") if rule.sharded is None else rule.sharded.of
+    found = [(p, own(p), name) for p, name in named_params(groups, rule.group)]
+    return [Candidate(p, grad, name) for p, grad, name in found if grad is not None]
 
 
 def _checked(rule: UpdateRule, candidate: Candidate) -> Candidate:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fusedoptim.step.sharding import ShardedGradients
 from fusedoptim.step.step_counts import Steps
 from fusedoptim.step.tensors import Group, State, new_state
 
@@ -79,8 +80,8 @@ class UpdateRule:
         self.states: MutableMapping[Tensor, State] = optimizer.state
         self.optional_state = optimizer._optional_state
         self.sparse_state = optimizer._sparse_state
-        self.redistributed: Mapping[Tensor, Tensor] = {}
-        """This step's gradients that had other placements than their parameters, in these."""
+        self.sharded: ShardedGradients | None = None
+        """Those of the optimizer's DTensors; None if it has none."""
         self.depends_on_optimizer = bool(optimizer._number_attributes)
         """Whether the numbers depend on more than the group."""
 

@@ -11,13 +11,13 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import is_flattened, local_tensor, shard_spec
+from fusedoptim._torch_private import BypassSubclasses, is_flattened, local_tensor, shard_spec
 
 _GRAD = operator.attrgetter("grad")
 
@@ -103,28 +103,64 @@ def dtensors(params: Iterable[Tensor]) -> list[Tensor]:
     return list(filter(is_dtensor, params))
 
 
-def redistributed(params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """The gradients whose placements are not their parameters', brought into these.
+class ShardedGradients:
+    """The gradients of an optimizer's DTensors, which each step reads once.
 
-    Those of replicated parameters between sequence-parallel layers arrive as partial sums. All
-    processes find the same ones, in the same order, whatever else they find: each takes a
-    collective.
-
-    Args:
-        params: DTensors.
+    Those whose placements are not their parameters', as the partial sums of replicated parameters
+    between sequence-parallel layers, are brought into these. All processes find the same ones, in
+    the same order, whatever else they find: each takes a collective.
     """
-    grads = list(map(_GRAD, params))
-    own = list(map(shard_spec, params))
-    given = map(getattr, grads, itertools.repeat("_spec"), own)
-    if all(map(operator.is_, given, own)):
-        return {}
-    found = {}
-    for p, grad, place in zip(params, grads, own):
-        its = getattr(grad, "_spec", place)  # none of a plain gradient, which is refused later
-        if its.placements != place.placements and its.mesh == place.mesh:
-            with torch.no_grad():
-                found[p] = grad.redistribute(placements=place.placements)
-    return found
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        """Nothing is read yet."""
+        self.params = params
+        self.grads: list[Tensor | None] = []
+        """Of this step, while it reads them."""
+        self.are_placed = True
+        """Whether those that are DTensors are placed as their parameters are."""
+        self._specs = list(map(shard_spec, params))
+        self._fitting = self._specs
+        """Those of gradients, when last all were placed as their parameters are."""
+        self._index = {p: i for i, p in enumerate(params)}
+
+    def read(self) -> None:
+        """Take this step's gradients."""
+        with BypassSubclasses():
+            grads: list[Any] = list(map(_GRAD, self.params))
+        self.grads = grads
+        try:
+            given = list(map(shard_spec, grads))
+        except AttributeError:  # none, or a plain one, which is refused later
+            given = list(map(getattr, grads, itertools.repeat("_spec"), self._specs))
+        self.are_placed = is_fitting = True
+        if given != self._fitting:  # one call in C if they are the same objects, as FSDP2's are
+            for i, (its, place) in enumerate(zip(given, self._specs)):
+                if its.mesh != place.mesh:
+                    self.are_placed = is_fitting = False
+                elif its.placements != place.placements:
+                    is_fitting = False
+                    with torch.no_grad():
+                        grads[i] = grads[i].redistribute(placements=place.placements)
+        if is_fitting:
+            self._fitting = given
+
+    def forget(self) -> None:
+        """Keep no gradient alive."""
+        self.grads = []
+
+    def of(self, param: Tensor) -> Tensor | None:
+        """This step's gradient of a parameter, which may be any."""
+        place = self._index.get(param)
+        return param.grad if place is None else self.grads[place]
+
+    def of_each(self, params: Sequence[Tensor]) -> Callable[[], Sequence[Any]]:
+        """A function that returns this step's gradients of some of the DTensors."""
+        places = [self._index[p] for p in params]
+        first, last = places[0], places[-1]
+        if places == list(range(first, last + 1)):
+            return lambda: self.grads[first : last + 1]
+        take = operator.itemgetter(*places)
+        return lambda: take(self.grads)
 
 
 class Spread(NamedTuple):

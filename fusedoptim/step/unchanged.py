@@ -8,13 +8,13 @@ anything is written.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from fusedoptim._torch_private import TensorGuards, local_tensor, shard_spec
+from fusedoptim._torch_private import TensorGuards, local_tensor
 from fusedoptim.step.rule import Candidate
-from fusedoptim.step.sharding import is_dtensor, local_of, place_of
+from fusedoptim.step.sharding import ShardedGradients, is_dtensor, local_of
 from fusedoptim.step.tensors import State, memory_of
 
 RUN = 150
@@ -36,53 +36,45 @@ def tensor_guards(tensors: Sequence[Tensor]) -> TensorGuards:
 
 
 class _Shards:
-    """DTensors of one run, replaced by their local shards while their placements stay the same."""
+    """DTensors of one run, replaced by their local shards."""
 
-    def __init__(self, params: Sequence[Tensor], redistributed: Mapping[Tensor, Tensor]) -> None:
-        """Take note of parameters whose gradients and state are placed like them."""
+    def __init__(self, params: Sequence[Tensor], gradients: ShardedGradients) -> None:
+        """Find where ``gradients`` has those of the parameters."""
         self._params = params
-        self._redistributed = redistributed
-        self._places = list(map(place_of, params))
-        self._specs: list[object] = []
-        self._grad_slice = slice(len(params), 2 * len(params))
+        self._gradients = gradients
+        self._own_gradients = gradients.of_each(params)
 
-    def locals_of(self, tensors: list[Tensor], count: int) -> list[Tensor] | None:
-        """``tensors`` with their first ``count`` unwrapped; None if they are placed otherwise.
+    def locals_of(self, states: Sequence[Tensor]) -> list[Tensor] | None:
+        """Of parameters, gradients and ``states``; None if a gradient is placed otherwise.
 
-        They begin with the parameters and their gradients.
+        Placements of state are not read again: state that is placed otherwise has other memory.
         """
-        if self._redistributed:
-            grads = zip(self._params, tensors[self._grad_slice])
-            tensors[self._grad_slice] = [self._redistributed.get(p, grad) for p, grad in grads]
-        wrapped = tensors[:count]
+        if not self._gradients.are_placed:
+            return None
         try:
-            specs = list(map(shard_spec, wrapped))
-            tensors[:count] = map(local_tensor, wrapped)
+            return [
+                *map(local_tensor, self._params),
+                *map(local_tensor, self._own_gradients()),
+                *map(local_tensor, states),
+            ]
         except AttributeError:  # a tensor that is no DTensor, or no gradient
             return None
-        if specs != self._specs:
-            if list(map(place_of, wrapped)) != self._places * (count // len(self._places)):
-                return None
-            self._specs = specs
-        return tensors
 
 
 class TensorRun:
     """At most RUN parameters of one device and dtype, with what was true of them when checked."""
 
-    def __init__(
-        self, candidates: Sequence[Candidate], redistributed: Mapping[Tensor, Tensor]
-    ) -> None:
+    def __init__(self, candidates: Sequence[Candidate], sharded: ShardedGradients | None) -> None:
         """Record tensors that have passed their checks; their state follows in :meth:`watch`.
 
-        ``redistributed`` has the gradients that take the place of a parameter's own.
+        ``sharded`` has the gradients of DTensors.
         """
         self.params = [candidate.param for candidate in candidates]
         self.locals = list(map(local_of, self.params))
         """What this process has of the parameters."""
         self._shards: _Shards | None = None
-        if is_dtensor(self.params[0]):
-            self._shards = _Shards(self.params, redistributed)
+        if sharded is not None and is_dtensor(self.params[0]):
+            self._shards = _Shards(self.params, sharded)
         self.targets = list(map(memory_of, self.params))
         """What kernels write."""
         self._grads = [local_of(candidate.grad) for candidate in candidates]
@@ -102,7 +94,7 @@ class TensorRun:
             spread: how many of the names, the first ones, are spread over processes as parameters
                 are.
         """
-        self._wrapped = (2 + spread) * len(self.params)
+        self._wrapped = spread * len(self.params)
         self.states = states
         """Where those tensors are found."""
         self._get_state = list(map(operator.itemgetter, names))
@@ -124,16 +116,20 @@ class TensorRun:
     def refresh(self) -> bool:
         """Take this step's gradients; False if any tensor differs from when it was watched."""
         # One list of all tensors: a pass over a short list costs more than its items.
-        tensors: list[Tensor] = [*self.params, *map(_GRAD, self.params)]
+        tensors: list[Tensor] = []
+        if self._shards is None:
+            tensors += self.params
+            tensors += map(_GRAD, self.params)
         try:
             for get in self._get_state:
                 tensors += map(get, self.states)
         except KeyError:  # state was removed
             return False
         if self._shards is not None:
-            unwrapped = self._shards.locals_of(tensors, self._wrapped)
+            unwrapped = self._shards.locals_of(tensors[: self._wrapped])
             if unwrapped is None:
                 return False
+            unwrapped += tensors[self._wrapped :]
             tensors = unwrapped
         if not self._guards.check(*tensors):
             return False

@@ -113,6 +113,19 @@ def test_bypassmodes() -> None:
             assert torch.ones(1).add(1).item() == 2
 
 
+def test_bypasssubclasses() -> None:
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            return "asked"
+
+    tensor = torch.ones(1).as_subclass(Asked)
+    assert tensor.grad == "asked"
+    with _torch_private.BypassSubclasses():
+        assert tensor.grad is None
+    assert tensor.grad == "asked"
+
+
 def test_active_modes() -> None:
     assert _torch_private.active_modes() == []
     with FakeTensorMode() as mode:

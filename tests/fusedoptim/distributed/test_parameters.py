@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -199,6 +200,30 @@ def test_warm_steps_make_no_new_plan() -> None:
         assert optimizer._plan.groups[0] is plan
     # The driver's bookkeeping depends on the size of what it submits.
     assert counts[1] <= counts[0] + 10
+
+
+@on_processes(2)
+def test_gradients_between_steps() -> None:
+    """None is kept alive, one on another mesh is refused once, and the next ones are taken."""
+    mesh = flat_mesh()
+    p = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    idle = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = FusedSGD([idle, p], lr=1.0)
+    plans = []
+    for step in range(1, 7):
+        if step == 4:
+            p.grad = distribute_tensor(torch.ones(4), square_mesh(), [Shard(0), Replicate()])
+            with pytest.raises(RuntimeError, match="mesh of shape"):
+                optimizer.step()
+        p.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        optimizer.step()
+        assert whole(p).eq(1 - step).all()
+        kept = weakref.ref(p.grad)
+        p.grad = None
+        assert kept() is None
+        plans.append(optimizer._plan.groups[0])
+    assert all(plan is plans[0] for plan in plans)
+    assert whole(idle).eq(1).all()
 
 
 @on_processes(2)
