@@ -63,7 +63,7 @@ def sharded_step(optimizer: str, model: str, wrapped: str) -> Spans:
     module(torch.ones(())).backward()  # its gradients have the specifications of its parameters
     params = list(module.parameters())
     if wrapped == "no":
-        shards = [p.to_local() for p in params]  # type: ignore[operator]
+        shards = [p.to_local() for p in params]
         params = [nn.Parameter(shard.detach().clone()) for shard in shards]
         for p in params:
             p.grad = torch.ones_like(p)

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -85,34 +86,36 @@ class Counted:
         self.waited = self.updated = 0.0
 
     def __enter__(self) -> Counted:
-        self._own = Link.fetch, Link.send, Link.wait, Bucket.update
+        own_fetch, own_send, own_wait = Link.fetch, Link.send, Link.wait
+        own_update = Bucket.update
 
         def wait(event: Any) -> None:
             start = time.perf_counter()
-            self._own[2](event)
+            own_wait(event)
             self.waited += time.perf_counter() - start
 
         def update(bucket: Bucket, *args: Any) -> None:
             start, waited = time.perf_counter(), self.waited
-            self._own[3](bucket, *args)
+            own_update(bucket, *args)
             self.updated += time.perf_counter() - start - (self.waited - waited)
 
         def fetch(link: Link, flat: Tensor | None, targets: list[Tensor], sources: Any) -> None:
             self.fetched += sum(target.nbytes for target in targets)
-            self._own[0](link, flat, targets, sources)
+            own_fetch(link, flat, targets, sources)
 
         def send(link: Link, flat: Tensor | None, sources: Any, targets: list[Tensor]) -> None:
             self.sent += sum(target.nbytes for target in targets)
-            self._own[1](link, flat, sources, targets)
+            own_send(link, flat, sources, targets)
 
-        Link.fetch, Link.send = fetch, send  # type: ignore[method-assign]
-        Link.wait = staticmethod(wait)  # type: ignore[method-assign]
-        Bucket.update = update  # type: ignore[method-assign]
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(
+            mock.patch.multiple(Link, fetch=fetch, send=send, wait=staticmethod(wait))
+        )
+        self._patches.enter_context(mock.patch.object(Bucket, "update", update))
         return self
 
     def __exit__(self, *_: object) -> None:
-        Link.fetch, Link.send, wait, Bucket.update = self._own  # type: ignore[method-assign]
-        Link.wait = staticmethod(wait)  # type: ignore[method-assign]
+        self._patches.close()
 
 
 # Correctness
@@ -193,7 +196,8 @@ def check_beside_cpu(device: torch.device) -> None:
     optimizer = OffloadOptimizer(params, FusedAdamW, lr=0.1, max_grad_norm=1.0)
     for _ in range(3):
         optimizer.zero_grad()
-        sum((p.to(device) * torch.arange(1000, device=device)).sum() for p in params).backward()  # type: ignore[union-attr]
+        losses = [(p.to(device) * torch.arange(1000, device=device)).sum() for p in params]
+        torch.stack(losses).sum().backward()
         optimizer.step()
         assert torch.equal(there.cpu(), params[1])
     print("a parameter on the CPU beside one on the device: equal", flush=True)
@@ -290,7 +294,7 @@ def time_one(
         torch.cuda.reset_peak_memory_stats()
     model = new_model(size, device)
     tokens = torch.randint(SIZES[size][0], (8, 512 if size != "tiny" else 16), device=device)
-    params = list(model.parameters())
+    params: list[Tensor] = list(model.parameters())
     step, _optimizer = make(params)
     iterations, steps = [], []
     for i in range(rounds + 2):
@@ -324,7 +328,7 @@ def host_alone(size: str, rounds: int) -> None:
         params = [torch.full(shape, 1e-2, dtype=BF16, requires_grad=True) for shape in shapes]
         for p in params:
             p.grad = torch.full_like(p, 1e-3)
-        optimizer = cls(params, lr=LR, **options)  # type: ignore[arg-type]
+        optimizer = cls(params, lr=LR, **options)
         seconds = []
         for _ in range(rounds + 2):
             start = time.perf_counter()
