@@ -28,7 +28,7 @@ from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.modes import check_not_traced
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
-from fusedoptim.step.scalars import common_factor
+from fusedoptim.step.scalars import CLIP_EPS, common_factor
 from fusedoptim.step.sharding import Spread, is_dtensor, like_param, local_of, over_meshes
 from fusedoptim.step.state import as_saved_value, restore_state, without_gaps
 from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
@@ -57,7 +57,7 @@ class FusedOptimizer(UpdateDefinition):
     """IPEX sets the same attribute on its fused optimizers."""
     _step_supports_amp_scaling = True
     """GradScaler leaves it to the step to unscale, and to skip a step with infinities."""
-    _clip_eps = 1e-6
+    _clip_eps = CLIP_EPS
     """Added to the norm that ``max_grad_norm`` is divided by."""
     _to_restore: Sequence[tuple[Tensor, Group, Tensor | None]] = ()
     """While a checkpoint is loaded: each parameter's state in it, and the trail that it has."""

@@ -173,6 +173,4 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+    return functional.additive_mask(mask, dtype) if mask.dtype == torch.bool else mask

@@ -241,10 +241,15 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if mask is not None and mask.dtype == torch.bool:
-        mask = q.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+        mask = additive_mask(~mask, q.dtype)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
     return attention(q, k, v, mask, is_causal, _new_seed(q.device), dropout_p, scale)
+
+
+def additive_mask(left_out: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to scores where those that are ``left_out``, a bool tensor, must not count."""
+    return torch.zeros_like(left_out, dtype=dtype).masked_fill_(left_out, -math.inf)
 
 
 def _autocast(tensor: Tensor) -> Tensor:

@@ -18,13 +18,11 @@ from fusedoptim.offload._link import Link
 from fusedoptim.split.halves import check_checkpoint
 from fusedoptim.step.checks import check_norm, check_numbers
 from fusedoptim.step.hooks import with_hooks
+from fusedoptim.step.scalars import CLIP_EPS
 from fusedoptim.step.sharding import is_dtensor
 from fusedoptim.step.tensors import Group, has_memory, update_order
 
 __all__ = ["OffloadOptimizer"]
-
-_CLIP_EPS = 1e-6
-"""What clip_grad_norm_ adds to the norm."""
 
 
 class OffloadOptimizer(Optimizer):
@@ -255,7 +253,7 @@ class OffloadOptimizer(Optimizer):
             norms.append(torch.linalg.vector_norm(torch.stack(each)))
         norm = torch.linalg.vector_norm(torch.stack([n.to("cpu", torch.float64) for n in norms]))
         scale = 1.0 if grad_scale is None else grad_scale
-        divisor: Tensor = ((norm / scale + _CLIP_EPS) / self.max_grad_norm).clamp(min=1.0) * scale
+        divisor: Tensor = ((norm / scale + CLIP_EPS) / self.max_grad_norm).clamp(min=1.0) * scale
         return divisor
 
     def _show_state(self) -> None:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from fusedoptim.step.rule import Numbers
 
+CLIP_EPS = 1e-6
+"""What torch.nn.utils.clip_grad_norm_ adds to the norm that it divides by."""
+
 
 def number(value: Any) -> float:
     """A hyper-parameter, which may be a tensor or a NumPy number, as a Python number."""
@@ -59,7 +62,7 @@ def common_factor(
         grad_scale: :math:`s`, by which the loss was multiplied; None is 1.
         squares: 0-d tensors whose sum is :math:`\lVert g \rVert^2`.
         max_norm: :math:`n_{max}`; None does not clip.
-        eps: :math:`\epsilon`; torch's is :math:`10^{-6}`.
+        eps: :math:`\epsilon`; torch's is :data:`CLIP_EPS`.
 
     Returns:
         a 0-d tensor on the device of the first of these tensors, computed without waiting for it.
