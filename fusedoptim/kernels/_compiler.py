@@ -20,7 +20,7 @@ from fusedoptim.allocator import load_compiler
 from fusedoptim.dtypes import VARIANTS
 from fusedoptim.kernels import language, rounding
 from fusedoptim.kernels.language import Role
-from fusedoptim.launch.layout import WORD, Argument, Layout
+from fusedoptim.launch.layout import INTEGERS, REALS, WORD, Argument, Layout
 
 load_compiler()  # numba-dpex's wheels cannot find their own libraries
 
@@ -39,15 +39,6 @@ from numba_dpex.kernel_api_impl.spirv.target import (  # noqa: E402
 from fusedoptim.kernels import _lowering, _rounding  # noqa: E402
 
 _SPIRV_VERSION = "--spirv-max-version=1.0"  # what OpenCL 2.1 takes, so every driver
-_INTEGERS = (
-    Role.INDEX,
-    Role.LENGTH,
-    Role.POSITION,
-    Role.PARAM_NUMBER,
-    Role.ROW_FLAG,
-    Role.FLAG,
-    Role.INTEGER,
-)
 _STATE_ELEMENTS = {Role.STATE_BF16: "bf16", Role.STATE_E4M3: "u8", Role.STATE_E5M3: "u8"}
 # Of these a kernel gets the value, and no address.
 _VALUES = (Role.DEVICE_SCALAR, Role.DEVICE_INT, Role.ROW_INT, Role.ROW_RESULT)
@@ -74,7 +65,8 @@ def signature(kernel: Callable[..., Any], variant: str) -> Signature:
     """Read a kernel's annotations.
 
     Raises:
-        TypeError: an argument is not annotated with a type of ``fusedoptim.kernels.language``.
+        TypeError: an argument is not annotated with a type of ``fusedoptim.kernels.language``, or
+            with one of which it is not known what a launch block has for it.
     """
     hints = get_type_hints(kernel, include_extras=True)
     found = []
@@ -95,6 +87,7 @@ def signature(kernel: Callable[..., Any], variant: str) -> Signature:
             words.append(Argument("trail", Role.TRAIL))
     if sums:
         words.append(Argument("sums", Role.SUMS))
+    Layout(words)  # raises
     return Signature(words, found, sums)
 
 
@@ -116,9 +109,9 @@ def _numba_type(role: Role, variant: str) -> types.Type:
         return _lowering.Pointer("split" if variant == "split" else element)
     if role in (Role.GRAD, Role.INPUT, Role.OUTPUT):
         return _lowering.Pointer(element)
-    if role in (Role.SCALAR, Role.ROW_SCALAR):
+    if role in REALS:
         return getattr(types, VARIANTS[variant].arithmetic)
-    if role in _INTEGERS:
+    if role in INTEGERS:
         return types.int64
     if role in _STATE_ELEMENTS:
         return _lowering.Pointer(_STATE_ELEMENTS[role])

@@ -20,13 +20,19 @@ WORD = 8
 HEADER = ("rows", "rows_per_group")
 """What every head begins with: int64 numbers."""
 
-_POINTER, _INTEGER = "Q", "q"
-_HEAD_FORMATS = {
-    Role.FLAG: _INTEGER,
-    Role.INTEGER: _INTEGER,
-    Role.DEVICE_SCALAR: _POINTER,
-    Role.DEVICE_INT: _POINTER,
-}
+ADDRESSES = (
+    *(Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT),
+    *(Role.STATE, Role.STATE_BF16, Role.STATE_E4M3, Role.STATE_E5M3, Role.BLOCK_SCALES),
+    *(Role.SUMS, Role.CHUNK_SUMS, Role.RESULT, Role.ROW_RESULT),
+    *(Role.ROW_INT, Role.DEVICE_SCALAR, Role.DEVICE_INT),
+)
+INTEGERS = (
+    *(Role.LENGTH, Role.POSITION, Role.PARAM_NUMBER),
+    *(Role.ROW_FLAG, Role.FLAG, Role.INTEGER),
+)
+REALS = (Role.SCALAR, Role.ROW_SCALAR)
+"""In the arithmetic dtype."""
+_FORMATS = dict.fromkeys(ADDRESSES, "Q") | dict.fromkeys(INTEGERS, "q")
 # A float32 takes the first half of its word.
 _REAL_FORMATS = {"float32": "f4x", "float64": "d"}
 
@@ -42,6 +48,17 @@ class Layout:
     """The places of one kernel's arguments."""
 
     def __init__(self, arguments: Sequence[Argument]) -> None:
+        """Lay out a kernel's arguments.
+
+        Raises:
+            TypeError: it is not known what the word of an argument holds.
+        """
+        for name, role in arguments:
+            if role not in _FORMATS and role not in REALS:
+                raise TypeError(
+                    f"argument {name!r}: a launch block has no word for {role}; add it to "
+                    "ADDRESSES, INTEGERS or REALS in fusedoptim/launch/layout.py"
+                )
         self.row = tuple(argument for argument in arguments if argument.role.in_row)
         """The arguments of each row."""
         self.head = tuple(argument for argument in arguments if not argument.role.in_row)
@@ -57,4 +74,4 @@ class Layout:
     def head_packing(self, arithmetic: str) -> struct.Struct:
         """Packs the arguments of the launch, which follow HEADER, in their order."""
         real = _REAL_FORMATS[arithmetic]
-        return struct.Struct("<" + "".join(_HEAD_FORMATS.get(role, real) for _, role in self.head))
+        return struct.Struct("<" + "".join(_FORMATS.get(role, real) for _, role in self.head))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from fusedoptim.allocator import queue
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch.block import Chunks, LaunchBlock
 from fusedoptim.launch.kernel import kernel_for
+from fusedoptim.launch.layout import Argument, Layout
 
 
 @pytest.fixture
@@ -148,3 +151,12 @@ def test_arguments_of_split_kernels() -> None:
     split = kernel_for(queue("cpu"), "adam", "split").layout.row
     assert [a for a in split if a.role is not Role.TRAIL] == list(plain)
     assert split[[role for _, role in split].index(Role.PARAM) + 1] == ("trail", Role.TRAIL)
+
+
+def test_roles_that_have_no_word() -> None:
+    """A kernel with one is refused: its value would be packed as a number of the arithmetic."""
+    Layout([Argument(role.value, role) for role in Role if role is not Role.INDEX])
+    for in_row in (False, True):
+        unknown: Any = mock.Mock(in_row=in_row)
+        with pytest.raises(TypeError, match="'x': a launch block has no word"):
+            Layout([Argument("n", Role.LENGTH), Argument("x", unknown)])
