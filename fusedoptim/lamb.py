@@ -118,6 +118,9 @@ class FusedLamb(FusedOptimizer):
     def _kernels(self, group: Group, one_row: bool) -> tuple[str, ...]:
         return ("lamb",) if one_row else ("lamb_moments", "lamb_ratio", "lamb_update")
 
+    def _sharded_kernels(self, group: Group) -> tuple[str, ...]:
+        return "lamb_norms", "lamb_ratio", "lamb_step"
+
     def _numbers(self, group: Group) -> Numbers:
         lr, decay = number(group["lr"]), number(group["weight_decay"])
         beta1, beta2 = map(number, group["betas"])

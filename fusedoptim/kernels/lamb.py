@@ -18,6 +18,10 @@ The kernel ``lamb`` updates tensors of one row. Larger tensors take three kernel
 with the squares of :math:`\theta` and :math:`u` summed over each chunk; the ratio of each tensor;
 and the update, which computes :math:`u` again from the moments, as keeping it would take memory.
 
+Between the first and the last kernel of tensors that are divided among processes, these add up
+their sums, which may fail. So the first, ``lamb_norms``, writes neither moments nor parameters, and
+the last, ``lamb_step``, computes the moments again.
+
 Semantics: IPEX's Lamb. Source: You et al., "Large Batch Optimization for Deep Learning" (2019),
 with the upper of its bounds on the norm.
 """
@@ -46,7 +50,37 @@ from fusedoptim.kernels.language import (
     real,
 )
 
-__all__ = ["lamb", "lamb_moments", "lamb_ratio", "lamb_update"]
+__all__ = ["lamb", "lamb_moments", "lamb_norms", "lamb_ratio", "lamb_step", "lamb_update"]
+
+
+def moments(
+    m: float,
+    v: float,
+    g: float,
+    beta1: float,
+    beta3: float,
+    beta2: float,
+    one_minus_beta2: float,
+) -> tuple[float, float]:
+    """Both moments after a gradient."""
+    return fma(beta1, m, beta3 * g), fma(one_minus_beta2 * g, g, beta2 * v)
+
+
+def direction(
+    theta: float,
+    m: float,
+    v: float,
+    average_correction: float,
+    root_correction: float,
+    weight_decay: float,
+    eps: float,
+) -> float:
+    """The update of an element before it is scaled."""
+    u = average_correction * m / fma(math.sqrt(v), root_correction, eps)
+    decayed = fma(weight_decay, theta, u)
+    if weight_decay != 0:  # a choice of two values, where a branch would make two loops
+        u = decayed
+    return u
 
 
 def lamb_moments(
@@ -69,14 +103,35 @@ def lamb_moments(
     """Update both moments; sum the squares of the parameter and of its update."""
     theta = decay_factor * param[i]
     g = grad_factor * grad[i]
-    m = fma(beta1, exp_avg[i], beta3 * g)
-    v = fma(one_minus_beta2 * g, g, beta2 * exp_avg_sq[i])
+    m, v = moments(exp_avg[i], exp_avg_sq[i], g, beta1, beta3, beta2, one_minus_beta2)
     exp_avg[i] = m
     exp_avg_sq[i] = v
-    u = average_correction * m / fma(math.sqrt(v), root_correction, eps)
-    decayed = fma(weight_decay, theta, u)
-    if weight_decay != 0:  # a choice of two values, where a branch would make two loops
-        u = decayed
+    u = direction(theta, m, v, average_correction, root_correction, weight_decay, eps)
+    return theta * theta, u * u
+
+
+def lamb_norms(
+    i: Index,
+    param: Param,
+    grad: Grad,
+    exp_avg: State,
+    exp_avg_sq: State,
+    average_correction: RowScalar,
+    root_correction: RowScalar,
+    grad_factor: DeviceScalar,
+    decay_factor: Scalar,
+    weight_decay: Scalar,
+    beta1: Scalar,
+    beta3: Scalar,
+    beta2: Scalar,
+    one_minus_beta2: Scalar,
+    eps: Scalar,
+) -> tuple[float, float]:
+    """Sum the squares of the parameter and of its update; write nothing."""
+    theta = decay_factor * param[i]
+    g = grad_factor * grad[i]
+    m, v = moments(exp_avg[i], exp_avg_sq[i], g, beta1, beta3, beta2, one_minus_beta2)
+    u = direction(theta, m, v, average_correction, root_correction, weight_decay, eps)
     return theta * theta, u * u
 
 
@@ -131,10 +186,37 @@ def lamb_update(
 ) -> None:
     """Step along the update, times the trust ratio."""
     theta = decay_factor * param[i]
-    u = average_correction * exp_avg[i] / fma(math.sqrt(exp_avg_sq[i]), root_correction, eps)
-    decayed = fma(weight_decay, theta, u)
-    if weight_decay != 0:  # a choice of two values, where a branch would make two loops
-        u = decayed
+    m, v = exp_avg[i], exp_avg_sq[i]
+    u = direction(theta, m, v, average_correction, root_correction, weight_decay, eps)
+    param[i] = fma(-lr * ratio, u, theta)
+
+
+def lamb_step(
+    i: Index,
+    param: Param,
+    grad: Grad,
+    exp_avg: State,
+    exp_avg_sq: State,
+    ratio: RowResult,
+    average_correction: RowScalar,
+    root_correction: RowScalar,
+    grad_factor: DeviceScalar,
+    decay_factor: Scalar,
+    weight_decay: Scalar,
+    beta1: Scalar,
+    beta3: Scalar,
+    beta2: Scalar,
+    one_minus_beta2: Scalar,
+    lr: Scalar,
+    eps: Scalar,
+) -> None:
+    """Update both moments; step along the update, times the trust ratio."""
+    theta = decay_factor * param[i]
+    g = grad_factor * grad[i]
+    m, v = moments(exp_avg[i], exp_avg_sq[i], g, beta1, beta3, beta2, one_minus_beta2)
+    exp_avg[i] = m
+    exp_avg_sq[i] = v
+    u = direction(theta, m, v, average_correction, root_correction, weight_decay, eps)
     param[i] = fma(-lr * ratio, u, theta)
 
 

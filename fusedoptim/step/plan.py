@@ -131,7 +131,9 @@ class GroupPlan:
             is_known = id(p) in given_before
             numel = shard.numel() * PARAM_DTYPES[p.dtype].components
             is_one_row = numel <= BACKENDS[p.device.type].shape.chunk
-            kernels = rule.kernels(one_row=is_one_row and not is_divided(spread))
+            kernels = rule.kernels(is_one_row)
+            if is_divided(spread):
+                kernels = rule.sharded_kernels()
             alike = p.device, p.dtype, rule.is_split(p), spread, kernels
             key = (turn, id(p) in met, is_known, alone, *alike)
             members.setdefault(key, []).append(candidate)
@@ -371,7 +373,7 @@ def _sums_over(rule: UpdateRule, param: Tensor) -> int:
     """How many values an update of ``param`` sums over the whole of it; 0 if it needs none."""
     if param.dtype not in PARAM_DTYPES:  # it has no gradient, or it was refused
         return 0
-    names = rule.kernels(one_row=False)
+    names = rule.sharded_kernels()
     modules = [load_module(name, variant_of(rule, param)) for name in names]
     uses = any(role is Role.CHUNK_SUMS for module in modules for _, role in module.arguments)
     return max(module.sums for module in modules) if uses else 0

@@ -43,6 +43,14 @@ class UpdateDefinition(Optimizer):
         """
         raise NotImplementedError
 
+    def _sharded_kernels(self, group: Group) -> tuple[str, ...]:
+        """The same for tensors that are divided among processes.
+
+        Of several kernels, the first is followed by a collective, and must write nothing but sums:
+        a step whose collective fails has changed nothing then.
+        """
+        return self._kernels(group, one_row=False)
+
     def _numbers(self, group: Group) -> Numbers:
         """The kernels' scalars and flags for the present hyper-parameters of ``group``."""
         raise NotImplementedError
@@ -109,6 +117,10 @@ class UpdateRule:
     def kernels(self, one_row: bool) -> tuple[str, ...]:
         """See :class:`UpdateDefinition`, as for all that follow."""
         return self._owner()._kernels(self.group, one_row)
+
+    def sharded_kernels(self) -> tuple[str, ...]:
+        """Of the group."""
+        return self._owner()._sharded_kernels(self.group)
 
     def numbers(self) -> Numbers:
         """Of a launch."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 from fusedoptim import FusedAdamW, FusedLamb, FusedSGD
+from fusedoptim.step.sharding import local_of
 from tests.fusedoptim.distributed.helpers import flat_mesh, rank, square_mesh
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.distributed.test_checkpoints import (
@@ -27,6 +28,7 @@ from tests.fusedoptim.distributed.test_checkpoints import (
     states_of,
     step,
 )
+from tests.fusedoptim.helpers import bits
 
 SHORT = datetime.timedelta(seconds=2)
 
@@ -80,6 +82,26 @@ def test_step_on_one_process_only() -> None:
                 optimizer.step()
             assert not optimizer.state
         distributed.barrier()
+
+
+def values_of(optimizer: Any) -> list[torch.Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+@on_processes(2)
+def test_state_where_a_collective_fails() -> None:
+    """A step of Lamb that fails leaves moments and counts as they were."""
+    mesh = impatient_mesh()
+    params = new_params(mesh, 40_000, 5)
+    optimizer = FusedLamb(params, lr=0.1)
+    optimizer.step()
+    if rank() == 0:
+        before = [bits(local_of(value)) for value in values_of(optimizer)]
+        with refused(params, "must call step"):
+            optimizer.step()
+        for value, expected in zip(values_of(optimizer), before, strict=True):
+            assert torch.equal(bits(local_of(value)), expected)
+    distributed.barrier()
 
 
 @on_processes(2)

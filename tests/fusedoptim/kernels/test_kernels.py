@@ -66,7 +66,8 @@ INTERPRETED: list[tuple[Callable[..., Any], OptimizerCase, Kwargs, Kwargs]] = [
     (adam.adam, ADAM, _numbers(0.7) | _DECOUPLED, _BETAS | {"decoupled_weight_decay": True}),
     *(
         (kernel, LAMB, _numbers(0.7) | numbers, _BETAS | options)
-        for kernel in (lamb.lamb, lamb.lamb_update)  # the latter for the three of larger tensors
+        # The latter two for the three of larger tensors, and of those among processes.
+        for kernel in (lamb.lamb, lamb.lamb_update, lamb.lamb_step)
         for numbers, options in (
             ({}, {}),
             (_DECOUPLED, {"decoupled_decay": True}),
@@ -101,7 +102,11 @@ class TestInterpreted:
         )
         given = {"param": theta, "grad": grad, "grad_factor": -0.5, **state, **numbers}
         if kernel is lamb.lamb_update:
-            self._run_moments_and_ratio(given)
+            self._run_sums_and_ratio(lamb.lamb_moments, given)
+        if kernel is lamb.lamb_step:
+            before = averages[0].copy(), squares[0].copy()
+            self._run_sums_and_ratio(lamb.lamb_norms, given)
+            np.testing.assert_array_equal((given["exp_avg"], given["exp_avg_sq"]), before)
         self._run(kernel, given)
         np.testing.assert_allclose(theta, expected, rtol=1e-10, atol=1e-13)
         for key, value in expected_state.items():
@@ -116,10 +121,10 @@ class TestInterpreted:
             return [kernel(**chosen)]
         return [kernel(i=i, **chosen) for i in range(LENGTH)]
 
-    def _run_moments_and_ratio(self, given: Kwargs) -> None:
+    def _run_sums_and_ratio(self, summing: Callable[..., Any], given: Kwargs) -> None:
         """Run the first two of Lamb's kernels; the sums are those of two chunks."""
         before = given["param"].copy()
-        squares = np.array(self._run(lamb.lamb_moments, given))
+        squares = np.array(self._run(summing, given))
         np.testing.assert_array_equal(given["param"], before)
         np.testing.assert_allclose(squares[:, 0], (given["decay_factor"] * before) ** 2, rtol=1e-12)
         given["ratio"] = np.zeros(1)
