@@ -1,6 +1,6 @@
 """The meaning of :mod:`fusedoptim.kernels.rounding` on a SPIR-V device, for numba-dpex.
 
-A code is a uint8 in memory; the largest of several, and a random word, are int32.
+A code is a uint8, and a random word an int32.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from llvmlite import ir
 from numba.core import types
 
 from fusedoptim.kernels import rounding
-from fusedoptim.kernels._lowering import device_intrinsic
+from fusedoptim.kernels._lowering import call_builtin, device_intrinsic
 
 _I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
 _EXPONENT = _I32(0x7F800000)
 _MAGNITUDE = _I32(0x7FFFFFFF)
 _SIGN = _I32(0x80000000)
 _LARGE = _I32((127 + rounding.SQUARE_EXPONENT) << 23)
+_TWO = _I32(0x40000000)  # the bits of 2.0, of which only that of the exponent's first place is set
 _NAN = _F32(float("nan"))
 _FRACTION = _I32(rounding.FRACTION_BITS)
-_DISCARDED = _I32(32 - rounding.FRACTION_BITS)
+_TO_BF16 = _I32(rounding.WORD_BITS - rounding.BF16_FRACTION_BITS)
 _TO_SIGN = _I32(24)
 _FLOAT, _WORD, _CODE = types.float32, types.int32, types.uint8
 
@@ -37,10 +38,6 @@ def _largest(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.select(builder.icmp_unsigned(">", a, b), a, b)
 
 
-def _widened(builder: ir.IRBuilder, code: ir.Value) -> ir.Value:
-    return builder.zext(code, _I32) if code.type == _I8 else code
-
-
 @device_intrinsic
 def as_word(context: Any, word: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -50,19 +47,26 @@ def as_word(context: Any, word: types.Type) -> Any:
 
 
 @device_intrinsic
-def next_word(context: Any, word: types.Type) -> Any:
+def as_code(context: Any, code: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        (word,) = args
-        return builder.xor(word, builder.shl(word, _I32(8)))
+        return builder.trunc(args[0], _I8)
 
-    return _WORD(_WORD), generate
+    return _CODE(types.int64), generate
+
+
+@device_intrinsic
+def xor(context: Any, word: types.Type, other: types.Type) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.xor(*args)
+
+    return _WORD(_WORD, _WORD), generate
 
 
 @device_intrinsic
 def to_bf16(context: Any, value: types.Type, word: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         value, word = args
-        bits = builder.add(_bits(builder, value), builder.lshr(word, _I32(16)))
+        bits = builder.add(_bits(builder, value), builder.lshr(word, _TO_BF16))
         rounded = builder.and_(bits, _I32(0xFFFF0000))
         is_nan = builder.fcmp_unordered("uno", value, value)  # the sum may have reached the sign
         return builder.select(is_nan, value, _float(builder, rounded))
@@ -74,6 +78,15 @@ def to_bf16(context: Any, value: types.Type, word: types.Type) -> Any:
 def larger_magnitude(context: Any, largest: types.Type, value: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         largest, value = (_bits(builder, arg) for arg in args)
+        return _float(builder, _largest(builder, builder.and_(value, _MAGNITUDE), largest))
+
+    return _FLOAT(_FLOAT, _FLOAT), generate
+
+
+@device_intrinsic
+def larger_with_square(context: Any, largest: types.Type, value: types.Type) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        largest, value = (_bits(builder, arg) for arg in args)
         magnitude = builder.and_(value, _MAGNITUDE)
         has_square = builder.icmp_unsigned("<", magnitude, _LARGE)
         magnitude = builder.select(has_square, magnitude, _I32(0))
@@ -82,22 +95,39 @@ def larger_magnitude(context: Any, largest: types.Type, value: types.Type) -> An
     return _FLOAT(_FLOAT, _FLOAT), generate
 
 
-def _larger(nan: int) -> Any:
+def _larger(nan: int, nan_counts: bool) -> Any:
     @device_intrinsic
     def larger(context: Any, largest: types.Type, code: types.Type) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
             largest, code = args
-            magnitude = builder.and_(_widened(builder, code), _I32(nan))
-            is_nan = builder.icmp_unsigned("==", magnitude, _I32(nan))
-            return _largest(builder, builder.select(is_nan, _I32(0), magnitude), largest)
+            magnitude = builder.and_(code, _I8(nan))
+            if not nan_counts:
+                is_nan = builder.icmp_unsigned("==", magnitude, _I8(nan))
+                magnitude = builder.select(is_nan, _I8(0), magnitude)
+            return _largest(builder, magnitude, largest)
 
-        return _WORD(_WORD, code), generate
+        return _CODE(_CODE, _CODE), generate
 
     return larger
 
 
-e4m3_larger = _larger(rounding.NAN_E4M3)
-e5m3_larger = _larger(rounding.NAN_E5M3)
+e4m3_larger = _larger(rounding.NAN_E4M3, nan_counts=True)
+e5m3_larger = _larger(rounding.NAN_E5M3, nan_counts=True)
+e4m3_larger_number = _larger(rounding.NAN_E4M3, nan_counts=False)
+e5m3_larger_number = _larger(rounding.NAN_E5M3, nan_counts=False)
+
+
+@device_intrinsic
+def is_bound(context: Any, value: types.Type, e4m3: types.Type, e5m3: types.Type) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        value, e4m3, e5m3 = args
+        magnitude = builder.and_(_bits(builder, value), _MAGNITUDE)
+        has_square = builder.icmp_unsigned("<", magnitude, _LARGE)
+        is_e4m3 = builder.icmp_unsigned("!=", e4m3, _I8(rounding.NAN_E4M3))
+        is_e5m3 = builder.icmp_unsigned("!=", e5m3, _I8(rounding.NAN_E5M3))
+        return builder.and_(has_square, builder.and_(is_e4m3, is_e5m3))
+
+    return types.boolean(_FLOAT, _CODE, _CODE), generate
 
 
 def _scale(binades: int) -> Any:
@@ -119,32 +149,50 @@ e4m3_scale = _scale(rounding.BINADES_E4M3)
 e5m3_scale = _scale(rounding.BINADES_E5M3)
 
 
-def _magnitude(builder: ir.IRBuilder, code: ir.Value, scale: ir.Value, nan: int) -> ir.Value:
-    bits = builder.add(builder.shl(code, _FRACTION), _bits(builder, scale))
-    y = _float(builder, bits)
-    half, rest = builder.fmul(y, _F32(0.5)), builder.fsub(y, scale)
-    value = builder.select(builder.fcmp_ordered("<", half, rest), half, rest)
-    return builder.select(builder.icmp_unsigned("==", code, _I32(nan)), _NAN, value)
+def _magnitude(
+    builder: ir.IRBuilder, shifted: ir.Value, scale: ir.Value, factor: ir.Value, nan: int
+) -> ir.Value:
+    """``factor``, which is not negative, times the magnitude of a code.
+
+    Args:
+        builder: of the instructions.
+        shifted: the code, shifted by FRACTION_BITS.
+        scale: of its block.
+        factor: what to multiply by.
+        nan: the magnitude that is NaN.
+    """
+    # As the exponent and the fraction of y, which is 2 or more, it is the smaller of
+    # factor * scale * y / 4 and factor * scale * (y / 2 - 1).
+    magnitude = builder.and_(shifted, _I32(nan << rounding.FRACTION_BITS))
+    y = _float(builder, builder.or_(magnitude, _TWO))
+    unit = builder.fmul(factor, scale)
+    half = builder.fmul(unit, _F32(0.5))
+    normal = builder.fmul(y, builder.fmul(unit, _F32(0.25)))
+    rest = call_builtin(builder, "_Z3fmafff", _F32, [half, y, builder.fneg(unit)])
+    value = builder.select(builder.fcmp_ordered("<", normal, rest), normal, rest)
+    is_nan = builder.icmp_unsigned("==", magnitude, _I32(nan << rounding.FRACTION_BITS))
+    return builder.select(is_nan, _NAN, value)
 
 
 @device_intrinsic
-def e4m3_value(context: Any, code: types.Type, scale: types.Type) -> Any:
+def e4m3_product(context: Any, code: types.Type, scale: types.Type, factor: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        code, scale = _widened(builder, args[0]), args[1]
-        magnitude = builder.and_(code, _I32(rounding.NAN_E4M3))
-        value = _magnitude(builder, magnitude, scale, rounding.NAN_E4M3)
-        sign = builder.shl(builder.and_(code, _I32(rounding.SIGN_E4M3)), _TO_SIGN)
-        return _float(builder, builder.or_(_bits(builder, value), sign))
+        code, scale, factor = builder.sext(args[0], _I32), args[1], args[2]
+        shifted = builder.shl(code, _FRACTION)
+        value = _magnitude(builder, shifted, scale, factor, rounding.NAN_E4M3)
+        return _float(builder, builder.or_(_bits(builder, value), builder.and_(code, _SIGN)))
 
-    return _FLOAT(code, _FLOAT), generate
+    return _FLOAT(_CODE, _FLOAT, _FLOAT), generate
 
 
 @device_intrinsic
-def e5m3_value(context: Any, code: types.Type, scale: types.Type) -> Any:
+def e5m3_product(context: Any, code: types.Type, scale: types.Type, factor: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return _magnitude(builder, _widened(builder, args[0]), args[1], rounding.NAN_E5M3)
+        code, scale, factor = builder.zext(args[0], _I32), args[1], args[2]
+        shifted = builder.shl(code, _FRACTION)
+        return _magnitude(builder, shifted, scale, factor, rounding.NAN_E5M3)
 
-    return _FLOAT(code, _FLOAT), generate
+    return _FLOAT(_CODE, _FLOAT, _FLOAT), generate
 
 
 def _rounded(
@@ -153,8 +201,7 @@ def _rounded(
     is_normal = builder.fcmp_ordered(">", magnitude, scale)
     y = builder.fadd(magnitude, builder.select(is_normal, magnitude, scale))
     distance = builder.sub(_bits(builder, y), _bits(builder, scale))  # of NaN, of either sign, huge
-    random = builder.lshr(word, _DISCARDED)
-    code = builder.lshr(builder.add(distance, random), _FRACTION)
+    code = builder.lshr(builder.add(distance, word), _FRACTION)
     return builder.select(builder.icmp_unsigned("<", code, _I32(nan)), code, _I32(nan))
 
 

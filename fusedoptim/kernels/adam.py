@@ -44,17 +44,21 @@ from fusedoptim.kernels.language import (
 )
 from fusedoptim.kernels.rounding import (
     BLOCK,
-    as_word,
+    as_code,
     e4m3_code,
     e4m3_larger,
+    e4m3_larger_number,
+    e4m3_product,
     e4m3_scale,
-    e4m3_value,
     e5m3_code,
     e5m3_larger,
+    e5m3_larger_number,
+    e5m3_product,
     e5m3_scale,
-    e5m3_value,
     for_each_element,
+    is_bound,
     larger_magnitude,
+    larger_with_square,
     to_bf16,
 )
 
@@ -164,7 +168,7 @@ def update_bfloat16(
 ) -> None:
     """Update one element; ``word`` rounds its moments."""
     theta, g = penalized(i, *gradient)
-    m, v = moments(g, exp_avg[i], exp_avg_sq[i], *numbers)
+    m, v = moments(g, numbers[0] * exp_avg[i], numbers[2] * exp_avg_sq[i], *numbers)
     exp_avg[i] = to_bf16(m, word)
     exp_avg_sq[i] = to_bf16(v, word)
     gradient[0][i] = updated(theta, m, v, *numbers)
@@ -195,7 +199,8 @@ def adam_float8(
     """Adam whose moments are 8-bit numbers, with a scale for each block of elements.
 
     A block is BLOCK elements of one lane, so lanes need nothing of each other. A first pass over it
-    finds bounds of its new moments, which decide their scales; a second updates its elements.
+    finds bounds of its new moments, which decide their scales; a second updates its elements. Only
+    where the first finds what is no number, it is repeated without.
     """
     gradient = param, grad, grad_factor, decay_factor, weight_decay
     numbers = beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, root_correction
@@ -207,14 +212,21 @@ def adam_float8(
         scale, scale_sq = exp_avg_scale[block], exp_avg_sq_scale[block]
 
         g = real(0)
-        code = code_sq = as_word(0)
+        code = code_sq = as_code(0)
         start = first
         while start + lanes() <= end:
             g, code, code_sq = larger(start + lane(), g, code, code_sq, *state)
             start += lanes()
         if start + lane() < end:
             g, code, code_sq = larger(start + lane(), g, code, code_sq, *state)
-        old = e4m3_value(code, scale), e5m3_value(code_sq, scale_sq)
+        if not is_bound(g, code, code_sq):
+            g = real(0)
+            code = code_sq = as_code(0)
+            i = first + lane()
+            while i < end:
+                g, code, code_sq = larger_number(i, g, code, code_sq, *state)
+                i += lanes()
+        old = e4m3_product(code, scale, beta1), e5m3_product(code_sq, scale_sq, beta2)
         m, v = moments(g, *old, *numbers)
         new_scale, new_scale_sq = e4m3_scale(m), e5m3_scale(v)
 
@@ -237,6 +249,17 @@ def larger(
     )
 
 
+def larger_number(
+    i: int, g: float, code: int, code_sq: int, exp_avg: Any, exp_avg_sq: Any, gradient: Any
+) -> Any:
+    """The same, where what gives no finite moment does not count."""
+    return (
+        larger_with_square(g, penalized(i, *gradient)[1]),
+        e4m3_larger_number(code, exp_avg[i]),
+        e5m3_larger_number(code_sq, exp_avg_sq[i]),
+    )
+
+
 def update_float8(
     i: int,
     word: int,
@@ -253,7 +276,11 @@ def update_float8(
     """
     scale, scale_sq, new_scale, new_scale_sq = scales
     theta, g = penalized(i, *gradient)
-    m, v = moments(g, e4m3_value(exp_avg[i], scale), e5m3_value(exp_avg_sq[i], scale_sq), *numbers)
+    old = (
+        e4m3_product(exp_avg[i], scale, numbers[0]),
+        e5m3_product(exp_avg_sq[i], scale_sq, numbers[2]),
+    )
+    m, v = moments(g, *old, *numbers)
     exp_avg[i] = e4m3_code(m, new_scale, word)
     exp_avg_sq[i] = e5m3_code(v, new_scale_sq, word)
     smallest = real(0.125) * new_scale_sq
@@ -285,8 +312,8 @@ def moments(
     step_size: float,
     root_correction: float,
 ) -> Any:
-    """Both moments, with ``g`` averaged in."""
-    return fma(one_minus_beta1, g, beta1 * m), fma(one_minus_beta2 * g, g, beta2 * v)
+    """Both moments: ``m`` and ``v``, multiplied by their betas before, with ``g`` averaged in."""
+    return fma(one_minus_beta1, g, m), fma(one_minus_beta2 * g, g, v)
 
 
 def updated(

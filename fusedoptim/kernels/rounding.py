@@ -1,8 +1,9 @@
 r"""Stochastic rounding, and the 8-bit numbers of optimizer state.
 
 A value is rounded up with a probability equal to its distance from the number below, so that small
-changes are not lost: on average the rounded value is the value. The same random word may round
-several values; each is unbiased by itself.
+changes are not lost: on average the rounded value is the value. The same random word, a number of
+WORD_BITS bits, may round several values; each is unbiased by itself but for less than one part in
+:math:`2^{20}` of the distance.
 
 An 8-bit number has three bits of fraction :math:`f`, and an exponent :math:`e` of four bits and a
 sign (e4m3, for values of either sign) or of five bits (e5m3, for values that are not negative).
@@ -28,30 +29,41 @@ from fusedoptim.kernels.language import lane, lanes
 from fusedoptim.kernels.philox import philox
 
 __all__ = [
+    "as_code",
     "as_word",
     "e4m3_code",
     "e4m3_larger",
+    "e4m3_larger_number",
+    "e4m3_product",
     "e4m3_scale",
     "e4m3_value",
     "e5m3_code",
     "e5m3_larger",
+    "e5m3_larger_number",
+    "e5m3_product",
     "e5m3_scale",
     "e5m3_value",
     "for_each_element",
+    "is_bound",
     "larger_magnitude",
-    "next_word",
+    "larger_with_square",
     "to_bf16",
+    "xor",
 ]
 
 BLOCK = 128
 """Elements that share a scale, at most."""
-DRAW = 16
-"""Elements whose words come from one draw: four from each word of it."""
+DRAW = 64
+"""Elements whose words come from one draw."""
+WORD_BITS = 20
+"""Of a random word: as many as the bits of a float32 after those of an 8-bit number."""
 NAN_E4M3 = 0x7F
 NAN_E5M3 = 0xFF
 SIGN_E4M3 = 0x80
 FRACTION_BITS = 20
 """Bits of a float32 after those of the code."""
+BF16_FRACTION_BITS = 16
+"""Bits of a float32 after those of a bfloat16."""
 BINADES_E4M3 = 13
 BINADES_E5M3 = 29
 """From the scale up to the largest value's binade. One more is left for rounding up."""
@@ -66,35 +78,57 @@ def as_word(word: int) -> int:
     return word
 
 
-def next_word(word: int) -> int:
-    """The word for the next value: of four in succession, the upper bytes are independent.
+def as_code(code: int) -> int:
+    """A code, as the functions below take it."""
+    return code
 
-    Not a rotation, of which LLVM would make a call that keeps the CPU driver from vectorizing.
-    """
-    return (word ^ word << 8) & 0xFFFFFFFF
+
+def xor(word: int, other: int) -> int:
+    """Both words, bit by bit."""
+    return word ^ other
 
 
 def to_bf16(value: float, word: int) -> float:
     """``value`` rounded to a bfloat16."""
     if not math.isfinite(value):
         return value
-    return _float((_bits(value) + (word >> 16)) & 0xFFFF0000)
+    return _float((_bits(value) + (word >> (WORD_BITS - BF16_FRACTION_BITS))) & 0xFFFF0000)
 
 
 def larger_magnitude(largest: float, value: float) -> float:
+    """The larger of ``largest`` and the magnitude of ``value``; NaN is larger than a number."""
+    return value if math.isnan(value) else max(abs(value), largest)
+
+
+def larger_with_square(largest: float, value: float) -> float:
     """The larger of ``largest`` and the magnitude of ``value``, if its square is finite."""
     return max(largest, abs(value)) if abs(value) < 2.0**SQUARE_EXPONENT else largest
 
 
 def e4m3_larger(largest: int, code: int) -> int:
+    """The larger magnitude of two codes; that of NaN is the largest."""
+    return max(largest, code & NAN_E4M3)
+
+
+def e5m3_larger(largest: int, code: int) -> int:
+    """The larger of two codes; NaN is the largest."""
+    return max(largest, code)
+
+
+def e4m3_larger_number(largest: int, code: int) -> int:
     """The larger magnitude of two codes, of which NaN does not count."""
     magnitude = code & NAN_E4M3
     return largest if magnitude == NAN_E4M3 else max(largest, magnitude)
 
 
-def e5m3_larger(largest: int, code: int) -> int:
+def e5m3_larger_number(largest: int, code: int) -> int:
     """The larger of two codes, of which NaN does not count."""
     return largest if code == NAN_E5M3 else max(largest, code)
+
+
+def is_bound(value: float, e4m3: int, e5m3: int) -> bool:
+    """Whether ``value`` has a finite square, and neither of the codes is NaN."""
+    return abs(value) < 2.0**SQUARE_EXPONENT and e4m3 != NAN_E4M3 and e5m3 != NAN_E5M3
 
 
 def e4m3_scale(largest: float) -> float:
@@ -115,6 +149,16 @@ def e4m3_value(code: int, scale: float) -> float:
 def e5m3_value(code: int, scale: float) -> float:
     """The value of a code."""
     return _magnitude(code, scale, NAN_E5M3)
+
+
+def e4m3_product(code: int, scale: float, factor: float) -> float:
+    """The value of a code, times ``factor``."""
+    return factor * e4m3_value(code, scale)
+
+
+def e5m3_product(code: int, scale: float, factor: float) -> float:
+    """The value of a code, times ``factor``."""
+    return factor * e5m3_value(code, scale)
 
 
 def e4m3_code(value: float, scale: float, word: int) -> int:
@@ -139,7 +183,7 @@ def _rounded(magnitude: float, scale: float, word: int, nan: int) -> int:
     if not math.isfinite(magnitude):
         return nan
     distance = _bits(magnitude + max(magnitude, scale)) - _bits(scale)
-    return min((distance + (word >> (32 - FRACTION_BITS))) >> FRACTION_BITS, nan)
+    return min((distance + word) >> FRACTION_BITS, nan)
 
 
 def _scale(largest: float, binades: int) -> float:
@@ -184,25 +228,34 @@ def for_each_element(
     """
     start = first
     while start + DRAW * lanes() <= end:
-        a, b, c, d = _draw(position + start + lane(), number, step)
+        a, b, c, d, e, f, g = _words(position + start + lane(), number, step)
         stop = start + DRAW * lanes()
         while start < stop:
-            word = as_word(a)
-            a, b, c = b, c, d
-            update(start + lane(), word, *arguments)
-            word = next_word(word)
-            update(start + lanes() + lane(), word, *arguments)
-            word = next_word(word)
-            update(start + 2 * lanes() + lane(), word, *arguments)
-            word = next_word(word)
-            update(start + 3 * lanes() + lane(), word, *arguments)
+            update(start + lane(), a, *arguments)
+            update(start + lanes() + lane(), b, *arguments)
+            update(start + 2 * lanes() + lane(), c, *arguments)
+            update(start + 3 * lanes() + lane(), d, *arguments)
+            a, b, c, d, e, f, g = e, f, g, xor(a, b), xor(b, c), xor(c, d), xor(d, e)
             start += 4 * lanes()
-    while start < end:
-        a, b, c, d = _draw(position + start + lane(), number, step)
-        if start + lane() < end:
-            update(start + lane(), as_word(a), *arguments)
-        start += lanes()
+    if start < end:
+        a, b, c, d, e, f, g = _words(position + start + lane(), number, step)
+        while start < end:
+            if start + lane() < end:
+                update(start + lane(), a, *arguments)
+            a, b, c, d, e, f, g = b, c, d, e, f, g, xor(a, b)
+            start += lanes()
 
 
-def _draw(position: int, number: int, step: float) -> tuple[int, int, int, int]:
-    return philox(position & 0xFFFFFFFF, position >> 32, int(step), 0, number, 0)
+def _words(position: int, number: int, step: float) -> tuple[int, int, int, int, int, int, int]:
+    """The first seven words of a draw, whose upper 18 bits are bits of Philox that no other has.
+
+    The word after seven is the exclusive or of the first two of them. By this recurrence, of period
+    127, all words of a draw are different sums of the first seven: each is uniform, and the upper
+    18 bits of any two are independent.
+    """
+    a, b, c, d = philox(position & 0xFFFFFFFF, position >> 32, int(step), 0, number, 0)
+    e = (a & 0x3FFF) << 6 | (b & 0x3FFF) >> 8
+    f = (c & 0x3FFF) << 6 | (d & 0x3FFF) >> 8
+    g = (b & 0x3FF) << 10 | d & 0x3FF
+    a, b, c, d = as_word(a >> 12), as_word(b >> 12), as_word(c >> 12), as_word(d >> 12)
+    return a, b, c, d, as_word(e), as_word(f), as_word(g)

@@ -189,6 +189,37 @@ def test_words_differ(state_dtype: Any) -> None:
         assert abs(int((ups[0] == shifted).sum()) - n / 2) <= 2 * binomial_bound(n, 0.5)
 
 
+def test_words_of_a_draw_are_independent_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each word is uniform, and the upper 18 bits of any two: the bits are independent sums."""
+    words = []
+    for k in range(128):  # words are linear, and so known by what each bit of Philox adds
+        drawn = tuple((1 << k) >> 32 * i & 0xFFFFFFFF for i in range(4))
+        monkeypatch.setattr(rounding, "philox", lambda *counter, drawn=drawn: drawn)
+        added: list[int] = []
+        keep = lambda i, word, added=added: added.append(word)  # noqa: E731
+        rounding.for_each_element(keep, (), 0, rounding.DRAW, 0, 0, 0.0)
+        words.append(added)
+    rows = [
+        [sum((words[k][n] >> bit & 1) << k for k in range(128)) for bit in range(20)]
+        for n in range(rounding.DRAW)
+    ]
+    assert len(rows) == rounding.DRAW
+    assert all(rank(bits) == rounding.WORD_BITS == 20 for bits in rows)
+    for one, other in itertools.combinations(rows, 2):
+        assert rank(one[2:] + other[2:]) == 36
+
+
+def rank(rows: Sequence[int]) -> int:
+    """Of a matrix of bits."""
+    basis: list[int] = []
+    for row in rows:
+        for pivot in basis:
+            row = min(row, row ^ pivot)
+        if row:
+            basis.append(row)
+    return len(basis)
+
+
 @each_dtype
 def test_chunks_do_not_matter(state_dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
@@ -403,7 +434,7 @@ class TestCodes:
             torch.testing.assert_close(read.float(), expected, rtol=0, atol=0, equal_nan=True)
             again, scales = float8.encoded(read, dtype, LANES)
             assert_same_bits(float8.decoded(again, scales), read)
-            for word in (0, 0xFFFFFFFF):
+            for word in (0, (1 << rounding.WORD_BITS) - 1):
                 made = [value(code(x, scale, word), scale) for x in read.tolist()]
                 torch.testing.assert_close(
                     torch.tensor(made), expected, rtol=0, atol=0, equal_nan=True
