@@ -136,7 +136,8 @@ class FusedAdam(_Adam, torch.optim.Adam):
 
     Raises:
         ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.
-        RuntimeError: an option that asks for another implementation.
+        RuntimeError: an option that asks for another implementation; in a step, a parameter whose
+            moments are rounded has taken 16,777,216 steps.
         TypeError: with ``split``, a parameter is neither float32 nor bfloat16; with another
             ``state_dtype``, one is float64 or complex.
 
@@ -227,7 +228,8 @@ class FusedAdamW(_Adam, torch.optim.AdamW):
 
     Raises:
         ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.
-        RuntimeError: an option that asks for another implementation.
+        RuntimeError: an option that asks for another implementation; in a step, a parameter whose
+            moments are rounded has taken 16,777,216 steps.
         TypeError: with ``split``, a parameter is neither float32 nor bfloat16; with another
             ``state_dtype``, one is float64 or complex.
 

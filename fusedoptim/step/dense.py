@@ -91,6 +91,9 @@ class DenseRows:
         for candidate, state in zip(candidates, held):
             check_state_whole(rule, candidate.name, state, [*needed, KEY] if has_steps else needed)
         self._steps = StepCounts(held) if has_steps else None
+        self._draws = any(role is Role.PARAM_NUMBER for _, role in arguments)
+        """Whether the kernels draw random words, by the parameter and the step."""
+        self._check_steps()
         self._held = held
         # Scales belong to the memory of one process; other state is spread as its parameter is.
         self._spread_names = [name for name, role in names.items() if role is not Role.BLOCK_SCALES]
@@ -133,6 +136,10 @@ class DenseRows:
         self._settings: Settings | None = None
         """What the head was written for, if it holds for more than a step."""
 
+    def _check_steps(self) -> None:
+        if self._draws and self._steps is not None:
+            self._steps.check_next_differs(self._rule.optimizer_name)
+
     def _by_run(self, states: Sequence[State]) -> Iterator[Sequence[State]]:
         return (states[i : i + RUN] for i in range(0, len(states), RUN))
 
@@ -147,6 +154,7 @@ class DenseRows:
             return False  # torch's current stream is another one now
         if self._steps is not None and not self._steps.are_held_by(self._held):
             return False
+        self._check_steps()
         for run in self._runs:
             if not run.refresh():
                 return False

@@ -20,6 +20,9 @@ KEY = "step"
 Steps = np.ndarray[Any, np.dtype[np.float64]] | float
 """Counts of several parameters, or one for all: arithmetic with a float is quicker."""
 
+MOST_STEPS = 2**24
+"""The largest count that float32 holds with all those below it; adding 1 to it changes nothing."""
+
 _COUNT = operator.itemgetter(KEY)
 
 
@@ -48,6 +51,23 @@ class StepCounts:
             return list(map(Tensor.data_ptr, map(_COUNT, states))) == self._addresses
         except (KeyError, TypeError):  # it was removed, or replaced by a number
             return False
+
+    def check_next_differs(self, optimizer: str) -> None:
+        """Raise if float32 cannot tell the coming step from the one before.
+
+        Args:
+            optimizer: what errors call it.
+
+        Raises:
+            RuntimeError: a parameter has taken MOST_STEPS or more.
+        """
+        if (self._array >= MOST_STEPS).any():
+            raise RuntimeError(
+                f"{optimizer}: a parameter has taken {self._array.max():.0f} steps; float32 counts "
+                f"to {MOST_STEPS}, and with a state_dtype below float32 each step draws other "
+                f"random words by its count; set state['step'] of all parameters to "
+                f"{MOST_STEPS // 2}, where both bias corrections are 1 as well"
+            )
 
     def next(self) -> Steps:
         """The counts after the coming step; one for all, where they are equal."""

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedoptim import FusedAdam, FusedAdamW, transforms
-from fusedoptim.kernels import rounding
-from fusedoptim.launch.block import Chunks
+from fusedoptim.kernels import language, rounding
+from fusedoptim.launch.block import Chunks, LaunchBlock
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.step import dense, float8
+from fusedoptim.step.step_counts import MOST_STEPS
 from tests.fusedoptim.helpers import LAYOUTS, make_params, params_of, random_like
 from tests.references import adam
 from tests.tolerances import Bounded, binomial_bound, number, rounding_step
@@ -218,6 +219,55 @@ def rank(rows: Sequence[int]) -> int:
         if row:
             basis.append(row)
     return len(basis)
+
+
+@each_dtype
+@pytest.mark.parametrize("position", [0, 2**32 - TILE, 2**40])
+def test_words_of_large_tensors(
+    state_dtype: Any, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An element's position has 64 bits: the words are those that Python draws for it."""
+    write = LaunchBlock.write
+
+    def moved(block: LaunchBlock, column: str, values: Any, rows: int | None = None) -> None:
+        write(block, column, values + position if column == "position" else values, rows)
+
+    monkeypatch.setattr(LaunchBlock, "write", moved)
+    n = TILE + 300
+    (p,) = vectors([n])
+    optimizer = FusedAdam([p], betas=(0.0, 0.999), lr=0.0, state_dtype=state_dtype)
+    fraction = 7 if state_dtype == torch.bfloat16 else 3
+    p.grad = torch.full((n,), 1 + 2.0 ** -(fraction + 1))  # half-way
+    optimizer.step()
+    words = torch.zeros(n, dtype=torch.int64)
+    for lane in range(LANES):
+        with language.as_lane(lane, LANES):
+            rounding.for_each_element(words.__setitem__, (), 0, n, position, 0, 1.0)
+    assert torch.equal(values_of(optimizer, p)["exp_avg"] > p.grad[0], words >= 1 << 19)
+
+
+@each_dtype
+def test_steps_that_float32_does_not_count(state_dtype: Any) -> None:
+    """Rather than to draw the same words again and again, a step raises, and changes nothing."""
+    params = vectors([1000, 17, 300])
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    optimizer = FusedAdamW(groups, state_dtype=state_dtype)
+    run(optimizer, range(1))
+    optimizer.state[params[2]]["step"].fill_(MOST_STEPS - 1)
+    run(optimizer, range(1, 2))
+    assert optimizer.state[params[2]]["step"] == MOST_STEPS
+    before = copy.deepcopy(optimizer)
+    with pytest.raises(RuntimeError, match=r"set state\['step'\] of all parameters to 8388608"):
+        run(optimizer, range(2, 3))
+    assert_equal(optimizer, before)
+    assert [optimizer.state[p]["step"].item() for p in params] == [2, 2, MOST_STEPS]
+    optimizer.state[params[2]]["step"].fill_(MOST_STEPS // 2)
+    run(optimizer, range(2, 3))
+    assert optimizer.state[params[2]]["step"] == MOST_STEPS // 2 + 1
+    exact = FusedAdamW(params[:1])
+    run(exact, range(1))
+    exact.state[params[0]]["step"].fill_(MOST_STEPS)
+    run(exact, range(1, 2))  # as torch's
 
 
 @each_dtype

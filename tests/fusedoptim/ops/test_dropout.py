@@ -11,13 +11,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fusedoptim.kernels.dropout import words
-from fusedoptim.ops import dropout
+from fusedoptim.launch.block import LaunchBlock
+from fusedoptim.ops import _launching, dropout
 from tests.fusedoptim.helpers import run_in_threads
 from tests.running import ROOT, at_each_thread_count
 
@@ -80,6 +82,25 @@ class TestValues:
             drawn += [word for k in range(4) for word in (four[k] for four in of_lanes)]
         expected = torch.tensor(drawn[:numel]) >= round(p * 2**32)
         assert torch.equal(mask(numel, seed, p), expected)
+
+    @pytest.mark.parametrize("position", [2**34 - 4 * LANES, 2**60])
+    @pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63 - 1])
+    def test_words_of_large_tensors(
+        self, seed: int, position: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The counter has 64 bits, as the seed has."""
+        write = LaunchBlock.write
+
+        def moved(block: LaunchBlock, column: str, values: Any, rows: int | None = None) -> None:
+            write(block, column, values + position if column == "position" else values, rows)
+
+        monkeypatch.setattr(LaunchBlock, "write", moved)
+        monkeypatch.setattr(_launching, "_idle", {})
+        first = position // 4
+        blocks = [range(k, k + LANES) for k in range(first, first + 3 * LANES, LANES)]
+        drawn = [[words(seed, counter) for counter in counters] for counters in blocks]
+        expected = torch.tensor([four[k] for of in drawn for k in range(4) for four in of])
+        assert torch.equal(mask(len(expected), seed, 0.5), expected >= 2**31)
 
     def test_mask_follows_the_order_in_memory(self) -> None:
         x = torch.ones(2, 8, 5, 7).to(memory_format=torch.channels_last)
