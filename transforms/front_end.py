@@ -20,7 +20,7 @@ from transforms.inputs.arguments import (
 )
 from transforms.inputs.copies import copy_pair
 from transforms.inputs.options import DTYPE, SPLIT, check_knobs, resolve
-from transforms.inputs.sample import Comparison, check_sample
+from transforms.inputs.sample import Comparison, caller, check_sample, seconds
 from transforms.passes import INFERENCE, KNOBS, TRAINING
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry, NoEffectWarning, Report, attach, merged
@@ -44,6 +44,7 @@ def optimize(
     parallel_dropout: bool | None = None,
     fuse_gelu: bool | None = None,
     auto_channels_last: bool | None = None,
+    weights_prepack: bool | None = None,
     sample_input: Any = None,
 ) -> Any:
     """Rewrite a model for inference, or a model and its optimizer for training.
@@ -88,6 +89,12 @@ def optimize(
         auto_channels_last: lay out the weights of convolutions in channels_last. None, at level
             "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
             a ``sample_input``, if that is faster. True: always.
+        weights_prepack: in eval mode, compute convolutions and Linears on the CPU with a copy of
+            their weight in oneDNN's layout, made at the first call. It takes the memory of the
+            weight again. Where a gradient is recorded, torch's own operators compute: call the
+            model under ``torch.no_grad()`` or ``torch.inference_mode()``. Writes into the weight
+            are seen, but not those through a NumPy array of it. None, at level "O1": undone if a
+            ``sample_input`` is given and is not faster with it.
         sample_input: a tensor, a tuple of arguments or a dict of keyword arguments. In eval mode
             the model is called with it before and after folding and dropping. A pass that changes
             the output by more than rounding is undone, and the report says so. The model is also
@@ -113,7 +120,7 @@ def optimize(
         ... ).eval()
         >>> transforms.optimize(model)
         Sequential(
-          (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+          (0): PackedConv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
           (1): FoldedBatchNorm()
           (2): SkippedDropout()
         )
@@ -175,15 +182,33 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
 def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[Entry]:
     """Run a pass, and undo it if it changes what the model returns for the sample."""
     undo = job.undo.enter_context(ExitStack())
+    is_timed = comparison is not None and each.must_pay
+    before = _seconds(job) if is_timed else 0.0
     entries = each.run(job._replace(undo=undo))
     if comparison is None or not each.keeps_outputs or not any(e.done for e in entries):
         return entries
-    difference = comparison.difference()
-    if difference is None:
+    why = comparison.difference()
+    if why is None and each.must_pay and each.knob not in job.options.explicit:
+        why = _no_gain(job, before)
+    if why is None:
         return entries
     undo.close()
-    why = f"undone: {difference}"
+    why = f"undone: {why}"
     return [e._replace(what=why, done=False, bytes_saved=0) if e.done else e for e in entries]
+
+
+def _seconds(job: Job) -> float:
+    dtype = job.options.dtype
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        return seconds(caller(job.model, job.sample_input))
+
+
+def _no_gain(job: Job, before: float) -> str | None:
+    """Why a pass is not worth its memory, if the model is not faster with it on the sample."""
+    after = _seconds(job)
+    if after < before:
+        return None
+    return f"not faster on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
 
 
 def _warn_of_no_effect(job: Job, report: Report) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from transforms.rewrites import plain_tensors, split, stand_ins
 from transforms.rewrites.fused_step import is_schedulers
+from transforms.rewrites.packed import PackedModule
 
 _WRAPPERS = {
     "DistributedDataParallel": "DDP",
@@ -108,7 +109,9 @@ def check_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 def check_not_for_inference(model: nn.Module) -> None:
     """Raise if ``model``, which is to be trained, is optimized for inference."""
-    if plain_tensors.rewrites(model) or any(map(stand_ins.is_stand_in, model.modules())):
+    if plain_tensors.rewrites(model) or any(
+        stand_ins.is_stand_in(m) or isinstance(m, PackedModule) for m in model.modules()
+    ):
         raise ValueError(
             "the model is optimized for inference: call transforms.restore(model) first, then "
             "optimize it for training"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+
+_LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 2, 10, 0.5
 
 
 def check_sample(model: nn.Module, sample_input: Any) -> None:
@@ -30,6 +33,20 @@ def caller(model: nn.Module, sample_input: Any) -> Callable[[], object]:
     if isinstance(sample_input, dict):
         return lambda: model(**sample_input)
     return lambda: model(*sample_input)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """The time in seconds of the fastest of several forward passes, after a warm-up."""
+    times: list[float] = []
+    with torch.no_grad():
+        call()
+        while len(times) < _LEAST_PASSES or (
+            len(times) < _MOST_PASSES and sum(times) < _ENOUGH_SECONDS
+        ):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+    return min(times)
 
 
 class Comparison:

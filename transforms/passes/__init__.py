@@ -13,6 +13,7 @@ from transforms.passes.drop_dropout import DropDropout
 from transforms.passes.fold_batch_norm import FoldIntoConvolutions, FoldIntoLinears
 from transforms.passes.fuse_gelu import FuseGELU
 from transforms.passes.fuse_step import FuseStep
+from transforms.passes.pack_weights import PackWeights
 from transforms.passes.parallel_dropout import ParallelDropout
 from transforms.passes.protocol import Pass
 from transforms.passes.split_weights import SplitWeights
@@ -24,8 +25,9 @@ INFERENCE: Sequence[Pass] = (
     DropDropout(),
     Cast(),
     _CHANNELS_LAST,
+    PackWeights(),
 )
-"""For a model in eval mode: passes that change values first, the layout last."""
+"""For a model in eval mode: passes that change values first, then those that change layouts."""
 TRAINING: Sequence[Pass] = (
     FuseStep(),
     ParallelDropout(),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from transforms.inputs.sample import caller
+from transforms.inputs.sample import caller, seconds
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import plain_tensors
@@ -33,7 +32,6 @@ _FORMATS = {
 _STRIDES = "_fusedoptim_strides"
 _READS_STRIDES = {"view", "view_as", "as_strided", "is_contiguous"}
 _ROUNDS = 2
-_LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 2, 10, 0.5  # in each round
 
 Convolutions = list[tuple[str, Any, torch.memory_format]]
 """Names and modules, with the memory format for the dimensions of each."""
@@ -168,10 +166,10 @@ def _slower(call: Callable[[], object], changed: Convolutions) -> str | None:
     """Why not to use channels_last, if the model is not faster; it is timed alternately in both."""
     before = after = math.inf
     for _ in range(_ROUNDS):
-        before = min(before, _time(call))
+        before = min(before, seconds(call))
         _lay_out(changed)
         try:
-            after = min(after, _time(call))
+            after = min(after, seconds(call))
         except RuntimeError as error:
             return f"the model fails with it on the sample: {error}"
         finally:
@@ -179,17 +177,3 @@ def _slower(call: Callable[[], object], changed: Convolutions) -> str | None:
     if after < before:
         return None
     return f"slower on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
-
-
-def _time(call: Callable[[], object]) -> float:
-    """The time in seconds of the fastest of several forward passes, after a warm-up."""
-    seconds: list[float] = []
-    with torch.no_grad():
-        call()
-        while len(seconds) < _LEAST_PASSES or (
-            len(seconds) < _MOST_PASSES and sum(seconds) < _ENOUGH_SECONDS
-        ):
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-    return min(seconds)

@@ -42,6 +42,9 @@ class Pass:
     keeps_outputs: ClassVar[bool] = False
     """Whether the model's outputs stay the same, up to rounding; checked with a sample input."""
 
+    must_pay: ClassVar[bool] = False
+    """Whether it is undone if the model is slower with it on the sample, unless it is asked for."""
+
     def default(self, level: str) -> bool:
         """Whether the pass runs if its knob is None."""
         return level == "O1"

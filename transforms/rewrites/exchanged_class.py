@@ -21,7 +21,7 @@ def exchange(
         attributes: that instances of our class have, and the module may lack.
     """
     own = vars(module)
-    undo.callback(_revert, module)
+    undo.callback(revert, module)
     own[_BEFORE] = type(module), {name: own[name] for name in attributes if name in own}, attributes
     module.__class__ = ours
     own.update(attributes)
@@ -30,10 +30,17 @@ def exchange(
 def revert_all(model: nn.Module) -> None:
     """Give all modules of ``model`` their own classes again."""
     for module in model.modules():
-        _revert(module)
+        revert(module)
 
 
-def _revert(module: nn.Module) -> None:
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before an exchange, which computes the same."""
+    own = vars(module)
+    return own[_BEFORE][0] if _BEFORE in own else type(module)
+
+
+def revert(module: nn.Module) -> None:
+    """Give ``module`` its own class again, if that was exchanged."""
     own = vars(module)
     if _BEFORE in own:
         module.__class__, before, given = own.pop(_BEFORE)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
+from transforms.rewrites import exchanged_class
+
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -30,10 +32,11 @@ _BEHAVIOUR = ("forward", "_conv_forward", "__call__", "_call_impl", "_output_pad
 
 def plain_kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
     """The class in ``kinds`` whose methods the module uses unchanged; None if there is none."""
+    own = exchanged_class.own_class(module)
     for kind in kinds:
-        if isinstance(module, kind):
+        if issubclass(own, kind):
             same = (
-                name not in vars(module) and getattr(type(module), name, None) is method
+                name not in vars(module) and getattr(own, name, None) is method
                 for name, method in ((name, getattr(kind, name, None)) for name in _BEHAVIOUR)
             )
             return kind if all(same) else None

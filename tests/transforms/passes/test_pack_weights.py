@@ -1,0 +1,277 @@
+"""Packed weights compute what plain ones do, see every change, and stand aside where they must."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusedoptim import transforms
+from tests.tolerances import unit_roundoff
+from transforms.rewrites import packed
+from transforms.rewrites.watched_parameter import WatchedParameter
+
+KNOB = "weights_prepack"
+LAST = torch.channels_last
+
+
+def linear(rows: int = 65, bias: bool = True) -> tuple[nn.Module, Tensor]:
+    return nn.Linear(257, 515, bias=bias), torch.randn(rows, 257)
+
+
+def empty_linear() -> nn.Module:
+    with pytest.warns(UserWarning, match="zero-element"):
+        return nn.Linear(0, 5)
+
+
+def images(module: nn.Module, *size: int) -> tuple[nn.Module, Tensor]:
+    layout = LAST if len(size) == 4 else torch.channels_last_3d
+    return module, torch.randn(*size).to(memory_format=layout)
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "linear": linear,
+    "linear-no-bias": lambda: linear(bias=False),
+    "linear-small": lambda: (nn.Linear(3, 5), torch.randn(2, 3)),
+    "linear-vector": lambda: (nn.Linear(1025, 1030), torch.randn(1025)),
+    "linear-4d": lambda: (nn.Linear(129, 515), torch.randn(2, 3, 17, 129)),
+    "linear-no-rows": lambda: (nn.Linear(257, 515), torch.randn(0, 257)),
+    "linear-no-columns": lambda: (empty_linear(), torch.randn(3, 0)),
+    "linear-strided": lambda: (nn.Linear(257, 515), torch.randn(257, 65).t()),
+    "conv2d": lambda: images(nn.Conv2d(3, 17, 3), 2, 3, 9, 11),
+    "conv2d-contiguous": lambda: (nn.Conv2d(3, 17, 3), torch.randn(2, 3, 9, 11)),
+    "conv2d-one-image": lambda: (nn.Conv2d(3, 17, 3), torch.randn(3, 9, 11)),
+    "conv2d-no-images": lambda: (nn.Conv2d(3, 17, 3), torch.randn(0, 3, 9, 11)),
+    "conv2d-strided": lambda: images(nn.Conv2d(4, 6, (3, 2), (2, 3), (1, 2), (2, 1)), 2, 4, 15, 9),
+    "conv2d-groups": lambda: images(nn.Conv2d(12, 18, 3, groups=3, bias=False), 1, 12, 9, 9),
+    "conv2d-depthwise": lambda: images(nn.Conv2d(33, 33, 5, padding=2, groups=33), 1, 33, 9, 9),
+    "conv2d-pointwise": lambda: images(nn.Conv2d(31, 65, 1), 1, 31, 7, 7),
+    "conv2d-same": lambda: images(nn.Conv2d(3, 5, 4, padding="same"), 1, 3, 9, 9),
+    "conv2d-reflect": lambda: images(
+        nn.Conv2d(3, 5, 3, padding=1, padding_mode="reflect"), 1, 3, 9, 9
+    ),
+    "conv3d": lambda: images(nn.Conv3d(3, 5, 3, padding=1), 1, 3, 5, 6, 7),
+    "transposed": lambda: images(nn.ConvTranspose2d(6, 4, 3, 2, 1, 1), 2, 6, 5, 7),
+    "transposed-groups": lambda: images(
+        nn.ConvTranspose2d(6, 4, 3, groups=2, dilation=2), 1, 6, 5, 5
+    ),
+}
+
+
+def optimized(model: nn.Module, **arguments: Any) -> Any:
+    return transforms.optimize(
+        model.eval(), auto_channels_last=False, weights_prepack=True, inplace=True, **arguments
+    )
+
+
+def assert_as_in_float64(plain: nn.Module, ours: nn.Module, x: Tensor, dtype: torch.dtype) -> None:
+    """A sum of n products differs by at most n + 1 roundings of its terms' magnitudes."""
+    exact = copy.deepcopy(plain).double()
+    magnitudes = copy.deepcopy(exact)
+    for p in magnitudes.parameters():
+        p.detach().abs_()
+    with torch.no_grad():
+        actual, expected = ours(x), plain(x)
+        assert actual.dtype == expected.dtype
+        assert actual.stride() == expected.stride()
+        weight = plain.weight
+        terms = weight.numel() // max(min(weight.size(0), weight.size(1)), 1)
+        roundings = (terms + 1) * unit_roundoff(torch.float32) + unit_roundoff(dtype)
+        bound = magnitudes(x.double().abs()) * roundings * 1.01
+        assert bool(((actual.double() - exact(x.double())).abs() <= bound).all())
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_float64_and_keeps_strides(case: str, dtype: torch.dtype) -> None:
+    model, x = CASES[case]()
+    model, x = model.to(dtype).eval(), x.to(dtype)
+    ours = transforms.optimize(model, auto_channels_last=False)
+    assert_as_in_float64(model, ours, x, dtype)
+    assert_as_in_float64(model, ours, x + 1, dtype)
+
+
+def is_packed(model: nn.Module, x: Tensor) -> bool:
+    """Whether the last call used a packed weight."""
+    called = []
+    name = "_linear_pointwise" if isinstance(model, nn.Linear) else "_convolution_pointwise"
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        model(x)
+    called = [event.key for event in profile.key_averages()]
+    return f"mkldnn::{name}" in called
+
+
+@pytest.mark.parametrize("case", ["linear", "linear-4d", "conv2d", "conv2d-depthwise"])
+def test_uses_the_packed_weight(case: str) -> None:
+    model, x = CASES[case]()
+    assert is_packed(optimized(model), x)
+
+
+def write_data(weight: Any) -> None:
+    weight.data.add_(1)
+
+
+def set_data(weight: Any) -> None:
+    weight.data = weight.detach() + 1
+
+
+def write(weight: Any) -> None:
+    with torch.no_grad():
+        weight.add_(1)
+
+
+def write_detached(weight: Any) -> None:
+    weight.detach().add_(1)
+
+
+@pytest.mark.parametrize("change", [write_data, set_data, write, write_detached])
+@pytest.mark.parametrize("case", ["linear", "conv2d"])
+def test_sees_changes_of_the_weight(case: str, change: Any) -> None:
+    model, x = CASES[case]()
+    ours = optimized(model)
+    held = ours.weight.data  # from before the first call
+    plain = copy.deepcopy(transforms.restore(copy.deepcopy(ours)))
+    for _ in range(2):
+        change(ours.weight)
+        change(plain.weight)
+        assert_as_in_float64(plain, ours, x, torch.float32)
+    held.mul_(2)
+    if change is not set_data:
+        plain.weight.data.mul_(2)
+    assert_as_in_float64(plain, ours, x, torch.float32)
+    del held
+    assert is_packed(ours, x)
+
+
+def test_sees_another_weight_and_state() -> None:
+    model, x = linear()
+    ours, plain = optimized(model), linear()[0].eval()
+    with torch.no_grad():
+        ours(x)
+    ours.load_state_dict(plain.state_dict())
+    assert_as_in_float64(plain, ours, x, torch.float32)
+    plain = linear()[0].eval()
+    ours.weight, ours.bias = plain.weight, plain.bias
+    assert_as_in_float64(copy.deepcopy(plain), ours, x, torch.float32)
+
+
+def test_other_shapes_and_dtypes_in_turn() -> None:
+    model, x = CASES["conv2d"]()
+    plain = copy.deepcopy(model)
+    ours = optimized(model)
+    for size in (9, 9, 12, 9, 12, 12, 30):
+        sample = torch.randn(2, 3, size, size).to(memory_format=LAST)
+        assert_as_in_float64(plain, ours, sample, torch.float32)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert ours(sample).dtype == torch.bfloat16
+    assert_as_in_float64(plain.double(), ours.double(), x.double(), torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("case", ["linear", "conv2d"])
+def test_gradients_and_transforms_are_torchs(case: str) -> None:
+    model, x = CASES[case]()
+    plain = copy.deepcopy(model).eval()
+    ours = optimized(model)
+    x.requires_grad_()
+    for each in (plain, ours):
+        each(x).square().sum().backward()
+    assert torch.equal(ours.weight.grad, plain.weight.grad)
+    batch = x.detach()[:, None]
+    with torch.no_grad():
+        assert torch.equal(torch.vmap(ours)(batch), torch.vmap(plain)(batch))
+        tangent = torch.func.jvp(ours, (x.detach(),), (x.detach(),))[1]
+        assert torch.equal(tangent, torch.func.jvp(plain, (x.detach(),), (x.detach(),))[1])
+        exported = torch.export.export(ours, (x.detach(),)).module()
+        assert torch.equal(exported(x.detach()), plain(x.detach()))
+        traced = torch.jit.trace(ours, x.detach())
+        assert torch.equal(traced(x.detach()), plain(x.detach()))
+        assert torch.equal(torch.fx.symbolic_trace(ours)(x.detach()), plain(x.detach()))
+
+
+@pytest.mark.parametrize("case", ["linear", "conv2d", "conv3d", "transposed"])
+def test_copies_and_restores(case: str) -> None:
+    model, x = CASES[case]()
+    plain = copy.deepcopy(model).eval()
+    ours = optimized(model)
+    with torch.no_grad():
+        ours(x)
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    assert list(torch.load(file)) == list(plain.state_dict())
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), copy.copy(ours)):
+        assert_as_in_float64(plain, other, x, torch.float32)
+    restored = transforms.restore(ours)
+    assert type(restored) is type(plain)
+    assert type(restored.weight) is nn.Parameter
+    assert vars(restored).keys() == vars(plain).keys()
+    assert torch.equal(restored.weight, plain.weight)
+
+
+def test_shared_weights_and_memory() -> None:
+    model = nn.Sequential(linear()[0], nn.Linear(515, 257), linear()[0])
+    model[2].weight = model[0].weight
+    plain = copy.deepcopy(model).eval()
+    ours, x = optimized(model), linear()[1]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), plain(x))
+        ours.share_memory()  # another process may write into it from now on
+        ours(x)
+        assert not is_packed(ours[0], x)
+    transforms.restore(ours)
+    assert all(type(p) is nn.Parameter for p in ours.parameters())
+
+
+def test_report_and_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + 1
+
+    given = nn.Sequential(
+        nn.Linear(3, 3), Own(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    )
+    ours = optimized(given)
+    report = transforms.report(ours)
+    assert [entry.where for entry in report.done(KNOB)] == ["0"]
+    assert {entry.where: entry.what for entry in report.left(KNOB)} == {
+        "1": "overrides its methods: Own may differ",
+        "2": "has a weight that is computed from others (a parametrization)",
+    }
+    assert not any(
+        isinstance(m, packed.PackedModule)
+        for arguments in ({"level": "O0"}, {KNOB: False})
+        for m in transforms.optimize(linear()[0].eval(), **arguments).modules()
+    )
+    model = linear()[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="weights_prepack=True is for a model in eval mode"):
+        transforms.optimize(model, optimizer, weights_prepack=True)
+    monkeypatch.setitem(packed._SCHEMAS, "_linear_pointwise", "another")
+    with pytest.warns(transforms.NoEffectWarning, match="this torch has another _linear_pointwise"):
+        optimized(linear()[0])
+
+
+def test_training_needs_a_restored_model() -> None:
+    ours = optimized(linear()[0]).train()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"call transforms\.restore\(model\) first"):
+        transforms.optimize(ours, optimizer)
+
+
+def test_parameters_stay_weakly_held() -> None:
+    ours, x = optimized(linear()[0]), linear()[1]
+    with torch.no_grad():
+        ours(x)
+    assert type(ours.weight) is WatchedParameter
+    before = ours.weight.data_ptr()
+    ours.weight = nn.Parameter(torch.zeros_like(ours.weight))
+    with torch.no_grad():
+        assert torch.equal(ours(x), ours.bias.expand(65, -1)), before

@@ -1,0 +1,373 @@
+"""Convolutions and Linears that compute with a copy of their weight in oneDNN's own layout.
+
+oneDNN computes fastest with weights in blocks whose form depends on the processor. torch reorders
+a plain weight in every call, or computes a Linear with another library. A packed module keeps the
+reordered copy. Its Parameters stay plain: they are saved, loaded, moved and written to as before,
+and a change is seen before the next call.
+
+Whatever needs the plain weight computes as torch does: gradients, forward derivatives,
+``torch.func``, tracing and compilation, other devices and dtypes, and subclasses of Tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from transforms.rewrites import exchanged_class
+from transforms.rewrites.watched_parameter import is_exposed, settle, watch
+
+_LEAST_PRODUCTS = 1 << 20
+"""Multiplications of a Linear from which oneDNN is faster: 768 x 768 takes 0.6 of MKL's time with
+four rows, and 1.3 with one."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Signature(NamedTuple):
+    """What a packed copy depends on."""
+
+    address: int
+    version: int
+    dtype: torch.dtype
+    """in which the product is computed: autocast's, or the weight's."""
+    layout: tuple[object, ...]
+    """shape and strides of a convolution's input; empty for a Linear."""
+
+
+class _Copy(NamedTuple):
+    """A packed weight, and what it was made of."""
+
+    signature: Signature
+    source: Callable[[], Tensor | None]
+    """Returns the plain weight, or None if that is gone."""
+    weight: Tensor | None
+    """None where oneDNN's layout is of no use."""
+
+
+class Pack:
+    """The packed copy of one weight. Copies and pickles of it are empty."""
+
+    def __init__(self) -> None:
+        self._copy: _Copy | None = None  # replaced as a whole: threads may call one module
+        self._missed: Signature | None = None
+
+    def __reduce__(self) -> tuple[type[Pack], tuple[()]]:
+        return Pack, ()
+
+    def __deepcopy__(self, memo: object) -> Pack:
+        return Pack()
+
+    def weight(
+        self,
+        param: Tensor,
+        dtype: torch.dtype,
+        layout: tuple[object, ...],
+        reorder: Callable[[Tensor], Tensor | None],
+    ) -> Tensor | None:
+        """The packed weight, or None where the plain one must be used.
+
+        Args:
+            param: the plain weight.
+            dtype: of the product.
+            layout: of the input.
+            reorder: packs a weight of that dtype; None if that is of no use.
+        """
+        signature = Signature(param.data_ptr(), param._version, dtype, layout)
+        kept = self._copy
+        if kept is not None and kept.signature == signature:
+            if kept.source() is param and not is_exposed(param):
+                return kept.weight
+        elif kept is not None and self._is_passing(signature, kept.signature):
+            return None
+        if _is_shared(param) or not (watch(param) and settle(param)):
+            return None
+        self._copy = kept = None  # before the new one is made, so that there is never more than one
+        weight = reorder(param.detach().to(dtype))
+        self._copy = _Copy(signature, weakref.ref(param), weight)
+        return weight
+
+    def _is_passing(self, signature: Signature, kept: Signature) -> bool:
+        """Whether only the input's layout is new: then it must come twice before it counts."""
+        is_passing = signature != self._missed and signature[:-1] == kept[:-1]
+        self._missed = signature
+        return is_passing
+
+
+def _is_shared(param: Tensor) -> bool:
+    """Whether other processes may write into it."""
+    storage: Any = param.untyped_storage()
+    return bool(storage.is_shared())
+
+
+class PackedModule(nn.Module):
+    """What the packed modules share."""
+
+    _fusedoptim_pack: Pack
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """A plain module with the same tensors: what ``torch.jit.script`` compiles in its place."""
+        plain = copy.copy(self)
+        exchanged_class.revert(plain)
+        return plain
+
+    def _dtype(self, x: Tensor) -> torch.dtype | None:
+        """The dtype of a product that may use a packed weight; None if it may not."""
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if type(x) is not Tensor or weight is None or not is_plain_call():
+            return None
+        if torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (x, weight, bias)
+        ):
+            return None
+        if not (x.is_cpu and weight.is_cpu) or weight.is_inference() or x.is_mkldnn:
+            return None
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            same = x.dtype in _DTYPES and weight.dtype in _DTYPES
+        else:
+            dtype = weight.dtype
+            same = x.dtype == dtype and (bias is None or bias.dtype == dtype)
+        return dtype if same and dtype in supported_dtypes() else None
+
+
+class PackedLinear(PackedModule, nn.Linear):
+    """:math:`y = x W^T + b` with a packed weight."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Compute as ``torch.nn.Linear`` does."""
+        product = self._product(input)
+        return super().forward(input) if product is None else product
+
+    def _product(self, x: Tensor) -> Tensor | None:
+        dtype = self._dtype(x)
+        if dtype is None or x.dim() == 0 or not x.is_contiguous():
+            return None
+        weight = self.weight
+        bias: Tensor | None = self.bias
+        columns = weight.size(1)
+        if x.size(-1) != columns or x.numel() // max(columns, 1) * weight.numel() < _LEAST_PRODUCTS:
+            return None
+        packed = self._fusedoptim_pack.weight(weight, dtype, (), _reorder_linear)
+        if packed is None:
+            return None
+        x = x.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return result
+
+
+def _reorder_linear(weight: Tensor) -> Tensor:
+    # Without a number of rows: a copy packed for one row is slow for many.
+    result: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    return result
+
+
+class _PackedConvolution(PackedModule):
+    """What convolutions share. A copy is for inputs of one shape, as oneDNN's layouts are."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def _product(self, x: Tensor) -> Tensor | None:
+        dtype = self._dtype(x)
+        if dtype is None or x.dim() != self.weight.dim() or x.numel() == 0:
+            return None
+        layout = (*x.shape, *x.stride())
+        bias = None if self.bias is None else self.bias.to(dtype)
+
+        def reorder(weight: Tensor) -> Tensor | None:
+            x_cast = x.to(dtype)
+            packed = self._reorder(weight, list(x.shape))
+            expected = self._plain(x_cast, weight, bias)
+            product = self._convolve(x_cast, packed, bias)
+            # Later code may read strides: only a copy that keeps torch's is used.
+            return packed if product.stride() == expected.stride() else None
+
+        packed = self._fusedoptim_pack.weight(self.weight, dtype, layout, reorder)
+        return None if packed is None else self._convolve(x.to(dtype), packed, bias)
+
+    def _reorder(self, weight: Tensor, shape: list[int]) -> Tensor:
+        raise NotImplementedError
+
+    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def _convolve(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+class _PackedForward(_PackedConvolution):
+    def _reorder(self, weight: Tensor, shape: list[int]) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
+            weight, self.padding, self.stride, self.dilation, self.groups, shape
+        )
+        return result
+
+    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        none = [0] * len(self.padding)
+        return torch.convolution(
+            x, weight, bias, self.stride, self.padding, self.dilation, False, none, self.groups
+        )
+
+    def _convolve(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._convolution_pointwise(
+            x, packed, bias, self.padding, self.stride, self.dilation, self.groups, "none", [], ""
+        )
+        return result
+
+
+class PackedConv2d(_PackedForward, nn.Conv2d):  # type: ignore[misc]
+    """A convolution of images with a packed weight."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Compute as ``torch.nn.Conv2d`` does."""
+        product = self._product(input)
+        return super().forward(input) if product is None else product
+
+
+class PackedConv3d(_PackedForward, nn.Conv3d):  # type: ignore[misc]
+    """A convolution of volumes with a packed weight."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Compute as ``torch.nn.Conv3d`` does."""
+        product = self._product(input)
+        return super().forward(input) if product is None else product
+
+
+class PackedConvTranspose2d(_PackedConvolution, nn.ConvTranspose2d):  # type: ignore[misc]
+    """A transposed convolution of images with a packed weight."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002  # torch's name
+        """Compute as ``torch.nn.ConvTranspose2d`` does."""
+        product = self._product(input) if output_size is None else None
+        return super().forward(input, output_size) if product is None else product
+
+    def _reorder(self, weight: Tensor, shape: list[int]) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._reorder_convolution_transpose_weight(
+            weight,
+            self.padding,
+            self.output_padding,
+            self.stride,
+            self.dilation,
+            self.groups,
+            shape,
+        )
+        return result
+
+    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.conv_transpose2d(
+            x,
+            weight,
+            bias,
+            self.stride,
+            self.padding,
+            self.output_padding,
+            self.groups,
+            self.dilation,
+        )
+
+    def _convolve(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._convolution_transpose_pointwise(
+            x,
+            packed,
+            bias,
+            self.padding,
+            self.output_padding,
+            self.stride,
+            self.dilation,
+            self.groups,
+            "none",
+            [],
+            "",
+        )
+        return result
+
+
+CLASSES: dict[type[nn.Module], type[PackedModule]] = {
+    nn.Linear: PackedLinear,
+    nn.Conv2d: PackedConv2d,
+    nn.Conv3d: PackedConv3d,
+    nn.ConvTranspose2d: PackedConvTranspose2d,
+}
+"""Our class for each of torch's."""
+
+
+def is_plain_call() -> bool:
+    """Whether torch runs operators now, and neither records, traces, transforms nor compiles."""
+    functorch = torch._C._functorch
+    return (
+        bool(torch.backends.mkldnn.enabled)
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+    )
+
+
+def supported_dtypes() -> tuple[torch.dtype, ...]:
+    """The dtypes that oneDNN computes in on this processor."""
+    global _supported
+    if _supported is None:
+        dtypes = [torch.float32]
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            dtypes.append(torch.bfloat16)
+        if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+            dtypes.append(torch.float16)
+        _supported = tuple(dtypes)
+    return _supported
+
+
+_supported: tuple[torch.dtype, ...] | None = None
+
+
+def missing_operators() -> list[str]:
+    """The operators that this torch lacks, or has with another signature."""
+    return [name for name, schema in _SCHEMAS.items() if _schema(name) != schema]
+
+
+def _schema(name: str) -> str | None:
+    packet: Any = getattr(torch.ops.mkldnn, name, None)
+    return None if packet is None else str(packet.default._schema)
+
+
+_SCHEMAS = {
+    "_linear_pointwise": (
+        "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, "
+        "str? algorithm) -> Tensor Y"
+    ),
+    "_reorder_linear_weight": (
+        "mkldnn::_reorder_linear_weight(Tensor self, int? batch_size=None) -> Tensor Y"
+    ),
+    "_convolution_pointwise": (
+        "mkldnn::_convolution_pointwise(Tensor X, Tensor W, Tensor? B, int[] padding, "
+        "int[] stride, int[] dilation, int groups, str attr, Scalar?[] scalars, str? algorithm) "
+        "-> Tensor Y"
+    ),
+    "_reorder_convolution_weight": (
+        "mkldnn::_reorder_convolution_weight(Tensor self, int[2] padding=0, int[2] stride=1, "
+        "int[2] dilation=1, int groups=1, int[]? input_size=None) -> Tensor Y"
+    ),
+    "_convolution_transpose_pointwise": (
+        "mkldnn::_convolution_transpose_pointwise(Tensor X, Tensor W, Tensor? B, int[] padding, "
+        "int[] output_padding, int[] stride, int[] dilation, int groups, str attr, "
+        "Scalar?[] scalars, str? algorithm) -> Tensor Y"
+    ),
+    "_reorder_convolution_transpose_weight": (
+        "mkldnn::_reorder_convolution_transpose_weight(Tensor self, int[2] padding=0, "
+        "int[2] output_padding=0, int[2] stride=1, int[2] dilation=1, int groups=1, "
+        "int[]? input_size=None) -> Tensor Y"
+    ),
+}
+"""As in torch 2.13. An operator that a newer torch changes is not called."""

@@ -1,0 +1,71 @@
+"""Parameters that tell whether someone may write into them past their version counter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+_read = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
+_write = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+_exposed: Any = WeakIdKeyDictionary()
+"""The parameters whose ``data`` was read or set since :func:`settle`."""
+
+
+class WatchedParameter(nn.Parameter):
+    """A Parameter that remembers that its ``data`` was used.
+
+    torch counts the writes into a tensor, but not those through ``data``, which shares the memory
+    and not the counter. Pickling gives a plain Parameter.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """The values, as torch returns them."""
+        _exposed[self] = True
+        result: Tensor = _read(self)
+        return result
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        _exposed[self] = True
+        _write(self, values)
+
+
+def watch(param: Tensor) -> bool:
+    """Notice writes into a Parameter from now on; False if it is of an unknown class."""
+    if type(param) is nn.Parameter:
+        _exposed[param] = True  # someone may hold its data already
+        param.__class__ = WatchedParameter
+    return type(param) is WatchedParameter
+
+
+def unwatch(param: Any) -> None:
+    """Make a watched Parameter a plain one again; leave anything else."""
+    if type(param) is WatchedParameter:
+        param.__class__ = nn.Parameter  # type: ignore[assignment]  # the class that it had
+        _exposed.pop(param, None)
+
+
+def is_exposed(param: Tensor) -> bool:
+    """Whether values may have been written, or may still be, without the counter's knowledge."""
+    return param in _exposed
+
+
+def settle(param: Tensor) -> bool:
+    """Forget that ``data`` was used, if no other tensor shares the memory any more."""
+    if is_exposed(param) and _has_aliases(param):
+        return False
+    _exposed.pop(param, None)
+    return True
+
+
+def _has_aliases(param: Any) -> bool:
+    storage = param.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > _ALONE
+
+
+_ALONE = 2
+"""Holders of the memory: the tensor, and the Python object that is asked."""
