@@ -2,227 +2,36 @@
 
 A transformer with bfloat16 weights on an accelerator; its optimizer there, or on the host, with
 copies that overlap or not. ``--check`` instead compares the weights after each step, bit for bit,
-with those of an ordinary optimizer on the host that gets the same gradients. Without an accelerator
-both run with ``--device cpu``, where nothing overlaps.
+with those of an ordinary optimizer on the host that gets the same gradients; under torchrun, those
+of DistributedDataParallel. Without an accelerator all run with ``--device cpu``, where nothing
+overlaps.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from benchmarks import _output
+from benchmarks import _offload_check, _output
+from benchmarks._offload import BF16, SIZES, Counted, new_model
 from benchmarks._output import Table
-from fusedoptim import FusedAdagrad, FusedAdamW, FusedLamb, FusedSGD, SplitSGD
+from fusedoptim import FusedAdamW
 from fusedoptim.offload import OffloadOptimizer
-from fusedoptim.offload._bucket import Bucket
-from fusedoptim.offload._link import Link
 
 LR = 1e-5
-SIZES = {"tiny": (1_000, 64, 2), "bert-base": (30_522, 768, 12), "1.3B": (50_257, 2048, 24)}
-"""Words, width and layers."""
-BF16 = torch.bfloat16
-
-
-class Transformer(nn.Module):
-    """Predicts words, with torch's own layers."""
-
-    def __init__(self, words: int, width: int, layers: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.layers = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(
-                    width, width // 64, 4 * width, 0.0, batch_first=True, norm_first=True
-                )
-                for _ in range(layers)
-            )
-        )
-        self.head = nn.Linear(width, words)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The loss of predicting each word from all."""
-        logits = self.head(self.layers(self.words(tokens)))
-        return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def new_model(size: str, device: torch.device, dtype: torch.dtype = BF16) -> Transformer:
-    """A model with weights that are the same each time."""
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return Transformer(*SIZES[size])
-    finally:
-        torch.set_default_dtype(default)
 
 
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-class Counted:
-    """Counts the bytes that go each way, and the seconds that the host waits and updates."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin to count anew."""
-        self.fetched = self.sent = 0
-        self.waited = self.updated = 0.0
-
-    def __enter__(self) -> Counted:
-        own_fetch, own_send, own_wait = Link.fetch, Link.send, Link.wait
-        own_update = Bucket.update
-
-        def wait(event: Any) -> None:
-            start = time.perf_counter()
-            own_wait(event)
-            self.waited += time.perf_counter() - start
-
-        def update(bucket: Bucket, *args: Any) -> None:
-            start, waited = time.perf_counter(), self.waited
-            own_update(bucket, *args)
-            self.updated += time.perf_counter() - start - (self.waited - waited)
-
-        def fetch(link: Link, flat: Tensor | None, targets: list[Tensor], sources: Any) -> None:
-            self.fetched += sum(target.nbytes for target in targets)
-            own_fetch(link, flat, targets, sources)
-
-        def send(link: Link, flat: Tensor | None, sources: Any, targets: list[Tensor]) -> None:
-            self.sent += sum(target.nbytes for target in targets)
-            own_send(link, flat, sources, targets)
-
-        self._patches = contextlib.ExitStack()
-        self._patches.enter_context(
-            mock.patch.multiple(Link, fetch=fetch, send=send, wait=staticmethod(wait))
-        )
-        self._patches.enter_context(mock.patch.object(Bucket, "update", update))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patches.close()
-
-
-# Correctness
-
-CASES: tuple[tuple[str, torch.dtype, Callable[..., Optimizer], dict[str, Any]], ...] = (
-    ("FusedAdamW", torch.float32, FusedAdamW, {}),
-    ("FusedAdamW", BF16, FusedAdamW, {}),
-    ("FusedAdamW, split", BF16, FusedAdamW, {"split": True}),
-    ("FusedAdamW, split from float32", torch.float32, FusedAdamW, {"split": True}),
-    ("FusedLamb, split", BF16, FusedLamb, {"split": True}),
-    ("SplitSGD", BF16, SplitSGD, {"momentum": 0.9}),
-    ("FusedSGD", torch.float16, FusedSGD, {"momentum": 0.9}),
-    ("FusedAdagrad", torch.float32, FusedAdagrad, {}),
-    ("torch AdamW", torch.float32, AdamW, {"fused": True}),
-    ("torch AdamW", BF16, AdamW, {"foreach": True}),
-)
-
-
-@contextlib.contextmanager
-def delays(device: torch.device, optimizer: OffloadOptimizer) -> Iterator[None]:
-    """Keep the device and its copies busy, so that whoever does not wait reads old values."""
-    if device.type == "cuda":
-        torch.cuda._sleep(20_000_000)
-        yield
-        for link in optimizer._links.values():
-            assert link._stream is not None
-            with link._stream:
-                torch.cuda._sleep(20_000_000)
-    else:
-        yield
-
-
-def check(device: torch.device) -> None:
-    """Raise unless the weights on ``device`` have the bits of a step on the host."""
-    for name, dtype, cls, options in CASES:
-        # 2e-2 MiB: many buckets, of several parameters and of one
-        for cap, in_backward in ((2e-2, True), (25, True), (2e-2, False)):
-            model = new_model("tiny", device, torch.float32).to(dtype)
-            params = list(model.parameters())
-            host = [p.detach().cpu().clone().requires_grad_() for p in params]
-            expected = cls(host, lr=1e-3, **options)
-            optimizer = OffloadOptimizer(
-                params, cls, lr=1e-3, bucket_cap_mb=cap, copy_in_backward=in_backward, **options
-            )
-            for step in range(6):
-                optimizer.zero_grad(set_to_none=step % 3 != 0)
-                with Counted() as counted, delays(device, optimizer):
-                    for _ in range(2 if step == 1 else 1):
-                        model(torch.randint(1000, (2, 16), device=device)).backward()
-                    if step == 2:
-                        nn.utils.clip_grad_norm_(params, 0.1)
-                    if step == 4:
-                        params[3].grad = None
-                with Counted() as rest:
-                    optimizer.step()
-                for p, h in zip(params, host):
-                    h.grad = None if p.grad is None else p.grad.cpu()
-                expected.step()
-                for p, h in zip(params, host):
-                    assert torch.equal(p.detach().cpu(), h), (name, dtype, cap, step)
-                if step == 5:
-                    size = sum(p.nbytes for p in params)
-                    assert counted.fetched + rest.fetched == rest.sent == size, (name, dtype)
-                    assert counted.fetched == (size if in_backward else 0), (name, dtype)
-                    with torch.no_grad():
-                        params[0].mul_(0.5), host[0].mul_(0.5)
-                    optimizer.load_state_dict(expected.state_dict())
-                    expected.load_state_dict(optimizer.state_dict())
-        print(f"{name}, {dtype}: the bits of the step on the host", flush=True)
-    check_beside_cpu(device)
-    check_clipping(device)
-
-
-def check_beside_cpu(device: torch.device) -> None:
-    """Raise unless parameters on the CPU are updated beside those on ``device``."""
-    there = torch.ones(1000, device=device, requires_grad=True)
-    params = [there, torch.ones(1000, requires_grad=True)]
-    optimizer = OffloadOptimizer(params, FusedAdamW, lr=0.1, max_grad_norm=1.0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        losses = [(p.to(device) * torch.arange(1000, device=device)).sum() for p in params]
-        torch.stack(losses).sum().backward()
-        optimizer.step()
-        assert torch.equal(there.cpu(), params[1])
-    print("a parameter on the CPU beside one on the device: equal", flush=True)
-
-
-def check_clipping(device: torch.device) -> None:
-    """Raise unless ``max_grad_norm`` does what it does on the host, up to rounding."""
-    model = new_model("tiny", device, torch.float32)
-    params = list(model.parameters())
-    host = [p.detach().cpu().clone().requires_grad_() for p in params]
-    expected = FusedSGD(host, lr=1.0, max_grad_norm=1e-2)
-    optimizer = OffloadOptimizer(params, FusedSGD, lr=1.0, max_grad_norm=1e-2)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randint(1000, (2, 16), device=device)).backward()
-        optimizer.step()
-        for p, h in zip(params, host):
-            h.grad = None if p.grad is None else p.grad.cpu()
-        expected.step()
-        for p, h in zip(params, host):
-            torch.testing.assert_close(p.detach().cpu(), h.detach())
-    print("max_grad_norm: that of the host, up to rounding", flush=True)
-
-
-# Speed
 
 
 def naive(params: list[Tensor]) -> tuple[Callable[[], None], Optimizer]:
@@ -395,7 +204,7 @@ def main() -> None:
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, 0)
     if args.check:
-        check(device)
+        _offload_check.main(device)
         return
     _output.print_machine()
     print(

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedoptim.offload import OffloadOptimizer
 from tests.fusedoptim.distributed.helpers import Block, flat_mesh, rank, size, whole
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.optimizer_cases import ADAGRAD, ADAM, ADAMW, LAMB, SGD, SPLIT_SGD, OptimizerCase
@@ -105,6 +106,17 @@ def test_ddp() -> None:
             model = ddp(new_model(), **options)
             train(model, make(case, model))
             assert_trained(model, case)
+
+
+@on_processes(2)
+def test_ddp_with_the_optimizer_on_the_host() -> None:
+    for case in CASES:
+        model = ddp(new_model())
+        optimizer = OffloadOptimizer(
+            model.parameters(), case.cls, copy_in_backward=False, **case.always, **case.kwargs[-1]
+        )
+        train(model, optimizer)
+        assert_trained(model, case)
 
 
 @on_processes(2)
