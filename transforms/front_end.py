@@ -29,6 +29,7 @@ from transforms.rewrites.split import merge_copies
 __all__ = ["optimize"]
 
 
+@torch.inference_mode(False)  # else weights that are copied could not be tracked
 def optimize(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -45,6 +46,7 @@ def optimize(
     fuse_gelu: bool | None = None,
     auto_channels_last: bool | None = None,
     weights_prepack: bool | None = None,
+    fuse: bool | None = None,
     sample_input: Any = None,
 ) -> Any:
     """Rewrite a model for inference, or a model and its optimizer for training.
@@ -95,6 +97,9 @@ def optimize(
             model under ``torch.no_grad()`` or ``torch.inference_mode()``. Writes into the weight
             are seen, but not those through a NumPy array of it. None, at level "O1": undone if a
             ``sample_input`` is given and is not faster with it.
+        fuse: in eval mode, have convolutions and Linears with packed weights apply the activation
+            after them, if nothing else gets their output: GELU, SiLU, hardswish, sigmoid, tanh and
+            LeakyReLU by oneDNN; ReLU, ReLU6, Hardtanh and hardsigmoid in place.
         sample_input: a tensor, a tuple of arguments or a dict of keyword arguments. In eval mode
             the model is called with it before and after folding and dropping. A pass that changes
             the output by more than rounding is undone, and the report says so. The model is also

@@ -11,6 +11,7 @@ from transforms.passes.cast import Cast
 from transforms.passes.channels_last import ChannelsLast
 from transforms.passes.drop_dropout import DropDropout
 from transforms.passes.fold_batch_norm import FoldIntoConvolutions, FoldIntoLinears
+from transforms.passes.fuse import Fuse
 from transforms.passes.fuse_gelu import FuseGELU
 from transforms.passes.fuse_step import FuseStep
 from transforms.passes.pack_weights import PackWeights
@@ -26,6 +27,7 @@ INFERENCE: Sequence[Pass] = (
     Cast(),
     _CHANNELS_LAST,
     PackWeights(),
+    Fuse(),
 )
 """For a model in eval mode: passes that change values first, then those that change layouts."""
 TRAINING: Sequence[Pass] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 
 from torch import nn
@@ -37,6 +38,13 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before an exchange, which computes the same."""
     own = vars(module)
     return own[_BEFORE][0] if _BEFORE in own else type(module)
+
+
+def plain_copy(module: nn.Module) -> nn.Module:
+    """A module of the class before the exchange, with the same tensors and children."""
+    plain = copy.copy(module)
+    revert(plain)
+    return plain
 
 
 def revert(module: nn.Module) -> None:

@@ -11,9 +11,9 @@ Whatever needs the plain weight computes as torch does: gradients, forward deriv
 
 from __future__ import annotations
 
-import copy
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from transforms.rewrites import exchanged_class
+from transforms.rewrites.fused_activation import mark_activated, mark_free
+from transforms.rewrites.post_ops import NO_OP, PostOp, post_op
 from transforms.rewrites.watched_parameter import is_exposed, settle, watch
+from transforms.tracing.modules import has_hooks
 
 _LEAST_PRODUCTS = 1 << 20
 """Multiplications of a Linear from which oneDNN is faster: 768 x 768 takes 0.6 of MKL's time with
@@ -40,21 +43,22 @@ class Signature(NamedTuple):
     """shape and strides of a convolution's input; empty for a Linear."""
 
 
-class _Copy(NamedTuple):
+class Packed(NamedTuple):
     """A packed weight, and what it was made of."""
 
     signature: Signature
     source: Callable[[], Tensor | None]
     """Returns the plain weight, or None if that is gone."""
-    weight: Tensor | None
-    """None where oneDNN's layout is of no use."""
+    weight: Tensor
+    trials: dict[object, bool]
+    """Which activations oneDNN computes as torch does, by what that depends on."""
 
 
 class Pack:
     """The packed copy of one weight. Copies and pickles of it are empty."""
 
     def __init__(self) -> None:
-        self._copy: _Copy | None = None  # replaced as a whole: threads may call one module
+        self._copy: Packed | None = None  # replaced as a whole: threads may call one module
         self._missed: Signature | None = None
 
     def __reduce__(self) -> tuple[type[Pack], tuple[()]]:
@@ -63,14 +67,14 @@ class Pack:
     def __deepcopy__(self, memo: object) -> Pack:
         return Pack()
 
-    def weight(
+    def of(
         self,
         param: Tensor,
         dtype: torch.dtype,
         layout: tuple[object, ...],
         reorder: Callable[[Tensor], Tensor | None],
-    ) -> Tensor | None:
-        """The packed weight, or None where the plain one must be used.
+    ) -> Packed | None:
+        """The packed copy of ``param``, or None where the plain weight must be used.
 
         Args:
             param: the plain weight.
@@ -82,15 +86,16 @@ class Pack:
         kept = self._copy
         if kept is not None and kept.signature == signature:
             if kept.source() is param and not is_exposed(param):
-                return kept.weight
+                return kept
         elif kept is not None and self._is_passing(signature, kept.signature):
             return None
         if _is_shared(param) or not (watch(param) and settle(param)):
             return None
         self._copy = kept = None  # before the new one is made, so that there is never more than one
         weight = reorder(param.detach().to(dtype))
-        self._copy = _Copy(signature, weakref.ref(param), weight)
-        return weight
+        if weight is not None:
+            self._copy = kept = Packed(signature, weakref.ref(param), weight, {})
+        return kept
 
     def _is_passing(self, signature: Signature, kept: Signature) -> bool:
         """Whether only the input's layout is new: then it must come twice before it counts."""
@@ -109,12 +114,12 @@ class PackedModule(nn.Module):
     """What the packed modules share."""
 
     _fusedoptim_pack: Pack
+    _fusedoptim_activation: nn.Module | None = None
+    """The activation that gets the output, which nothing else does; not a child."""
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """A plain module with the same tensors: what ``torch.jit.script`` compiles in its place."""
-        plain = copy.copy(self)
-        exchanged_class.revert(plain)
-        return plain
+        """What ``torch.jit.script`` compiles in its place."""
+        return exchanged_class.plain_copy(self)
 
     def _dtype(self, x: Tensor) -> torch.dtype | None:
         """The dtype of a product that may use a packed weight; None if it may not."""
@@ -135,6 +140,53 @@ class PackedModule(nn.Module):
             same = x.dtype == dtype and (bias is None or bias.dtype == dtype)
         return dtype if same and dtype in supported_dtypes() else None
 
+    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
+        """The product with a packed weight, activated by oneDNN."""
+        raise NotImplementedError
+
+    def _activated(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        """The product, activated or marked for the activation, if there is one."""
+        activation = self._fusedoptim_activation
+        post = None if activation is None else post_op(activation)
+        if post is None or has_hooks(self) or has_hooks(activation):  # type: ignore[arg-type]
+            return self._compute(x, packed.weight, bias, NO_OP)
+        if post.attribute is not None and self._is_right(x, packed, bias, post):
+            result = self._compute(x, packed.weight, bias, post)
+            mark_activated(result)
+        else:
+            result = self._compute(x, packed.weight, bias, NO_OP)
+            mark_free(result)
+        return result
+
+    def _is_right(self, x: Tensor, packed: Packed, bias: Tensor | None, post: PostOp) -> bool:
+        """Whether oneDNN's activation gives torch's infinities and NaNs; tried once."""
+        key = post.attribute, post.algorithm, x.dtype, x.numel() > x.size(-1)
+        if key not in packed.trials:
+            packed.trials[key] = all(
+                self._agree(_spoilt(x, values), packed.weight, bias, post) for values in _SPOILERS
+            )
+        return packed.trials[key]
+
+    def _agree(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> bool:
+        expected = post.in_place(self._compute(x, weight, bias, NO_OP))
+        actual = self._compute(x, weight, bias, post)
+        special = ~expected.isfinite()
+        return torch.equal(special, ~actual.isfinite()) and torch.allclose(
+            expected[special], actual[special], equal_nan=True
+        )
+
+
+_SPOILERS = ((math.nan,), (math.inf, -math.inf))
+
+
+def _spoilt(x: Tensor, values: Sequence[float]) -> Tensor:
+    """A copy of ``x`` with special values, far from each other."""
+    result = x.clone()
+    flat = result.as_strided((x.numel(),), (1,))  # of dense memory, in its order
+    for i, value in enumerate(values):
+        flat[i * x.numel() // len(values)] = value
+    return result
+
 
 class PackedLinear(PackedModule, nn.Linear):
     """:math:`y = x W^T + b` with a packed weight."""
@@ -153,12 +205,15 @@ class PackedLinear(PackedModule, nn.Linear):
         columns = weight.size(1)
         if x.size(-1) != columns or x.numel() // max(columns, 1) * weight.numel() < _LEAST_PRODUCTS:
             return None
-        packed = self._fusedoptim_pack.weight(weight, dtype, (), _reorder_linear)
+        packed = self._fusedoptim_pack.of(weight, dtype, (), _reorder_linear)
         if packed is None:
             return None
-        x = x.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return self._activated(x.to(dtype), packed, None if bias is None else bias.to(dtype))
+
+    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, weight, bias, post.attribute, post.scalars, post.algorithm
+        )
         return result
 
 
@@ -189,20 +244,17 @@ class _PackedConvolution(PackedModule):
             x_cast = x.to(dtype)
             packed = self._reorder(weight, list(x.shape))
             expected = self._plain(x_cast, weight, bias)
-            product = self._convolve(x_cast, packed, bias)
+            product = self._compute(x_cast, packed, bias, NO_OP)
             # Later code may read strides: only a copy that keeps torch's is used.
             return packed if product.stride() == expected.stride() else None
 
-        packed = self._fusedoptim_pack.weight(self.weight, dtype, layout, reorder)
-        return None if packed is None else self._convolve(x.to(dtype), packed, bias)
+        packed = self._fusedoptim_pack.of(self.weight, dtype, layout, reorder)
+        return None if packed is None else self._activated(x.to(dtype), packed, bias)
 
     def _reorder(self, weight: Tensor, shape: list[int]) -> Tensor:
         raise NotImplementedError
 
     def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-    def _convolve(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
 
@@ -219,9 +271,18 @@ class _PackedForward(_PackedConvolution):
             x, weight, bias, self.stride, self.padding, self.dilation, False, none, self.groups
         )
 
-    def _convolve(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
         result: Tensor = torch.ops.mkldnn._convolution_pointwise(
-            x, packed, bias, self.padding, self.stride, self.dilation, self.groups, "none", [], ""
+            x,
+            weight,
+            bias,
+            self.padding,
+            self.stride,
+            self.dilation,
+            self.groups,
+            post.attribute,
+            post.scalars,
+            post.algorithm,
         )
         return result
 
@@ -276,19 +337,19 @@ class PackedConvTranspose2d(_PackedConvolution, nn.ConvTranspose2d):  # type: ig
             self.dilation,
         )
 
-    def _convolve(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
         result: Tensor = torch.ops.mkldnn._convolution_transpose_pointwise(
             x,
-            packed,
+            weight,
             bias,
             self.padding,
             self.output_padding,
             self.stride,
             self.dilation,
             self.groups,
-            "none",
-            [],
-            "",
+            post.attribute,
+            post.scalars,
+            post.algorithm,
         )
         return result
 

@@ -8,7 +8,7 @@ a condition, is read from its source.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import fx, nn
@@ -26,11 +26,14 @@ from transforms.tracing.trace import Trace, UntraceableError, run_trace
 
 
 class Calls:
-    """All calls of all modules of a model in eval mode; traced on copies."""
+    """All calls of all modules of a model in eval mode; traced on copies.
 
-    def __init__(self, model: nn.Module) -> None:
+    Modules of the classes in ``leaves`` are not entered, nor are torch's own.
+    """
+
+    def __init__(self, model: nn.Module, leaves: Collection[type[nn.Module]] = ()) -> None:
         self._names = {module: name for name, module in model.named_modules()}
-        self._leaf_types: set[type] = set()
+        self._leaf_types: set[type] = set(leaves)
         self._leaf_functions: set[types.FunctionType] = set()
         self.doubtful: dict[nn.Module, str] = {}
         """Modules that code which was not traced may call or read, and that code."""

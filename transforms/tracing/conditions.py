@@ -47,6 +47,12 @@ class Source:
         """The names of the function's parameters."""
         return _parameters(self.tree)
 
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """The statement that contains a node."""
+        while not isinstance(node, ast.stmt):
+            node = self.parents[node]
+        return node
+
     def covers(self, line: int) -> bool:
         """Whether a line is part of the function."""
         return self.first_line <= line <= self.last_line
@@ -103,7 +109,7 @@ class Conditions:
         body = self._source.tree.body  # type: ignore[attr-defined]
         yield from self._not_run(body if isinstance(body, list) else [], ran)
         for node in ast.walk(self._source.tree):  # lines do not tell what ran within a statement
-            if isinstance(node, ast.stmt | ast.expr) and _ran(self._statement(node), ran):
+            if isinstance(node, ast.stmt | ast.expr) and _ran(self._source.statement(node), ran):
                 yield from self._arms(node)
 
     def _not_run(self, block: list[ast.stmt], ran: set[int]) -> Iterator[ast.AST]:
@@ -189,14 +195,9 @@ class Conditions:
             elif isinstance(node, ast.For | ast.comprehension) and not self._is_fixed(node.iter):
                 yield from _span(node.iter)
             elif not isinstance(node, ast.stmt) and self._arms(node):
-                statement = self._statement(node)
+                statement = self._source.statement(node)
                 is_block = any(self._blocks(statement))
                 yield from _span(node) if is_block else _span(statement)
-
-    def _statement(self, node: ast.AST) -> ast.stmt:
-        while not isinstance(node, ast.stmt):
-            node = self._source.parents[node]
-        return node
 
     def _is_fixed_variable(self, name: str) -> bool:
         """Whether a variable is assigned only fixed values, under fixed conditions."""

@@ -311,10 +311,12 @@ def _owners(
 
 
 def _is_asked(node: ast.AST, source: Source) -> bool:
-    """Whether code only tests whether a module is None, its class, or its attributes' names."""
+    """Whether code only tests if a module is None, its class or attributes' names, or prints it."""
     parent = source.parents.get(node)
     if isinstance(parent, ast.Compare):
         return all(isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops)
+    if isinstance(parent, ast.FormattedValue):
+        return isinstance(source.statement(parent), ast.Raise)  # the text of an error
     if not isinstance(parent, ast.Call) or parent.func is node:
         return False
     if _is_name(parent.func, _BY_NAME):  # the name is a constant, which is looked at by itself

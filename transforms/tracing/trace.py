@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
+from transforms.rewrites.exchanged_class import own_class
 from transforms.tracing.modules import META_DATA, all_hooks, own_tensors
 from transforms.tracing.source import reads_only
 from transforms.tracing.watch import TensorReads, Watch
@@ -71,7 +72,9 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return self._is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+        if self._is_leaf(m) or super().is_leaf_module(m, module_qualified_name):
+            return True
+        return own_class(m).__module__.startswith("torch.nn") and own_class(m) is not type(m)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if _identities(m) != self._tensors.get(m):

@@ -27,7 +27,7 @@ from transforms.tracing.source import Reader, Use, modules_in
 
 _TRUSTED = tuple(
     os.path.realpath(folder) + os.sep
-    for folder in (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 )
 _STANDARD = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
 

@@ -1,0 +1,68 @@
+"""Pass: have convolutions and Linears with packed weights apply the activation after them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from torch import nn
+from torch.optim import Optimizer
+
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
+from transforms.rewrites import exchanged_class
+from transforms.rewrites.fused_activation import FusedActivation
+from transforms.rewrites.packed import PackedModule
+from transforms.rewrites.post_ops import activations, post_op
+from transforms.tracing.activations import find_activations
+from transforms.tracing.modules import plain_kind
+
+_ACTIVATION = "_fusedoptim_activation"
+
+
+class Fuse(Pass):
+    """Tells packed modules which activation gets their output, and nothing else does."""
+
+    knob = "fuse"
+    keeps_outputs = True
+
+    def run(self, job: Job) -> list[Entry]:
+        """Exchange the classes of activations; entries are those that were not exchanged before."""
+        kinds = activations(job.model)
+        names = {module: name for name, module in job.model.named_modules()}
+        known = (m for m in names if post_op(m) is not None and not isinstance(m, FusedActivation))
+        reasons = {activation: _objection(activation) for activation in known}
+        if not any(isinstance(m, PackedModule) for m in names):
+            why = "no module has packed weights (weights_prepack)"
+            return [Entry(names[m], reason or why, done=False) for m, reason in reasons.items()]
+        found = find_activations(job.model, (PackedModule,), kinds)
+        fed: dict[nn.Module, list[str]] = {}
+        for feeder, activation in found.after.items():
+            if reasons[activation] is None:
+                _join(feeder, activation, job.undo)
+                fed.setdefault(activation, []).append(names[feeder])
+        entries = []
+        for activation, reason in reasons.items():
+            what = f"applied by {', '.join(fed.get(activation, []))}"
+            reason = reason or found.reasons.get(activation)
+            entries.append(Entry(names[activation], reason or what, done=reason is None))
+        return entries
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Restore the classes of the activations."""
+        for module in model.modules():
+            vars(module).pop(_ACTIVATION, None)
+            if isinstance(module, FusedActivation):
+                exchanged_class.revert(module)
+
+
+def _join(feeder: nn.Module, activation: nn.Module, undo: ExitStack) -> None:
+    undo.callback(vars(feeder).pop, _ACTIVATION, None)
+    if not isinstance(activation, FusedActivation):  # it may follow several modules
+        exchanged_class.exchange(activation, FusedActivation, undo)
+    vars(feeder)[_ACTIVATION] = activation  # in vars(), as it is not a child
+
+
+def _objection(activation: nn.Module) -> str | None:
+    if plain_kind(activation, (exchanged_class.own_class(activation),)) is None:
+        return f"overrides its methods: {type(activation).__name__} may differ"
+    return None

@@ -1,0 +1,55 @@
+"""Activations that the product before them applies, or that write into its output.
+
+A packed module marks its output, which only the activation gets: as activated already, or as free
+to be written to. An activation that gets no mark computes as its own class does. So a module that
+computes with its plain weight, for whatever reason, needs to know nothing of the activation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from transforms.rewrites import exchanged_class
+from transforms.rewrites.post_ops import post_op
+
+_MARK = "_fusedoptim_output"
+_ACTIVATED, _FREE = "activated", "free"
+
+
+class FusedActivation(nn.Module):
+    """An activation that returns what the product before it has activated."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Return the activated input."""
+        is_value = type(input) is Tensor and not torch.compiler.is_compiling()
+        mark = getattr(input, _MARK, None) if is_value else None
+        if mark in (_ACTIVATED, _FREE):
+            delattr(input, _MARK)
+            post = post_op(self) if mark == _FREE else None
+            return input if post is None else post.in_place(input)
+        result: Tensor = exchanged_class.own_class(self).forward(self, input)
+        return result
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` compiles in its place."""
+        return exchanged_class.plain_copy(self)
+
+    def _get_name(self) -> str:
+        return f"Fused{exchanged_class.own_class(self).__name__}"
+
+    def extra_repr(self) -> str:
+        """Return what the activation's own class does."""
+        return exchanged_class.own_class(self).extra_repr(self)
+
+
+def mark_activated(product: Any) -> None:
+    """Tell the activation that it has been applied to ``product``."""
+    setattr(product, _MARK, _ACTIVATED)
+
+
+def mark_free(product: Any) -> None:
+    """Tell the activation that it may write into ``product``."""
+    setattr(product, _MARK, _FREE)

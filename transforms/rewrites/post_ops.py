@@ -1,0 +1,86 @@
+"""Activations as oneDNN's operators and torch's in-place functions compute them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from transforms.rewrites import exchanged_class
+
+_LIBRARY = "transformers.activations"
+_gelu_in_place: Any = torch.ops.aten.gelu_.default
+
+
+class PostOp(NamedTuple):
+    """How an activation is computed by the product before it, and in place."""
+
+    attribute: str | None
+    """oneDNN's name; None if oneDNN's turns NaN into a number, as its maximum and minimum do."""
+    scalars: list[float]
+    algorithm: str
+    in_place: Callable[[Tensor], Tensor]
+
+
+def _clamp(least: float, most: float) -> PostOp:
+    return PostOp(None, [], "", lambda x: nn.functional.hardtanh_(x, least, most))
+
+
+def _leaky(slope: float) -> PostOp:
+    # Without a slope it is a maximum.
+    attribute = "leaky_relu" if slope != 0 else None
+    return PostOp(attribute, [slope], "", lambda x: nn.functional.leaky_relu_(x, slope))
+
+
+@functools.cache
+def _gelu(approximate: str) -> PostOp:
+    return PostOp("gelu", [], approximate, lambda x: _gelu_in_place(x, approximate=approximate))
+
+
+NO_OP = PostOp("none", [], "", lambda x: x)
+"""No activation."""
+_RELU = PostOp(None, [], "", torch.relu_)
+_SILU = PostOp("swish", [], "", lambda x: nn.functional.silu(x, inplace=True))
+_HARDSWISH = PostOp("hardswish", [], "", lambda x: nn.functional.hardswish(x, inplace=True))
+_HARDSIGMOID = PostOp(None, [], "", lambda x: nn.functional.hardsigmoid(x, inplace=True))
+_SIGMOID = PostOp("sigmoid", [], "", torch.sigmoid_)
+_TANH = PostOp("tanh", [], "", torch.tanh_)
+
+_OF_TORCH: Mapping[type[nn.Module], Callable[[Any], PostOp]] = {
+    nn.ReLU: lambda module: _RELU,
+    nn.ReLU6: lambda module: _clamp(0.0, 6.0),
+    nn.Hardtanh: lambda module: _clamp(module.min_val, module.max_val),
+    nn.LeakyReLU: lambda module: _leaky(module.negative_slope),
+    nn.GELU: lambda module: _gelu(module.approximate),
+    nn.SiLU: lambda module: _SILU,
+    nn.Hardswish: lambda module: _HARDSWISH,
+    nn.Hardsigmoid: lambda module: _HARDSIGMOID,
+    nn.Sigmoid: lambda module: _SIGMOID,
+    nn.Tanh: lambda module: _TANH,
+}
+_OF_TRANSFORMERS: Mapping[str, Callable[[Any], PostOp]] = {
+    "GELUActivation": lambda module: _gelu("none"),
+    "NewGELUActivation": lambda module: _gelu("tanh"),
+    "FastGELUActivation": lambda module: _gelu("tanh"),
+    "GELUTanh": lambda module: _gelu("tanh"),
+    "SiLUActivation": lambda module: _SILU,
+}
+"""The classes that compute the same, in a call of torch's or in single operations."""
+
+
+def post_op(activation: nn.Module) -> PostOp | None:
+    """How the activation is computed; None if it is not known."""
+    own = exchanged_class.own_class(activation)
+    make = _OF_TORCH.get(own)
+    if make is None and own.__module__ == _LIBRARY:
+        make = _OF_TRANSFORMERS.get(own.__name__)
+    return None if make is None else make(activation)
+
+
+def activations(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The classes of the activations in ``model`` that :func:`post_op` knows."""
+    modules = (module for module in model.modules() if post_op(module) is not None)
+    return tuple({exchanged_class.own_class(module): None for module in modules})

@@ -1,0 +1,89 @@
+"""Which convolution or Linear feeds which activation, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import fx, nn
+
+from transforms.tracing.calls import Calls, describe
+from transforms.tracing.modules import has_hooks
+from transforms.tracing.trace import reads_shape
+
+Kinds = tuple[type[nn.Module], ...]
+
+
+class Activations(NamedTuple):
+    """The activations of a model, and the modules that feed them."""
+
+    after: dict[nn.Module, nn.Module]
+    """By module: the activation that gets its output, which nothing else does."""
+    reasons: dict[nn.Module, str]
+    """By activation that is after no module: the reason."""
+
+
+def find_activations(model: nn.Module, feeders: Kinds, kinds: Kinds) -> Activations:
+    """Find what feeds each activation of these ``kinds``, in eval mode.
+
+    An activation may be called in several places, after several modules.
+    """
+    activations = [m for m in model.modules() if isinstance(m, kinds)]
+    found = Activations({}, {})
+    if not activations:
+        return found
+    calls = Calls(model, kinds)
+    objections: dict[nn.Module, str] = {}
+    for feeder in calls.of:
+        if not isinstance(feeder, feeders):
+            continue
+        followers = {
+            calls.module_of.get(user) for node in calls.of[feeder] for user in _users(node)
+        }
+        for activation in followers & set(activations):
+            assert activation is not None
+            reason = _objection(feeder, activation, followers, calls)
+            if reason is None:
+                found.after[feeder] = activation
+            else:
+                objections[activation] = reason
+    for activation in set(activations) - set(found.after.values()):
+        found.reasons[activation] = objections.get(activation) or _what_precedes(activation, calls)
+    return found
+
+
+def _objection(
+    feeder: nn.Module, activation: nn.Module, followers: set[nn.Module | None], calls: Calls
+) -> str | None:
+    """Why a module cannot apply the activation after it, if it cannot."""
+    name = calls.name(feeder)
+    for module in (feeder, activation):
+        if has_hooks(module):
+            return f"{calls.name(module)} has hooks, which would see different values"
+    if len(followers) > 1:
+        users = (user for node in calls.of[feeder] for user in _users(node))
+        others = {describe(u, calls) for u in users if calls.module_of.get(u) is not activation}
+        return f"{name} also feeds {' and '.join(sorted(others))}"
+    if any(node in calls.kept for node in calls.of[feeder]):
+        return f"{name}'s output is stored where other code may read it"
+    if any(node in calls.undecided for node in calls.of[feeder]):
+        return (
+            f"{name}'s output is in use where forward evaluates a condition that may differ in "
+            "another call"
+        )
+    if feeder in calls.doubtful:
+        return f"{name}: {calls.doubtful[feeder]}"
+    return None
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """All uses of a value, except reading its shape."""
+    return (user for user in node.users if not reads_shape(user, node))
+
+
+def _what_precedes(activation: nn.Module, calls: Calls) -> str:
+    if activation not in calls.of:
+        return calls.doubtful.get(activation, "forward does not call it")
+    sources = (node.args[0] for node in calls.of[activation] if node.args)
+    named = {describe(s, calls) for s in sources if isinstance(s, fx.Node)}
+    return f"follows {' and '.join(sorted(named)) or 'no value'}, not a module with packed weights"
