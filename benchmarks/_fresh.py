@@ -18,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,13 +32,23 @@ _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 
 
 def measured(
-    function: str, *arguments: str, python: str = sys.executable, threads: int | None = None
+    function: str,
+    *arguments: str,
+    python: str = sys.executable,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """Return what a function of this module returns in a fresh process of this Python."""
+    """Return what a function of this module returns in a fresh process of this Python.
+
+    Args:
+        function: name of the function.
+        arguments: of the function.
+        python: the Python that runs it.
+        variables: of the process's environment, besides those of this one.
+    """
     command = [python, "-m", "benchmarks._fresh", function, *arguments]
-    own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, **variables}
     done = subprocess.run(
-        command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | own
+        command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True, env=environment
     )
     return json.loads(done.stdout.splitlines()[-1])  # DeepSpeed prints what it builds
 
@@ -214,6 +226,18 @@ def training(model: str, configuration: str) -> dict[str, Any]:
     from benchmarks._training import train
 
     return train(model, configuration)._asdict() | {"peak": _peak()}
+
+
+def inference(model: str, batch: str, dtype: str, configuration: str) -> dict[str, Any]:
+    """What inferences of :mod:`benchmarks._inference` took, their peak memory, and how exact."""
+    from benchmarks._inference import deviation, infer, new_task
+
+    task = new_task(model, int(batch))
+    _reset_peak()
+    record, output = infer(task, dtype, configuration)
+    peak = _peak()
+    plain = new_task(model, int(batch))
+    return record._asdict() | {"peak": peak, "deviation": deviation(output, plain)}
 
 
 def products(model: str) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,16 @@ class _Bottleneck(nn.Module):
         return self.activation(self.body(x) + self.shortcut(x))
 
 
-def _conv_and_norm(width_in: int, width: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+def _conv_and_norm(
+    width_in: int, width: int, kernel: int, stride: int = 1, groups: int = 1
+) -> list[nn.Module]:
     norm = nn.BatchNorm2d(width)
     with torch.no_grad():
         nn.init.uniform_(norm.running_var, 0.5, 1.5)  # type: ignore[arg-type]  # None only without running statistics
-    return [nn.Conv2d(width_in, width, kernel, stride, kernel // 2, bias=False), norm]
+    return [
+        nn.Conv2d(width_in, width, kernel, stride, kernel // 2, groups=groups, bias=False),
+        norm,
+    ]
 
 
 def resnet50() -> nn.Module:
@@ -48,6 +54,128 @@ def resnet50() -> nn.Module:
             layers.append(_Bottleneck(width_in, width, stride if block == 0 else 1))
             width_in = 4 * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width_in, 1000))
+
+
+class _SqueezeExcite(nn.Module):
+    """Scales each channel by what a small network makes of the means of all channels."""
+
+    def __init__(
+        self, width: int, squeezed: int, activation: type[nn.Module], gate: type[nn.Module]
+    ) -> None:
+        super().__init__()
+        self.scales = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(width, squeezed, 1),
+            activation(),
+            nn.Conv2d(squeezed, width, 1),
+            gate(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scales(x) * x
+
+
+class _InvertedResidual(nn.Module):
+    """Expands the channels, convolves each by itself, and projects them to fewer."""
+
+    def __init__(
+        self,
+        width_in: int,
+        expanded: int,
+        width: int,
+        kernel: int,
+        stride: int,
+        activation: type[nn.Module],
+        excite: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        self.is_residual = stride == 1 and width_in == width
+        self.body = nn.Sequential()
+        if expanded != width_in:
+            self.body.extend([*_conv_and_norm(width_in, expanded, 1), activation()])
+        depthwise = _conv_and_norm(expanded, expanded, kernel, stride, groups=expanded)
+        self.body.extend([*depthwise, activation()])
+        if excite:
+            self.body.append(excite)
+        self.body.extend(_conv_and_norm(expanded, width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x) if self.is_residual else self.body(x)
+
+
+class _Mobile(NamedTuple):
+    """A block of MobileNetV3."""
+
+    kernel: int
+    expanded: int
+    width: int
+    squeezed: int
+    """Width within its squeeze-and-excite, or 0 if it has none."""
+    activation: type[nn.Module]
+    stride: int
+
+
+_MOBILE_NET_V3_LARGE = (
+    _Mobile(3, 16, 16, 0, nn.ReLU, 1),
+    _Mobile(3, 64, 24, 0, nn.ReLU, 2),
+    _Mobile(3, 72, 24, 0, nn.ReLU, 1),
+    _Mobile(5, 72, 40, 24, nn.ReLU, 2),
+    _Mobile(5, 120, 40, 32, nn.ReLU, 1),
+    _Mobile(5, 120, 40, 32, nn.ReLU, 1),
+    _Mobile(3, 240, 80, 0, nn.Hardswish, 2),
+    _Mobile(3, 200, 80, 0, nn.Hardswish, 1),
+    _Mobile(3, 184, 80, 0, nn.Hardswish, 1),
+    _Mobile(3, 184, 80, 0, nn.Hardswish, 1),
+    _Mobile(3, 480, 112, 120, nn.Hardswish, 1),
+    _Mobile(3, 672, 112, 168, nn.Hardswish, 1),
+    _Mobile(5, 672, 160, 168, nn.Hardswish, 2),
+    _Mobile(5, 960, 160, 240, nn.Hardswish, 1),
+    _Mobile(5, 960, 160, 240, nn.Hardswish, 1),
+)
+
+
+def mobilenet_v3_large() -> nn.Module:
+    """MobileNetV3-large with torchvision's layers: 174 tensors, 5,483,032 parameters."""
+    width = 16
+    layers = [*_conv_and_norm(3, width, 3, 2), nn.Hardswish()]
+    for kernel, expanded, width_out, squeezed, activation, stride in _MOBILE_NET_V3_LARGE:
+        excite = _SqueezeExcite(expanded, squeezed, nn.ReLU, nn.Hardsigmoid) if squeezed else None
+        layers.append(
+            _InvertedResidual(width, expanded, width_out, kernel, stride, activation, excite)
+        )
+        width = width_out
+    layers += [*_conv_and_norm(width, 960, 1), nn.Hardswish()]
+    head = nn.Linear(960, 1280), nn.Hardswish(), nn.Dropout(0.2), nn.Linear(1280, 1000)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *head)
+
+
+_EFFICIENT_NET_B0 = (
+    (1, 3, 1, 16, 1),
+    (6, 3, 2, 24, 2),
+    (6, 5, 2, 40, 2),
+    (6, 3, 2, 80, 3),
+    (6, 5, 1, 112, 3),
+    (6, 5, 2, 192, 4),
+    (6, 3, 1, 320, 1),
+)
+"""Expansion, kernel, stride of the first block, width and number of blocks."""
+
+
+def efficientnet_b0() -> nn.Module:
+    """EfficientNet-B0 with torchvision's layers: 213 tensors, 5,288,548 parameters."""
+    width = 32
+    layers = [*_conv_and_norm(3, width, 3, 2), nn.SiLU()]
+    for expansion, kernel, first_stride, width_out, blocks in _EFFICIENT_NET_B0:
+        for block in range(blocks):
+            expanded, stride = expansion * width, first_stride if block == 0 else 1
+            excite = _SqueezeExcite(expanded, width // 4, nn.SiLU, nn.Sigmoid)
+            layers.append(
+                _InvertedResidual(width, expanded, width_out, kernel, stride, nn.SiLU, excite)
+            )
+            width = width_out
+    layers += [*_conv_and_norm(width, 1280, 1), nn.SiLU()]
+    head = nn.Dropout(0.2), nn.Linear(1280, 1000)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *head)
 
 
 class _BertLayer(nn.Module):
@@ -119,7 +247,7 @@ class DLRM(nn.Module):
         bags = [table(rows.unsqueeze(1)) for table, rows in zip(self.tables, indices)]
         vectors = torch.stack([bottom, *(bag.to(bottom.dtype) for bag in bags)], 1)
         i, j = self.pairs
-        interactions = torch.bmm(vectors, vectors.mT)[:, i, j]
+        interactions = torch.bmm(vectors, vectors.transpose(1, 2))[:, i, j]
         return self.top(torch.cat([bottom, interactions], 1))
 
 

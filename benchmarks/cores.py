@@ -29,7 +29,9 @@ def table(workload: str, rounds: int | None) -> Table:
     counts = powers_up_to(len(os.sched_getaffinity(0)))
     found: dict[int, dict[str, list[float]]] = {count: {} for count in counts}
     for _, count in itertools.product(range(rounds or 2), counts):
-        for name, seconds in _fresh.measured("cores", workload, threads=count).items():
+        for name, seconds in _fresh.measured(
+            "cores", workload, variables={"OMP_NUM_THREADS": str(count)}
+        ).items():
             found[count].setdefault(name, []).extend(seconds)
     rows = []
     for count, name in itertools.product(counts, found[1]):

@@ -1,70 +1,153 @@
-"""Times models with and without optimize: ``python -m benchmarks.inference [--save]``.
+"""Times whole inferences: ``python -m benchmarks.inference [--peers PYTHON] [--save]``.
 
-Inference of ResNet-50 in float32 with batches of 1 and 16; and the time and memory of ``optimize``
-itself on BERT-base.
+Each way to run a model is a process of its own, and the ways take turns: threads and memory of one
+would change the time of another. All have as many threads as torch takes by itself. The caches on
+disk are empty at first, and each way keeps its own from process to process. ``--save`` replaces the
+measured rows in ``results/inference.csv``.
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
+import csv
 import itertools
-import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from benchmarks import _fresh, _output
+from benchmarks._inference import CONFIGURATIONS, DTYPES, EAGER, PEERS, WORKLOADS
+from benchmarks._output import RESULTS, Table, format_seconds
 
-from benchmarks import _command, _harness
-from benchmarks._fresh import measured
-from benchmarks._harness import Contender, Report
-from benchmarks._models import resnet50
-from benchmarks._output import Table, format_seconds
-from fusedoptim import transforms
-
-PLAIN = "eager"
-OPTIMIZED = "optimized for the batch"
-BATCHES = {1: 40, 16: 10}
-OPTIMIZE = "optimize"
-_TIME_LIMIT = 150  # seconds
+FIGURES = RESULTS / "inference.csv"
+_FIELDS = (
+    *("cpu", "cores", "model", "batch", "dtype", "configuration"),
+    *("median_ms", "min_ms", "first_s", "later_s", "peak_mib", "deviation"),
+)
+_KEY = ("model", "batch", "dtype", "configuration")
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "FUSEDOPTIM_CACHE_DIR")
+"""Variables that name the folders of what was compiled."""
 
 
-def inference(batch: int, rounds: int | None) -> Report:
-    """Time a forward pass of ResNet-50, plain and optimized in three ways."""
-    model = resnet50().eval()
-    images = torch.randn(batch, 3, 224, 224)
-    ways = {
-        PLAIN: model,
-        OPTIMIZED: transforms.optimize(model, sample_input=images),
-        "optimized, batch unknown": transforms.optimize(model),
-        "optimized, auto_channels_last=False": transforms.optimize(model, auto_channels_last=False),
+class Run(NamedTuple):
+    """What one process measured: times in seconds, memory in bytes."""
+
+    first: float
+    """From before the model was converted or compiled to its first output."""
+    seconds: list[float]
+    """Of later inferences."""
+    peak: int
+    """Largest resident memory since before the conversion."""
+    deviation: float
+    """Distance from the plain model's output in float32, over the latter's norm."""
+
+
+class Case(NamedTuple):
+    """A model, the size of its batch, and the dtype of its products."""
+
+    model: str
+    batch: int
+    dtype: str
+
+    def configurations(self, chosen: Sequence[str]) -> list[str]:
+        """Those that have this dtype and this batch."""
+        return [
+            name
+            for name in chosen
+            if self.dtype in CONFIGURATIONS[name].dtypes
+            and self.batch >= CONFIGURATIONS[name].least_batch
+        ]
+
+
+Runs = dict[str, list[Run]]
+"""The processes of each configuration; none of one that failed."""
+
+
+def measure(case: Case, configurations: Sequence[str], rounds: int, peers: str) -> Runs:
+    """Run in each configuration in turn, ``rounds`` times; ``peers`` is the peers' Python."""
+    runs: Runs = {name: [] for name in configurations}
+    failed: set[str] = set()
+    with tempfile.TemporaryDirectory() as caches:
+        for _, name in itertools.product(range(rounds), configurations):
+            if name in failed:
+                continue
+            python = peers if name in PEERS else sys.executable
+            given = case.model, str(case.batch), case.dtype, name
+            folder = Path(caches, str(configurations.index(name)))  # compilers take no blanks
+            own = {variable: str(folder / variable) for variable in _CACHES}
+            try:
+                found = _fresh.measured("inference", *given, python=python, variables=own)
+            except subprocess.CalledProcessError:
+                failed.add(name)  # the process has printed why
+                runs[name].clear()
+            else:
+                runs[name].append(Run(**found))
+    return runs
+
+
+def figures(runs: Sequence[Run]) -> dict[str, Any]:
+    """What is printed and saved of the processes of one configuration."""
+    seconds = [t for run in runs for t in run.seconds]
+    first, *later = (run.first for run in runs)
+    return {
+        "median_ms": f"{statistics.median(seconds) * 1e3:.4g}",
+        "min_ms": f"{min(seconds) * 1e3:.4g}",
+        "first_s": f"{first:.3g}",
+        "later_s": f"{min(later):.3g}" if later else "",
+        "peak_mib": f"{max(run.peak for run in runs) / 2**20:.0f}",
+        "deviation": f"{max(run.deviation for run in runs):.1e}",
     }
 
-    def contender(name: str, module: nn.Module) -> Contender:
-        def step() -> None:
-            with torch.no_grad():
-                module(images)
 
-        return Contender(name, step)
-
-    timings = _harness.time_interleaved(
-        [contender(name, module) for name, module in ways.items()],
-        rounds or BATCHES[batch],
-        limit=_TIME_LIMIT if rounds is None else math.inf,
-    )
-    report = Report(f"resnet50, batch {batch}", timings)
-    least, median = report.base.over(report.timing(OPTIMIZED))
-    layout = transforms.report(ways[OPTIMIZED]).done("auto_channels_last")
-    notes = [
-        f"eager over {OPTIMIZED}: {least:.2f} by the minimum, {median:.2f} by the median",
-        f"the sample input selected {'channels_last' if layout else 'the original memory format'}",
+def table(case: Case, runs: Runs) -> Table:
+    """A row for each configuration, and how often its median fits into eager's."""
+    header = ["", "median", "min", "first s", "later s", "peak MiB", "deviation", "eager over it"]
+    found = {name: figures(its) for name, its in runs.items() if its}
+    rows = [
+        [name, *row.values(), _ratio(found.get(EAGER), row)]
+        if (row := found.get(name))
+        else [name, "failed", *[""] * (len(header) - 2)]
+        for name in runs
     ]
-    return report._replace(notes=notes)
+    rounds = max(map(len, runs.values()))
+    return Table(
+        f"{case.model}, batch {case.batch}, {case.dtype}: ms; {rounds} processes each",
+        header,
+        rows,
+    )
 
 
-def optimize(rounds: int | None) -> Table:
+def _ratio(eager: Mapping[str, str] | None, row: Mapping[str, str]) -> str:
+    """The median of eager over another."""
+    return f"{float(eager['median_ms']) / float(row['median_ms']):.2f}" if eager else ""
+
+
+def save(case: Case, runs: Runs) -> None:
+    """Replace the configurations' figures in the file of results."""
+    rows: dict[tuple[str, ...], Mapping[str, str]] = {}
+    if FIGURES.exists():
+        with FIGURES.open(encoding="utf-8", newline="") as file:
+            rows = {tuple(row[name] for name in _KEY): row for row in csv.DictReader(file)}
+    machine = {name: _output.machine()[name] for name in ("cpu", "cores")}
+    for name, its in runs.items():
+        if its:
+            key = case.model, str(case.batch), case.dtype, name
+            rows[key] = machine | dict(zip(_KEY, key)) | figures(its)
+    with FIGURES.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, _FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows.values())
+
+
+def optimize(rounds: int) -> Table:
     """Measure time and memory of ``optimize(inplace=True)`` in fresh processes."""
     rows = []
-    for purpose, dtype in itertools.product(("inference", "training"), ("float32", "bfloat16")):
-        runs = [measured("optimize_memory", purpose, dtype) for _ in range(rounds or 3)]
+    for purpose, dtype in itertools.product(("inference", "training"), DTYPES):
+        runs = [_fresh.measured("optimize_memory", purpose, dtype) for _ in range(rounds)]
         best = min(runs, key=lambda facts: facts["seconds"])
         rows.append(
             [
@@ -78,6 +161,40 @@ def optimize(rounds: int | None) -> Table:
     return Table("optimize(model, inplace=True)", header, rows)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.inference", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each configuration")
+    parser.add_argument("--save", action="store_true", help="write to benchmarks/results/")
+    parser.add_argument("--model", action="append", choices=WORKLOADS, help="repeatable")
+    parser.add_argument("--batch", action="append", type=int, help="those of the model by default")
+    parser.add_argument("--dtype", action="append", choices=DTYPES)
+    parser.add_argument("--configuration", action="append", choices=CONFIGURATIONS)
+    parser.add_argument(
+        "--peers",
+        metavar="PYTHON",
+        help="of an environment with OpenVINO and ONNX Runtime, to measure them too",
+    )
+    parser.add_argument(
+        "--optimize", action="store_true", help="measure time and memory of optimize itself instead"
+    )
+    args = parser.parse_args()
+    if (asked := PEERS.keys() & set(args.configuration or ())) and not args.peers:
+        parser.error(f"--configuration '{min(asked)}' needs --peers PYTHON")
+    everything = [name for name in CONFIGURATIONS if name not in PEERS or args.peers]
+    _output.print_machine()
+    if args.optimize:
+        _output.print_table(optimize(args.rounds))
+        return
+    for model, dtype in itertools.product(args.model or WORKLOADS, args.dtype or DTYPES):
+        for batch in args.batch or WORKLOADS[model].batches:
+            case = Case(model, batch, dtype)
+            chosen = case.configurations(args.configuration or everything)
+            runs = measure(case, chosen, args.rounds, args.peers)
+            _output.print_table(table(case, runs))
+            if args.save:
+                save(case, runs)
+
+
 if __name__ == "__main__":
-    timed = {f"batch-{batch}": functools.partial(inference, batch) for batch in BATCHES}
-    _command.run("inference", __doc__, {**timed, OPTIMIZE: optimize})
+    main()
