@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -178,42 +179,65 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
     chosen = [each for each in passes if each.is_on(job.options)]
     is_compared = job.sample_input is not None and any(each.keeps_outputs for each in chosen)
     comparison = Comparison(job.model, job.sample_input) if is_compared else None
-    done = {each.knob: _run_one(each, job, comparison) for each in chosen}
+    done: dict[str, Sequence[Entry]] = {}
+    for is_timed, group in itertools.groupby(chosen, key=lambda each: each.must_pay):
+        run = _run_and_time if is_timed and comparison is not None else _run_all
+        done |= run(list(group), job, comparison)
     mode = "training" if job.model.training else "inference"
     title = f"{type(job.model).__name__} for {mode}"
     return Report(title, done, kept_bytes=0)
 
 
+Entries = dict[str, Sequence[Entry]]
+"""What passes did, by their knobs."""
+
+
+def _run_all(passes: Sequence[Pass], job: Job, comparison: Comparison | None) -> Entries:
+    return {each.knob: _run_one(each, job, comparison) for each in passes}
+
+
+def _run_and_time(passes: Sequence[Pass], job: Job, comparison: Comparison | None) -> Entries:
+    """Run passes, and undo those that nobody asked for if all together do not pay."""
+    before = _seconds(job)
+    undo = job.undo.enter_context(ExitStack())
+    asked = job.options.explicit
+    done = _run_all([p for p in passes if p.knob in asked], job, comparison)
+    others = [p for p in passes if p.knob not in asked]
+    done |= _run_all(others, job._replace(undo=undo), comparison)
+    done = {each.knob: done[each.knob] for each in passes}
+    if not any(entry.done for each in others for entry in done[each.knob]):
+        return done
+    after = _seconds(job)
+    if after < before:
+        return done
+    undo.close()
+    why = f"not faster on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
+    return done | {each.knob: _undone(done[each.knob], why) for each in others}
+
+
 def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[Entry]:
     """Run a pass, and undo it if it changes what the model returns for the sample."""
     undo = job.undo.enter_context(ExitStack())
-    is_timed = comparison is not None and each.must_pay
-    before = _seconds(job) if is_timed else 0.0
     entries = each.run(job._replace(undo=undo))
     if comparison is None or not each.keeps_outputs or not any(e.done for e in entries):
         return entries
-    why = comparison.difference()
-    if why is None and each.must_pay and each.knob not in job.options.explicit:
-        why = _no_gain(job, before)
-    if why is None:
+    difference = comparison.difference()
+    if difference is None:
         return entries
     undo.close()
-    why = f"undone: {why}"
-    return [e._replace(what=why, done=False, bytes_saved=0) if e.done else e for e in entries]
+    return _undone(entries, difference)
+
+
+def _undone(entries: Sequence[Entry], why: str) -> list[Entry]:
+    what = f"undone: {why}"
+    return [e._replace(what=what, done=False, bytes_saved=0) if e.done else e for e in entries]
 
 
 def _seconds(job: Job) -> float:
+    """The time of a forward pass, under autocast if the model's weights are in 16 bits."""
     dtype = job.options.dtype
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         return seconds(caller(job.model, job.sample_input))
-
-
-def _no_gain(job: Job, before: float) -> str | None:
-    """Why a pass is not worth its memory, if the model is not faster with it on the sample."""
-    after = _seconds(job)
-    if after < before:
-        return None
-    return f"not faster on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
 
 
 def _warn_of_no_effect(job: Job, report: Report) -> None:

@@ -24,6 +24,7 @@ class Fuse(Pass):
 
     knob = "fuse"
     keeps_outputs = True
+    must_pay = True
 
     def run(self, job: Job) -> list[Entry]:
         """Exchange the classes of activations; entries are those that were not exchanged before."""

@@ -43,7 +43,10 @@ class Pass:
     """Whether the model's outputs stay the same, up to rounding; checked with a sample input."""
 
     must_pay: ClassVar[bool] = False
-    """Whether it is undone if the model is slower with it on the sample, unless it is asked for."""
+    """Whether it and its neighbours of the kind are undone if they do not make the sample faster.
+
+    Not if the call asks for it by name.
+    """
 
     def default(self, level: str) -> bool:
         """Whether the pass runs if its knob is None."""

@@ -211,7 +211,7 @@ class PackedLinear(PackedModule, nn.Linear):
         return self._activated(x.to(dtype), packed, None if bias is None else bias.to(dtype))
 
     def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(
             x, weight, bias, post.attribute, post.scalars, post.algorithm
         )
         return result
@@ -272,7 +272,7 @@ class _PackedForward(_PackedConvolution):
         )
 
     def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._convolution_pointwise(
+        result: Tensor = torch.ops.mkldnn._convolution_pointwise.default(
             x,
             weight,
             bias,
@@ -338,7 +338,7 @@ class PackedConvTranspose2d(_PackedConvolution, nn.ConvTranspose2d):  # type: ig
         )
 
     def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._convolution_transpose_pointwise(
+        result: Tensor = torch.ops.mkldnn._convolution_transpose_pointwise.default(
             x,
             weight,
             bias,

@@ -1,0 +1,53 @@
+"""Passes that must pay are undone together if the sample is not faster with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from fusedoptim import transforms
+from tests.transforms.passes.test_pack_weights import linear
+from transforms import front_end
+from transforms.rewrites.fused_activation import FusedActivation
+from transforms.rewrites.packed import PackedModule
+
+
+def times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    """Let the model take these times, one after the other."""
+    remaining: Iterator[float] = iter(seconds)
+    monkeypatch.setattr(front_end, "seconds", lambda call: next(remaining))
+
+
+def is_rewritten(model: nn.Module) -> list[bool]:
+    kinds = (PackedModule, FusedActivation)
+    return [any(isinstance(m, kind) for m in model.modules()) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("asked", "after", "expected"),
+    [
+        ({}, 0.001, [True, True]),
+        ({}, 0.003, [False, False]),
+        ({"weights_prepack": True, "fuse": True}, 0.003, [True, True]),
+        ({"weights_prepack": True}, 0.003, [True, False]),
+        ({"weights_prepack": False}, 0.003, [False, False]),
+    ],
+)
+def test_what_stays(
+    asked: dict[str, bool], after: float, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times(monkeypatch, 0.002, after)
+    model, x = nn.Sequential(linear()[0], nn.GELU()).eval(), linear()[1]
+    ours = transforms.optimize(model, sample_input=x, **asked)
+    assert is_rewritten(ours) == expected
+    report = transforms.report(ours)
+    if not asked and after > 0.002:
+        assert report.left("fuse")[0].what == (
+            "undone: not faster on the sample: 3 ms instead of 2 ms"
+        )
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x))
+    assert list(map(type, transforms.restore(ours))) == list(map(type, model))
