@@ -166,9 +166,8 @@ def _torch_bfloat16(model: nn.Module) -> Training:
 
 
 def _compiled(model: nn.Module) -> Training:
-    training = _torch(model, fused=True)
-    model.compile()
-    return training
+    # model.compile() would compile a Sequential's blocks one by one.
+    return _torch(model, fused=True)._replace(model=torch.compile(model))
 
 
 def _fused_step(model: nn.Module) -> Training:
