@@ -54,7 +54,7 @@ class Packing:
 class Frame:
     """The memory that holds a launch's arguments while it is submitted."""
 
-    __slots__ = ("buffer", "given", "kernel", "owner", "parts", "table")
+    __slots__ = ("buffer", "given", "how", "kernel", "owner", "parts", "table")
 
     def __init__(self, size: int, places: Sequence[int | None]) -> None:
         """``places`` are the offsets of the arguments' values, None for a pointer."""
@@ -68,6 +68,8 @@ class Frame:
         """OpenCL's handle, which keeps the arguments that it was given."""
         self.parts: Any = None
         """What a launch of ``kernel`` in parts takes."""
+        self.how: Any = None
+        """How the last launch of ``kernel`` ran that was not put into a queue."""
         self.given: bytes | None = None
         """The contents of the buffer when they were given."""
 

@@ -13,7 +13,9 @@ import hashlib
 import itertools
 import math
 import os
+import struct
 import threading
+from collections.abc import Callable
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -41,7 +43,7 @@ from fusedoptim.launch.opencl_api import (
 )
 from fusedoptim.launch.openmp import WORTH_SLEEPING, call_and_wake, put_to_sleep, wake
 from fusedoptim.launch.order import Progress, on_host, wait_for_host
-from fusedoptim.launch.parts import Parts, Team, parts_of, team
+from fusedoptim.launch.parts import Parts, parts_of, team
 
 _STACK = 64 << 10
 """Bytes that a kernel may take of the calling thread's stack."""
@@ -192,6 +194,20 @@ class _Sizes(NamedTuple):
     """Work items in a group."""
 
 
+class _How(NamedTuple):
+    """How a launch runs on the calling thread or on torch's."""
+
+    sizes: _Sizes
+    elements: int
+    threads: int
+    parts: int
+    """Into which it is cut."""
+    function: Callable[..., Any]
+    """What runs it."""
+    call: tuple[tuple[Any, ...]]
+    """The function's arguments, for :func:`itertools.starmap`."""
+
+
 class OpenCLKernel:
     """A kernel on a driver's queue. Each frame has a handle, and so arguments, of its own."""
 
@@ -204,6 +220,7 @@ class OpenCLKernel:
         self._is_short, self._is_divisible = traits
         self._enqueue_here = self._opencl.enqueue if traits.is_short else self._opencl.enqueue_long
         values = packing.values
+        self._addresses = struct.Struct(f"<{packing.count}Q")  # with which a frame begins
         self._by_value = [value.argument for value in values], [value.size for value in values]
 
     def _new_handle(self) -> Owned:
@@ -233,6 +250,7 @@ class OpenCLKernel:
         """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
         if frame.owner is not self:
             frame.given = frame.owner = None
+            frame.how = None
             frame.kernel = self._new_handle()
             frame.parts = Parts(
                 enqueue=self._opencl.enqueue_address,
@@ -245,12 +263,13 @@ class OpenCLKernel:
             return
         frame.given = None  # the handle may have any arguments if this is interrupted
         opencl, kernel, end = self._opencl, frame.kernel.handle, WORD * self._packing.count
-        handle, table = itertools.repeat(kernel), frame.table
+        table, pointers = frame.table, self._packing.pointers
+        if before is not None:  # a call of the driver takes longer than to find what has changed
+            old = self._addresses.unpack_from(before)
+            pointers = tuple([i for i in pointers if table[i] != old[i]])
+        handle = itertools.repeat(kernel)
         statuses: list[int] = []
-        if before is None or now[:end] != before[:end]:
-            pointers = self._packing.pointers
-            addresses = [table[i] for i in pointers]
-            statuses += map(opencl.set_pointer, handle, pointers, addresses)
+        statuses += map(opencl.set_pointer, handle, pointers, [table[i] for i in pointers])
         if before is None or now[end:] != before[end:]:
             indices, sizes = self._by_value
             values = [table[i] for i in indices]
@@ -269,11 +288,14 @@ class OpenCLKernel:
         driver, progress = self._driver, self._driver.progress
         threads = team() if sizes.groups > 1 else None
         if progress.latest is progress.ended and (sizes.groups == 1 or threads is not None):
-            count = parts_of(sizes.groups, elements, threads.threads()) if threads else 1
-            if threads is None or count == 1:
-                self._run_here(frame, sizes, events)
+            how, count = frame.how, threads.threads() if threads else 1
+            if how is None or how[:3] != (sizes, elements, count):
+                frame.how = None  # the parts may be of either launch if this is interrupted
+                how = frame.how = self._how(frame, sizes, elements, count)
+            if how.parts == 1:
+                self._run_here(how, events)
             else:
-                self._run_parts(frame, sizes, count, threads, elements < _SHORT, events)
+                self._run_parts(how, frame.parts, events)
             return False
         call = ((driver.queue, frame.kernel.handle, *sizes.last),)
         try:
@@ -289,29 +311,31 @@ class OpenCLKernel:
             raise
         return True
 
-    def _run_here(self, frame: Frame, sizes: _Sizes, events: list[Any]) -> None:
+    def _how(self, frame: Frame, sizes: _Sizes, elements: int, threads: int) -> _How:
+        """How to run a launch of this frame on so many threads."""
+        count = parts_of(sizes.groups, elements, threads)
+        of = sizes, elements, threads, count
+        team_ = team()
+        if count == 1 or team_ is None:
+            call = self._driver.own_thread, frame.kernel.handle, *sizes.last
+            return _How(*of, self._enqueue_here, (call,))
+        parts = frame.parts
+        parts.groups, parts.lanes = sizes.groups, sizes.lanes
+        parts.each = -(-sizes.groups // count)
+        is_short = self._is_short and elements < _SHORT
+        region = team_.short_region if is_short else team_.region
+        return _How(*of, region, ((team_.run_parts, ctypes.addressof(parts), 0, 0),))
+
+    def _run_here(self, how: _How, events: list[Any]) -> None:
         """Run the kernel on the calling thread."""
-        call = ((self._driver.own_thread, frame.kernel.handle, *sizes.last),)
-        events.extend(starmap(self._enqueue_here, call))
+        events.extend(starmap(how.function, how.call))
         if events[-1] != SUCCESS:
             raise LaunchError(failure(events.pop(), "clEnqueueNDRangeKernel"))
 
-    def _run_parts(
-        self,
-        frame: Frame,
-        sizes: _Sizes,
-        count: int,
-        threads: Team,
-        has_few: bool,
-        events: list[Any],
-    ) -> None:
-        """Run the kernel in ``count`` parts on torch's threads; ``has_few`` elements or many."""
-        parts = frame.parts
+    def _run_parts(self, how: _How, parts: Parts, events: list[Any]) -> None:
+        """Run the kernel in parts on torch's threads."""
         parts.next = parts.done = parts.status = 0
-        parts.groups, parts.lanes = sizes.groups, sizes.lanes
-        parts.each = -(-sizes.groups // count)
-        region = threads.short_region if self._is_short and has_few else threads.region
-        events.extend(starmap(region, ((threads.run_parts, ctypes.addressof(parts), 0, 0),)))
+        events.extend(starmap(how.function, how.call))
         if parts.status:
             events.pop()
             refused = failure(parts.status, "clEnqueueNDRangeKernel")

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedoptim.launch.arguments import LOCAL, Frame, Packing
-from fusedoptim.raw._pointers import PLAIN, Uses, alignment, pointer
+from fusedoptim.raw._pointers import Uses, alignment, pointer
+from fusedoptim.raw._recent import Recent
 from fusedoptim.raw._scalars import scalar
 from fusedoptim.raw._spirv import Parameter
-from fusedoptim.step.unchanged import tensor_guards
 
 _BYTE_TYPE = 1  # of the elements of memory of a work-group
 _MOST_BYTES = 1 << 63
@@ -48,34 +48,27 @@ class LocalMemory:
 
 
 class _Known(NamedTuple):
-    """The checked pointer arguments of an earlier call, all tensors."""
+    """What was found out about the pointers of an earlier call, all tensors."""
 
-    is_same: Callable[..., bool]
-    """Compares other tensors with these, in C, in all that was checked except addresses."""
     uses: Uses
     needs_no_grad: bool
     """Whether a tensor that requires grad may be written."""
 
 
-_MOST_KNOWN = 8
-_PATIENCE = 32  # calls with new shapes, after which they are remembered one time in so many
 _ADDRESS = torch.Tensor.data_ptr
-_REFUSALS = (TypeError, ValueError, OverflowError, RuntimeError, BufferError)
+REFUSALS = (TypeError, ValueError, OverflowError, RuntimeError, BufferError)
 
 
 class Signature:
-    """A kernel's parameters, which checks and packs the arguments of a call.
-
-    To compare a tensor, in C, with one that was checked before is quicker than to check it. So the
-    results of the last few calls are remembered.
-    """
+    """A kernel's parameters, which checks and packs the arguments of a call."""
 
     def __init__(self, kernel: str, parameters: Sequence[Parameter]) -> None:
         self._kernel = kernel
         self.parameters = tuple(parameters)
         self.count = len(self.parameters)
         self._pointers: list[tuple[int, Any]] = []  # index, and what takes it
-        self._values: list[tuple[int, Any]] = []
+        self.values: list[tuple[int, Any]] = []
+        """Index of each argument that is passed by value, and what converts it."""
         formats: list[str | None] = []
         local = []
         for i, parameter in enumerate(self.parameters):
@@ -88,7 +81,7 @@ class Signature:
             code, convert = (f"{LOCAL.size}s", _local) if is_local else scalar(parameter)
             if is_local:
                 local.append(i)
-            self._values.append((i, convert))
+            self.values.append((i, convert))
             formats.append(code)
         self.packing = Packing(formats, local)
         self._pointed = _getter(self.packing.pointers)
@@ -96,8 +89,7 @@ class Signature:
         self._has_vectors = max(self._aligned, default=1) > 1
         self.needs_local_memory = bool(local)
         """Whether an argument is memory of the work-group."""
-        self._known: list[_Known] = []
-        self._misses = 0
+        self._recent: Recent[_Known] = Recent()
         self.frames: list[Frame] = []
         """The frames not in use; a list's pop and append are atomic."""
 
@@ -120,8 +112,8 @@ class Signature:
         pointed = self._pointed(arguments)
         uses, addresses = self._remembered(pointed) or self._checked(pointed)
         try:
-            values = [convert(arguments[i]) for i, convert in self._values]
-        except _REFUSALS:
+            values = [convert(arguments[i]) for i, convert in self.values]
+        except REFUSALS:
             raise self._refused_value(arguments) from None
         try:
             frame = self.frames.pop()
@@ -135,18 +127,15 @@ class Signature:
 
     def _remembered(self, pointed: Sequence[Any]) -> tuple[Uses, list[int]] | None:
         """What the pointers use and their addresses, if such tensors were checked before."""
-        for is_same, uses, needs_no_grad in self._known:
-            if is_same(*pointed):
-                if needs_no_grad and torch.is_grad_enabled():
-                    return None
-                addresses = list(map(_ADDRESS, pointed))
-                if 0 in addresses:  # freed memory
-                    return None
-                if self._has_vectors and any(map(operator.mod, addresses, self._aligned)):
-                    return None
-                self._misses = 0
-                return uses, addresses
-        return None
+        known = self._recent.find(pointed)
+        if known is None or (known.needs_no_grad and torch.is_grad_enabled()):
+            return None
+        addresses = list(map(_ADDRESS, pointed))
+        if 0 in addresses:  # freed memory
+            return None
+        if self._has_vectors and any(map(operator.mod, addresses, self._aligned)):
+            return None
+        return known.uses, addresses
 
     def _checked(self, pointed: Sequence[Any]) -> tuple[Uses, list[int]]:
         """What the pointers use, and their addresses."""
@@ -155,32 +144,23 @@ class Signature:
         for value, (i, accept) in zip(pointed, self._pointers):
             try:
                 addresses.append(accept(value, uses))
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 raise self._refusal(error, i) from None
-        self._misses += 1
-        # Remembering takes longer than a check, and is no use if each call has other shapes.
-        if self._misses < _PATIENCE or self._misses % _PATIENCE == 0:
-            self._remember(pointed, uses)
+        if 0 not in addresses:  # as of an empty tensor
+            self._recent.remember(pointed, lambda: self._known(pointed, uses))
         return uses, addresses
 
-    def _remember(self, pointed: Sequence[Any], uses: Uses) -> None:
-        """Remember what was found out about these arguments, if all are plain tensors."""
-        if not pointed or not all(type(value) in PLAIN for value in pointed):
-            return
-        requires_grad = any(
-            value.requires_grad
-            for value, (i, _) in zip(pointed, self._pointers)
-            if i in uses.written
-        )
-        known = _Known(tensor_guards(pointed).check, uses, requires_grad)
-        self._known = [known, *self._known[: _MOST_KNOWN - 1]]
+    def _known(self, pointed: Sequence[torch.Tensor], uses: Uses) -> _Known:
+        """What was found out about these arguments."""
+        written = [t for t, (i, _) in zip(pointed, self._pointers) if i in uses.written]
+        return _Known(uses, any(tensor.requires_grad for tensor in written))
 
     def _refused_value(self, arguments: Sequence[Any]) -> Exception:
         """The error of the first value that is refused."""
-        for i, convert in self._values:
+        for i, convert in self.values:
             try:
                 convert(arguments[i])
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 return self._refusal(error, i)
         raise AssertionError("a value was refused once and taken the second time")
 

@@ -204,35 +204,47 @@ class Built:
         return kernel
 
     def launch(self, shape: Shape, frame: Frame, uses: Uses, owners: list[Any] | None) -> None:
-        """Submit the kernel; wait for its end, or keep the ``owners`` of its memory until then."""
+        """Submit the kernel; wait for its end, or keep the ``owners`` of its memory until then.
+
+        A submission copies the arguments, so ``frame`` can be used again.
+        """
+        if owners is None:
+            self.prepare(frame)
+            self.run(shape, frame, uses)
+            return
         try:
-            if owners is None:
-                self._run(shape.waited, frame, uses)
-            else:
-                kernel = self.unwaited
-                kernel.submit_unwaited(frame, kernel.sizes(shape.items, shape.group), owners)
+            kernel = self.unwaited
+            kernel.submit_unwaited(frame, kernel.sizes(shape.items, shape.group), owners)
         except LaunchError as error:
-            raise RuntimeError(
-                f"{self._name}: the driver of {self._device} refused the launch, as it does if a "
-                f"kernel needs more local memory or registers than there are ({error})"
-            ) from error
+            raise self._refused(error) from error
         except ArgumentError as error:
             raise RuntimeError(f"{self._signature.what(error.index)}: {error}") from error
-        self._signature.frames.append(frame)  # a submission copies the arguments
 
-    def _run(self, sizes: Any, frame: Frame, uses: Uses) -> None:
+    def prepare(self, frame: Frame) -> None:
+        """Take over the arguments in ``frame``, to be called before :meth:`run` if they changed."""
+        self._waited.prepare(frame)
+
+    def run(self, shape: Shape, frame: Frame, uses: Uses) -> None:
+        """Submit the kernel, and wait for its end."""
         kernel = self._waited
         if uses.queues:  # others may have submitted work to them
             self.queue.wait()
-        kernel.prepare(frame)
         events: list[Any] = []
         try:
-            if kernel.submit(frame, sizes, uses.elements, events):
+            if kernel.submit(frame, shape.waited, uses.elements, events):
                 kernel.wait(events[0])
+        except LaunchError as error:
+            raise self._refused(error) from error
         except BaseException:
             for event in events:  # after an interrupt the kernel's memory may be freed
                 kernel.wait(event)
             raise
+
+    def _refused(self, error: LaunchError) -> RuntimeError:
+        return RuntimeError(
+            f"{self._name}: the driver of {self._device} refused the launch, as it does if a "
+            f"kernel needs more local memory or registers than there are ({error})"
+        )
 
 
 def _as_size(size: Any, argument: str) -> tuple[int, ...]:

@@ -9,14 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedoptim._torch_private import increment_version
+from fusedoptim.allocator import check_not_forked
 from fusedoptim.launch.backend import LaunchShape, Traits
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.raw import _parameters
 from fusedoptim.raw._parameters import Dtype, Operand
+from fusedoptim.raw._pointers import PLAIN
+from fusedoptim.raw._recent import Recent
+from fusedoptim.raw._repeat import Repeat
 from fusedoptim.raw._walk import memory
 from fusedoptim.raw.kernel import RawKernel, untraced
 
 _MOST_PLANS = 512
+_REPEATED = PLAIN | {bool, int, float}
+"""Types of arguments of which a call may be repeated without all checks."""
 _MIN_CHUNK = 4 * 1024  # elements, so that starting a group costs little
 _GROUPS = 16  # at least, so that no core is idle
 
@@ -50,12 +57,42 @@ class Plan(NamedTuple):
     arguments: tuple[Tensor, ...] = ()
     """The kernel's first arguments: its sizes and strides, and if need be a second one."""
     zeros: int = 0
-    """Bytes of a tensor of zeros that is its next argument; 0 if there is none."""
+    """Bytes of a tensor of zeros that is its next argument, and that are zeros again after it; 0 if
+    there is none."""
     groups: int = 0
     lanes: int = 0
     strided: tuple[int, ...] = ()
     """Indices of the caller's arguments that are not contiguous."""
     device: torch.device | None = None
+
+    def launch(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Launch the kernel on inputs and outputs, and return all of its arguments."""
+        assert self.kernel is not None
+        passed = list(values)
+        for k in self.strided:
+            passed[k] = memory(values[k])
+        first = self.arguments
+        if self.zeros:
+            first += (torch.zeros(self.zeros, dtype=torch.uint8, device=self.device),)
+        arguments = *first, *passed
+        self.kernel(self.groups * self.lanes, self.lanes, arguments)
+        return arguments
+
+    def repeat(self, arguments: Sequence[Any]) -> Repeat | None:
+        """What repeats a launch on these arguments; None if it cannot go without their checks."""
+        assert self.kernel is not None
+        if any(isinstance(value, Tensor) and value.requires_grad for value in arguments):
+            return None  # to be refused where gradients are enabled
+        own = len(self.arguments)
+        return self.kernel._repeat(self.groups * self.lanes, self.lanes, arguments, own, self.zeros)
+
+
+class _Again(NamedTuple):
+    """What a call needs whose tensors are of the same forms as in an earlier one."""
+
+    outputs: tuple[NewOutput, ...]
+    """Those that the call creates."""
+    repeat: Repeat
 
 
 class ExpressionKernel(abc.ABC):
@@ -73,6 +110,7 @@ class ExpressionKernel(abc.ABC):
         self._options = tuple(options)
         self._kernels: dict[str, GeneratedKernel] = {}  # by their C
         self._plans: dict[Any, Plan] = {}
+        self._recent: dict[tuple[type, ...], Recent[_Again]] = {}  # by the arguments' types
 
     def __repr__(self) -> str:
         inputs, outputs = (", ".join(map(str, p)) for p in (self._inputs, self._outputs))
@@ -82,25 +120,59 @@ class ExpressionKernel(abc.ABC):
         """The outputs; ``options`` are those of :meth:`_plan`."""
         if torch.compiler.is_compiling():
             return untraced(self._call, args, *options)
+        kinds = tuple(map(type, args))
+        recent = self._recent.get(kinds)
+        again = None if recent is None else recent.find(args, options)
+        values = None if again is None else self._repeated(again, args)
+        if values is None:
+            values = self._checked(args, options)
+        outputs = values[len(self._inputs) :]
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _repeated(self, again: _Again, args: Sequence[Any]) -> tuple[Any, ...] | None:
+        """The inputs and outputs of a call like an earlier one; None if it is to be checked."""
+        values = tuple(args)
+        if again.outputs:
+            created = [output.create() for output in again.outputs]
+            if not PLAIN.issuperset(map(type, created)):  # in a mode of torch's, such as a fake one
+                return None
+            values = *values, *created
+        check_not_forked()
+        increment_version(values[len(self._inputs) :])
+        return values if again.repeat.launch(values) else None
+
+    def _checked(self, args: Sequence[Any], options: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs and outputs of a call whose arguments are checked."""
         values, forms = _parameters.read(self._name, args)
         key = forms, options
         known = self._plans.get(key)
         plan = known or self._plan(values, *options)
         values += [output.create() for output in plan.outputs]
         if plan.kernel is not None:
-            passed = values.copy()
-            for k in plan.strided:
-                passed[k] = memory(values[k])
-            first = plan.arguments
-            if plan.zeros:
-                first += (torch.zeros(plan.zeros, dtype=torch.uint8, device=plan.device),)
-            plan.kernel(plan.groups * plan.lanes, plan.lanes, (*first, *passed))
+            launched = plan.launch(values)
+            self._remember(args, options, plan, launched)
         if known is None:  # only now: a plan made under FakeTensorMode has a fake tensor, and fails
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
-        outputs = values[len(self._inputs) :]
-        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+        return tuple(values)
+
+    def _remember(
+        self, args: Sequence[Any], options: object, plan: Plan, launched: Sequence[Any]
+    ) -> None:
+        """Remember how to repeat a call that launched a kernel on these arguments."""
+        kinds = tuple(map(type, args))
+        if not _REPEATED.issuperset(kinds):
+            return
+
+        def find_out() -> _Again | None:
+            repeat = plan.repeat(launched)
+            return None if repeat is None else _Again(plan.outputs, repeat)
+
+        if kinds not in self._recent:
+            tensors = [i for i, kind in enumerate(kinds) if kind in PLAIN]
+            self._recent[kinds] = Recent(None if len(tensors) == len(kinds) else tensors)
+        self._recent[kinds].remember(args, find_out, options)
 
     @abc.abstractmethod
     def _plan(self, values: Sequence[Any], *options: Any) -> Plan:

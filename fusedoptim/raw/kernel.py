@@ -21,6 +21,7 @@ from fusedoptim.launch.devices import backend_of, named_queue, queue_of
 from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Built, Program, Size
 from fusedoptim.raw._pointers import Uses, owners
+from fusedoptim.raw._repeat import Repeat
 from fusedoptim.raw._sources import Source, check_source_options, compile_source, read_source
 from fusedoptim.raw._spirv import Parameter
 
@@ -242,6 +243,7 @@ class RawKernel:
         kept = None if wait else owners(args)
         increment_version([args[i] for i in uses.written])
         built.launch(shape, frame, uses, kept)
+        signature.frames.append(frame)
 
     def compile(self) -> RawKernel:
         """Compile now, for the kernel's own device, rather than at the first call.
@@ -353,6 +355,28 @@ class RawKernel:
     def _own(self) -> Built:
         """The kernel, built for its own device."""
         return self._built_for(named_queue(self.device))
+
+    def _repeat(
+        self, items: int, group: int, args: Sequence[Any], first: int, zeros: int
+    ) -> Repeat | None:
+        """What launches the kernel again, if it runs on the CPU's shared queue.
+
+        Args:
+            items: work items in all.
+            group: of them in a work-group.
+            args: of a launch that was made.
+            first: how many of them, the first ones, are the same in each launch.
+            zeros: bytes of the next one, a tensor of zeros; 0 if there is none.
+        """
+        built = self._on_cpu
+        if built is None or not built.in_order:
+            return None
+        signature = self._signature or self._find()
+        frame, uses = signature.bind(args)
+        signature.frames.append(frame)
+        if uses.is_elsewhere:
+            return None
+        return Repeat(built, built.shape(items, group), signature, uses, args[:first], zeros)
 
     def _queue(self, uses: Uses) -> Any:
         """The queue of the arguments."""

@@ -52,6 +52,7 @@ kernel void {name}(global const long *numbers_, global uchar *scratch_{declarati
         global reduced_memory *partials_ = (global reduced_memory *)(scratch_ + {counter} * count_);
         partials_[this_ * count_ + o_] = a;
         if (__spirv_AtomicIIncrement(finished_, 1, 0x208) != chunks_ - 1) return;
+        *finished_ = 0;
         a = partials_[o_];
         for (index_t k = 1; k < chunks_; k++) a = {name}_reduce(a, partials_[k * count_ + o_]);
     }}

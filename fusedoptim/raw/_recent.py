@@ -1,0 +1,78 @@
+"""What was found out about the tensors of the last few calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from fusedoptim.raw._pointers import PLAIN
+from fusedoptim.step.unchanged import tensor_guards
+
+Fact = TypeVar("Fact")
+_MOST_KNOWN = 8
+_PATIENCE = 32  # calls with new shapes, after which they are remembered one time in so many
+
+
+class _Known(NamedTuple, Generic[Fact]):
+    is_same: Callable[..., bool]
+    """Compares other tensors with those of the call, in all except addresses."""
+    options: object
+    fact: Fact
+
+
+class Recent(Generic[Fact]):
+    """A fact about each of the last few lists of arguments, which have the same length.
+
+    To compare a tensor, in C, with one that was checked before is quicker than to check it.
+    """
+
+    def __init__(self, places: Sequence[int] | None = None) -> None:
+        """``places`` are those of the arguments that are compared, tensors; None is all."""
+        self._places = places
+        self._known: list[_Known[Fact]] = []
+        self._misses = 0
+
+    def __reduce__(self) -> Any:
+        return Recent, (self._places,)  # a copy, in another process as well, knows nothing yet
+
+    def find(self, arguments: Sequence[Any], options: object = None) -> Fact | None:
+        """What was remembered of such arguments with equal options."""
+        tensors = arguments if self._places is None else [arguments[i] for i in self._places]
+        for is_same, known_options, fact in self._known:
+            if known_options == options and is_same(*tensors):
+                self._misses = 0
+                return fact
+        return None
+
+    def remember(
+        self, arguments: Sequence[Any], find_out: Callable[[], Fact | None], options: object = None
+    ) -> None:
+        """Remember what ``find_out`` returns, unless that is None or one is no plain tensor.
+
+        This takes longer than a check, and is no use if each call has other shapes.
+        """
+        self._misses += 1
+        if self._misses >= _PATIENCE and self._misses % _PATIENCE:
+            return
+        tensors = arguments if self._places is None else [arguments[i] for i in self._places]
+        if not tensors or not PLAIN.issuperset(map(type, tensors)):
+            return
+        fact = find_out()
+        if fact is not None:
+            known = _Known(_comparison(tensors), options, fact)
+            self._known = [known, *self._known[: _MOST_KNOWN - 1]]
+
+
+def _comparison(tensors: Sequence[Any]) -> Callable[..., bool]:
+    first = {id(tensor): i for i, tensor in reversed([*enumerate(tensors)])}
+    if len(first) == len(tensors):
+        return tensor_guards(tensors).check
+    # Torch's guards refuse a tensor that is there twice.
+    places = sorted(first.values())
+    again = [(i, first[id(tensor)]) for i, tensor in enumerate(tensors) if i not in places]
+    check = tensor_guards([tensors[i] for i in places]).check
+
+    def is_same(*others: Any) -> bool:
+        return all(others[i] is others[k] for i, k in again) and check(*[others[i] for i in places])
+
+    return is_same

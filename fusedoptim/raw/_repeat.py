@@ -1,0 +1,110 @@
+"""A launch on the CPU that is made again with other arguments of the same forms."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusedoptim.launch.arguments import Frame
+from fusedoptim.raw._arguments import REFUSALS, Signature
+from fusedoptim.raw._build import Built, Shape
+from fusedoptim.raw._pointers import Uses
+
+_ADDRESS = Tensor.data_ptr
+
+
+class _Slot:
+    """The arguments of one launch at a time."""
+
+    __slots__ = ("addresses", "frame", "scratch")
+
+    def __init__(self, frame: Frame, scratch: object) -> None:
+        self.frame = frame
+        self.scratch = scratch
+        """Owns memory that the frame has an address of."""
+        self.addresses: list[int] = []
+        """Those of the caller's tensors that the frame was given last."""
+
+
+class Repeat:
+    """Launches a kernel whose last arguments are the caller's tensors and numbers."""
+
+    def __init__(
+        self,
+        built: Built,
+        shape: Shape,
+        signature: Signature,
+        uses: Uses,
+        first: Sequence[Tensor],
+        zeros: int,
+    ) -> None:
+        """Prepare launches.
+
+        Args:
+            built: the kernel.
+            shape: of the launch.
+            signature: of the kernel.
+            uses: what the tensors are.
+            first: the first arguments, the same in each launch.
+            zeros: bytes of zeros that are the next argument, and that a launch leaves as zeros;
+                0 if there is none.
+        """
+        self._built = built
+        self._shape = shape
+        self._packing = signature.packing
+        self._uses = uses
+        self._first = first
+        self._zeros = zeros
+        own = len(first) + (zeros > 0)
+        self._own = own
+        self._values = [(i - own, convert) for i, convert in signature.values]
+        self._pointers = [i - own for i in signature.packing.pointers[own:]]
+        self._free: list[_Slot] = []  # a list's pop and append are atomic
+
+    def launch(self, arguments: Sequence[Any]) -> bool:
+        """Launch the kernel and wait for its end.
+
+        Returns:
+            whether it has run; it has not if the arguments must be refused, or be checked again.
+        """
+        values: list[Any] = []
+        if self._values:
+            try:
+                values = [convert(arguments[i]) for i, convert in self._values]
+            except REFUSALS:
+                return False
+            arguments = [arguments[i] for i in self._pointers]
+        addresses = list(map(_ADDRESS, arguments))
+        if 0 in addresses:  # freed memory
+            return False
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            slot = self._new_slot()
+        if addresses != slot.addresses or values:
+            self._give(slot, addresses, values)
+        self._built.run(self._shape, slot.frame, self._uses)
+        self._free.append(slot)  # not after an error, which may leave other numbers than zeros
+        return True
+
+    def _give(self, slot: _Slot, addresses: list[int], values: Sequence[Any]) -> None:
+        """Have the launches of a slot take these arguments."""
+        frame = slot.frame
+        for i, address in zip(self._pointers, addresses):
+            frame.table[self._own + i] = address
+        self._packing.pack_into(frame.buffer, 0, *frame.table, *values)
+        self._built.prepare(frame)
+        slot.addresses = addresses
+
+    def _new_slot(self) -> _Slot:
+        frame = self._packing.new_frame()
+        known = list(map(_ADDRESS, self._first))
+        scratch = None
+        if self._zeros:
+            scratch = ctypes.create_string_buffer(self._zeros)
+            known.append(ctypes.addressof(scratch))
+        frame.table[: len(known)] = known
+        return _Slot(frame, scratch)
