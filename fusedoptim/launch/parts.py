@@ -23,9 +23,9 @@ CODE = Path(__file__).with_name("run_parts.x86_64")
 """What a thread of the region runs: machine code, written by ``make kernels``."""
 _LEAST = 32 * 1024
 """Elements of a part, so that a thread has more to do than it costs to wake it."""
-_MANY, _PARTS_EACH = 128 * 1024, 8
-"""Of so many elements, a thread gets up to so many parts: threads that are done take over those of
-threads whose cores have other work. To enqueue a part costs microseconds."""
+_MANY, _PARTS_EACH = 2 << 20, 8
+"""Elements for each of which a thread gets another part, up to so many: threads that are done take
+over those of threads whose cores have other work. To enqueue a part costs microseconds."""
 
 
 class Parts(ctypes.Structure):
@@ -62,7 +62,7 @@ def parts_of(groups: int, elements: int, threads: int) -> int:
     if threads == 1:
         return 1
     one_each = min(elements // _LEAST, threads)
-    several_each = min(elements // _MANY, threads * _PARTS_EACH)
+    several_each = min(elements // _MANY, _PARTS_EACH) * threads
     return max(min(groups, max(one_each, several_each)), 1)
 
 

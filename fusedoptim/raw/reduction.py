@@ -94,7 +94,7 @@ _ACROSS = """
     for (index_t i = first_; i < end_; i++) a = {name}_reduce(a, {name}_map(o_, i{names}));
 """
 _ROWS = 256  # that a group reads in a chunk across
-_ALONE = 256 * 1024  # elements that one group reduces alone
+_ALONE = 128 * 1024  # elements that one group reduces alone
 _SHORT = 64  # elements; so few are reduced by one work item
 
 
