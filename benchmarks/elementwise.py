@@ -2,6 +2,8 @@
 
 Each workload is an operation in torch, the base, and in fusedoptim, on 16.8 M float32 elements if
 its name does not say otherwise. Outputs are reused. ``small``: 1,024 elements, 100 times.
+``sums-...``: sums and norms of 1,000 to 16 Mi elements into an output that is passed, each up to
+100 times; times are totals. A sum of 16 elements, as often, shows what a call takes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ from fusedoptim.raw import ElementwiseKernel, ReductionKernel
 _N = 4096
 _REPEATS = 100
 _ROUNDS = 40
+_SUMMED = 2 << 20
+_SIZES = {
+    "1000": 1000,
+    **{f"{n}Ki": n << 10 for n in (64, 256)},
+    **{f"{n}Mi": n << 20 for n in (1, 4, 16)},
+}
 
 square = ElementwiseKernel("T x, T y", "T z", "z = (x - y) * (x - y)", "squared_difference")
 gelu = ElementwiseKernel(
@@ -76,6 +84,21 @@ _WORKLOADS: dict[str, Callable[[], tuple[Call, Call, int | None]]] = {
 }
 
 
+def _sums(size: str, rounds: int | None) -> Report:
+    x, y, few = torch.randn(_SIZES[size]), torch.empty(()), torch.randn(16)
+    times = min(max(_SUMMED // len(x), 1), _REPEATS)
+    calls: dict[str, Call] = {
+        "torch.sum": lambda: torch.sum(x, dim=0, out=y),
+        "sum": lambda: total(x, y),
+        "sum of 16": lambda: total(few, y),
+        "vector_norm": lambda: torch.linalg.vector_norm(x, out=y),
+        "norm": lambda: norm(x, y),
+    }
+    contenders = [Contender(name, repeated(call, times)) for name, call in calls.items()]
+    note = f"{times} calls"
+    return Report(f"sums-{size}", time_interleaved(contenders, rounds or 100), notes=[note])
+
+
 def _measure(name: str, rounds: int | None) -> Report:
     theirs, ours, moved = _WORKLOADS[name]()
     contenders = [Contender("torch", theirs, moved), Contender("here", ours, moved)]
@@ -84,4 +107,5 @@ def _measure(name: str, rounds: int | None) -> Report:
 
 if __name__ == "__main__":
     measures = {name: functools.partial(_measure, name) for name in _WORKLOADS}
+    measures |= {f"sums-{size}": functools.partial(_sums, size) for size in _SIZES}
     _command.run("elementwise", __doc__, measures)

@@ -1,4 +1,4 @@
-"""Calls of expression kernels that are repeated: they compute, check and refuse as first calls do."""
+"""Repeated calls of expression kernels: they compute, check and refuse as first calls do."""
 
 from __future__ import annotations
 
