@@ -16,10 +16,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as global_post_ho
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_pre_hooks
 
 __all__ = [
+    "BelowAutograd",
     "BypassModes",
     "BypassSubclasses",
     "TensorGuards",
     "active_modes",
+    "any_requires_grad",
     "count_modes",
     "disable_dynamo",
     "global_post_hooks",
@@ -28,6 +30,7 @@ __all__ = [
     "increment_version",
     "is_flattened",
     "is_forward_mode",
+    "keys_after_autograd",
     "local_tensor",
     "profiler_enabled",
     "set_grad_enabled",
@@ -74,6 +77,15 @@ shard_spec = operator.attrgetter("_spec")
 
 transform_level = torch._C._functorch.maybe_current_level
 """The number of the innermost active torch.func transform, or None."""
+
+BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
+"""A context manager in which operators do not record gradients: those of torch.library use it."""
+
+keys_after_autograd: Any = torch._C._after_autograd_keyset
+"""The dispatch keys that come after those of autograd."""
+
+any_requires_grad: Any = torch._C._any_requires_grad
+"""Whether one of several arguments is a tensor that requires grad."""
 
 BypassModes = torch._C._DisableTorchDispatch
 """A context manager in C, which an interrupt cannot leave half done."""

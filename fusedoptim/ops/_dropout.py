@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedoptim.ops._launching import DEVICES, DTYPE_NAMES, VARIANT_OF, in_order_of, launch
+from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, in_order_of, launch
+from fusedoptim.ops._registering import register
 
 __all__ = ["dropout"]
 
@@ -53,16 +54,8 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return result
 
 
-# The order in memory decides which element gets which random word: a compiler must keep it.
-@torch.library.custom_op(
-    "fusedoptim::dropout",
-    mutates_args=(),
-    device_types=DEVICES,
-    schema="(Tensor x, Tensor seed, float p) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),
-)
-def _dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    y: Tensor = _like(x, seed, p)
+def _drop(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    y = _like(x, seed, p)
     if not y.numel():
         return y
     scale = 1 / (1 - p) if p < 1 else 0.0
@@ -71,7 +64,6 @@ def _dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return y
 
 
-@_dropout.register_fake
 def _like(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """The output, uninitialized; raise if the operator does not take these arguments."""
     if x.dtype not in VARIANT_OF:
@@ -104,4 +96,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return _dropout(grad, seed, ctx.p), None, None
 
 
-_dropout.register_autograd(_backward, setup_context=_setup_context)
+_dropout = register(
+    "dropout(Tensor x, Tensor seed, float p) -> Tensor",
+    kernel=_drop,
+    fake=_like,
+    setup_context=_setup_context,
+    backward=_backward,
+    # The order in memory decides which element gets which random word: a compiler must keep it.
+    tags=(torch.Tag.needs_exact_strides,),
+)

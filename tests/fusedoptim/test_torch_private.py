@@ -54,6 +54,28 @@ def test_disable_dynamo() -> None:
     assert _torch_private.disable_dynamo(lambda x: x + 1)(1) == 2
 
 
+def test_belowautograd() -> None:
+    """What is computed inside is not recorded, though gradients are enabled."""
+    x = torch.ones(2, requires_grad=True)
+    with _torch_private.BelowAutograd():
+        assert torch.is_grad_enabled()
+        assert (2 * x).grad_fn is None
+    assert (2 * x).grad_fn is not None
+
+
+def test_keys_after_autograd() -> None:
+    """They have the kernel of the device, and no autograd."""
+    keys = torch._C._dispatch_keys(torch.ones(2)) & _torch_private.keys_after_autograd
+    assert keys.has(torch._C.DispatchKey.CPU)
+    assert not keys.has(torch._C.DispatchKey.AutogradCPU)
+
+
+def test_any_requires_grad() -> None:
+    plain, with_grad = torch.ones(2), torch.ones(2, requires_grad=True)
+    assert _torch_private.any_requires_grad(plain, 0.5, with_grad)
+    assert not _torch_private.any_requires_grad(plain, 0.5)
+
+
 def test_global_pre_hooks() -> None:
     handle = register_optimizer_step_pre_hook(lambda *_: None)
     assert len(_torch_private.global_pre_hooks) == 1
