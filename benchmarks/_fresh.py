@@ -240,11 +240,11 @@ def inference(model: str, batch: str, dtype: str, configuration: str) -> dict[st
     return record._asdict() | {"peak": peak, "deviation": deviation(output, plain)}
 
 
-def products(model: str) -> list[float]:
+def products(model: str, configuration: str) -> list[float]:
     """Seconds of a training's matrix products and convolutions alone, iteration by iteration."""
     from benchmarks._training import products as measure
 
-    return measure(model)
+    return measure(model, configuration)
 
 
 def varied(workload: str, kept: str, seed: str) -> dict[str, float]:

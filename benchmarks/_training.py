@@ -256,12 +256,12 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def products(model: str) -> list[float]:
-    """Seconds of the products alone of an iteration of "fusedoptim, bfloat16", again and again."""
+def products(model: str, configuration: str) -> list[float]:
+    """Seconds of the products alone of an iteration, again and again."""
     torch.manual_seed(0)
     workload = WORKLOADS[model]
     task = workload.make()
-    training = CONFIGURATIONS["fusedoptim, bfloat16"](task.model.train())
+    training = CONFIGURATIONS[configuration](task.model.train())
     _iteration(task, training)
     with _Products() as recorded:
         _iteration(task, training)
