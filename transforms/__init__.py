@@ -2,11 +2,13 @@
 
 :func:`optimize` folds BatchNorms, removes Dropouts, casts to 16 bits and chooses the memory format.
 For training it fuses the optimizer's step and splits weights into bfloat16 halves. :func:`report`
-lists what it did and why; :func:`restore` undoes it.
+lists what it did and why; :func:`restore` undoes it. :func:`quantize` has convolutions and Linears
+compute in INT8.
 """
 
 from transforms.front_end import optimize
 from transforms.passes.channels_last import disable_auto_channels_last, enable_auto_channels_last
+from transforms.quantization.front_end import quantize
 from transforms.reports import Entry, NoEffectWarning, Report, report
 from transforms.undo import finalize, restore
 
@@ -20,6 +22,7 @@ __all__ = [
     "enable_auto_channels_last",
     "finalize",
     "optimize",
+    "quantize",
     "report",
     "restore",
 ]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from transforms.rewrites import plain_tensors, split, stand_ins
+from transforms.rewrites import int8, plain_tensors, split, stand_ins
 from transforms.rewrites.fused_step import is_schedulers
 from transforms.rewrites.packed import PackedModule
 
@@ -109,7 +109,8 @@ def check_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 def check_not_for_inference(model: nn.Module) -> None:
     """Raise if ``model``, which is to be trained, is optimized for inference."""
-    if plain_tensors.rewrites(model) or any(
+    is_rewritten = plain_tensors.rewrites(model) or int8.is_quantized(model)
+    if is_rewritten or any(
         stand_ins.is_stand_in(m) or isinstance(m, PackedModule) for m in model.modules()
     ):
         raise ValueError(

@@ -1,0 +1,1 @@
+"""Chooses, calibrates and compares what :func:`transforms.quantize` computes in INT8."""

@@ -1,0 +1,77 @@
+"""Which modules of a model may compute in INT8, and why others may not."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from transforms.rewrites.int8 import CLASSES, Int8Module
+from transforms.tracing.modules import has_computed_tensors, plain_kind
+
+_KINDS: tuple[type[nn.Module], ...] = tuple(CLASSES)
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def objections(model: nn.Module, keep: Sequence[str], is_dynamic: bool) -> dict[str, str | None]:
+    """For each convolution and Linear, by name: why it stays in floating point, or None.
+
+    Args:
+        model: in eval mode.
+        keep: names, or patterns of names, of modules that stay as they are, with all inside them.
+        is_dynamic: whether each call finds the range of its input.
+
+    Raises:
+        ValueError: one of ``keep`` is the name of no module.
+    """
+    kept = _kept(model, keep)
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, _KINDS) and not isinstance(module, Int8Module):
+            why = kept.get(name) or _objection(module)
+            if why is None and is_dynamic and not isinstance(module, nn.Linear):
+                why = "is a convolution: it needs the range of its input, so pass a loader"
+            found[name] = why
+    return found
+
+
+def _kept(model: nn.Module, keep: Sequence[str]) -> Mapping[str, str]:
+    """The modules that one of ``keep`` names, or that are inside of one, with the reason."""
+    names = [name for name, _ in model.named_modules() if name]
+    reasons: dict[str, str] = {}
+    for pattern in keep:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            raise ValueError(
+                f"keep: {pattern!r} is the name of no module; this {type(model).__name__} has "
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+            )
+        for match in matches:
+            for name in names:
+                if name == match or name.startswith(f"{match}."):
+                    reasons.setdefault(name, f"keep={pattern!r}")
+    return reasons
+
+
+def _objection(module: Any) -> str | None:
+    if has_computed_tensors(module):
+        return "has a weight that is computed from others (a parametrization)"
+    if plain_kind(module, _KINDS) is None or type(module) not in CLASSES:
+        return f"overrides its methods: {type(module).__name__} may differ"
+    weight = module.weight
+    if weight.device.type != "cpu":
+        return f"is on {weight.device}: oneDNN's INT8 is for the CPU"
+    if weight.dtype not in _DTYPES:
+        return f"is {weight.dtype}: INT8 replaces float32 and bfloat16"
+    if weight.numel() == 0:
+        return "has no weights"
+    if not bool(weight.isfinite().all()):
+        return "has weights that are infinite or NaN"
+    if isinstance(getattr(module, "padding", None), str):
+        return f"has padding={module.padding!r}: give it as numbers"
+    if getattr(module, "padding_mode", "zeros") != "zeros":
+        return f"has padding_mode={module.padding_mode!r}"
+    return None

@@ -1,0 +1,279 @@
+"""``quantize``: prepares the model, calibrates, and exchanges the classes of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from transforms.inputs.arguments import check_halves, check_model, check_no_copied_halves
+from transforms.inputs.copies import copy_pair
+from transforms.inputs.options import Options
+from transforms.passes import INFERENCE
+from transforms.passes.protocol import Job
+from transforms.quantization.calibration import Layers, calibrate, errors
+from transforms.quantization.candidates import objections
+from transforms.quantization.ranges import OBSERVERS
+from transforms.quantization.samples import Run, run_batch
+from transforms.reports import Entry, Report, attach, merged
+from transforms.rewrites import exchanged_class
+from transforms.rewrites.int8 import CLASSES, Int8, Range, is_quantized
+from transforms.rewrites.int8_operators import objection
+from transforms.rewrites.split import merge_copies
+
+__all__ = ["quantize"]
+
+KNOB = "quantize"
+"""The name of what is done here in the report."""
+_PREPARING = (
+    "conv_bn_folding",
+    "linear_bn_folding",
+    "replace_dropout_with_identity",
+    "auto_channels_last",
+)
+"""Passes that come first: a folded BatchNorm costs nothing, and INT8 is fastest channels last."""
+
+
+class _Choices(NamedTuple):
+    """The arguments of one call that concern what is quantized, and how."""
+
+    keep: Sequence[str]
+    max_error: float | None
+    is_dynamic: bool
+    ranges: str
+    max_batches: int | None
+    progress: bool | None
+    run: Run
+
+
+def quantize(
+    model: nn.Module,
+    loader: Iterable[Any] | None = None,
+    *,
+    dynamic: bool | None = None,
+    ranges: str = "mse",
+    keep: str | Sequence[str] = (),
+    max_error: float | None = None,
+    run: Callable[[nn.Module, Any], object] | None = None,
+    max_batches: int | None = None,
+    progress: bool | None = None,
+    inplace: bool = False,
+) -> Any:
+    r"""Have the convolutions and Linears of a model compute in INT8, for inference on the CPU.
+
+    .. math::
+        q(x) &= \mathrm{clip}(\mathrm{round}(x / s) + z), \qquad
+        \hat x = s\,(q(x) - z) \\
+        y &= \hat x\,\hat W^T + b
+
+    Activations have 8 bits, with a scale :math:`s` and a zero point :math:`z` for the whole tensor;
+    weights have 8 bits, with a scale for each output channel and the zero point 0. Products are
+    summed exactly, in 32 bits, and results are float32, or autocast's dtype. On processors that
+    cannot sum so (without VNNI or AMX) activations have 7 bits.
+
+    The model is first prepared as by :func:`transforms.optimize`: BatchNorms are folded, Dropouts
+    are removed, and the memory format is chosen. It keeps its class, hooks and names. Its
+    Parameters stay in floating point and take the memory that they took before: ``state_dict()``,
+    ``load_state_dict`` and in-place writes work as on the plain model, and a changed weight is
+    quantized again when it is next used. :func:`transforms.restore` undoes all, and
+    :func:`transforms.report` lists the layers with their errors, worst first.
+
+    Infinite values and NaN, and dtypes other than float32 and bfloat16, are computed in floating
+    point. In training mode, with gradients, in ``torch.export`` and in ``torch.compile`` with
+    ``fullgraph=True``, a layer in INT8 raises.
+
+    Args:
+        model: a module in eval mode on the CPU.
+        loader: batches of representative inputs, from which the ranges of activations and the
+            errors of layers are found: each a tensor, a tuple or list of arguments, or a dict of
+            keyword arguments. None for dynamic quantization.
+        dynamic: quantize only Linears, and take the range of their inputs from each call. None: if
+            there is no loader.
+        ranges: "mse", the range with the least mean squared error; "percentile", clips 0.01 percent
+            of the values; "min-max", clips none.
+        keep: names of modules, or patterns such as ``"*.head"``, which stay in floating point with
+            all inside them.
+        max_error: layers with a larger relative error stay in floating point: the norm of the
+            difference that INT8 makes to the output of the layer, over the norm of the output, on
+            the first two batches.
+        run: calls the model with a batch, as ``run(model, batch)``; by default as above.
+        max_batches: batches of the loader to use at most.
+        progress: whether to show a progress bar on stderr. None: for a long loader, on a terminal.
+            Without tqdm it is a line that counts.
+        inplace: rewrite the given model. Otherwise it is copied.
+
+    Returns:
+        the model.
+
+    Raises:
+        TypeError: the model is none, or cannot be copied; an argument of another type.
+        ValueError: training mode, a model that is quantized already, an empty loader or one that
+            yields what the model does not take, infinite values or NaN in calibration, an unknown
+            name in ``keep`` or ``ranges``, nothing to quantize.
+        RuntimeError: this torch lacks oneDNN's INT8 operators, or has others of their names.
+            Whatever is raised, nothing was changed.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import transforms
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()
+        ... ).eval()
+        >>> loader = torch.utils.data.DataLoader(torch.randn(64, 3, 16, 16), batch_size=16)
+        >>> quantized = transforms.quantize(model, loader)
+        >>> quantized[0]
+        Int8Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+        >>> with torch.no_grad():
+        ...     output = quantized(torch.randn(1, 3, 16, 16))
+        >>> [entry.where for entry in transforms.report(quantized).done("quantize")]
+        ['0']
+
+    Scheme: that of torch's ``X86InductorQuantizer`` (torchao): per-tensor activations, per-channel
+    weights, oneDNN's operators. Source: Jacob et al., "Quantization and Training of Neural Networks
+    for Efficient Integer-Arithmetic-Only Inference" (2018).
+    """
+    check_model(model)
+    choices = _checked(loader, dynamic, ranges, keep, max_error, max_batches, progress, run)
+    _check_flag("inplace", inplace)
+    if model.training:
+        raise ValueError(
+            "the model is in training mode, and INT8 is for inference: call model.eval()"
+        )
+    if is_quantized(model):
+        raise ValueError("the model is quantized already: call transforms.restore(model) first")
+    if (reason := objection()) is not None:
+        raise RuntimeError(reason)
+    if inplace:
+        check_halves(model, None)
+        check_no_copied_halves(model)
+    else:
+        model, _ = copy_pair(model, None)
+        merge_copies(model)
+    with ExitStack() as undo:
+        prepared = _prepare(model, undo)
+        entries = _quantize(model, loader, choices, undo)
+        report = Report(f"{type(model).__name__} for inference", {**prepared, KNOB: entries}, 0)
+        report = merged(model, report)
+        undo.pop_all()
+    attach(model, report)
+    return model
+
+
+def _checked(
+    loader: Any,
+    dynamic: Any,
+    ranges: Any,
+    keep: Any,
+    max_error: Any,
+    max_batches: Any,
+    progress: Any,
+    run: Any,
+) -> _Choices:
+    """The choices; raises for what is of another type, or unknown."""
+    for name, value in (("dynamic", dynamic), ("progress", progress)):
+        if value is not None:
+            _check_flag(name, value)
+    if loader is not None and not isinstance(loader, Iterable):
+        raise TypeError(f"loader is a {type(loader).__name__}, which yields no batches")
+    if dynamic is False and loader is None:
+        raise ValueError("dynamic=False needs a loader, to find the ranges of activations")
+    if ranges not in OBSERVERS:
+        raise ValueError(f"ranges={ranges!r} is unknown; use {', '.join(map(repr, OBSERVERS))}")
+    keep = [keep] if isinstance(keep, str) else keep
+    if not isinstance(keep, Sequence) or not all(isinstance(name, str) for name in keep):
+        raise TypeError(f"keep={keep!r} is not a name, or a sequence of names")
+    if max_error is not None and not max_error > 0:
+        raise ValueError(f"max_error={max_error!r} is not positive")
+    if max_error is not None and loader is None:
+        raise ValueError("max_error needs a loader, to find the errors of layers")
+    if max_batches is not None and not (isinstance(max_batches, int) and max_batches > 0):
+        raise ValueError(f"max_batches={max_batches!r} is not a positive number of batches")
+    if run is not None and not callable(run):
+        raise TypeError(f"run={run!r} cannot be called as run(model, batch)")
+    is_dynamic = loader is None if dynamic is None else dynamic
+    return _Choices(keep, max_error, is_dynamic, ranges, max_batches, progress, run or run_batch)
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is not True or False")
+
+
+def _prepare(model: nn.Module, undo: ExitStack) -> dict[str, Sequence[Entry]]:
+    """Run the passes that come first, and return their entries."""
+    passes = [each for each in INFERENCE if each.knob in _PREPARING]
+    knobs = {each.knob: each.default("O1") for each in passes}
+    job = Job(model, None, Options(None, knobs, frozenset()), None, undo)
+    return {each.knob: each.run(job) for each in passes if knobs[each.knob]}
+
+
+def _quantize(
+    model: nn.Module, loader: Iterable[Any] | None, choices: _Choices, undo: ExitStack
+) -> list[Entry]:
+    """Exchange the classes of layers; entries are all convolutions and Linears, worst first."""
+    modules = dict(model.named_modules())
+    reasons = objections(model, choices.keep, choices.is_dynamic)
+    layers: Layers = {name: modules[name] for name, why in reasons.items() if why is None}
+    computations, measured = _computations(model, layers, loader, choices)
+    for name in layers:
+        if name not in computations:
+            reasons[name] = "was not called in calibration"
+        elif choices.max_error is not None and not measured.get(name, 0.0) <= choices.max_error:
+            reasons[name] = (
+                f"its error would be {measured[name]:.2%}, above max_error={choices.max_error:.2%}"
+            )
+    chosen = [name for name, why in reasons.items() if why is None]
+    if not chosen:
+        _refuse(model, reasons)
+    for name in chosen:
+        layer = modules[name]
+        ours = CLASSES[type(layer)]
+        exchanged_class.exchange(layer, ours, undo, _fusedoptim_int8=computations[name])
+    done = [
+        _entry(name, modules[name], computations[name].range, measured.get(name)) for name in chosen
+    ]
+    done.sort(key=lambda entry: -1.0 if entry.error is None else -entry.error)
+    left = [
+        Entry(name, why, done=False, error=measured.get(name))
+        for name, why in reasons.items()
+        if why is not None
+    ]
+    return [*done, *left]
+
+
+def _computations(
+    model: nn.Module, layers: Layers, loader: Iterable[Any] | None, choices: _Choices
+) -> tuple[dict[str, Int8], dict[str, float]]:
+    """How each layer that is called may compute in INT8, and its error if there is a loader."""
+    found: dict[str, Range | None] = dict.fromkeys(layers)
+    batches: list[Any] = []
+    if loader is not None and layers:
+        observer = OBSERVERS[choices.ranges]
+        ranges, batches = calibrate(
+            model, layers, loader, choices.run, observer, choices.max_batches, choices.progress
+        )
+        found = {name: None if choices.is_dynamic else ranges[name] for name in ranges}
+    computations = {
+        name: CLASSES[type(layers[name])].computation(range_) for name, range_ in found.items()
+    }
+    called = {name: layers[name] for name in computations}
+    return computations, errors(model, called, computations, batches, choices.run)
+
+
+def _entry(name: str, layer: Any, range_: Range | None, error: float | None) -> Entry:
+    what = "INT8, range of each call" if range_ is None else "INT8"
+    if error is not None:
+        what = f"{what}, error {error:.2%}"
+    weight = layer.weight
+    saved = weight.numel() * (weight.element_size() - 1)
+    return Entry(name, what, bytes_saved=saved, error=error)
+
+
+def _refuse(model: nn.Module, reasons: dict[str, str | None]) -> None:
+    why = "; ".join(f"{name or 'the model'}: {why}" for name, why in list(reasons.items())[:5])
+    raise ValueError(
+        f"this {type(model).__name__} has nothing to quantize: "
+        f"{why or 'it has no convolutions and no Linears'}"
+    )

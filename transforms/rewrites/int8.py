@@ -1,0 +1,280 @@
+"""Convolutions and Linears that compute in INT8.
+
+A module keeps its Parameters, which are saved, loaded, moved and written to as before: the codes of
+its weight are made from them when it is called, and made again after they have changed. What it
+keeps beside them is the range of its input, or nothing if each call finds its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from fusedoptim._torch_private import is_forward_mode, transform_level
+from transforms.rewrites import int8_operators as operators
+from transforms.rewrites.int8_operators import Codes, Geometry, Grid
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the dimensions of an image with its batch."""
+
+
+class Range(NamedTuple):
+    """The values that a module's input has in calibration."""
+
+    low: float
+    high: float
+
+
+class _Packed(NamedTuple):
+    """A weight that is ready for the operators, and what it was made from."""
+
+    source: Callable[[], Tensor | None]
+    state: tuple[object, ...]
+    shape: tuple[int, ...]
+    weight: Tensor
+    scales: Tensor
+
+
+class Int8:
+    """How one module computes in INT8. A copy or pickle has its range, and packs by itself."""
+
+    def __init__(self, range_: Range | None) -> None:
+        self.range = range_
+        """None if each call finds its own."""
+        self._grid: Grid | None = None
+        self._packed: _Packed | None = None
+        self._missed: tuple[int, ...] | None = None
+
+    def __reduce__(self) -> tuple[type[Int8], tuple[Range | None]]:
+        return type(self), (self.range,)
+
+    def __deepcopy__(self, memo: object) -> Int8:
+        return type(self)(self.range)
+
+    def product(self, module: Any, x: Tensor) -> Tensor | None:
+        """What ``module`` returns for ``x``; None if that must be computed in floating point."""
+        dtype = _result_dtype(module, x)
+        if dtype is None or not self._takes(module, x):
+            return None
+        grid = self._grid_of(x)
+        codes = None if grid is None else operators.quantized_activation(x, grid)
+        if grid is None or codes is None:
+            return None
+        packed = self._weight(module.weight, grid, module, x)
+        if packed is None:
+            return None
+        bias = None if module.bias is None else module.bias.to(torch.float32)
+        return self._compute(module, codes, grid, packed, bias, dtype)
+
+    def _grid_of(self, x: Tensor) -> Grid | None:
+        """The grid of the codes; None if the values of ``x`` have none."""
+        if self.range is not None:
+            if self._grid is None:
+                self._grid = Grid.over(*self.range)
+            return self._grid
+        low, high = (bound.item() for bound in torch.aminmax(x))
+        return Grid.over(low, high) if abs(low) + abs(high) < torch.inf else None
+
+    def _weight(self, param: Tensor, grid: Grid, module: Any, x: Tensor) -> _Packed | None:
+        version = 0 if param.is_inference() else param._version
+        state = param.data_ptr(), version, param.dtype
+        shape = self._shape(x)
+        packed = self._packed
+        is_current = packed is not None and packed.state == state and packed.source() is param
+        if packed is not None and is_current:
+            self._missed, missed = (None if shape == packed.shape else shape), self._missed
+            if self._missed is None or self._missed != missed:
+                return packed  # for another shape too, unless it comes twice in a row
+        codes = operators.quantized_weight(param)
+        if codes is None:
+            return None
+        self._packed = None  # before another is made, so that there is never more than one
+        weight = self._pack(codes, grid, module, x)
+        packed = _Packed(weakref.ref(param), state, shape, weight, codes.scales)
+        self._packed = packed
+        return packed
+
+    def _shape(self, x: Tensor) -> tuple[int, ...]:
+        """What of the input's shape a weight is packed for; others are right, and slower."""
+        return ()
+
+    def _takes(self, module: Any, x: Tensor) -> bool:
+        """Whether the operators take this shape, which the module takes or refuses."""
+        raise NotImplementedError
+
+    def _pack(self, codes: Codes, grid: Grid, module: Any, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _compute(
+        self,
+        module: Any,
+        codes: Tensor,
+        grid: Grid,
+        packed: _Packed,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+class _OfLinear(Int8):
+    def _takes(self, module: Any, x: Tensor) -> bool:
+        return x.dim() > 0 and x.numel() > 0 and x.size(-1) == module.weight.size(1)
+
+    def _pack(self, codes: Codes, grid: Grid, module: Any, x: Tensor) -> Tensor:
+        return operators.pack_linear(codes.values)
+
+    def _compute(
+        self,
+        module: Any,
+        codes: Tensor,
+        grid: Grid,
+        packed: _Packed,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        return operators.linear(codes, grid, packed.weight, packed.scales, bias, dtype)
+
+
+class _OfConvolution(Int8):
+    def _takes(self, module: Any, x: Tensor) -> bool:
+        channels = module.weight.size(1) * module.groups
+        return x.dim() == module.weight.dim() and x.numel() > 0 and x.size(1) == channels
+
+    def _shape(self, x: Tensor) -> tuple[int, ...]:
+        return tuple(x.shape[1:])
+
+    def _pack(self, codes: Codes, grid: Grid, module: Any, x: Tensor) -> Tensor:
+        return operators.pack_convolution(codes, grid, _geometry(module), list(x.shape))
+
+    def _compute(
+        self,
+        module: Any,
+        codes: Tensor,
+        grid: Grid,
+        packed: _Packed,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        geometry = _geometry(module)
+        y = operators.convolution(codes, grid, packed.weight, packed.scales, bias, geometry, dtype)
+        # Later code may read strides: they are those of torch's convolution.
+        is_channels_last = _is_channels_last(codes) or _is_channels_last(module.weight)
+        return y if is_channels_last else y.contiguous()
+
+
+def _geometry(module: Any) -> Geometry:
+    return Geometry(module.stride, module.padding, module.dilation, module.groups)
+
+
+def _is_channels_last(t: Tensor) -> bool:
+    """Whether torch's convolutions compute in channels_last because of this tensor."""
+    layout = _MEMORY_FORMATS.get(t.dim())
+    return layout is not None and not t.is_contiguous() and t.is_contiguous(memory_format=layout)
+
+
+def _result_dtype(module: Any, x: Tensor) -> torch.dtype | None:
+    """The dtype of the result; None if INT8 does not serve these tensors here."""
+    weight, bias = module.weight, module.bias
+    if not (x.is_cpu and weight.is_cpu) or type(x) not in (Tensor, Parameter):
+        return None
+    if x.layout is not torch.strided or not torch.backends.mkldnn.enabled:
+        return None
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    elif weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype):
+        dtype = x.dtype
+    else:
+        return None  # torch's module raises
+    served = all(t in _DTYPES for t in (x.dtype, weight.dtype, dtype))
+    return dtype if served else None
+
+
+class Int8Module(nn.Module):
+    """What the modules in INT8 share."""
+
+    _fusedoptim_int8: Int8
+    computation: ClassVar[type[Int8]]
+    """How modules of this class compute."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        """Compute in INT8, up to rounding as torch's module does.
+
+        Values for which INT8 has no code, infinite ones and NaN, and dtypes other than float32 and
+        bfloat16 are computed by torch's module.
+
+        Raises:
+            RuntimeError: in training mode, with gradients, or where torch traces or compiles.
+        """
+        _check(self, input)
+        product = self._fusedoptim_int8.product(self, input)
+        result: Tensor = super().forward(input) if product is None else product
+        return result
+
+
+class Int8Linear(Int8Module, nn.Linear):
+    r""":math:`y = x W^T + b` in INT8."""
+
+    computation = _OfLinear
+
+
+class Int8Conv1d(Int8Module, nn.Conv1d):
+    """A convolution of sequences in INT8."""
+
+    computation = _OfConvolution
+
+
+class Int8Conv2d(Int8Module, nn.Conv2d):
+    """A convolution of images in INT8."""
+
+    computation = _OfConvolution
+
+
+class Int8Conv3d(Int8Module, nn.Conv3d):
+    """A convolution of volumes in INT8."""
+
+    computation = _OfConvolution
+
+
+CLASSES: dict[type[nn.Module], type[Int8Module]] = {
+    nn.Linear: Int8Linear,
+    nn.Conv1d: Int8Conv1d,
+    nn.Conv2d: Int8Conv2d,
+    nn.Conv3d: Int8Conv3d,
+}
+"""Our class for each of torch's."""
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a module of ``model`` computes in INT8."""
+    return any(isinstance(module, Int8Module) for module in model.modules())
+
+
+def _check(module: Int8Module, x: Any) -> None:
+    """Raise unless torch simply runs operators, and no gradient is wanted."""
+    name = type(module).__name__
+    if module.training:
+        raise RuntimeError(
+            f"this {name} computes in INT8, but is in training mode: call "
+            "transforms.restore(model) before training, or model.eval()"
+        )
+    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    if is_traced or transform_level() is not None or not isinstance(x, Tensor):
+        raise RuntimeError(
+            f"this {name} computes in INT8, and cannot be compiled, exported, traced or "
+            "transformed by torch.func: call transforms.restore(model) first"
+        )
+    if is_forward_mode() or (
+        torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in (x, module.weight, module.bias))
+    ):
+        raise RuntimeError(
+            f"this {name} computes in INT8, which has no gradients: call the model under "
+            "torch.no_grad(), or transforms.restore(model) to train it"
+        )
