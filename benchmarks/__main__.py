@@ -14,7 +14,7 @@ from benchmarks import _command
 NAMES = (
     *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
     *("dropout", "attention", "cross_entropy"),
-    *("iteration", "memory", "inference"),
+    *("iteration", "memory", "inference", "int8"),
     *("cores", "ranks"),
     *("fragmentation", "pool", "raw", "elementwise"),
 )

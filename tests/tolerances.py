@@ -309,6 +309,22 @@ def gelu_errors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     )
 
 
+def int8_errors(magnitudes: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The most by which a product of 8-bit codes may be off.
+
+    Codes are multiplied and summed in integers, which rounds nothing. Then seven roundings to
+    float32 are possible: of the sum, of the zero point's share in it and of their difference; of
+    both scales' product, and by it; of the sum with the bias; and of the bias itself.
+
+    Args:
+        magnitudes: the sum of the products' magnitudes, with the zero point's, in float64.
+        bias: broadcast to them.
+        dtype: of the result.
+    """
+    sizes = magnitudes if bias is None else magnitudes + bias.abs()
+    return (7 * unit_roundoff(torch.float32) + unit_roundoff(dtype)) * sizes
+
+
 class Perturbed(TorchDispatchMode):
     """Runs a float64 computation with all the roundings that one in ``dtype`` may make.
 

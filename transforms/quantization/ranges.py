@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from transforms.rewrites.int8 import Range
+from transforms.rewrites.int8_operators import code_bits
 
 _BINS = 2048
 _PERCENTILE = 0.9999
@@ -48,18 +49,22 @@ class MinMax:
 
 
 class _Histogram:
-    """Counts of the values between the smallest and the largest, in bins of equal width."""
+    """Counts of the values in bins of equal width, from the smallest value to the largest and 0."""
 
     def __init__(self) -> None:
         self._extremes = MinMax()
         self._counts = torch.zeros(_BINS, dtype=torch.float64)
         self._span = Range(0.0, 0.0)
+        self._rounded = 0
+        """How many values are not 0, whose code is exact."""
 
     def add(self, x: Tensor) -> None:
         """Count values."""
         values = x.detach().float().flatten()
         self._extremes.add(values)
-        span = self._extremes.range()
+        self._rounded += int(values.count_nonzero())
+        low, high = self._extremes.range()
+        span = Range(min(low, 0.0), max(high, 0.0))
         if span != self._span:
             self._counts = self._spread_over(span)
             self._span = span
@@ -102,13 +107,13 @@ class LeastError(_Histogram):
 
     def range(self) -> Range:
         """The best of some thousand ranges that contain zero."""
-        low, high = min(self._span.low, 0.0), max(self._span.high, 0.0)
+        low, high = self._span
         fractions = torch.arange(1, _CANDIDATES + 1, dtype=torch.float64) / _CANDIDATES
         lows = fractions * low if low < 0 else torch.zeros(1, dtype=torch.float64)
         highs = fractions * high if high > 0 else torch.zeros(1, dtype=torch.float64)
         clipped = self._clipped_below(lows)[:, None] + self._clipped_above(highs)[None]
-        steps = (highs[None] - lows[:, None]) / 255
-        errors = clipped + self._counts.sum() * steps**2 / 12
+        steps = (highs[None] - lows[:, None]) / (2 ** code_bits() - 1)
+        errors = clipped + self._rounded * steps**2 / 12
         best = divmod(int(errors.argmin()), len(highs))
         return Range(lows[best[0]].item(), highs[best[1]].item())
 

@@ -10,20 +10,14 @@ cannot.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim.allocator import processor_features
 from fusedoptim.raw import ElementwiseKernel
 
-_SUMS_IN_32_BITS = ("avx512_vnni", "avx_vnni", "amx_int8")
-_CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""Variables by which a user caps what oneDNN uses of the processor."""
-_WITHOUT_VNNI = ("SSE41", "AVX", "AVX2", "AVX512_CORE")
 _LARGEST_WEIGHT = 127  # -128 is not used: two products of it would not fit 16 bits
 _LEAST_SCALE = 2.0**-100  # its inverse is finite
 
@@ -58,10 +52,17 @@ class Codes(NamedTuple):
 
 @functools.cache
 def code_bits() -> int:
-    """Bits of an activation's code on this processor: 8, or 7 where sums of 16 bits saturate."""
-    cap = next((os.environ[name].upper() for name in _CAPS if os.environ.get(name)), "")
-    has = set(processor_features().split())
-    return 7 if cap in _WITHOUT_VNNI or has.isdisjoint(_SUMS_IN_32_BITS) else 8
+    """Bits of an activation's code: 8, or 7 where oneDNN's sums of two products saturate.
+
+    That depends on the processor, and on the variable ONEDNN_MAX_CPU_ISA. So it is tried.
+    """
+    grid = Grid(1.0, 0, 255)
+    rows = torch.full((16, 256), grid.largest, dtype=torch.uint8)
+    weight = torch.full((16, 256), _LARGEST_WEIGHT, dtype=torch.int8)
+    scales = torch.ones(16, dtype=torch.float32)
+    product = linear(rows, grid, pack_linear(weight), scales, None, torch.float32)
+    exact = 256 * grid.largest * _LARGEST_WEIGHT
+    return 8 if bool((product == exact).all()) else 7
 
 
 def quantized_weight(weight: Tensor) -> Codes | None:

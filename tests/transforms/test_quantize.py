@@ -1,0 +1,478 @@
+"""``transforms.quantize``: what it quantizes, reports, refuses and undoes; models agree."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import pickle
+import pydoc_data.topics
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fusedoptim import FusedAdamW, FusedSGD, transforms
+from tests.transforms.helpers import (
+    assert_same_state,
+    copied,
+    fingerprint,
+    without_addresses,
+)
+from transforms.quantization.ranges import OBSERVERS, LeastError, MinMax, Percentile
+from transforms.rewrites.int8 import Int8Conv2d, Int8Linear, Int8Module, is_quantized
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+KNOB = "quantize"
+
+
+def network() -> nn.Sequential:
+    """Convolutions with BatchNorms, one that cannot be quantized, and Linears."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding="same"),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 16),
+        nn.ReLU(),
+        nn.Linear(16, 4),
+    ).eval()
+    nn.init.uniform_(model[1].running_var, 0.5, 1.5)
+    return model
+
+
+def batches(count: int = 2) -> list[Tensor]:
+    return [torch.randn(8, 3, 12, 12) for _ in range(count)]
+
+
+def names(entries: list[transforms.Entry]) -> set[str]:
+    return {entry.where for entry in entries}
+
+
+def test_signature() -> None:
+    parameters = list(inspect.signature(transforms.quantize).parameters.values())
+    assert [p.name for p in parameters[:2]] == ["model", "loader"]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[2:])
+
+
+class TestStatic:
+    def test_layers_and_report(self) -> None:
+        plain = network()
+        ours = transforms.quantize(plain, batches())
+        assert [type(each) for each in (ours[0], ours[7], ours[9])] == [
+            Int8Conv2d, Int8Linear, Int8Linear,
+        ]  # fmt: skip
+        report = transforms.report(ours)
+        assert names(report.done(KNOB)) == {"0", "7", "9"}
+        assert report.left(KNOB)[0].what.startswith("has padding='same'")
+        assert names(report.done("conv_bn_folding")) == {"1"}
+        found = [entry.error for entry in report.done(KNOB)]
+        assert all(error is not None and 0 < error < 0.05 for error in found)
+        assert found == sorted(found, reverse=True)
+        assert report.bytes_saved(KNOB) == 3 * sum(ours[i].weight.numel() for i in (0, 7, 9))
+        assert "INT8, error" in str(report)
+        assert not is_quantized(plain)
+
+    def test_errors_are_those_of_the_layers(self) -> None:
+        model, batch = nn.Sequential(nn.Linear(64, 32)).eval(), torch.randn(50, 64)
+        ours = transforms.quantize(model, [batch])
+        with torch.no_grad():
+            expected = model(batch)
+            error = torch.dist(ours(batch), expected) / expected.norm()
+        (entry,) = transforms.report(ours).done(KNOB)
+        assert entry.error == pytest.approx(error.item(), rel=1e-4)
+
+    @pytest.mark.parametrize("ranges", OBSERVERS)
+    def test_output_is_near(self, ranges: str) -> None:
+        plain, data = network(), batches(4)
+        ours = transforms.quantize(plain, data, ranges=ranges)
+        with torch.no_grad():
+            for batch in data:
+                expected = plain(batch)
+                assert torch.dist(ours(batch), expected) < 0.05 * expected.norm()
+
+    def test_inplace(self) -> None:
+        model = network()
+        assert transforms.quantize(model, batches(), inplace=True) is model
+        assert is_quantized(model)
+
+    def test_optimized_model(self) -> None:
+        once = transforms.optimize(network())
+        ours = transforms.quantize(once, batches())
+        assert names(transforms.report(ours).done("conv_bn_folding")) == {"1"}
+        assert names(transforms.report(ours).done(KNOB)) == {"0", "7", "9"}
+
+    def test_hooks_see_what_they_saw(self) -> None:
+        model = network()
+        seen: list[str] = []
+        model[7].register_forward_pre_hook(lambda *_: seen.append("before"))
+        model[7].register_forward_hook(lambda *_: seen.append("after"))
+        ours = transforms.quantize(model, batches())
+        seen.clear()
+        with torch.no_grad():
+            ours(batches()[0])
+        assert seen == ["before", "after"]
+
+    def test_uncalled_layers_stay(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.used(input=x)  # type: ignore[no-any-return]
+
+        ours = transforms.quantize(Net().eval(), [torch.randn(5, 4)])
+        assert isinstance(ours.used, Int8Linear)
+        (entry,) = transforms.report(ours).left(KNOB)
+        assert (entry.where, entry.what) == ("unused", "was not called in calibration")
+
+    def test_layers_that_stay(self) -> None:
+        class Own(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) + 1
+
+        own = nn.Linear(4, 4)
+        own.forward = torch.relu  # type: ignore[method-assign]
+        parametrized = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        infinite = nn.Linear(4, 4)
+        nn.init.constant_(infinite.weight, torch.inf)
+        layers = [nn.Linear(4, 4), Own(4, 4), own, parametrized, infinite, nn.Linear(4, 4).double()]
+        model = nn.ModuleList(layers).eval()
+        ours = transforms.quantize(model, [torch.randn(5, 4)], run=lambda model, x: model[0](x))
+        reasons = {entry.where: entry.what for entry in transforms.report(ours).left(KNOB)}
+        for name, reason in (
+            ("1", "overrides its methods: Own"), ("2", "overrides its methods: Linear"),
+            ("3", "a parametrization"), ("4", "infinite or NaN"), ("5", "is torch.float64"),
+        ):  # fmt: skip
+            assert reason in reasons[name]
+
+    def test_loaders(self) -> None:
+        """A tensor, a tuple, a list, a dict, and pairs of images and labels."""
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(4, 2)
+
+            def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+                return self.linear(x if y is None else x + y)  # type: ignore[no-any-return]
+
+        model, x = Net().eval(), torch.randn(16, 4)
+        tokens = transformers.BatchEncoding({"x": x, "y": x})
+        for batch in (x, (x,), (x, x), [x, x], {"x": x, "y": x}, tokens):
+            assert is_quantized(transforms.quantize(model, iter([batch])))
+        pairs = DataLoader(TensorDataset(x, torch.arange(16)), batch_size=4)
+        ours = transforms.quantize(model, pairs, run=lambda model, batch: model(batch[0]))
+        assert is_quantized(ours)
+
+    def test_max_batches(self) -> None:
+        taken = []
+
+        def loader() -> Iterator[Tensor]:
+            for batch in batches(5):
+                taken.append(batch)
+                yield batch
+
+        transforms.quantize(network(), loader(), max_batches=3)
+        assert len(taken) == 3
+
+    def test_a_loader_that_reuses_its_memory(self) -> None:
+        """Errors are measured on the first batches, after the last one."""
+        memory = torch.empty(8, 3, 12, 12)
+        data = batches(4)
+
+        def loader() -> Iterator[Tensor]:
+            for batch in data:
+                yield memory.copy_(batch)
+
+        model = network()
+        found = [transforms.quantize(model, each) for each in (loader(), data)]
+        reports = [{e.where: e.error for e in transforms.report(ours).done(KNOB)} for ours in found]
+        assert reports[0] == pytest.approx(reports[1])
+
+
+class TestKeep:
+    def test_names_patterns_and_parents(self) -> None:
+        model = nn.ModuleDict(
+            {"body": network(), "head": nn.Linear(4, 2), "tail": nn.Linear(2, 2)}
+        ).eval()
+
+        def run(model: Any, x: Tensor) -> Tensor:
+            return model["tail"](model["head"](model["body"](x)))  # type: ignore[no-any-return]
+
+        for keep, kept in (
+            ("head", {"head"}), (["*ea*", "tail"], {"head", "tail"}),
+            ("body", {"body.0", "body.3", "body.7", "body.9"}), (["body.0"], {"body.0"}),
+        ):  # fmt: skip
+            ours = transforms.quantize(model, batches(), keep=keep, run=run)
+            report = transforms.report(ours)
+            assert names(report.left(KNOB)) == kept | {"body.3"}
+            assert any(entry.what.startswith("keep=") for entry in report.left(KNOB))
+
+    def test_max_error(self) -> None:
+        model, data = network(), batches()
+        errors = {
+            e.where: e.error for e in transforms.report(transforms.quantize(model, data)).done(KNOB)
+        }
+        worst = max(errors, key=lambda name: errors[name] or 0)
+        bound = sorted(error for error in errors.values() if error is not None)[-2]
+        report = transforms.report(transforms.quantize(model, data, max_error=bound * 1.001))
+        assert names(report.done(KNOB)) == errors.keys() - {worst}
+        (entry,) = (entry for entry in report.left(KNOB) if entry.where == worst)
+        assert "above max_error=" in entry.what
+        assert entry.error == pytest.approx(errors[worst])
+
+
+class TestDynamic:
+    def test_linears_only(self) -> None:
+        ours = transforms.quantize(network())
+        report = transforms.report(ours)
+        assert names(report.done(KNOB)) == {"7", "9"}
+        assert {e.where: e.what for e in report.left(KNOB)}["0"].endswith("so pass a loader")
+        assert all(entry.error is None for entry in report.done(KNOB))
+
+    def test_with_a_loader_it_reports_errors(self) -> None:
+        ours = transforms.quantize(network(), batches(), dynamic=True)
+        found = transforms.report(ours).done(KNOB)
+        assert names(found) == {"7", "9"}
+        assert all(entry.error for entry in found)
+        assert ours[7]._fusedoptim_int8.range is None
+
+
+class TestUndone:
+    def test_restore_restores_every_bit(self) -> None:
+        plain = network()
+        before = without_addresses(fingerprint(plain))
+        for is_optimized in (False, True):
+            if is_optimized:
+                transforms.optimize(plain, inplace=True)
+            transforms.quantize(plain, batches(), inplace=True)
+            transforms.restore(plain)
+            assert without_addresses(fingerprint(plain)) == before
+
+    def test_state_dict_is_the_plain_models(self) -> None:
+        plain = network()
+        before = copied(plain.state_dict())
+        ours = transforms.quantize(plain, batches())
+        assert_same_state(ours.state_dict(), before)
+
+    def test_another_checkpoint(self) -> None:
+        """Loading one quantizes its weights; ranges stay."""
+        ours, other = transforms.quantize(network(), batches()), network()
+        ours.load_state_dict(other.state_dict())
+        batch = batches(1)[0].clamp(-2, 2)
+        with torch.no_grad():
+            expected = other(batch)
+            assert torch.dist(ours(batch), expected) < 0.2 * expected.norm()
+
+    def test_copies_and_pickles(self) -> None:
+        ours, batch = transforms.quantize(network(), batches()), batches(1)[0]
+        with torch.no_grad():
+            expected = ours(batch)
+            for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+                assert torch.equal(twin(batch), expected)
+                transforms.restore(twin)
+                assert not is_quantized(twin)
+        assert is_quantized(ours)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+    def test_moves(self, dtype: torch.dtype) -> None:
+        """A model that is moved computes as the plain one does after that move."""
+        plain = network()
+        ours = transforms.quantize(plain, batches()).to(dtype)
+        batch = batches(1)[0].to(dtype)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(batch), plain.to(dtype)(batch), rtol=1e-2, atol=1e-2)
+        assert_same_state(ours.state_dict(), plain.state_dict())
+
+    def test_training_needs_restore(self) -> None:
+        ours = transforms.quantize(nn.Sequential(nn.Linear(4, 4)).eval()).train()
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"transforms\.restore\(model\) first"):
+            transforms.optimize(ours, optimizer)
+        transforms.restore(ours)(torch.randn(2, 4)).sum().backward()
+        assert ours[0].weight.grad is not None
+
+    def test_optimize_afterwards_leaves_it(self) -> None:
+        ours, batch = transforms.quantize(network(), batches()), batches(1)[0]
+        again = transforms.optimize(ours)
+        with torch.no_grad():
+            assert torch.equal(again(batch), ours(batch))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
+    "no module": (lambda: [1], {}, TypeError, "not a torch.nn.Module"),
+    "training mode": (lambda: network().train(), {}, ValueError, r"call model\.eval\(\)"),
+    "quantized": (
+        lambda: transforms.quantize(network()), {}, ValueError, r"already: call transforms\.res",
+    ),
+    "nothing": (lambda: nn.Sequential(nn.ReLU()).eval(), {}, ValueError, "no convolutions and no"),
+    "nothing but convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), {}, ValueError, "pass a loader",
+    ),
+    "all kept": (lambda: nn.Linear(4, 4).eval(), {"loader": []}, ValueError, "no batches"),
+    "empty loader": (network, {"loader": []}, ValueError, "loader has no batches"),
+    "no loader": (network, {"loader": 3}, TypeError, "loader is a int"),
+    "another batch": (network, {"loader": [{"x": 1}]}, ValueError, r"with batch 0.*run=lambda"),
+    "labels too": (
+        network, {"loader": [(torch.ones(2, 3, 8, 8), torch.ones(2))]}, ValueError, "batch 0",
+    ),
+    "no batch": (network, {"loader": [3]}, ValueError, "a batch is a int"),
+    "NaN": (
+        network, {"loader": [torch.full((2, 3, 8, 8), torch.nan)]}, ValueError,
+        "input of 0 is infinite or NaN",
+    ),
+    "unknown ranges": (network, {"ranges": "max"}, ValueError, "'min-max', 'percentile', 'mse'"),
+    "unknown name": (network, {"keep": "head"}, ValueError, "'head' is the name of no module"),
+    "keep of another type": (network, {"keep": [3]}, TypeError, "not a name"),
+    "dynamic of another type": (network, {"dynamic": 1}, TypeError, "not True or False"),
+    "inplace of another type": (network, {"inplace": 1}, TypeError, "not True or False"),
+    "static without loader": (network, {"dynamic": False}, ValueError, "needs a loader"),
+    "max_error": (network, {"max_error": 0, "loader": [0]}, ValueError, "is not positive"),
+    "max_error without loader": (network, {"max_error": 0.1}, ValueError, "needs a loader"),
+    "max_batches": (network, {"max_batches": 0}, ValueError, "positive number"),
+    "run": (network, {"run": 3}, TypeError, "cannot be called"),
+    "max_error too small": (
+        network, {"loader": [torch.ones(2, 3, 8, 8)], "max_error": 1e-9}, ValueError,
+        "nothing to quantize: 0: its error would be",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_changes(case: str) -> None:
+    make, arguments, kind, message = REFUSED[case]
+    model = make()
+    is_module = isinstance(model, nn.Module)
+    before = without_addresses(fingerprint(model)) if is_module else None
+    for inplace in ({"inplace": True}, {}) if "inplace" not in arguments else ({},):
+        with pytest.raises(kind, match=message):
+            transforms.quantize(model, **arguments, **inplace)
+        if is_module:
+            assert without_addresses(fingerprint(model)) == before
+
+
+class TestProgress:
+    def test_bar(self, capsys: pytest.CaptureFixture[str]) -> None:
+        transforms.quantize(network(), batches(3), progress=True)
+        assert "calibrating: 100%" in capsys.readouterr().err
+
+    def test_without_tqdm(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+        transforms.quantize(network(), batches(3), progress=True)
+        assert capsys.readouterr().err.endswith("calibrating: 3/3 batches\n")
+        transforms.quantize(network(), iter(batches(3)), progress=True)
+        assert capsys.readouterr().err.endswith("calibrating: 3 batches\n")
+
+    def test_silent(self, capsys: pytest.CaptureFixture[str]) -> None:
+        transforms.quantize(network(), batches(9))
+        transforms.quantize(network(), batches(9), progress=False)
+        assert capsys.readouterr().err == ""
+
+
+class TestRanges:
+    @pytest.mark.parametrize("observer", OBSERVERS.values())
+    def test_of_one_batch_or_of_many(self, observer: Any) -> None:
+        """A range that grows keeps what was counted before, up to the width of a bin."""
+        values = torch.cat([torch.randn(1000) * scale for scale in (0.1, 3, 1)])
+        whole, parts = observer(), observer()
+        whole.add(values)
+        for part in values.split(500):
+            parts.add(part)
+        for one, other in zip(whole.range(), parts.range()):
+            assert one == pytest.approx(other, abs=0.1 * values.abs().max().item())
+
+    def test_min_max_clips_nothing(self) -> None:
+        values = torch.randn(100)
+        observer = MinMax()
+        observer.add(values)
+        assert observer.range() == (values.min().item(), values.max().item())
+
+    def test_least_error_is_at_most_min_maxs(self) -> None:
+        """An outlier in many values is clipped."""
+        values = torch.cat([torch.randn(1_000_000), torch.tensor([20.0])])
+
+        def squared_error(observer: Any) -> float:
+            observer.add(values)
+            low, high = observer.range()
+            step = (high - min(low, 0)) / 255
+            rounded = (values.double() / step).round() * step
+            clipped = rounded.clamp(min(low, 0), high)
+            return (clipped - values).square().mean().item()
+
+        least, all_of_them = squared_error(LeastError()), squared_error(MinMax())
+        assert least < 0.6 * all_of_them
+
+    def test_percentile_clips_outliers(self) -> None:
+        values = torch.cat([torch.rand(100_000), torch.tensor([100.0, -100.0])])
+        observer = Percentile()
+        observer.add(values)
+        low, high = observer.range()
+        assert -1 < low <= 0
+        assert 0.9 < high < 2
+
+
+class TestRealData:
+    def test_digits(self) -> None:
+        """A network that was trained on the digits puts at least 99% of them in the same class."""
+        from digits import load_data, train
+        from quantize import agreement, quantized
+
+        digits = load_data(seed=0)
+        plain = train("FusedSGD", FusedSGD, digits, epochs=2, seed=0).model.eval()
+        images = torch.cat([digits.test_images, digits.train_images])[:1000]
+        assert agreement(plain, quantized(plain, digits), images) >= 0.99
+
+    @pytest.mark.parametrize("is_dynamic", [False, True])
+    def test_sentences(self, is_dynamic: bool) -> None:
+        """A BERT that was trained to tell topics of Python's help apart agrees on 98% of 1,000."""
+        model, tokens = classifier_of_topics()
+        loader = None if is_dynamic else list(tokens[1000:1256].split(64))
+        ours = transforms.quantize(model, loader)
+        assert sum(isinstance(module, Int8Module) for module in ours.modules()) == 14
+        with torch.no_grad():
+            same = model(tokens[:1000]).logits.argmax(1) == ours(tokens[:1000]).logits.argmax(1)
+        assert same.double().mean().item() >= 0.98
+
+
+WORDS = 16
+"""of a sentence."""
+
+
+def classifier_of_topics() -> tuple[nn.Module, Tensor]:
+    """A small BERT that tells from which of the longest help texts words are, and the words."""
+    texts = sorted(pydoc_data.topics.topics.values(), key=len)[-6:]
+    words = [re.findall(r"\w+", text.lower()) for text in texts]
+    vocabulary = {word: i for i, word in enumerate(sorted({w for text in words for w in text}))}
+    numbers = [torch.tensor([vocabulary[word] for word in text]) for text in words]
+    rows = [each.unfold(0, WORDS, 5) for each in numbers]
+    tokens = torch.cat(rows)
+    labels = torch.cat([torch.full((len(each),), i) for i, each in enumerate(rows)])
+    order = torch.randperm(len(tokens))
+    tokens, labels = tokens[order], labels[order]
+    config = transformers.BertConfig(
+        vocab_size=len(vocabulary), hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=128, num_labels=len(rows), max_position_embeddings=WORDS,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config).train()
+    optimizer = FusedAdamW(model.parameters(), lr=2e-3)
+    for _ in range(3):
+        for x, y in zip(tokens.split(64), labels.split(64)):
+            model(x, labels=y).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.eval(), tokens
