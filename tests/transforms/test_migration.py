@@ -51,6 +51,13 @@ def test_every_knob_is_in_the_table_with_its_defaults() -> None:
     assert set(table) < set(inspect.signature(ipex.optimize).parameters)
 
 
+def test_quantization() -> None:
+    for loader in ([torch.randn(2, 3, 8, 8)], None):
+        quantized = ipex.quantize(make().eval(), loader)
+        with torch.no_grad():
+            assert quantized(torch.randn(2, 3, 8, 8)).shape == (2, 4)
+
+
 def test_knobs_that_do_not_exist() -> None:
     for name in rows("Knobs that do not exist"):
         for value in (None, False, True):

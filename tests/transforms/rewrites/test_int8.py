@@ -299,6 +299,13 @@ class TestRefused:
         with pytest.raises(RuntimeError, match="traced"):
             torch.fx.symbolic_trace(layer)
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own import
+    def test_compiled_models_run_them_uncompiled(self) -> None:
+        x = torch.randn(6, 40)
+        layer = quantized(nn.Linear(40, 8), x).requires_grad_(False)
+        compiled = torch.compile(nn.Sequential(layer, nn.ReLU()), backend="eager")
+        assert torch.equal(compiled(x), layer(x).relu())
+
 
 class TestOperators:
     def test_codes_round_to_nearest_and_clip(self) -> None:
