@@ -11,7 +11,7 @@ from transforms.inputs.arguments import check_halves, check_same_parameters
 from transforms.passes import INFERENCE, TRAINING
 from transforms.reports import attach, detach, find
 from transforms.reports import report as report_of
-from transforms.rewrites import exchanged_class, plain_tensors
+from transforms.rewrites import int8, plain_tensors
 from transforms.rewrites.fused_step import is_converted
 
 __all__ = ["finalize", "restore"]
@@ -56,7 +56,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         check_same_parameters(model, optimizer)
     check_halves(model, optimizer)
     plain_tensors.check_all(model)
-    exchanged_class.revert_all(model)  # of layers in INT8, so that passes see torch's classes
+    int8.revert_all(model)  # first, as it was done last
     for passes in (INFERENCE, TRAINING):  # a model is not optimized for training after inference
         for each in reversed(passes):
             each.undo(model, optimizer)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fusedoptim._torch_private import is_forward_mode, transform_level
+from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_operators as operators
 from transforms.rewrites.int8_operators import Codes, Geometry, Grid
 
@@ -254,6 +255,13 @@ CLASSES: dict[type[nn.Module], type[Int8Module]] = {
 def is_quantized(model: nn.Module) -> bool:
     """Whether a module of ``model`` computes in INT8."""
     return any(isinstance(module, Int8Module) for module in model.modules())
+
+
+def revert_all(model: nn.Module) -> None:
+    """Give all modules that compute in INT8 their own classes again."""
+    for module in model.modules():
+        if isinstance(module, Int8Module):
+            exchanged_class.revert_all(module)
 
 
 def _check(module: Int8Module, x: Any) -> None:
