@@ -118,7 +118,7 @@ def quantized_activation(x: Tensor, grid: Grid) -> Tensor | None:
 
 def _is_dense(x: Tensor) -> bool:
     """Whether the elements fill one piece of memory, each its own place."""
-    return torch.ops.aten.is_non_overlapping_and_dense(x)  # type: ignore[no-any-return]
+    return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x)
 
 
 def _in_memory(x: Tensor) -> Tensor:
@@ -136,11 +136,18 @@ def linear(
     x: Tensor, grid: Grid, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """The product of the codes of ``x`` and a packed weight, as numbers of ``dtype``."""
-    zeros = torch.zeros(len(scales), dtype=torch.int64)
-    y: Tensor = torch.ops.onednn.qlinear_pointwise(
+    zeros = _zero_points(len(scales))
+    y: Tensor = torch.ops.onednn.qlinear_pointwise.default(
         x, grid.scale, grid.zero_point, weight, scales, zeros, bias, 1.0, 0, dtype, "none", [], ""
     )
     return y
+
+
+@functools.cache
+def _zero_points(channels: int) -> Tensor:
+    """The zero points of a weight, which the operators only read."""
+    with torch.inference_mode(False):  # they outlive the caller's mode
+        return torch.zeros(channels, dtype=torch.int64)
 
 
 class Geometry(NamedTuple):
@@ -170,8 +177,8 @@ def convolution(
     dtype: torch.dtype,
 ) -> Tensor:
     """The convolution of the codes of ``x`` with a packed weight, channels last."""
-    zeros = torch.zeros(len(scales), dtype=torch.int64)
-    y: Tensor = torch.ops.onednn.qconv_pointwise(
+    zeros = _zero_points(len(scales))
+    y: Tensor = torch.ops.onednn.qconv_pointwise.default(
         x,
         grid.scale,
         grid.zero_point,
