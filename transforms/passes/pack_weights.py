@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class
+from transforms.rewrites.int8 import Int8Module
 from transforms.rewrites.packed import CLASSES, Pack, PackedModule, missing_operators
 from transforms.rewrites.watched_parameter import WatchedParameter, unwatch
 from transforms.tracing.modules import has_computed_tensors, plain_kind
@@ -58,6 +59,8 @@ def _unwatch(module: nn.Module) -> None:
 def _objection(module: nn.Module) -> str | None:
     if has_computed_tensors(module):
         return "has a weight that is computed from others (a parametrization)"
+    if isinstance(module, Int8Module):
+        return "computes in INT8"
     if type(module) not in CLASSES or plain_kind(module, (type(module),)) is None:
         return f"overrides its methods: {type(module).__name__} may differ"
     weight = module._parameters["weight"]

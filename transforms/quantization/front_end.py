@@ -17,10 +17,12 @@ from transforms.quantization.calibration import Layers, calibrate, errors
 from transforms.quantization.candidates import objections
 from transforms.quantization.ranges import OBSERVERS
 from transforms.quantization.samples import Run, run_batch
-from transforms.reports import Entry, Report, attach, merged
+from transforms.reports import Entry, Report, attach, find, merged
 from transforms.rewrites import exchanged_class
+from transforms.rewrites.fused_activation import FusedActivation
 from transforms.rewrites.int8 import CLASSES, Int8, Range, is_quantized
 from transforms.rewrites.int8_operators import objection
+from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.split import merge_copies
 
 __all__ = ["quantize"]
@@ -34,6 +36,7 @@ _PREPARING = (
     "auto_channels_last",
 )
 """Passes that come first: a folded BatchNorm costs nothing, and INT8 is fastest channels last."""
+_REPLACED = ("weights_prepack", "fuse")
 
 
 class _Choices(NamedTuple):
@@ -152,6 +155,7 @@ def quantize(
         model, _ = copy_pair(model, None)
         merge_copies(model)
     with ExitStack() as undo:
+        _unpack(model, undo)
         prepared = _prepare(model, undo)
         entries = _quantize(model, loader, choices, undo)
         report = Report(f"{type(model).__name__} for inference", {**prepared, KNOB: entries}, 0)
@@ -207,6 +211,17 @@ def _prepare(model: nn.Module, undo: ExitStack) -> dict[str, Sequence[Entry]]:
     knobs = {each.knob: each.default("O1") for each in passes}
     job = Job(model, None, Options(None, knobs, frozenset()), None, undo)
     return {each.knob: each.run(job) for each in passes if knobs[each.knob]}
+
+
+def _unpack(model: nn.Module, undo: ExitStack) -> None:
+    """Undo the passes of an earlier ``optimize`` that INT8 replaces."""
+    for module in model.modules():
+        if isinstance(module, PackedModule | FusedActivation):
+            exchanged_class.suspend(module, undo)
+    if (report := find(model)) is not None:
+        undo.callback(attach, model, report)
+        passes = {knob: done for knob, done in report.passes.items() if knob not in _REPLACED}
+        attach(model, report._replace(passes=passes))
 
 
 def _quantize(

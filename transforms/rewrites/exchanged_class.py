@@ -34,6 +34,19 @@ def revert_all(model: nn.Module) -> None:
         revert(module)
 
 
+def suspend(module: nn.Module, undo: ExitStack) -> None:
+    """Give ``module`` its own class again; ``undo`` gets a callback that exchanges it as before."""
+    ours, attributes = type(module), dict(vars(module))
+
+    def resume() -> None:
+        module.__class__ = ours
+        vars(module).clear()
+        vars(module).update(attributes)
+
+    undo.callback(resume)
+    revert(module)
+
+
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before an exchange, which computes the same."""
     own = vars(module)
