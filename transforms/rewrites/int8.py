@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fusedoptim._torch_private import is_forward_mode, transform_level
+from fusedoptim._torch_private import disable_dynamo, is_forward_mode, transform_level
 from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_operators as operators
 from transforms.rewrites.int8_operators import Codes, Geometry, Grid
@@ -210,9 +210,14 @@ class Int8Module(nn.Module):
         Values for which INT8 has no code, infinite ones and NaN, and dtypes other than float32 and
         bfloat16 are computed by torch's module.
 
+        torch.compile leaves it out of what it compiles.
+
         Raises:
-            RuntimeError: in training mode, with gradients, or where torch traces or compiles.
+            RuntimeError: in training mode, with gradients, or where torch exports or traces.
         """
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            untraced: Tensor = _untraced(self, input)
+            return untraced
         _check(self, input)
         product = self._fusedoptim_int8.product(self, input)
         result: Tensor = super().forward(input) if product is None else product
@@ -264,6 +269,12 @@ def revert_all(model: nn.Module) -> None:
             exchanged_class.revert_all(module)
 
 
+@disable_dynamo  # type: ignore[untyped-decorator]
+def _untraced(module: Int8Module, x: Tensor) -> Tensor:
+    """A call out of a model that torch.compile traces."""
+    return module.forward(x)
+
+
 def _check(module: Int8Module, x: Any) -> None:
     """Raise unless torch simply runs operators, and no gradient is wanted."""
     name = type(module).__name__
@@ -275,7 +286,7 @@ def _check(module: Int8Module, x: Any) -> None:
     is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     if is_traced or transform_level() is not None or not isinstance(x, Tensor):
         raise RuntimeError(
-            f"this {name} computes in INT8, and cannot be compiled, exported, traced or "
+            f"this {name} computes in INT8, and cannot be exported, traced or "
             "transformed by torch.func: call transforms.restore(model) first"
         )
     if is_forward_mode() or (
