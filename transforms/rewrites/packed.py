@@ -23,10 +23,10 @@ from torch.autograd import forward_ad
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.fused_activation import mark_activated, mark_free
 from transforms.rewrites.post_ops import NO_OP, PostOp, post_op
-from transforms.rewrites.watched_parameter import is_exposed, settle, watch
+from transforms.rewrites.watched_parameter import is_exposed, settle, uses, watch
 from transforms.tracing.modules import has_hooks
 
-_LEAST_PRODUCTS = 1 << 20
+LEAST_PRODUCTS = 1 << 20
 """Multiplications of a Linear from which oneDNN is faster: 768 x 768 takes 0.6 of MKL's time with
 four rows, and 1.3 with one."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +36,8 @@ class Signature(NamedTuple):
     """What a packed copy depends on."""
 
     address: int
-    version: int
+    version: tuple[int, int]
+    """how often the weight was written to, and its ``data`` used."""
     dtype: torch.dtype
     """in which the product is computed: autocast's, or the weight's."""
     layout: tuple[object, ...]
@@ -60,6 +61,8 @@ class Pack:
     def __init__(self) -> None:
         self._copy: Packed | None = None  # replaced as a whole: threads may call one module
         self._missed: Signature | None = None
+        self._useless: Signature | None = None
+        """For which oneDNN's layout is of no use."""
 
     def __reduce__(self) -> tuple[type[Pack], tuple[()]]:
         return Pack, ()
@@ -82,18 +85,21 @@ class Pack:
             layout: of the input.
             reorder: packs a weight of that dtype; None if that is of no use.
         """
-        signature = Signature(param.data_ptr(), param._version, dtype, layout)
+        signature = Signature(param.data_ptr(), (param._version, uses(param)), dtype, layout)
         kept = self._copy
         if kept is not None and kept.signature == signature:
             if kept.source() is param and not is_exposed(param):
                 return kept
         elif kept is not None and self._is_passing(signature, kept.signature):
             return None
-        if _is_shared(param) or not (watch(param) and settle(param)):
+        if signature == self._useless or is_shared(param) or not (watch(param) and settle(param)):
             return None
         self._copy = kept = None  # before the new one is made, so that there is never more than one
+        signature = signature._replace(version=(param._version, uses(param)))  # watched only now
         weight = reorder(param.detach().to(dtype))
-        if weight is not None:
+        if weight is None:
+            self._useless = signature
+        else:
             self._copy = kept = Packed(signature, weakref.ref(param), weight, {})
         return kept
 
@@ -104,7 +110,7 @@ class Pack:
         return is_passing
 
 
-def _is_shared(param: Tensor) -> bool:
+def is_shared(param: Tensor) -> bool:
     """Whether other processes may write into it."""
     storage: Any = param.untyped_storage()
     return bool(storage.is_shared())
@@ -203,7 +209,7 @@ class PackedLinear(PackedModule, nn.Linear):
         weight = self.weight
         bias: Tensor | None = self.bias
         columns = weight.size(1)
-        if x.size(-1) != columns or x.numel() // max(columns, 1) * weight.numel() < _LEAST_PRODUCTS:
+        if x.size(-1) != columns or x.numel() // max(columns, 1) * weight.numel() < LEAST_PRODUCTS:
             return None
         packed = self._fusedoptim_pack.of(weight, dtype, (), _reorder_linear)
         if packed is None:

@@ -12,6 +12,9 @@ _read = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
 _write = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 _exposed: Any = WeakIdKeyDictionary()
 """The parameters whose ``data`` was read or set since :func:`settle`."""
+_uses: Any = WeakIdKeyDictionary()
+"""How often ``data`` of each was read or set, counted over all of them."""
+_count = 0
 
 
 class WatchedParameter(nn.Parameter):
@@ -24,20 +27,37 @@ class WatchedParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The values, as torch returns them."""
-        _exposed[self] = True
+        _expose(self)
         result: Tensor = _read(self)
         return result
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        _exposed[self] = True
+        _expose(self)
         _write(self, values)
+
+
+def _expose(param: Tensor) -> None:
+    global _count
+    _count += 1
+    _exposed[param] = True
+    _uses[param] = _count
+
+
+def exposures() -> int:
+    """How often ``data`` of any watched Parameter was used."""
+    return _count
+
+
+def uses(param: Tensor) -> int:
+    """A number that changes whenever ``data`` of this Parameter is used."""
+    return int(_uses.get(param, 0))
 
 
 def watch(param: Tensor) -> bool:
     """Notice writes into a Parameter from now on; False if it is of an unknown class."""
     if type(param) is nn.Parameter:
-        _exposed[param] = True  # someone may hold its data already
+        _expose(param)  # someone may hold its data already
         param.__class__ = WatchedParameter
     return type(param) is WatchedParameter
 
@@ -45,8 +65,10 @@ def watch(param: Tensor) -> bool:
 def unwatch(param: Any) -> None:
     """Make a watched Parameter a plain one again; leave anything else."""
     if type(param) is WatchedParameter:
+        _expose(param)  # for those who still rely on it
         param.__class__ = nn.Parameter  # type: ignore[assignment]  # the class that it had
         _exposed.pop(param, None)
+        _uses.pop(param, None)
 
 
 def is_exposed(param: Tensor) -> bool:
