@@ -50,13 +50,19 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 class Comparison:
-    """The outputs of a model in eval mode for a sample, to be compared with its later outputs."""
+    """The outputs of a model in eval mode for a sample, to be compared with its later outputs.
 
-    def __init__(self, model: nn.Module, sample_input: Any) -> None:
+    With a dtype of 16 bits the model runs under autocast, as one whose weights are cast needs it.
+    """
+
+    def __init__(
+        self, model: nn.Module, sample_input: Any, dtype: torch.dtype | None = None
+    ) -> None:
         self._model = model
         self._sample = sample_input
+        self._dtype = dtype
         self._before = self._run()
-        self._is_repeatable = _difference(self._before, self._run()) is None
+        self._is_repeatable = self._to(self._run()) is None
 
     def difference(self) -> str | None:
         """How the model's output differs from before; None if it does not, or is random."""
@@ -66,7 +72,11 @@ class Comparison:
             after = self._run()
         except Exception as error:  # of any class: the model's own
             return f"the model failed with sample_input: {error}"
-        return _difference(self._before, after)
+        return self._to(after)
+
+    def _to(self, after: list[Tensor]) -> str | None:
+        precision = 0.0 if self._dtype is None else torch.finfo(self._dtype).eps
+        return _difference(self._before, after, precision)
 
     def _run(self) -> list[Tensor]:
         sample = _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self._sample)
@@ -74,7 +84,8 @@ class Comparison:
         kind = next(iter(others)).type if others else "cuda"
         with torch.no_grad(), torch.random.fork_rng(others, device_type=kind):
             torch.manual_seed(0)
-            output = caller(self._model, sample)()
+            with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype is not None):
+                output = caller(self._model, sample)()
         return [t.detach().clone() for t in _tensors(output)]
 
 
@@ -93,18 +104,18 @@ def _tensors(output: object) -> Iterator[Tensor]:
             yield from _tensors(getattr(output, field.name))
 
 
-def _difference(before: list[Tensor], after: list[Tensor]) -> str | None:
+def _difference(before: list[Tensor], after: list[Tensor], precision: float) -> str | None:
     """How the outputs differ, if they differ by more than rounding.
 
     Folding changes roundings, and later layers may amplify them. So half of the digits must agree,
-    relative to the tensor's largest value.
+    relative to the tensor's largest value; those of ``precision``, if the outputs have more.
     """
     if [(t.shape, t.dtype) for t in before] != [(t.shape, t.dtype) for t in after]:
         return "the output for sample_input changed its shape or dtype"
     for expected, actual in zip(before, after):
         if not expected.is_floating_point() and not expected.is_complex():
             continue
-        tolerance = torch.finfo(expected.dtype).eps ** 0.5
+        tolerance = max(torch.finfo(expected.dtype).eps, precision) ** 0.5
         finite = expected[expected.isfinite()]
         largest = finite.abs().max().item() if finite.numel() else 0.0
         if not torch.allclose(actual, expected, rtol=0, atol=tolerance * largest, equal_nan=True):
