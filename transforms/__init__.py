@@ -1,12 +1,14 @@
 """Rewrites a model for inference, or a model and its optimizer for training.
 
 :func:`optimize` folds BatchNorms, removes Dropouts, casts to 16 bits and chooses the memory format.
+In graph mode it computes what torch.compile captures of the model, as :func:`graph_backend` does.
 For training it fuses the optimizer's step and splits weights into bfloat16 halves. :func:`report`
 lists what it did and why; :func:`restore` undoes it. :func:`quantize` has convolutions and Linears
 compute in INT8.
 """
 
 from transforms.front_end import optimize
+from transforms.graph.backend import graph_backend
 from transforms.passes.channels_last import disable_auto_channels_last, enable_auto_channels_last
 from transforms.quantization.front_end import quantize
 from transforms.reports import Entry, NoEffectWarning, Report, report
@@ -21,6 +23,7 @@ __all__ = [
     "disable_auto_channels_last",
     "enable_auto_channels_last",
     "finalize",
+    "graph_backend",
     "optimize",
     "quantize",
     "report",

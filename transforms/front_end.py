@@ -48,6 +48,7 @@ def optimize(
     auto_channels_last: bool | None = None,
     weights_prepack: bool | None = None,
     fuse: bool | None = None,
+    graph_mode: bool | None = None,
     sample_input: Any = None,
 ) -> Any:
     """Rewrite a model for inference, or a model and its optimizer for training.
@@ -101,6 +102,11 @@ def optimize(
         fuse: in eval mode, have convolutions and Linears with packed weights apply the activation
             after them, if nothing else gets their output: GELU, SiLU, hardswish, sigmoid, tanh and
             LeakyReLU by oneDNN; ReLU, ReLU6, Hardtanh and hardsigmoid in place.
+        graph_mode: in eval mode, capture the model by ``torch.compile`` and compute it by one plan
+            of calls, as the backend :func:`transforms.graph_backend` does. The first call, and the
+            first with other shapes or another gradient mode, takes seconds. Copies and pickles of
+            the model compute without it. Off at both levels. With a ``sample_input`` the model is
+            called once, and the report says what was captured.
         sample_input: a tensor, a tuple of arguments or a dict of keyword arguments. In eval mode
             the model is called with it before and after folding and dropping. A pass that changes
             the output by more than rounding is undone, and the report says so. The model is also
@@ -181,8 +187,13 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
     comparison = Comparison(job.model, job.sample_input) if is_compared else None
     done: dict[str, Sequence[Entry]] = {}
     for is_timed, group in itertools.groupby(chosen, key=lambda each: each.must_pay):
-        run = _run_and_time if is_timed and comparison is not None else _run_all
-        done |= run(list(group), job, comparison)
+        if is_timed and comparison is not None:
+            done |= _run_and_time(list(group), job, comparison)
+            continue
+        for each in group:
+            done[each.knob] = _run_one(each, job, comparison)
+            if comparison is not None and each.knob == DTYPE:  # what follows keeps the cast outputs
+                comparison = Comparison(job.model, job.sample_input, job.options.dtype)
     mode = "training" if job.model.training else "inference"
     title = f"{type(job.model).__name__} for {mode}"
     return Report(title, done, kept_bytes=0)

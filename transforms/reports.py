@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from torch import nn
 
-from transforms.rewrites import plain_tensors
+from transforms.rewrites import compiled_call, plain_tensors
 
 __all__ = ["Entry", "NoEffectWarning", "Report", "report"]
 
 _ATTRIBUTE = "_fusedoptim_report"
+_GRAPH = "graph_mode"
+_LOST = "a copy computes without it: call transforms.optimize(model, graph_mode=True, inplace=True)"
 _NAMES_SHOWN = 4
 _LINES_SHOWN = 3  # of the changes; all that was left is shown
 
@@ -223,4 +225,7 @@ def report(model: nn.Module) -> Report:
         ]
         for knob, entries in found.passes.items()
     }
+    if compiled_call.is_lost(model) and _GRAPH in passes:
+        done = [entry for entry in passes[_GRAPH] if entry.done]
+        passes[_GRAPH] = [entry._replace(what=_LOST, done=False) for entry in done]
     return found._replace(passes=passes, kept_bytes=plain_tensors.kept_bytes(model))

@@ -45,8 +45,9 @@ def test_every_knob_is_in_the_table_with_its_defaults() -> None:
     table = rows("Knobs")
     for each in (*INFERENCE, *TRAINING):
         if each.knob != "dtype":
-            assert table[each.knob][:2] == ["off", "on"]
-            assert [each.default(level) for level in ("O0", "O1")] == [False, True]
+            at_o1 = each.knob != "graph_mode"  # whose first call takes seconds
+            assert table[each.knob][:2] == ["off", "on" if at_o1 else "off"]
+            assert [each.default(level) for level in ("O0", "O1")] == [False, at_o1]
     assert set(table) == {*KNOBS, "inplace", "sample_input"}
     assert set(table) < set(inspect.signature(ipex.optimize).parameters)
 

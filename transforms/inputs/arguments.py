@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from transforms.rewrites import int8, plain_tensors, split, stand_ins
+from transforms.rewrites import compiled_call, int8, plain_tensors, split, stand_ins
 from transforms.rewrites.fused_step import is_schedulers
 from transforms.rewrites.packed import PackedModule
 
@@ -55,7 +55,8 @@ def _check_not_wrapped(name: str, module: nn.Module) -> None:
     # Only torch.compile imports this module, which takes seconds.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     is_compiled = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    if is_compiled or module._compiled_call_impl is not None:
+    has_call = module._compiled_call_impl is not None and not compiled_call.is_entered(module)
+    if is_compiled or has_call:
         raise TypeError(
             f"{name} is compiled: optimize the model first, then torch.compile what that returns"
         )
@@ -111,7 +112,8 @@ def check_not_for_inference(model: nn.Module) -> None:
     """Raise if ``model``, which is to be trained, is optimized for inference."""
     is_rewritten = plain_tensors.rewrites(model) or int8.is_quantized(model)
     if is_rewritten or any(
-        stand_ins.is_stand_in(m) or isinstance(m, PackedModule) for m in model.modules()
+        stand_ins.is_stand_in(m) or isinstance(m, PackedModule) or compiled_call.is_marked(m)
+        for m in model.modules()
     ):
         raise ValueError(
             "the model is optimized for inference: call transforms.restore(model) first, then "

@@ -14,6 +14,7 @@ from transforms.passes.fold_batch_norm import FoldIntoConvolutions, FoldIntoLine
 from transforms.passes.fuse import Fuse
 from transforms.passes.fuse_gelu import FuseGELU
 from transforms.passes.fuse_step import FuseStep
+from transforms.passes.graph_mode import GraphMode
 from transforms.passes.pack_weights import PackWeights
 from transforms.passes.parallel_dropout import ParallelDropout
 from transforms.passes.protocol import Pass
@@ -28,8 +29,10 @@ INFERENCE: Sequence[Pass] = (
     _CHANNELS_LAST,
     PackWeights(),
     Fuse(),
+    GraphMode(),
 )
-"""For a model in eval mode: passes that change values first, then those that change layouts."""
+"""For a model in eval mode: passes that change values first, then those that change layouts, and
+GraphMode last, which captures what they made."""
 TRAINING: Sequence[Pass] = (
     FuseStep(),
     ParallelDropout(),

@@ -22,7 +22,8 @@ def test_signature() -> None:
         *("model", "optimizer", "dtype", "level", "inplace"),
         *("conv_bn_folding", "linear_bn_folding", "replace_dropout_with_identity"),
         *("split_master_weight_for_bf16", "fuse_update_step", "parallel_dropout"),
-        *("fuse_gelu", "auto_channels_last", "weights_prepack", "fuse", "sample_input"),
+        *("fuse_gelu", "auto_channels_last", "weights_prepack", "fuse", "graph_mode"),
+        "sample_input",
     ]
     for name in list(parameters)[2:]:
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY

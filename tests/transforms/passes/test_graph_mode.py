@@ -1,0 +1,238 @@
+"""``optimize(graph_mode=True)`` and the backend: right, reported, undone, and not copied."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+import torch
+from torch import Tensor, nn
+
+from fusedoptim import transforms
+from tests.fusedoptim.helpers import run_script
+from tests.transforms.graph.helpers import LAST, Encoder, Residual, Squeezed
+from tests.transforms.helpers import (
+    assert_right,
+    assert_same_state,
+    copied,
+    fingerprint,
+    randomise,
+    without_addresses,
+)
+from transforms.graph import products
+from transforms.rewrites.watched_parameter import WatchedParameter
+
+KNOB = "graph_mode"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def images() -> Tensor:
+    return torch.randn(2, 3, 9, 9).to(memory_format=LAST)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_right_reported_and_restored(dtype: torch.dtype | None) -> None:
+    model, x = randomise(Residual()), images()
+    before, state = fingerprint(model), copied(model.state_dict())
+    ours = transforms.optimize(
+        model, inplace=True, graph_mode=True, auto_channels_last=True, dtype=dtype, sample_input=x
+    )
+    assert ours is model
+    (entry,) = transforms.report(ours).done(KNOB)
+    assert entry.what.startswith("1 graph; products packed: 4, additions fused: 2, ")
+    assert_same_state(ours.state_dict(), state)
+    plain = randomise(Residual())
+    plain.load_state_dict(state)
+    for _ in range(2):
+        assert_right(ours, plain, images(), dtype=dtype or torch.float32)
+    transforms.restore(ours)
+    assert without_addresses(fingerprint(ours)) == without_addresses(before)
+    assert all(type(p) is nn.Parameter for p in ours.parameters())
+    assert ours._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("make", [Squeezed, Encoder])
+def test_alone(make: type[nn.Module]) -> None:
+    model = randomise(make())
+    x = torch.randn(33, 24, 9, 9) if make is Squeezed else torch.randn(3, 31, 96)
+    ours = transforms.optimize(model, level="O0", graph_mode=True)
+    assert list(transforms.report(ours).passes) == [KNOB]
+    assert transforms.report(ours).done(KNOB)[0].what == "captured at the first call"
+    for _ in range(2):
+        assert_right(ours, model, x)
+    assert any(type(p) is WatchedParameter for p in ours.parameters())
+    transforms.restore(ours)
+    assert not any(type(p) is WatchedParameter for p in ours.parameters())
+
+
+def test_hooks_run() -> None:
+    model = randomise(Residual())
+    seen: list[object] = []
+    ours = transforms.optimize(model, graph_mode=True)
+    ours.register_forward_hook(lambda *args: seen.append(1))
+    ours.second.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    model.second.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    assert_right(ours, model, images())
+    assert seen
+
+
+def test_twice_and_copies() -> None:
+    model, x = randomise(Residual()), images()
+    ours = transforms.optimize(model, graph_mode=True, sample_input=x)
+    entries = transforms.report(ours).passes[KNOB]
+    assert transforms.optimize(ours, inplace=True, graph_mode=True) is ours
+    assert transforms.report(ours).passes[KNOB] == entries
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert other._compiled_call_impl is None
+        assert_right(other, model, x)
+        (left,) = transforms.report(other).left(KNOB)
+        assert "graph_mode=True, inplace=True" in left.what
+        again = transforms.optimize(other, inplace=True, graph_mode=True)
+        assert transforms.report(again).done(KNOB)
+        assert_right(again, model, x)
+        transforms.restore(again)
+        assert again._compiled_call_impl is None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by dynamo
+def test_states_and_training() -> None:
+    model, other = randomise(Residual()), randomise(Residual())
+    ours = transforms.optimize(model, graph_mode=True)
+    assert_right(ours, model, images())
+    ours.load_state_dict(copied(other.state_dict()))
+    assert_right(ours, other, images())
+    ours.train()
+    with pytest.raises(RuntimeError, match="folded for inference"):
+        ours(images())
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"transforms\.restore\(model\) first"):
+        transforms.optimize(ours, optimizer)
+    with pytest.raises(ValueError, match="graph_mode=True is for a model in eval mode"):
+        transforms.optimize(Residual(), torch.optim.SGD(Residual().parameters()), graph_mode=True)
+    encoder = Encoder()
+    ours = transforms.optimize(encoder.eval(), level="O0", graph_mode=True)
+    encoder.train()
+    ours.train()
+    x = torch.randn(3, 31, 96)
+    for each in (encoder, ours):
+        torch.manual_seed(0)
+        each(x).sum().backward()
+    for a, b in zip(ours.parameters(), encoder.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_models_of_torchs_own_modules_alone() -> None:
+    """And more of them than torch.compile compiles of one function."""
+    x = torch.randn(65, 257)
+    for columns in range(515, 525):
+        model = nn.Sequential(nn.Linear(257, columns), nn.GELU()).eval()
+        ours = transforms.optimize(model, graph_mode=True, sample_input=x)
+        (entry,) = transforms.report(ours).done(KNOB)
+        assert entry.what == "1 graph; products packed: 1, activations fused: 1, constants kept: 1"
+        assert_right(ours, model, x)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(257, 515)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = -x
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_graph_breaks_are_reported() -> None:
+    x = torch.randn(65, 257)
+    ours = transforms.optimize(Branching().eval(), graph_mode=True, sample_input=x)
+    report = transforms.report(ours)
+    assert report.done(KNOB)[0].what.startswith("2 graphs; products packed: 1")
+    assert any("ends early" in entry.what for entry in report.left(KNOB))
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise ValueError("not to be captured")
+        return x + 1
+
+
+def test_what_cannot_be_captured() -> None:
+    model = Failing().eval()
+    with pytest.warns(transforms.NoEffectWarning, match="captured no graph"):
+        ours = transforms.optimize(model, graph_mode=True, sample_input=torch.ones(3))
+    assert ours._compiled_call_impl is None
+    assert torch.equal(ours(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_a_result_that_differs_is_undone() -> None:
+    class Honest(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if torch.compiler.is_compiling() else x
+
+    with pytest.warns(transforms.NoEffectWarning, match="undone: the output for sample_input"):
+        ours = transforms.optimize(Honest().eval(), graph_mode=True, sample_input=torch.ones(3))
+    assert ours._compiled_call_impl is None
+
+
+def test_another_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_BINARY", "another")
+    message = "this torch has another _convolution_pointwise.binary"
+    with pytest.warns(transforms.NoEffectWarning, match=message):
+        transforms.optimize(Residual().eval(), graph_mode=True)
+    model, x = Encoder().eval(), torch.randn(3, 31, 96)
+    compiled = torch.compile(model, backend=transforms.graph_backend)
+    with torch.no_grad(), pytest.warns(UserWarning, match=message):
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_compiled_by_others() -> None:
+    model = Residual().eval()
+    model.compile(backend="eager")
+    with pytest.raises(TypeError, match=r"then torch\.compile"):
+        transforms.optimize(model, graph_mode=True)
+
+
+@pytest.mark.parametrize("given", [{"mode": "max-autotune"}, {"options": {"a": 1}}])
+def test_modes_and_options(given: dict[str, Any]) -> None:
+    compiled = torch.compile(nn.Linear(3, 3), backend=transforms.graph_backend, **given)
+    (name,) = given
+    with pytest.raises(Exception, match=f"the backend 'fusedoptim' has no {name}"):
+        compiled(torch.ones(2, 3))
+
+
+def test_by_name(tmp_path: Path) -> None:
+    """torch finds the backend by what pyproject.toml says of it, without an import of ours."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    group = "torch_dynamo_backends"
+    (point,) = project["project"]["entry-points"][group].items()
+    info = tmp_path / "fusedoptim_backend-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fusedoptim-backend\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{point[0]} = {point[1]}\n")
+    script = f"""
+import sys, torch
+sys.path.append({str(tmp_path)!r})
+model = torch.nn.Linear(300, 4000).eval()
+compiled = torch.compile(model, backend="fusedoptim", fullgraph=True)
+with torch.inference_mode():
+    x = torch.randn(65, 300)
+    torch.testing.assert_close(compiled(x), model(x))
+print("transforms.graph.plan" in sys.modules, type(model.weight).__name__)
+"""
+    assert run_script(script).stdout == "True WatchedParameter\n"
+    assert sys.modules["transforms.graph.backend"].graph_backend is transforms.graph_backend

@@ -1,0 +1,107 @@
+"""The backend of torch.compile: makes a plan of a captured graph, or says why not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from transforms.graph.operators import records_gradients, value
+from transforms.graph.plan import Plan
+from transforms.graph.products import absent_operators
+from transforms.graph.sources import can_be_source
+from transforms.rewrites.packed import missing_operators
+from transforms.rewrites.watched_parameter import WatchedParameter
+
+__all__ = ["graph_backend"]
+
+_PLAIN = (Tensor, nn.Parameter, WatchedParameter)
+
+
+def graph_backend(
+    graph: GraphModule, example_inputs: Sequence[Any], **options: Any
+) -> Callable[..., Any]:
+    """Compile a graph for inference on the CPU: the backend "fusedoptim" of ``torch.compile``.
+
+    It needs no C++ compiler. Convolutions and Linears compute with packed weights, which also
+    take the activation or addition that follows; BatchNorms are folded; what depends on parameters
+    and buffers alone is computed once; results are written over values that are no longer needed.
+    All other operators are torch's. Where gradients are recorded, the graph runs as it is. Changes
+    of the parameters are seen before the next call, except through NumPy arrays of them.
+
+    Args:
+        graph: what torch.compile captured.
+        example_inputs: its inputs.
+        **options: ``mode`` and ``options`` of ``torch.compile``, which this backend does not have.
+
+    Returns:
+        a function of the graph's inputs.
+
+    Raises:
+        ValueError: a mode or options.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import transforms
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU()).eval()
+        >>> compiled = torch.compile(model, backend=transforms.graph_backend)
+        >>> with torch.inference_mode():
+        ...     compiled(torch.zeros(2, 3)).shape
+        torch.Size([2, 4])
+
+    ``backend="fusedoptim"`` is the same.
+    """
+    for name, given in options.items():
+        raise ValueError(
+            f"{name}={given!r}: the backend 'fusedoptim' has no {name}; omit it in torch.compile"
+        )
+    absent = why_absent()
+    if absent is not None:
+        warnings.warn(f"the backend 'fusedoptim' does nothing: {absent}", stacklevel=2)
+        return graph.forward
+    return plan(graph, example_inputs) or graph.forward
+
+
+def why_absent() -> str | None:
+    """Why this torch cannot be used, if it cannot."""
+    absent = [*missing_operators(), *absent_operators()]
+    return f"this torch has another {', '.join(absent)} than torch 2.13" if absent else None
+
+
+def plan(graph: GraphModule, example_inputs: Sequence[Any]) -> Plan | None:
+    """A plan for a captured graph; None if the graph has to run as it is."""
+    if any(records_gradients(node) or _is_unsized(node) for node in graph.graph.nodes):
+        return None
+    tensors = [each for each in example_inputs if isinstance(each, Tensor)]
+    if not all(type(each) in _PLAIN and each.layout == torch.strided for each in tensors):
+        return None
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return None
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    sources = [
+        i
+        for i, (node, given) in enumerate(zip(placeholders, example_inputs, strict=True))
+        if _is_owned(node) and can_be_source(given)
+    ]
+    return Plan(graph, sources)
+
+
+def _is_unsized(node: Node) -> bool:
+    """Whether a shape depends on values, so that it is not known from the inputs' shapes."""
+    result = value(node)
+    sizes = result.shape if isinstance(result, Tensor) else (result,)
+    if not any(isinstance(size, torch.SymInt) for size in sizes):
+        return False
+    # torch.compile has imported it; it takes a second.
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(result))
+
+
+def _is_owned(node: Node) -> bool:
+    """Whether an input is a parameter or buffer of a module, as dynamo says."""
+    return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})

@@ -1,0 +1,220 @@
+"""From a captured graph to the calls of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch.fx import Graph, Node
+
+from transforms.graph import operators
+from transforms.graph.batch_norms import fold_batch_norms
+from transforms.graph.constants import constant_nodes, with_placeholders, worth_keeping
+from transforms.graph.in_place import overwrite
+from transforms.graph.operators import is_tensor, is_writing, value
+from transforms.graph.products import (
+    PLAIN,
+    Activation,
+    Product,
+    activation,
+    cast,
+    product,
+    products,
+    same_shape,
+    same_strides,
+)
+from transforms.graph.recording import Layouts
+from transforms.graph.simplify import drop_dropouts, purify, shorten
+
+
+class Counts(NamedTuple):
+    """How much of a graph was rewritten."""
+
+    folded: int = 0
+    """BatchNorms that went into a product."""
+    packed: int = 0
+    """Products with a packed weight."""
+    activations: int = 0
+    """Activations that oneDNN applies to a product."""
+    additions: int = 0
+    """Additions that oneDNN makes to a product."""
+    in_place: int = 0
+    """Functions that write over their input."""
+    constants: int = 0
+    """Constants that are kept, packed weights among them."""
+
+
+class Lowered(NamedTuple):
+    """A graph whose constants are arguments, after those of the captured one."""
+
+    graph: Graph
+    kept: list[Node]
+    """The constants, in :attr:`source`."""
+    source: Graph
+    """The graph that computes them."""
+    counts: Counts
+
+
+class Simplified(NamedTuple):
+    """A copy of a captured graph that computes the same by torch's own functions."""
+
+    graph: Graph
+    constants: set[Node]
+    folded: int
+
+    @property
+    def products(self) -> list[Product]:
+        """The products that may be packed."""
+        return products(self.graph, self.constants)
+
+
+def simplified(graph: Graph, sources: Sequence[int], folds: bool) -> Simplified:
+    """Copy a captured graph without Dropouts, with BatchNorms folded, and with few writes.
+
+    Args:
+        graph: as dynamo captured it.
+        sources: which arguments are parameters and buffers.
+        folds: whether BatchNorms are folded.
+    """
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    drop_dropouts(copy)
+    purify(copy)
+    placeholders = [node for node in copy.nodes if node.op == "placeholder"]
+    constants = constant_nodes(copy, [placeholders[i] for i in sources])
+    folded = fold_batch_norms(copy, constants) if folds else 0
+    return Simplified(copy, constants, folded)
+
+
+def lowered(given: Simplified, layouts: Layouts | None) -> Lowered:
+    """Pack the products, write in place, and separate the constants; ``given`` is used up.
+
+    Args:
+        given: the graph.
+        layouts: what was recorded for the shape of its inputs; without it, no convolution is
+            packed.
+    """
+    graph, constants = given.graph, given.constants
+    before = given.products
+    has_convolutions = any(each.is_convolution for each in before)
+    packing = _Packing(graph, constants, layouts)
+    for node in [each.node for each in before]:
+        current = product(node, constants)  # its input may have been replaced meanwhile
+        if current is not None:
+            packing.pack(current)
+
+    def steady(node: Node, target: Node) -> bool:
+        if layouts is not None:
+            return _stands_for(node, target, layouts)
+        return not has_convolutions and same_strides(node, target)
+
+    in_place = overwrite(graph, constants, steady)
+    kept = worth_keeping(graph, constants)
+    result = with_placeholders(graph, kept)
+    shorten(result)
+    counts = Counts(given.folded, *packing.counts, in_place, len(kept))
+    return Lowered(result, kept, graph, counts)
+
+
+_BEFORE = "fusedoptim_before"
+"""In the metadata of a packed product: the names of the nodes that it computes."""
+
+
+def _stands_for(node: Node, target: Node, layouts: Layouts) -> bool:
+    names = target.meta.get(_BEFORE, (target.name,))
+    return any((node.name, name) in layouts.steady for name in names)
+
+
+class _Packing:
+    """Replaces products, and what follows them, by oneDNN's operators."""
+
+    def __init__(self, graph: Graph, constants: set[Node], layouts: Layouts | None) -> None:
+        self._graph = graph
+        self._constants = constants
+        self._layouts = layouts
+        self._packed = self._activations = self._additions = 0
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Packed products, activations, additions."""
+        return self._packed, self._activations, self._additions
+
+    def pack(self, given: Product) -> None:
+        shape: tuple[int, ...] = ()
+        if given.is_convolution:
+            known = None if self._layouts is None else self._layouts.shapes.get(given.node.name)
+            if known is None:
+                return
+            shape = known
+        self._packed += 1
+        applied = self._activation(given)
+        other = None if applied else self._addend(given)
+        last = next(iter(given.node.users)) if applied or other is not None else given.node
+        with self._graph.inserting_before(last if other is not None else given.node):
+            x, weight, bias = self._operands(given, shape)
+            if other is None:
+                target, args = given.call(x, weight, bias, applied or PLAIN)
+            else:
+                target, args = given.call_and_add(x, other, weight, bias)
+            result = self._graph.call_function(target, args)
+        result.meta["example_value"] = value(last)
+        result.meta[_BEFORE] = tuple({given.node.name, last.name})
+        self._activations += applied is not None
+        self._additions += other is not None
+        last.replace_all_uses_with(result)
+        self._graph.erase_node(last)
+        if last is not given.node:
+            self._graph.erase_node(given.node)
+
+    def _operands(self, given: Product, shape: Sequence[int]) -> tuple[Any, Node, Any]:
+        x, bias = given.x, given.bias
+        if value(x).dtype != given.dtype:
+            x = self._graph.call_method("to", (x, given.dtype))
+        pack, args = given.packing(given.weight, shape)
+        weight = self._graph.call_function(pack, args)
+        self._constants.add(weight)
+        if bias is not None and value(bias).dtype != given.dtype:
+            bias = self._graph.call_function(cast, (bias, given.dtype))
+            self._constants.add(bias)
+        return x, weight, bias
+
+    def _user(self, given: Product) -> Node | None:
+        """The only function that uses a product, if what it returns has the same layout."""
+        node = given.node
+        if len(node.users) != 1:
+            return None
+        (user,) = node.users
+        if not is_tensor(user) or value(user).dtype != given.dtype or is_writing(user):
+            return None
+        if given.is_convolution:
+            assert self._layouts is not None
+            if (user.name, node.name) not in self._layouts.steady:
+                return None
+        return user
+
+    def _activation(self, given: Product) -> Activation | None:
+        user = self._user(given)
+        return None if user is None else activation(user, given)
+
+    def _addend(self, given: Product) -> Node | None:
+        """What is added to a product, if nothing is written in between."""
+        user = self._user(given)
+        if user is None or not given.takes_addition or operators.name(user) != "add":
+            return None
+        if len(user.args) != 2 or user.kwargs:
+            return None
+        first, second = user.args
+        other = second if first is given.node else first
+        if not isinstance(other, Node) or other is given.node or not is_tensor(other):
+            return None
+        if value(other).dtype != given.dtype or not same_shape(other, user):
+            return None
+        assert self._layouts is not None
+        if (user.name, other.name) not in self._layouts.steady:
+            return None
+        node = given.node.next
+        while node is not user:
+            if is_writing(node):
+                return None
+            node = node.next
+        return other

@@ -1,0 +1,247 @@
+"""What a node of a captured graph calls, what it may write into, and what its result may share.
+
+A function that is not known is assumed to write into all its inputs and to return a part of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_F = torch.nn.functional
+_NN = torch._C._nn
+
+_OPERATORS: dict[Any, str] = {
+    operator.add: "add",
+    operator.sub: "sub",
+    operator.mul: "mul",
+    operator.truediv: "div",
+    operator.pow: "pow",
+    operator.neg: "neg",
+    operator.matmul: "matmul",
+    operator.getitem: "getitem",
+    operator.eq: "eq",
+    operator.ne: "ne",
+    operator.lt: "lt",
+    operator.le: "le",
+    operator.gt: "gt",
+    operator.ge: "ge",
+    operator.iadd: "add_",
+    operator.isub: "sub_",
+    operator.imul: "mul_",
+    operator.itruediv: "div_",
+    operator.setitem: "setitem_",
+}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FRESH = _words(
+    """
+    abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d add addmm
+    amax amin arange argmax argmin avg_pool1d avg_pool2d avg_pool3d baddbmm batch_norm bmm cat celu
+    clamp clone conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d cos cumsum
+    div elu embedding eq erf exp eye full gather ge gelu group_norm gt hardsigmoid hardswish
+    hardtanh index_select layer_norm le leaky_relu linear linspace log log_softmax logical_and
+    logical_not logical_or logsigmoid lt masked_fill matmul max_pool2d maximum mean minimum mish mm
+    mul ne neg new_ones new_zeros norm ones pow prelu reciprocal relu relu6 rms_norm rsqrt
+    scaled_dot_product_attention selu sigmoid silu sin softmax softplus sqrt square stack std sub
+    sum tanh tril triu var where zeros
+    """
+)
+"""Functions whose result shares no memory with their inputs, and depends on nothing else."""
+_VIEWS = _words(
+    """
+    bfloat16 chunk contiguous detach expand expand_as flatten flip float getitem half narrow permute
+    repeat reshape roll select split squeeze swapaxes t to transpose type_as unflatten unsqueeze
+    view view_as
+    """
+)
+"""Functions that depend on their inputs only, and may return a part of them."""
+_OWN: set[Any] = set()
+"""Functions of this package whose result is fresh."""
+_GRADIENTS = "_set_grad_enabled"
+_CONTEXTS = (
+    *("_enter_autocast", "_exit_autocast", _GRADIENTS),
+    *("_enter_inference_mode", "_exit_inference_mode"),
+)
+_TRANSFORMS = ("torch._functorch", "torch._C._functorch", "torch.autograd.forward_ad")
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "linear": ("input", "weight", "bias"),
+    "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    "conv_transpose2d": (
+        *("input", "weight", "bias", "stride", "padding"),
+        *("output_padding", "groups", "dilation"),
+    ),
+    "gelu": ("input", "approximate"),
+    "add": ("input", "other", "alpha"),
+    "mul": ("input", "other"),
+    "addmm": ("input", "mat1", "mat2"),
+    **dict.fromkeys(("relu", "sigmoid", "tanh"), ("input",)),
+}
+"""The arguments of functions without a signature that Python can read."""
+PARAMETERS["conv1d"] = PARAMETERS["conv3d"] = PARAMETERS["conv2d"]
+PARAMETERS["conv_transpose1d"] = PARAMETERS["conv_transpose2d"]
+PARAMETERS["conv_transpose3d"] = PARAMETERS["conv_transpose2d"]
+
+
+def own(function: _Function) -> _Function:
+    """Register a function of ours: its result is fresh, and no context changes it."""
+    _OWN.add(function)
+    return function
+
+
+def is_own(node: Node) -> bool:
+    """Whether a node calls a function of ours."""
+    return node.op == "call_function" and node.target in _OWN
+
+
+def name(node: Node) -> str | None:
+    """The name of torch's function that a node calls; None if it calls anything else.
+
+    A function that writes into its first argument has a name that ends with an underscore.
+    """
+    if node.op == "call_method":
+        found = str(node.target)
+    elif node.op == "call_function":
+        target: Any = node.target
+        known = _OPERATORS.get(target) or _functions().get(target)
+        if known is None:
+            return None
+        found = known
+    else:
+        return None
+    return f"{found}_" if arguments(node).get("inplace") is True else found
+
+
+@functools.cache
+def _functions() -> dict[Any, str]:
+    """The functions of torch by object."""
+    kinds = (types.FunctionType, types.BuiltinFunctionType)
+    found: dict[Any, str] = {}
+    for namespace in (_F, torch, _NN):
+        for key, value in vars(namespace).items():
+            if isinstance(value, kinds) or type(value).__name__ == "builtin_function_or_method":
+                found.setdefault(value, key)
+    return found
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a node by name, with defaults; empty if their names are not known."""
+    target: Any = node.target
+    if isinstance(target, types.FunctionType):
+        bound = _signature(target).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+    if node.op == "call_method":
+        known = PARAMETERS.get(str(target))
+    else:
+        known = PARAMETERS.get(_OPERATORS.get(target) or _functions().get(target) or "")
+    if known is None or len(node.args) > len(known):
+        return dict(node.kwargs)
+    return {**dict(zip(known, node.args)), **node.kwargs}
+
+
+@functools.cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _is_functional(node: Node) -> bool:
+    """Whether a node calls an operator whose schema says that it writes and shares nothing."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    schema = target._schema
+    return not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
+
+
+def value(node: Any) -> Any:
+    """What a node returned while it was captured: a fake tensor, a number, or None."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether a node returns one tensor."""
+    return isinstance(value(node), Tensor)
+
+
+def is_context(node: Node) -> bool:
+    """Whether a node enters or leaves a context."""
+    return getattr(node.target, "__name__", "") in _CONTEXTS
+
+
+def records_gradients(node: Node) -> bool:
+    """Whether a node turns the recording of gradients on, or belongs to ``torch.func``."""
+    target: Any = node.target
+    if node.op == "call_method":
+        return bool(target == "requires_grad_")
+    if node.op != "call_function":
+        return False
+    if getattr(target, "__name__", "") == _GRADIENTS:
+        return node.args[:1] != (False,)
+    module = str(getattr(target, "__module__", ""))
+    return module.startswith(_TRANSFORMS) or target in _transforms()
+
+
+@functools.cache
+def _transforms() -> frozenset[Any]:
+    functions = vars(torch._C._functorch).values()
+    return frozenset(each for each in functions if isinstance(each, types.BuiltinFunctionType))
+
+
+def is_fresh(node: Node) -> bool:
+    """Whether the result shares no memory with anything else."""
+    return is_own(node) or _is_functional(node) or (name(node) in _FRESH and not is_writing(node))
+
+
+def is_pure(node: Node) -> bool:
+    """Whether the result depends on the inputs alone, and nothing is written."""
+    return is_own(node) or (name(node) in _FRESH | _VIEWS and not is_writing(node))
+
+
+def is_writing(node: Node) -> bool:
+    """Whether a node may write into a tensor that exists before."""
+    return any(True for _ in written(node))
+
+
+def written(node: Node) -> Iterator[Node]:
+    """The inputs of a node into which it may write."""
+    if not node.op.startswith("call") or is_context(node):
+        return
+    if is_own(node) or _is_functional(node):
+        return
+    called = name(node)
+    if called is not None and not _writes_more(node, called):
+        first = node.args[0] if node.args else None
+        if called.endswith("_") and not called.endswith("__") and isinstance(first, Node):
+            yield first
+    else:
+        yield from (each for each in node.all_input_nodes if not _is_number(each))
+
+
+def _is_number(node: Node) -> bool:
+    return isinstance(value(node), int | float | bool | torch.SymInt | torch.SymFloat)
+
+
+def _writes_more(node: Node, called: str) -> bool:
+    """Whether a function of torch may write into more than its first argument, or into another."""
+    given = arguments(node)
+    return (
+        node.kwargs.get("out") is not None
+        or (called == "batch_norm" and given.get("training") is not False)
+        or (called == "instance_norm" and given.get("use_input_stats") is not False)
+        or (called in ("embedding", "embedding_bag") and given.get("max_norm") is not None)
+        or called.startswith("_foreach")
+    )

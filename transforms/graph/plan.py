@@ -1,0 +1,188 @@
+"""What computes a captured graph: one function, and constants that are kept between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from transforms.graph.aliases import roots, written_roots
+from transforms.graph.batch_norms import NotFinite
+from transforms.graph.constants import Names, computed, inputs_of
+from transforms.graph.lowering import Counts, Lowered, lowered, simplified
+from transforms.graph.recording import Layouts, Recorder
+from transforms.graph.sources import CannotWatch, Snapshot
+from transforms.rewrites.packed import is_plain_call
+
+
+class _Variant:
+    """The function for inputs of one shape, or of any."""
+
+    def __init__(self, captured: GraphModule, lowered: Lowered, names: Names) -> None:
+        self.run: Callable[..., Any] = GraphModule(captured, lowered.graph, "Plan").forward
+        self.lowered = lowered
+        self.numbers = names.numbers(lowered.source, lowered.kept)
+        """Of its constants, which follow the captured graph's arguments."""
+
+
+class _LaidOut(NamedTuple):
+    """The function for inputs of one shape, with packed convolutions."""
+
+    key: tuple[object, ...]
+    """Shapes and strides of the inputs."""
+    variant: _Variant
+
+
+class _Kept(NamedTuple):
+    """What was computed from the sources in one state."""
+
+    snapshot: Snapshot
+    values: dict[int, Tensor]
+    """Constants by number."""
+    arguments: dict[_Variant, list[Tensor]]
+    """The constants of each variant, in order."""
+
+
+class Plan:
+    """Computes what a captured graph does, for inference, with constants kept between calls.
+
+    Wherever that may not be the same, the captured graph itself runs: where a gradient is
+    recorded, where someone may write into a parameter unseen, and under ``torch.func``.
+    """
+
+    def __init__(self, captured: GraphModule, sources: Sequence[int]) -> None:
+        self._captured = captured
+        self._plain: Callable[..., Any] = captured.forward
+        self._sources = list(sources)
+        self._folds = True
+        self._names = Names()
+        self._kept: _Kept | None = None
+        self._is_steady = True
+        self._missed: tuple[object, ...] | None = None
+        known = set(sources)
+        placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+        self._inputs = [i for i in range(len(placeholders)) if i not in known]
+        of = roots(captured.graph)
+        changed = written_roots(captured.graph, of)
+        self._written = [i for i in self._inputs if placeholders[i] in changed]
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Lower the graph for inputs of any shape; one for the shape that comes may follow."""
+        given = simplified(self._captured.graph, self._sources, self._folds)
+        convolutions = [each for each in given.products if each.is_convolution]
+        self._has_convolutions = bool(convolutions)
+        general = lowered(given, None)
+        self._general = _Variant(self._captured, general, self._names)
+        weights = [node for each in convolutions for node in (each.weight, each.bias) if node]
+        self._watched = inputs_of(general.source, [*general.kept, *weights])
+        """The sources that constants are computed of, now or for the shape that comes."""
+        self._laid_out: _LaidOut | None = None  # replaced as a whole: threads may call one model
+
+    @property
+    def counts(self) -> Counts:
+        """What was rewritten, for the shape of the inputs that came last."""
+        last = self._general if self._laid_out is None else self._laid_out.variant
+        return last.lowered.counts
+
+    def __call__(self, *args: Any) -> Any:
+        """Compute what the captured graph does."""
+        if not is_plain_call() or (torch.is_grad_enabled() and _needs_gradient(args)):
+            return self._plain(*args)
+        kept = self._current(args)
+        if kept is None or self._overlaps(kept, args):
+            return self._plain(*args)
+        try:
+            variant = self._general
+            if self._has_convolutions:
+                key, laid_out = self._key(args), self._laid_out
+                if laid_out is not None and laid_out.key == key:
+                    variant = laid_out.variant
+                elif not self._is_passing(key):
+                    return self._record(key, args)
+            constants = kept.arguments.get(variant)
+            if constants is None:
+                constants = self._computed(kept, variant, args)
+        except NotFinite:
+            return self._without_folding(args)
+        return variant.run(*args, *constants)
+
+    def _current(self, args: Sequence[Any]) -> _Kept | None:
+        """What is kept, if it is of the sources' current values.
+
+        After a change it is computed anew, but not at every call if they change before each.
+        """
+        kept = self._kept
+        if kept is not None and kept.snapshot.matches(args):
+            self._is_steady = True
+            return kept
+        was_steady, self._is_steady, self._kept = self._is_steady, False, None
+        try:
+            kept = _Kept(Snapshot(self._watched, args), {}, {})
+        except CannotWatch:
+            self._is_steady = True
+            return None
+        self._kept = kept
+        return kept if was_steady else None
+
+    def _computed(self, kept: _Kept, variant: _Variant, args: Sequence[Any]) -> list[Tensor]:
+        """The constants of a variant; those that none uses any more are dropped."""
+        source, nodes = variant.lowered.source, variant.lowered.kept
+        missing = [i for i, n in enumerate(variant.numbers) if n not in kept.values]
+        values = computed(source, [nodes[i] for i in missing], args)
+        kept.values.update((variant.numbers[i], v) for i, v in zip(missing, values))
+        result = [kept.values[number] for number in variant.numbers]
+        kept.arguments[variant] = result
+        return result
+
+    def _key(self, args: Sequence[Any]) -> tuple[object, ...]:
+        """What the layouts of the convolutions' inputs depend on."""
+        key: list[object] = [torch.get_num_threads()]
+        for i in self._inputs:
+            given = args[i]
+            key += (given.shape, given.stride()) if isinstance(given, Tensor) else (given,)
+        return tuple(key)
+
+    def _is_passing(self, key: tuple[object, ...]) -> bool:
+        """Whether an input's shape is new: then it must come twice in a row before it counts."""
+        is_passing = self._laid_out is not None and key != self._missed
+        self._missed = key
+        return is_passing
+
+    def _record(self, key: tuple[object, ...], args: Sequence[Any]) -> Any:
+        """Run the graph once, and lower it for the layouts that occur."""
+        given = simplified(self._captured.graph, self._sources, self._folds)
+        recorder = Recorder(GraphModule(self._captured, given.graph), given.products)
+        result = recorder.run(*args)
+        self._lay_out(key, recorder.layouts)
+        return result
+
+    def _lay_out(self, key: tuple[object, ...], layouts: Layouts) -> None:
+        given = simplified(self._captured.graph, self._sources, self._folds)
+        before = self._laid_out
+        variant = _Variant(self._captured, lowered(given, layouts), self._names)
+        self._laid_out = _LaidOut(key, variant)
+        kept = self._kept
+        if before is not None and kept is not None:
+            kept.arguments.pop(before.variant, None)
+            for number in set(before.variant.numbers) - {*variant.numbers, *self._general.numbers}:
+                kept.values.pop(number, None)
+
+    def _overlaps(self, kept: _Kept, args: Sequence[Any]) -> bool:
+        """Whether the graph may write into a source through another argument."""
+        return any(
+            args[i].untyped_storage().data_ptr() in kept.snapshot.storages for i in self._written
+        )
+
+    def _without_folding(self, args: Sequence[Any]) -> Any:
+        """Run the captured graph, and do not fold its BatchNorms any more."""
+        self._folds, self._kept = False, None
+        self._prepare()
+        return self._plain(*args)
+
+
+def _needs_gradient(args: Sequence[Any]) -> bool:
+    return any(isinstance(each, Tensor) and each.requires_grad for each in args)

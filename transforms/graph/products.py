@@ -1,0 +1,240 @@
+"""Convolutions and Linears of a graph, as oneDNN's operators with packed weights.
+
+oneDNN applies an activation, or adds another tensor, to a product that is still in the cache. Only
+what keeps NaN and infinity as torch does is left to it: its ReLU, ReLU6 and Hardsigmoid return a
+number for NaN, and its GELU by erf does for an infinite result of a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from transforms.graph import operators
+from transforms.graph.operators import arguments, is_writing, value
+from transforms.rewrites.packed import LEAST_PRODUCTS, supported_dtypes
+
+_OPS = torch.ops.mkldnn
+_DIMENSIONS = {"conv2d": 2, "conv3d": 3, "conv_transpose2d": 2}
+
+Activation = tuple[str, list[Any], str]
+"""What oneDNN's operators call an activation: name, numbers, and variant."""
+PLAIN: Activation = ("none", [], "")
+
+
+@operators.own
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in another dtype."""
+    return tensor.detach().to(dtype, copy=True)
+
+
+@operators.own
+def pack_linear(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight of a Linear in oneDNN's layout, good for any number of rows."""
+    weight = weight.detach().to(dtype).contiguous()
+    result: Tensor = _OPS._reorder_linear_weight(weight, None)
+    return result
+
+
+@operators.own
+def pack_columns(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The second matrix of ``torch.addmm`` in oneDNN's layout."""
+    return pack_linear(weight.t(), dtype)
+
+
+@operators.own
+def pack_convolution(weight: Tensor, dtype: torch.dtype, *geometry: Any) -> Tensor:
+    """The weight of a convolution: for padding, stride, dilation, groups and an input's shape."""
+    result: Tensor = _OPS._reorder_convolution_weight(weight.detach().to(dtype), *geometry)
+    return result
+
+
+@operators.own
+def pack_transposed(weight: Tensor, dtype: torch.dtype, *geometry: Any) -> Tensor:
+    """The same for a transposed one, with the padding of the output after that of the input."""
+    weight = weight.detach().to(dtype)
+    result: Tensor = _OPS._reorder_convolution_transpose_weight(weight, *geometry)
+    return result
+
+
+class Product(NamedTuple):
+    """A product of the graph that oneDNN may compute with a packed weight."""
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+    geometry: tuple[Any, ...]
+    """of a convolution: the numbers between the bias and the activation; else empty."""
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether the packed weight depends on the shape of the input."""
+        return bool(self.geometry)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is computed: autocast's, or the inputs'."""
+        result: torch.dtype = value(self.node).dtype
+        return result
+
+    def packing(self, weight: Any, shape: Sequence[int]) -> tuple[Callable[..., Tensor], Any]:
+        """The function that packs a weight, and its arguments, for an input of this shape."""
+        if not self.is_convolution:
+            is_linear = operators.name(self.node) == "linear"
+            return (pack_linear if is_linear else pack_columns), (weight, self.dtype)
+        is_transposed = operators.name(self.node) == "conv_transpose2d"
+        function = pack_transposed if is_transposed else pack_convolution
+        return function, (weight, self.dtype, *self.geometry, list(shape))
+
+    def call(self, x: Any, weight: Any, bias: Any, activation: Activation) -> tuple[Any, Any]:
+        """The operator for a packed weight, and its arguments."""
+        args = (x, weight, bias, *self.geometry, *activation)
+        return self._operator.default, args
+
+    def call_and_add(self, x: Any, other: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+        """The operator that adds ``other`` to a convolution, and its arguments."""
+        args = (x, other, weight, bias, *self.geometry, "add", None, None, [], None)
+        return _OPS._convolution_pointwise.binary, args
+
+    @property
+    def takes_addition(self) -> bool:
+        """Whether oneDNN adds to it: it does to Linears too, but slowly."""
+        return operators.name(self.node) in ("conv2d", "conv3d")
+
+    @property
+    def _operator(self) -> Any:
+        if not self.is_convolution:
+            return _OPS._linear_pointwise
+        if operators.name(self.node) == "conv_transpose2d":
+            return _OPS._convolution_transpose_pointwise
+        return _OPS._convolution_pointwise
+
+
+def products(graph: Graph, constants: set[Node]) -> list[Product]:
+    """The products of a graph whose weight is constant, and which gain from a packed one."""
+    found = (product(node, constants) for node in graph.nodes)
+    return [each for each in found if each is not None]
+
+
+def product(node: Node, constants: set[Node]) -> Product | None:
+    """The product that a node computes, if it is one of those."""
+    called = operators.name(node)
+    if called not in ("linear", "addmm", *_DIMENSIONS) or is_writing(node):
+        return None
+    a = arguments(node)
+    if called == "addmm":
+        if not a.keys() <= {"input", "mat1", "mat2"}:
+            return None
+        x, weight, bias = a.get("mat1"), a.get("mat2"), a.get("input")
+    else:
+        x, weight, bias = a.get("input"), a.get("weight"), a.get("bias")
+    if not all(operators.is_tensor(each) for each in (node, x, weight)):
+        return None
+    assert isinstance(x, Node)
+    assert isinstance(weight, Node)
+    if weight not in constants or not (bias is None or bias in constants):
+        return None
+    of = [value(each) for each in (x, weight, bias) if each is not None]
+    if any(t.device.type != "cpu" or not t.is_floating_point() for t in of):
+        return None
+    if value(node).dtype not in supported_dtypes():
+        return None
+    if called in ("linear", "addmm"):
+        is_fit = _pays(called, x, weight, bias)
+        return Product(node, x, weight, bias, ()) if is_fit else None
+    geometry = _geometry(called, a, x, weight)
+    return None if geometry is None else Product(node, x, weight, bias, geometry)
+
+
+def _pays(called: str, x: Node, weight: Node, bias: Node | None) -> bool:
+    """Whether a matrix product is a Linear's, and large enough for oneDNN."""
+    if value(weight).dim() != 2 or (bias is not None and value(bias).dim() != 1):
+        return False
+    columns = int(value(weight).shape[1 if called == "linear" else 0])
+    if called == "addmm" and int(value(bias).shape[0]) != int(value(weight).shape[1]):
+        return False
+    rows = _likely(value(x).numel()) // max(columns, 1)
+    return rows * int(value(weight).numel()) >= LEAST_PRODUCTS
+
+
+def _likely(size: Any) -> int:
+    """A size, or that of the input with which the graph was captured."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def _geometry(called: str, a: Mapping[str, Any], x: Node, weight: Node) -> tuple[Any, ...] | None:
+    count = _DIMENSIONS[called]
+    if value(x).dim() != count + 2 or value(weight).dim() != count + 2:
+        return None
+    padding, output_padding, stride, dilation = (
+        _expanded(a.get(key, default), count)
+        for key, default in (("padding", 0), ("output_padding", 0), ("stride", 1), ("dilation", 1))
+    )
+    groups = a.get("groups", 1)
+    if None in (padding, output_padding, stride, dilation) or not isinstance(groups, int):
+        return None
+    middle = (output_padding,) if called == "conv_transpose2d" else ()
+    return (padding, *middle, stride, dilation, groups)
+
+
+def _expanded(numbers: Any, count: int) -> list[int] | None:
+    """One number for each dimension; None for padding by name."""
+    if isinstance(numbers, int):
+        return [numbers] * count
+    if not isinstance(numbers, tuple | list) or not all(isinstance(n, int) for n in numbers):
+        return None
+    return list(numbers) * count if len(numbers) == 1 else list(numbers)
+
+
+def activation(node: Node, of: Product) -> Activation | None:
+    """What oneDNN calls the activation of a node, if its result for NaN and infinity is torch's."""
+    called, given = operators.name(node), arguments(node)
+    if called == "gelu":
+        kind = given.get("approximate", "none")
+        return None if kind == "none" and of.is_convolution else ("gelu", [], kind)
+    if called == "leaky_relu":
+        slope = given.get("negative_slope", 0.01)
+        return ("leaky_relu", [slope], "") if isinstance(slope, float) and slope != 0 else None
+    known = {"silu": "swish", "hardswish": "hardswish", "sigmoid": "sigmoid", "tanh": "tanh"}
+    return (known[called], [], "") if called in known else None
+
+
+def same_shape(a: Node, b: Node) -> bool:
+    """Whether two tensors have the same shape for every input of the graph."""
+    return _are_equal(tuple(value(a).shape), tuple(value(b).shape))
+
+
+def same_strides(a: Node, b: Node) -> bool:
+    """Whether two tensors had the same strides when the graph was captured, for every input."""
+    return _are_equal(value(a).stride(), value(b).stride())
+
+
+def _are_equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    # torch.compile has imported it; it takes a second.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
+    return len(a) == len(b) and bool(statically_known_true(sym_eq(a, b)))
+
+
+def absent_operators() -> list[str]:
+    """The operators beside those of :mod:`packed` that this torch lacks or has otherwise."""
+    packet: Any = getattr(_OPS, "_convolution_pointwise", None)
+    binary = getattr(packet, "binary", None)
+    return (
+        []
+        if binary is not None and str(binary._schema) == _BINARY
+        else ["_convolution_pointwise.binary"]
+    )
+
+
+_BINARY = (
+    "mkldnn::_convolution_pointwise.binary(Tensor X, Tensor other, Tensor W, Tensor? B, "
+    "int[] padding, int[] stride, int[] dilation, int groups, str binary_attr, Scalar? alpha, "
+    "str? unary_attr, Scalar?[] unary_scalars, str? unary_algorithm) -> Tensor Y"
+)
+"""As in torch 2.13."""

@@ -1,0 +1,61 @@
+"""Runs a graph once, and records the strides that its plan must keep.
+
+What oneDNN and functions that write over their input return may have other strides than what torch
+returns, and code that follows may depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+from torch.fx import GraphModule, Node
+
+from transforms.graph.products import PLAIN, Product
+
+
+class Layouts(NamedTuple):
+    """What was recorded for one shape of the inputs."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """By the name of each convolution that may be packed, the shape of its input."""
+    steady: frozenset[tuple[str, str]]
+    """Names of functions and of their inputs with equal strides."""
+
+
+class Recorder(fx.Interpreter):
+    """Runs a graph as it is."""
+
+    def __init__(self, graph: GraphModule, products: Sequence[Product]) -> None:
+        super().__init__(graph)
+        self._convolutions = {each.node: each for each in products if each.is_convolution}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._steady: set[tuple[str, str]] = set()
+
+    @property
+    def layouts(self) -> Layouts:
+        """What the run showed."""
+        return Layouts(self._shapes, frozenset(self._steady))
+
+    def run_node(self, n: Node) -> Any:
+        """Run a node, and compare strides."""
+        result = super().run_node(n)
+        if n in self._convolutions and isinstance(result, Tensor):
+            self._pack(self._convolutions[n], result)
+        if isinstance(result, Tensor):
+            for each in n.all_input_nodes:
+                given = self.env.get(each)
+                if isinstance(given, Tensor) and given.stride() == result.stride():
+                    self._steady.add((n.name, each.name))
+        return result
+
+    def _pack(self, product: Product, expected: Tensor) -> None:
+        x: Tensor = self.env[product.x]
+        if x.numel() == 0:
+            return
+        bias = None if product.bias is None else self.env[product.bias].to(product.dtype)
+        pack, args = product.packing(self.env[product.weight], x.shape)
+        operator, args = product.call(x.to(product.dtype), pack(*args), bias, PLAIN)
+        if operator(*args).stride() == expected.stride():
+            self._shapes[product.node.name] = tuple(x.shape)

@@ -1,0 +1,94 @@
+"""Notices every change of the parameters and buffers that constants were computed from.
+
+Parameters are watched, as those of packed modules are. A buffer has no class of its own by which to
+watch it, so it is compared with a copy, bit for bit; only small ones are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from transforms.rewrites.packed import is_shared
+from transforms.rewrites.watched_parameter import WatchedParameter, exposures, settle, uses, watch
+
+_MOST_BYTES = 1 << 16
+"""Of a buffer that is compared."""
+_version = attrgetter("_version")
+_address = Tensor.data_ptr
+_compare = ctypes.CDLL(None).memcmp
+_compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_compare.restype = ctypes.c_int
+
+
+def can_be_source(tensor: Any) -> bool:
+    """Whether every later change of a parameter or buffer will be noticed."""
+    if not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
+        return False
+    if tensor.is_inference() or tensor.layout != torch.strided:
+        return False
+    if isinstance(tensor, nn.Parameter):
+        return watch(tensor)
+    return type(tensor) is Tensor and tensor.is_contiguous() and tensor.nbytes <= _MOST_BYTES
+
+
+class Snapshot:
+    """The state of the sources among the arguments of a graph at one time."""
+
+    def __init__(self, positions: Sequence[int], args: Sequence[Any]) -> None:
+        """Raise CannotWatch if a later change could be missed."""
+        if not all(can_be_source(args[i]) for i in positions):
+            raise CannotWatch
+        params = [i for i in positions if type(args[i]) is WatchedParameter]
+        self._buffers = [(i, args[i], args[i].clone()) for i in positions if i not in set(params)]
+        self._get = _getter(params)
+        found = self._get(args)
+        if any(is_shared(args[i]) for i in positions) or not all(map(settle, found)):
+            raise CannotWatch
+        self._is_alive = True
+        self._references = [weakref.ref(param, self._died) for param in found]
+        self._ids = tuple(map(id, found))
+        self._versions = list(map(_version, found))
+        self._addresses = list(map(_address, found))
+        self._exposures, self._uses = exposures(), list(map(uses, found))
+        self.storages = {args[i].untyped_storage().data_ptr() for i in positions}
+
+    def _died(self, _: object) -> None:
+        self._is_alive = False  # another may get its id
+
+    def matches(self, args: Sequence[Any]) -> bool:
+        """Whether all sources are as they were."""
+        found = self._get(args)
+        if self._exposures != exposures():
+            now = exposures()
+            if list(map(uses, found)) != self._uses:
+                return False
+            self._exposures = now
+        return (
+            self._is_alive
+            and tuple(map(id, found)) == self._ids
+            and list(map(_version, found)) == self._versions
+            and list(map(_address, found)) == self._addresses
+            and all(
+                args[i] is before and _compare(before.data_ptr(), copy.data_ptr(), copy.nbytes) == 0
+                for i, before, copy in self._buffers
+            )
+        )
+
+
+class CannotWatch(Exception):
+    """Someone may write into a source unseen."""
+
+
+def _getter(positions: Sequence[int]) -> Any:
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    if positions:
+        return lambda args: (args[positions[0]],)
+    return lambda args: ()
