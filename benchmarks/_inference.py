@@ -137,11 +137,15 @@ def _cast(task: Task, dtype: torch.dtype) -> Infer:
     return _eager(Task(task.model.to(dtype), inputs), torch.float32)
 
 
-def _optimized(task: Task, dtype: torch.dtype, knows_batch: bool) -> Infer:
+def _optimized(
+    task: Task, dtype: torch.dtype, knows_batch: bool, graph_mode: bool = False
+) -> Infer:
     from fusedoptim import transforms
 
     sample = {"sample_input": task.inputs} if knows_batch else {}
-    model = transforms.optimize(task.model, dtype=dtype, inplace=True, **sample)
+    model = transforms.optimize(
+        task.model, dtype=dtype, inplace=True, graph_mode=graph_mode, **sample
+    )
     return _eager(task._replace(model=model), dtype)
 
 
@@ -211,7 +215,10 @@ CONFIGURATIONS = {
     "eager, all in bfloat16": Configuration(_cast, ("bfloat16",)),
     "fusedoptim": Configuration(functools.partial(_optimized, knows_batch=False)),
     "fusedoptim, sample input": Configuration(functools.partial(_optimized, knows_batch=True)),
-    "the same, memory kept": Configuration(_memory_kept, least_batch=16),
+    "fusedoptim, graph mode": Configuration(
+        functools.partial(_optimized, knows_batch=True, graph_mode=True)
+    ),
+    "sample input, memory kept": Configuration(_memory_kept, least_batch=16),
     "torch.compile": Configuration(functools.partial(_compiled, freezing=False)),
     "torch.compile, freezing": Configuration(functools.partial(_compiled, freezing=True)),
     **PEERS,
