@@ -110,7 +110,8 @@ def optimize(
         sample_input: a tensor, a tuple of arguments or a dict of keyword arguments. In eval mode
             the model is called with it before and after folding and dropping. A pass that changes
             the output by more than rounding is undone, and the report says so. The model is also
-            timed with it in both layouts.
+            timed with it in both layouts, and before and with packed weights; the report has these
+            times.
 
     Returns:
         the model; with an optimizer, a tuple of the model and the optimizer.
@@ -185,45 +186,39 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
     chosen = [each for each in passes if each.is_on(job.options)]
     is_compared = job.sample_input is not None and any(each.keeps_outputs for each in chosen)
     comparison = Comparison(job.model, job.sample_input) if is_compared else None
+    times = {"plain": _seconds(job)} if comparison is not None else {}
     done: dict[str, Sequence[Entry]] = {}
-    for is_timed, group in itertools.groupby(chosen, key=lambda each: each.must_pay):
-        if is_timed and comparison is not None:
-            done |= _run_and_time(list(group), job, comparison)
+    for must_pay, group in itertools.groupby(chosen, key=lambda each: each.must_pay):
+        if must_pay and comparison is not None:
+            done |= _run_and_time(list(group), job, comparison, times)
             continue
         for each in group:
             done[each.knob] = _run_one(each, job, comparison)
             if comparison is not None and each.knob == DTYPE:  # what follows keeps the cast outputs
                 comparison = Comparison(job.model, job.sample_input, job.options.dtype)
+    if times:
+        times["optimized"] = _seconds(job)
     mode = "training" if job.model.training else "inference"
     title = f"{type(job.model).__name__} for {mode}"
-    return Report(title, done, kept_bytes=0)
+    return Report(title, done, kept_bytes=0, seconds=times)
 
 
-Entries = dict[str, Sequence[Entry]]
-"""What passes did, by their knobs."""
-
-
-def _run_all(passes: Sequence[Pass], job: Job, comparison: Comparison | None) -> Entries:
-    return {each.knob: _run_one(each, job, comparison) for each in passes}
-
-
-def _run_and_time(passes: Sequence[Pass], job: Job, comparison: Comparison | None) -> Entries:
-    """Run passes, and undo those that nobody asked for if all together do not pay."""
-    before = _seconds(job)
+def _run_and_time(
+    passes: Sequence[Pass], job: Job, comparison: Comparison, times: dict[str, float]
+) -> dict[str, Sequence[Entry]]:
+    """Run passes; undo them if all together do not pay, and the call asks for none by name."""
+    names = " and ".join(each.knob for each in passes)
+    before = times[f"before {names}"] = _seconds(job)
     undo = job.undo.enter_context(ExitStack())
-    asked = job.options.explicit
-    done = _run_all([p for p in passes if p.knob in asked], job, comparison)
-    others = [p for p in passes if p.knob not in asked]
-    done |= _run_all(others, job._replace(undo=undo), comparison)
-    done = {each.knob: done[each.knob] for each in passes}
-    if not any(entry.done for each in others for entry in done[each.knob]):
+    done = {each.knob: _run_one(each, job._replace(undo=undo), comparison) for each in passes}
+    if not any(entry.done for entries in done.values() for entry in entries):
         return done
-    after = _seconds(job)
-    if after < before:
+    after = times[f"with {names}"] = _seconds(job)
+    if after < before or any(each.knob in job.options.explicit for each in passes):
         return done
     undo.close()
     why = f"not faster on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
-    return done | {each.knob: _undone(done[each.knob], why) for each in others}
+    return {knob: _undone(entries, why) for knob, entries in done.items()}
 
 
 def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[Entry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import nn
@@ -53,6 +54,9 @@ class Report(NamedTuple):
     """Bytes of memory that keep the plain tensors for ``restore`` and ``state_dict``."""
     is_final: bool = False
     """Whether ``finalize`` has freed that memory."""
+    seconds: Mapping[str, float] = MappingProxyType({})
+    """With a ``sample_input`` for inference: the time of a forward pass with it, in seconds, plain,
+    before and with passes that must pay, and optimized."""
 
     def done(self, knob: str) -> list[Entry]:
         """The changes of a pass; empty if it was off.
@@ -88,7 +92,7 @@ class Report(NamedTuple):
             lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
             if knob is not None:
                 lines += [f"    {line}" for line in self._details(knob)]
-        lines.append(self._footer())
+        lines += self._footer()
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -100,9 +104,10 @@ class Report(NamedTuple):
         header = "".join(
             f"<th>{name}</th>" for name in ("pass", "done", "left", "bytes saved", "details")
         )
+        footer = "<br>".join(map(html.escape, self._footer()))
         return (
             f"<table><caption>{html.escape(self.title)}</caption><thead><tr>{header}</tr></thead>"
-            f"<tbody>{''.join(rows)}</tbody></table><p>{html.escape(self._footer())}</p>"
+            f"<tbody>{''.join(rows)}</tbody></table><p>{footer}</p>"
         )
 
     def _totals(self) -> list[tuple[str, str, str, str]]:
@@ -123,8 +128,12 @@ class Report(NamedTuple):
         left = [f"left: {names}: {why}" for why, names in _grouped(self.left(knob))]
         return [*done, *left]
 
-    def _footer(self) -> str:
-        return f"kept for restore() and state_dict(): {format_bytes(self.kept_bytes)}"
+    def _footer(self) -> list[str]:
+        kept = f"kept for restore() and state_dict(): {format_bytes(self.kept_bytes)}"
+        if not self.seconds:
+            return [kept]
+        times = (f"{seconds * 1e3:.3g} ms {when}" for when, seconds in self.seconds.items())
+        return [f"on the sample: {', '.join(times)}", kept]
 
 
 def _grouped(entries: Iterable[Entry]) -> list[tuple[str, str]]:

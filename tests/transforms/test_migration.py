@@ -117,3 +117,10 @@ def test_what_is_different(row: str) -> None:
     assert error.__name__ in rows("What is different")[row][1]
     with pytest.raises(error):
         call()
+
+
+def test_verbose_names_packed_products(capfd: pytest.CaptureFixture[str]) -> None:
+    model = ipex.optimize(nn.Linear(257, 515).eval())
+    with torch.no_grad(), torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        model(torch.randn(65, 257))
+    assert "primitive,exec,cpu,inner_product" in capfd.readouterr().out

@@ -45,7 +45,7 @@ class Pass:
     must_pay: ClassVar[bool] = False
     """Whether it and its neighbours of the kind are undone if they do not make the sample faster.
 
-    Not if the call asks for it by name.
+    Not if the call asks for one of them by name.
     """
 
     def default(self, level: str) -> bool:
