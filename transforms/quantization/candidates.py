@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from transforms.rewrites.int8 import CLASSES, Int8Module
+from transforms.rewrites.watched_parameter import WatchedParameter
 from transforms.tracing.modules import has_computed_tensors, plain_kind
 
 _KINDS: tuple[type[nn.Module], ...] = tuple(CLASSES)
@@ -62,6 +63,8 @@ def _objection(module: Any) -> str | None:
     if plain_kind(module, _KINDS) is None or type(module) not in CLASSES:
         return f"overrides its methods: {type(module).__name__} may differ"
     weight = module.weight
+    if type(weight) not in (nn.Parameter, WatchedParameter):
+        return f"has a weight of class {type(weight).__name__}"
     if weight.device.type != "cpu":
         return f"is on {weight.device}: oneDNN's INT8 is for the CPU"
     if weight.dtype not in _DTYPES:

@@ -24,6 +24,7 @@ from transforms.rewrites.int8 import CLASSES, Int8, Range, is_quantized
 from transforms.rewrites.int8_operators import objection
 from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.split import merge_copies
+from transforms.rewrites.watched_parameter import unwatch
 
 __all__ = ["quantize"]
 
@@ -231,6 +232,7 @@ def _quantize(
     modules = dict(model.named_modules())
     reasons = objections(model, choices.keep, choices.is_dynamic)
     layers: Layers = {name: modules[name] for name, why in reasons.items() if why is None}
+    undo.callback(_unwatch, layers.values())
     computations, measured = _computations(model, layers, loader, choices)
     for name in layers:
         if name not in computations:
@@ -240,6 +242,7 @@ def _quantize(
                 f"its error would be {measured[name]:.2%}, above max_error={choices.max_error:.2%}"
             )
     chosen = [name for name, why in reasons.items() if why is None]
+    _unwatch(layers[name] for name in layers if reasons[name] is not None)
     if not chosen:
         _refuse(model, reasons)
     for name in chosen:
@@ -256,6 +259,12 @@ def _quantize(
         if why is not None
     ]
     return [*done, *left]
+
+
+def _unwatch(layers: Iterable[nn.Module]) -> None:
+    """Forget the weights that were packed to find an error."""
+    for layer in layers:
+        unwatch(layer._parameters.get("weight"))
 
 
 def _computations(

@@ -19,6 +19,7 @@ from fusedoptim._torch_private import disable_dynamo, is_forward_mode, transform
 from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_operators as operators
 from transforms.rewrites.int8_operators import Codes, Geometry, Grid
+from transforms.rewrites.watched_parameter import is_exposed, settle, unwatch, uses, watch
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -83,12 +84,11 @@ class Int8:
         return Grid.over(low, high) if abs(low) + abs(high) < torch.inf else None
 
     def _weight(self, param: Tensor, grid: Grid, module: Any, x: Tensor) -> _Packed | None:
-        version = 0 if param.is_inference() else param._version
-        state = param.data_ptr(), version, param.dtype
+        state = _state(param)
         shape = self._shape(x)
         packed = self._packed
         is_current = packed is not None and packed.state == state and packed.source() is param
-        if packed is not None and is_current:
+        if packed is not None and is_current and not is_exposed(param):
             self._missed, missed = (None if shape == packed.shape else shape), self._missed
             if self._missed is None or self._missed != missed:
                 return packed  # for another shape too, unless it comes twice in a row
@@ -97,8 +97,9 @@ class Int8:
             return None
         self._packed = None  # before another is made, so that there is never more than one
         weight = self._pack(codes, grid, module, x)
-        packed = _Packed(weakref.ref(param), state, shape, weight, codes.scales)
-        self._packed = packed
+        is_safe = watch(param) and settle(param)
+        packed = _Packed(weakref.ref(param), _state(param), shape, weight, codes.scales)
+        self._packed = packed if is_safe else None  # someone may still write past the counter
         return packed
 
     def _shape(self, x: Tensor) -> tuple[int, ...]:
@@ -168,6 +169,12 @@ class _OfConvolution(Int8):
         # Later code may read strides: they are those of torch's convolution.
         is_channels_last = _is_channels_last(codes) or _is_channels_last(module.weight)
         return y if is_channels_last else y.contiguous()
+
+
+def _state(param: Tensor) -> tuple[object, ...]:
+    """What changes whenever the values of a watched Parameter may have."""
+    version = 0 if param.is_inference() else param._version
+    return param.data_ptr(), version, uses(param), param.dtype
 
 
 def _geometry(module: Any) -> Geometry:
@@ -266,6 +273,7 @@ def revert_all(model: nn.Module) -> None:
     """Give all modules that compute in INT8 their own classes again."""
     for module in model.modules():
         if isinstance(module, Int8Module):
+            unwatch(module._parameters.get("weight"))
             exchanged_class.revert_all(module)
 
 

@@ -233,6 +233,20 @@ class TestWeights:
             layer.bias.mul_(2)
             torch.testing.assert_close(layer(x), 2 * before, rtol=1e-6, atol=1e-6)
 
+    def test_a_write_through_data_is_seen(self) -> None:
+        x = torch.randn(6, 40)
+        layer = quantized(nn.Linear(40, 8, bias=False), x)
+        with torch.no_grad():
+            before = layer(x)
+            alias = layer.weight.data
+            for factor in (2, 4):
+                alias.mul_(2)
+                torch.testing.assert_close(layer(x), factor * before, rtol=1e-6, atol=1e-6)
+            del alias
+            assert torch.equal(layer(x), layer(x))
+            layer.weight.data.mul_(2)
+            torch.testing.assert_close(layer(x), 8 * before, rtol=1e-6, atol=1e-6)
+
     def test_another_shape_of_images(self) -> None:
         """A weight is packed for one shape, and right for all."""
         plain = nn.Conv2d(16, 24, 3, padding=1)
