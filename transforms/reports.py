@@ -211,6 +211,9 @@ def report(model: nn.Module) -> Report:
         replace_dropout_with_identity     0     0          0 B
         auto_channels_last                1     0          0 B
             weight in channels_last: 0
+        weights_prepack                   1     0          0 B
+            weight packed at the first call: 0
+        fuse                              0     0          0 B
         kept for restore() and state_dict(): 1.03 kB
     """
     found = find(model)
