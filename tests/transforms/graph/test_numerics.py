@@ -44,7 +44,7 @@ def test_blocks(name: str, dtype: torch.dtype, layout: torch.memory_format) -> N
         if dtype == torch.float64:
             double = copy.deepcopy(model).double()
             with torch.no_grad():
-                assert_as_eager(torch.compile(double, backend=ours._backend), double, x.double())
+                assert_as_eager(torch.compile(double, backend=ours.backend), double, x.double())
         else:
             assert_right(ours, model, x, dtype=dtype)
     assert ours.is_kept()
