@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import nn
@@ -54,7 +53,7 @@ class Report(NamedTuple):
     """Bytes of memory that keep the plain tensors for ``restore`` and ``state_dict``."""
     is_final: bool = False
     """Whether ``finalize`` has freed that memory."""
-    seconds: Mapping[str, float] = MappingProxyType({})
+    seconds: Mapping[str, float] = {}
     """With a ``sample_input`` for inference: the time of a forward pass with it, in seconds, plain,
     before and with passes that must pay, and optimized."""
 

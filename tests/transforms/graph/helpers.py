@@ -21,11 +21,9 @@ class Compiled:
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.plans: list[Plan] = []
-        # A function: lightning's torch.compile copies its arguments, a method's object with it.
-        self.backend = lambda graph, inputs: self._compile(graph, inputs)
-        self._call = torch.compile(model, backend=self.backend, **options)
+        self._call = torch.compile(model, backend=self._backend, **options)
 
-    def _compile(self, graph: Any, example_inputs: Any) -> Callable[..., Any]:
+    def _backend(self, graph: Any, example_inputs: Any) -> Callable[..., Any]:
         made = backend.graph_backend(graph, example_inputs)
         if isinstance(made, Plan):
             self.plans.append(made)
