@@ -13,8 +13,6 @@ from transforms.graph.constants import constant_nodes, with_placeholders, worth_
 from transforms.graph.in_place import overwrite
 from transforms.graph.operators import is_tensor, is_writing, value
 from transforms.graph.products import (
-    PLAIN,
-    Activation,
     Product,
     activation,
     cast,
@@ -25,6 +23,7 @@ from transforms.graph.products import (
 )
 from transforms.graph.recording import Layouts
 from transforms.graph.simplify import drop_dropouts, purify, shorten
+from transforms.rewrites.post_ops import NO_OP, PostOp
 
 
 class Counts(NamedTuple):
@@ -153,7 +152,7 @@ class _Packing:
         with self._graph.inserting_before(last if other is not None else given.node):
             x, weight, bias = self._operands(given, shape)
             if other is None:
-                target, args = given.call(x, weight, bias, applied or PLAIN)
+                target, args = given.call(x, weight, bias, applied or NO_OP)
             else:
                 target, args = given.call_and_add(x, other, weight, bias)
             result = self._graph.call_function(target, args)
@@ -192,7 +191,7 @@ class _Packing:
                 return None
         return user
 
-    def _activation(self, given: Product) -> Activation | None:
+    def _activation(self, given: Product) -> PostOp | None:
         user = self._user(given)
         return None if user is None else activation(user, given)
 

@@ -16,14 +16,12 @@ from torch.fx import Graph, Node
 
 from transforms.graph import operators
 from transforms.graph.operators import arguments, is_writing, value
-from transforms.rewrites.packed import LEAST_PRODUCTS, supported_dtypes
+from transforms.rewrites.packed import LEAST_PRODUCTS, reorder_linear, supported_dtypes
+from transforms.rewrites.post_ops import OF_FUNCTIONS, PostOp, gelu, leaky_relu
+from transforms.rewrites.schemas import changed
 
 _OPS = torch.ops.mkldnn
 _DIMENSIONS = {"conv2d": 2, "conv3d": 3, "conv_transpose2d": 2}
-
-Activation = tuple[str, list[Any], str]
-"""What oneDNN's operators call an activation: name, numbers, and variant."""
-PLAIN: Activation = ("none", [], "")
 
 
 @operators.own
@@ -35,9 +33,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 @operators.own
 def pack_linear(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight of a Linear in oneDNN's layout, good for any number of rows."""
-    weight = weight.detach().to(dtype).contiguous()
-    result: Tensor = _OPS._reorder_linear_weight(weight, None)
-    return result
+    return reorder_linear(weight.detach().to(dtype))
 
 
 @operators.own
@@ -91,9 +87,9 @@ class Product(NamedTuple):
         function = pack_transposed if is_transposed else pack_convolution
         return function, (weight, self.dtype, *self.geometry, list(shape))
 
-    def call(self, x: Any, weight: Any, bias: Any, activation: Activation) -> tuple[Any, Any]:
+    def call(self, x: Any, weight: Any, bias: Any, post: PostOp) -> tuple[Any, Any]:
         """The operator for a packed weight, and its arguments."""
-        args = (x, weight, bias, *self.geometry, *activation)
+        args = (x, weight, bias, *self.geometry, post.attribute, post.scalars, post.algorithm)
         return self._operator.default, args
 
     def call_and_add(self, x: Any, other: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
@@ -191,17 +187,17 @@ def _expanded(numbers: Any, count: int) -> list[int] | None:
     return list(numbers) * count if len(numbers) == 1 else list(numbers)
 
 
-def activation(node: Node, of: Product) -> Activation | None:
-    """What oneDNN calls the activation of a node, if its result for NaN and infinity is torch's."""
+def activation(node: Node, of: Product) -> PostOp | None:
+    """The activation of a node, if oneDNN's result for NaN and infinity is torch's."""
     called, given = operators.name(node), arguments(node)
+    post = OF_FUNCTIONS.get(called or "")
     if called == "gelu":
         kind = given.get("approximate", "none")
-        return None if kind == "none" and of.is_convolution else ("gelu", [], kind)
-    if called == "leaky_relu":
+        post = None if kind == "none" and of.is_convolution else gelu(kind)
+    elif called == "leaky_relu":
         slope = given.get("negative_slope", 0.01)
-        return ("leaky_relu", [slope], "") if isinstance(slope, float) and slope != 0 else None
-    known = {"silu": "swish", "hardswish": "hardswish", "sigmoid": "sigmoid", "tanh": "tanh"}
-    return (known[called], [], "") if called in known else None
+        post = leaky_relu(slope) if isinstance(slope, float) else None
+    return None if post is None or post.attribute is None else post
 
 
 def same_shape(a: Node, b: Node) -> bool:
@@ -223,13 +219,7 @@ def _are_equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 def absent_operators() -> list[str]:
     """The operators beside those of :mod:`packed` that this torch lacks or has otherwise."""
-    packet: Any = getattr(_OPS, "_convolution_pointwise", None)
-    binary = getattr(packet, "binary", None)
-    return (
-        []
-        if binary is not None and str(binary._schema) == _BINARY
-        else ["_convolution_pointwise.binary"]
-    )
+    return changed("mkldnn", {"_convolution_pointwise.binary": _BINARY})
 
 
 _BINARY = (

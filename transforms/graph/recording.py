@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 
-from transforms.graph.products import PLAIN, Product
+from transforms.graph.products import Product
+from transforms.rewrites.post_ops import NO_OP
 
 
 class Layouts(NamedTuple):
@@ -56,6 +57,6 @@ class Recorder(fx.Interpreter):
             return
         bias = None if product.bias is None else self.env[product.bias].to(product.dtype)
         pack, args = product.packing(self.env[product.weight], x.shape)
-        operator, args = product.call(x.to(product.dtype), pack(*args), bias, PLAIN)
+        operator, args = product.call(x.to(product.dtype), pack(*args), bias, NO_OP)
         if operator(*args).stride() == expected.stride():
             self._shapes[product.node.name] = tuple(x.shape)

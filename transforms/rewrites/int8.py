@@ -19,7 +19,7 @@ from fusedoptim._torch_private import disable_dynamo, is_forward_mode, transform
 from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_operators as operators
 from transforms.rewrites.int8_operators import Codes, Geometry, Grid
-from transforms.rewrites.watched_parameter import is_exposed, settle, unwatch, uses, watch
+from transforms.rewrites.watched_parameter import is_exposed, settle, state, unwatch, watch
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -84,10 +84,10 @@ class Int8:
         return Grid.over(low, high) if abs(low) + abs(high) < torch.inf else None
 
     def _weight(self, param: Tensor, grid: Grid, module: Any, x: Tensor) -> _Packed | None:
-        state = _state(param)
+        current = _state(param)
         shape = self._shape(x)
         packed = self._packed
-        is_current = packed is not None and packed.state == state and packed.source() is param
+        is_current = packed is not None and packed.state == current and packed.source() is param
         if packed is not None and is_current and not is_exposed(param):
             self._missed, missed = (None if shape == packed.shape else shape), self._missed
             if self._missed is None or self._missed != missed:
@@ -172,9 +172,8 @@ class _OfConvolution(Int8):
 
 
 def _state(param: Tensor) -> tuple[object, ...]:
-    """What changes whenever the values of a watched Parameter may have."""
-    version = 0 if param.is_inference() else param._version
-    return param.data_ptr(), version, uses(param), param.dtype
+    """What a packed weight was made of."""
+    return *state(param), param.dtype
 
 
 def _geometry(module: Any) -> Geometry:
@@ -274,7 +273,7 @@ def revert_all(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Int8Module):
             unwatch(module._parameters.get("weight"))
-            exchanged_class.revert_all(module)
+            exchanged_class.revert(module)
 
 
 @disable_dynamo  # type: ignore[untyped-decorator]

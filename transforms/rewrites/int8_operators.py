@@ -10,13 +10,14 @@ cannot.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fusedoptim.raw import ElementwiseKernel
+from transforms.rewrites.schemas import changed
 
 _LARGEST_WEIGHT = 127  # -128 is not used: two products of it would not fit 16 bits
 _LEAST_SCALE = 2.0**-100  # its inverse is finite
@@ -199,7 +200,7 @@ def convolution(
 
 def objection() -> str | None:
     """Why this torch cannot be used, if it cannot: an operator is absent, or is another."""
-    absent = [name for name, schema in _SCHEMAS.items() if _schema(name) != schema]
+    absent = changed("onednn", _SCHEMAS)
     if absent:
         return (
             f"torch {torch.__version__} has another operator, or none, of the name "
@@ -208,12 +209,6 @@ def objection() -> str | None:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return f"torch {torch.__version__} was built without oneDNN, which computes INT8"
     return None
-
-
-def _schema(name: str) -> str | None:
-    packet: Any = getattr(torch.ops.onednn, name, None)
-    overload = getattr(packet, "default", None)
-    return None if overload is None else str(overload._schema)
 
 
 _SCHEMAS = {

@@ -11,19 +11,26 @@ Whatever needs the plain weight computes as torch does: gradients, forward deriv
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
+from fusedoptim._torch_private import (
+    count_modes,
+    has_bfloat16_products,
+    is_forward_mode,
+    transform_level,
+)
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.fused_activation import mark_activated, mark_free
 from transforms.rewrites.post_ops import NO_OP, PostOp, post_op
-from transforms.rewrites.watched_parameter import is_exposed, settle, uses, watch
+from transforms.rewrites.schemas import changed
+from transforms.rewrites.watched_parameter import is_exposed, settle, state, watch
 from transforms.tracing.modules import has_hooks
 
 LEAST_PRODUCTS = 1 << 20
@@ -35,9 +42,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Signature(NamedTuple):
     """What a packed copy depends on."""
 
-    address: int
-    version: tuple[int, int]
-    """how often the weight was written to, and its ``data`` used."""
+    state: tuple[int, int, int]
+    """of the weight."""
     dtype: torch.dtype
     """in which the product is computed: autocast's, or the weight's."""
     layout: tuple[object, ...]
@@ -85,7 +91,7 @@ class Pack:
             layout: of the input.
             reorder: packs a weight of that dtype; None if that is of no use.
         """
-        signature = Signature(param.data_ptr(), (param._version, uses(param)), dtype, layout)
+        signature = Signature(state(param), dtype, layout)
         kept = self._copy
         if kept is not None and kept.signature == signature:
             if kept.source() is param and not is_exposed(param):
@@ -95,7 +101,7 @@ class Pack:
         if signature == self._useless or is_shared(param) or not (watch(param) and settle(param)):
             return None
         self._copy = kept = None  # before the new one is made, so that there is never more than one
-        signature = signature._replace(version=(param._version, uses(param)))  # watched only now
+        signature = signature._replace(state=state(param))  # watched only now
         weight = reorder(param.detach().to(dtype))
         if weight is None:
             self._useless = signature
@@ -122,6 +128,14 @@ class PackedModule(nn.Module):
     _fusedoptim_pack: Pack
     _fusedoptim_activation: nn.Module | None = None
     """The activation that gets the output, which nothing else does; not a child."""
+    _operator: ClassVar[str]
+    """oneDNN's operator with a packed weight."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Compute as torch's module does."""
+        product = self._product(input)
+        result: Tensor = super().forward(input) if product is None else product
+        return result
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What ``torch.jit.script`` compiles in its place."""
@@ -146,15 +160,27 @@ class PackedModule(nn.Module):
             same = x.dtype == dtype and (bias is None or bias.dtype == dtype)
         return dtype if same and dtype in supported_dtypes() else None
 
+    def _product(self, x: Tensor) -> Tensor | None:
+        """The product with a packed weight; None if the plain one must be used."""
+        raise NotImplementedError
+
+    def _geometry(self) -> tuple[Any, ...]:
+        """The operator's arguments between the bias and the activation."""
+        return ()
+
     def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
         """The product with a packed weight, activated by oneDNN."""
-        raise NotImplementedError
+        operator = getattr(torch.ops.mkldnn, self._operator).default
+        how = post.attribute, post.scalars, post.algorithm
+        result: Tensor = operator(x, weight, bias, *self._geometry(), *how)
+        return result
 
     def _activated(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         """The product, activated or marked for the activation, if there is one."""
         activation = self._fusedoptim_activation
-        post = None if activation is None else post_op(activation)
-        if post is None or has_hooks(self) or has_hooks(activation):  # type: ignore[arg-type]
+        is_alone = activation is None or has_hooks(self) or has_hooks(activation)
+        post = None if activation is None or is_alone else post_op(activation)
+        if post is None:
             return self._compute(x, packed.weight, bias, NO_OP)
         if post.attribute is not None and self._is_right(x, packed, bias, post):
             result = self._compute(x, packed.weight, bias, post)
@@ -197,10 +223,7 @@ def _spoilt(x: Tensor, values: Sequence[float]) -> Tensor:
 class PackedLinear(PackedModule, nn.Linear):
     """:math:`y = x W^T + b` with a packed weight."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
-        """Compute as ``torch.nn.Linear`` does."""
-        product = self._product(input)
-        return super().forward(input) if product is None else product
+    _operator = "_linear_pointwise"
 
     def _product(self, x: Tensor) -> Tensor | None:
         dtype = self._dtype(x)
@@ -211,19 +234,14 @@ class PackedLinear(PackedModule, nn.Linear):
         columns = weight.size(1)
         if x.size(-1) != columns or x.numel() // max(columns, 1) * weight.numel() < LEAST_PRODUCTS:
             return None
-        packed = self._fusedoptim_pack.of(weight, dtype, (), _reorder_linear)
+        packed = self._fusedoptim_pack.of(weight, dtype, (), reorder_linear)
         if packed is None:
             return None
         return self._activated(x.to(dtype), packed, None if bias is None else bias.to(dtype))
 
-    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            x, weight, bias, post.attribute, post.scalars, post.algorithm
-        )
-        return result
 
-
-def _reorder_linear(weight: Tensor) -> Tensor:
+def reorder_linear(weight: Tensor) -> Tensor:
+    """The weight of a Linear in oneDNN's layout, good for any number of rows."""
     # Without a number of rows: a copy packed for one row is slow for many.
     result: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
     return result
@@ -232,14 +250,10 @@ def _reorder_linear(weight: Tensor) -> Tensor:
 class _PackedConvolution(PackedModule):
     """What convolutions share. A copy is for inputs of one shape, as oneDNN's layouts are."""
 
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    _reorder: ClassVar[str]
+    """oneDNN's operator that packs a weight."""
 
-    def _product(self, x: Tensor) -> Tensor | None:
+    def _product(self: Any, x: Tensor) -> Tensor | None:
         dtype = self._dtype(x)
         if dtype is None or x.dim() != self.weight.dim() or x.numel() == 0:
             return None
@@ -248,7 +262,8 @@ class _PackedConvolution(PackedModule):
 
         def reorder(weight: Tensor) -> Tensor | None:
             x_cast = x.to(dtype)
-            packed = self._reorder(weight, list(x.shape))
+            operator = getattr(torch.ops.mkldnn, self._reorder)
+            packed: Tensor = operator(weight, *self._geometry(), list(x.shape))
             expected = self._plain(x_cast, weight, bias)
             product = self._compute(x_cast, packed, bias, NO_OP)
             # Later code may read strides: only a copy that keeps torch's is used.
@@ -257,81 +272,49 @@ class _PackedConvolution(PackedModule):
         packed = self._fusedoptim_pack.of(self.weight, dtype, layout, reorder)
         return None if packed is None else self._activated(x.to(dtype), packed, bias)
 
-    def _reorder(self, weight: Tensor, shape: list[int]) -> Tensor:
-        raise NotImplementedError
-
     def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with a plain weight."""
         raise NotImplementedError
 
 
 class _PackedForward(_PackedConvolution):
-    def _reorder(self, weight: Tensor, shape: list[int]) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
-            weight, self.padding, self.stride, self.dilation, self.groups, shape
-        )
-        return result
+    _operator = "_convolution_pointwise"
+    _reorder = "_reorder_convolution_weight"
 
-    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _geometry(self: Any) -> tuple[Any, ...]:
+        return self.padding, self.stride, self.dilation, self.groups
+
+    def _plain(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         none = [0] * len(self.padding)
         return torch.convolution(
             x, weight, bias, self.stride, self.padding, self.dilation, False, none, self.groups
         )
 
-    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._convolution_pointwise.default(
-            x,
-            weight,
-            bias,
-            self.padding,
-            self.stride,
-            self.dilation,
-            self.groups,
-            post.attribute,
-            post.scalars,
-            post.algorithm,
-        )
-        return result
 
-
-class PackedConv2d(_PackedForward, nn.Conv2d):  # type: ignore[misc]
+class PackedConv2d(_PackedForward, nn.Conv2d):
     """A convolution of images with a packed weight."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
-        """Compute as ``torch.nn.Conv2d`` does."""
-        product = self._product(input)
-        return super().forward(input) if product is None else product
 
-
-class PackedConv3d(_PackedForward, nn.Conv3d):  # type: ignore[misc]
+class PackedConv3d(_PackedForward, nn.Conv3d):
     """A convolution of volumes with a packed weight."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
-        """Compute as ``torch.nn.Conv3d`` does."""
-        product = self._product(input)
-        return super().forward(input) if product is None else product
 
-
-class PackedConvTranspose2d(_PackedConvolution, nn.ConvTranspose2d):  # type: ignore[misc]
+class PackedConvTranspose2d(_PackedConvolution, nn.ConvTranspose2d):
     """A transposed convolution of images with a packed weight."""
+
+    _operator = "_convolution_transpose_pointwise"
+    _reorder = "_reorder_convolution_transpose_weight"
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002  # torch's name
         """Compute as ``torch.nn.ConvTranspose2d`` does."""
-        product = self._product(input) if output_size is None else None
-        return super().forward(input, output_size) if product is None else product
+        if output_size is None:
+            return super().forward(input)
+        return nn.ConvTranspose2d.forward(self, input, output_size)
 
-    def _reorder(self, weight: Tensor, shape: list[int]) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._reorder_convolution_transpose_weight(
-            weight,
-            self.padding,
-            self.output_padding,
-            self.stride,
-            self.dilation,
-            self.groups,
-            shape,
-        )
-        return result
+    def _geometry(self) -> tuple[Any, ...]:
+        return self.padding, self.output_padding, self.stride, self.dilation, self.groups
 
-    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _plain(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.conv_transpose2d(
             x,
             weight,
@@ -342,22 +325,6 @@ class PackedConvTranspose2d(_PackedConvolution, nn.ConvTranspose2d):  # type: ig
             self.groups,
             self.dilation,
         )
-
-    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._convolution_transpose_pointwise.default(
-            x,
-            weight,
-            bias,
-            self.padding,
-            self.output_padding,
-            self.stride,
-            self.dilation,
-            self.groups,
-            post.attribute,
-            post.scalars,
-            post.algorithm,
-        )
-        return result
 
 
 CLASSES: dict[type[nn.Module], type[PackedModule]] = {
@@ -371,42 +338,31 @@ CLASSES: dict[type[nn.Module], type[PackedModule]] = {
 
 def is_plain_call() -> bool:
     """Whether torch runs operators now, and neither records, traces, transforms nor compiles."""
-    functorch = torch._C._functorch
     return (
         bool(torch.backends.mkldnn.enabled)
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
-        and functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and torch._C._len_torch_dispatch_stack() == 0
+        and transform_level() is None
+        and not is_forward_mode()
+        and count_modes() == 0
         and torch._C._len_torch_function_stack() == 0
     )
 
 
+@functools.cache
 def supported_dtypes() -> tuple[torch.dtype, ...]:
     """The dtypes that oneDNN computes in on this processor."""
-    global _supported
-    if _supported is None:
-        dtypes = [torch.float32]
-        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            dtypes.append(torch.bfloat16)
-        if torch.ops.mkldnn._is_mkldnn_fp16_supported():
-            dtypes.append(torch.float16)
-        _supported = tuple(dtypes)
-    return _supported
-
-
-_supported: tuple[torch.dtype, ...] | None = None
+    dtypes = [torch.float32]
+    if has_bfloat16_products:
+        dtypes.append(torch.bfloat16)
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        dtypes.append(torch.float16)
+    return tuple(dtypes)
 
 
 def missing_operators() -> list[str]:
     """The operators that this torch lacks, or has with another signature."""
-    return [name for name, schema in _SCHEMAS.items() if _schema(name) != schema]
-
-
-def _schema(name: str) -> str | None:
-    packet: Any = getattr(torch.ops.mkldnn, name, None)
-    return None if packet is None else str(packet.default._schema)
+    return changed("mkldnn", _SCHEMAS)
 
 
 _SCHEMAS = {

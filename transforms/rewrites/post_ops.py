@@ -29,14 +29,16 @@ def _clamp(least: float, most: float) -> PostOp:
     return PostOp(None, [], "", lambda x: nn.functional.hardtanh_(x, least, most))
 
 
-def _leaky(slope: float) -> PostOp:
+def leaky_relu(slope: float) -> PostOp:
+    """LeakyReLU."""
     # Without a slope it is a maximum.
     attribute = "leaky_relu" if slope != 0 else None
     return PostOp(attribute, [slope], "", lambda x: nn.functional.leaky_relu_(x, slope))
 
 
 @functools.cache
-def _gelu(approximate: str) -> PostOp:
+def gelu(approximate: str) -> PostOp:
+    """GELU by erf ("none") or by "tanh"."""
     return PostOp("gelu", [], approximate, lambda x: _gelu_in_place(x, approximate=approximate))
 
 
@@ -49,12 +51,19 @@ _HARDSIGMOID = PostOp(None, [], "", lambda x: nn.functional.hardsigmoid(x, inpla
 _SIGMOID = PostOp("sigmoid", [], "", torch.sigmoid_)
 _TANH = PostOp("tanh", [], "", torch.tanh_)
 
+OF_FUNCTIONS: Mapping[str, PostOp] = {
+    "silu": _SILU,
+    "hardswish": _HARDSWISH,
+    "sigmoid": _SIGMOID,
+    "tanh": _TANH,
+}
+"""By the names of torch's functions without options, those that oneDNN applies."""
 _OF_TORCH: Mapping[type[nn.Module], Callable[[Any], PostOp]] = {
     nn.ReLU: lambda module: _RELU,
     nn.ReLU6: lambda module: _clamp(0.0, 6.0),
     nn.Hardtanh: lambda module: _clamp(module.min_val, module.max_val),
-    nn.LeakyReLU: lambda module: _leaky(module.negative_slope),
-    nn.GELU: lambda module: _gelu(module.approximate),
+    nn.LeakyReLU: lambda module: leaky_relu(module.negative_slope),
+    nn.GELU: lambda module: gelu(module.approximate),
     nn.SiLU: lambda module: _SILU,
     nn.Hardswish: lambda module: _HARDSWISH,
     nn.Hardsigmoid: lambda module: _HARDSIGMOID,
@@ -62,10 +71,10 @@ _OF_TORCH: Mapping[type[nn.Module], Callable[[Any], PostOp]] = {
     nn.Tanh: lambda module: _TANH,
 }
 _OF_TRANSFORMERS: Mapping[str, Callable[[Any], PostOp]] = {
-    "GELUActivation": lambda module: _gelu("none"),
-    "NewGELUActivation": lambda module: _gelu("tanh"),
-    "FastGELUActivation": lambda module: _gelu("tanh"),
-    "GELUTanh": lambda module: _gelu("tanh"),
+    "GELUActivation": lambda module: gelu("none"),
+    "NewGELUActivation": lambda module: gelu("tanh"),
+    "FastGELUActivation": lambda module: gelu("tanh"),
+    "GELUTanh": lambda module: gelu("tanh"),
     "SiLUActivation": lambda module: _SILU,
 }
 """The classes that compute the same, in a call of torch's or in single operations."""

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-_read = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
-_write = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+from fusedoptim._torch_private import storage_use_count
+
+_data: Any = torch._C.TensorBase.data  # a descriptor, which torch annotates as a Tensor
 _exposed: Any = WeakIdKeyDictionary()
 """The parameters whose ``data`` was read or set since :func:`settle`."""
 _uses: Any = WeakIdKeyDictionary()
@@ -28,13 +29,13 @@ class WatchedParameter(nn.Parameter):
     def data(self) -> Tensor:
         """The values, as torch returns them."""
         _expose(self)
-        result: Tensor = _read(self)
+        result: Tensor = _data.__get__(self)
         return result
 
     @data.setter
     def data(self, values: Tensor) -> None:
         _expose(self)
-        _write(self, values)
+        _data.__set__(self, values)
 
 
 def _expose(param: Tensor) -> None:
@@ -52,6 +53,12 @@ def exposures() -> int:
 def uses(param: Tensor) -> int:
     """A number that changes whenever ``data`` of this Parameter is used."""
     return int(_uses.get(param, 0))
+
+
+def state(param: Tensor) -> tuple[int, int, int]:
+    """What changes whenever the values of a watched Parameter may have."""
+    version = 0 if param.is_inference() else param._version
+    return param.data_ptr(), version, uses(param)
 
 
 def watch(param: Tensor) -> bool:
@@ -86,7 +93,7 @@ def settle(param: Tensor) -> bool:
 
 def _has_aliases(param: Any) -> bool:
     storage = param.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > _ALONE
+    return storage_use_count is None or storage_use_count(storage._cdata) > _ALONE
 
 
 _ALONE = 2

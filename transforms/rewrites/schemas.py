@@ -1,0 +1,24 @@
+"""Whether torch's operators are those that a rewrite was written for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+
+def changed(namespace: str, schemas: Mapping[str, str]) -> list[str]:
+    """The operators that this torch lacks, or has with another signature.
+
+    Args:
+        namespace: of the operators.
+        schemas: the expected ones by name, such as "convolution" or "convolution.binary".
+    """
+    return [name for name, schema in schemas.items() if _schema(namespace, name) != schema]
+
+
+def _schema(namespace: str, name: str) -> str | None:
+    operator, _, overload = name.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    found = getattr(packet, overload or "default", None)
+    return None if found is None else str(found._schema)
