@@ -67,11 +67,7 @@ def check_classes(device: torch.device) -> None:
                         params[3].grad = None
                 with Counted() as rest:
                     optimizer.step()
-                for p, h in zip(params, host):
-                    h.grad = None if p.grad is None else p.grad.cpu()
-                expected.step()
-                for p, h in zip(params, host):
-                    assert torch.equal(p.detach().cpu(), h), (name, dtype, cap, step)
+                follow(params, host, expected, name, dtype, cap, step)
                 if step == 5:
                     size = sum(p.nbytes for p in params)
                     assert counted.fetched + rest.fetched == rest.sent == size, (name, dtype)
@@ -108,9 +104,7 @@ def check_clipping(device: torch.device) -> None:
         optimizer.zero_grad()
         model(torch.randint(1000, (2, 16), device=device)).backward()
         optimizer.step()
-        for p, h in zip(params, host):
-            h.grad = None if p.grad is None else p.grad.cpu()
-        expected.step()
+        step_on_host(params, host, expected)
         for p, h in zip(params, host):
             torch.testing.assert_close(p.detach().cpu(), h.detach())
     print("max_grad_norm: that of the host, up to rounding", flush=True)
@@ -172,13 +166,18 @@ def check_ddp(device: torch.device) -> None:
             print(f"{name}, {dtype}, DDP of {size} processes: the bits of the step on the host")
 
 
-def follow(params: list[Any], host: list[Any], expected: Optimizer) -> None:
-    """Take the same step on the host; raise unless ``params`` got the same bits."""
+def step_on_host(params: list[Any], host: list[Any], expected: Optimizer) -> None:
+    """Take a step on the host with the gradients of ``params``."""
     for p, h in zip(params, host):
         h.grad = None if p.grad is None else p.grad.cpu()
     expected.step()
+
+
+def follow(params: list[Any], host: list[Any], expected: Optimizer, *where: object) -> None:
+    """Take the same step on the host; raise unless ``params`` got the same bits."""
+    step_on_host(params, host, expected)
     for p, h in zip(params, host):
-        assert torch.equal(p.detach().cpu(), h)
+        assert torch.equal(p.detach().cpu(), h), where
 
 
 def main(device: torch.device) -> None:

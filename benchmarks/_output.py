@@ -6,7 +6,7 @@ import csv
 import datetime
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +31,21 @@ _FIELDS = (
     "ratio_median",
     "gb_per_s",
 )
+
+
+def replace_rows(
+    path: Path, fields: Sequence[str], key: Sequence[str], rows: Iterable[Mapping[str, str]]
+) -> None:
+    """Write rows to a CSV file in the place of those with an equal key, or after all others."""
+    kept: dict[tuple[str, ...], Mapping[str, str]] = {}
+    if path.exists():
+        with path.open(encoding="utf-8", newline="") as file:
+            kept = {tuple(row[name] for name in key): row for row in csv.DictReader(file)}
+    kept |= {tuple(row[name] for name in key): row for row in rows}
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept.values())
 
 
 class Table(NamedTuple):

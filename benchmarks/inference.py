@@ -9,7 +9,6 @@ measured rows in ``results/inference.csv``.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import statistics
 import subprocess
@@ -128,19 +127,12 @@ def _ratio(eager: Mapping[str, str] | None, row: Mapping[str, str]) -> str:
 
 def save(case: Case, runs: Runs) -> None:
     """Replace the configurations' figures in the file of results."""
-    rows: dict[tuple[str, ...], Mapping[str, str]] = {}
-    if FIGURES.exists():
-        with FIGURES.open(encoding="utf-8", newline="") as file:
-            rows = {tuple(row[name] for name in _KEY): row for row in csv.DictReader(file)}
     machine = {name: _output.machine()[name] for name in ("cpu", "cores")}
-    for name, its in runs.items():
-        if its:
-            key = case.model, str(case.batch), case.dtype, name
-            rows[key] = machine | dict(zip(_KEY, key)) | figures(its)
-    with FIGURES.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, _FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows.values())
+    keys = {name: (case.model, str(case.batch), case.dtype, name) for name in runs}
+    rows = (
+        machine | dict(zip(_KEY, keys[name])) | figures(its) for name, its in runs.items() if its
+    )
+    _output.replace_rows(FIGURES, _FIELDS, _KEY, rows)
 
 
 def optimize(rounds: int) -> Table:

@@ -9,7 +9,6 @@ README's picture is drawn.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import statistics
 import sys
@@ -20,6 +19,7 @@ from benchmarks._output import RESULTS, Table
 from benchmarks._training import CONFIGURATIONS, IPEX, WORKLOADS, Record
 
 FIGURES = RESULTS / "iterations.csv"
+_FIELDS = ("cpu", "cores", "model", "batch", "configuration", "iteration_ms", "step_ms")
 OURS, TORCH = "FusedAdamW alone, float32", "torch fused, float32"
 """The same training but for the step."""
 LIMITED = {
@@ -108,25 +108,19 @@ def _all(runs: Sequence[Record], part: str) -> list[float]:
 
 def save(model: str, records: Records) -> None:
     """Replace the configurations' figures in the file that the picture is drawn from."""
-    with FIGURES.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        rows = {(row["model"], row["configuration"]): row for row in reader}
-        fields = reader.fieldnames or []
-    machine = _output.machine()
-    for name, runs in records.items():
-        rows[model, name] = {
-            "cpu": machine["cpu"],
-            "cores": machine["cores"],
+    machine = {name: _output.machine()[name] for name in ("cpu", "cores")}
+    rows = (
+        {
+            **machine,
             "model": model,
             "batch": WORKLOADS[model].batch,
             "configuration": name,
             "iteration_ms": _milliseconds(statistics.median, runs, "iteration"),
             "step_ms": _milliseconds(statistics.median, runs, "step"),
         }
-    with FIGURES.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows.values())
+        for name, runs in records.items()
+    )
+    _output.replace_rows(FIGURES, _FIELDS, ("model", "configuration"), rows)
 
 
 def main() -> None:

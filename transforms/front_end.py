@@ -188,16 +188,19 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
     comparison = Comparison(job.model, job.sample_input) if is_compared else None
     times = {"plain": _seconds(job)} if comparison is not None else {}
     done: dict[str, Sequence[Entry]] = {}
+    latest: float | None = None  # the time of the model as it is, if it is known
     for must_pay, group in itertools.groupby(chosen, key=lambda each: each.must_pay):
         if must_pay and comparison is not None:
-            done |= _run_and_time(list(group), job, comparison, times)
+            entries, latest = _run_and_time(list(group), job, comparison, times)
+            done |= entries
             continue
         for each in group:
             done[each.knob] = _run_one(each, job, comparison)
+            latest = None
             if comparison is not None and each.knob == DTYPE:  # what follows keeps the cast outputs
                 comparison = Comparison(job.model, job.sample_input, job.options.dtype)
     if times:
-        times["optimized"] = _seconds(job)
+        times["optimized"] = _seconds(job) if latest is None else latest
     mode = "training" if job.model.training else "inference"
     title = f"{type(job.model).__name__} for {mode}"
     return Report(title, done, kept_bytes=0, seconds=times)
@@ -205,20 +208,24 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
 
 def _run_and_time(
     passes: Sequence[Pass], job: Job, comparison: Comparison, times: dict[str, float]
-) -> dict[str, Sequence[Entry]]:
-    """Run passes; undo them if all together do not pay, and the call asks for none by name."""
+) -> tuple[dict[str, Sequence[Entry]], float]:
+    """Run passes; undo them if all together do not pay, and the call asks for none by name.
+
+    Returns:
+        their entries, and the time of the model that they leave.
+    """
     names = " and ".join(each.knob for each in passes)
     before = times[f"before {names}"] = _seconds(job)
     undo = job.undo.enter_context(ExitStack())
     done = {each.knob: _run_one(each, job._replace(undo=undo), comparison) for each in passes}
     if not any(entry.done for entries in done.values() for entry in entries):
-        return done
+        return done, before
     after = times[f"with {names}"] = _seconds(job)
     if after < before or any(each.knob in job.options.explicit for each in passes):
-        return done
+        return done, after
     undo.close()
     why = f"not faster on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
-    return {knob: _undone(entries, why) for knob, entries in done.items()}
+    return {knob: _undone(entries, why) for knob, entries in done.items()}, before
 
 
 def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[Entry]:

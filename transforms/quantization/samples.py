@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from transforms.inputs.sample import caller
+
 Run = Callable[[nn.Module, Any], object]
 """Calls a model with a batch."""
 
@@ -25,12 +27,10 @@ _KEPT = 2
 
 def run_batch(model: nn.Module, batch: Any) -> object:
     """Call ``model`` with a tensor, a sequence of arguments or a mapping of keyword arguments."""
-    if isinstance(batch, Tensor):
-        return model(batch)
     if isinstance(batch, Mapping | UserDict):  # the latter is what transformers' tokenizers return
-        return model(**batch)
-    if isinstance(batch, list | tuple):
-        return model(*batch)
+        batch = dict(batch)
+    if isinstance(batch, Tensor | dict | list | tuple):
+        return caller(model, batch)()
     raise TypeError(f"a batch is a {type(batch).__name__}, not a tensor, a tuple, a list or a dict")
 
 

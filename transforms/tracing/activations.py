@@ -64,13 +64,8 @@ def _objection(
         users = (user for node in calls.of[feeder] for user in _users(node))
         others = {describe(u, calls) for u in users if calls.module_of.get(u) is not activation}
         return f"{name} also feeds {' and '.join(sorted(others))}"
-    if any(node in calls.kept for node in calls.of[feeder]):
-        return f"{name}'s output is stored where other code may read it"
-    if any(node in calls.undecided for node in calls.of[feeder]):
-        return (
-            f"{name}'s output is in use where forward evaluates a condition that may differ in "
-            "another call"
-        )
+    if (reason := calls.escape(feeder, calls.of[feeder])) is not None:
+        return reason
     if feeder in calls.doubtful:
         return f"{name}: {calls.doubtful[feeder]}"
     return None

@@ -82,14 +82,9 @@ def _objection(norm: nn.Module, feeder: nn.Module, calls: Calls, kinds: Kinds) -
         for user in _users(node):
             if calls.module_of.get(user) is not norm:
                 return f"{calls.name(feeder)} also feeds {describe(user, calls)}"
-        if any(between in calls.kept for between in _same_rows(node)):
-            return f"{calls.name(feeder)}'s output is stored where other code may read it"
-    for node in calls.of[feeder]:
-        if any(between in calls.undecided for between in _same_rows(node)):
-            return (
-                f"{calls.name(feeder)}'s output is in use where forward evaluates a condition "
-                "that may differ in another call"
-            )
+    values = [between for node in calls.of[feeder] for between in _same_rows(node)]
+    if (reason := calls.escape(feeder, values)) is not None:
+        return reason
     for module in (norm, feeder):
         if module in calls.doubtful:
             return f"{calls.name(module)}: {calls.doubtful[module]}"

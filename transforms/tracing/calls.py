@@ -145,6 +145,17 @@ class Calls:
         for module in parent.modules():
             self.doubtful.setdefault(module, why)
 
+    def escape(self, feeder: nn.Module, values: Collection[fx.Node]) -> str | None:
+        """How other code may come to see ``values``, what ``feeder`` returns, if it may."""
+        if not self.kept.isdisjoint(values):
+            return f"{self.name(feeder)}'s output is stored where other code may read it"
+        if not self.undecided.isdisjoint(values):
+            return (
+                f"{self.name(feeder)}'s output is in use where forward evaluates a condition "
+                "that may differ in another call"
+            )
+        return None
+
     def name(self, module: nn.Module) -> str:
         """The module's name in the model, or its class."""
         return self._names.get(module) or type(module).__name__
