@@ -20,7 +20,7 @@ from fusedoptim._torch_private import (
 from fusedoptim.ops._launching import DEVICES
 
 _NAMESPACE = "fusedoptim"
-_library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def register(

@@ -120,7 +120,7 @@ class Evaluator:
             if node.op == "call_method":
                 function, args = getattr(args[0], str(node.target)), args[1:]
             else:
-                function = node.target  # type: ignore[assignment]
+                function = node.target  # type: ignore[assignment]  # of call_function
             self._done[node] = function(*args, **kwargs)
         return self._done[node]
 

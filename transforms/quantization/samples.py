@@ -102,7 +102,7 @@ def _shown(
     if not progress:
         yield lambda: None
     elif importlib.util.find_spec("tqdm") is not None:
-        from tqdm import tqdm  # type: ignore[import-untyped]
+        from tqdm import tqdm  # type: ignore[import-untyped]  # it has no types
 
         with tqdm(total=total, desc="calibrating", unit="batch", ncols=88) as bar:
             yield bar.update

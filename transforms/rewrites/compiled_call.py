@@ -35,7 +35,7 @@ def enter(model: nn.Module, backend: Callable[..., Any]) -> None:
     # torch.compile does not capture the code of torch's own modules, such as Sequential, where a
     # call begins there, as it does with Module.compile.
     def called(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
 
     # All models share the code of that function, and its number of recompilations is limited.
     compiled: Any = torch.compile  # its overloads lack this argument

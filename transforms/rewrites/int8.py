@@ -276,7 +276,7 @@ def revert_all(model: nn.Module) -> None:
             exchanged_class.revert(module)
 
 
-@disable_dynamo  # type: ignore[untyped-decorator]
+@disable_dynamo  # type: ignore[untyped-decorator]  # torch does not export it
 def _untraced(module: Int8Module, x: Tensor) -> Tensor:
     """A call out of a model that torch.compile traces."""
     return module.forward(x)

@@ -206,7 +206,7 @@ def objection() -> str | None:
             f"torch {torch.__version__} has another operator, or none, of the name "
             f"{', '.join(f'onednn::{name}' for name in absent)}: INT8 needs those of torch 2.13"
         )
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # untyped in torch
         return f"torch {torch.__version__} was built without oneDNN, which computes INT8"
     return None
 
