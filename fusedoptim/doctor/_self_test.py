@@ -12,12 +12,13 @@ wrong instruction, inexact arithmetic and a write to a wrong place are off by fa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fusedoptim.allocator import default_pool
+from fusedoptim.doctor._examples import EXAMPLES, Example, Integers
 from fusedoptim.dtypes import ELEMENTS, VARIANTS, Element
 from fusedoptim.kernels.language import Role, as_lane
 from fusedoptim.kernels.rounding import BLOCK, e4m3_value, e5m3_value
@@ -27,15 +28,22 @@ from fusedoptim.launch.layout import Argument
 from fusedoptim.launch.modules import Module, kernel_function, shipped
 
 Reals = np.ndarray[Any, np.dtype[np.float64]]
-Integers = np.ndarray[Any, np.dtype[np.int64]]
 _LENGTHS = np.array([301, 1, 211])  # of the rows: unaligned, and no multiples of a vector
 _MARGIN = 32  # elements past the end
 _UNITS = 64
-_SIGNED = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT)  # state may be squares
+_SIGNED = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT, Role.VALUES)
+# State may be squares.
 _DECODERS = {Role.STATE_E4M3: e4m3_value, Role.STATE_E5M3: e5m3_value}
 """What reads a code of state in 8 bits."""
-_ARRAYS = (*_SIGNED, Role.STATE, Role.STATE_BF16, *_DECODERS, Role.BLOCK_SCALES)
+_ARRAYS = (*_SIGNED, Role.INDICES, Role.STATE, Role.STATE_BF16, *_DECODERS, Role.BLOCK_SCALES)
 _VALUE_OF_ROW = (Role.ROW_RESULT, Role.ROW_INT)
+_NUMBER_OF_ROW = (
+    Role.ROW_SCALAR,
+    Role.ROW_FLAG,
+    Role.ROW_INTEGER,
+    Role.POSITION,
+    Role.PARAM_NUMBER,
+)
 _PER_ROW = (Role.SUMS, Role.RESULT, *_VALUE_OF_ROW)
 _OF_LAUNCH = (Role.DEVICE_SCALAR, Role.DEVICE_INT)
 _ADDRESSES = (*_ARRAYS, *_PER_ROW, Role.CHUNK_SUMS, *_OF_LAUNCH)
@@ -43,8 +51,26 @@ _NARROW = (Role.PARAM, Role.GRAD, Role.INPUT, Role.OUTPUT)
 _CHUNK_STEP = 1 << 12  # elements: a chunk begins at a multiple of it
 
 
+class Rows(NamedTuple):
+    """What a launch walks."""
+
+    lengths: Integers
+    sizes: Mapping[str, Integers]
+    """The elements of each array that belong to each row; a value of the launch belongs to all."""
+
+
+def _rows(module: Module, lanes: int, example: Example | None) -> Rows:
+    roles = {name: role for name, role in module.arguments if role in _ADDRESSES}
+    if example is None:
+        sizes = {name: _row_sizes(role, module.sums, lanes) for name, role in roles.items()}
+        return Rows(_LENGTHS, sizes)
+    sizes = {name: example.sizes[name] for name, role in roles.items() if role is not Role.TRAIL}
+    if Role.TRAIL in roles.values():
+        sizes["trail"] = sizes["param"]
+    return Rows(example.lengths, sizes)
+
+
 def _row_sizes(role: Role, sums: int, lanes: int) -> Integers:
-    """The elements of an array that belong to each row; a value of the launch belongs to all."""
     if role in _OF_LAUNCH:
         return np.array([1])
     if role is Role.BLOCK_SCALES:
@@ -149,6 +175,9 @@ class _Trial:
         self._module: Module = self._kernel.module
         self._real, self._narrow = VARIANTS[variant].real, VARIANTS[variant].element
         self._random = np.random.default_rng()
+        example = EXAMPLES[kernel](self._random) if kernel in EXAMPLES else None
+        self._rows = _rows(self._module, self._kernel.shape.lanes, example)
+        self._given = {} if example is None else example.given
         self._arrays: dict[str, _Array] = {}
         self._numbers: dict[str, Any] = {}
         for argument in self._module.arguments:
@@ -159,17 +188,18 @@ class _Trial:
 
     def _new_array(self, argument: Argument) -> _Array:
         role = argument.role
-        lanes = self._kernel.shape.lanes
-        values = self._random.uniform(0.5, 2, _row_sizes(role, self._module.sums, lanes).sum())
+        values = self._random.uniform(0.5, 2, self._rows.sizes[argument.name].sum())
         if role is Role.SUMS:
-            values = np.repeat(values, lanes)
+            values = np.repeat(values, self._kernel.shape.lanes)
         if role in _SIGNED:
             values *= self._random.choice([-1.0, 1.0], len(values))
         if role is Role.ROW_INT:  # an index of one of the row's elements
             values = self._random.integers(0, _LENGTHS).view(np.float64)
+        if role is Role.INDICES:
+            values = np.asarray(self._given[argument.name], np.int64).view(np.float64)
         storages = dict.fromkeys(_NARROW, self._narrow)
         storages |= {Role.TRAIL: "trail", Role.DEVICE_INT: "i64", Role.ROW_INT: "i64"}
-        storages[Role.STATE_BF16] = "bf16"
+        storages |= {Role.INDICES: "i64", Role.STATE_BF16: "bf16"}
         if role in _DECODERS:
             storages[role] = "u8"
             values = self._random.integers(24, 96, len(values)).astype(np.float64)
@@ -179,6 +209,8 @@ class _Trial:
 
     def _new_number(self, argument: Argument) -> Any:
         name, role = argument
+        if name in self._given:
+            return self._given[name]
         if role is Role.FLAG:
             return self._options
         if role is Role.INTEGER:
@@ -229,7 +261,8 @@ class _Trial:
         """Launch; return what is wrong with the results, or ""."""
         before = self._values()
         lanes = self._kernel.shape.lanes
-        expected = in_float64(self._function, self._module, before | self._numbers, lanes)
+        given = before | self._numbers
+        expected = in_float64(self._function, self._module, given, self._rows, lanes)
         self._launch()
         before, expected, after = map(self._with_codes_read, (before, expected, self._values()))
         for name, array in self._arrays.items():
@@ -254,6 +287,8 @@ class _Trial:
         roles = dict(self._module.arguments)
         if roles[name] is Role.BLOCK_SCALES:
             return wanted
+        if roles[name] is Role.INDICES:
+            return np.zeros(len(wanted))
         if roles[name] in _DECODERS:  # three bits of fraction, and a step of the smallest numbers
             return abs(wanted) / 8 + 2.0**-12
         if roles[name] is Role.STATE_BF16:
@@ -265,11 +300,11 @@ class _Trial:
         return allowed
 
     def _launch(self) -> None:
-        block = LaunchBlock(self._kernel, _LENGTHS)
+        block = LaunchBlock(self._kernel, self._rows.lengths)
         for name, role in self._module.layout.row:
             if role in _ADDRESSES:
                 array = self._arrays[name]
-                sizes = _row_sizes(role, self._module.sums, self._kernel.shape.lanes)
+                sizes = self._rows.sizes[name]
                 if role is Role.SUMS:
                     sizes = sizes * self._kernel.shape.lanes
                 base = np.array([array.address], dtype=np.uint64).view(np.int64)
@@ -286,7 +321,7 @@ class _Trial:
 
 
 def in_float64(
-    function: Callable[..., Any], module: Module, values: dict[str, Any], lanes: int
+    function: Callable[..., Any], module: Module, values: dict[str, Any], rows: Rows, lanes: int
 ) -> dict[str, Reals]:
     """The arrays after ``function`` has run on all rows, as plain Python.
 
@@ -294,6 +329,7 @@ def in_float64(
         function: a kernel.
         module: its compiled form.
         values: of each argument but the row's length: an array, or a number.
+        rows: of the launch.
         lanes: of a group, for kernels of which each call is that of one lane and needs no other.
     """
     roles = dict(module.arguments)
@@ -302,18 +338,18 @@ def in_float64(
     arrays = {  # each a list of the rows' parts
         name: [
             (part.astype(int) if role in _DECODERS else part).tolist()
-            for part in np.split(values[name], np.cumsum(_row_sizes(role, module.sums, lanes))[:-1])
+            for part in np.split(values[name], np.cumsum(rows.sizes[name])[:-1])
         ]
         for name, role in module.arguments
         if role in _ADDRESSES and name in values
     }
-    for row, length in enumerate(_LENGTHS.tolist()):
+    for row, length in enumerate(rows.lengths.tolist()):
         given: dict[str, Any] = {}
         for name in names:
             role = roles.get(name)
             if role is Role.LENGTH:
                 given[name] = length
-            elif role in (Role.ROW_SCALAR, Role.ROW_FLAG, Role.POSITION, Role.PARAM_NUMBER):
+            elif role in _NUMBER_OF_ROW:
                 given[name] = values[name][row].item()
             elif role in _VALUE_OF_ROW:
                 given[name] = arrays[name][row][0]
@@ -334,7 +370,7 @@ def in_float64(
         terms = [function(**given, **{index[0]: i}) for i in range(length)]
         if module.sums:
             arrays["sums"][row] = [sum(term) for term in zip(*terms)]
-    return {name: np.concatenate(rows) for name, rows in arrays.items()}
+    return {name: np.concatenate(parts) for name, parts in arrays.items()}
 
 
 def kernel_problem(queue: Any, name: str, *, in_usm: bool) -> str:

@@ -61,6 +61,7 @@ def _compile_all() -> tuple[dict[str, Any], dict[Path, bytes]]:
     from fusedoptim.kernels._compiler import (
         argument_types,
         compile_kernel,
+        is_serial,
         signature,
         variants_of,
     )
@@ -88,6 +89,7 @@ def _compile_all() -> tuple[dict[str, Any], dict[Path, bytes]]:
                     "source_sha256": source_hash(path),
                     "arguments": [[arg.name, arg.role.value] for arg in shape.arguments],
                     "sums": shape.sums,
+                    "is_serial": is_serial(kernel),
                 }
     manifest = {
         "version": MANIFEST_VERSION,

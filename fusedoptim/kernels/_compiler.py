@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -42,6 +42,7 @@ _SPIRV_VERSION = "--spirv-max-version=1.0"  # what OpenCL 2.1 takes, so every dr
 _STATE_ELEMENTS = {Role.STATE_BF16: "bf16", Role.STATE_E4M3: "u8", Role.STATE_E5M3: "u8"}
 # Of these a kernel gets the value, and no address.
 _VALUES = (Role.DEVICE_SCALAR, Role.DEVICE_INT, Role.ROW_INT, Role.ROW_RESULT)
+_LANE_FUNCTIONS = ("lane", "lanes", "group_sum", "group_max")
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
 
 
@@ -59,6 +60,25 @@ class Signature(NamedTuple):
     def is_element_kernel(self) -> bool:
         """Whether the function updates one element, and wants the loop over a row around it."""
         return any(argument.role is Role.INDEX for argument in self.parameters)
+
+
+def is_serial(kernel: Callable[..., Any]) -> bool:
+    """Whether a kernel that walks a row by itself, or what it calls, knows of no lanes."""
+    if signature(kernel, "f32").is_element_kernel:
+        return False
+    return not any(
+        getattr(function, "__name__", "") in _LANE_FUNCTIONS for function in _called(kernel)
+    )
+
+
+def _called(function: Callable[..., Any]) -> Iterator[FunctionType]:
+    """The plain functions that a function calls, those that they call included."""
+    assert isinstance(function, FunctionType)
+    for name in function.__code__.co_names:
+        used = function.__globals__.get(name)
+        if isinstance(used, FunctionType):
+            yield used
+            yield from _called(used)
 
 
 def signature(kernel: Callable[..., Any], variant: str) -> Signature:
@@ -115,7 +135,7 @@ def _numba_type(role: Role, variant: str) -> types.Type:
         return types.int64
     if role in _STATE_ELEMENTS:
         return _lowering.Pointer(_STATE_ELEMENTS[role])
-    if role in (Role.DEVICE_INT, Role.ROW_INT):
+    if role in (Role.DEVICE_INT, Role.ROW_INT, Role.INDICES):
         return _lowering.Pointer("i64")
     return _lowering.Pointer(real)
 

@@ -17,6 +17,9 @@ BlockScales  ``x[k]``, ``x[k] = v``   of the row: address of a scale for each bl
 ParamNumber  int                      of the row: which of the optimizer's parameters it is
 Input        ``x[i]``                 of the row: address of an operator's input, in its dtype
 Output       ``x[i] = v``             of the row: address of an operator's output, in that dtype
+Values       ``x[i]``, ``x[i] = v``   of the row: address of an operator's values in the arithmetic
+                                      dtype
+Indices      ``x[i]``, ``x[i] = v``   of the row: address of int64 values
 Position     int                      of the row: index in its tensor of the chunk's first element
 ChunkSums    ``x[i]``                 of the row: address of the tensor's sums, one for each chunk
                                       and lane
@@ -24,6 +27,7 @@ Result       ``x[0] = v``             of the row: address of one value for the t
 RowResult    float                    of the row: address of a Result of an earlier kernel
 RowScalar    float                    of the row: in the arithmetic dtype
 RowFlag      int, 0 is false          of the row
+RowInteger   int                      of the row
 RowInt       int                      of the row: address of an int64 computed on the device
 Scalar       float                    of the launch: in the arithmetic dtype
 Flag         int, 0 is false          of the launch
@@ -44,7 +48,8 @@ stepped through in a debugger.
 
 Any other kernel is called once for each row and lane of the work-group that walks it. It may use
 ``lane``, ``lanes``, ``group_sum`` and ``group_max``; in plain Python a group has one lane, and
-without the last two, :func:`as_lane` makes a call that of any lane.
+without the last two, :func:`as_lane` makes a call that of any lane. A kernel that uses none of the
+four is **serial**: its group has one work item on every device.
 
 Compiled, :mod:`fusedoptim.kernels._lowering` gives the same names their meaning on the device.
 ``/`` and ``math.sqrt`` are the device's own.
@@ -75,6 +80,8 @@ class Role(enum.Enum):
     PARAM_NUMBER = "param_number"
     INPUT = "input"
     OUTPUT = "output"
+    VALUES = "values"
+    INDICES = "indices"
     POSITION = "position"
     SUMS = "sums"
     """Where a row's sums go; no kernel names it, the returned tuple is it."""
@@ -83,6 +90,7 @@ class Role(enum.Enum):
     ROW_RESULT = "row_result"
     ROW_SCALAR = "row_scalar"
     ROW_FLAG = "row_flag"
+    ROW_INTEGER = "row_integer"
     ROW_INT = "row_int"
     SCALAR = "scalar"
     FLAG = "flag"
@@ -121,12 +129,15 @@ BlockScales = Annotated[_Values, Role.BLOCK_SCALES]
 ParamNumber = Annotated[int, Role.PARAM_NUMBER]
 Input = Annotated[_Values, Role.INPUT]
 Output = Annotated[_Values, Role.OUTPUT]
+Values = Annotated[_Values, Role.VALUES]
+Indices = Annotated[_Codes, Role.INDICES]
 Position = Annotated[int, Role.POSITION]
 ChunkSums = Annotated[_Values, Role.CHUNK_SUMS]
 Result = Annotated[_Values, Role.RESULT]
 RowResult = Annotated[float, Role.ROW_RESULT]
 RowScalar = Annotated[float, Role.ROW_SCALAR]
 RowFlag = Annotated[int, Role.ROW_FLAG]
+RowInteger = Annotated[int, Role.ROW_INTEGER]
 RowInt = Annotated[int, Role.ROW_INT]
 Scalar = Annotated[float, Role.SCALAR]
 Flag = Annotated[int, Role.FLAG]

@@ -29,7 +29,8 @@ class Kernel:
         self.module = module
         self.layout = module.layout
         self.backend = backend_of(queue)
-        self.shape = self.backend.shape
+        lanes = 1 if module.is_serial else self.backend.shape.lanes
+        self.shape = self.backend.shape._replace(lanes=lanes)
         self.head_packing = self.layout.head_packing(module.arithmetic)
         self.real = np.dtype(module.arithmetic)
         """The arithmetic dtype."""

@@ -21,14 +21,14 @@ HEADER = ("rows", "rows_per_group")
 """What every head begins with: int64 numbers."""
 
 ADDRESSES = (
-    *(Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT),
+    *(Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT, Role.VALUES, Role.INDICES),
     *(Role.STATE, Role.STATE_BF16, Role.STATE_E4M3, Role.STATE_E5M3, Role.BLOCK_SCALES),
     *(Role.SUMS, Role.CHUNK_SUMS, Role.RESULT, Role.ROW_RESULT),
     *(Role.ROW_INT, Role.DEVICE_SCALAR, Role.DEVICE_INT),
 )
 INTEGERS = (
     *(Role.LENGTH, Role.POSITION, Role.PARAM_NUMBER),
-    *(Role.ROW_FLAG, Role.FLAG, Role.INTEGER),
+    *(Role.ROW_FLAG, Role.ROW_INTEGER, Role.FLAG, Role.INTEGER),
 )
 REALS = (Role.SCALAR, Role.ROW_SCALAR)
 """In the arithmetic dtype."""

@@ -20,7 +20,7 @@ from fusedoptim.launch.layout import Argument, Layout
 
 FOLDER = Path(__file__).parent.parent / "spirv"
 MANIFEST = FOLDER / "manifest.json"
-MANIFEST_VERSION = 7  # of the manifest's layout and of the launch block's
+MANIFEST_VERSION = 8  # of the manifest's layout and of the launch block's
 
 
 class ModuleError(RuntimeError):
@@ -38,6 +38,8 @@ class Module(NamedTuple):
     """Its arguments, in the order of the launch block's words."""
     sums: int
     """Number of values that each lane sums over each row."""
+    is_serial: bool
+    """Whether its groups have one work item."""
     spirv: bytes
 
     @property
@@ -74,7 +76,7 @@ def load_module(kernel: str, variant: str) -> Module:
     if hashlib.sha256(spirv).hexdigest() != entry["sha256"]:
         raise ModuleError(f"the compiled kernel {path} is not the one that was shipped; {_CURE}")
     arguments = tuple(Argument(name, Role(role)) for name, role in entry["arguments"])
-    return Module(name, entry["variants"][0], arguments, entry["sums"], spirv)
+    return Module(name, entry["variants"][0], arguments, entry["sums"], entry["is_serial"], spirv)
 
 
 def check_code(code: bytes) -> None:

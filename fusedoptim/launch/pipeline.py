@@ -91,7 +91,8 @@ class Pipeline:
             block = LaunchBlock(kernel, np.ones(len(chunks.counts), dtype=np.int64))
             block.write(roles[Role.CHUNK_SUMS], row_addresses(self.totals))
         elif Role.CHUNK_SUMS in roles:
-            block = LaunchBlock(kernel, chunks.counts[tensors] * kernel.shape.lanes)
+            lanes = kernel.backend.shape.lanes  # of the kernel that has summed
+            block = LaunchBlock(kernel, chunks.counts[tensors] * lanes)
             if self.sums is not None:
                 block.write(roles[Role.CHUNK_SUMS], row_addresses(self.sums)[chunks.first[tensors]])
         else:

@@ -1,15 +1,16 @@
-"""Launches an operator's kernel over all elements of tensors, or over the rows of matrices."""
+"""Launches an operator's kernel over all elements of tensors, the rows of matrices, or a table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fusedoptim.dtypes import VARIANTS
-from fusedoptim.launch.block import Chunks, row_addresses
+from fusedoptim.launch.block import Chunks, LaunchBlock, row_addresses
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.pipeline import Pipeline
@@ -25,6 +26,8 @@ _MOST_IDLE = 256
 
 _idle: dict[Any, list[Pipeline]] = {}
 """Pipelines that no call uses, by all that their rows depend on but addresses."""
+_idle_blocks: dict[Any, list[LaunchBlock]] = {}
+"""The same of launches over tables."""
 
 
 def is_served(tensor: Tensor) -> bool:
@@ -68,6 +71,47 @@ def launch_rows(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, 
     _launch(name, matrix, tuple(matrix.shape), addresses, numbers, is_cut=False)
 
 
+def launch_table(
+    name: str,
+    device: torch.device,
+    variant: str,
+    columns: Mapping[str, Any],
+    numbers: Mapping[str, float],
+) -> None:
+    """Run a kernel over rows of which each has its own arguments; on a GPU, return while it runs.
+
+    Args:
+        name: of the kernel.
+        device: of all memory.
+        variant: of :data:`fusedoptim.dtypes.VARIANTS`.
+        columns: by the names of the row's arguments, an integer for all rows or one for each:
+            addresses and numbers; "length" has one for each, about proportional to the row's work.
+        numbers: by the names of the arguments of the launch, as in :func:`launch`.
+    """
+    queue = BACKENDS[device.type].queue(device)
+    lengths = np.asarray(columns["length"], dtype=np.int64)
+    # How many short rows a group takes depends on their sum, if roughly.
+    key = queue, name, variant, len(lengths), int(lengths.sum()).bit_length()
+    try:
+        block = _idle_blocks[key].pop()
+    except LookupError:
+        block = LaunchBlock(kernel_for(queue, name, variant), lengths)
+    for column, values in columns.items():
+        block.write(column, values)
+    block.write_head(numbers)
+    block.launch()
+    if block.kernel.backend.runs_on_host:
+        block.wait()
+    _keep(_idle_blocks, key, block)
+
+
+def _keep(idle: dict[Any, list[Any]], key: Any, launched: Any) -> None:
+    """Reuse what has run; not if a call was interrupted, as its kernel may still run."""
+    if len(idle) >= _MOST_IDLE:
+        idle.clear()
+    idle.setdefault(key, []).append(launched)
+
+
 def _launch(
     name: str,
     first: Tensor,
@@ -94,6 +138,4 @@ def _launch(
         pipeline.write_addresses(column, places, first.element_size())
     pipeline.write_head(numbers)
     pipeline.run()
-    if len(_idle) >= _MOST_IDLE:
-        _idle.clear()
-    _idle.setdefault(key, []).append(pipeline)  # not if interrupted: its kernel may still run
+    _keep(_idle, key, pipeline)

@@ -31,8 +31,8 @@ def perturb(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], name:
     in_float64 = _self_test.in_float64
     written: list[str] = []
 
-    def changed(function: Any, module: Any, values: Any, lanes: int) -> Any:
-        results = in_float64(function, module, values, lanes)
+    def changed(function: Any, module: Any, values: Any, *rest: Any) -> Any:
+        results = in_float64(function, module, values, *rest)
         if not np.array_equal(results[name], values[name]):  # else the kernel only reads it
             results[name] = change(results[name])
             written.append(name)
