@@ -1,0 +1,116 @@
+"""Runs a thread and its OpenMP threads on the cores of a pool, for a while.
+
+See docs/design/pinned-threads.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fusedoptim.runtime._cores import listed, unpinned
+from fusedoptim.runtime._threads import Settings
+from fusedoptim.runtime.cpu_pool import CPUPool
+
+__all__ = ["pin"]
+
+
+class pin(contextlib.ContextDecorator):  # written as torch.no_grad
+    """Run the calling thread on the cores of a pool, with as many OpenMP threads as cores.
+
+    A context manager, and a decorator of functions. It holds for the calling thread and for the
+    OpenMP threads on which torch runs that thread's operations, and this package its kernels.
+    Leaving it restores what was before: the cores of each thread, and the number of threads, also
+    if ``torch.set_num_threads`` was called within. Other threads stay as they are. Pins may be
+    nested: the innermost counts. Threads and processes that start within inherit the cores.
+
+    The threads of the CPU driver run nothing but kernels of :class:`fusedoptim.raw.RawKernel`. All
+    of the process shares them, on the cores that the process had when the driver started.
+
+    Args:
+        pool: a :class:`CPUPool`, of which only the cores are used: no thread of it is started.
+
+    Raises:
+        TypeError: ``pool`` is no CPUPool.
+        ValueError: on entering it, a core is no longer this process's.
+        RuntimeError: on entering it with several cores, the process was forked, and the OpenMP
+            threads of the thread that did that have not survived; or torch has no OpenMP.
+
+    Example:
+        >>> import os, torch
+        >>> from fusedoptim.runtime import CPUPool, pin
+        >>> first, *_ = os.sched_getaffinity(0)
+        >>> with pin(CPUPool([first])):
+        ...     torch.get_num_threads()
+        1
+        >>> @pin(CPUPool([first]))
+        ... def infer(model, inputs):
+        ...     return model(inputs)
+        >>> infer(torch.nn.Linear(4, 2), torch.ones(3, 4)).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(self, pool: CPUPool) -> None:
+        if not isinstance(pool, CPUPool):
+            raise TypeError(f"pool={pool!r} is no CPUPool; pass CPUPool([0]) for core 0")
+        self._cores = frozenset(pool.core_ids)
+
+    def __enter__(self) -> None:
+        entered = _Entered(self, Settings())
+        try:
+            _entered.pins.append(entered)
+            unpinned.setdefault(threading.get_ident(), entered.before.cores)
+            entered.before.change(self._cores)
+        except BaseException:
+            _insist(_leave, entered)
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        pins = _entered.pins
+        if not pins or pins[-1].pin is not self:
+            raise RuntimeError(
+                f"this pin to cores {listed(self._cores)} is not the one that the thread entered "
+                "last; leave pins in reverse order, in the thread that entered them"
+            )
+        _insist(_leave, pins[-1])
+
+
+class _Entered(NamedTuple):
+    """A pin that a thread is in."""
+
+    pin: pin
+    before: Settings
+
+
+class _Pins(threading.local):
+    """Those that the calling thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.pins: list[_Entered] = []
+
+
+_entered = _Pins()
+
+
+def _leave(entered: _Entered) -> None:
+    """Restore what was before a thread's innermost pin; a second call changes nothing."""
+    entered.before.restore()
+    pins = _entered.pins
+    if entered in pins:
+        pins.remove(entered)
+    if pins:  # some of the threads may be unknown to the pin around it
+        outer = pins[-1].before
+        outer.team = entered.before.team | outer.team
+    else:
+        unpinned.pop(threading.get_ident(), None)
+
+
+def _insist(function: Callable[[_Entered], None], entered: _Entered) -> None:
+    """Call a function, again if it is interrupted."""
+    try:
+        function(entered)
+    except BaseException:
+        function(entered)
+        raise

@@ -1,0 +1,58 @@
+"""On which cores the threads of this process may run, and which of them ran in a call.
+
+Imports torch only, for scripts in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+CORES = sorted(os.sched_getaffinity(0))
+"""Those of this process, before anything is pinned."""
+_TASKS = Path("/proc/self/task")
+_BIG = torch.ones(1 << 21)
+
+
+def masks() -> dict[int, list[int]]:
+    """The cores that each thread may run on, from Linux's own account."""
+    found = {}
+    for task in _TASKS.iterdir():
+        try:
+            status = (task / "status").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+        text = status.partition("Cpus_allowed_list:")[2].split()[0]
+        parts = [list(map(int, part.split("-"))) for part in text.split(",")]
+        found[int(task.name)] = [core for a in parts for core in range(a[0], a[-1] + 1)]
+    return found
+
+
+def _nanoseconds() -> dict[int, int]:
+    """The processor time of each thread."""
+    return {
+        int(task.name): int((task / "schedstat").read_text().split()[0])
+        for task in _TASKS.iterdir()
+    }
+
+
+def compute() -> float:
+    """Some of torch's operations, by OpenMP itself, oneDNN and MKL: milliseconds on each thread."""
+    for _ in range(5):
+        _BIG.add(1)
+    square = _BIG[: 1 << 18].view(512, 512)
+    return float((square @ square).sum() + (square.double() @ square.double()).sum())
+
+
+def ran(call: Callable[[], object] = compute) -> dict[int, list[int]]:
+    """The cores of each thread that a call took a millisecond of processor time of."""
+    call()
+    time.sleep(0.05)  # threads that spin fall asleep
+    before = _nanoseconds()
+    call()
+    after, cores = _nanoseconds(), masks()
+    return {t: cores[t] for t, spent in after.items() if spent - before.get(t, 0) > 1_000_000}
