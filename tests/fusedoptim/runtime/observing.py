@@ -5,6 +5,7 @@ Imports torch only, for scripts in processes of their own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -33,11 +34,12 @@ def masks() -> dict[int, list[int]]:
 
 
 def _nanoseconds() -> dict[int, int]:
-    """The processor time of each thread."""
-    return {
-        int(task.name): int((task / "schedstat").read_text().split()[0])
-        for task in _TASKS.iterdir()
-    }
+    """The processor time of each thread, by the number that Linux gives its clock."""
+    found = {}
+    for task in map(int, os.listdir(_TASKS)):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found[task] = time.clock_gettime_ns(~task << 3 | 6)
+    return found
 
 
 def compute() -> float:
