@@ -14,8 +14,8 @@ from benchmarks import _command
 NAMES = (
     *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
     *("dropout", "attention", "cross_entropy"),
-    *("iteration", "memory", "inference", "int8"),
-    *("cores", "ranks"),
+    *("iteration", "memory", "huge_pages", "inference", "int8"),
+    *("cores", "ranks", "instances"),
     *("fragmentation", "pool", "raw", "elementwise"),
 )
 

@@ -108,6 +108,20 @@ def cores(workload: str) -> dict[str, list[float]]:
     return times(workload)
 
 
+def instances(model: str, batch: str, count: str, by: str) -> float:
+    """Samples a second of several instances of a model; see :mod:`benchmarks._instances`."""
+    from benchmarks._instances import serve
+
+    return serve(model, int(batch), int(count), by)
+
+
+def embeddings(rows_a_bag: str, kept: str) -> dict[str, Any]:
+    """Seconds of steps of embedding tables; see :mod:`benchmarks._embeddings`."""
+    from benchmarks._embeddings import step
+
+    return step(int(rows_a_bag), kept == "True")
+
+
 def startup(optimizer: str) -> float:
     """Seconds between ``import torch`` and the end of one parameter's first step."""
     start = time.perf_counter()

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fusedoptim.doctor import _settings
 from fusedoptim.doctor._drivers import INSTALL_CPU, INSTALL_GPU, intel_gpus
 from fusedoptim.doctor._report import REPORT_IT, Problem, Section, error, warning
 from fusedoptim.doctor._versions import REINSTALL_RUNTIME
@@ -27,6 +28,7 @@ def sections(workers: Workers) -> Iterator[Section]:
     yield describe_devices(outcomes, len(intel_gpus()))
     yield describe_kernels(outcomes)
     yield describe_torch(outcomes)
+    yield from _settings.sections(outcomes)
 
 
 def describe_devices(outcomes: Sequence[Outcome], gpus: int) -> Section:

@@ -118,6 +118,7 @@ def _try_torch(lines: TextIO) -> None:
     except Exception as failure:  # a broken installation raises anything
         _say(lines, torch_failed=_last_line(failure))
         return
+    _say(lines, threads=torch.get_num_threads())
     from fusedoptim import isa
 
     _say(lines, highest=isa.highest())  # torch finds it out

@@ -47,6 +47,9 @@ def test_healthy(tmp_path: Path) -> None:
     assert set(sections["self-test"]["results"][cpu]) == set(modules._manifest())
     assert sections["torch"]["an update of its tensors on cpu"] == "right"
     assert any("libintelocl.so" in path for path in sections["devices"]["loaded"])
+    assert sections["settings"]["torch's threads"] >= 1
+    assert sections["settings"]["the CPU driver's threads"] >= 1
+    assert sections["would set"]
 
 
 def test_little_is_right(tmp_path: Path) -> None:
