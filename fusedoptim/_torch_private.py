@@ -26,7 +26,9 @@ __all__ = [
     "disable_dynamo",
     "global_post_hooks",
     "global_pre_hooks",
+    "graph_function",
     "has_bfloat16_products",
+    "has_onednn_graph",
     "increment_version",
     "is_flattened",
     "is_forward_mode",
@@ -37,7 +39,9 @@ __all__ = [
     "shard_spec",
     "softmax_backward",
     "storage_use_count",
+    "traced_graph",
     "transform_level",
+    "use_onednn_graph",
 ]
 
 # profiler_enabled: torch.optim wraps every step in a profiler range; ours only while one records.
@@ -60,6 +64,22 @@ storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 count_modes = torch._C._len_torch_dispatch_stack
 """How many dispatch modes of the user's are active."""
+
+traced_graph: Any = getattr(torch._C, "_create_graph_by_tracing", None)
+"""Makes a graph of TorchScript of a function, the only way to oneDNN Graph; None where torch lacks
+one of these four. torch.jit.trace does the same, but warns that it is deprecated, and what it makes
+is never freed."""
+
+graph_function: Any = getattr(torch._C, "_create_function_from_graph", None)
+"""Makes a graph of TorchScript a function, which owns it."""
+
+has_onednn_graph: Any = getattr(torch._C, "_jit_llga_enabled", None)
+"""Whether TorchScript uses oneDNN Graph: torch.jit.onednn_fusion_enabled."""
+
+use_onednn_graph: Any = getattr(torch._C, "_jit_set_llga_enabled", None)
+"""Switches that: torch.jit.enable_onednn_fusion."""
+if graph_function is None or has_onednn_graph is None or use_onednn_graph is None:
+    traced_graph = None
 
 softmax_backward = torch._softmax_backward_data
 """The gradient of softmax's input, from its output and that output's gradient: one kernel, which

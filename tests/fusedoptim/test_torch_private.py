@@ -229,3 +229,29 @@ class _Doubling(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         return result * 2 if func is torch.ops.aten.add.Tensor else result
+
+
+def test_traced_graph() -> None:
+    """TorchScript is made of a function without a warning."""
+    added = torch.ones(2)
+    graph, _ = _torch_private.traced_graph(
+        lambda x: (x + added,), (torch.ones(2),), lambda _: "", False, False, None, ["x"]
+    )
+    found = _torch_private.graph_function("plan", graph)
+    assert found(torch.ones(2))[0].tolist() == [2, 2]
+
+
+test_graph_function = test_traced_graph
+
+
+def test_use_onednn_graph() -> None:
+    assert not _torch_private.has_onednn_graph()
+    _torch_private.use_onednn_graph(True)
+    try:
+        assert _torch_private.has_onednn_graph()
+    finally:
+        _torch_private.use_onednn_graph(False)
+    assert not _torch_private.has_onednn_graph()
+
+
+test_has_onednn_graph = test_use_onednn_graph

@@ -67,6 +67,8 @@ def _fold(graph: Graph, norm: Node, constants: set[Node]) -> bool:
         return False
     if any(pair[i] is None for i in (0, 2, 3)):
         return False
+    if not all(p is None or p < product for p in pair):  # a literal that is made only later
+        return False
     if not isinstance(of_norm["eps"], float):  # with dynamic=True it is a value of the graph
         return False
     dtypes = {value(p).dtype for p in pair if p is not None}

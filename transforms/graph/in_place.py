@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -33,11 +33,22 @@ Steady = Callable[[Node, Node], bool]
 """Whether the result of a node has the strides of one of its inputs."""
 
 
-def overwrite(graph: Graph, constants: set[Node], steady: Steady) -> int:
-    """Let functions write over an input that they alone use; return how many do."""
+def overwrite(
+    graph: Graph, constants: set[Node], steady: Steady, only: Container[str] | None = None
+) -> int:
+    """Let functions write over an input that they alone use; return how many do.
+
+    Args:
+        graph: the graph.
+        constants: its constants, over which nothing writes.
+        steady: whether strides stay.
+        only: the names of the functions that may; None for all.
+    """
     count = 0
     for node in reversed(graph.nodes):  # what writes over its input returns nothing fresh
         called = operators.name(node)
+        if only is not None and called not in only:
+            continue
         if called in _UNARY:
             count += _overwrite_by_unary(node, called, constants, steady)
         elif called in _BINARY:

@@ -85,13 +85,15 @@ def simplified(graph: Graph, sources: Sequence[int], folds: bool) -> Simplified:
     return Simplified(copy, constants, folded)
 
 
-def lowered(given: Simplified, layouts: Layouts | None) -> Lowered:
+def lowered(given: Simplified, layouts: Layouts | None, packs: bool = True) -> Lowered:
     """Pack the products, write in place, and separate the constants; ``given`` is used up.
 
     Args:
         given: the graph.
         layouts: what was recorded for the shape of its inputs; without it, no convolution is
             packed.
+        packs: False for :mod:`transforms.graph.script`, which gives products and what follows them
+            to oneDNN Graph.
     """
     graph, constants = given.graph, given.constants
     before = given.products
@@ -99,7 +101,7 @@ def lowered(given: Simplified, layouts: Layouts | None) -> Lowered:
     packing = _Packing(graph, constants, layouts)
     for node in [each.node for each in before]:
         current = product(node, constants)  # its input may have been replaced meanwhile
-        if current is not None:
+        if current is not None and packs:
             packing.pack(current)
 
     def steady(node: Node, target: Node) -> bool:
@@ -107,7 +109,7 @@ def lowered(given: Simplified, layouts: Layouts | None) -> Lowered:
             return _stands_for(node, target, layouts)
         return not has_convolutions and same_strides(node, target)
 
-    in_place = overwrite(graph, constants, steady)
+    in_place = overwrite(graph, constants, steady, None if packs else NOT_ONEDNN)
     kept = worth_keeping(graph, constants)
     result = with_placeholders(graph, kept)
     shorten(result)
@@ -115,6 +117,8 @@ def lowered(given: Simplified, layouts: Layouts | None) -> Lowered:
     return Lowered(result, kept, graph, counts)
 
 
+NOT_ONEDNN = ("relu", "relu6", "hardtanh", "hardsigmoid")
+"""Functions that oneDNN Graph is not given."""
 _BEFORE = "fusedoptim_before"
 """In the metadata of a packed product: the names of the nodes that it computes."""
 

@@ -11,9 +11,10 @@ from torch.fx import GraphModule
 
 from transforms.graph.aliases import roots, written_roots
 from transforms.graph.batch_norms import NotFinite
-from transforms.graph.constants import Names, computed, inputs_of
+from transforms.graph.constants import Names, computed, inputs_of, positions
 from transforms.graph.lowering import Counts, Lowered, lowered, simplified
 from transforms.graph.recording import Layouts, Recorder
+from transforms.graph.script import Script, can_be_scripted, script
 from transforms.graph.sources import CannotWatch, Snapshot
 from transforms.rewrites.packed import is_plain_call
 
@@ -34,16 +35,22 @@ class _LaidOut(NamedTuple):
     key: tuple[object, ...]
     """Shapes and strides of the inputs."""
     variant: _Variant
+    layouts: Layouts
 
 
-class _Kept(NamedTuple):
+class _Kept:
     """What was computed from the sources in one state."""
 
-    snapshot: Snapshot
-    values: dict[int, Tensor]
-    """Constants by number."""
-    arguments: dict[_Variant, list[Tensor]]
-    """The constants of each variant, in order."""
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.values: dict[int, Tensor] = {}
+        """Constants by number."""
+        self.arguments: dict[_Variant, list[Tensor]] = {}
+        """The constants of each variant, in order."""
+        self.scripts: dict[_Variant, Script | None] = {}
+        """What computes in C++ in place of a variant; None if nothing can."""
+        self.calls = 0
+        """For which there was no script yet."""
 
 
 class Plan:
@@ -62,6 +69,7 @@ class Plan:
         self._kept: _Kept | None = None
         self._is_steady = True
         self._missed: tuple[object, ...] | None = None
+        self._patience = 0
         known = set(sources)
         placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
         self._inputs = [i for i in range(len(placeholders)) if i not in known]
@@ -101,6 +109,9 @@ class Plan:
                 key, laid_out = self._key(args), self._laid_out
                 if laid_out is not None and laid_out.key == key:
                     variant = laid_out.variant
+                    script = self._script(kept, laid_out, args)
+                    if script is not None:
+                        return script(args)
                 elif not self._is_passing(key):
                     return self._record(key, args)
             constants = kept.arguments.get(variant)
@@ -121,12 +132,39 @@ class Plan:
             return kept
         was_steady, self._is_steady, self._kept = self._is_steady, False, None
         try:
-            kept = _Kept(Snapshot(self._watched, args), {}, {})
+            kept = _Kept(Snapshot(self._watched, args))
         except CannotWatch:
             self._is_steady = True
             return None
         self._kept = kept
         return kept if was_steady else None
+
+    def _script(self, kept: _Kept, laid_out: _LaidOut, args: Sequence[Any]) -> Script | None:
+        """What computes a variant in C++, if anything does.
+
+        To compile takes longer than many calls. So each time more calls must come before it.
+        """
+        variant = laid_out.variant
+        if variant in kept.scripts:
+            return kept.scripts[variant]
+        if kept.calls < self._patience:
+            kept.calls += 1
+            return None
+        self._patience = 2 * self._patience + 2
+        found = None if self._written else self._compiled(laid_out, args)
+        kept.scripts[variant] = found
+        return found
+
+    def _compiled(self, laid_out: _LaidOut, args: Sequence[Any]) -> Script | None:
+        given = simplified(self._captured.graph, self._sources, self._folds)
+        weights = {node for each in given.products for node in (each.weight, each.bias) if node}
+        if not can_be_scripted(given.graph, given.products):
+            return None
+        inner = lowered(given, laid_out.layouts, packs=False)
+        fixed = {i for node, i in positions(inner.source).items() if node in weights}
+        values = [*args, *computed(inner.source, inner.kept, args)]
+        fixed |= set(range(len(args), len(values)))
+        return script(self._captured, inner.graph, values, fixed, self._plain(*args))
 
     def _computed(self, kept: _Kept, variant: _Variant, args: Sequence[Any]) -> list[Tensor]:
         """The constants of a variant; those that none uses any more are dropped."""
@@ -164,10 +202,11 @@ class Plan:
         given = simplified(self._captured.graph, self._sources, self._folds)
         before = self._laid_out
         variant = _Variant(self._captured, lowered(given, layouts), self._names)
-        self._laid_out = _LaidOut(key, variant)
+        self._laid_out = _LaidOut(key, variant, layouts)
         kept = self._kept
         if before is not None and kept is not None:
             kept.arguments.pop(before.variant, None)
+            kept.scripts.pop(before.variant, None)
             for number in set(before.variant.numbers) - {*variant.numbers, *self._general.numbers}:
                 kept.values.pop(number, None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from transforms.inputs.sample import caller, seconds
+from transforms.passes.pack_weights import PackWeights
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import plain_tensors
@@ -67,7 +69,8 @@ class ChannelsLast(Pass):
     """Lays out the weights of 2-d and 3-d convolutions, also transposed ones, channels last.
 
     By default only on the CPU, if the model's code does not depend on strides and, in eval mode
-    with a sample input, if that makes the model faster. With True, always.
+    with a sample input, if that makes the model faster, with weights packed if they will be. With
+    True, always.
     """
 
     knob = "auto_channels_last"
@@ -93,7 +96,11 @@ class ChannelsLast(Pass):
         is_timed = job.sample_input is not None and not is_forced and not job.model.training
         if why is None and is_timed:
             dtype = job.options.dtype
-            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
+            with autocast, ExitStack() as undo:
+                packing = PackWeights()
+                if packing.is_on(job.options):  # it gains only in this layout
+                    packing.run(job._replace(undo=undo))
                 why = _slower(caller(job.model, job.sample_input), changed)
         if why is None:
             job.undo.callback(_undo, [module for _, module, _ in changed])

@@ -41,6 +41,16 @@ class Compiled:
         """Whether the last plan's last call used its constants."""
         return self.plans[-1]._kept is not None
 
+    def is_computed(self) -> bool:
+        """Whether anything was computed from the present parameters, to be kept."""
+        kept = self.plans[-1]._kept
+        return kept is not None and bool(kept.values or kept.scripts)
+
+    def is_scripted(self) -> bool:
+        """Whether the last plan computes in C++."""
+        kept = self.plans[-1]._kept
+        return kept is not None and any(each is not None for each in kept.scripts.values())
+
 
 def assert_as_eager(
     ours: Any, plain: Any, *args: Any, arithmetic: torch.dtype | None = None

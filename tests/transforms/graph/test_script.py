@@ -1,0 +1,237 @@
+"""Plans that run in C++ compute what the captured graph does, and see every change."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fusedoptim import _torch_private as private
+from tests.transforms.graph.helpers import LAST, Compiled, Residual, Squeezed, assert_as_eager
+from tests.transforms.helpers import assert_right, randomise
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(shape).to(memory_format=LAST)
+
+
+@pytest.fixture
+def gradients_off() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("make", [Residual, Squeezed])
+def test_blocks(make: Callable[[], nn.Module]) -> None:
+    model = randomise(make()).to(memory_format=LAST)
+    channels = 3 if make is Residual else 24
+    ours, plain = Compiled(model), copy.deepcopy(model)  # which reads its weights' data
+    for _ in range(4):
+        assert_right(ours, plain, images(2, channels, 17, 15))
+    assert ours.is_scripted()
+
+
+class Chain(nn.Module):
+    """A convolution, a function, and another convolution."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(17, 33, 3, padding=1)
+        self.function = function
+        self.second = nn.Conv2d(33, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.function(self.first(x)))
+        return y
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu, method": Tensor.relu,
+    "relu6": F.relu6,
+    "hardtanh": lambda x: F.hardtanh(x, -0.5, 2.0),
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1),
+    "a slope of 0": lambda x: F.leaky_relu(x, 0.0),
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "elu": F.elu,
+    "max_pool2d": lambda x: F.max_pool2d(x, 3, stride=2, padding=1),
+    "max_pool2d, ceiling": lambda x: F.max_pool2d(x, 2, ceil_mode=True),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2, padding=1),
+    "batch_norm": lambda x: F.batch_norm(x, torch.zeros(33), torch.ones(33)),
+    "added": lambda x: F.relu(x + x.sigmoid()),
+    "multiplied": lambda x: x * x.mean((2, 3), keepdim=True),
+    "joined": lambda x: torch.cat([x[:, :16], x[:, :17]], 1),
+    "clamped": lambda x: x.clamp(-1, 1),
+    "last norm": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (33,)).permute(0, 3, 1, 2),
+}
+
+
+@pytest.mark.usefixtures("gradients_off")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nan_and_infinity_within(name: str) -> None:
+    model = Chain(FUNCTIONS[name]).eval().to(memory_format=LAST)
+    ours, x = Compiled(model), images(4, 17, 9, 11)
+    for i, number in enumerate((float("nan"), float("inf"), -float("inf"))):
+        x[i, i, 3:5, 4] = number
+    finite = images(4, 17, 9, 11)
+    for _ in range(3):
+        assert_as_eager(ours, model, finite)
+        assert_as_eager(ours, model, x)
+
+
+@pytest.mark.usefixtures("gradients_off")
+def test_what_is_scripted() -> None:
+    for name in ("relu", "relu6", "hardtanh", "hardswish", "silu", "max_pool2d", "last norm"):
+        torch.compiler.reset()
+        ours = Compiled(Chain(FUNCTIONS[name]).eval().to(memory_format=LAST))
+        for _ in range(2):
+            ours(images(2, 17, 9, 11))
+        assert ours.is_scripted(), name
+    for left in (F.elu, lambda x: x + torch.rand_like(x), lambda x: x.sort(1).values):
+        torch.compiler.reset()
+        ours = Compiled(Chain(left).to(memory_format=LAST))
+        for _ in range(2):
+            ours(images(2, 17, 9, 11))
+        assert not ours.is_scripted()
+
+
+class Shared(nn.Module):
+    """Values that several functions use, and that are returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = F.relu(self.first(x))
+        z = F.relu(self.second(y) + y)
+        again = self.first(z) + y
+        return again + x, y, z.permute(0, 2, 3, 1), self.second(x) * x, again.mean((2, 3))
+
+
+@pytest.mark.usefixtures("gradients_off")
+def test_values_that_are_used_again() -> None:
+    model = Shared().eval().to(memory_format=LAST)
+    ours, x = Compiled(model), images(2, 16, 9, 7)
+    for _ in range(3):
+        assert_as_eager(ours, model, x)  # x too stays what it was
+    assert ours.is_scripted()
+    kept = [each.clone() for each in ours(x)]
+    results = ours(x)
+    ours(images(2, 16, 9, 7))
+    for a, b in zip(results, kept):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("gradients_off")
+def test_changes_and_how_often_is_compiled() -> None:
+    model = randomise(Residual()).to(memory_format=LAST)
+    ours, x = Compiled(model), images(2, 3, 16, 16)
+    scripted = []
+    for _ in range(4):
+        for _ in range(9):
+            assert_as_eager(ours, model, x)
+        scripted.append(ours.is_scripted())
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.mul_(1.25)
+    assert scripted == [True, True, True, False]  # at once, after 2 calls, after 6, after 14
+
+
+@pytest.mark.usefixtures("gradients_off")
+def test_memory_is_freed() -> None:
+    model = randomise(Residual()).to(memory_format=LAST)
+    ours, x = Compiled(model), images(2, 3, 16, 16)
+    for _ in range(3):
+        ours(x)
+    assert ours.is_scripted()
+    weight = weakref.ref(model.second.weight)
+    storage = weight().untyped_storage()  # type: ignore[union-attr]  # the model is there
+    del model, ours
+    torch.compiler.reset()
+    gc.collect()
+    assert weight() is None
+    assert private.storage_use_count(storage._cdata) == 1
+
+
+@pytest.mark.usefixtures("gradients_off")
+def test_inference_mode_and_threads() -> None:
+    model = randomise(Residual()).to(memory_format=LAST)
+    ours, x = Compiled(model), images(2, 3, 16, 16)
+    with torch.inference_mode():
+        for _ in range(3):
+            assert_as_eager(ours, model, x)
+    for _ in range(3):
+        ours(x)
+    assert ours.is_scripted()
+    inputs = [images(2, 3, 16, 16) for _ in range(4)]
+    expected, found = [ours(each) for each in inputs], [[] for _ in inputs]
+
+    def call(i: int) -> None:
+        with torch.no_grad():
+            found[i] += [ours(inputs[i]) for _ in range(20)]
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(inputs))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for results, right in zip(found, expected):
+        assert len(results) == 20
+        for result in results:
+            torch.testing.assert_close(result, right, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("gradients_off")
+def test_the_switch_of_torch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomise(Residual()).to(memory_format=LAST)
+    assert not private.has_onednn_graph()
+    ours, x = Compiled(model), images(2, 3, 16, 16)
+    for _ in range(3):
+        ours(x)
+    assert ours.is_scripted()
+    assert not private.has_onednn_graph()
+    monkeypatch.setattr(private, "traced_graph", None)  # a torch without it
+    torch.compiler.reset()
+    ours = Compiled(model)
+    for _ in range(3):
+        assert_as_eager(ours, model, x)
+    assert not ours.is_scripted()
+    assert ours.counts.packed
+
+
+@pytest.mark.usefixtures("gradients_off")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_are_left_to_python(dtype: torch.dtype) -> None:
+    model = randomise(Residual()).to(memory_format=LAST, dtype=dtype)
+    ours, x = Compiled(model), images(2, 3, 16, 16).to(dtype)
+    for _ in range(3):
+        assert_as_eager(ours, model, x)
+    assert not ours.is_scripted()
+
+
+def test_gradients_of_inputs() -> None:
+    model: Any = randomise(Residual()).to(memory_format=LAST).requires_grad_(False)
+    ours, x = Compiled(model), images(2, 3, 16, 16)
+    for _ in range(3):
+        assert_as_eager(ours, model, x)
+    assert ours.is_scripted()
+    x.requires_grad_()
+    ours(x).sum().backward()
+    actual, x.grad = x.grad, None
+    model(x).sum().backward()
+    torch.testing.assert_close(actual, x.grad)

@@ -1,0 +1,247 @@
+"""Runs the plan of one shape in C++: TorchScript, in which oneDNN Graph computes convolutions.
+
+Called through torch, an operator of oneDNN describes its tensors anew in each call, which takes
+longer than a small convolution. oneDNN Graph compiles each chain of convolutions, and what follows
+them, once. torch ships it behind TorchScript only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from fusedoptim import _torch_private as private
+from transforms.graph import operators
+from transforms.graph.operators import is_fresh, is_pure
+from transforms.graph.products import Product
+
+_GROUP = "prim::oneDNNFusionGroup"
+_CONVOLUTIONS = frozenset({"aten::_convolution", "aten::conv2d", "aten::conv3d"})
+_RIGHT = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("_convolution", "conv2d", "conv3d", "linear", "addmm", "matmul", "mm"),
+        *("add", "mul", "sigmoid", "tanh", "hardswish", "leaky_relu"),
+    )
+)
+"""What oneDNN Graph computes as torch does, NaN and infinity among it."""
+_WARM_UP = 3  # one to see shapes, one to compile, and one to pack the weights
+_compiling = threading.Lock()
+
+
+class Script(NamedTuple):
+    """A compiled plan."""
+
+    run: Callable[..., Any]
+    inputs: list[int]
+    """Which arguments of the captured graph it takes; the others are part of it."""
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        """Compute what the captured graph does."""
+        return self.run(*[_detached(args[i]) for i in self.inputs])
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    # TorchScript would prepare for gradients of a parameter.
+    return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+
+
+def can_be_scripted(graph: Graph, products: Sequence[Product]) -> bool:
+    """Whether a graph may run in C++: its functions are known, write nothing, and draw nothing."""
+    return (
+        private.traced_graph is not None
+        and all(each.dtype == torch.float32 for each in products)
+        and all(
+            not node.op.startswith("call") or is_pure(node) or is_fresh(node)
+            for node in graph.nodes
+        )
+    )
+
+
+def script(
+    module: nn.Module,
+    graph: Graph,
+    args: Sequence[Any],
+    fixed: Container[int],
+    expected: Any,
+) -> Script | None:
+    """Compile a plan; None if oneDNN Graph does not take it, or would compute something else.
+
+    Args:
+        module: what was captured.
+        graph: of the plan, whose constants are its last arguments; it is changed.
+        args: the arguments of the graph, constants included.
+        fixed: which of them are constants.
+        expected: what the graph returns for them.
+    """
+    if not _is_plain(expected) or torch.is_autocast_enabled("cpu"):
+        return None
+    _hide(graph)
+    forward = GraphModule(module, graph, "Plan").forward
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [
+        i
+        for i, (node, given) in enumerate(zip(nodes, args, strict=True))
+        if node.users and isinstance(given, Tensor) and i not in fixed
+    ]
+    constants = [given.detach() if isinstance(given, Tensor) else given for given in args]
+    for i in inputs:
+        constants[i] = None
+
+    def traced(*given: Tensor) -> Any:
+        values = list(constants)
+        for i, each in zip(inputs, given):
+            values[i] = each
+        return forward(*values)
+
+    given = [_detached(args[i]) for i in inputs]
+    try:
+        found = _compiled(traced, given)
+        actual = found(*given)
+    except RuntimeError:  # of oneDNN Graph or TorchScript
+        return None
+    groups = list(_groups(found))
+    if not groups or not all(map(_is_right, groups)) or not _are_close(actual, expected):
+        return None
+    return Script(found, inputs)
+
+
+def _compiled(function: Callable[..., Any], given: Sequence[Tensor]) -> Any:
+    """TorchScript of a function, for inputs like these."""
+    names = [f"input_{i}" for i in range(len(given))]
+    unknown: Callable[[Any], str] = lambda _: ""  # noqa: E731  # names of values
+    with torch.no_grad(), _compiling:
+        # It is run once to be traced: nothing that it is given is written to.
+        graph, _ = private.traced_graph(function, tuple(given), unknown, False, False, None, names)
+        found = private.graph_function("plan", graph)
+        was_on = private.has_onednn_graph()
+        private.use_onednn_graph(True)
+        try:
+            for _ in range(_WARM_UP):
+                found(*given)
+        finally:
+            private.use_onednn_graph(was_on)
+    return found
+
+
+def _groups(found: Any) -> Iterator[set[str]]:
+    """The operators in each group that oneDNN Graph computes."""
+    for plan in found.get_debug_state().execution_plans.values():
+        for node in _nodes(plan.graph):
+            if node.kind() == _GROUP:
+                kinds = (each.kind() for each in node.g("Subgraph").nodes())
+                yield {kind for kind in kinds if kind.startswith("aten::")}
+
+
+def _is_right(group: set[str]) -> bool:
+    if "aten::gelu" in group and not group & _CONVOLUTIONS:
+        group = group - {"aten::gelu"}
+    return group <= _RIGHT
+
+
+def _nodes(block: Any) -> Iterator[Any]:
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from _nodes(inner)
+
+
+def _is_plain(result: Any) -> bool:
+    """Whether a graph returned tensors only."""
+    return isinstance(result, tuple) and all(type(each) is Tensor for each in result)
+
+
+def _are_close(actual: Any, expected: Any) -> bool:
+    """Whether results are the same up to rounding, and laid out alike."""
+    return len(actual) == len(expected) and all(map(_is_close, actual, expected))
+
+
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    if actual.stride() != expected.stride():
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(actual, expected)
+    finite = expected[expected.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    tolerance = torch.finfo(expected.dtype).eps ** 0.5 * largest
+    return torch.allclose(actual, expected, rtol=0, atol=tolerance, equal_nan=True)
+
+
+def _relu(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002  # torch's name
+    return torch.clamp_min(input, 0)
+
+
+def _relu_(input: Tensor) -> Tensor:  # noqa: A002
+    return torch.clamp_min_(input, 0)
+
+
+def _hardtanh(
+    input: Tensor,  # noqa: A002
+    min_val: float = -1.0,
+    max_val: float = 1.0,
+    inplace: bool = False,
+) -> Tensor:
+    return torch.clamp_max_(torch.clamp_min(input, min_val), max_val)
+
+
+def _hardtanh_(input: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:  # noqa: A002
+    return torch.clamp_max_(torch.clamp_min_(input, min_val), max_val)
+
+
+def _relu6(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002
+    return _hardtanh(input, 0.0, 6.0)
+
+
+def _relu6_(input: Tensor) -> Tensor:  # noqa: A002
+    return _hardtanh_(input, 0.0, 6.0)
+
+
+def _max_pool2d(
+    input: Tensor,  # noqa: A002
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor:
+    pooled = torch._C._nn.max_pool2d_with_indices
+    return pooled(input, kernel_size, stride, padding, dilation, ceil_mode)[0]
+
+
+def _layer_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    return torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+
+
+_HIDDEN: dict[str, Callable[..., Tensor]] = {
+    "relu": _relu,
+    "relu_": _relu_,
+    "relu6": _relu6,
+    "relu6_": _relu6_,
+    "hardtanh": _hardtanh,
+    "hardtanh_": _hardtanh_,
+    "max_pool2d": _max_pool2d,
+    "layer_norm": _layer_norm,
+}
+"""Functions that oneDNN Graph would compute otherwise for NaN, as others that it does not know."""
+
+
+def _hide(graph: Graph) -> None:
+    for node in graph.nodes:
+        hidden = _HIDDEN.get(operators.name(node) or "")
+        if hidden is not None and operators.is_tensor(node):
+            node.op, node.target = "call_function", hidden
