@@ -4,6 +4,14 @@ from fusedoptim.nn import functional
 from fusedoptim.nn.activation import GELU
 from fusedoptim.nn.attention import MultiheadAttention
 from fusedoptim.nn.dropout import Dropout
+from fusedoptim.nn.embedding_bag import MergedEmbeddingBag
 from fusedoptim.nn.loss import CrossEntropyLoss
 
-__all__ = ["GELU", "CrossEntropyLoss", "Dropout", "MultiheadAttention", "functional"]
+__all__ = [
+    "GELU",
+    "CrossEntropyLoss",
+    "Dropout",
+    "MergedEmbeddingBag",
+    "MultiheadAttention",
+    "functional",
+]

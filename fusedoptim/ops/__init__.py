@@ -8,6 +8,7 @@ differentiation take them, as torch has no rules for either. Modules over them a
 
 from fusedoptim.ops._cross_entropy import cross_entropy
 from fusedoptim.ops._dropout import dropout
+from fusedoptim.ops._embedding_bags import embedding_bags
 from fusedoptim.ops._gelu import gelu_tanh
 
-__all__ = ["cross_entropy", "dropout", "gelu_tanh"]
+__all__ = ["cross_entropy", "dropout", "embedding_bags", "gelu_tanh"]

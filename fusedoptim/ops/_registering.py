@@ -20,6 +20,7 @@ from fusedoptim._torch_private import (
 from fusedoptim.ops._launching import DEVICES
 
 _NAMESPACE = "fusedoptim"
+_NO_LIST = -1
 _library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -35,10 +36,13 @@ def register(
 
     Args:
         schema: of the operator, which changes none of its arguments; no argument has a default.
-        kernel: its implementation on all devices; the result shares no memory with an argument.
+            It may take lists of tensors, and return one.
+        kernel: its implementation on all devices; no result shares memory with an argument, nor
+            with another result.
         fake: its implementation without values.
         setup_context: as :func:`torch.library.register_autograd` has it.
-        backward: the gradients of all arguments; also as there.
+        backward: the gradients of all arguments, of a list of tensors a list; also as there.
+            Results that nobody used have None for a gradient.
         tags: of the operator.
 
     Returns:
@@ -50,15 +54,22 @@ def register(
     torch.library.impl(qualified, DEVICES, func=disable_dynamo(kernel), lib=_library)
     torch.library.register_fake(qualified, fake, lib=_library)
     operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    returns_list = schema.endswith("[]")
 
-    def forward(ctx: Any, keys: Any, *inputs: Any) -> Any:
+    def forward(ctx: Any, keys: Any, sizes: Sequence[int], *flat: Any) -> Any:
+        inputs = _in_lists(flat, sizes)
         with BelowAutograd():
             output = operator.redispatch(keys, *inputs)
+        ctx.sizes = sizes
+        ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
-        return output
+        return tuple(output) if returns_list else output
 
     def gradients(ctx: Any, *grads: Any) -> Any:
-        return None, *backward(ctx, *grads)
+        found: Sequence[Any] = [None] * len(ctx.sizes)
+        if any(grad is not None for grad in grads):
+            found = backward(ctx, *grads)
+        return None, None, *_flat(found, ctx.sizes)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
     recorded: Any = type(name, (torch.autograd.Function,), methods)
@@ -66,9 +77,37 @@ def register(
     def differentiable(keys: Any, *inputs: Any) -> Any:
         keys = keys & keys_after_autograd
         if torch.is_grad_enabled() and any_requires_grad(*inputs):
-            return recorded.apply(keys, *inputs)
+            sizes = [len(x) if _is_list_of_tensors(x) else _NO_LIST for x in inputs]
+            outputs = recorded.apply(keys, sizes, *_flat(inputs, sizes))
+            return list(outputs) if returns_list else outputs
         with BelowAutograd():
             return operator.redispatch(keys, *inputs)
 
     _library.impl(name, differentiable, "Autograd", with_keyset=True)
     return operator
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def _flat(values: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    """Values whose lists have these sizes, one after the other; None may stand for a list."""
+    flat: list[Any] = []
+    for value, size in zip(values, sizes):
+        if size == _NO_LIST:
+            flat.append(value)
+        else:
+            flat += [None] * size if value is None else value
+    return flat
+
+
+def _in_lists(flat: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    """The inverse of :func:`_flat`."""
+    values: list[Any] = []
+    start = 0
+    for size in sizes:
+        stop = start + (1 if size == _NO_LIST else size)
+        values.append(flat[start] if size == _NO_LIST else list(flat[start:stop]))
+        start = stop
+    return values

@@ -1,0 +1,292 @@
+"""Several embedding bags as one module, which may update its tables in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fusedoptim.nn._bag_optimizers import OPTIMIZERS, BagOptimizer, new_optimizer
+from fusedoptim.ops import embedding_bags
+from fusedoptim.ops._updated_bags import updated_embedding_bags
+
+__all__ = ["MergedEmbeddingBag"]
+
+_MODES = ("sum", "mean")
+
+
+class MergedEmbeddingBag(torch.nn.Module):
+    r"""Several ``torch.nn.EmbeddingBag`` whose bags are computed at once, as a DLRM's are.
+
+    With ``optimizer``, the backward pass updates the rows of the batch, and there are no gradients
+    of the tables:
+
+    .. math::
+        g &\leftarrow \nabla f(w_r) + \lambda\,w_r \\
+        s &\leftarrow s + g^2 \quad \text{or} \quad
+            s + \operatorname{mean}(g^2) \text{ ("rowwise_adagrad")} \\
+        w_r &\leftarrow w_r - \gamma\,g \quad \text{or} \quad
+            w_r - \gamma\,\frac{g}{\sqrt{s} + \epsilon}
+
+    The bags are submodules named "0", "1" and so on, so a state_dict is that of a ``ModuleList`` of
+    them. Gradients are summed in the order of the indices: the same bits on any number of threads.
+
+    Args:
+        tables: an ``EmbeddingBag``, or its number of rows and its width, for each table. The
+            modules become submodules, and share their parameters.
+        optimizer: None, "sgd", "adagrad" or "rowwise_adagrad".
+        lr: learning rate :math:`\gamma`; by default 0.01.
+        weight_decay: L2 penalty :math:`\lambda` of the rows in a batch; by default 0.
+        eps: :math:`\epsilon` of Adagrad; by default 1e-10.
+        split: whether the tables are kept as bfloat16 with the lower 16 bits of float32 apart, so
+            that the update is exact in float32; it needs an optimizer.
+
+    Raises:
+        ValueError: an unknown optimizer or mode, a number out of range, an option without effect,
+            or tables that share memory or differ in what all must have alike.
+        TypeError: a table that is none, or tables of different dtypes.
+
+    Example:
+        >>> import torch
+        >>> bags = MergedEmbeddingBag([(10, 4), (20, 8)], "adagrad", lr=0.1)
+        >>> indices, offsets = torch.tensor([0, 3, 3]), torch.tensor([0, 2])
+        >>> first, second = bags([indices, indices], [offsets, offsets])
+        >>> first.shape, second.shape
+        (torch.Size([2, 4]), torch.Size([2, 8]))
+        >>> (first.sum() + second.sum()).backward()  # updates rows 0 and 3 of both tables
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(bags.optimizer(), 1)
+
+    Semantics: ``torch.nn.EmbeddingBag`` of torch 2.13, with the sparse gradients of which its
+    ``SGD`` and ``Adagrad`` take a step.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[torch.nn.EmbeddingBag | tuple[int, int]],
+        optimizer: str | None = None,
+        lr: float | None = None,
+        weight_decay: float | None = None,
+        eps: float | None = None,
+        split: bool = False,
+    ) -> None:
+        super().__init__()
+        bags = [_as_bag(t, table) for t, table in enumerate(tables)]
+        _check_alike(bags)
+        self.include_last_offset = bags[0].include_last_offset
+        self.sparse = bags[0].sparse
+        self._means = [bag.mode == "mean" for bag in bags]
+        self._paddings = [-1 if bag.padding_idx is None else bag.padding_idx for bag in bags]
+        options = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+        given = {name: value for name, value in options.items() if value is not None}
+        self._optimizer: BagOptimizer | None = None
+        self._anchor: Tensor | None = None
+        if optimizer is None:
+            if given or split:
+                name = next(iter(given), "split")
+                raise ValueError(
+                    f"MergedEmbeddingBag: {name} is for an optimizer; pass optimizer='sgd' or "
+                    "'adagrad', or leave it out"
+                )
+        else:
+            if optimizer not in OPTIMIZERS:
+                raise ValueError(
+                    f"MergedEmbeddingBag: optimizer={optimizer!r} is none of "
+                    f"{', '.join(map(repr, OPTIMIZERS))}"
+                )
+            weights = [bag.weight for bag in bags]
+            self._optimizer = new_optimizer(optimizer, weights, split, given)
+            # What makes autograd run the backward pass; no parameter, as nothing is learned.
+            self._anchor = torch.zeros((), requires_grad=True)
+            for weight in weights:
+                weight.requires_grad_(False)
+        for t, bag in enumerate(bags):
+            self.add_module(str(t), bag)
+
+    @classmethod
+    def from_embedding_bags(
+        cls, bags: Sequence[torch.nn.EmbeddingBag], **options: Any
+    ) -> MergedEmbeddingBag:
+        """The module of some bags, whose parameters it shares.
+
+        Args:
+            bags: such as a ``ModuleList`` of them.
+            options: ``optimizer`` and what else the class takes.
+
+        Example:
+            >>> import torch
+            >>> bags = [torch.nn.EmbeddingBag(10, 4, mode="sum") for _ in range(3)]
+            >>> merged = MergedEmbeddingBag.from_embedding_bags(bags, optimizer="sgd", lr=0.1)
+            >>> merged[0] is bags[0]
+            True
+        """
+        return cls(list(bags), **options)
+
+    def __len__(self) -> int:
+        return len(self._means)
+
+    def __getitem__(self, table: int) -> torch.nn.EmbeddingBag:
+        return cast(torch.nn.EmbeddingBag, self.get_submodule(str(range(len(self))[table])))
+
+    def __iter__(self) -> Iterator[torch.nn.EmbeddingBag]:
+        return (self[t] for t in range(len(self)))
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What updates the tables: for schedulers, which change its learning rate, and checkpoints.
+
+        Its ``step`` updates nothing, as the backward pass has.
+
+        Raises:
+            RuntimeError: the module has none.
+        """
+        if self._optimizer is None:
+            raise RuntimeError(
+                "MergedEmbeddingBag: optimizer() of a module without one; pass optimizer='sgd' or "
+                "'adagrad', or give its parameters to an optimizer"
+            )
+        return self._optimizer
+
+    def forward(
+        self,
+        input: Sequence[Tensor] | Tensor,  # noqa: A002 (torch's name)
+        offsets: Sequence[Tensor] | Tensor | None = None,
+        per_sample_weights: Sequence[Tensor] | Tensor | None = None,
+    ) -> list[Tensor] | Tensor:
+        """The bags of all tables.
+
+        Args:
+            input: int32 or int64 indices: for each table a tensor, or one tensor with those of all
+                tables, one table after the other. A tensor of a table may have two dimensions, a
+                bag in each row; then there are no offsets.
+            offsets: int32 or int64: for each table where its bags begin; or one tensor with as many
+                for each table, one table after the other, all counted from the beginning of
+                ``input``. With ``include_last_offset`` there is one more at the end of each tensor.
+            per_sample_weights: what to multiply each index's row by, as ``input``; not for means.
+
+        Returns:
+            for each table a tensor (bags, width); or, for one tensor of indices, one tensor (bags,
+            sum of widths).
+
+        Raises:
+            IndexError: on the CPU, an index is no row of its table.
+            ValueError: a shape or an offset does not fit.
+            TypeError: a dtype does not.
+        """
+        is_joined = isinstance(input, Tensor)
+        indices, starts, samples = _in_lists(
+            input, offsets, per_sample_weights, len(self), self.include_last_offset
+        )
+        weights = [bag.weight for bag in self]
+        if self._optimizer is None or self._anchor is None:
+            bags = embedding_bags(
+                weights,
+                indices,
+                starts,
+                samples,
+                mean=self._means,
+                padding_idx=[None if i < 0 else i for i in self._paddings],
+                include_last_offset=self.include_last_offset,
+                sparse=self.sparse,
+            )
+        else:
+            state = self._optimizer.state_lists(weights)
+            bags = updated_embedding_bags(
+                self._anchor,
+                weights,
+                *state,
+                indices,
+                starts,
+                samples,
+                self._means,
+                self._paddings,
+                self.include_last_offset,
+                self._optimizer.number,
+            )
+        return bags[0] if is_joined else bags
+
+    def extra_repr(self) -> str:
+        """What the module has beside its bags."""
+        return "" if self._optimizer is None else f"optimizer={type(self._optimizer).__name__}"
+
+
+def _as_bag(t: int, table: Any) -> torch.nn.EmbeddingBag:
+    if isinstance(table, (tuple, list)) and len(table) == 2:
+        return torch.nn.EmbeddingBag(table[0], table[1], mode="sum")
+    if not isinstance(table, torch.nn.EmbeddingBag):
+        raise TypeError(
+            f"MergedEmbeddingBag: table {t} is a {type(table).__name__}; pass an EmbeddingBag, or "
+            "the number of rows and the width"
+        )
+    if table.mode not in _MODES:
+        raise ValueError(
+            f"MergedEmbeddingBag: table {t} has mode={table.mode!r}; merge bags of 'sum' and "
+            "'mean', and keep it by itself"
+        )
+    for name in ("max_norm", "scale_grad_by_freq"):
+        if getattr(table, name):
+            raise ValueError(
+                f"MergedEmbeddingBag: table {t} has {name}={getattr(table, name)!r}; keep it by "
+                "itself, or make it without"
+            )
+    return table
+
+
+def _check_alike(bags: Sequence[torch.nn.EmbeddingBag]) -> None:
+    if not bags:
+        raise ValueError("MergedEmbeddingBag: tables=[] has none; pass at least one")
+    for name in ("include_last_offset", "sparse"):
+        values = [getattr(bag, name) for bag in bags]
+        if len(set(values)) > 1:
+            t = values.index(not values[0])
+            raise ValueError(
+                f"MergedEmbeddingBag: table {t} has {name}={values[t]}, and table 0 has "
+                f"{values[0]}; make them alike"
+            )
+    for t, bag in enumerate(bags):
+        if bag.weight.dtype != bags[0].weight.dtype:
+            raise TypeError(
+                f"MergedEmbeddingBag: table {t} has dtype {bag.weight.dtype}, and table 0 has "
+                f"{bags[0].weight.dtype}; convert them, or merge those of each dtype"
+            )
+
+
+def _in_lists(
+    indices: Any, offsets: Any, samples: Any, tables: int, has_last_offset: bool
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The arguments of forward as the operators take them."""
+    if isinstance(indices, Tensor):
+        if not isinstance(offsets, Tensor):
+            raise TypeError(
+                f"MergedEmbeddingBag: input is one tensor and offsets are a "
+                f"{type(offsets).__name__}; pass one tensor of both, or lists"
+            )
+        return [indices], [offsets], [] if samples is None else [samples]
+    indices = list(indices)
+    offsets = [None] * tables if offsets is None else list(offsets)
+    samples = [None] * tables if samples is None else list(samples)
+    if not len(indices) == len(offsets) == len(samples) == tables:
+        raise ValueError(
+            f"MergedEmbeddingBag: there are {tables} tables, {len(indices)} inputs, "
+            f"{len(offsets)} offsets and {len(samples)} per_sample_weights; pass one for each table"
+        )
+    for t, (values, starts) in enumerate(zip(indices, offsets)):
+        if values.dim() == 2 and starts is None:
+            rows, columns = values.shape
+            count = rows + int(has_last_offset)
+            offsets[t] = columns * torch.arange(count, device=values.device)
+            indices[t] = values.reshape(-1)
+            samples[t] = None if samples[t] is None else samples[t].reshape(-1)
+        elif starts is None:
+            raise ValueError(
+                f"MergedEmbeddingBag: input {t} has shape {tuple(values.shape)} and no offsets; "
+                "pass where its bags begin, or a bag in each row of two dimensions"
+            )
+    if all(values is None for values in samples):
+        return indices, offsets, []
+    if any(values is None for values in samples):
+        raise ValueError(
+            "MergedEmbeddingBag: some tables have per_sample_weights and others None; pass ones, "
+            "such as torch.ones(len(input))"
+        )
+    return indices, offsets, samples

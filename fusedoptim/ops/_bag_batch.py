@@ -1,0 +1,210 @@
+"""Where the indices of each table of a batch lie, and the work of sorting and reading them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedoptim.launch.block import Indices
+
+_SORTING = 64
+"""Sorting an index takes about as long as adding so many elements."""
+_PART = 1 << 16
+"""Elements of a part of a table's work, about."""
+_MOST_DIGIT_BITS = 11
+"""Of the radix sort: its counters stay in the first-level cache."""
+_LINE = 64 // 8
+"""Numbers of a cache line: tables that are sorted at once share none."""
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> Indices:
+    """The addresses of tensors."""
+    # A GPU's may pass 2^63.
+    return np.array([tensor.data_ptr() for tensor in tensors], np.uint64).view(np.int64)
+
+
+class Batch:
+    """The bags of all tables, as lists of a tensor for each table, or of one tensor for all.
+
+    In one tensor for all, the offsets of each table follow those of the table before, and all count
+    from the beginning of the indices.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[Tensor],
+        offsets: Sequence[Tensor],
+        sample_weights: Sequence[Tensor],
+        tables: int,
+        has_last_offset: bool,
+    ) -> None:
+        self.tables = tables
+        self.device = indices[0].device
+        self.is_joined = len(indices) < tables
+        self._indices = [tensor.to(torch.int64).contiguous() for tensor in indices]
+        self._offsets = [tensor.to(torch.int64).contiguous() for tensor in offsets]
+        self.sample_weights = sample_weights
+        repeats = tables if self.is_joined else 1
+        last = int(has_last_offset)
+        bags = [(len(tensor) - last) // repeats for tensor in offsets]
+        self.bags = np.repeat(np.array(bags, np.int64), repeats)
+        """Of each table."""
+        before = np.arange(tables) * self.bags if self.is_joined else np.zeros(tables, np.int64)
+        offset_counts = np.repeat([len(tensor) for tensor in self._offsets], repeats)
+        self.bags_left = offset_counts - before
+        """Offsets from the table's first on."""
+        self.counts = np.repeat([len(tensor) for tensor in self._indices], repeats)
+        """Where the last bag ends, counted as offsets are."""
+        self.index_addresses = np.repeat(addresses_of(self._indices), repeats)
+        self.offset_addresses = np.repeat(addresses_of(self._offsets), repeats) + 8 * before
+        self.weight_addresses = np.zeros(tables, np.int64)
+        if sample_weights:
+            self.weight_addresses = np.repeat(addresses_of(sample_weights), repeats)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The arguments of kernels that walk all bags of each table, but for their results."""
+        return {
+            "indices": self.index_addresses,
+            "offsets": self.offset_addresses,
+            "bags": self.bags,
+            "bags_left": self.bags_left,
+            "count": self.counts,
+        }
+
+    def sizes(self) -> Indices:
+        """The number of indices of each table."""
+        if not self.is_joined:
+            return self.counts
+        (offsets,), bags = self._offsets, int(self.bags[0])
+        if not bags:
+            return np.zeros(self.tables, np.int64)
+        starts = offsets[: bags * self.tables : bags].tolist()
+        last = offsets[-1:].tolist() if len(offsets) > bags * self.tables else self.counts[:1]
+        return np.diff([*starts, *last])
+
+    def parts(self, widths: Indices) -> Parts:
+        """Cut each table's bags into about equal parts, as many of each table."""
+        elements = self.counts * widths // (self.tables if self.is_joined else 1)
+        return Parts.of(self.bags, elements)
+
+
+class Parts(NamedTuple):
+    """Parts of all tables, as many of each."""
+
+    table: Indices
+    """Of each part."""
+    begin: Indices
+    """What part of the table's bags or indices."""
+    end: Indices
+    length: Indices
+    """Work, in elements."""
+
+    @classmethod
+    def of(cls, sizes: Indices, elements: Indices) -> Parts:
+        """Cut tables of so many bags or indices, with so many elements to add."""
+        most = int(elements.max(initial=0))
+        # A power of two: launch blocks of few sizes are kept.
+        each = 1 << max(most // _PART, 1).bit_length() - 1
+        cuts = sizes[:, None] * np.arange(each + 1) // each
+        return cls(
+            np.repeat(np.arange(len(sizes)), each),
+            cuts[:, :-1].ravel(),
+            cuts[:, 1:].ravel(),
+            np.repeat(elements // each + 1, each),
+        )
+
+
+class Sorted:
+    """The indices of a batch, sorted: where the keys of each table lie."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        table_rows: Sequence[int],
+        paddings: Sequence[int],
+        means: Sequence[bool],
+        real: torch.dtype,
+    ) -> None:
+        """Make room for the keys.
+
+        Args:
+            batch: whose indices are to be sorted.
+            table_rows: rows of each table.
+            paddings: the index of each table that counts for nothing, or -1.
+            means: whether each table's bags are means.
+            real: the dtype of factors.
+        """
+        self.sizes = sizes = batch.sizes()
+        self._batch, self.means = batch, np.array(means, np.int64)
+        self.is_weighted = int(bool(batch.sample_weights))
+        device, total = batch.device, int(sizes.sum())
+        digit_bits, passes = _digits(sizes, np.array(table_rows))
+        room = -(-(passes << digit_bits) // _LINE) * _LINE
+        self._keys = torch.empty(2, max(total, 1), dtype=torch.int64, device=device)
+        self._counters = torch.empty(int(room.sum()), dtype=torch.int64, device=device)
+        self._counts = torch.empty(batch.tables, _LINE, dtype=torch.int64, device=device)
+        first = np.cumsum(sizes) - sizes
+        unsorted, spare = (addresses_of([row])[0] + 8 * first for row in self._keys)
+        self.keys = np.where(passes % 2 == 0, unsorted, spare)
+        """The address of each table's sorted keys."""
+        self.counts = addresses_of([self._counts])[0] + 8 * _LINE * np.arange(batch.tables)
+        """The address of their number, without padding."""
+        self.bags_of = self.factors = np.zeros(batch.tables, np.int64)
+        if self.is_weighted:
+            self._bags_of = [
+                torch.empty(max(len(w), 1), dtype=torch.int64, device=device)
+                for w in batch.sample_weights
+            ]
+            repeats = batch.tables if batch.is_joined else 1
+            self.bags_of = np.repeat(addresses_of(self._bags_of), repeats)
+            self.factors = batch.weight_addresses
+        elif self.means.any():
+            self._factors = torch.empty(int(batch.bags.sum()) + 1, dtype=real, device=device)
+            before = np.cumsum(batch.bags) - batch.bags
+            self.factors = addresses_of([self._factors])[0] + real.itemsize * before
+        self.sorting: Mapping[str, Any] = {
+            **batch.columns,
+            "length": sizes * _SORTING + 1,
+            "keys": unsorted,
+            "spare": spare,
+            "counters": addresses_of([self._counters])[0] + 8 * (np.cumsum(room) - room),
+            "factors": self.factors,
+            "bags_of": self.bags_of,
+            "sorted_count": self.counts,
+            "padding": np.array(paddings),
+            "passes": passes,
+            "digit_bits": digit_bits,
+            "is_weighted": self.is_weighted,
+            "is_mean": self.means,
+        }
+        """The arguments of the kernel that sorts."""
+
+    def walking(self, widths: Indices) -> tuple[Indices, dict[str, Any]]:
+        """Parts that cover the keys of tables of these widths: the table of each, and arguments."""
+        parts = Parts.of(self.sizes, self.sizes * widths)
+        of = parts.table
+        return of, {
+            "length": parts.length,
+            "keys": self.keys[of],
+            "factors": self.factors[of],
+            "bags_of": self.bags_of[of],
+            "sorted_count": self.counts[of],
+            "first": parts.begin,
+            "last": parts.end,
+            "width": widths[of],
+            "is_weighted": self.is_weighted,
+            "is_mean": self.means[of],
+        }
+
+
+def _digits(sizes: Indices, table_rows: Indices) -> tuple[Indices, Indices]:
+    """Bits of a digit and number of digits, for each table: few counters for few indices."""
+    most = np.clip(np.log2(np.maximum(sizes, 1)).astype(np.int64), 4, _MOST_DIGIT_BITS)
+    bits = np.array([int(rows - 1).bit_length() for rows in np.maximum(table_rows, 1)])
+    passes = -(-bits // most)
+    return -(-bits // np.maximum(passes, 1)), passes

@@ -1,0 +1,145 @@
+"""What embedding bags do not take, and which index or offset was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedoptim.ops._bag_gradients import by_table
+from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF
+
+_MOST_ROWS = 1 << 31
+"""Of a table: the upper half of a key that is sorted."""
+_INTEGERS = (torch.int32, torch.int64)
+
+Tensors = Sequence[Tensor]
+
+
+def check_arguments(
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    samples: Tensors,
+    means: Sequence[bool],
+    last: bool,
+) -> None:
+    """Raise if the operator does not take these arguments, whose values are not read."""
+    tables = len(weights)
+    if not tables:
+        raise ValueError("embedding_bags: there are no tables; pass at least one weight")
+    is_joined = len(indices) == 1
+    if len(indices) not in (1, tables) or len(offsets) != len(indices):
+        raise ValueError(
+            f"embedding_bags: there are {tables} tables, {len(indices)} tensors of indices and "
+            f"{len(offsets)} of offsets; pass one of both for each table, or one for all"
+        )
+    _check_weights(weights)
+    device = weights[0].device
+    for what, tensors in (("indices", indices), ("offsets", offsets)):
+        for t, tensor in enumerate(tensors):
+            if tensor.dtype not in _INTEGERS or tensor.dim() != 1:
+                raise TypeError(
+                    f"embedding_bags: {what} {t} are {tensor.dtype} of shape "
+                    f"{tuple(tensor.shape)}; pass int32 or int64 of one dimension"
+                )
+            _check_device(f"{what} {t} are", tensor, device)
+    for t, starts in enumerate(offsets):
+        if last and not starts.shape[0]:
+            raise ValueError(
+                f"embedding_bags: offsets {t} are empty; with include_last_offset pass one"
+            )
+        if is_joined and (starts.shape[0] - int(last)) % tables:
+            raise ValueError(
+                f"embedding_bags: there are {starts.shape[0] - int(last)} bags for {tables} "
+                "tables; pass as many for each table"
+            )
+    _check_samples(weights, indices, samples, means)
+
+
+def _check_weights(weights: Tensors) -> None:
+    first = weights[0]
+    if first.dtype not in VARIANT_OF:
+        raise TypeError(
+            f"embedding_bags: weights have dtype {first.dtype}, and kernels compute with "
+            f"{DTYPE_NAMES}; convert them"
+        )
+    for t, weight in enumerate(weights):
+        if weight.dtype != first.dtype:
+            raise TypeError(
+                f"embedding_bags: weight {t} has dtype {weight.dtype}, and weight 0 has "
+                f"{first.dtype}; convert them to one, or call the operator for each dtype"
+            )
+        if weight.dim() != 2 or weight.shape[0] > _MOST_ROWS:
+            raise ValueError(
+                f"embedding_bags: weight {t} has shape {tuple(weight.shape)}; pass (rows, width), "
+                f"with at most {_MOST_ROWS} rows"
+            )
+        _check_device(f"weight {t} is", weight, first.device)
+
+
+def _check_device(what: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(
+            f"embedding_bags: {what} on {tensor.device}; move to {device}, weight 0's device"
+        )
+
+
+def _check_samples(
+    weights: Tensors, indices: Tensors, samples: Tensors, means: Sequence[bool]
+) -> None:
+    if not samples:
+        return
+    if any(means):
+        raise ValueError(
+            "embedding_bags: per_sample_weights are for sums, and table "
+            f"{list(means).index(True)} has means; use mode='sum', or leave them out"
+        )
+    if len(samples) != len(indices):
+        raise ValueError(
+            f"embedding_bags: there are {len(samples)} tensors of per_sample_weights and "
+            f"{len(indices)} of indices; pass one for each"
+        )
+    for t, (values, own) in enumerate(zip(samples, indices)):
+        if values.shape != own.shape:
+            raise ValueError(
+                f"embedding_bags: per_sample_weights {t} have shape {tuple(values.shape)}, and the "
+                f"indices have {tuple(own.shape)}; pass one for each index"
+            )
+        if values.dtype != weights[0].dtype:
+            raise TypeError(
+                f"embedding_bags: per_sample_weights {t} have dtype {values.dtype}; convert them "
+                f"to {weights[0].dtype}, the weights'"
+            )
+        _check_device(f"per_sample_weights {t} are", values, weights[0].device)
+
+
+def raise_fault(weights: Tensors, indices: Tensors, offsets: Tensors, last: bool) -> None:
+    """Raise the error of the first wrong offset or index, of those of the CPU."""
+    for t, starts in enumerate(offsets):
+        limit = len(indices[t])
+        if len(starts) and not 0 <= int(starts[0]) <= limit:
+            _raise_offset(t, 0, starts, limit)
+        wrong = (starts[1:] < starts[:-1]) | (starts[1:] > limit)
+        if bool(wrong.any()):
+            _raise_offset(t, 1 + int(wrong.nonzero()[0]), starts, limit)
+    own, whole = by_table(indices, offsets, len(weights), last)
+    for t, (values, starts) in enumerate(zip(own, whole)):
+        used = values[int(starts[0]) : int(starts[-1])]
+        wrong = (used < 0) | (used >= len(weights[t]))
+        if bool(wrong.any()):
+            position = int(wrong.nonzero()[0])
+            raise IndexError(
+                f"embedding_bags: table {t} has {len(weights[t])} rows, and its index "
+                f"{position + int(starts[0])} is {int(used[position])}; pass indices from 0 on "
+                "that are less"
+            )
+
+
+def _raise_offset(t: int, position: int, offsets: Tensor, limit: int) -> None:
+    before = int(offsets[position - 1]) if position else 0
+    raise ValueError(
+        f"embedding_bags: offset {position} of offsets {t} is {int(offsets[position])}, after "
+        f"{before} and with {limit} indices; offsets must not fall, nor pass the indices' number"
+    )

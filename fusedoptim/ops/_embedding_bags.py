@@ -1,0 +1,317 @@
+r"""Bags of several embedding tables as one operator, whose backward pass may update the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedoptim.launch.block import row_addresses
+from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.ops._bag_batch import Batch, Sorted, addresses_of
+from fusedoptim.ops._bag_checks import check_arguments, raise_fault
+from fusedoptim.ops._bag_gradients import sample_gradients, sparse_gradients
+from fusedoptim.ops._launching import DEVICES, VARIANT_OF, launch_table
+from fusedoptim.ops._registering import register
+
+__all__ = ["embedding_bags"]
+
+ROWWISE = "rowwise_adagrad_rows"
+"""The kernel that needs room for a row."""
+_LINE = 16
+"""Elements that fill a cache line, or more."""
+
+Tensors = Sequence[Tensor]
+
+
+def embedding_bags(
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    per_sample_weights: Tensors = (),
+    *,
+    mean: Sequence[bool] | bool = False,
+    padding_idx: Sequence[int | None] | None = None,
+    include_last_offset: bool = False,
+    sparse: bool = False,
+) -> list[Tensor]:
+    r"""The bags of several embedding tables.
+
+    .. math::
+        y_{tb} = \sum_{k = o_{tb}}^{o_{t,b+1} - 1} v_{tk}\,w_{t,i_{tk}}
+
+    For a mean, the sum is divided by the number of its terms; a bag without any is zero.
+
+    Args:
+        weights: :math:`w`, the tables: float32, float64, bfloat16 or float16, all of one dtype, of
+            shape (rows, width).
+        indices: :math:`i`, int32 or int64: for each table those of all its bags. Or one tensor with
+            those of all tables, one table after the other.
+        offsets: :math:`o`, int32 or int64: for each table where its bags begin in its indices. Or
+            one tensor with as many bags for each table, one table after the other, which all count
+            from the beginning of the indices.
+        per_sample_weights: :math:`v`, of the weights' dtype: as ``indices``; 1 if left out.
+        mean: whether the bags of each table, or of all, are means.
+        padding_idx: of each table the index that counts for nothing, or None.
+        include_last_offset: whether each tensor of ``offsets`` has one more, where the last bag
+            ends, instead of at the end of the indices.
+        sparse: whether the gradients of the tables are sparse.
+
+    Returns:
+        for each table its bags, of shape (bags, width); or, for one tensor of ``indices``, one
+        tensor of shape (bags, sum of the widths).
+
+    Raises:
+        IndexError: on the CPU, an index is no row of its table. On a GPU it counts for nothing.
+        ValueError: a shape, device or offset does not fit.
+        TypeError: a dtype that no kernel takes, or two that differ.
+
+    Example:
+        >>> import torch
+        >>> tables = [torch.ones(4, 2), torch.ones(5, 3)]
+        >>> indices = [torch.tensor([0, 1, 3]), torch.tensor([4])]
+        >>> offsets = [torch.tensor([0, 1]), torch.tensor([0, 0])]
+        >>> for bags in embedding_bags(tables, indices, offsets):
+        ...     print(bags)
+        tensor([[1., 1.],
+                [2., 2.]])
+        tensor([[0., 0., 0.],
+                [1., 1., 1.]])
+
+    Semantics: ``torch.nn.functional.embedding_bag`` of torch 2.13, for each table. Gradients are
+    summed in the order of the indices: the same bits with any number of threads.
+    """
+    means = [mean] * len(weights) if isinstance(mean, bool) else list(mean)
+    paddings = [-1] * len(weights)
+    if padding_idx is not None:
+        paddings = [-1 if i is None else i % len(w) for i, w in zip(padding_idx, weights)]
+    result: list[Tensor] = _embedding_bags(
+        list(weights),
+        list(indices),
+        list(offsets),
+        list(per_sample_weights),
+        means,
+        paddings,
+        include_last_offset,
+        sparse,
+    )
+    return result
+
+
+def real_dtype(weights: Tensors) -> torch.dtype:
+    """The dtype that kernels compute with."""
+    return torch.float64 if weights[0].dtype == torch.float64 else torch.float32
+
+
+def batch_of(
+    weights: Tensors, indices: Tensors, offsets: Tensors, samples: Tensors, last: bool
+) -> Batch:
+    real = [values.to(real_dtype(weights)).contiguous() for values in samples]
+    return Batch(indices, offsets, real, len(weights), last)
+
+
+def compute_bags(
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    samples: Tensors,
+    means: Sequence[bool],
+    paddings: Sequence[int],
+    last: bool,
+    *_: Any,
+) -> list[Tensor]:
+    outputs = new_bags(weights, indices, offsets, samples, means, paddings, last)
+    if not any(output.numel() for output in outputs):
+        return outputs
+    device = weights[0].device
+    batch = batch_of(weights, indices, offsets, samples, last)
+    tables = [weight.contiguous() for weight in weights]
+    widths = np.array([weight.shape[1] for weight in weights])
+    places, strides = _places(outputs, widths)
+    parts = batch.parts(widths)
+    of, itemsize = parts.table, weights[0].element_size()
+    faults = torch.zeros(1, dtype=torch.int64, device=device)
+    columns = {
+        "length": parts.length,
+        "table": addresses_of(tables)[of],
+        "indices": batch.index_addresses[of],
+        "offsets": batch.offset_addresses[of] + 8 * parts.begin,
+        "weights": batch.weight_addresses[of],
+        "output": places[of] + parts.begin * strides[of] * itemsize,
+        "faults": faults.data_ptr(),
+        "bags": parts.end - parts.begin,
+        "bags_left": batch.bags_left[of] - parts.begin,
+        "count": batch.counts[of],
+        "table_rows": np.array([len(weight) for weight in weights])[of],
+        "width": widths[of],
+        "stride": strides[of],
+        "padding": np.array(paddings)[of],
+        "is_weighted": int(bool(samples)),
+        "is_mean": np.array(means, np.int64)[of],
+    }
+    launch_table("embedding_bag", device, VARIANT_OF[weights[0].dtype], columns, {})
+    if BACKENDS[device.type].runs_on_host and faults:  # a GPU would have to be waited for
+        raise_fault(weights, indices, offsets, last)
+    return outputs
+
+
+def _places(rows: Tensors, widths: Any) -> tuple[Any, Any]:
+    """The address of each table's first row, and the elements from one row to the next."""
+    if len(rows) == len(widths):
+        return addresses_of(rows), np.array([tensor.stride(0) for tensor in rows])
+    columns = np.cumsum(widths) - widths
+    (joined,) = rows
+    stride = np.full(len(widths), joined.stride(0))
+    return addresses_of(rows) + columns * joined.element_size(), stride
+
+
+def new_bags(
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    samples: Tensors,
+    means: Sequence[bool],
+    paddings: Sequence[int],
+    last: bool,
+    *_: Any,
+) -> list[Tensor]:
+    """The results, uninitialized; raise if the operator does not take these arguments."""
+    check_arguments(weights, indices, offsets, samples, means, last)
+    first = weights[0]
+    if len(indices) < len(weights):
+        bags = (offsets[0].shape[0] - int(last)) // len(weights)
+        return [first.new_empty(bags, sum(weight.shape[1] for weight in weights))]
+    return [
+        first.new_empty(starts.shape[0] - int(last), weight.shape[1])
+        for weight, starts in zip(weights, offsets)
+    ]
+
+
+class Gradient:
+    """The gradients of a batch's bags, and its indices, sorted."""
+
+    def __init__(
+        self,
+        grads: Tensors,
+        weights: Tensors,
+        batch: Batch,
+        means: Sequence[bool],
+        paddings: Sequence[int],
+    ) -> None:
+        self._grads = [grad if _has_rows(grad) else grad.contiguous() for grad in grads]
+        self._device, self._real = batch.device, real_dtype(weights)
+        self._widths = np.array([weight.shape[1] for weight in weights])
+        table_rows = [weight.shape[0] for weight in weights]
+        self._sorted = Sorted(batch, table_rows, paddings, means, self._real)
+        variant = "f64" if self._real == torch.float64 else "f32"
+        launch_table("sort_indices", self._device, variant, self._sorted.sorting, {})
+
+    def walk(
+        self, name: str, variant: str, columns: dict[str, Any], numbers: Mapping[str, float]
+    ) -> None:
+        """Run a kernel over all rows that occur; ``columns`` are arguments of each table."""
+        of, walking = self._sorted.walking(self._widths)
+        places, strides = _places(self._grads, self._widths)
+        walking |= {"grad": places[of], "stride": strides[of]}
+        walking |= {column: values[of] for column, values in columns.items()}
+        if name == ROWWISE:
+            width = -(-int(self._widths.max()) // _LINE) * _LINE
+            room = torch.empty(len(of), width, dtype=self._real, device=self._device)
+            walking["row_grad"] = row_addresses(room)
+            walking["one_over_width"] = 1 / np.maximum(self._widths, 1)[of]
+        launch_table(name, self._device, variant, walking, numbers)
+
+
+def _has_rows(grad: Tensor) -> bool:
+    """Whether each row of a gradient is consecutive elements."""
+    return grad.stride(1) == 1 or grad.shape[1] == 1
+
+
+def _dense_gradients(
+    grads: Tensors,
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    samples: Tensors,
+    means: Sequence[bool],
+    paddings: Sequence[int],
+    last: bool,
+) -> list[Tensor]:
+    results = [
+        torch.zeros_like(weight, memory_format=torch.contiguous_format) for weight in weights
+    ]
+    batch = batch_of(weights, indices, offsets, samples, last)
+    gradient = Gradient(grads, weights, batch, means, paddings)
+    columns = {"result": addresses_of(results)}
+    gradient.walk("sum_rows", VARIANT_OF[weights[0].dtype], columns, {})
+    return results
+
+
+_dense_gradients_of = torch.library.custom_op(
+    "fusedoptim::embedding_bags_dense_gradients",
+    _dense_gradients,
+    mutates_args=(),
+    device_types=DEVICES,
+    schema="(Tensor[] grads, Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
+    "Tensor[] samples, bool[] means, int[] paddings, bool last) -> Tensor[]",
+)
+_dense_gradients_of.register_fake(
+    lambda grads, weights, *_: [
+        torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights
+    ]
+)
+
+
+def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensors) -> None:
+    weights, indices, offsets, samples, *ctx.options = inputs
+    ctx.save_for_backward(*weights, *indices, *offsets, *samples)
+    ctx.counts = [len(weights), len(indices), len(offsets), len(samples)]
+
+
+def saved_lists(ctx: Any) -> list[Tensors]:
+    tensors, lists, start = ctx.saved_tensors, [], 0
+    for count in ctx.counts:
+        lists.append(tensors[start : start + count])
+        start += count
+    return lists
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
+    weights, indices, offsets, samples = saved_lists(ctx)
+    means, paddings, last, sparse = ctx.options
+    needed = ctx.needs_input_grad[2:]
+    of_samples = None
+    if any(needed[sum(ctx.counts[:3]) :]):
+        of_samples = sample_gradients(grads, weights, indices, offsets, paddings, last)
+    of_weights: list[Tensor | None] = [None] * len(weights)
+    if any(needed[: len(weights)]):
+        chosen = tables_with_gradient(grads, len(weights))
+        lists = grads, weights, indices, offsets, samples, means, paddings
+        arguments = chosen_of(chosen, len(weights), *lists)
+        gradients: Any = sparse_gradients if sparse else _dense_gradients_of
+        for t, gradient in zip(chosen, gradients(*arguments, last)):
+            of_weights[t] = gradient if needed[t] else None
+    return [of_weights, None, None, of_samples, None, None, None, None]
+
+
+def tables_with_gradient(grads: Sequence[Tensor | None], tables: int) -> list[int]:
+    """The tables whose bags have a gradient."""
+    return [t for t in range(tables) if len(grads) < tables or grads[t] is not None]
+
+
+def chosen_of(chosen: Sequence[int], tables: int, *lists: Sequence[Any]) -> list[list[Any]]:
+    """What lists with an entry for each table have for some; of other lists, all."""
+    return [[x[t] for t in chosen] if len(x) == tables else list(x) for x in lists]
+
+
+_embedding_bags = register(
+    "embedding_bags(Tensor[] weights, Tensor[] indices, Tensor[] offsets, Tensor[] samples, "
+    "bool[] means, int[] paddings, bool last, bool sparse) -> Tensor[]",
+    kernel=compute_bags,
+    fake=new_bags,
+    setup_context=_setup_context,
+    backward=_backward,
+)

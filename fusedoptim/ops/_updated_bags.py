@@ -1,0 +1,161 @@
+"""Bags of several embedding tables, which the backward pass updates."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fusedoptim.ops._bag_batch import addresses_of
+from fusedoptim.ops._bag_gradients import sample_gradients
+from fusedoptim.ops._embedding_bags import (
+    Gradient,
+    batch_of,
+    chosen_of,
+    compute_bags,
+    new_bags,
+    saved_lists,
+    tables_with_gradient,
+)
+from fusedoptim.ops._launching import DEVICES, VARIANT_OF
+from fusedoptim.ops._registering import register
+
+Tensors = Sequence[Tensor]
+
+
+class Rule(Protocol):
+    """How the tables are updated."""
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel."""
+
+    def numbers(self) -> Mapping[str, float]:
+        """The hyper-parameters that it gets, as they are now."""
+
+
+_rules: weakref.WeakValueDictionary[int, Rule] = weakref.WeakValueDictionary()
+_next_number = itertools.count()
+
+
+def numbered(rule: Rule) -> int:
+    """A number by which the operator finds a rule for as long as it exists.
+
+    A compiled graph holds the number, where it would hold the hyper-parameters of its first call.
+    """
+    number = next(_next_number)
+    _rules[number] = rule
+    return number
+
+
+def _forward(anchor: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *rest: Any) -> Any:
+    return compute_bags(weights, *rest[:-1])
+
+
+def _fake(anchor: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *rest: Any) -> Any:
+    return new_bags(weights, *rest[:-1])
+
+
+def _update(
+    weights: Tensors,
+    sums: Tensors,
+    trails: Tensors,
+    grads: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    samples: Tensors,
+    means: Sequence[bool],
+    paddings: Sequence[int],
+    last: bool,
+    rule: int,
+) -> None:
+    found = _rules[rule]
+    batch = batch_of(weights, indices, offsets, samples, last)
+    gradient = Gradient(grads, weights, batch, means, paddings)
+    columns = {"param": addresses_of(weights)}
+    if sums:
+        columns["sum"] = addresses_of(sums)
+    if trails:
+        columns["trail"] = addresses_of(trails)
+    variant = "split" if trails else VARIANT_OF[weights[0].dtype]
+    gradient.walk(found.kernel, variant, columns, found.numbers())
+
+
+_update_tables = torch.library.custom_op(
+    "fusedoptim::update_embedding_bags",
+    _update,
+    mutates_args=("weights", "sums", "trails"),
+    device_types=DEVICES,
+    schema="(Tensor(a!)[] weights, Tensor(b!)[] sums, Tensor(c!)[] trails, Tensor[] grads, "
+    "Tensor[] indices, Tensor[] offsets, Tensor[] samples, bool[] means, int[] paddings, "
+    "bool last, int rule) -> ()",
+)
+_update_tables.register_fake(lambda *_: None)
+
+
+def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensors) -> None:
+    _, ctx.weights, ctx.sums, ctx.trails, indices, offsets, samples, *ctx.options = inputs
+    ctx.counts = [len(indices), len(offsets), len(samples)]
+    ctx.save_for_backward(*indices, *offsets, *samples)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
+    weights, sums, trails = ctx.weights, ctx.sums, ctx.trails
+    indices, offsets, samples = saved_lists(ctx)
+    means, paddings, last, rule = ctx.options
+    of_samples = None
+    if samples and any(ctx.needs_input_grad[-len(samples) - len(ctx.options) : -len(ctx.options)]):
+        of_samples = sample_gradients(grads, weights, indices, offsets, paddings, last)
+    chosen = tables_with_gradient(grads, len(weights))
+    lists = weights, sums, trails, grads, indices, offsets, samples, means, paddings
+    _update_tables(*chosen_of(chosen, len(weights), *lists), last, rule)
+    return [None, None, None, None, None, None, of_samples, None, None, None, None]
+
+
+_updated_bags = register(
+    "updated_embedding_bags(Tensor anchor, Tensor[] weights, Tensor[] sums, Tensor[] trails, "
+    "Tensor[] indices, Tensor[] offsets, Tensor[] samples, bool[] means, int[] paddings, "
+    "bool last, int rule) -> Tensor[]",
+    kernel=_forward,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+
+
+def updated_embedding_bags(
+    anchor: Tensor,
+    weights: Tensors,
+    sums: Tensors,
+    trails: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    samples: Tensors,
+    means: Sequence[bool],
+    paddings: Sequence[int],
+    last: bool,
+    rule: int,
+) -> list[Tensor]:
+    """The bags of :func:`embedding_bags`, whose backward pass updates the tables.
+
+    Args:
+        anchor: any tensor that requires grad, so that there is a backward pass; it gets none.
+        weights: the tables, which do not require grad.
+        sums: Adagrad's state, or none.
+        trails: the lower halves of split tables, or none.
+        indices: as of :func:`embedding_bags`.
+        offsets: as there.
+        samples: the sample weights, as there.
+        means: whether each table's bags are means.
+        paddings: the index of each table that counts for nothing, or -1.
+        last: whether offsets have one more.
+        rule: the number of what updates the tables (:func:`numbered`).
+    """
+    result: list[Tensor] = _updated_bags(
+        anchor, weights, sums, trails, indices, offsets, samples, means, paddings, last, rule
+    )
+    return result
