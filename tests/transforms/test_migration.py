@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from fusedoptim import runtime
 from fusedoptim import transforms as ipex
+from fusedoptim.runtime import _cores
 from transforms.passes import INFERENCE, KNOBS, TRAINING
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating-from-ipex.md").read_text()
@@ -124,3 +127,17 @@ def test_verbose_names_packed_products(capfd: pytest.CaptureFixture[str]) -> Non
     with torch.no_grad(), torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
         model(torch.randn(65, 257))
     assert "primitive,exec,cpu,inner_product" in capfd.readouterr().out
+
+
+def test_the_runtime_extension() -> None:
+    """Its calls, and those that take the place of others."""
+    model, x = torch.nn.Linear(4, 2), torch.randn(3, 4)
+    cores = sorted(os.sched_getaffinity(0))
+    pool = runtime.CPUPool(core_ids=cores)
+    node = next(number for number, own in _cores.nodes().items() if own & set(cores))
+    assert set(runtime.CPUPool(node_id=node).core_ids) <= set(cores)
+    with runtime.pin(pool):
+        expected = model(x)
+    with pool:
+        future = pool.submit(model, x)
+        assert torch.equal(future.result(), expected)
