@@ -35,12 +35,14 @@ def two_threads() -> Iterator[None]:
 def in_a_fresh_thread(test: Callable[[int], None]) -> Callable[[], None]:
     """Run a test in a thread whose OpenMP threads are not started yet, with Linux's number of it.
 
-    Afterwards, all threads have all cores again.
+    Afterwards, all threads have the cores that they had before, and new ones have all.
     """
 
     def run() -> None:
+        before = masks()
         in_threads(lambda: test(threading.get_native_id()), count=1)
-        assert set(map(tuple, masks().values())) == {tuple(CORES)}
+        after = masks()
+        assert after == {thread: before.get(thread, CORES) for thread in after}
 
     run.__doc__ = test.__doc__
     return run
