@@ -15,10 +15,12 @@ from transforms.passes import INFERENCE
 from transforms.passes.protocol import Job
 from transforms.quantization.calibration import Layers, calibrate, errors
 from transforms.quantization.candidates import objections
+from transforms.quantization.chains import find_following, join
 from transforms.quantization.ranges import OBSERVERS
 from transforms.quantization.samples import Run, run_batch
 from transforms.reports import Entry, Report, attach, find, merged
 from transforms.rewrites import exchanged_class
+from transforms.rewrites import int8_chain as chain
 from transforms.rewrites.fused_activation import FusedActivation
 from transforms.rewrites.int8 import CLASSES, Int8, Range, is_quantized
 from transforms.rewrites.int8_operators import objection
@@ -245,10 +247,16 @@ def _quantize(
     _unwatch(layers[name] for name in layers if reasons[name] is not None)
     if not chosen:
         _refuse(model, reasons)
+    following = find_following(model, [modules[name] for name in chosen])
     for name in chosen:
         layer = modules[name]
-        ours = CLASSES[type(layer)]
-        exchanged_class.exchange(layer, ours, undo, _fusedoptim_int8=computations[name])
+        given = {
+            "_fusedoptim_int8": computations[name],
+            chain.ACTIVATION: following[layer].activation,
+            chain.FOLLOWER: following[layer].layer,
+        }
+        exchanged_class.exchange(layer, CLASSES[type(layer)], undo, **given)
+    join(following.values(), undo)
     done = [
         _entry(name, modules[name], computations[name].range, measured.get(name)) for name in chosen
     ]
@@ -265,6 +273,7 @@ def _unwatch(layers: Iterable[nn.Module]) -> None:
     """Forget the weights that were packed to find an error."""
     for layer in layers:
         unwatch(layer._parameters.get("weight"))
+        unwatch(layer._parameters.get("bias"))
 
 
 def _computations(

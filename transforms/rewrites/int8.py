@@ -17,8 +17,10 @@ from torch.nn import Parameter
 
 from fusedoptim._torch_private import disable_dynamo, is_forward_mode, transform_level
 from transforms.rewrites import exchanged_class
+from transforms.rewrites import int8_chain as chain
 from transforms.rewrites import int8_operators as operators
-from transforms.rewrites.int8_operators import Codes, Geometry, Grid
+from transforms.rewrites.fused_activation import FusedActivation, mark_activated, mark_free
+from transforms.rewrites.int8_operators import Codes, Geometry, Grid, Result
 from transforms.rewrites.watched_parameter import is_exposed, settle, state, unwatch, watch
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -41,10 +43,15 @@ class _Packed(NamedTuple):
     shape: tuple[int, ...]
     weight: Tensor
     scales: Tensor
+    bias: Tensor | None
+    """float32."""
 
 
 class Int8:
     """How one module computes in INT8. A copy or pickle has its range, and packs by itself."""
+
+    _activations: ClassVar[frozenset[str]]
+    """What its operator applies."""
 
     def __init__(self, range_: Range | None) -> None:
         self.range = range_
@@ -59,6 +66,13 @@ class Int8:
     def __deepcopy__(self, memo: object) -> Int8:
         return type(self)(self.range)
 
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of the codes of all inputs; None if each call finds its own."""
+        if self._grid is None and self.range is not None:
+            self._grid = Grid.over(*self.range)
+        return self._grid
+
     def product(self, module: Any, x: Tensor) -> Tensor | None:
         """What ``module`` returns for ``x``; None if that must be computed in floating point."""
         dtype = _result_dtype(module, x)
@@ -71,34 +85,75 @@ class Int8:
         packed = self._weight(module.weight, grid, module, x)
         if packed is None:
             return None
-        bias = None if module.bias is None else module.bias.to(torch.float32)
-        return self._compute(module, codes, grid, packed, bias, dtype)
+        return self._compute(module, codes, grid, packed, Result(dtype))
+
+    def passed_on(self, module: Any, x: Tensor) -> Tensor | None:
+        """The same, with the activation that follows, or as codes for the layer that follows.
+
+        ``x`` may be codes of the layer before.
+        """
+        taken = chain.passed(x)
+        dtype = _result_dtype(module, x, None if taken is None else taken.dtype)
+        if dtype is None or not self._takes(module, x):
+            return None
+        if taken is None:
+            grid = self._grid_of(x)
+            codes = None if grid is None else operators.quantized_activation(x, grid)
+        else:
+            grid, codes = taken.grid, x
+        if grid is None or codes is None:
+            return None
+        packed = self._weight(module.weight, grid, module, x)
+        return None if packed is None else self._activated(module, codes, grid, packed, dtype)
+
+    def _activated(
+        self, module: Any, codes: Tensor, grid: Grid, packed: _Packed, dtype: torch.dtype
+    ) -> Tensor:
+        post = chain.activation_of(module)
+        name = None if post is None else post.attribute or post.of_numbers
+        result, is_applied = Result(dtype), post is not None and name in self._activations
+        if post is not None and is_applied:
+            result = Result(dtype, 1.0, 0, name or "", post.scalars, post.algorithm)
+        follower = chain.grid_of_follower(module, is_applied)
+        if follower is not None:
+            result = result._replace(
+                dtype=torch.uint8, scale=follower.scale, zero_point=follower.zero_point
+            )
+        product = self._compute(module, codes, grid, packed, result)
+        if follower is not None:
+            chain.mark(product, chain.Passed(follower, dtype))
+        if is_applied:
+            mark_activated(product)
+        elif post is not None:
+            mark_free(product)
+        return product
 
     def _grid_of(self, x: Tensor) -> Grid | None:
         """The grid of the codes; None if the values of ``x`` have none."""
         if self.range is not None:
-            if self._grid is None:
-                self._grid = Grid.over(*self.range)
-            return self._grid
+            return self.grid
         low, high = (bound.item() for bound in torch.aminmax(x))
         return Grid.over(low, high) if abs(low) + abs(high) < torch.inf else None
 
     def _weight(self, param: Tensor, grid: Grid, module: Any, x: Tensor) -> _Packed | None:
-        current = _state(param)
+        current = _state(param, module.bias)
         shape = self._shape(x)
         packed = self._packed
         is_current = packed is not None and packed.state == current and packed.source() is param
-        if packed is not None and is_current and not is_exposed(param):
+        is_exposed_ = is_exposed(param) or (module.bias is not None and is_exposed(module.bias))
+        if packed is not None and is_current and not is_exposed_:
             self._missed, missed = (None if shape == packed.shape else shape), self._missed
             if self._missed is None or self._missed != missed:
                 return packed  # for another shape too, unless it comes twice in a row
         codes = operators.quantized_weight(param)
-        if codes is None:
+        bias = None if module.bias is None else module.bias.detach().to(torch.float32, copy=True)
+        if codes is None or not (bias is None or bool(bias.isfinite().all())):
             return None
         self._packed = None  # before another is made, so that there is never more than one
         weight = self._pack(codes, grid, module, x)
-        is_safe = watch(param) and settle(param)
-        packed = _Packed(weakref.ref(param), _state(param), shape, weight, codes.scales)
+        is_safe = all(watch(t) and settle(t) for t in (param, module.bias) if t is not None)
+        state = _state(param, module.bias)
+        packed = _Packed(weakref.ref(param), state, shape, weight, codes.scales, bias)
         self._packed = packed if is_safe else None  # someone may still write past the counter
         return packed
 
@@ -119,13 +174,14 @@ class Int8:
         codes: Tensor,
         grid: Grid,
         packed: _Packed,
-        bias: Tensor | None,
-        dtype: torch.dtype,
+        result: Result,
     ) -> Tensor:
         raise NotImplementedError
 
 
 class _OfLinear(Int8):
+    _activations = operators.OF_LINEARS
+
     def _takes(self, module: Any, x: Tensor) -> bool:
         return x.dim() > 0 and x.numel() > 0 and x.size(-1) == module.weight.size(1)
 
@@ -138,13 +194,14 @@ class _OfLinear(Int8):
         codes: Tensor,
         grid: Grid,
         packed: _Packed,
-        bias: Tensor | None,
-        dtype: torch.dtype,
+        result: Result,
     ) -> Tensor:
-        return operators.linear(codes, grid, packed.weight, packed.scales, bias, dtype)
+        return operators.linear(codes, grid, packed.weight, packed.scales, packed.bias, result)
 
 
 class _OfConvolution(Int8):
+    _activations = operators.OF_CONVOLUTIONS
+
     def _takes(self, module: Any, x: Tensor) -> bool:
         channels = module.weight.size(1) * module.groups
         return x.dim() == module.weight.dim() and x.numel() > 0 and x.size(1) == channels
@@ -161,19 +218,21 @@ class _OfConvolution(Int8):
         codes: Tensor,
         grid: Grid,
         packed: _Packed,
-        bias: Tensor | None,
-        dtype: torch.dtype,
+        result: Result,
     ) -> Tensor:
         geometry = _geometry(module)
-        y = operators.convolution(codes, grid, packed.weight, packed.scales, bias, geometry, dtype)
+        y = operators.convolution(
+            codes, grid, packed.weight, packed.scales, packed.bias, geometry, result
+        )
         # Later code may read strides: they are those of torch's convolution.
         is_channels_last = _is_channels_last(codes) or _is_channels_last(module.weight)
         return y if is_channels_last else y.contiguous()
 
 
-def _state(param: Tensor) -> tuple[object, ...]:
-    """What a packed weight was made of."""
-    return *state(param), param.dtype
+def _state(param: Tensor, bias: Tensor | None) -> tuple[object, ...]:
+    """What a packed weight was made of, with its bias."""
+    of_bias = None if bias is None else (id(bias), *state(bias), bias.dtype)
+    return *state(param), param.dtype, of_bias
 
 
 def _geometry(module: Any) -> Geometry:
@@ -186,20 +245,26 @@ def _is_channels_last(t: Tensor) -> bool:
     return layout is not None and not t.is_contiguous() and t.is_contiguous(memory_format=layout)
 
 
-def _result_dtype(module: Any, x: Tensor) -> torch.dtype | None:
-    """The dtype of the result; None if INT8 does not serve these tensors here."""
-    weight, bias = module.weight, module.bias
+def _result_dtype(module: Any, x: Tensor, given: torch.dtype | None = None) -> torch.dtype | None:
+    """The dtype of the result; None if INT8 does not serve these tensors here.
+
+    Args:
+        module: the layer.
+        x: its input.
+        given: the dtype of the values if ``x`` has their codes.
+    """
+    weight, bias, x_dtype = module.weight, module.bias, given or x.dtype
     if not (x.is_cpu and weight.is_cpu) or type(x) not in (Tensor, Parameter):
         return None
     if x.layout is not torch.strided or not torch.backends.mkldnn.enabled:
         return None
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-    elif weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype):
-        dtype = x.dtype
+    elif weight.dtype == x_dtype and (bias is None or bias.dtype == x_dtype):
+        dtype = x_dtype
     else:
         return None  # torch's module raises
-    served = all(t in _DTYPES for t in (x.dtype, weight.dtype, dtype))
+    served = all(t in _DTYPES for t in (x_dtype, weight.dtype, dtype))
     return dtype if served else None
 
 
@@ -225,8 +290,11 @@ class Int8Module(nn.Module):
             untraced: Tensor = _untraced(self, input)
             return untraced
         _check(self, input)
-        product = self._fusedoptim_int8.product(self, input)
-        result: Tensor = super().forward(input) if product is None else product
+        product = self._fusedoptim_int8.passed_on(self, input)
+        if product is not None:
+            return product
+        taken = chain.passed(input)
+        result: Tensor = super().forward(input if taken is None else taken.values(input))
         return result
 
 
@@ -273,6 +341,9 @@ def revert_all(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Int8Module):
             unwatch(module._parameters.get("weight"))
+            unwatch(module._parameters.get("bias"))
+            exchanged_class.revert(module)
+        elif isinstance(module, FusedActivation):
             exchanged_class.revert(module)
 
 

@@ -10,6 +10,7 @@ cannot.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +62,7 @@ def code_bits() -> int:
     rows = torch.full((16, 256), grid.largest, dtype=torch.uint8)
     weight = torch.full((16, 256), _LARGEST_WEIGHT, dtype=torch.int8)
     scales = torch.ones(16, dtype=torch.float32)
-    product = linear(rows, grid, pack_linear(weight), scales, None, torch.float32)
+    product = linear(rows, grid, pack_linear(weight), scales, None, Result(torch.float32))
     exact = 256 * grid.largest * _LARGEST_WEIGHT
     return 8 if bool((product == exact).all()) else 7
 
@@ -133,13 +134,34 @@ def pack_linear(codes: Tensor) -> Tensor:
     return packed
 
 
+class Result(NamedTuple):
+    """What an operator makes of a product."""
+
+    dtype: torch.dtype
+    """Of its numbers; uint8 for codes."""
+    scale: float = 1.0
+    zero_point: int = 0
+    activation: str = "none"
+    """oneDNN's name of what is applied before."""
+    scalars: Sequence[float] = ()
+    algorithm: str = ""
+
+
+OF_LINEARS = frozenset({"relu", "hardtanh", "swish", "hardswish", "tanh", "leaky_relu", "gelu"})
+"""The activations that the operator of a Linear applies."""
+OF_CONVOLUTIONS = frozenset({"relu", "hardtanh", "swish", "hardswish"})
+"""The activations that the operator of a convolution applies."""
+
+
 def linear(
-    x: Tensor, grid: Grid, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    x: Tensor, grid: Grid, weight: Tensor, scales: Tensor, bias: Tensor | None, result: Result
 ) -> Tensor:
-    """The product of the codes of ``x`` and a packed weight, as numbers of ``dtype``."""
+    """The product of the codes of ``x`` and a packed weight."""
     zeros = _zero_points(len(scales))
+    dtype, scale, zero_point, *how = result
     y: Tensor = torch.ops.onednn.qlinear_pointwise.default(
-        x, grid.scale, grid.zero_point, weight, scales, zeros, bias, 1.0, 0, dtype, "none", [], ""
+        *(x, grid.scale, grid.zero_point, weight, scales, zeros, bias),
+        *(scale, zero_point, dtype, *how),
     )
     return y
 
@@ -175,25 +197,14 @@ def convolution(
     scales: Tensor,
     bias: Tensor | None,
     geometry: Geometry,
-    dtype: torch.dtype,
+    result: Result,
 ) -> Tensor:
     """The convolution of the codes of ``x`` with a packed weight, channels last."""
     zeros = _zero_points(len(scales))
+    dtype, scale, zero_point, *how = result
     y: Tensor = torch.ops.onednn.qconv_pointwise.default(
-        x,
-        grid.scale,
-        grid.zero_point,
-        weight,
-        scales,
-        zeros,
-        bias,
-        *geometry,
-        1.0,
-        0,
-        dtype,
-        "none",
-        [],
-        "",
+        *(x, grid.scale, grid.zero_point, weight, scales, zeros, bias, *geometry),
+        *(scale, zero_point, dtype, *how),
     )
     return y
 

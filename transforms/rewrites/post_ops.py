@@ -23,10 +23,13 @@ class PostOp(NamedTuple):
     scalars: list[float]
     algorithm: str
     in_place: Callable[[Tensor], Tensor]
+    of_numbers: str | None = None
+    """oneDNN's name where no value is NaN, if there is no other."""
 
 
 def _clamp(least: float, most: float) -> PostOp:
-    return PostOp(None, [], "", lambda x: nn.functional.hardtanh_(x, least, most))
+    in_place = functools.partial(nn.functional.hardtanh_, min_val=least, max_val=most)
+    return PostOp(None, [least, most], "", in_place, "hardtanh")
 
 
 def leaky_relu(slope: float) -> PostOp:
@@ -44,7 +47,7 @@ def gelu(approximate: str) -> PostOp:
 
 NO_OP = PostOp("none", [], "", lambda x: x)
 """No activation."""
-_RELU = PostOp(None, [], "", torch.relu_)
+_RELU = PostOp(None, [], "", torch.relu_, "relu")
 _SILU = PostOp("swish", [], "", lambda x: nn.functional.silu(x, inplace=True))
 _HARDSWISH = PostOp("hardswish", [], "", lambda x: nn.functional.hardswish(x, inplace=True))
 _HARDSIGMOID = PostOp(None, [], "", lambda x: nn.functional.hardsigmoid(x, inplace=True))

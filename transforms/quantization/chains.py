@@ -1,0 +1,57 @@
+"""Finds what follows each layer in INT8: an activation that it applies, a layer that it feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from torch import nn
+
+from transforms.rewrites import exchanged_class
+from transforms.rewrites.fused_activation import FusedActivation
+from transforms.rewrites.int8 import CLASSES
+from transforms.rewrites.post_ops import activations, post_op
+from transforms.tracing.activations import find_activations
+from transforms.tracing.modules import plain_kind
+
+
+class Following(NamedTuple):
+    """What gets the output of a layer, which nothing else does."""
+
+    activation: nn.Module | None = None
+    layer: nn.Module | None = None
+    """The next one in INT8, after the activation if there is one."""
+
+
+def find_following(model: nn.Module, layers: Collection[nn.Module]) -> dict[nn.Module, Following]:
+    """What follows each of the layers that will compute in INT8.
+
+    Args:
+        model: in eval mode, with the layers' own classes.
+        layers: those that will compute in INT8.
+    """
+    kinds, chosen = tuple(CLASSES), set(layers)
+    known = activations(model)
+    activated = find_activations(model, kinds, known).after
+    fed = find_activations(model, (*kinds, *known), kinds).after
+    found = {}
+    for layer in layers:
+        activation = activated.get(layer)
+        if activation is not None and not _is_plain(activation):
+            activation = None
+        following = fed.get(layer if activation is None else activation)
+        found[layer] = Following(activation, following if following in chosen else None)
+    return found
+
+
+def join(following: Collection[Following], undo: ExitStack) -> None:
+    """Have activations act on the marks that layers leave."""
+    for each in following:
+        if each.activation is not None and not isinstance(each.activation, FusedActivation):
+            exchanged_class.exchange(each.activation, FusedActivation, undo)
+
+
+def _is_plain(activation: nn.Module) -> bool:
+    own = exchanged_class.own_class(activation)
+    return post_op(activation) is not None and plain_kind(activation, (own,)) is not None

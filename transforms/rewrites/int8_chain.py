@@ -1,0 +1,65 @@
+"""What follows a layer in INT8: an activation that it applies, and a layer that takes its codes.
+
+A layer whose output goes to one activation, or through it to one other layer in INT8, is told of
+them. It may return the 8-bit codes that the other would make, marked as such. The other computes
+with them, or with the values that they stand for. A layer that gets no mark makes its own codes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from transforms.rewrites.int8_operators import Grid
+from transforms.rewrites.post_ops import PostOp, post_op
+from transforms.tracing.modules import has_hooks
+
+ACTIVATION, FOLLOWER = "_fusedoptim_activation", "_fusedoptim_follower"
+"""In ``vars`` of a layer, as neither is a child: what gets its output, which nothing else does."""
+_MARK = "_fusedoptim_codes"
+_EIGHT_BITS = 255
+
+
+class Passed(NamedTuple):
+    """What the codes that one layer hands to the next stand for."""
+
+    grid: Grid
+    dtype: torch.dtype
+
+    def values(self, codes: Tensor) -> Tensor:
+        """The values of codes."""
+        return (codes.to(torch.float32) - self.grid.zero_point).mul_(self.grid.scale).to(self.dtype)
+
+
+def activation_of(layer: nn.Module) -> PostOp | None:
+    """The activation that a layer may apply, if it has one."""
+    activation = vars(layer).get(ACTIVATION)
+    if activation is None or has_hooks(layer) or has_hooks(activation):
+        return None
+    return post_op(activation)
+
+
+def grid_of_follower(layer: nn.Module, is_activated: bool) -> Grid | None:
+    """The codes that the layer after this one computes with, if it takes them from this one."""
+    follower = vars(layer).get(FOLLOWER)
+    has_activation = vars(layer).get(ACTIVATION) is not None
+    if follower is None or (has_activation and not is_activated):
+        return None
+    if has_hooks(layer) or has_hooks(follower) or follower.training:
+        return None
+    computation = vars(follower).get("_fusedoptim_int8")
+    grid: Grid | None = None if computation is None else computation.grid
+    # With 7 bits the operators would have to clip.
+    return grid if grid is not None and grid.largest == _EIGHT_BITS else None
+
+
+def mark(codes: Any, passed: Passed) -> None:
+    """Mark a tensor as codes."""
+    setattr(codes, _MARK, passed)
+
+
+def passed(x: Any) -> Passed | None:
+    """What a tensor of codes stands for; None for any other tensor."""
+    return getattr(x, _MARK, None)
