@@ -77,7 +77,8 @@ def quantize(
     Activations have 8 bits, with a scale :math:`s` and a zero point :math:`z` for the whole tensor;
     weights have 8 bits, with a scale for each output channel and the zero point 0. Products are
     summed exactly, in 32 bits, and results are float32, or autocast's dtype. On processors that
-    cannot sum so (without VNNI or AMX) activations have 7 bits.
+    cannot sum so (without VNNI or AMX) activations have 7 bits. A layer applies the activation
+    module after it, and hands its codes to the next layer, where nothing else gets them.
 
     The model is first prepared as by :func:`transforms.optimize`: BatchNorms are folded, Dropouts
     are removed, and the memory format is chosen. It keeps its class, hooks and names. Its
