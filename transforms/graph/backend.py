@@ -30,8 +30,9 @@ def graph_backend(
     It needs no C++ compiler. Convolutions and Linears compute with packed weights, which also
     take the activation or addition that follows; BatchNorms are folded; what depends on parameters
     and buffers alone is computed once; results are written over values that are no longer needed.
-    float32 graphs with convolutions run in C++, by oneDNN Graph. All other operators are torch's. Where gradients are recorded, the graph runs as it is. Changes
-    of the parameters are seen before the next call, except through NumPy arrays of them.
+    float32 graphs with convolutions run in C++, by oneDNN Graph. All other operators are torch's.
+    Where gradients are recorded, the graph runs as it is. Changes of the parameters are seen before
+    the next call, except through NumPy arrays of them.
 
     Args:
         graph: what torch.compile captured.

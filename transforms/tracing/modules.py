@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+_hooks_of = operator.attrgetter(*_HOOKS)
 META_DATA = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "itemsize"}
 META_DATA |= {"is_cuda", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "nbytes"}
 META_DATA |= {"size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"}
@@ -45,12 +47,12 @@ def plain_kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks see or change the module's inputs, outputs or gradients."""
-    return any(all_hooks(module))
+    return any(_hooks_of(module))
 
 
 def all_hooks(module: nn.Module) -> list[dict[int, Any]]:
     """The hooks of forward and backward passes, one dict for each kind."""
-    return [getattr(module, name) for name in _HOOKS]
+    return list(_hooks_of(module))
 
 
 def has_computed_tensors(module: nn.Module) -> bool:
