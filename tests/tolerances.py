@@ -277,6 +277,22 @@ def cross_entropy_errors(
     return loss_error.squeeze(1), stored
 
 
+def bag_errors(magnitudes: Tensor, terms: Tensor | int, dtype: torch.dtype) -> Tensor:
+    """The most by which sums over the rows of a table, or their means, may be off.
+
+    A product and a sum round once, by ``u`` of the sum so far, which is at most the sum of the
+    magnitudes; a mean rounds its factor and the product by it.
+
+    Args:
+        magnitudes: the sums of the terms' magnitudes, in float64.
+        terms: their number, at most.
+        dtype: of the result.
+    """
+    units = (terms + 3) * unit_roundoff(ARITHMETIC[dtype])
+    error = units / (1 - units) * magnitudes
+    return error + unit_roundoff(dtype) * (magnitudes + error) + torch.finfo(dtype).tiny
+
+
 def gelu_errors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The most by which GELU by tanh, and its derivative, may be off.
 

@@ -21,30 +21,129 @@ class Example(NamedTuple):
     """Indices of all rows together; integers of each row, and of the launch."""
 
 
-def _bags(random: np.random.Generator) -> Example:
-    """Three groups of bags, each of a table of its own; some bags are empty."""
-    lengths, rows, widths = np.array([5, 1, 3]), np.array([40, 7, 12]), np.array([20, 16, 33])
+_BAGS, _TABLE_ROWS, _WIDTHS = np.array([5, 1, 3]), np.array([40, 7, 12]), np.array([20, 80, 33])
+"""Of three tables."""
+_PADDING = np.array([-1, 3, 5])
+_ONE = np.ones(3, np.int64)
+
+
+def _indices_and_offsets(random: np.random.Generator) -> tuple[list[Integers], list[Integers]]:
+    """Those of each table; some bags are empty."""
     indices, offsets = [], []
-    for bags, of_table in zip(lengths, rows):
+    for bags, of_table in zip(_BAGS, _TABLE_ROWS):
         sizes = random.integers(0, 9, bags)
         offsets.append(np.concatenate([[0], np.cumsum(sizes)]))
         indices.append(random.integers(0, of_table, sizes.sum()))
+    return indices, offsets
+
+
+def _bags(random: np.random.Generator) -> Example:
+    """Bags of three tables: sums, weighted sums without padding, and means."""
+    indices, offsets = _indices_and_offsets(random)
+    counts = np.array([len(part) for part in indices])
     return Example(
-        lengths,
+        _BAGS,
         {
-            "table": rows * widths,
-            "indices": np.array([len(part) for part in indices]),
-            "offsets": lengths + 1,
-            "output": lengths * (widths + 3),
+            "table": _TABLE_ROWS * _WIDTHS,
+            "indices": counts,
+            "offsets": _BAGS + 1,
+            "weights": counts,
+            "output": _BAGS * (_WIDTHS + 3),
+            "faults": _ONE,
         },
         {
             "indices": np.concatenate(indices),
             "offsets": np.concatenate(offsets),
-            "width": widths,
-            "stride": widths + 3,
+            "faults": 0 * _ONE,
+            "bags": _BAGS,
+            "bags_left": _BAGS + 1,
+            "count": counts,
+            "table_rows": _TABLE_ROWS,
+            "width": _WIDTHS,
+            "stride": _WIDTHS + 3,
+            "padding": _PADDING,
+            "is_weighted": np.array([0, 1, 0]),
+            "is_mean": np.array([0, 0, 1]),
         },
     )
 
 
-EXAMPLES: dict[str, Callable[[np.random.Generator], Example]] = {"embedding_bag": _bags}
+def _unsorted(random: np.random.Generator) -> Example:
+    """The same to be sorted, by one, two and three digits."""
+    indices, offsets = _indices_and_offsets(random)
+    counts = np.array([len(part) for part in indices])
+    passes, digit_bits = np.array([1, 3, 2]), np.array([6, 1, 2])
+    counters = passes << digit_bits
+    rows = {"keys": counts, "spare": counts, "counters": counters, "bags_of": counts}
+    zeros = {name: np.zeros(sizes.sum(), np.int64) for name, sizes in rows.items()}
+    return Example(
+        _BAGS,
+        {
+            "indices": counts,
+            "offsets": _BAGS + 1,
+            "factors": _BAGS,
+            "sorted_count": _ONE,
+            **rows,
+        },
+        {
+            **zeros,
+            "indices": np.concatenate(indices),
+            "offsets": np.concatenate(offsets),
+            "sorted_count": 0 * _ONE,
+            "bags": _BAGS,
+            "bags_left": _BAGS + 1,
+            "count": counts,
+            "padding": _PADDING,
+            "passes": passes,
+            "digit_bits": digit_bits,
+            "is_weighted": np.array([0, 1, 0]),
+            "is_mean": np.array([0, 0, 1]),
+        },
+    )
+
+
+def _sorted(random: np.random.Generator) -> Example:
+    """The gradients of their bags and the sorted indices; of the last table without the first."""
+    keys, bags_of = [], []
+    for bags, of_table in zip(_BAGS, _TABLE_ROWS):
+        size = int(random.integers(3, 20))
+        payload = random.permutation(np.arange(20))[:size]
+        bags_of.append(random.integers(0, bags, 20))
+        rows = np.sort(random.integers(0, of_table, size))
+        weighted = len(keys) == 1
+        keys.append(rows << 32 | (payload if weighted else bags_of[-1][payload]))
+    counts = np.array([len(part) for part in keys])
+    elements = _TABLE_ROWS * _WIDTHS
+    return Example(
+        counts,
+        {
+            "param": elements,
+            "sum": elements,
+            "result": elements,
+            "grad": _BAGS * (_WIDTHS + 3),
+            "row_grad": _WIDTHS,
+            "keys": counts,
+            "factors": 20 * _ONE,
+            "bags_of": 20 * _ONE,
+            "sorted_count": _ONE,
+        },
+        {
+            "keys": np.concatenate(keys),
+            "bags_of": np.concatenate(bags_of),
+            "sorted_count": counts,
+            "first": np.array([0, 0, 1]),
+            "last": counts,
+            "width": _WIDTHS,
+            "stride": _WIDTHS + 3,
+            "is_weighted": np.array([0, 1, 0]),
+            "is_mean": np.array([0, 0, 1]),
+        },
+    )
+
+
+EXAMPLES: dict[str, Callable[[np.random.Generator], Example]] = {
+    "embedding_bag": _bags,
+    "sort_indices": _unsorted,
+    **dict.fromkeys(("sum_rows", "sgd_rows", "adagrad_rows", "rowwise_adagrad_rows"), _sorted),
+}
 """By the kernel's name."""

@@ -195,7 +195,7 @@ class _Trial:
             values *= self._random.choice([-1.0, 1.0], len(values))
         if role is Role.ROW_INT:  # an index of one of the row's elements
             values = self._random.integers(0, _LENGTHS).view(np.float64)
-        if role is Role.INDICES:
+        if argument.name in self._given:
             values = np.asarray(self._given[argument.name], np.int64).view(np.float64)
         storages = dict.fromkeys(_NARROW, self._narrow)
         storages |= {Role.TRAIL: "trail", Role.DEVICE_INT: "i64", Role.ROW_INT: "i64"}

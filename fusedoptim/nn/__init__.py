@@ -4,7 +4,11 @@ from fusedoptim.nn import functional
 from fusedoptim.nn.activation import GELU
 from fusedoptim.nn.attention import MultiheadAttention
 from fusedoptim.nn.dropout import Dropout
-from fusedoptim.nn.embedding_bag import MergedEmbeddingBag
+from fusedoptim.nn.embedding_bag import (
+    MergedEmbeddingBag,
+    MergedEmbeddingBagWithAdagrad,
+    MergedEmbeddingBagWithSGD,
+)
 from fusedoptim.nn.loss import CrossEntropyLoss
 
 __all__ = [
@@ -12,6 +16,8 @@ __all__ = [
     "CrossEntropyLoss",
     "Dropout",
     "MergedEmbeddingBag",
+    "MergedEmbeddingBagWithAdagrad",
+    "MergedEmbeddingBagWithSGD",
     "MultiheadAttention",
     "functional",
 ]

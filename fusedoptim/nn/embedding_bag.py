@@ -12,7 +12,7 @@ from fusedoptim.nn._bag_optimizers import OPTIMIZERS, BagOptimizer, new_optimize
 from fusedoptim.ops import embedding_bags
 from fusedoptim.ops._updated_bags import updated_embedding_bags
 
-__all__ = ["MergedEmbeddingBag"]
+__all__ = ["MergedEmbeddingBag", "MergedEmbeddingBagWithAdagrad", "MergedEmbeddingBagWithSGD"]
 
 _MODES = ("sum", "mean")
 
@@ -177,7 +177,7 @@ class MergedEmbeddingBag(torch.nn.Module):
         indices, starts, samples = _in_lists(
             input, offsets, per_sample_weights, len(self), self.include_last_offset
         )
-        weights = [bag.weight for bag in self]
+        weights: list[Tensor] = [cast(Any, bag).weight for bag in self._modules.values()]
         if self._optimizer is None or self._anchor is None:
             bags = embedding_bags(
                 weights,
@@ -208,6 +208,89 @@ class MergedEmbeddingBag(torch.nn.Module):
     def extra_repr(self) -> str:
         """What the module has beside its bags."""
         return "" if self._optimizer is None else f"optimizer={type(self._optimizer).__name__}"
+
+
+class MergedEmbeddingBagWithSGD(MergedEmbeddingBag):
+    """:class:`MergedEmbeddingBag` with SGD, by the name that IPEX gave it.
+
+    Args:
+        tables: as there.
+        lr: learning rate.
+        weight_decay: L2 penalty of the rows in a batch.
+
+    Raises:
+        ValueError: as there.
+
+    Example:
+        >>> import torch
+        >>> bags = torch.nn.ModuleList([torch.nn.EmbeddingBag(10, 4, mode="sum")])
+        >>> merged = MergedEmbeddingBagWithSGD.from_embeddingbag_list(bags, lr=0.1)
+
+    Source: IPEX's class of the same name, whose ``to_bfloat16_train`` is ``split=True`` of
+    :class:`MergedEmbeddingBag`.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[torch.nn.EmbeddingBag | tuple[int, int]],
+        lr: float = 0.01,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(tables, "sgd", lr=lr, weight_decay=weight_decay)
+
+    @classmethod
+    def from_embeddingbag_list(
+        cls, tables: Sequence[torch.nn.EmbeddingBag], lr: float = 0.01, weight_decay: float = 0.0
+    ) -> MergedEmbeddingBagWithSGD:
+        """The module of some bags, whose parameters it shares.
+
+        Args:
+            tables: such as a ``ModuleList`` of bags.
+            lr: learning rate.
+            weight_decay: L2 penalty of the rows in a batch.
+        """
+        return cls(list(tables), lr, weight_decay)
+
+
+class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
+    """:class:`MergedEmbeddingBag` with Adagrad, by the name that IPEX gave it.
+
+    Args:
+        tables: as there.
+        lr: learning rate.
+        eps: what keeps the divisor from zero.
+
+    Raises:
+        ValueError: as there.
+
+    Example:
+        >>> import torch
+        >>> bags = torch.nn.ModuleList([torch.nn.EmbeddingBag(10, 4, mode="sum")])
+        >>> merged = MergedEmbeddingBagWithAdagrad.from_embeddingbag_list(bags, lr=0.1)
+
+    Source: IPEX's ``MergedEmbeddingBagWithAdaGrad``.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[torch.nn.EmbeddingBag | tuple[int, int]],
+        lr: float = 0.01,
+        eps: float = 1e-10,
+    ) -> None:
+        super().__init__(tables, "adagrad", lr=lr, eps=eps)
+
+    @classmethod
+    def from_embeddingbag_list(
+        cls, tables: Sequence[torch.nn.EmbeddingBag], lr: float = 0.01, eps: float = 1e-10
+    ) -> MergedEmbeddingBagWithAdagrad:
+        """The module of some bags, whose parameters it shares.
+
+        Args:
+            tables: such as a ``ModuleList`` of bags.
+            lr: learning rate.
+            eps: what keeps the divisor from zero.
+        """
+        return cls(list(tables), lr, eps)
 
 
 def _as_bag(t: int, table: Any) -> torch.nn.EmbeddingBag:
@@ -271,13 +354,15 @@ def _in_lists(
             f"{len(offsets)} offsets and {len(samples)} per_sample_weights; pass one for each table"
         )
     for t, (values, starts) in enumerate(zip(indices, offsets)):
-        if values.dim() == 2 and starts is None:
+        if starts is not None:
+            continue
+        if values.dim() == 2:
             rows, columns = values.shape
             count = rows + int(has_last_offset)
             offsets[t] = columns * torch.arange(count, device=values.device)
             indices[t] = values.reshape(-1)
             samples[t] = None if samples[t] is None else samples[t].reshape(-1)
-        elif starts is None:
+        else:
             raise ValueError(
                 f"MergedEmbeddingBag: input {t} has shape {tuple(values.shape)} and no offsets; "
                 "pass where its bags begin, or a bag in each row of two dimensions"

@@ -27,6 +27,12 @@ def addresses_of(tensors: Sequence[Tensor]) -> Indices:
     return np.array([tensor.data_ptr() for tensor in tensors], np.uint64).view(np.int64)
 
 
+def _as_int64(tensor: Tensor) -> Tensor:
+    if tensor.dtype is not torch.int64:
+        tensor = tensor.to(torch.int64)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
 class Batch:
     """The bags of all tables, as lists of a tensor for each table, or of one tensor for all.
 
@@ -45,19 +51,19 @@ class Batch:
         self.tables = tables
         self.device = indices[0].device
         self.is_joined = len(indices) < tables
-        self._indices = [tensor.to(torch.int64).contiguous() for tensor in indices]
-        self._offsets = [tensor.to(torch.int64).contiguous() for tensor in offsets]
+        self._indices = [_as_int64(tensor) for tensor in indices]
+        self._offsets = [_as_int64(tensor) for tensor in offsets]
         self.sample_weights = sample_weights
         repeats = tables if self.is_joined else 1
         last = int(has_last_offset)
-        bags = [(len(tensor) - last) // repeats for tensor in offsets]
+        bags = [(tensor.numel() - last) // repeats for tensor in offsets]
         self.bags = np.repeat(np.array(bags, np.int64), repeats)
         """Of each table."""
         before = np.arange(tables) * self.bags if self.is_joined else np.zeros(tables, np.int64)
-        offset_counts = np.repeat([len(tensor) for tensor in self._offsets], repeats)
+        offset_counts = np.repeat([tensor.numel() for tensor in self._offsets], repeats)
         self.bags_left = offset_counts - before
         """Offsets from the table's first on."""
-        self.counts = np.repeat([len(tensor) for tensor in self._indices], repeats)
+        self.counts = np.repeat([tensor.numel() for tensor in self._indices], repeats)
         """Where the last bag ends, counted as offsets are."""
         self.index_addresses = np.repeat(addresses_of(self._indices), repeats)
         self.offset_addresses = np.repeat(addresses_of(self._offsets), repeats) + 8 * before

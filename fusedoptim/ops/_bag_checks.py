@@ -36,25 +36,22 @@ def check_arguments(
             f"{len(offsets)} of offsets; pass one of both for each table, or one for all"
         )
     _check_weights(weights)
-    device = weights[0].device
-    for what, tensors in (("indices", indices), ("offsets", offsets)):
-        for t, tensor in enumerate(tensors):
-            if tensor.dtype not in _INTEGERS or tensor.dim() != 1:
-                raise TypeError(
-                    f"embedding_bags: {what} {t} are {tensor.dtype} of shape "
-                    f"{tuple(tensor.shape)}; pass int32 or int64 of one dimension"
-                )
-            _check_device(f"{what} {t} are", tensor, device)
+    # Checked in C, as far as all is well: for a small batch this takes a part of the time.
+    integers = [*indices, *offsets]
+    if {(x.dtype in _INTEGERS, x.dim(), x.device) for x in integers} != {
+        (True, 1, weights[0].device)
+    }:
+        _check_integers(indices, offsets, weights[0].device)
     for t, starts in enumerate(offsets):
-        if last and not starts.shape[0]:
+        if last and not starts.numel():
             raise ValueError(
-                f"embedding_bags: offsets {t} are empty; with include_last_offset pass one"
+                f"embedding_bags: offsets {t} are empty; with include_last_offset pass one or more"
             )
-        if is_joined and (starts.shape[0] - int(last)) % tables:
-            raise ValueError(
-                f"embedding_bags: there are {starts.shape[0] - int(last)} bags for {tables} "
-                "tables; pass as many for each table"
-            )
+    if is_joined and (offsets[0].numel() - last) % tables:
+        raise ValueError(
+            f"embedding_bags: there are {offsets[0].numel() - last} bags for {tables} tables; pass "
+            "as many for each table"
+        )
     _check_samples(weights, indices, samples, means)
 
 
@@ -65,18 +62,37 @@ def _check_weights(weights: Tensors) -> None:
             f"embedding_bags: weights have dtype {first.dtype}, and kernels compute with "
             f"{DTYPE_NAMES}; convert them"
         )
+    if {(w.dtype, w.dim(), w.device) for w in weights} != {(first.dtype, 2, first.device)}:
+        _check_alike(weights)
+    most = max([weight.shape[0] for weight in weights])
+    if most > _MOST_ROWS:
+        raise ValueError(f"embedding_bags: a table has {most} rows; {_MOST_ROWS} are the most")
+
+
+def _check_alike(weights: Tensors) -> None:
+    first = weights[0]
     for t, weight in enumerate(weights):
         if weight.dtype != first.dtype:
             raise TypeError(
                 f"embedding_bags: weight {t} has dtype {weight.dtype}, and weight 0 has "
                 f"{first.dtype}; convert them to one, or call the operator for each dtype"
             )
-        if weight.dim() != 2 or weight.shape[0] > _MOST_ROWS:
+        if weight.dim() != 2:
             raise ValueError(
-                f"embedding_bags: weight {t} has shape {tuple(weight.shape)}; pass (rows, width), "
-                f"with at most {_MOST_ROWS} rows"
+                f"embedding_bags: weight {t} has shape {tuple(weight.shape)}; pass (rows, width)"
             )
         _check_device(f"weight {t} is", weight, first.device)
+
+
+def _check_integers(indices: Tensors, offsets: Tensors, device: torch.device) -> None:
+    for what, tensors in (("indices", indices), ("offsets", offsets)):
+        for t, tensor in enumerate(tensors):
+            if tensor.dtype not in _INTEGERS or tensor.dim() != 1:
+                raise TypeError(
+                    f"embedding_bags: {what} {t} are {tensor.dtype} of shape "
+                    f"{tuple(tensor.shape)}; pass int32 or int64 of one dimension"
+                )
+            _check_device(f"{what} {t} are", tensor, device)
 
 
 def _check_device(what: str, tensor: Tensor, device: torch.device) -> None:

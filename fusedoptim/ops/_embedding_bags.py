@@ -128,7 +128,7 @@ def compute_bags(
         return outputs
     device = weights[0].device
     batch = batch_of(weights, indices, offsets, samples, last)
-    tables = [weight.contiguous() for weight in weights]
+    tables = [w if w.is_contiguous() else w.contiguous() for w in weights]
     widths = np.array([weight.shape[1] for weight in weights])
     places, strides = _places(outputs, widths)
     parts = batch.parts(widths)
@@ -145,7 +145,7 @@ def compute_bags(
         "bags": parts.end - parts.begin,
         "bags_left": batch.bags_left[of] - parts.begin,
         "count": batch.counts[of],
-        "table_rows": np.array([len(weight) for weight in weights])[of],
+        "table_rows": np.array([weight.shape[0] for weight in weights])[of],
         "width": widths[of],
         "stride": strides[of],
         "padding": np.array(paddings)[of],
@@ -185,7 +185,7 @@ def new_bags(
         bags = (offsets[0].shape[0] - int(last)) // len(weights)
         return [first.new_empty(bags, sum(weight.shape[1] for weight in weights))]
     return [
-        first.new_empty(starts.shape[0] - int(last), weight.shape[1])
+        first.new_empty(starts.numel() - last, weight.shape[1])
         for weight, starts in zip(weights, offsets)
     ]
 
@@ -250,7 +250,7 @@ def _dense_gradients(
     return results
 
 
-_dense_gradients_of = torch.library.custom_op(
+_dense_gradients_of: Any = torch.library.custom_op(  # which raises where it is differentiated
     "fusedoptim::embedding_bags_dense_gradients",
     _dense_gradients,
     mutates_args=(),

@@ -48,12 +48,8 @@ def register(
     Returns:
         the operator.
     """
-    _library.define(schema, tags=tags)
+    operator = register_without_gradient(schema, kernel, fake, tags)
     name = schema.partition("(")[0]
-    qualified = f"{_NAMESPACE}::{name}"
-    torch.library.impl(qualified, DEVICES, func=disable_dynamo(kernel), lib=_library)
-    torch.library.register_fake(qualified, fake, lib=_library)
-    operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
     returns_list = schema.endswith("[]")
 
     def forward(ctx: Any, keys: Any, sizes: Sequence[int], *flat: Any) -> Any:
@@ -85,6 +81,31 @@ def register(
 
     _library.impl(name, differentiable, "Autograd", with_keyset=True)
     return operator
+
+
+def register_without_gradient(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: Sequence[torch.Tag] = (),
+) -> Any:
+    """Register an operator that autograd does not see, such as one that a backward pass calls.
+
+    Args:
+        schema: of the operator; it says which arguments change.
+        kernel: as of :func:`register`.
+        fake: as there.
+        tags: as there.
+
+    Returns:
+        the operator.
+    """
+    _library.define(schema, tags=tags)
+    name = schema.partition("(")[0]
+    qualified = f"{_NAMESPACE}::{name}"
+    torch.library.impl(qualified, DEVICES, func=disable_dynamo(kernel), lib=_library)
+    torch.library.register_fake(qualified, fake, lib=_library)
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
 def _is_list_of_tensors(value: Any) -> bool:

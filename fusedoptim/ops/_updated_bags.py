@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from fusedoptim.ops._bag_batch import addresses_of
@@ -21,8 +20,8 @@ from fusedoptim.ops._embedding_bags import (
     saved_lists,
     tables_with_gradient,
 )
-from fusedoptim.ops._launching import DEVICES, VARIANT_OF
-from fusedoptim.ops._registering import register
+from fusedoptim.ops._launching import VARIANT_OF
+from fusedoptim.ops._registering import register, register_without_gradient
 
 Tensors = Sequence[Tensor]
 
@@ -85,16 +84,13 @@ def _update(
     gradient.walk(found.kernel, variant, columns, found.numbers())
 
 
-_update_tables = torch.library.custom_op(
-    "fusedoptim::update_embedding_bags",
-    _update,
-    mutates_args=("weights", "sums", "trails"),
-    device_types=DEVICES,
-    schema="(Tensor(a!)[] weights, Tensor(b!)[] sums, Tensor(c!)[] trails, Tensor[] grads, "
-    "Tensor[] indices, Tensor[] offsets, Tensor[] samples, bool[] means, int[] paddings, "
-    "bool last, int rule) -> ()",
+_update_tables = register_without_gradient(
+    "update_embedding_bags(Tensor(a!)[] weights, Tensor(b!)[] sums, Tensor(c!)[] trails, "
+    "Tensor[] grads, Tensor[] indices, Tensor[] offsets, Tensor[] samples, bool[] means, "
+    "int[] paddings, bool last, int rule) -> ()",
+    kernel=_update,
+    fake=lambda *_: None,
 )
-_update_tables.register_fake(lambda *_: None)
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensors) -> None:

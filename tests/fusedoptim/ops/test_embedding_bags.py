@@ -1,0 +1,274 @@
+"""The operator embedding_bags: values, gradients, forms, tracing, errors."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedoptim.nn import MergedEmbeddingBag
+from fusedoptim.ops import embedding_bags
+from tests.fusedoptim.bag_cases import ROWS, WIDTHS, expected, new_bags
+from tests.fusedoptim.helpers import assert_within
+from tests.running import at_each_thread_count
+from tests.tolerances import bag_errors
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+OP = torch.ops.fusedoptim.embedding_bags.default
+MOST = 6
+
+
+def tables(width: int = 20, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [
+        torch.randn(rows, width + 3 * t).to(dtype).requires_grad_() for t, rows in enumerate(ROWS)
+    ]
+
+
+def widened(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+class TestValues:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize("mode", ["sum", "mean"])
+    def test_both_ways(self, dtype: torch.dtype, width: int, mode: str) -> None:
+        weights, bags = tables(width, dtype), new_bags(ROWS, most=MOST)
+        outputs = embedding_bags(weights, *bags, mean=mode == "mean", include_last_offset=True)
+        wide = widened(weights)
+        grads = [torch.randn_like(output) for output in outputs]
+        own = torch.autograd.grad(outputs, weights, grads)
+        for t, output in enumerate(outputs):
+            args = bags.indices[t], bags.offsets[t], mode
+            wanted = expected(wide[t], *args)
+            sizes = expected(wide[t].detach().abs(), *args)
+            assert output.dtype == dtype
+            assert_within(output.detach(), wanted.detach(), bag_errors(sizes, MOST, dtype), "bags")
+            (grad,) = torch.autograd.grad(wanted, wide[t], grads[t].double())
+            again = expected(wide[t], *args)
+            (sizes,) = torch.autograd.grad(again, wide[t], grads[t].double().abs())
+            most = len(bags.indices[t])
+            assert_within(own[t], grad, bag_errors(sizes, most, dtype), "gradients")
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("padding", [None, 0, -1])
+    @pytest.mark.parametrize("sparse", [False, True])
+    def test_sample_weights_and_padding(
+        self, dtype: torch.dtype, padding: int | None, sparse: bool
+    ) -> None:
+        weights, bags = tables(65, dtype), new_bags(ROWS, most=MOST)
+        samples = [torch.rand(len(i)).to(dtype).requires_grad_() for i in bags.indices]
+        outputs = embedding_bags(
+            weights,
+            *bags,
+            samples,
+            padding_idx=[padding] * len(ROWS),
+            include_last_offset=True,
+            sparse=sparse,
+        )
+        grads = [torch.randn_like(output) for output in outputs]
+        own = torch.autograd.grad(outputs, [*weights, *samples], grads)
+        for t, output in enumerate(outputs):
+            inputs = [weights[t].detach().double(), samples[t].detach().double()]
+            results = []
+            for weight, factors, grad in (
+                (*inputs, grads[t].double()),
+                (*(x.abs() for x in inputs), grads[t].double().abs()),
+            ):
+                leaves = weight.requires_grad_(), factors.requires_grad_()
+                y = expected(weight, *(x[t] for x in bags), "sum", factors, padding)
+                results.append((y.detach(), *torch.autograd.grad(y, leaves, grad)))
+            wanted, sizes = results
+            most = [MOST, len(bags.indices[t]), weights[t].shape[1]]
+            found = output.detach(), own[t], own[len(weights) + t]
+            assert found[1].is_sparse == sparse
+            for x, y, size, terms in zip(found, wanted, sizes, most):
+                # torch's own operations round each product to the dtype.
+                error = bag_errors(size, terms, dtype)
+                error = error * (terms + 3) if sparse or terms == most[2] else error
+                assert_within(x.to_dense() if x.is_sparse else x, y, error, "result")
+
+    def test_sparse_gradients_are_torchs(self) -> None:
+        weights, bags = tables(), new_bags(ROWS)
+        outputs = embedding_bags(weights, *bags, include_last_offset=True, sparse=True)
+        own = torch.autograd.grad([y.sum() for y in outputs], weights)
+        for t, weight in enumerate(weights):
+            y = torch.nn.functional.embedding_bag(
+                *(bags.indices[t], weight, bags.offsets[t]),
+                mode="sum",
+                sparse=True,
+                include_last_offset=True,
+            )
+            (grad,) = torch.autograd.grad(y.sum(), weight)
+            assert torch.equal(own[t]._indices(), grad._indices())
+            assert torch.equal(own[t]._values(), grad._values())
+
+    @pytest.mark.parametrize("has_last_offset", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_forms_give_the_same_bits(self, has_last_offset: bool, dtype: torch.dtype) -> None:
+        weights, bags = tables(64), new_bags(ROWS, dtype=dtype)
+        offsets = [x if has_last_offset else x[:-1] for x in bags.offsets]
+        one = embedding_bags(weights, bags.indices, offsets, include_last_offset=has_last_offset)
+        values, starts = bags.joined
+        starts = starts if has_last_offset else starts[:-1]
+        (joined,) = embedding_bags(weights, [values], [starts], include_last_offset=has_last_offset)
+        assert torch.equal(torch.cat(one, 1), joined)
+        grad = torch.randn_like(joined)
+        parts = grad.split([y.shape[1] for y in one], dim=1)
+        first = torch.autograd.grad(one, weights, parts)
+        for x, y in zip(first, torch.autograd.grad(joined, weights, grad)):
+            assert torch.equal(x, y)
+
+    def test_threads_give_the_same_bits(self) -> None:
+        rows = (4000, 50, 60)
+        weights = [torch.randn(count, 64, requires_grad=True) for count in rows]
+        bags = new_bags(rows, bags=3000, most=20)
+        grads = [torch.randn(3000, 64) for _ in rows]
+
+        def both() -> list[Tensor]:
+            outputs = embedding_bags(weights, *bags, include_last_offset=True)
+            return [*outputs, *torch.autograd.grad(outputs, weights, grads)]
+
+        first, *others = at_each_thread_count(both)
+        for other in others:
+            assert all(map(torch.equal, first, other))
+
+    @pytest.mark.parametrize(
+        ("rows", "bags"), [((0, 5), 0), ((0, 5), 3), ((5, 5), 0), ((1 << 17, 3), 2)]
+    )
+    def test_empty(self, rows: tuple[int, ...], bags: int) -> None:
+        weights = [torch.randn(count, 20, requires_grad=True) for count in rows]
+        empty = torch.zeros(0, dtype=torch.int64)
+        outputs = embedding_bags(weights, [empty] * 2, [torch.zeros(bags).long()] * 2)
+        assert all(torch.equal(y, torch.zeros(bags, 20)) for y in outputs)
+        torch.autograd.backward([y.sum() for y in outputs])
+        assert all(w.grad is None or not w.grad.any() for w in weights)
+
+    def test_unused_outputs_and_frozen_tables(self) -> None:
+        weights, bags = tables(), new_bags(ROWS)
+        weights[2].requires_grad_(False)
+        outputs = embedding_bags(weights, *bags, include_last_offset=True)
+        (outputs[0].sum() + outputs[2].sum()).backward()
+        assert weights[0].grad is not None
+        assert weights[2].grad is None
+        assert weights[3].grad is None
+
+    def test_strided_inputs(self) -> None:
+        weights, bags = tables(16), new_bags(ROWS)
+        strided = [w.detach().t().contiguous().t().requires_grad_() for w in weights]
+        indices = [i.repeat_interleave(2)[::2] for i in bags.indices]
+        one = embedding_bags(weights, *bags, include_last_offset=True)
+        other = embedding_bags(strided, indices, bags.offsets, include_last_offset=True)
+        for x, y in zip(one, other):
+            assert torch.equal(x, y)
+        grads = [torch.randn(y.shape[::-1]).t() for y in one]
+        for x, y in zip(
+            torch.autograd.grad(one, weights, grads), torch.autograd.grad(other, strided, grads)
+        ):
+            assert torch.equal(x, y)
+
+
+class TestTraced:
+    def test_gradcheck(self) -> None:
+        weights, bags = tables(5, torch.float64), new_bags(ROWS)
+        samples = [torch.rand(len(i)).double().requires_grad_() for i in bags.indices]
+
+        def weighted(*leaves: Tensor) -> list[Tensor]:
+            own, factors = list(leaves[:4]), list(leaves[4:])
+            return embedding_bags(own, *bags, factors, include_last_offset=True)
+
+        torch.autograd.gradcheck(weighted, (*weights, *samples))
+
+    @pytest.mark.parametrize("joined", [False, True])
+    def test_opcheck(self, joined: bool) -> None:
+        weights, bags = tables(), new_bags(ROWS)
+        indices, offsets = ([x] for x in bags.joined) if joined else bags
+        args = weights, indices, offsets, [], [False] * 4, [-1] * 4, True, False
+        torch.library.opcheck(OP, args)
+
+    def test_opcheck_of_updates(self) -> None:
+        merged, bags = MergedEmbeddingBag([(rows, 20) for rows in ROWS], "adagrad"), new_bags(ROWS)
+        weights = [bag.weight for bag in merged]
+        optimizer: Any = merged.optimizer()
+        grads = [torch.randn(9, 20) for _ in ROWS]
+        options = [False] * 4, [-1] * 4, True, optimizer.number
+        sums, trails = optimizer.state_lists(weights)
+        state = weights, sums, trails
+        torch.library.opcheck(
+            torch.ops.fusedoptim.update_embedding_bags.default, (*state, grads, *bags, [], *options)
+        )
+        torch.library.opcheck(
+            torch.ops.fusedoptim.updated_embedding_bags.default,
+            (torch.zeros((), requires_grad=True), *state, *bags, [], *options),
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        )
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor uses it
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    def test_compiled(self, backend: str) -> None:
+        weights, bags = tables(), new_bags(ROWS)
+
+        def bags_of(own: list[Tensor]) -> list[Tensor]:
+            return embedding_bags(own, *bags, include_last_offset=True)
+
+        compiled = torch.compile(bags_of, backend=backend, fullgraph=True)
+        one, other = bags_of(weights), compiled(weights)
+        grads = [torch.randn_like(y) for y in one]
+        gradients = [torch.autograd.grad(y, weights, grads) for y in (one, other)]
+        for x, y in zip([*one, *gradients[0]], [*other, *gradients[1]]):
+            assert torch.equal(x, y)
+
+
+class TestRefused:
+    TABLES = (torch.ones(4, 2), torch.ones(5, 3))
+    INDICES = (torch.tensor([0, 1, 3]), torch.tensor([4, 4]))
+    OFFSETS = (torch.tensor([0, 1]), torch.tensor([0, 0]))
+
+    @pytest.mark.parametrize(
+        ("changed", "error", "message"),
+        [
+            ({"indices": (INDICES[0], torch.tensor([4, 5]))}, IndexError,
+             "table 1 has 5 rows, and its index 1 is 5"),
+            ({"indices": (torch.tensor([0, -1, 1]), INDICES[1])}, IndexError,
+             "table 0 has 4 rows, and its index 1 is -1"),
+            ({"offsets": (torch.tensor([0, 2, 1]), OFFSETS[1])}, ValueError,
+             "offset 2 of offsets 0 is 1, after 2"),
+            ({"offsets": (torch.tensor([0, 4]), OFFSETS[1])}, ValueError,
+             "offset 1 of offsets 0 is 4"),
+            ({"offsets": (torch.tensor([-1, 1]), OFFSETS[1])}, ValueError, "offset 0 of"),
+            ({"indices": (INDICES[0].float(), INDICES[1])}, TypeError, "indices 0 are"),
+            ({"offsets": (OFFSETS[0], OFFSETS[1].short())}, TypeError, "offsets 1 are"),
+            ({"offsets": OFFSETS[:1]}, ValueError, "1 of offsets"),
+            ({"weights": (TABLES[0], TABLES[1].double())}, TypeError, "weight 1 has dtype"),
+            ({"weights": (TABLES[0].int(), TABLES[1].int())}, TypeError, "weights have dtype"),
+            ({"weights": (TABLES[0], torch.ones(3))}, ValueError, "weight 1 has shape"),
+            ({"weights": (TABLES[0], TABLES[1].to("meta"))}, ValueError, "weight 1 is on meta"),
+            ({"weights": ()}, ValueError, "no tables"),
+            ({"per_sample_weights": (torch.ones(2), torch.ones(2))}, ValueError,
+             "per_sample_weights 0 have shape"),
+            ({"per_sample_weights": (torch.ones(3), torch.ones(2)), "mean": True}, ValueError,
+             "are for sums"),
+            ({"per_sample_weights": (torch.ones(3).double(), torch.ones(2))}, TypeError,
+             "per_sample_weights 0 have dtype"),
+            ({"offsets": (OFFSETS[0], OFFSETS[1][:0]), "include_last_offset": True}, ValueError,
+             "offsets 1 are empty"),
+        ],
+    )  # fmt: skip
+    def test_wrong(self, changed: dict[str, Any], error: Any, message: str) -> None:
+        given = {"weights": self.TABLES, "indices": self.INDICES, "offsets": self.OFFSETS}
+        with pytest.raises(error, match=re.escape(message)):
+            embedding_bags(**{**given, **changed})
+
+    def test_joined_bags_do_not_divide(self) -> None:
+        with pytest.raises(ValueError, match="3 bags for 2 tables"):
+            embedding_bags(self.TABLES, [self.INDICES[0]], [torch.tensor([0, 1, 2])])
+
+    def test_second_derivative(self) -> None:
+        weights = [torch.randn(4, 2, requires_grad=True)]
+        (y,) = embedding_bags(weights, self.INDICES[:1], self.OFFSETS[:1])
+        (grad,) = torch.autograd.grad(y.square().sum(), weights, create_graph=True)
+        with pytest.raises(RuntimeError):
+            grad.sum().backward()
