@@ -293,6 +293,29 @@ def bag_errors(magnitudes: Tensor, terms: Tensor | int, dtype: torch.dtype) -> T
     return error + unit_roundoff(dtype) * (magnitudes + error) + torch.finfo(dtype).tiny
 
 
+def interaction_errors(features: Tensor, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The most by which an interaction's products, and the features' gradients, may be off.
+
+    Args:
+        features: (B, n, d), in float64, with values of ``dtype``.
+        grad: of the products, a symmetric matrix for each sample; the gradient of the output's
+            first columns is one more term, of the size of its own.
+        dtype: of the features; the kernels compute in its arithmetic dtype.
+    """
+    u, stored, tiny = (
+        unit_roundoff(ARITHMETIC[dtype]),
+        unit_roundoff(dtype),
+        torch.finfo(dtype).tiny,
+    )
+    _, count, width = features.shape
+    sizes = features.abs()
+
+    def allowed(terms: int, total: Tensor) -> Tensor:
+        return (terms * u + stored) * (1 + terms * u) * total + tiny
+
+    return allowed(width, sizes @ sizes.mT), allowed(count, grad.abs() @ sizes)
+
+
 def gelu_errors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The most by which GELU by tanh, and its derivative, may be off.
 

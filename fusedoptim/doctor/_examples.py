@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -104,7 +105,8 @@ def _unsorted(random: np.random.Generator) -> Example:
 
 def _sorted(random: np.random.Generator) -> Example:
     """The gradients of their bags and the sorted indices; of the last table without the first."""
-    keys, bags_of = [], []
+    keys: list[Integers] = []
+    bags_of: list[Integers] = []
     for bags, of_table in zip(_BAGS, _TABLE_ROWS):
         size = int(random.integers(3, 20))
         payload = random.permutation(np.arange(20))[:size]
@@ -141,9 +143,43 @@ def _sorted(random: np.random.Generator) -> Example:
     )
 
 
+def _features(random: np.random.Generator, step: int, copies: int) -> Example:
+    """Runs of samples, of features that lie in any order, with gaps between them."""
+    samples, counts, widths = np.array([3, 1, 2]), np.array([9, 1, 4]), np.array([20, 16, 33])
+    strides = counts * (widths + 3)
+    offsets = [random.permutation(count) * (width + 3) for count, width in zip(counts, widths)]
+    padded_counts, padded_widths = -(-counts // 8) * 8, -(-widths // step) * step
+    features = strides * (samples + 1)
+    columns = widths + counts * (counts - 1) // 2
+    sizes = {"features": features, "offsets": counts, "strides": counts}
+    sizes |= {f"grad_{name}": size for name, size in sizes.items()}
+    of_rows = {"offsets": np.concatenate(offsets), "strides": np.repeat(strides, counts)}
+    return Example(
+        samples,
+        {
+            **sizes,
+            "output": samples * columns,
+            "grad": samples * columns,
+            "scratch": padded_counts * (copies * padded_widths + padded_counts),
+        },
+        {
+            **of_rows,
+            **{f"grad_{name}": values for name, values in of_rows.items()},
+            "first": np.array([1, 0, 1]),
+            "samples": samples,
+            "count": counts,
+            "width": widths,
+            "padded_count": padded_counts,
+            "padded_width": padded_widths,
+        },
+    )
+
+
 EXAMPLES: dict[str, Callable[[np.random.Generator], Example]] = {
     "embedding_bag": _bags,
     "sort_indices": _unsorted,
     **dict.fromkeys(("sum_rows", "sgd_rows", "adagrad_rows", "rowwise_adagrad_rows"), _sorted),
+    "interaction": functools.partial(_features, step=16, copies=1),
+    "interaction_backward": functools.partial(_features, step=32, copies=2),
 }
 """By the kernel's name."""

@@ -36,7 +36,7 @@ from numba_dpex.kernel_api_impl.spirv.target import (  # noqa: E402
     CompilationMode,
 )
 
-from fusedoptim.kernels import _lowering, _rounding  # noqa: E402
+from fusedoptim.kernels import _lowering, _rounding, _vectors  # noqa: E402, F401 (registers)
 
 _SPIRV_VERSION = "--spirv-max-version=1.0"  # what OpenCL 2.1 takes, so every driver
 _STATE_ELEMENTS = {Role.STATE_BF16: "bf16", Role.STATE_E4M3: "u8", Role.STATE_E5M3: "u8"}

@@ -48,6 +48,21 @@ class _PointerModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, pointer, ir.ArrayType(_I64, addresses))
 
 
+class VectorType(types.Type):  # type: ignore[misc]
+    """``language.VECTOR`` numbers of the arithmetic dtype; ``_vectors.py`` has its operations."""
+
+    def __init__(self, real: types.Type) -> None:
+        self.real = real
+        super().__init__(name=f"Vector({real})")
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, vector: VectorType) -> None:
+        real = _F64 if vector.real is types.float64 else _F32
+        super().__init__(manager, vector, ir.VectorType(real, language.VECTOR))
+
+
 def device_intrinsic(function: Callable[..., Any]) -> Any:
     return intrinsic(target=SPIRV_TARGET_NAME)(function)
 
@@ -95,10 +110,20 @@ def _lanes_overload() -> Any:
     return lambda: _lanes()
 
 
+_FMA = {
+    types.float32: "_Z3fmafff",
+    types.float64: "_Z3fmaddd",
+    VectorType(types.float32): "_Z3fmaDv16_fS_S_",
+    VectorType(types.float64): "_Z3fmaDv16_dS_S_",
+}
+
+
 @device_intrinsic
 def _fma(context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
-    real = types.float64 if types.float64 in (a, b, c) else types.float32
-    mangled = {types.float32: "_Z3fmafff", types.float64: "_Z3fmaddd"}[real]
+    real = c if isinstance(c, VectorType) else types.float32
+    if types.float64 in (a, b, c):
+        real = types.float64
+    mangled = _FMA[real]
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return call_builtin(builder, mangled, args[0].type, list(args))
@@ -148,56 +173,67 @@ for _real in (types.float32, types.float64):
     device_functions.lower(operator.truediv, _real, _real)(_divide)
 
 
+def _alike(value: ir.Value, *scalars: ir.Type) -> list[ir.Type]:
+    """The types, or those of vectors of them if the value is a vector."""
+    if isinstance(value.type, ir.VectorType):
+        return [ir.VectorType(scalar, value.type.count) for scalar in scalars]
+    return list(scalars)
+
+
 def _bf16_to_f32(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    return builder.bitcast(builder.shl(builder.zext(bits, _I32), _I32(16)), _F32)
+    i32, f32 = _alike(bits, _I32, _F32)
+    return builder.bitcast(builder.shl(builder.zext(bits, i32), i32(16)), f32)
 
 
 def _f32_to_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    bits = builder.bitcast(value, _I32)
-    odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
-    rounded = builder.add(bits, builder.add(odd, _I32(0x7FFF)))  # to nearest, ties to even
+    i16, i32 = _alike(value, _I16, _I32)
+    bits = builder.bitcast(value, i32)
+    odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
+    rounded = builder.add(bits, builder.add(odd, i32(0x7FFF)))  # to nearest, ties to even
     is_nan = builder.fcmp_unordered("uno", value, value)
-    rounded = builder.select(is_nan, _I32(0x7FC00000), rounded)
-    return builder.trunc(builder.lshr(rounded, _I32(16)), _I16)
+    rounded = builder.select(is_nan, i32(0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(rounded, i32(16)), i16)
 
 
 # float16 in integer arithmetic: the CPU driver leaves OpenCL's vload_half a function call for each
 # lane, and a native conversion would require the Float16 capability, which most CPUs lack
 # (docs/design/element-kernels.md).
 def _f16_to_f32(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    bits = builder.zext(bits, _I32)
-    sign = builder.shl(builder.and_(bits, _I32(0x8000)), _I32(16))
-    magnitude = builder.and_(bits, _I32(0x7FFF))
+    i32, f32 = _alike(bits, _I32, _F32)
+    bits = builder.zext(bits, i32)
+    sign = builder.shl(builder.and_(bits, i32(0x8000)), i32(16))
+    magnitude = builder.and_(bits, i32(0x7FFF))
     # Rebias the exponent (15 to 127); infinity and NaN keep theirs at all ones.
-    normal = builder.add(builder.shl(magnitude, _I32(13)), _I32((127 - 15) << 23))
-    special = builder.or_(normal, _I32(0x7F800000))
-    is_special = builder.icmp_unsigned(">=", magnitude, _I32(0x7C00))
+    normal = builder.add(builder.shl(magnitude, i32(13)), i32((127 - 15) << 23))
+    special = builder.or_(normal, i32(0x7F800000))
+    is_special = builder.icmp_unsigned(">=", magnitude, i32(0x7C00))
     normal = builder.select(is_special, special, normal)
     # Below 2^-14 the value is the mantissa times 2^-24: exact, and no float32 denormal.
-    tiny = builder.fmul(builder.uitofp(magnitude, _F32), _F32(2.0**-24))
-    is_tiny = builder.icmp_unsigned("<", magnitude, _I32(0x0400))
-    result = builder.select(is_tiny, builder.bitcast(tiny, _I32), normal)
-    return builder.bitcast(builder.or_(result, sign), _F32)
+    tiny = builder.fmul(builder.uitofp(magnitude, f32), f32(2.0**-24))
+    is_tiny = builder.icmp_unsigned("<", magnitude, i32(0x0400))
+    result = builder.select(is_tiny, builder.bitcast(tiny, i32), normal)
+    return builder.bitcast(builder.or_(result, sign), f32)
 
 
 def _f32_to_f16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    bits = builder.bitcast(value, _I32)
-    sign = builder.and_(builder.lshr(bits, _I32(16)), _I32(0x8000))
-    magnitude = builder.and_(bits, _I32(0x7FFFFFFF))
+    i16, i32, f32 = _alike(value, _I16, _I32, _F32)
+    bits = builder.bitcast(value, i32)
+    sign = builder.and_(builder.lshr(bits, i32(16)), i32(0x8000))
+    magnitude = builder.and_(bits, i32(0x7FFFFFFF))
     # Rebias, round to nearest even on the 13 bits that go; a carry reaches the exponent.
-    odd = builder.and_(builder.lshr(magnitude, _I32(13)), _I32(1))
-    rebias = _I32(-((127 - 15) << 23) + 0x0FFF)
-    normal = builder.lshr(builder.add(builder.add(magnitude, rebias), odd), _I32(13))
+    odd = builder.and_(builder.lshr(magnitude, i32(13)), i32(1))
+    rebias = i32(-((127 - 15) << 23) + 0x0FFF)
+    normal = builder.lshr(builder.add(builder.add(magnitude, rebias), odd), i32(13))
     # Adding 0.5 moves the 2^-24 place to the last bit, and the addition does the rounding.
-    shifted = builder.fadd(builder.bitcast(magnitude, _F32), _F32(0.5))
-    tiny = builder.sub(builder.bitcast(shifted, _I32), _I32(0x3F000000))
-    is_tiny = builder.icmp_unsigned("<", magnitude, _I32(0x38800000))  # 2^-14
+    shifted = builder.fadd(builder.bitcast(magnitude, f32), f32(0.5))
+    tiny = builder.sub(builder.bitcast(shifted, i32), i32(0x3F000000))
+    is_tiny = builder.icmp_unsigned("<", magnitude, i32(0x38800000))  # 2^-14
     result = builder.select(is_tiny, tiny, normal)
-    is_large = builder.icmp_unsigned(">=", magnitude, _I32(0x47800000))  # 2^16
-    result = builder.select(is_large, _I32(0x7C00), result)
-    is_nan = builder.icmp_unsigned(">", magnitude, _I32(0x7F800000))
-    result = builder.select(is_nan, _I32(0x7E00), result)
-    return builder.trunc(builder.or_(result, sign), _I16)
+    is_large = builder.icmp_unsigned(">=", magnitude, i32(0x47800000))  # 2^16
+    result = builder.select(is_large, i32(0x7C00), result)
+    is_nan = builder.icmp_unsigned(">", magnitude, i32(0x7F800000))
+    result = builder.select(is_nan, i32(0x7E00), result)
+    return builder.trunc(builder.or_(result, sign), i16)
 
 
 def as_is(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -261,7 +297,7 @@ def store(builder: ir.IRBuilder, element: str, address: ir.Value, value: ir.Valu
     builder.store(narrow(builder, value), address, align=align)
 
 
-def _places(builder: ir.IRBuilder, pointer: Pointer, addresses: ir.Value, index: ir.Value) -> Any:
+def places(builder: ir.IRBuilder, pointer: Pointer, addresses: ir.Value, index: ir.Value) -> Any:
     """Where a value is: its element and address, or those of both halves of a split value."""
     elements = ["half", "half"] if pointer.element == "split" else [pointer.element]
     for k, element in enumerate(elements):
@@ -272,7 +308,7 @@ def _places(builder: ir.IRBuilder, pointer: Pointer, addresses: ir.Value, index:
 @device_intrinsic
 def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        values = [load(builder, *place) for place in _places(builder, pointer, *args)]
+        values = [load(builder, *place) for place in places(builder, pointer, *args)]
         if len(values) == 1:
             return values[0]
         upper, lower = values
@@ -289,7 +325,7 @@ def _store(context: Any, pointer: Pointer, index: types.Type, value: types.Type)
         if pointer.element == "split":
             bits = builder.bitcast(value, _I32)
             values = [builder.lshr(bits, _I32(16)), bits]
-        for place, half in zip(_places(builder, pointer, addresses, i), values):
+        for place, half in zip(places(builder, pointer, addresses, i), values):
             store(builder, place[0], place[1], half)
         return context.get_dummy_value()
 

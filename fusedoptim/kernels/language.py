@@ -51,6 +51,10 @@ Any other kernel is called once for each row and lane of the work-group that wal
 without the last two, :func:`as_lane` makes a call that of any lane. A kernel that uses none of the
 four is **serial**: its group has one work item on every device.
 
+A kernel that uses no lanes may compute with vectors of ``VECTOR`` numbers instead, where it needs
+sums across them: ``load_vector``, ``store_vector``, ``store_quarter``, ``repeated_quarter``,
+``spread``, ``quarter_sums``, ``fma`` and ``+``. In plain Python a vector is a numpy array.
+
 Compiled, :mod:`fusedoptim.kernels._lowering` gives the same names their meaning on the device.
 ``/`` and ``math.sqrt`` are the device's own.
 """
@@ -60,7 +64,9 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
+
+import numpy as np
 
 
 class Role(enum.Enum):
@@ -145,6 +151,11 @@ Integer = Annotated[int, Role.INTEGER]
 DeviceScalar = Annotated[float, Role.DEVICE_SCALAR]
 DeviceInt = Annotated[int, Role.DEVICE_INT]
 
+Vector = np.ndarray[Any, np.dtype[np.float64]]
+VECTOR = 16
+"""Elements of a vector: those of a register under AVX-512, if float32."""
+_Number = TypeVar("_Number", float, Vector)
+
 
 _lane, _lanes = 0, 1
 
@@ -186,7 +197,7 @@ def real(value: float) -> float:
     return value
 
 
-def fma(a: float, b: float, c: float) -> float:
+def fma(a: _Number, b: _Number, c: _Number) -> _Number:
     """``a * b + c``, on a device rounded once.
 
     Compiled kernels never contract a product and a sum by themselves (``ContractionOff``), so
@@ -195,8 +206,40 @@ def fma(a: float, b: float, c: float) -> float:
     (docs/design/element-kernels.md has what that gains).
 
     Args:
-        a: a factor.
+        a: a factor: a number, or a vector like the others.
         b: the other.
         c: what their product is added to.
     """
     return a * b + c
+
+
+def load_vector(values: _Values, index: int) -> Vector:
+    """The elements from ``index`` on."""
+    return np.array([values[index + k] for k in range(VECTOR)])
+
+
+def repeated_quarter(values: _Values, index: int) -> Vector:
+    """The quarter of a vector from ``index`` on, four times."""
+    return np.array([values[index + k % 4] for k in range(VECTOR)])
+
+
+def spread(value: float) -> Vector:
+    """A vector whose elements are all ``value``."""
+    return np.full(VECTOR, value)
+
+
+def store_vector(values: _Values, index: int, vector: Vector) -> None:
+    """Store a vector from ``index`` on."""
+    for k in range(VECTOR):
+        values[index + k] = float(vector[k])
+
+
+def store_quarter(values: _Values, index: int, vector: Vector, quarter: int) -> None:
+    """Store elements ``4 * quarter`` to ``4 * quarter + 3``; ``quarter`` is a literal."""
+    for k in range(4):
+        values[index + k] = float(vector[4 * quarter + k])
+
+
+def quarter_sums(a: Vector, b: Vector, c: Vector, d: Vector) -> Vector:
+    """Sums of the elements of each quarter: the four of ``a``, then of ``b``, ``c`` and ``d``."""
+    return np.concatenate([vector.reshape(4, 4).sum(1) for vector in (a, b, c, d)])

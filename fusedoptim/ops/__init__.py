@@ -10,5 +10,6 @@ from fusedoptim.ops._cross_entropy import cross_entropy
 from fusedoptim.ops._dropout import dropout
 from fusedoptim.ops._embedding_bags import embedding_bags
 from fusedoptim.ops._gelu import gelu_tanh
+from fusedoptim.ops._interaction import interaction
 
-__all__ = ["cross_entropy", "dropout", "embedding_bags", "gelu_tanh"]
+__all__ = ["cross_entropy", "dropout", "embedding_bags", "gelu_tanh", "interaction"]
