@@ -23,7 +23,7 @@ def queue() -> Any:
 
 
 KERNELS = sorted({kernel for kernel, _ in modules.shipped()})
-RESULTS = (Role.PARAM, Role.STATE, Role.OUTPUT, Role.SUMS, Role.RESULT)
+RESULTS = (Role.PARAM, Role.STATE, Role.OUTPUT, Role.VALUES, Role.INDICES, Role.SUMS, Role.RESULT)
 
 
 def perturb(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], name: str) -> list[str]:
