@@ -42,7 +42,7 @@ _SPIRV_VERSION = "--spirv-max-version=1.0"  # what OpenCL 2.1 takes, so every dr
 _STATE_ELEMENTS = {Role.STATE_BF16: "bf16", Role.STATE_E4M3: "u8", Role.STATE_E5M3: "u8"}
 # Of these a kernel gets the value, and no address.
 _VALUES = (Role.DEVICE_SCALAR, Role.DEVICE_INT, Role.ROW_INT, Role.ROW_RESULT)
-_LANE_FUNCTIONS = ("lane", "lanes", "group_sum", "group_max")
+_LANE_FUNCTIONS = ("lane", "lanes", "uniform", "barrier", "group_sum", "group_max")
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
 
 

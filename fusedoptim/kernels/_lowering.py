@@ -23,6 +23,7 @@ from fusedoptim.kernels import language
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
 _GLOBAL = 1  # SPIR-V's CrossWorkgroup storage class, OpenCL's __global
+_GLOBAL_FENCE = 2  # OpenCL's CLK_GLOBAL_MEM_FENCE
 
 
 class Pointer(types.Type):  # type: ignore[misc]
@@ -161,6 +162,34 @@ def _group_sum_overload(value: Any) -> Any:
 @overload(language.group_max, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
 def _group_max_overload(value: Any) -> Any:
     return lambda value: _group_max(value)
+
+
+@device_intrinsic
+def _uniform(context: Any, value: types.Type) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        name = "_Z19sub_group_broadcastlj"  # a group's other sub-groups have the same value
+        return call_builtin(builder, name, _I64, [args[0], _I32(0)], pure=False)
+
+    return types.int64(types.int64), generate
+
+
+@overload(language.uniform, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _uniform_overload(value: Any) -> Any:
+    return lambda value: _uniform(value)
+
+
+@device_intrinsic
+def _barrier(context: Any) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        call_builtin(builder, "_Z7barrierj", ir.VoidType(), [_I32(_GLOBAL_FENCE)], pure=False)
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@overload(language.barrier, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _barrier_overload() -> Any:
+    return lambda: _barrier()
 
 
 def _divide(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:

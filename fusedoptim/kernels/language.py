@@ -47,9 +47,9 @@ the row and stores the sums, which a later kernel adds up. Run as plain Python o
 stepped through in a debugger.
 
 Any other kernel is called once for each row and lane of the work-group that walks it. It may use
-``lane``, ``lanes``, ``group_sum`` and ``group_max``; in plain Python a group has one lane, and
-without the last two, :func:`as_lane` makes a call that of any lane. A kernel that uses none of the
-four is **serial**: its group has one work item on every device.
+``lane``, ``lanes``, ``uniform``, ``barrier``, ``group_sum`` and ``group_max``; in plain Python a
+group has one lane, and without the last three, :func:`as_lane` makes a call that of any lane. A
+kernel that uses none of them is **serial**: its group has one work item on every device.
 
 A kernel that uses no lanes may compute with vectors of ``VECTOR`` numbers instead, where it needs
 sums across them: ``load_vector``, ``store_vector``, ``store_quarter``, ``repeated_quarter``,
@@ -180,6 +180,23 @@ def lane() -> int:
 def lanes() -> int:
     """Number of work items in the group."""
     return _lanes
+
+
+def uniform(value: int) -> int:
+    """``value``, which is the same in all lanes: so the compiler knows it.
+
+    What a kernel loads from memory that it may have written could differ from lane to lane, for all
+    that a compiler can tell. An address or a loop that depends on it would then be computed for
+    each lane, and a load from consecutive elements become a gather.
+    """
+    return value
+
+
+def barrier() -> None:
+    """Wait until all lanes of the group are here, and then see what they have stored.
+
+    All lanes must call it equally often.
+    """
 
 
 def group_sum(value: float) -> float:

@@ -11,5 +11,16 @@ from fusedoptim.ops._dropout import dropout
 from fusedoptim.ops._embedding_bags import embedding_bags
 from fusedoptim.ops._gelu import gelu_tanh
 from fusedoptim.ops._interaction import interaction
+from fusedoptim.ops._nms import batched_nms, nms
+from fusedoptim.ops._roi_align import roi_align
 
-__all__ = ["cross_entropy", "dropout", "embedding_bags", "gelu_tanh", "interaction"]
+__all__ = [
+    "batched_nms",
+    "cross_entropy",
+    "dropout",
+    "embedding_bags",
+    "gelu_tanh",
+    "interaction",
+    "nms",
+    "roi_align",
+]

@@ -1,26 +1,10 @@
-"""Valid arguments, for the self-test, of kernels whose accesses depend on the values they read."""
+"""Embedding bags of three tables."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
-
 import numpy as np
 
-Integers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class Example(NamedTuple):
-    """One launch; what it does not give is random."""
-
-    lengths: Integers
-    """Of the rows: what a kernel's Length is."""
-    sizes: Mapping[str, Integers]
-    """Elements of each array that belong to each row."""
-    given: Mapping[str, Any]
-    """Indices of all rows together; integers of each row, and of the launch."""
-
+from fusedoptim.doctor._examples.example import Example, Integers
 
 _BAGS, _TABLE_ROWS, _WIDTHS = np.array([5, 1, 3]), np.array([40, 7, 12]), np.array([20, 80, 33])
 """Of three tables."""
@@ -38,7 +22,7 @@ def _indices_and_offsets(random: np.random.Generator) -> tuple[list[Integers], l
     return indices, offsets
 
 
-def _bags(random: np.random.Generator) -> Example:
+def bags(random: np.random.Generator) -> Example:
     """Bags of three tables: sums, weighted sums without padding, and means."""
     indices, offsets = _indices_and_offsets(random)
     counts = np.array([len(part) for part in indices])
@@ -69,7 +53,7 @@ def _bags(random: np.random.Generator) -> Example:
     )
 
 
-def _unsorted(random: np.random.Generator) -> Example:
+def unsorted(random: np.random.Generator) -> Example:
     """The same to be sorted, by one, two and three digits."""
     indices, offsets = _indices_and_offsets(random)
     counts = np.array([len(part) for part in indices])
@@ -103,7 +87,7 @@ def _unsorted(random: np.random.Generator) -> Example:
     )
 
 
-def _sorted(random: np.random.Generator) -> Example:
+def sorted_keys(random: np.random.Generator) -> Example:
     """The gradients of their bags and the sorted indices; of the last table without the first."""
     keys: list[Integers] = []
     bags_of: list[Integers] = []
@@ -141,45 +125,3 @@ def _sorted(random: np.random.Generator) -> Example:
             "is_mean": np.array([0, 0, 1]),
         },
     )
-
-
-def _features(random: np.random.Generator, step: int, copies: int) -> Example:
-    """Runs of samples, of features that lie in any order, with gaps between them."""
-    samples, counts, widths = np.array([3, 1, 2]), np.array([9, 1, 4]), np.array([20, 16, 33])
-    strides = counts * (widths + 3)
-    offsets = [random.permutation(count) * (width + 3) for count, width in zip(counts, widths)]
-    padded_counts, padded_widths = -(-counts // 8) * 8, -(-widths // step) * step
-    features = strides * (samples + 1)
-    columns = widths + counts * (counts - 1) // 2
-    sizes = {"features": features, "offsets": counts, "strides": counts}
-    sizes |= {f"grad_{name}": size for name, size in sizes.items()}
-    of_rows = {"offsets": np.concatenate(offsets), "strides": np.repeat(strides, counts)}
-    return Example(
-        samples,
-        {
-            **sizes,
-            "output": samples * columns,
-            "grad": samples * columns,
-            "scratch": padded_counts * (copies * padded_widths + padded_counts),
-        },
-        {
-            **of_rows,
-            **{f"grad_{name}": values for name, values in of_rows.items()},
-            "first": np.array([1, 0, 1]),
-            "samples": samples,
-            "count": counts,
-            "width": widths,
-            "padded_count": padded_counts,
-            "padded_width": padded_widths,
-        },
-    )
-
-
-EXAMPLES: dict[str, Callable[[np.random.Generator], Example]] = {
-    "embedding_bag": _bags,
-    "sort_indices": _unsorted,
-    **dict.fromkeys(("sum_rows", "sgd_rows", "adagrad_rows", "rowwise_adagrad_rows"), _sorted),
-    "interaction": functools.partial(_features, step=16, copies=1),
-    "interaction_backward": functools.partial(_features, step=32, copies=2),
-}
-"""By the kernel's name."""

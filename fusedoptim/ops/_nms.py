@@ -1,0 +1,181 @@
+r"""Non-maximum suppression: the boxes that overlap none of a higher score which is kept itself.
+
+The results are torchvision's, box by box: the kernel does its arithmetic, and equal scores keep
+their order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedoptim.launch.block import row_addresses
+from fusedoptim.ops._launching import VARIANT_OF, launch_table
+from fusedoptim.ops._registering import register_without_gradient
+
+__all__ = ["batched_nms", "nms"]
+
+_TILE = 32
+"""Elements of working memory that the kernel needs."""
+_FEW = {"cpu": 4000}
+"""Coordinates up to which all classes are one launch; of other devices, 100,000: torchvision's."""
+
+
+def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    r"""The boxes that overlap none of a higher score which is kept itself.
+
+    .. math::
+        \mathrm{IoU}(a, b) = \frac{|a \cap b|}{|a| + |b| - |a \cap b|}
+
+    Args:
+        boxes: of shape (N, 4): corners x1, y1, x2, y2; float32 or float64.
+        scores: of shape (N,), in the same dtype.
+        iou_threshold: a box goes if its IoU with one that is kept is larger.
+
+    Returns:
+        the int64 indices of the boxes that are kept, by falling score; of equal scores the first
+        comes first. The IoU of two boxes without area is NaN, which is larger than nothing, as is
+        that of a box with NaN.
+
+    Raises:
+        TypeError: boxes are neither float32 nor float64, or scores have another dtype.
+        ValueError: a shape or a device does not fit.
+
+    Example:
+        >>> import torch
+        >>> boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2.5], [5, 5, 6, 6]])
+        >>> nms(boxes, torch.tensor([0.5, 0.9, 0.7]), 0.5)
+        tensor([1, 2])
+
+    Semantics: ``torchvision.ops.nms`` of torchvision 0.28.
+    """
+    if torch.is_autocast_enabled(boxes.device.type):
+        boxes, scores = boxes.float(), scores.float()
+    result: Tensor = _nms(boxes, scores, None, float(iou_threshold))
+    return result
+
+
+def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
+    """The same for boxes of several classes, of which none suppresses a box of another.
+
+    Args:
+        boxes: of shape (N, 4), as :func:`nms` takes them.
+        scores: of shape (N,).
+        idxs: of shape (N,): the class of each box.
+        iou_threshold: as of :func:`nms`.
+
+    Returns:
+        the int64 indices of the boxes that are kept, by falling score.
+
+    Raises:
+        TypeError: as :func:`nms`.
+        ValueError: as :func:`nms`.
+
+    Example:
+        >>> import torch
+        >>> boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2.5], [5, 5, 6, 6]])
+        >>> batched_nms(boxes, torch.tensor([0.5, 0.9, 0.7]), torch.tensor([3, 4, 4]), 0.5)
+        tensor([1, 2, 0])
+
+    Semantics: ``torchvision.ops.batched_nms`` of torchvision 0.28. Up to 1,000 boxes, it moves the
+    classes apart by an offset, which rounds the coordinates; so does this.
+    """
+    if torch.is_autocast_enabled(boxes.device.type):
+        boxes, scores = boxes.float(), scores.float()
+    if boxes.numel() > _FEW.get(boxes.device.type, 100_000):
+        result: Tensor = _nms(boxes, scores, idxs, float(iou_threshold))
+        return result
+    if boxes.numel() == 0:
+        return torch.empty(0, dtype=torch.int64, device=boxes.device)
+    offsets = idxs.to(boxes) * (boxes.max() + 1)
+    return nms(boxes + offsets[:, None], scores, iou_threshold)
+
+
+def _suppress(boxes: Tensor, scores: Tensor, idxs: Tensor | None, iou_threshold: float) -> Tensor:
+    _check(boxes, scores, idxs)
+    if not len(boxes):
+        return scores.new_empty(0, dtype=torch.int64)
+    order = scores.sort(stable=True, descending=True)[1]
+    if idxs is None:
+        return order[_kept(boxes[order], [len(boxes)], iou_threshold)]
+    classes, by_class = idxs[order].sort(stable=True)
+    sizes = np.unique(classes.cpu().numpy(), return_counts=True)[1].tolist()
+    kept = by_class[_kept(boxes[order[by_class]], sizes, iou_threshold)]
+    return order[kept.sort()[0]]
+
+
+def _check(boxes: Tensor, scores: Tensor, idxs: Tensor | None) -> None:
+    if boxes.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"nms: boxes have dtype {boxes.dtype}; pass float32 or float64, such as boxes.float()"
+        )
+    if scores.dtype != boxes.dtype:
+        raise TypeError(f"nms: scores have dtype {scores.dtype}, and boxes {boxes.dtype}")
+    if boxes.dim() != 2 or boxes.shape[1] != 4:
+        raise ValueError(f"nms: boxes have shape {tuple(boxes.shape)}; pass (N, 4)")
+    for name, tensor in (("scores", scores), ("idxs", idxs)):
+        if tensor is None:
+            continue
+        if tensor.shape != boxes.shape[:1]:
+            raise ValueError(
+                f"nms: {name} have shape {tuple(tensor.shape)}; pass {tuple(boxes.shape[:1])}, one "
+                "for each box"
+            )
+        if tensor.device != boxes.device:
+            raise ValueError(f"nms: {name} are on {tensor.device}; move them to {boxes.device}")
+
+
+def _kept(boxes: Tensor, sizes: list[int], iou_threshold: float) -> Tensor:
+    """The indices of what is kept of runs of boxes, each by falling score and on its own."""
+    with_areas = boxes.new_empty(len(boxes), 5)
+    with_areas[:, :4] = boxes
+    sides = boxes[:, 2:] - boxes[:, :2]
+    torch.mul(sides[:, 0], sides[:, 1], out=with_areas[:, 4])
+    best = torch.empty_like(with_areas)
+    rivals = torch.empty((len(sizes), _TILE), dtype=torch.int64, device=boxes.device)
+    kept = torch.empty(len(boxes), dtype=torch.int64, device=boxes.device)
+    counts = torch.empty(len(sizes), dtype=torch.int64, device=boxes.device)
+    size = np.array(sizes)
+    first = np.cumsum(size) - size
+    columns: dict[str, Any] = {
+        "length": size * size // _TILE + 1,
+        "size": size,
+        "boxes": row_addresses(with_areas, first),
+        "best": row_addresses(best, first),
+        "rivals": row_addresses(rivals),
+        "kept": row_addresses(kept, first),
+        "count": row_addresses(counts),
+    }
+    least = _least_above(iou_threshold, boxes.dtype)
+    launch_table("nms", boxes.device, VARIANT_OF[boxes.dtype], columns, {"threshold": least})
+    if len(sizes) == 1:
+        return kept[: int(counts[0])]
+    runs = zip(first.tolist(), counts.tolist())
+    return torch.cat([kept[start : start + count] + start for start, count in runs])
+
+
+def _least_above(threshold: float, dtype: torch.dtype) -> float:
+    """The smallest number of ``dtype`` that is larger than a number."""
+    real = np.float64 if dtype == torch.float64 else np.float32
+    with np.errstate(over="ignore"):
+        nearest = real(threshold)
+    if float(nearest) > threshold or math.isnan(threshold):
+        return float(nearest)
+    return float(np.nextafter(nearest, real(math.inf)))
+
+
+def _like(boxes: Tensor, scores: Tensor, idxs: Tensor | None, iou_threshold: float) -> Tensor:
+    _check(boxes, scores, idxs)
+    size = torch.library.get_ctx().new_dynamic_size()
+    return scores.new_empty(size, dtype=torch.int64)
+
+
+_nms = register_without_gradient(
+    "nms(Tensor boxes, Tensor scores, Tensor? idxs, float iou_threshold) -> Tensor",
+    kernel=_suppress,
+    fake=_like,
+)

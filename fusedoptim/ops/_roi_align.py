@@ -1,0 +1,204 @@
+r"""ROIAlign, forward and backward: boxes of maps averaged over a grid of bins.
+
+Channels last is the layout that the kernels read and write as whole vectors. A map of another
+layout is copied to it, in memory of the pool, unless the boxes are so few that they touch little of
+it. docs/design/detection.md has what that costs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedoptim.allocator import current_pool
+from fusedoptim.launch.block import row_addresses
+from fusedoptim.launch.devices import queue_of
+from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, launch_table
+from fusedoptim.ops._registering import register
+from fusedoptim.ops._roi_align_backward import roi_align_backward
+from fusedoptim.ops._roi_taps import (
+    TAPS,
+    BoxTaps,
+    Grid,
+    are_few,
+    check_boxes,
+    is_channels_last,
+    read_boxes,
+)
+
+__all__ = ["roi_align"]
+
+
+def roi_align(
+    input: Tensor,  # noqa: A002 (torchvision's name)
+    boxes: Tensor | Sequence[Tensor],
+    output_size: int | Sequence[int],
+    spatial_scale: float = 1.0,
+    sampling_ratio: int = -1,
+    aligned: bool = False,
+) -> Tensor:
+    r"""Average each bin of boxes over samples that are interpolated between pixels.
+
+    .. math::
+        o_{k,c,p,q} = \frac{1}{n_y n_x} \sum_{s=1}^{n_y} \sum_{t=1}^{n_x}
+            \sum_{i,j} \max(0, 1 - |y_{ps} - i|)\, \max(0, 1 - |x_{qt} - j|)\, m_{b_k,c,i,j}
+
+    Args:
+        input: the maps :math:`m`, of shape (N, C, H, W), contiguous or channels last: float32,
+            float64, bfloat16 or float16. Arithmetic is float32, of float64 float64.
+        boxes: of shape (K, 5), rows of the index of a map and the corners x1, y1, x2, y2; or for
+            each map a tensor of shape (L, 4). In ``input``'s dtype, or in float32 if that has 16
+            bits. They have no gradient.
+        output_size: height and width of the result, in bins; an integer for both.
+        spatial_scale: what turns coordinates of boxes into those of the maps.
+        sampling_ratio: samples of a bin in each direction; if it is not positive, one for each
+            pixel that the bin is high or wide, rounded up.
+        aligned: shift boxes by half a pixel, and take those smaller than a pixel as they are.
+
+    Returns:
+        (K, C, height, width), contiguous, in ``input``'s dtype. The gradient has the layout of
+        ``input``, and the same bits whatever the number of threads. Bins of boxes that are not
+        finite, and without area if ``aligned``, have no samples, and are 0, if ``sampling_ratio``
+        is not positive.
+
+    Raises:
+        TypeError: a dtype is not one of these, or output_size is no integer.
+        ValueError: a shape does not fit, or a box is not finite and ``sampling_ratio`` is positive.
+        IndexError: a box is of a map that ``input`` does not have.
+
+    Example:
+        >>> import torch
+        >>> image = torch.arange(16.0).reshape(1, 1, 4, 4)
+        >>> roi_align(image, [torch.tensor([[0.0, 0.0, 2.0, 2.0]])], 2, sampling_ratio=1)
+        tensor([[[[2.5000, 3.5000],
+                  [6.5000, 7.5000]]]])
+
+    Semantics: ``torchvision.ops.roi_align`` of torchvision 0.28, which takes no bfloat16.
+    """
+    height, width = _pair(output_size)
+    rois = boxes if isinstance(boxes, Tensor) else _joined(boxes)
+    if torch.is_autocast_enabled(input.device.type) and rois.dtype != torch.float64:
+        rois = rois.float()
+    result: Tensor = _roi_align(
+        input, rois, float(spatial_scale), height, width, sampling_ratio, aligned
+    )
+    return result
+
+
+def _pair(output_size: int | Sequence[int]) -> tuple[int, int]:
+    sizes = output_size if isinstance(output_size, Sequence) else (output_size, output_size)
+    if len(sizes) != 2:
+        raise ValueError(f"roi_align: output_size={output_size!r}; pass one integer, or two")
+    return operator.index(sizes[0]), operator.index(sizes[1])
+
+
+def _joined(boxes: Sequence[Tensor]) -> Tensor:
+    """Boxes of several maps, each with the index of its map."""
+    for k, of_map in enumerate(boxes):
+        if of_map.dim() != 2 or of_map.shape[1] != 4:
+            raise ValueError(
+                f"roi_align: boxes[{k}] has shape {tuple(of_map.shape)}; pass (L, 4) for each map, "
+                "or one tensor of (K, 5)"
+            )
+    if not boxes:
+        raise ValueError("roi_align: boxes is an empty list; pass a tensor of (L, 4) for each map")
+    indices = [torch.full_like(of_map[:, :1], k) for k, of_map in enumerate(boxes)]
+    return torch.cat([torch.cat(indices), torch.cat(list(boxes))], 1)
+
+
+def _like(
+    input: Tensor,  # noqa: A002
+    rois: Tensor,
+    spatial_scale: float,
+    y_bins: int,
+    x_bins: int,
+    sampling_ratio: int,
+    aligned: bool,
+) -> Tensor:
+    """The output, uninitialized; raise if the operator does not take these arguments."""
+    if input.dtype not in VARIANT_OF:
+        raise TypeError(
+            f"roi_align: input has dtype {input.dtype}, and kernels compute with {DTYPE_NAMES}; "
+            "convert it"
+        )
+    is_wider = rois.dtype == torch.float32 and input.dtype.itemsize == 2
+    if rois.dtype != input.dtype and not is_wider:
+        raise TypeError(
+            f"roi_align: boxes have dtype {rois.dtype} and input has {input.dtype}; convert one"
+        )
+    if input.dim() != 4:
+        raise ValueError(f"roi_align: input has shape {tuple(input.shape)}; pass (N, C, H, W)")
+    if rois.dim() != 2 or rois.shape[1] != 5:
+        raise ValueError(
+            f"roi_align: boxes have shape {tuple(rois.shape)}; pass (K, 5), or a list of (L, 4)"
+        )
+    if rois.device != input.device:
+        raise ValueError(f"roi_align: boxes are on {rois.device}; move them to {input.device}")
+    if y_bins < 0 or x_bins < 0:
+        raise ValueError(f"roi_align: output_size is {(y_bins, x_bins)}; no size is negative")
+    return input.new_empty((rois.shape[0], input.shape[1], y_bins, x_bins))
+
+
+def _average(input: Tensor, rois: Tensor, *numbers: Any) -> Tensor:  # noqa: A002
+    output = _like(input, rois, *numbers)
+    grid = Grid(*numbers)
+    maps, channels, height, width = input.shape
+    boxes = read_boxes(rois, input.dtype)
+    check_boxes(boxes, grid, maps, (height, width))
+    if not output.numel():
+        return output
+    if is_channels_last(input):
+        source, is_last = input, True
+    elif are_few(len(boxes), grid, maps * height * width):
+        source, is_last = input.contiguous(), False
+    else:
+        source, is_last = _copied(input), True
+    taps = BoxTaps(boxes, grid, (height, width), channels, is_last, input.device)
+    columns = {
+        "length": np.full(len(boxes), channels * grid.bins * TAPS),
+        "pixels": row_addresses(source.permute(0, 2, 3, 1) if is_last else source)[taps.maps],
+        "output": row_addresses(output),
+        **taps.columns(),
+    }
+    # In the order of their height, boxes that overlap are near each other in time.
+    order = np.argsort(taps.sides[0].start, kind="stable")
+    columns = {name: values[order] for name, values in columns.items()}
+    name = "roi_align" if is_last else "roi_align_strided"
+    launch_table(name, input.device, VARIANT_OF[input.dtype], columns, taps.numbers())
+    return output
+
+
+def _copied(input: Tensor) -> Tensor:  # noqa: A002
+    """The maps, channels last, in memory of the pool, which has it again for the next call."""
+    maps, channels, height, width = input.shape
+    pool = current_pool(queue_of(input.device))
+    copy = pool.empty((maps, height, width, channels), input.dtype).permute(0, 3, 1, 2)
+    return copy.copy_(input)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    source, rois, *ctx.numbers = inputs
+    ctx.save_for_backward(rois)
+    ctx.shape = source.shape
+    ctx.is_last = is_channels_last(source)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (rois,) = ctx.saved_tensors
+    of_input = roi_align_backward(grad, rois, *ctx.numbers, list(ctx.shape), ctx.is_last)
+    return of_input, None, None, None, None, None, None
+
+
+_roi_align = register(
+    "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt y_bins, SymInt x_bins, "
+    "int sampling_ratio, bool aligned) -> Tensor",
+    kernel=_average,
+    fake=_like,
+    setup_context=_setup_context,
+    backward=_backward,
+)
