@@ -529,3 +529,30 @@ def binomial_bound(n: int, p: float) -> float:
     """
     log = math.log(2e7)
     return log / 3 + math.sqrt(log * log / 9 + 2 * n * p * (1 - p) * log)
+
+
+def roi_align_error(magnitudes: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
+    """The most by which ROIAlign, or its gradient, may be off where its weights are exact.
+
+    A weight is a product of two; a sum of products in any order rounds each term ``terms`` times.
+
+    Args:
+        magnitudes: the same of the absolute values, in float64.
+        terms: the most that are added up.
+        dtype: of maps and results.
+    """
+    u = unit_roundoff(ARITHMETIC[dtype])
+    error = (terms + 4) * u * magnitudes
+    if dtype != ARITHMETIC[dtype]:
+        error = error + unit_roundoff(dtype) * (magnitudes + error)
+    return error + torch.finfo(dtype).smallest_normal
+
+
+def roi_align_position_error(largest: float, reach: float, dtype: torch.dtype) -> float:
+    """The same for any bins, in maps whose values are at most ``largest``.
+
+    A position is off by eight roundings of numbers up to ``reach``, and so is each of the four
+    weights of a sample; no sample is where the weights jump.
+    """
+    u = unit_roundoff(ARITHMETIC[dtype])
+    return largest * u * (4 * 8 * reach + 64)

@@ -185,7 +185,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     source, rois, *ctx.numbers = inputs
     ctx.save_for_backward(rois)
     ctx.shape = source.shape
-    ctx.is_last = is_channels_last(source)
+    ctx.is_last = is_channels_last(source) and not source.is_contiguous()
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -180,7 +180,8 @@ def check_boxes(boxes: Reals, grid: Grid, maps: int, sizes: tuple[int, int]) -> 
             "from 0 on"
         )
     if grid.sampling_ratio > 0:
-        wrong = np.flatnonzero(~np.isfinite(boxes[:, 1:] * grid.spatial_scale).all(1))
+        with np.errstate(all="ignore"):
+            wrong = np.flatnonzero(~np.isfinite(boxes[:, 1:] * grid.spatial_scale).all(1))
         if len(wrong):
             raise ValueError(
                 f"roi_align: boxes[{wrong[0]}] is {boxes[wrong[0], 1:].tolist()}, with "

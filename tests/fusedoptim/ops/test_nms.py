@@ -1,0 +1,116 @@
+"""The operators nms and batched_nms: values, ties, tracing, errors."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedoptim.ops import batched_nms, nms
+from tests.references.nms import nms as reference
+from tests.running import at_each_thread_count
+
+OP = torch.ops.fusedoptim.nms.default
+COUNTS = [0, 1, 15, 16, 17, 33, 150]
+
+
+def new_boxes(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Boxes on a grid, of which many overlap by simple fractions, and scores with ties."""
+    corners = torch.randint(0, 12, (count, 2))
+    boxes = torch.cat([corners, corners + torch.randint(0, 6, (count, 2))], 1)
+    return boxes.to(dtype), torch.randint(0, count + 1, (count,)).to(dtype)
+
+
+class TestValues:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("count", COUNTS)
+    @pytest.mark.parametrize("threshold", ["0", "1/2", "1/4", "7/10", "1", "-1"])
+    def test_equals_the_reference(self, threshold: str, count: int, dtype: torch.dtype) -> None:
+        """At 1/2 and 1/4, overlaps that are as large as the threshold stay."""
+        boxes, scores = new_boxes(count, dtype)
+        limit = Fraction(threshold)
+        expected = reference(boxes, scores, limit)
+        kept = nms(boxes, scores, float(limit))
+        assert kept.dtype == torch.int64
+        assert kept.tolist() == expected
+
+    @pytest.mark.parametrize("count", [*COUNTS, 1200])
+    def test_classes(self, count: int) -> None:
+        """Few boxes are moved apart, and many are a launch of several rows."""
+        boxes, scores = new_boxes(count)
+        classes = torch.randint(-2, 5, (count,))
+        kept = [
+            index
+            for of_class in classes.unique()
+            for index in _within(boxes, scores, classes == of_class)
+        ]
+        expected = sorted(kept, key=lambda j: (-float(scores[j]), j))
+        assert batched_nms(boxes, scores, classes, 0.5).tolist() == expected
+
+    def test_nan(self) -> None:
+        """A box with NaN overlaps nothing; a score of NaN comes first."""
+        boxes = torch.tensor([[0.0, 0, 2, 2]] * 4)
+        boxes[1, 0] = math.nan
+        scores = torch.tensor([0.5, 0.9, math.nan, 0.5])
+        assert nms(boxes, scores, 0.5).tolist() == [2, 1]
+        assert nms(boxes, scores, math.nan).tolist() == [2, 1, 0, 3]
+
+    def test_any_number_of_threads(self) -> None:
+        boxes, scores = torch.rand(3000, 4).sort(1)[0] * 50, torch.rand(3000)
+        classes = torch.randint(0, 4, (3000,))
+        first, *others = at_each_thread_count(lambda: batched_nms(boxes, scores, classes, 0.5))
+        assert all(torch.equal(first, other) for other in others)
+
+    def test_autocast(self) -> None:
+        boxes, scores = new_boxes(40)
+        with torch.autocast("cpu"):
+            kept = nms(boxes.bfloat16(), scores.bfloat16(), 0.5)
+        assert torch.equal(kept, nms(boxes, scores.bfloat16().float(), 0.5))
+
+    def test_arguments_that_require_grad(self) -> None:
+        boxes, scores = new_boxes(40)
+        kept = nms(boxes.requires_grad_(), scores.requires_grad_(), 0.5)
+        assert not kept.requires_grad
+
+
+def _within(boxes: Tensor, scores: Tensor, mask: Tensor) -> list[int]:
+    indices = mask.nonzero().flatten()
+    return indices[reference(boxes[mask], scores[mask], Fraction(1, 2))].tolist()
+
+
+class TestTracing:
+    def test_opcheck(self) -> None:
+        boxes, scores = new_boxes(40)
+        for classes in (None, torch.randint(0, 3, (40,))):
+            torch.library.opcheck(OP, (boxes, scores, classes, 0.5))
+
+    def test_compiled_equals_eager(self) -> None:
+        def function(boxes: Tensor, scores: Tensor) -> Tensor:
+            return scores[nms(boxes * 2, scores, 0.5)] + 1
+
+        boxes, scores = new_boxes(40)
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(boxes, scores), function(boxes, scores))
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("change", "error", "match"),
+        [
+            ({"boxes": torch.zeros(3, 4).half()}, TypeError, r"such as boxes.float\(\)"),
+            ({"boxes": torch.zeros(3, 4).int()}, TypeError, "torch.int32"),
+            ({"scores": torch.zeros(3).double()}, TypeError, "scores have dtype torch.float64"),
+            ({"boxes": torch.zeros(3, 5)}, ValueError, r"pass \(N, 4\)"),
+            ({"boxes": torch.zeros(4)}, ValueError, r"pass \(N, 4\)"),
+            ({"scores": torch.zeros(2)}, ValueError, r"pass \(3,\)"),
+            ({"scores": torch.zeros(3, 1)}, ValueError, r"pass \(3,\)"),
+        ],
+    )
+    def test_refused(self, change: dict[str, Any], error: type[Exception], match: str) -> None:
+        arguments: dict[str, Any] = {"boxes": torch.zeros(3, 4), "scores": torch.zeros(3)}
+        with pytest.raises(error, match=match):
+            nms(**arguments | change, iou_threshold=0.5)

@@ -1,0 +1,214 @@
+"""The operator roi_align: values, gradients, layouts, threads, tracing, errors."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedoptim.ops import roi_align
+from tests import tolerances
+from tests.references import roi_align as reference
+from tests.running import at_each_thread_count
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SCALE, BINS = 0.25, (4, 2)  # powers of two, so that positions are exact
+HEIGHT, WIDTH = 20, 23
+CHANNELS = [1, 15, 16, 17, 64, 150]
+OP = torch.ops.fusedoptim.roi_align.default
+
+
+def new_boxes(count: int, maps: int, least: float = -12.0, most: float = 100.0) -> Tensor:
+    """Boxes whose corners are multiples of 1/2, of which some reach out of the maps."""
+    corners = (torch.rand(count, 2, 2) * (most - least) * 2).round() / 2 + least
+    corners = corners.sort(1)[0].flatten(1)
+    return torch.cat([torch.randint(maps, (count, 1)), corners], 1)
+
+
+def laid_out(maps: Tensor, layout: str) -> Tensor:
+    if layout == "channels_last":
+        return maps.to(memory_format=torch.channels_last)
+    return maps.mT.contiguous().mT if layout == "transposed" else maps
+
+
+def expected_of(maps: Tensor, rois: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """The reference's result in float64, and that of the magnitudes."""
+    arguments = rois.double(), *options
+    return reference.roi_align(maps, *arguments), reference.roi_align(maps.abs(), *arguments)
+
+
+class TestValues:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
+    @pytest.mark.parametrize("count", [1, 60])
+    @pytest.mark.parametrize("channels", CHANNELS)
+    def test_forward_and_backward(
+        self, channels: int, count: int, layout: str, dtype: torch.dtype
+    ) -> None:
+        """Few boxes and many take different kernels."""
+        x = laid_out(torch.randn(2, channels, HEIGHT, WIDTH).to(dtype), layout).requires_grad_()
+        rois = new_boxes(count, 2).to(dtype)
+        options = BINS, SCALE, 2, bool(count % 2)
+        y = roi_align(x, rois, *options)
+        grad = torch.randn_like(y)
+        (of_x,) = torch.autograd.grad(y, x, grad)
+
+        wide = x.detach().double().requires_grad_()
+        expected, magnitudes = expected_of(wide, rois, *options)
+        assert y.is_contiguous()
+        assert y.dtype == dtype
+        error = tolerances.roi_align_error(magnitudes, 16, dtype)
+        assert bool(((y.double() - expected).abs() <= error).all())
+
+        (of_wide,) = torch.autograd.grad(expected, wide, grad.double(), retain_graph=True)
+        (sizes,) = torch.autograd.grad(expected, wide, grad.double().abs())
+        error = tolerances.roi_align_error(sizes, 4 * count * math.prod(BINS), dtype)
+        assert of_x.dtype == dtype
+        is_last = layout == "channels_last"
+        order = torch.channels_last if is_last else torch.contiguous_format
+        assert of_x.is_contiguous(memory_format=order)
+        assert bool(((of_x.double() - of_wide).abs() <= error).all())
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("sampling_ratio", [-1, 0, 1, 3])
+    @pytest.mark.parametrize("aligned", [False, True])
+    @pytest.mark.parametrize("bins", [(1, 1), (7, 7), (3, 14)])
+    def test_any_bins(
+        self, bins: tuple[int, int], aligned: bool, sampling_ratio: int, dtype: torch.dtype
+    ) -> None:
+        x = torch.randn(3, 20, HEIGHT, WIDTH, dtype=dtype)
+        rois = new_boxes(40, 3, 1.0, 18.0).to(dtype)
+        options = bins, 1.0, sampling_ratio, aligned
+        expected, _ = expected_of(x.double(), rois, *options)
+        error = tolerances.roi_align_position_error(float(x.abs().max()), WIDTH, dtype)
+        assert float((roi_align(x, rois, *options) - expected).abs().max()) <= error
+
+    def test_list_of_boxes(self) -> None:
+        x, rois = torch.randn(3, 5, HEIGHT, WIDTH), new_boxes(9, 3)
+        rois = rois[rois[:, 0].sort(stable=True)[1]]
+        lists = [rois[rois[:, 0] == k, 1:] for k in range(3)]
+        for boxes in (lists, tuple(lists)):
+            assert torch.equal(roi_align(x, boxes, 4, SCALE), roi_align(x, rois, (4, 4), SCALE))
+
+    def test_wider_boxes_of_16_bit_maps(self) -> None:
+        x, rois = torch.randn(1, 17, HEIGHT, WIDTH).bfloat16(), new_boxes(9, 1) + 1 / 512
+        rois[:, 0] = 0
+        y = roi_align(x, rois, BINS, SCALE, 2)
+        assert torch.equal(y, roi_align(x.float(), rois, BINS, SCALE, 2).bfloat16())
+
+    def test_autocast(self) -> None:
+        """The arithmetic is float32, and the result has the maps' dtype."""
+        x, rois = torch.randn(1, 17, HEIGHT, WIDTH).bfloat16(), new_boxes(9, 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            for boxes in (rois, rois.bfloat16()):
+                expected = roi_align(x.float(), boxes.float(), BINS, SCALE, 2).bfloat16()
+                assert torch.equal(roi_align(x, boxes, BINS, SCALE, 2), expected)
+
+    @pytest.mark.parametrize("shape", [(0, 5), (3, 5)])
+    def test_empty(self, shape: tuple[int, int]) -> None:
+        x = torch.randn(2, 3, HEIGHT, WIDTH, requires_grad=True)
+        rois = torch.zeros(shape)
+        assert roi_align(x[:, :0], rois, 2).shape == (shape[0], 0, 2, 2)
+        assert roi_align(x, rois, (2, 0)).shape == (shape[0], 3, 2, 0)
+        y = roi_align(x, rois, 2)
+        assert torch.equal(torch.autograd.grad(y.sum() * 0, x)[0], torch.zeros_like(x))
+        assert roi_align(x[:0], rois[:0], 2).shape == (0, 3, 2, 2)
+
+    def test_boxes_without_area(self) -> None:
+        x = torch.randn(1, 3, HEIGHT, WIDTH)
+        rois = torch.tensor([[0.0, 5, 5, 5, 5], [0.0, 9, 9, 3, 3]])
+        assert bool(roi_align(x, rois, 2).ne(0).all())  # they count as one pixel
+        assert bool(roi_align(x, rois, 2, aligned=True).eq(0).all())
+        expected, _ = expected_of(x.double(), rois, (2, 2), 1.0, 2, True)
+        error = tolerances.roi_align_position_error(float(x.abs().max()), WIDTH, x.dtype)
+        torch.testing.assert_close(
+            roi_align(x, rois, 2, 1.0, 2, True), expected.float(), rtol=0, atol=error
+        )
+
+    @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+    def test_boxes_that_are_not_finite_have_no_samples(self, number: float) -> None:
+        x = torch.randn(1, 3, HEIGHT, WIDTH)
+        rois = torch.tensor([[0.0, 1, 1, 5, number]])
+        assert bool(roi_align(x, rois, 2, aligned=True).eq(0).all())
+
+
+class TestBits:
+    @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+    def test_any_number_of_threads(self, layout: str) -> None:
+        x = laid_out(torch.randn(2, 70, 40, 50), layout).requires_grad_()
+        rois = new_boxes(300, 2, 0.0, 180.0)
+        grad = torch.randn(300, 70, 7, 7)
+
+        def both() -> list[Tensor]:
+            y = roi_align(x, rois, 7, SCALE)
+            return [y, *torch.autograd.grad(y, x, grad)]
+
+        first, *others = at_each_thread_count(both)
+        for other in others:
+            assert all(map(torch.equal, first, other))
+
+
+class TestTracing:
+    @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_opcheck(self, layout: str, dtype: torch.dtype) -> None:
+        x = laid_out(torch.randn(2, 5, HEIGHT, WIDTH).to(dtype), layout)
+        arguments = new_boxes(6, 2).to(dtype), SCALE, *BINS, 2, False
+        for value in (x, x.clone().requires_grad_()):
+            torch.library.opcheck(OP, (value, *arguments))
+
+    @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+    def test_gradcheck(self, layout: str) -> None:
+        x = laid_out(torch.randn(2, 3, 6, 7, dtype=torch.float64), layout).requires_grad_()
+        rois = new_boxes(3, 2, -2.0, 8.0).double()
+        assert torch.autograd.gradcheck(lambda x: roi_align(x, rois, 2), x)
+        assert torch.autograd.gradgradcheck(lambda x: roi_align(x, rois, 2), x)
+
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+    def test_compiled_equals_eager(self) -> None:
+        def function(x: Tensor, boxes: list[Tensor]) -> Tensor:
+            return roi_align(x, boxes, 7, SCALE, 2) * 2
+
+        compiled = torch.compile(function, fullgraph=True)
+        x = torch.randn(2, 20, HEIGHT, WIDTH, requires_grad=True)
+        boxes = [new_boxes(4, 1)[:, 1:], new_boxes(2, 1)[:, 1:]]
+        results = [call(x, boxes) for call in (compiled, function)]
+        assert torch.equal(*results)
+        assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in results))
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("change", "error", "match"),
+        [
+            ({"input": torch.zeros(1, 2, 4, 4).int()}, TypeError, "input has dtype torch.int32"),
+            ({"boxes": torch.zeros(1, 5).double()}, TypeError, "boxes have dtype torch.float64"),
+            ({"input": torch.zeros(2, 4, 4)}, ValueError, r"pass \(N, C, H, W\)"),
+            ({"boxes": torch.zeros(1, 4)}, ValueError, r"pass \(K, 5\)"),
+            ({"boxes": [torch.zeros(1, 5)]}, ValueError, r"boxes\[0\] has shape \(1, 5\)"),
+            ({"boxes": []}, ValueError, "empty list"),
+            ({"boxes": torch.tensor([[3.0, 0, 0, 1, 1]])}, IndexError, r"boxes\[0\] is of map 3"),
+            ({"boxes": torch.tensor([[-1.0, 0, 0, 1, 1]])}, IndexError, "of map -1"),
+            ({"boxes": torch.tensor([[math.nan, 0, 0, 1, 1]])}, IndexError, "of map nan"),
+            ({"boxes": torch.tensor([[0.0, 0, math.nan, 1, 1]])}, ValueError, "not finite"),
+            ({"spatial_scale": math.inf}, ValueError, "spatial_scale=inf"),
+            ({"output_size": -1}, ValueError, "no size is negative"),
+            ({"output_size": (1, 2, 3)}, ValueError, "pass one integer, or two"),
+            ({"output_size": 2.5}, TypeError, "integer"),
+            ({"input": torch.zeros(1, 2, 0, 4)}, ValueError, "0 x 4 pixels"),
+        ],
+    )
+    def test_refused(self, change: dict[str, Any], error: type[Exception], match: str) -> None:
+        arguments: dict[str, Any] = {
+            "input": torch.zeros(1, 2, 4, 4),
+            "boxes": torch.tensor([[0.0, 0, 0, 1, 1]]),
+            "output_size": 2,
+            "sampling_ratio": 2,
+        }
+        with pytest.raises(error, match=match):
+            roi_align(**arguments | change)

@@ -1,0 +1,30 @@
+"""Non-maximum suppression, box by box.
+
+Source: torchvision's documentation of ``torchvision.ops.nms``: a box goes if its overlap with one
+of a higher score that is kept is larger than a threshold.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from torch import Tensor
+
+
+def nms(boxes: Tensor, scores: Tensor, threshold: Fraction) -> list[int]:
+    """The indices of the boxes that are kept, exactly; of equal scores the first comes first."""
+    corners = [[Fraction(number) for number in box] for box in boxes.tolist()]
+    values = scores.tolist()
+    kept: list[int] = []
+    for j in sorted(range(len(corners)), key=lambda j: -values[j]):
+        if not any(_overlaps(corners[i], corners[j], threshold) for i in kept):
+            kept.append(j)
+    return kept
+
+
+def _overlaps(a: list[Fraction], b: list[Fraction], threshold: Fraction) -> bool:
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    shared = max(width, Fraction(0)) * max(height, Fraction(0))
+    union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared
+    return union != 0 and shared / union > threshold
