@@ -13,8 +13,10 @@ from fusedoptim.ops._gelu import gelu_tanh
 from fusedoptim.ops._interaction import interaction
 from fusedoptim.ops._nms import batched_nms, nms
 from fusedoptim.ops._roi_align import roi_align
+from fusedoptim.ops._torchvision import Replacement, replace_torchvision
 
 __all__ = [
+    "Replacement",
     "batched_nms",
     "cross_entropy",
     "dropout",
@@ -22,5 +24,6 @@ __all__ = [
     "gelu_tanh",
     "interaction",
     "nms",
+    "replace_torchvision",
     "roi_align",
 ]

@@ -1,0 +1,152 @@
+"""Has torchvision's operators run on our kernels, until it is undone.
+
+torchvision's functions and models call operators by name, so the kernels of these are replaced, on
+the CPU alone: nothing of torchvision's is written to, and models need no change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedoptim.ops._nms import nms
+from fusedoptim.ops._roi_align import roi_align
+from fusedoptim.ops._roi_align_backward import roi_align_backward
+
+__all__ = ["Replacement", "replace_torchvision"]
+
+_NAMESPACE = "torchvision"
+
+
+class Replacement:
+    """What :func:`replace_torchvision` has replaced; a context manager that restores it at its end.
+
+    Made by :func:`replace_torchvision`.
+
+    Example:
+        >>> import fusedoptim
+        >>> with fusedoptim.ops.replace_torchvision():  # doctest: +SKIP
+        ...     outputs = detector(images)
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library: Any = library
+
+    @property
+    def is_active(self) -> bool:
+        """Whether torchvision's operators run on our kernels because of this call."""
+        return self._library is not None
+
+    def restore(self) -> None:
+        """Have torchvision's operators run on its own kernels again; twice is as good as once."""
+        global _current
+        with _lock:
+            if self._library is not None:
+                self._library = _current = None  # a library lasts as long as it is referred to
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+
+_lock = threading.Lock()
+_current: Replacement | None = None
+
+
+def replace_torchvision() -> Replacement:
+    """Have torchvision's roi_align and nms run on our kernels on the CPU, for all of the process.
+
+    Whatever calls ``torchvision.ops.roi_align``, ``nms``, ``batched_nms`` and
+    ``MultiScaleRoIAlign`` gets them, so do all of torchvision's detection models, and bfloat16 maps
+    are taken. On other devices, and for quantized tensors, torchvision's own kernels stay.
+
+    Returns:
+        a :class:`Replacement`: call its ``restore()``, or use it as a context manager. While one is
+        active, further calls return the same.
+
+    Raises:
+        ImportError: torchvision cannot be imported.
+
+    Example:
+        >>> import fusedoptim
+        >>> replaced = fusedoptim.ops.replace_torchvision()  # doctest: +SKIP
+        >>> replaced.restore()  # doctest: +SKIP
+
+    Semantics: of the operators, :func:`roi_align` and :func:`nms`.
+    """
+    global _current
+    try:
+        importlib.import_module(_NAMESPACE)
+    except (ImportError, RuntimeError) as error:  # the latter where its operators do not load
+        raise ImportError(
+            f"torchvision cannot be imported ({error}); install the build for your torch: pip "
+            "install torchvision --index-url https://download.pytorch.org/whl/cpu"
+        ) from error
+    with _lock:
+        if _current is None:
+            _current = Replacement(_registered())
+        return _current
+
+
+def _registered() -> Any:
+    library: Any = torch.library.Library(_NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]  # untyped in torch
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name, function, key in _KERNELS:
+            library.impl(name, function, key)
+    return library
+
+
+def _roi_align(
+    input: Tensor,  # noqa: A002 (torchvision's name)
+    rois: Tensor,
+    spatial_scale: float,
+    pooled_height: int,
+    pooled_width: int,
+    sampling_ratio: int,
+    aligned: bool,
+) -> Tensor:
+    size = pooled_height, pooled_width
+    return roi_align(input, rois, size, spatial_scale, sampling_ratio, aligned)
+
+
+def _roi_align_backward(
+    grad: Tensor,
+    rois: Tensor,
+    spatial_scale: float,
+    pooled_height: int,
+    pooled_width: int,
+    batch_size: int,
+    channels: int,
+    height: int,
+    width: int,
+    sampling_ratio: int,
+    aligned: bool,
+) -> Tensor:
+    numbers = spatial_scale, pooled_height, pooled_width, sampling_ratio, aligned
+    shape = [batch_size, channels, height, width]
+    result: Tensor = roi_align_backward(grad, rois, *numbers, shape, False)
+    return result
+
+
+_KERNELS: tuple[tuple[str, Callable[..., Any], str], ...] = (
+    ("roi_align", _roi_align, "CPU"),
+    # With a gradient of its own, which has the layout of the maps.
+    ("roi_align", _roi_align, "AutogradCPU"),
+    ("_roi_align_backward", _roi_align_backward, "CPU"),
+    ("nms", nms, "CPU"),
+)
