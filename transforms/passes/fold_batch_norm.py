@@ -15,7 +15,7 @@ from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites.fold import Fold
 from transforms.tracing.batch_norm_pairs import Kinds, find_batch_norm_pairs
-from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED, owners
+from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED, frozen_batch_norms, owners
 
 _CONVOLUTIONS: Kinds = (*CONVOLUTIONS, *TRANSPOSED)
 _LINEARS: Kinds = (nn.Linear,)
@@ -91,16 +91,16 @@ def _other_dimension(feeder: Any, norm: Any) -> str | None:
     The channels of a convolution without a batch are in dimension 0, those of a Linear in the last.
     """
     kinds: Kinds = (nn.Conv1d, nn.ConvTranspose1d, nn.Linear)
-    if isinstance(norm, nn.BatchNorm2d):
+    if isinstance(norm, (nn.BatchNorm2d, *frozen_batch_norms())):
         kinds = (nn.Conv2d, nn.ConvTranspose2d)
     elif isinstance(norm, nn.BatchNorm3d):
         kinds = (nn.Conv3d, nn.ConvTranspose3d)
     made = feeder.out_features if isinstance(feeder, nn.Linear) else feeder.out_channels
     if not isinstance(feeder, kinds):
         return f"normalizes another dimension than the channels of the {type(feeder).__name__}"
-    if norm.num_features != made:
+    if (normalized := norm.running_mean.numel()) != made:
         return (
-            f"normalizes {norm.num_features} channels, but the module before it has {made}: "
+            f"normalizes {normalized} channels, but the module before it has {made}: "
             "they are in another dimension"
         )
     return None

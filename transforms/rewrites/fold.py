@@ -128,7 +128,7 @@ class Fold:
         feeder, norm = self._feeder, self._norm
         feeders, norms = self._plain_tensors(feeder), self._plain_tensors(norm)
         for name, before in self._requires_grad.items():
-            param, now = self._norm_parameters[name], feeder._parameters[name].requires_grad
+            param, now = self._norm_parameters.get(name), feeder._parameters[name].requires_grad
             if param is not None and now != before:  # as set for all parameters of the model
                 param.requires_grad_(now)
         self._strides = feeder.weight.stride()
@@ -223,7 +223,9 @@ class Fold:
         self._feeder_tensors = {"weight": learnt.weight, "bias": learnt.bias}
         self._norm_buffers = {**self._norm_buffers, "running_mean": learnt.mean}
         for name, values in (("weight", learnt.gamma), ("bias", learnt.beta)):
-            if (param := self._norm_parameters[name]) is not None and values is not None:
+            if name in self._norm_buffers:  # of a frozen one
+                self._norm_buffers[name] = values
+            elif (param := self._norm_parameters[name]) is not None and values is not None:
                 param.data = values.detach()
         self._digest = digest
 

@@ -14,6 +14,7 @@ from torch import fx, nn
 from transforms.tracing.calls import Calls, describe
 from transforms.tracing.modules import (
     BATCH_NORMS,
+    frozen_batch_norms,
     has_computed_tensors,
     has_hooks,
     is_batch_norm,
@@ -38,7 +39,7 @@ def find_batch_norm_pairs(model: nn.Module, kinds: Kinds) -> Pairs:
     norms = [m for m in model.modules() if is_batch_norm(m)]
     pairs = Pairs({}, {})
     if norms:
-        calls = Calls(model)
+        calls = Calls(model, frozen_batch_norms())
         for norm in norms:
             feeder, reason = _feeder(norm, calls, kinds)
             if reason is None and feeder is not None:
@@ -50,7 +51,7 @@ def find_batch_norm_pairs(model: nn.Module, kinds: Kinds) -> Pairs:
 
 def _feeder(norm: nn.Module, calls: Calls, kinds: Kinds) -> tuple[nn.Module | None, str | None]:
     """The module that feeds ``norm``, and why the two are not a pair, if they are not."""
-    if plain_kind(norm, BATCH_NORMS) is None:
+    if plain_kind(norm, (*BATCH_NORMS, *frozen_batch_norms())) is None:
         return None, f"{type(norm).__name__} overrides its methods"
     if norm not in calls.of:
         return None, calls.doubtful.get(norm, "forward does not call it")

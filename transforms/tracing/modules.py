@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
+_FROZEN = ("torchvision.ops.misc", "detectron2.layers.batch_norm")
+"""The modules of a FrozenBatchNorm2d: a BatchNorm2d in eval mode whose tensors are all buffers."""
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -57,12 +60,20 @@ def all_hooks(module: nn.Module) -> list[dict[int, Any]]:
 
 def has_computed_tensors(module: nn.Module) -> bool:
     """Whether the weight is computed from others: a parametrization or the older weight norm."""
-    return parametrize.is_parametrized(module) or "weight" not in module._parameters
+    is_own = "weight" in module._parameters or "weight" in module._buffers
+    return parametrize.is_parametrized(module) or not is_own
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether the module is a BatchNorm of torch, or of a class derived from one."""
-    return isinstance(module, _BatchNorm)
+    """Whether the module is a BatchNorm of torch, a frozen one, or of a class derived from one."""
+    return isinstance(module, (_BatchNorm, *frozen_batch_norms()))
+
+
+def frozen_batch_norms() -> tuple[type[nn.Module], ...]:
+    """The classes FrozenBatchNorm2d of the libraries that are imported."""
+    libraries = (sys.modules.get(name) for name in _FROZEN)
+    kinds = (getattr(library, "FrozenBatchNorm2d", None) for library in libraries)
+    return tuple(kind for kind in kinds if kind is not None)
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
