@@ -45,6 +45,7 @@ def optimize(
     fuse_update_step: bool | None = None,
     parallel_dropout: bool | None = None,
     fuse_gelu: bool | None = None,
+    fuse_frozen_batch_norm: bool | None = None,
     auto_channels_last: bool | None = None,
     weights_prepack: bool | None = None,
     fuse: bool | None = None,
@@ -90,6 +91,9 @@ def optimize(
             all cores. The random numbers follow ``torch.manual_seed``, but are others than torch's.
         fuse_gelu: in training, compute ``torch.nn.GELU("tanh")``, and the modules of transformers
             that compute the same, by a kernel forward and one backward.
+        fuse_frozen_batch_norm: in training, compute each FrozenBatchNorm2d of torchvision and
+            detectron2 by ``torch.nn.functional.batch_norm``. In eval mode the two folding passes
+            take them.
         auto_channels_last: lay out the weights of convolutions in channels_last. None, at level
             "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
             a ``sample_input``, if that is faster. True: always.
@@ -147,6 +151,7 @@ def optimize(
         parallel_dropout                 1     0          0 B
             mask drawn on all cores, and again in backward: 2
         fuse_gelu                        0     0          0 B
+        fuse_frozen_batch_norm           0     0          0 B
         auto_channels_last               1     0          0 B
             weight in channels_last: 0
         split_master_weight_for_bf16     2     2        448 B

@@ -38,7 +38,10 @@ SEED = 0
 each_task = pytest.mark.parametrize("task", TASKS)
 each_dtype = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 FUSE, SPLIT = "fuse_update_step", "split_master_weight_for_bf16"
-BY_DEFAULT = ("parallel_dropout", "fuse_gelu", "auto_channels_last")
+BY_DEFAULT = (
+    *("parallel_dropout", "fuse_gelu", "fuse_frozen_batch_norm"),
+    "auto_channels_last",
+)
 
 
 def _loss(model: nn.Module, task: Task, generator: torch.Generator, dtype: Any) -> Tensor:

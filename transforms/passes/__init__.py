@@ -11,6 +11,7 @@ from transforms.passes.cast import Cast
 from transforms.passes.channels_last import ChannelsLast
 from transforms.passes.drop_dropout import DropDropout
 from transforms.passes.fold_batch_norm import FoldIntoConvolutions, FoldIntoLinears
+from transforms.passes.frozen_batch_norm import FuseFrozenBatchNorm
 from transforms.passes.fuse import Fuse
 from transforms.passes.fuse_gelu import FuseGELU
 from transforms.passes.fuse_step import FuseStep
@@ -37,6 +38,7 @@ TRAINING: Sequence[Pass] = (
     FuseStep(),
     ParallelDropout(),
     FuseGELU(),
+    FuseFrozenBatchNorm(),
     _CHANNELS_LAST,
     SplitWeights(),
 )

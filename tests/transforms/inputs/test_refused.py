@@ -22,7 +22,14 @@ def test_signature() -> None:
         *("model", "optimizer", "dtype", "level", "inplace"),
         *("conv_bn_folding", "linear_bn_folding", "replace_dropout_with_identity"),
         *("split_master_weight_for_bf16", "fuse_update_step", "parallel_dropout"),
-        *("fuse_gelu", "auto_channels_last", "weights_prepack", "fuse", "graph_mode"),
+        *(
+            "fuse_gelu",
+            "fuse_frozen_batch_norm",
+            "auto_channels_last",
+            "weights_prepack",
+            "fuse",
+            "graph_mode",
+        ),
         "sample_input",
     ]
     for name in list(parameters)[2:]:

@@ -87,3 +87,35 @@ def test_subclass_that_computes_something_else_is_left() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Doubled(8)).eval()
     optimized = transforms.optimize(model, weights_prepack=False)
     assert type(optimized[1]) is Doubled
+
+
+class TestTraining:
+    def test_computes_the_same(self) -> None:
+        model = new_model().train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimized, _ = transforms.optimize(model, optimizer)
+        assert [type(optimized[k]).__name__ for k in (1, 4)] == ["FrozenBatchNorm"] * 2
+        x = torch.randn(2, 3, 9, 9, requires_grad=True)
+        results = [each(x) for each in (optimized, model)]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        gradients = [torch.autograd.grad(y.sum(), x)[0] for y in results]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+    def test_restores_and_loads(self) -> None:
+        model = new_model().train()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimized, _ = transforms.optimize(model, optimizer)
+        state = {**before, "1.num_batches_tracked": torch.tensor(3)}
+        optimized.load_state_dict(state)
+        restored = transforms.restore(optimized)
+        assert type(restored[1]) is FrozenBatchNorm2d
+        after = restored.state_dict()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+    def test_knob(self) -> None:
+        model = new_model().train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimized, _ = transforms.optimize(model, optimizer, fuse_frozen_batch_norm=False)
+        assert type(optimized[1]) is FrozenBatchNorm2d

@@ -1,0 +1,42 @@
+"""Pass: compute frozen BatchNorms by torch's BatchNorm, in one operation each way.
+
+The class of each FrozenBatchNorm2d of torchvision and detectron2 becomes
+:class:`transforms.rewrites.frozen_batch_norm.FrozenBatchNorm`. For inference they are folded.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
+from transforms.rewrites import exchanged_class
+from transforms.rewrites.frozen_batch_norm import FrozenBatchNorm
+from transforms.tracing.modules import frozen_batch_norms, plain_kind
+
+
+class FuseFrozenBatchNorm(Pass):
+    """Exchanges frozen BatchNorms for ours."""
+
+    knob = "fuse_frozen_batch_norm"
+
+    def run(self, job: Job) -> list[Entry]:
+        """Exchange classes."""
+        kinds = frozen_batch_norms()
+        entries = []
+        for name, module in job.model.named_modules():
+            if not isinstance(module, kinds):
+                continue
+            reason = None
+            if type(module) not in kinds or not plain_kind(module, kinds):
+                reason = f"{type(module).__name__} overrides its methods"
+            if reason is None:
+                exchanged_class.exchange(module, FrozenBatchNorm, job.undo)
+            what = "one operation forward, and one backward"
+            entries.append(Entry(name, reason or what, done=reason is None))
+        return entries
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Restore the classes of the modules."""
+        exchanged_class.revert_all(model)
