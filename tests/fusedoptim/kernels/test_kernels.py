@@ -230,7 +230,7 @@ def test_module_for_each_variant(kernel: str, variant: str) -> None:
     module = load_module(kernel, variant)
     assert (kernel, module.variant) in shipped()
     roles = {role for _, role in module.arguments}
-    has_values = roles.intersection({Role.PARAM, Role.GRAD, Role.INPUT})
+    has_values = roles.intersection({Role.PARAM, Role.GRAD, Role.INPUT, Role.OUTPUT})
     if variant == "split" and has_values and Role.PARAM not in roles:
         assert module.variant == "bf16"  # what the gradients of a split parameter are
     elif has_values:
