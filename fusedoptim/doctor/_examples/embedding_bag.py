@@ -14,7 +14,8 @@ _ONE = np.ones(3, np.int64)
 
 def _indices_and_offsets(random: np.random.Generator) -> tuple[list[Integers], list[Integers]]:
     """Those of each table; some bags are empty."""
-    indices, offsets = [], []
+    indices: list[Integers] = []
+    offsets: list[Integers] = []
     for bags, of_table in zip(_BAGS, _TABLE_ROWS):
         sizes = random.integers(0, 9, bags)
         offsets.append(np.concatenate([[0], np.cumsum(sizes)]))
