@@ -48,70 +48,93 @@ def embedding_bag(
 ) -> None:
     """The first ``bags`` of the ``bags_left`` that ``offsets`` has; the last one ends at ``count``.
 
-    A bag that names no row of the table, or ends before it begins, is not read: it sets the first
-    of ``faults``.
+    If one of them names no row of the table, or ends before it begins, all are zero, and the first
+    of ``faults`` is set. Plain sums have a loop of their own: the fewer instructions to a row, the
+    more rows a core fetches at once.
     """
+    if has_fault(indices, offsets, bags, bags_left, count, table_rows):
+        faults[0] = 1
+        count = 0
+        bags_left = 0
+    is_plain = padding < 0 and not is_weighted and not is_mean and bags_left > 0
     bag = 0
+    if is_plain and width % (4 * lanes()) == 0:
+        stop = offsets[0]
+        while bag < bags:
+            begin = stop
+            stop = count
+            if bag + 1 < bags_left:
+                stop = offsets[bag + 1]
+            column = lane()
+            while column < width:
+                total0 = total1 = total2 = total3 = real(0)
+                k = begin
+                while k < stop:
+                    place = indices[k] * width + column
+                    total0 += table[place]
+                    total1 += table[place + lanes()]
+                    total2 += table[place + 2 * lanes()]
+                    total3 += table[place + 3 * lanes()]
+                    k += 1
+                place = bag * stride + column
+                output[place] = total0
+                output[place + lanes()] = total1
+                output[place + 2 * lanes()] = total2
+                output[place + 3 * lanes()] = total3
+                column += 4 * lanes()
+            bag += 1
     while bag < bags:
-        begin = offsets[bag]
-        end = count
+        begin = count
+        stop = count
+        if bags_left > 0:
+            begin = offsets[bag]
         if bag + 1 < bags_left:
-            end = offsets[bag + 1]
-        if is_wrong(indices, begin, end, count, table_rows):
-            faults[0] = 1
-            end = begin
+            stop = offsets[bag + 1]
         factor = real(1)
         if is_mean:
             terms = real(0)
             k = begin
-            while k < end:
+            while k < stop:
                 if indices[k] != padding:
                     terms += real(1)
                 k += 1
             if terms > real(0):
                 factor = real(1) / terms
-        start = bag * stride + lane()
         column = 0
-        while column + 4 * lanes() <= width:
-            total0 = total1 = total2 = total3 = real(0)
-            k = begin
-            while k < end:
-                i = indices[k]
-                if i != padding:
-                    weight = weights[k] if is_weighted else real(1)
-                    place = i * width + column + lane()
-                    total0 = fma(weight, table[place], total0)
-                    total1 = fma(weight, table[place + lanes()], total1)
-                    total2 = fma(weight, table[place + 2 * lanes()], total2)
-                    total3 = fma(weight, table[place + 3 * lanes()], total3)
-                k += 1
-            place = start + column
-            output[place] = total0 * factor
-            output[place + lanes()] = total1 * factor
-            output[place + 2 * lanes()] = total2 * factor
-            output[place + 3 * lanes()] = total3 * factor
-            column += 4 * lanes()
         while column < width:
             if column + lane() < width:
                 total = real(0)
                 k = begin
-                while k < end:
+                while k < stop:
                     i = indices[k]
                     if i != padding:
                         weight = weights[k] if is_weighted else real(1)
                         total = fma(weight, table[i * width + column + lane()], total)
                     k += 1
-                output[start + column] = total * factor
+                output[bag * stride + column + lane()] = total * factor
             column += lanes()
         bag += 1
 
 
-def is_wrong(indices: Indices, begin: int, end: int, count: int, table_rows: int) -> bool:
-    """Whether a bag has an index of no row, or is none: a sign is left of any negative number."""
-    signs = begin | (end - begin) | (count - end)
+def has_fault(
+    indices: Indices, offsets: Indices, bags: int, bags_left: int, count: int, table_rows: int
+) -> bool:
+    """Whether there is a wrong offset or index: a sign is left of any negative number."""
+    begin = offsets[0]
+    signs = begin
+    bag = 0
+    stop = begin
+    while bag < bags:
+        last = stop
+        stop = count
+        if bag + 1 < bags_left:
+            stop = offsets[bag + 1]
+        signs |= stop - last
+        bag += 1
+    signs |= count - stop
     if signs >= 0:
         k = begin
-        while k < end:
+        while k < stop:
             signs |= indices[k] | (table_rows - 1 - indices[k])
             k += 1
     return signs < 0

@@ -75,7 +75,9 @@ class MergedEmbeddingBag(torch.nn.Module):
         bags = [_as_bag(t, table) for t, table in enumerate(tables)]
         _check_alike(bags)
         self.include_last_offset = bags[0].include_last_offset
+        """As torch's, of all tables."""
         self.sparse = bags[0].sparse
+        """Whether the gradients of the tables are sparse; none with an optimizer."""
         self._means = [bag.mode == "mean" for bag in bags]
         self._paddings = [-1 if bag.padding_idx is None else bag.padding_idx for bag in bags]
         options = {"lr": lr, "weight_decay": weight_decay, "eps": eps}

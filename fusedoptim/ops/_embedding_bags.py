@@ -65,7 +65,7 @@ def embedding_bags(
         tensor of shape (bags, sum of the widths).
 
     Raises:
-        IndexError: on the CPU, an index is no row of its table. On a GPU it counts for nothing.
+        IndexError: on the CPU, an index is no row of its table. On a GPU bags near it are zero.
         ValueError: a shape, device or offset does not fit.
         TypeError: a dtype that no kernel takes, or two that differ.
 
