@@ -49,21 +49,6 @@ class _PointerModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, pointer, ir.ArrayType(_I64, addresses))
 
 
-class VectorType(types.Type):  # type: ignore[misc]
-    """``language.VECTOR`` numbers of the arithmetic dtype; ``_vectors.py`` has its operations."""
-
-    def __init__(self, real: types.Type) -> None:
-        self.real = real
-        super().__init__(name=f"Vector({real})")
-
-
-@register_model(VectorType)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, vector: VectorType) -> None:
-        real = _F64 if vector.real is types.float64 else _F32
-        super().__init__(manager, vector, ir.VectorType(real, language.VECTOR))
-
-
 def device_intrinsic(function: Callable[..., Any]) -> Any:
     return intrinsic(target=SPIRV_TARGET_NAME)(function)
 
@@ -111,20 +96,10 @@ def _lanes_overload() -> Any:
     return lambda: _lanes()
 
 
-_FMA = {
-    types.float32: "_Z3fmafff",
-    types.float64: "_Z3fmaddd",
-    VectorType(types.float32): "_Z3fmaDv16_fS_S_",
-    VectorType(types.float64): "_Z3fmaDv16_dS_S_",
-}
-
-
 @device_intrinsic
 def _fma(context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
-    real = c if isinstance(c, VectorType) else types.float32
-    if types.float64 in (a, b, c):
-        real = types.float64
-    mangled = _FMA[real]
+    real = types.float64 if types.float64 in (a, b, c) else types.float32
+    mangled = {types.float32: "_Z3fmafff", types.float64: "_Z3fmaddd"}[real]
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return call_builtin(builder, mangled, args[0].type, list(args))

@@ -11,14 +11,14 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import types
-from numba.extending import overload
+from numba.extending import models, overload, register_model
 from numba_dpex.kernel_api_impl.spirv.target import SPIRV_TARGET_NAME
 
 from fusedoptim.kernels import language
 from fusedoptim.kernels._lowering import (
     FORMATS,
     Pointer,
-    VectorType,
+    call_builtin,
     device_intrinsic,
     places,
 )
@@ -26,6 +26,21 @@ from fusedoptim.kernels._lowering import (
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _WIDTH = language.VECTOR
 _QUARTER = _WIDTH // 4
+
+
+class VectorType(types.Type):  # type: ignore[misc]
+    """``language.VECTOR`` numbers of the arithmetic dtype."""
+
+    def __init__(self, real: types.Type) -> None:
+        self.real = real
+        super().__init__(name=f"Vector({real})")
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, vector: VectorType) -> None:
+        real = ir.DoubleType() if vector.real is types.float64 else ir.FloatType()
+        super().__init__(manager, vector, ir.VectorType(real, language.VECTOR))
 
 
 def _shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, elements: list[int]) -> ir.Value:
@@ -109,6 +124,16 @@ def _spread(context: Any, value: types.Type) -> Any:
 
 
 @device_intrinsic
+def _vector_fma(context: Any, a: VectorType, b: VectorType, c: VectorType) -> Any:
+    mangled = "_Z3fmaDv16_dS_S_" if c.real is types.float64 else "_Z3fmaDv16_fS_S_"
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return call_builtin(builder, mangled, args[0].type, list(args))
+
+    return c(a, b, c), generate
+
+
+@device_intrinsic
 def _add(context: Any, a: VectorType, b: VectorType) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return builder.fadd(*args)
@@ -165,6 +190,11 @@ def _store_quarter_overload(values: Any, index: Any, vector: Any, quarter: Any) 
         return None  # numba then asks for the literal
     store = _store_quarters[quarter.literal_value]
     return lambda values, index, vector, quarter: store(values, index, vector)
+
+
+@overload(language.vector_fma, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _vector_fma_overload(a: Any, b: Any, c: Any) -> Any:
+    return lambda a, b, c: _vector_fma(a, b, c)
 
 
 @overload(language.quarter_sums, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]

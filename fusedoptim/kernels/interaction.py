@@ -23,7 +23,6 @@ from fusedoptim.kernels.language import (
     Output,
     RowInteger,
     Values,
-    fma,
     load_vector,
     quarter_sums,
     real,
@@ -31,6 +30,7 @@ from fusedoptim.kernels.language import (
     spread,
     store_quarter,
     store_vector,
+    vector_fma,
 )
 
 __all__ = ["interaction", "interaction_backward"]
@@ -138,13 +138,13 @@ def multiply_block(
     while x < end:
         of_y, of_z = load_vector(scratch, y), load_vector(scratch, z)
         of_x = repeated_quarter(scratch, x)
-        y0, z0 = fma(of_x, of_y, y0), fma(of_x, of_z, z0)
+        y0, z0 = vector_fma(of_x, of_y, y0), vector_fma(of_x, of_z, z0)
         of_x = repeated_quarter(scratch, x + 4)
-        y1, z1 = fma(of_x, of_y, y1), fma(of_x, of_z, z1)
+        y1, z1 = vector_fma(of_x, of_y, y1), vector_fma(of_x, of_z, z1)
         of_x = repeated_quarter(scratch, x + 8)
-        y2, z2 = fma(of_x, of_y, y2), fma(of_x, of_z, z2)
+        y2, z2 = vector_fma(of_x, of_y, y2), vector_fma(of_x, of_z, z2)
         of_x = repeated_quarter(scratch, x + 12)
-        y3, z3 = fma(of_x, of_y, y3), fma(of_x, of_z, z3)
+        y3, z3 = vector_fma(of_x, of_y, y3), vector_fma(of_x, of_z, z3)
         x += 16
         y += 16
         z += 16
@@ -238,13 +238,13 @@ def multiply_rows(
     while place < end:
         x, y = load_vector(scratch, place), load_vector(scratch, place + VECTOR)
         factor = spread(scratch[factors])
-        x0, y0 = fma(factor, x, x0), fma(factor, y, y0)
+        x0, y0 = vector_fma(factor, x, x0), vector_fma(factor, y, y0)
         factor = spread(scratch[factors + 1])
-        x1, y1 = fma(factor, x, x1), fma(factor, y, y1)
+        x1, y1 = vector_fma(factor, x, x1), vector_fma(factor, y, y1)
         factor = spread(scratch[factors + 2])
-        x2, y2 = fma(factor, x, x2), fma(factor, y, y2)
+        x2, y2 = vector_fma(factor, x, x2), vector_fma(factor, y, y2)
         factor = spread(scratch[factors + 3])
-        x3, y3 = fma(factor, x, x3), fma(factor, y, y3)
+        x3, y3 = vector_fma(factor, x, x3), vector_fma(factor, y, y3)
         factors += padded_count
         place += padded_width
     place = (padded_count + row) * padded_width + column

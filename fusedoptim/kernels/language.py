@@ -53,7 +53,7 @@ kernel that uses none of them is **serial**: its group has one work item on ever
 
 A kernel that uses no lanes may compute with vectors of ``VECTOR`` numbers instead, where it needs
 sums across them: ``load_vector``, ``store_vector``, ``store_quarter``, ``repeated_quarter``,
-``spread``, ``quarter_sums``, ``fma`` and ``+``. In plain Python a vector is a numpy array.
+``spread``, ``quarter_sums``, ``vector_fma`` and ``+``. In plain Python a vector is a numpy array.
 
 Compiled, :mod:`fusedoptim.kernels._lowering` gives the same names their meaning on the device.
 ``/`` and ``math.sqrt`` are the device's own.
@@ -64,7 +64,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 
@@ -154,7 +154,6 @@ DeviceInt = Annotated[int, Role.DEVICE_INT]
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 VECTOR = 16
 """Elements of a vector: those of a register under AVX-512, if float32."""
-_Number = TypeVar("_Number", float, Vector)
 
 
 _lane, _lanes = 0, 1
@@ -214,7 +213,7 @@ def real(value: float) -> float:
     return value
 
 
-def fma(a: _Number, b: _Number, c: _Number) -> _Number:
+def fma(a: float, b: float, c: float) -> float:
     """``a * b + c``, on a device rounded once.
 
     Compiled kernels never contract a product and a sum by themselves (``ContractionOff``), so
@@ -223,7 +222,7 @@ def fma(a: _Number, b: _Number, c: _Number) -> _Number:
     (docs/design/element-kernels.md has what that gains).
 
     Args:
-        a: a factor: a number, or a vector like the others.
+        a: a factor.
         b: the other.
         c: what their product is added to.
     """
@@ -255,6 +254,11 @@ def store_quarter(values: _Values, index: int, vector: Vector, quarter: int) -> 
     """Store elements ``4 * quarter`` to ``4 * quarter + 3``; ``quarter`` is a literal."""
     for k in range(4):
         values[index + k] = float(vector[4 * quarter + k])
+
+
+def vector_fma(a: Vector, b: Vector, c: Vector) -> Vector:
+    """``a * b + c`` of each element, on a device rounded once."""
+    return a * b + c
 
 
 def quarter_sums(a: Vector, b: Vector, c: Vector, d: Vector) -> Vector:
