@@ -1,8 +1,8 @@
-"""The one function of native code: what each of torch's threads runs in a launch on the CPU.
+"""The native code: a launch on the CPU, and what each of torch's threads runs in it.
 
 Compiled from LLVM's assembly language, as a C compiler is nothing that the project needs otherwise.
-It is ordinary x86-64 code that calls nothing but the driver, through an address in its argument,
-and has no relocations: its bytes run wherever they are mapped.
+It is ordinary x86-64 code that calls nothing but the driver and OpenMP, through addresses in its
+argument, and has no relocations: its bytes run wherever they are mapped, from the first one on.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ import llvmlite.binding as llvm
 _TRIPLE = "x86_64-unknown-linux-gnu"
 _SECTIONS = {None, b".text", b".strtab", b".symtab", b".note.GNU-stack"}
 """Of code that refers to nothing else."""
-# The fields are those of `Parts` in launch/openmp.py. In C:
+# The fields are those of `Parts` in launch/parts.py. In C:
 #
-#   void run_parts(struct Parts *p) {
+#   int run(struct Parts *p) {
+#       p->next = p->done = p->status = 0;
+#       if (p->region) p->region(run_parts, p, 0, 0); else run_parts(p);
+#       return p->status;
+#   }
+#
+#   static void run_parts(struct Parts *p) {
 #       for (;;) {
 #           size_t first = atomic_fetch_add(&p->next, p->each);
 #           if (first >= p->groups) return;
@@ -28,9 +34,39 @@ _SECTIONS = {None, b".text", b".strtab", b".symtab", b".note.GNU-stack"}
 #   }
 SOURCE = """
 %enqueue = type i32 (i8*, i8*, i32, i64*, i64*, i64*, i32, i8*, i8*)
-%parts = type { i64, i64, i64, i64, i64, i64, %enqueue*, i8*, i8* }
+%region = type void (i8*, i8*, i32, i32)
+%parts = type { i64, i64, i64, i64, i64, i64, %enqueue*, i8*, i8*, %region* }
 
-define void @run_parts(%parts* %p) nounwind {
+define i32 @run(%parts* %p) nounwind {
+entry:
+  %at_next = getelementptr %parts, %parts* %p, i32 0, i32 0
+  %at_done = getelementptr %parts, %parts* %p, i32 0, i32 1
+  %at_status = getelementptr %parts, %parts* %p, i32 0, i32 2
+  %at_region = getelementptr %parts, %parts* %p, i32 0, i32 9
+  store i64 0, i64* %at_next
+  store i64 0, i64* %at_done
+  store i64 0, i64* %at_status
+  %region = load %region*, %region** %at_region
+  %is_alone = icmp eq %region* %region, null
+  br i1 %is_alone, label %alone, label %together
+
+alone:
+  call void @run_parts(%parts* %p)
+  br label %end
+
+together:
+  %function = bitcast void (%parts*)* @run_parts to i8*
+  %argument = bitcast %parts* %p to i8*
+  call void %region(i8* %function, i8* %argument, i32 0, i32 0)
+  br label %end
+
+end:
+  %status = load i64, i64* %at_status
+  %result = trunc i64 %status to i32
+  ret i32 %result
+}
+
+define internal void @run_parts(%parts* %p) nounwind {
 entry:
   %offset = alloca [2 x i64]
   %items = alloca [2 x i64]
@@ -95,7 +131,7 @@ end:
 
 
 def compile_native() -> bytes:
-    """The machine code of ``run_parts``, for any x86-64.
+    """The machine code, for any x86-64, which begins with ``run``.
 
     Raises:
         RuntimeError: it would not run wherever it is mapped.
@@ -112,6 +148,6 @@ def compile_native() -> bytes:
     compiled = llvm.ObjectFileRef.from_data(machine.emit_object(module))
     sections = {section.name(): section.data() for section in compiled.sections()}
     if not sections.keys() <= _SECTIONS:
-        raise RuntimeError(f"run_parts is to be code alone, and has {sorted(map(str, sections))}")
+        raise RuntimeError(f"it is to be code alone, and has {sorted(map(str, sections))}")
     code: bytes = sections[b".text"]
     return code

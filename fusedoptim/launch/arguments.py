@@ -54,7 +54,7 @@ class Packing:
 class Frame:
     """The memory that holds a launch's arguments while it is submitted."""
 
-    __slots__ = ("buffer", "given", "how", "kernel", "owner", "parts", "table")
+    __slots__ = ("buffer", "given", "how", "kernel", "owner", "parts", "passed", "table")
 
     def __init__(self, size: int, places: Sequence[int | None]) -> None:
         """``places`` are the offsets of the arguments' values, None for a pointer."""
@@ -72,6 +72,14 @@ class Frame:
         """How the last launch of ``kernel`` ran that was not put into a queue."""
         self.given: bytes | None = None
         """The contents of the buffer when they were given."""
+        self.passed: Frame | None = None
+        """See :meth:`as_argument`."""
+
+    def as_argument(self) -> Frame:
+        """The frame of a kernel whose one argument is the address of this frame's memory."""
+        if self.passed is None:
+            self.passed = frame_of(ctypes.addressof(self.buffer))
+        return self.passed
 
 
 ONE_ADDRESS = Packing(["q"])

@@ -7,7 +7,7 @@ A new kind of device is launched by one file with a subclass of :class:`Backend`
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fusedoptim.launch.arguments import Frame, Packing
@@ -67,6 +67,16 @@ class DeviceKernel(Protocol):
     def prepare(self, frame: Frame) -> None:
         """Take over the arguments in ``frame``, to be called whenever they have changed."""
 
+    def at_once(self, frame: Frame, sizes: Any, elements: int) -> Callable[[], int] | None:
+        """What runs the kernel to its end on the calling thread and torch's, if it may run there.
+
+        To be called at once, as long as the arguments are those of :meth:`submit`; for
+        :meth:`check` it returns a number. None if the kernel must be submitted.
+        """
+
+    def check(self, status: int, frame: Frame) -> None:
+        """Raise if a launch of :meth:`at_once` has failed; a LaunchError if nothing has run."""
+
     def submit(self, frame: Frame, sizes: Any, elements: int, events: list[Any]) -> bool:
         """Submit the kernel, and append its event to ``events`` in the same C call.
 
@@ -98,6 +108,10 @@ class Traits(NamedTuple):
     is_divisible: bool = False
     """Whether a launch may be cut into parts: the kernel has one dimension, and a group's number is
     ``get_group_id(0) + get_global_offset(1)``."""
+    takes_frame: bool = False
+    """Whether the kernel has one parameter, the address of the :class:`Frame` with its arguments:
+    an argument costs the driver time in each launch, and more in one that changes it. A launch must
+    be waited for then."""
 
 
 NO_TRAITS = Traits()

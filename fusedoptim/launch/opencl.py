@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 import os
 import struct
 import threading
@@ -51,6 +52,7 @@ _SHORT = 250_000
 """Elements that take so little time that other Python threads may wait."""
 _SETTINGS = "CL_CONFIG_"
 """Begins the environment variables that the driver reads; some have it print what it compiles."""
+_call = operator.methodcaller("__call__")
 _lock = threading.RLock()  # a finalizer or a signal handler may take a step in the middle of a call
 
 
@@ -200,12 +202,9 @@ class _How(NamedTuple):
     sizes: _Sizes
     elements: int
     threads: int
-    parts: int
-    """Into which it is cut."""
-    function: Callable[..., Any]
-    """What runs it."""
-    call: tuple[tuple[Any, ...]]
-    """The function's arguments, for :func:`itertools.starmap`."""
+    """Those that may take part."""
+    run: Callable[[], int]
+    """Runs it, and returns the driver's answer."""
 
 
 class OpenCLKernel:
@@ -217,7 +216,7 @@ class OpenCLKernel:
         self._opencl = program.driver.opencl
         self._name = name
         self._packing = packing
-        self._is_short, self._is_divisible = traits
+        self._is_short, self._is_divisible = traits.is_short, traits.is_divisible
         self._enqueue_here = self._opencl.enqueue if traits.is_short else self._opencl.enqueue_long
         values = packing.values
         self._addresses = struct.Struct(f"<{packing.count}Q")  # with which a frame begins
@@ -281,22 +280,34 @@ class OpenCLKernel:
             check(status, "clSetKernelArg")
         frame.given = now
 
-    def submit(self, frame: Frame, sizes: Any, elements: int, events: list[Any]) -> bool:
-        """See :class:`fusedoptim.launch.backend.DeviceKernel`; an event is the driver's answer."""
+    def at_once(self, frame: Frame, sizes: Any, elements: int) -> Callable[[], int] | None:
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
         if on_host:  # raw kernels, which may write what this one reads
             wait_for_host()
-        driver, progress = self._driver, self._driver.progress
-        threads = team() if sizes.groups > 1 else None
-        if progress.latest is progress.ended and (sizes.groups == 1 or threads is not None):
-            how, count = frame.how, threads.threads() if threads else 1
-            if how is None or how[:3] != (sizes, elements, count):
-                frame.how = None  # the parts may be of either launch if this is interrupted
-                how = frame.how = self._how(frame, sizes, elements, count)
-            if how.parts == 1:
-                self._run_here(how, events)
-            else:
-                self._run_parts(how, frame.parts, events)
+        threads = sizes.groups  # 0: only the driver's can run it
+        if threads > 1:
+            found = team()
+            threads = 0 if found is None else found.threads()
+        progress = self._driver.progress
+        if not threads or progress.latest is not progress.ended:
+            return None
+        how: _How | None = frame.how
+        if how is None or (
+            how.threads != threads or how.elements != elements or how.sizes is not sizes
+        ):
+            frame.how = None  # the parts may be of either launch if this is interrupted
+            how = frame.how = self._how(frame, sizes, elements, threads)
+        return how.run
+
+    def submit(self, frame: Frame, sizes: Any, elements: int, events: list[Any]) -> bool:
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`; an event is the driver's answer."""
+        run = self.at_once(frame, sizes, elements)
+        if run is not None:
+            events.extend(map(_call, (run,)))
+            if events[-1] != SUCCESS:
+                self.check(events.pop(), frame)
             return False
+        driver, progress = self._driver, self._driver.progress
         call = ((driver.queue, frame.kernel.handle, *sizes.last),)
         try:
             driver.expect(elements)
@@ -313,38 +324,31 @@ class OpenCLKernel:
 
     def _how(self, frame: Frame, sizes: _Sizes, elements: int, threads: int) -> _How:
         """How to run a launch of this frame on so many threads."""
-        count = parts_of(sizes.groups, elements, threads)
-        of = sizes, elements, threads, count
-        team_ = team()
-        if count == 1 or team_ is None:
+        of = sizes, elements, threads
+        team_, parts = team(), frame.parts
+        if not self._is_divisible or team_ is None:
+            parts.done = 0
             call = self._driver.own_thread, frame.kernel.handle, *sizes.last
-            return _How(*of, self._enqueue_here, (call,))
-        parts = frame.parts
+            return _How(*of, functools.partial(self._enqueue_here, *call))
+        count = parts_of(sizes.groups, elements, threads)
         parts.groups, parts.lanes = sizes.groups, sizes.lanes
         parts.each = -(-sizes.groups // count)
+        parts.region = team_.region if count > 1 else None
         is_short = self._is_short and elements < _SHORT
-        region = team_.short_region if is_short else team_.region
-        return _How(*of, region, ((team_.run_parts, ctypes.addressof(parts), 0, 0),))
+        run = team_.run_short if is_short else team_.run
+        return _How(*of, functools.partial(run, ctypes.addressof(parts)))
 
-    def _run_here(self, how: _How, events: list[Any]) -> None:
-        """Run the kernel on the calling thread."""
-        events.extend(starmap(how.function, how.call))
-        if events[-1] != SUCCESS:
-            raise LaunchError(failure(events.pop(), "clEnqueueNDRangeKernel"))
-
-    def _run_parts(self, how: _How, parts: Parts, events: list[Any]) -> None:
-        """Run the kernel in parts on torch's threads."""
-        parts.next = parts.done = parts.status = 0
-        events.extend(starmap(how.function, how.call))
-        if parts.status:
-            events.pop()
-            refused = failure(parts.status, "clEnqueueNDRangeKernel")
-            if not parts.done:
-                raise LaunchError(refused)
-            raise RuntimeError(
-                f"{refused} when {parts.done} of {parts.groups} work-groups had run: the kernel "
-                "has written a part of its results; load a checkpoint"
-            )
+    def check(self, status: int, frame: Frame) -> None:
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
+        if status == SUCCESS:
+            return
+        parts, refused = frame.parts, failure(status, "clEnqueueNDRangeKernel")
+        if not parts.done:
+            raise LaunchError(refused)
+        raise RuntimeError(
+            f"{refused} when {parts.done} of {parts.groups} work-groups had run: the kernel "
+            "has written a part of its results; load a checkpoint"
+        )
 
     def wait(self, event: Any) -> None:
         """Return when the kernel has ended, and all that were submitted before."""

@@ -20,7 +20,7 @@ import numpy as np
 from fusedoptim.launch.modules import check_code
 
 CODE = Path(__file__).with_name("run_parts.x86_64")
-"""What a thread of the region runs: machine code, written by ``make kernels``."""
+"""Machine code, written by ``make kernels``. It begins with what runs a launch."""
 _LEAST = 32 * 1024
 """Elements of a part, so that a thread has more to do than it costs to wake it."""
 _MANY, _PARTS_EACH = 2 << 20, 8
@@ -41,6 +41,7 @@ class Parts(ctypes.Structure):
         ("enqueue", ctypes.c_void_p),
         ("queue", ctypes.c_void_p),
         ("kernel", ctypes.c_void_p),
+        ("region", ctypes.c_void_p),  # of a Team; None is to use the calling thread alone
     )
 
 
@@ -49,12 +50,13 @@ class Team(NamedTuple):
 
     threads: Callable[[], int]
     """How many there are, this one included: what ``torch.get_num_threads`` says."""
-    region: Callable[..., None]
-    """``GOMP_parallel``: have each thread call a function with an argument, and wait for them."""
-    short_region: Callable[..., None]
+    region: int
+    """Address of ``GOMP_parallel``: have each thread call a function with an argument."""
+    run: Callable[[int], int]
+    """Run the launch whose :class:`Parts` are at an address; the driver's answer. One argument, as
+    ctypes takes longer for several than OpenMP for a region."""
+    run_short: Callable[[int], int]
     """The same for some microseconds, while other Python threads wait."""
-    run_parts: ctypes.c_void_p
-    """The function to call, whose argument is the address of a launch's :class:`Parts`."""
 
 
 def parts_of(groups: int, elements: int, threads: int) -> int:
@@ -69,17 +71,16 @@ def parts_of(groups: int, elements: int, threads: int) -> int:
 @functools.cache
 def team() -> Team | None:
     """The threads, or None where torch has none or no file can be mapped as code."""
-    process, short = ctypes.CDLL(None), ctypes.PyDLL(None)
     try:
         code = _code_address()
-        region, short_region = process.GOMP_parallel, short.GOMP_parallel
+        region = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
         from torch import get_num_threads  # not above: the doctor works where torch is broken
     except (AttributeError, ImportError, OSError):
         return None
-    for function in (region, short_region):
-        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        function.restype = None
-    return Team(get_num_threads, region, short_region, ctypes.c_void_p(code))
+    assert region is not None
+    of_code = ctypes.c_int, ctypes.c_void_p
+    run, run_short = ctypes.CFUNCTYPE(*of_code)(code), ctypes.PYFUNCTYPE(*of_code)(code)
+    return Team(get_num_threads, region, run, run_short)
 
 
 def _code_address() -> int:

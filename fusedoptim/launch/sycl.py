@@ -187,6 +187,12 @@ class SyclKernel:
     def prepare(self, frame: Frame) -> None:
         """A submission takes the arguments itself."""
 
+    def at_once(self, frame: Frame, sizes: Any, elements: int) -> None:
+        """A queue of SYCL's always takes it."""
+
+    def check(self, status: int, frame: Frame) -> None:
+        """There is nothing to check."""
+
     def submit(self, frame: Frame, sizes: Any, elements: int, events: list[Any]) -> bool:
         """See :class:`fusedoptim.launch.backend.DeviceKernel`."""
         if on_host and self._in_flight.is_ordered:

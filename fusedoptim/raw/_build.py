@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fusedoptim.launch.arguments import Frame, Packing
+from fusedoptim.launch.arguments import ONE_ADDRESS, Frame, Packing
 from fusedoptim.launch.backend import (
     NO_TRAITS,
     BuildError,
@@ -122,8 +122,10 @@ class Built:
         self._device = device.name
         self._required = program.facts.entries[name].local_size
         self._signature = signature
-        self._waited = program.kernel(queue, name, signature.packing, traits=traits)
-        self.limits = self._waited.limits
+        self._takes_frame = traits.takes_frame
+        packing = ONE_ADDRESS if traits.takes_frame else signature.packing
+        self.waited = program.kernel(queue, name, packing, traits=traits)
+        self.limits = self.waited.limits
         self._most_each = tuple(map(int, reversed(device.max_work_item_sizes3d)))
         self.local_memory = int(device.local_mem_size)
         self.on_host = backend_of(queue).runs_on_host
@@ -162,7 +164,7 @@ class Built:
             group = self._required[: len(items)]
         if group is not None:
             self._check_group(items, group)
-        return Shape(0 in items, self._waited.sizes(items, group), items, group)
+        return Shape(0 in items, self.waited.sizes(items, group), items, group)
 
     def _check_group(self, items: tuple[int, ...], group: tuple[int, ...]) -> None:
         what = f"{self._name}: local_size={group}"
@@ -196,8 +198,8 @@ class Built:
     @functools.cached_property
     def unwaited(self) -> SyclKernel:
         """The kernel for launches that are not waited for, in order with the queue's other work."""
-        if isinstance(self._waited, SyclKernel):
-            return self._waited
+        if isinstance(self.waited, SyclKernel):
+            return self.waited
         packing = self._signature.packing
         kernel = self._program.kernel(self.queue, self._name, packing, by_sycl=True)
         assert isinstance(kernel, SyclKernel)
@@ -209,8 +211,7 @@ class Built:
         A submission copies the arguments, so ``frame`` can be used again.
         """
         if owners is None:
-            self.prepare(frame)
-            self.run(shape, frame, uses)
+            self.run(shape, self.prepared(frame), uses)
             return
         try:
             kernel = self.unwaited
@@ -220,13 +221,23 @@ class Built:
         except ArgumentError as error:
             raise RuntimeError(f"{self._signature.what(error.index)}: {error}") from error
 
-    def prepare(self, frame: Frame) -> None:
-        """Take over the arguments in ``frame``, to be called before :meth:`run` if they changed."""
-        self._waited.prepare(frame)
+    def prepared(self, frame: Frame) -> Frame:
+        """What :meth:`run` takes, with the arguments in ``frame``."""
+        if self._takes_frame:
+            frame = frame.as_argument()
+        self.waited.prepare(frame)
+        return frame
+
+    def check(self, status: int, frame: Frame) -> None:
+        """Raise if what the kernel's ``at_once`` gave has failed."""
+        try:
+            self.waited.check(status, frame)
+        except LaunchError as error:
+            raise self._refused(error) from error
 
     def run(self, shape: Shape, frame: Frame, uses: Uses) -> None:
         """Submit the kernel, and wait for its end."""
-        kernel = self._waited
+        kernel = self.waited
         if uses.queues:  # others may have submitted work to them
             self.queue.wait()
         events: list[Any] = []

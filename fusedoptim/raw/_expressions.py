@@ -14,16 +14,20 @@ from fusedoptim.allocator import check_not_forked
 from fusedoptim.launch.backend import LaunchShape, Traits
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.raw import _parameters
+from fusedoptim.raw._arguments import Signature
 from fusedoptim.raw._parameters import Dtype, Operand
 from fusedoptim.raw._pointers import PLAIN
 from fusedoptim.raw._recent import Recent
 from fusedoptim.raw._repeat import Repeat
+from fusedoptim.raw._spirv import Parameter
 from fusedoptim.raw._walk import memory
-from fusedoptim.raw.kernel import RawKernel, untraced
+from fusedoptim.raw.kernel import RawKernel, RawModule, untraced
 
 _MOST_PLANS = 512
 _REPEATED = PLAIN | {bool, int, float}
 """Types of arguments of which a call may be repeated without all checks."""
+NUMBERS = Parameter("numbers_", "pointer", "i64", 8, True)
+"""The first parameter of each kernel: sizes and strides."""
 _MIN_CHUNK = 4 * 1024  # elements, so that starting a group costs little
 _GROUPS = 16  # at least, so that no core is idle
 
@@ -45,7 +49,26 @@ class NewOutput(NamedTuple):
 class GeneratedKernel(RawKernel):
     """A kernel whose source says which group it is in a launch that is cut into parts."""
 
-    _traits = Traits(is_divisible=True)
+    def __init__(
+        self,
+        source: RawModule,
+        name: str,
+        parameters: Sequence[Parameter],
+        takes_frame: bool,
+    ) -> None:
+        self._parameters = parameters
+        self._traits = Traits(is_divisible=True, takes_frame=takes_frame)
+        super().__init__(source, name)
+
+    def __reduce__(self) -> Any:
+        return GeneratedKernel, (
+            *(self._module, self.name),
+            *(self._parameters, self._traits.takes_frame),
+        )
+
+    def _find(self) -> Signature:
+        self._signature = Signature(self.name, self._parameters)
+        return self._signature
 
 
 class Plan(NamedTuple):
@@ -104,42 +127,47 @@ class ExpressionKernel(abc.ABC):
         self._inputs = _parameters.parse(in_params, "in_params")
         self._outputs = _parameters.parse(out_params, "out_params")
         self._params = self._inputs + self._outputs
+        self._input_count = len(self._inputs)
         _parameters.check_names(name, self._params)
         self._name = name
         self._preamble = preamble
         self._options = tuple(options)
         self._kernels: dict[str, GeneratedKernel] = {}  # by their C
         self._plans: dict[Any, Plan] = {}
-        self._recent: dict[tuple[type, ...], Recent[_Again]] = {}  # by the arguments' types
+        self._recent: dict[int | tuple[type, ...], Recent[_Again]] = {}
+        """By the number of arguments, which are all tensors, or by their types."""
 
     def __repr__(self) -> str:
         inputs, outputs = (", ".join(map(str, p)) for p in (self._inputs, self._outputs))
         return f"<{type(self).__name__} {self._name}({inputs}) -> {outputs}>"
 
-    def _call(self, args: Sequence[Any], *options: Any) -> Any:
+    def _call(self, args: tuple[Any, ...], *options: Any) -> Any:
         """The outputs; ``options`` are those of :meth:`_plan`."""
         if torch.compiler.is_compiling():
             return untraced(self._call, args, *options)
-        kinds = tuple(map(type, args))
-        recent = self._recent.get(kinds)
-        again = None if recent is None else recent.find(args, options)
-        values = None if again is None else self._repeated(again, args)
-        if values is None:
-            values = self._checked(args, options)
-        outputs = values[len(self._inputs) :]
+        outputs = self._repeated(args, options)
+        if outputs is None:
+            outputs = self._checked(args, options)[self._input_count :]
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _repeated(self, again: _Again, args: Sequence[Any]) -> tuple[Any, ...] | None:
-        """The inputs and outputs of a call like an earlier one; None if it is to be checked."""
-        values = tuple(args)
+    def _repeated(self, args: tuple[Any, ...], options: object) -> tuple[Any, ...] | None:
+        """The outputs of a call like an earlier one; None if it is to be checked."""
+        recent = self._recent.get(len(args))
+        again = None if recent is None else recent.find(args, options)
+        if again is None:
+            recent = self._recent.get(tuple(map(type, args)))
+            again = None if recent is None else recent.find(args, options)
+            if again is None:
+                return None
         if again.outputs:
             created = [output.create() for output in again.outputs]
             if not PLAIN.issuperset(map(type, created)):  # in a mode of torch's, such as a fake one
                 return None
-            values = *values, *created
+            args = *args, *created
+        outputs = args[self._input_count :]
         check_not_forked()
-        increment_version(values[len(self._inputs) :])
-        return values if again.repeat.launch(values) else None
+        increment_version(outputs)
+        return outputs if again.repeat.launch(args) else None
 
     def _checked(self, args: Sequence[Any], options: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs and outputs of a call whose arguments are checked."""
@@ -169,10 +197,12 @@ class ExpressionKernel(abc.ABC):
             repeat = plan.repeat(launched)
             return None if repeat is None else _Again(plan.outputs, repeat)
 
-        if kinds not in self._recent:
-            tensors = [i for i, kind in enumerate(kinds) if kind in PLAIN]
-            self._recent[kinds] = Recent(None if len(tensors) == len(kinds) else tensors)
-        self._recent[kinds].remember(args, find_out, options)
+        tensors = [i for i, kind in enumerate(kinds) if kind in PLAIN]
+        are_all = len(tensors) == len(kinds)
+        key = len(kinds) if are_all else kinds
+        if key not in self._recent:
+            self._recent[key] = Recent(None if are_all else tensors)
+        self._recent[key].remember(args, find_out, options)
 
     @abc.abstractmethod
     def _plan(self, values: Sequence[Any], *options: Any) -> Plan:
@@ -183,6 +213,10 @@ class ExpressionKernel(abc.ABC):
         _parameters.check_count(self._name, len(self._inputs), len(self._outputs), values)
         found = _parameters.bind(self._name, self._params, values)
         return [Operand(p, found[p.type], v) for p, v in zip(self._params, values)], found
+
+    def _opening(self, parameters: Sequence[Parameter], device: torch.device) -> str:
+        """C that begins the kernel."""
+        return _parameters.opening(self._name, parameters, takes_frame(device))
 
     def _new_outputs(
         self,
@@ -206,6 +240,7 @@ class ExpressionKernel(abc.ABC):
         self,
         outputs: tuple[NewOutput, ...],
         source: str,
+        parameters: Sequence[Parameter],
         numbers: dict[str, int],
         operands: Sequence[Operand],
         device: torch.device,
@@ -217,6 +252,7 @@ class ExpressionKernel(abc.ABC):
         Args:
             outputs: that the call creates.
             source: OpenCL C.
+            parameters: of the kernel.
             numbers: the sizes and strides that the kernel reads from its first argument.
             operands: its last arguments.
             device: of all of them.
@@ -225,7 +261,10 @@ class ExpressionKernel(abc.ABC):
                 parameter, 0 if it does not use it.
         """
         if source not in self._kernels:
-            self._kernels[source] = GeneratedKernel(source, self._name, self._options)
+            module = RawModule(source, self._options)
+            self._kernels[source] = GeneratedKernel(
+                module, self._name, parameters, takes_frame(device)
+            )
         with torch.inference_mode(False):  # the plan outlives the caller's mode
             sizes = torch.tensor([*numbers.values()], dtype=torch.int64, device=device)
         lanes = launch_shape(device).lanes
@@ -236,6 +275,11 @@ class ExpressionKernel(abc.ABC):
         # Not the same tensor twice: Signature would not recognize the arguments at the next call.
         first = (sizes, sizes[:1]) if zeros == 0 else (sizes,)
         return Plan(outputs, kernel, first, zeros or 0, groups, lanes, tuple(strided), device)
+
+
+def takes_frame(device: torch.device) -> bool:
+    """Whether kernels take the address of their arguments: a GPU cannot read the host's memory."""
+    return BACKENDS[device.type].runs_on_host
 
 
 def launch_shape(device: torch.device) -> LaunchShape:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusedoptim.dtypes import ELEMENTS, Element
 from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.raw._spirv import Parameter
 
 Scalar = bool | int | float
 
@@ -41,6 +42,7 @@ DTYPES = {"bool": Dtype(torch.bool, "uchar", "bool", "(bool)", "(uchar)")} | {
     if element.name not in _UNSUPPORTED
 }
 _BY_TORCH = {dtype.torch: dtype for dtype in DTYPES.values()}
+_BY_C = {element.c: element for element in ELEMENTS.values()}
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float32}
 _KEYWORDS = frozenset(
     """
@@ -115,11 +117,13 @@ class Operand(NamedTuple):
         """The name of the kernel's parameter in C."""
         return f"{self.param.name}_memory_" if self.is_element else self.param.name
 
-    def declaration(self, const: bool) -> str:
-        """The kernel's parameter in C."""
-        if not isinstance(self.value, Tensor):
-            return f"const {self.dtype.arithmetic.replace('bool', 'uchar')} {self.param.name}"
-        return f"global {'const ' * const}{self.dtype.memory} *{self.c_name}"
+    def parameter(self, const: bool) -> Parameter:
+        """The kernel's parameter."""
+        is_pointer = isinstance(self.value, Tensor)
+        c = self.dtype.memory if is_pointer else self.dtype.arithmetic.replace("bool", "uchar")
+        kind = "pointer" if is_pointer else "scalar"
+        element = _BY_C[c]
+        return Parameter(self.c_name, kind, element.name, element.size, is_pointer and const)
 
     def load(self, index: str, const: bool) -> str:
         """C that declares a variable with the element at ``index``."""
@@ -311,6 +315,45 @@ def head(n: int, found: dict[str, Dtype]) -> str:
     return f"typedef ulong index_t;\ntypedef {narrow} narrow_t;{CONVERSIONS}{''.join(lines)}"
 
 
+def of_kernel(
+    first: Sequence[Parameter], operands: Sequence[Operand], outputs: Sequence[Param]
+) -> tuple[Parameter, ...]:
+    """A kernel's parameters: the ``first`` ones, and those of operands, of which it writes some."""
+    return (*first, *[operand.parameter(operand.param not in outputs) for operand in operands])
+
+
+def opening(kernel: str, parameters: Sequence[Parameter], takes_frame: bool) -> str:
+    """C that begins a kernel with these parameters.
+
+    One that takes a frame finds in it a word for each: the value of a pointer, or the address of
+    another value.
+    """
+    if not takes_frame:
+        return f"kernel void {kernel}({', '.join(map(_declaration, parameters))}) {{"
+    lines = [f"kernel void {kernel}(const ulong frame_) {{"]
+    for k, parameter in enumerate(parameters):
+        word = f"((global const ulong *)frame_)[{k}]"
+        if parameter.kind == "pointer":
+            value = f"({_c_type(parameter)}){word}"
+        else:
+            value = f"*(global {_c_type(parameter)}*){word}"
+        lines.append(f"    {_declaration(parameter)} = {value};")
+    return "\n".join(lines)
+
+
+def _c_type(parameter: Parameter) -> str:
+    c = ELEMENTS[parameter.dtype].c
+    return (
+        f"global {'const ' * parameter.is_const}{c} *"
+        if parameter.kind == "pointer"
+        else f"const {c} "
+    )
+
+
+def _declaration(parameter: Parameter) -> str:
+    return f"{_c_type(parameter)}{parameter.name}"
+
+
 def declared(
     numbers: Collection[str], operands: Sequence[Operand], outputs: Sequence[Param]
 ) -> dict[str, str]:
@@ -318,21 +361,20 @@ def declared(
 
     Args:
         numbers: the names of the numbers in the array.
-        operands: the other arguments.
+        operands: the last arguments.
         outputs: the parameters that the kernel writes.
 
     Returns:
-        "numbers", which reads the array; "declarations" of the operands; and for functions that the
-        kernel calls, "parameters" for both and their "names".
+        "numbers", which reads the array; and for functions that the kernel calls, "parameters" for
+        both the numbers and the operands, and their "names".
     """
-    declarations = [operand.declaration(operand.param not in outputs) for operand in operands]
+    declarations = map(_declaration, of_kernel((), operands, outputs))
     names = [*numbers, *[operand.c_name for operand in operands]]
-    parameters = [f"const index_t {number}" for number in numbers] + declarations
+    parameters = [*[f"const index_t {number}" for number in numbers], *declarations]
     return {
         "numbers": "\n".join(
             f"const index_t {number} = numbers_[{k}];" for k, number in enumerate(numbers)
         ),
-        "declarations": "".join(f", {text}" for text in declarations),
         "parameters": "".join(f", {text}" for text in parameters),
         "names": "".join(f", {name}" for name in names),
     }

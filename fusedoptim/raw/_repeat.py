@@ -19,18 +19,23 @@ _ADDRESS = Tensor.data_ptr
 class _Slot:
     """The arguments of one launch at a time."""
 
-    __slots__ = ("addresses", "frame", "scratch")
+    __slots__ = ("addresses", "frame", "passed", "scratch")
 
-    def __init__(self, frame: Frame, scratch: object) -> None:
+    def __init__(self, frame: Frame, passed: Frame, scratch: object) -> None:
         self.frame = frame
+        self.passed = passed
+        """The frame of the kernel, which takes the address of the other."""
         self.scratch = scratch
         """Owns memory that the frame has an address of."""
         self.addresses: list[int] = []
-        """Those of the caller's tensors that the frame was given last."""
+        """Those of the caller's tensors that the frame has."""
 
 
 class Repeat:
-    """Launches a kernel whose last arguments are the caller's tensors and numbers."""
+    """Launches a kernel that takes a frame.
+
+    Its last arguments are the caller's tensors and numbers.
+    """
 
     def __init__(
         self,
@@ -54,7 +59,11 @@ class Repeat:
         """
         self._built = built
         self._shape = shape
+        self._at_once = built.waited.at_once
+        self._sizes = shape.waited
+        self._elements = uses.elements
         self._packing = signature.packing
+        self._pack_into = signature.packing.pack_into
         self._uses = uses
         self._first = first
         self._zeros = zeros
@@ -78,25 +87,30 @@ class Repeat:
                 return False
             arguments = [arguments[i] for i in self._pointers]
         addresses = list(map(_ADDRESS, arguments))
-        if 0 in addresses:  # freed memory
-            return False
         try:
             slot = self._free.pop()
         except IndexError:
             slot = self._new_slot()
         if addresses != slot.addresses or values:
-            self._give(slot, addresses, values)
-        self._built.run(self._shape, slot.frame, self._uses)
+            if 0 in addresses:  # freed memory
+                self._free.append(slot)
+                return False
+            self._write(slot, addresses, values)
+        run = self._at_once(slot.passed, self._sizes, self._elements)
+        if run is None:
+            self._built.run(self._shape, slot.passed, self._uses)
+        elif status := run():
+            self._built.check(status, slot.passed)
         self._free.append(slot)  # not after an error, which may leave other numbers than zeros
         return True
 
-    def _give(self, slot: _Slot, addresses: list[int], values: Sequence[Any]) -> None:
+    def _write(self, slot: _Slot, addresses: list[int], values: Sequence[Any]) -> None:
         """Have the launches of a slot take these arguments."""
         frame = slot.frame
+        table = frame.table
         for i, address in zip(self._pointers, addresses):
-            frame.table[self._own + i] = address
-        self._packing.pack_into(frame.buffer, 0, *frame.table, *values)
-        self._built.prepare(frame)
+            table[self._own + i] = address
+        self._pack_into(frame.buffer, 0, *table, *values)
         slot.addresses = addresses
 
     def _new_slot(self) -> _Slot:
@@ -107,4 +121,4 @@ class Repeat:
             scratch = ctypes.create_string_buffer(self._zeros)
             known.append(ctypes.addressof(scratch))
         frame.table[: len(known)] = known
-        return _Slot(frame, scratch)
+        return _Slot(frame, self._built.prepared(frame), scratch)

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from fusedoptim.raw import _parameters
-from fusedoptim.raw._expressions import ExpressionKernel, Plan, chunk_of, launch_shape
+from fusedoptim.raw._expressions import (
+    NUMBERS,
+    ExpressionKernel,
+    Plan,
+    chunk_of,
+    launch_shape,
+)
 from fusedoptim.raw._parameters import Operand, Scalar
 from fusedoptim.raw._walk import Walk, walk
 
@@ -29,7 +35,7 @@ static inline void {name}_element(const index_t i, const index_t j_{parameters}{
 #line 1 "generated"
 {stores}
 }}
-kernel void {name}(global const long *numbers_{declarations}) {{
+{opening}
 {numbers}
     const index_t group_ = get_group_id(0) + get_global_offset(1), lane_ = get_local_id(0);
     const index_t first_ = group_ % chunks_ * chunk_;
@@ -133,10 +139,13 @@ class ElementwiseKernel(ExpressionKernel):
         numbers = {"n": n, "length_": row.numel, "chunk_": chunk, "chunks_": chunks}
         numbers |= {"rows_": rows_of_group, "count_": rows.numel}
         numbers |= rows.numbers("row_") | row.numbers("j_")
+        parameters = _parameters.of_kernel([NUMBERS], operands, self._outputs)
+        opening = self._opening(parameters, device)
         source = _parameters.head(n, found) + self._preamble
-        source += self._source(operands, elements, numbers, rows, row, launch_shape(device).lanes)
+        lanes = launch_shape(device).lanes
+        source += self._source(opening, operands, elements, numbers, rows, row, lanes)
         groups = chunks * -(-rows.numel // rows_of_group)
-        return self._planned(outputs, source, numbers, operands, device, groups)
+        return self._planned(outputs, source, parameters, numbers, operands, device, groups)
 
     def _shape(
         self, operands: Sequence[Operand], size: int | None
@@ -173,6 +182,7 @@ class ElementwiseKernel(ExpressionKernel):
 
     def _source(
         self,
+        opening: str,
         operands: Sequence[Operand],
         elements: Sequence[Operand],
         numbers: Collection[str],
@@ -191,6 +201,7 @@ class ElementwiseKernel(ExpressionKernel):
         offsets = [f", offset_{k}_" for k in range(len(elements))]
         return _SOURCE.format(
             name=self.name,
+            opening=opening,
             operation=self._operation,
             lanes=lanes,
             offsets="".join(offsets).replace(",", ", const index_t"),

@@ -16,7 +16,7 @@ import torch
 
 from fusedoptim._torch_private import disable_dynamo, increment_version
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
-from fusedoptim.launch.backend import NO_TRAITS
+from fusedoptim.launch.backend import NO_TRAITS, Traits
 from fusedoptim.launch.devices import backend_of, named_queue, queue_of
 from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Built, Program, Size
@@ -150,7 +150,7 @@ class RawKernel:
         tensor([1.5000, 1.5000, 1.5000])
     """
 
-    _traits = NO_TRAITS
+    _traits: Traits = NO_TRAITS
 
     def __init__(
         self,
@@ -369,7 +369,7 @@ class RawKernel:
             zeros: bytes of the next one, a tensor of zeros; 0 if there is none.
         """
         built = self._on_cpu
-        if built is None or not built.in_order:
+        if built is None or not built.in_order or not self._traits.takes_frame:
             return None
         signature = self._signature or self._find()
         frame, uses = signature.bind(args)

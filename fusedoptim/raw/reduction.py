@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from fusedoptim.raw import _parameters
-from fusedoptim.raw._expressions import ExpressionKernel, Plan, chunk_of, launch_shape
+from fusedoptim.raw._expressions import (
+    NUMBERS,
+    ExpressionKernel,
+    Plan,
+    chunk_of,
+    launch_shape,
+)
 from fusedoptim.raw._parameters import DTYPES, Operand, Scalar
+from fusedoptim.raw._spirv import Parameter
 from fusedoptim.raw._walk import Walk, walk
 
 __all__ = ["ReductionKernel"]
@@ -42,7 +49,7 @@ static inline void {name}_store(const index_t o_, const reduced_t a{parameters})
 #line 1 "generated"
 {stores}
 }}
-kernel void {name}(global const long *numbers_, global uchar *scratch_{declarations}) {{
+{opening}
 {numbers}
     const index_t group_ = get_group_id(0) + get_global_offset(1), lane_ = get_local_id(0);
     reduced_t a = {identity};
@@ -59,6 +66,7 @@ kernel void {name}(global const long *numbers_, global uchar *scratch_{declarati
     {name}_store(o_, a{names});
 }}
 """
+_SCRATCH = Parameter("scratch_", "pointer", "u8", 1, False)
 _COUNTER = 8  # bytes for a counter of finished groups, so that all that follows is aligned
 # A group reduces a chunk of the elements of one result, its work items side by side. Four partial
 # results for each work item: additions to a single one would wait for each other.
@@ -223,10 +231,12 @@ class ReductionKernel(ExpressionKernel):
         source += f"typedef {reduced.arithmetic} reduced_t;\n"
         source += f"typedef {stored.memory} reduced_memory;\n{self._preamble}"
         body = _ACROSS if is_across else _ALONG
-        source += self._source(operands, elements, numbers, inner, outer, lanes, body)
+        parameters = _parameters.of_kernel([NUMBERS, _SCRATCH], operands, self._outputs)
+        opening = self._opening(parameters, device)
+        source += self._source(opening, operands, elements, numbers, inner, outer, lanes, body)
         groups = chunks * (-(-count // lanes) if is_across else count)
         zeros = count * (_COUNTER + chunks * stored.torch.itemsize) if chunks > 1 else 0
-        return self._planned(outputs, source, numbers, operands, device, groups, zeros)
+        return self._planned(outputs, source, parameters, numbers, operands, device, groups, zeros)
 
     def _walks(
         self,
@@ -251,6 +261,7 @@ class ReductionKernel(ExpressionKernel):
 
     def _source(
         self,
+        opening: str,
         operands: Sequence[Operand],
         elements: Sequence[Operand],
         numbers: Collection[str],
@@ -272,6 +283,7 @@ class ReductionKernel(ExpressionKernel):
         words |= {"name": self.name, "lanes": str(lanes), "counter": str(_COUNTER)}
         return _SOURCE.format(
             **words,
+            opening=opening,
             loads="\n".join(loads),
             results="\n".join(results),
             stores="\n".join(stores),
