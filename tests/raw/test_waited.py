@@ -247,7 +247,7 @@ def test_one_group_that_needs_much_memory(count: int, is_here: bool) -> None:
         x[0] = a[(int)x[0]] >= 0;
     }}"""
     kernel = RawKernel(text)
-    assert bool(kernel._own()._waited.sizes((1,), (1,)).groups) == is_here
+    assert bool(kernel._own().waited.sizes((1,), (1,)).groups) == is_here
     x = torch.ones(1)
     kernel(1, 1, (x,))
     assert x.item() == 1
@@ -331,7 +331,7 @@ def test_variables_that_outlive_a_launch(by_sycl: list[bool]) -> None:
 def test_programs_go_with_their_kernels() -> None:
     twice = RawKernel(SLOW, "twice")
     twice(16, 16, (torch.ones(16),))
-    waited = twice._own()._waited
+    waited = twice._own().waited
     assert isinstance(waited, OpenCLKernel)
     program = weakref.ref(waited.program)
     del twice, waited
