@@ -1,9 +1,9 @@
 """torchvision for tests: imported also where its compiled operators do not load.
 
 The wheel of PyPI is built for CUDA, whose libraries a torch for CPUs lacks. Then its operators'
-schemas are defined here, so that ``replace_torchvision`` has something to put our kernels under.
-transformers cannot be imported beside such a wheel either, so it is none of the dev extra's
-packages: these tests run where it is on the path.
+schemas are defined here, so that ``replace_torchvision`` has something to put our kernels under. Nor
+can transformers be imported beside such a wheel, so it is none of the dev extra's packages: these
+tests run where it is on the path.
 """
 
 from __future__ import annotations
