@@ -65,18 +65,18 @@ def embedding_bag(
             stop = count
             if bag + 1 < bags_left:
                 stop = offsets[bag + 1]
-            column = lane()
+            column = 0
             while column < width:
                 total0 = total1 = total2 = total3 = real(0)
                 k = begin
                 while k < stop:
-                    place = indices[k] * width + column
+                    place = indices[k] * width + column + lane()
                     total0 += table[place]
                     total1 += table[place + lanes()]
                     total2 += table[place + 2 * lanes()]
                     total3 += table[place + 3 * lanes()]
                     k += 1
-                place = bag * stride + column
+                place = bag * stride + column + lane()
                 output[place] = total0
                 output[place + lanes()] = total1
                 output[place + 2 * lanes()] = total2
