@@ -4,10 +4,14 @@ BIN := .venv/bin
 JIT := .venv-jit/bin
 # Python compiles what is imported, which is a small part of the files that pip would compile.
 PIP_OPTIONS := --quiet --no-compile
+# What tests put on the path by themselves: see pyproject.toml.
+APART = $(BIN)/python -c "import tomllib; \
+	print(*tomllib.load(open('pyproject.toml', 'rb'))['tool']['fusedoptim']['apart'])"
 # Tests of what is the same in both environments, such as torch and what is made of our operators:
 # `make test` alone runs them.
 ONLY_NEWEST := notebooks references transforms packaging/test_wheel.py test_reference.py \
-	test_convergence.py $(addprefix fusedoptim/,distributed nn offload runtime step/test_interrupts.py)
+	test_convergence.py $(addprefix fusedoptim/,distributed nn offload runtime \
+	step/test_interrupts.py ops/test_torchvision.py)
 
 .PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench \
         notebooks lab clean
@@ -63,6 +67,7 @@ clean:
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install $(PIP_OPTIONS) --editable '.[dev]'
+	$(BIN)/pip install $(PIP_OPTIONS) --no-deps --upgrade --target .venv/apart $$($(APART))
 	touch $@
 
 .venv/installed-lab: .venv/installed

@@ -1,20 +1,22 @@
 """torchvision for tests: imported also where its compiled operators do not load.
 
 The wheel of PyPI is built for CUDA, whose libraries a torch for CPUs lacks. Then its operators'
-schemas are defined here, so that ``replace_torchvision`` has something to put our kernels under. Nor
-can transformers be imported beside such a wheel, so it is none of the dev extra's packages: these
-tests run where it is on the path.
+schemas are defined here, so that ``replace_torchvision`` has something to put our kernels under. As
+transformers cannot be imported beside such a wheel, it is in a folder that is not on the path.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+_FOLDER = Path(sys.prefix, "apart")  # made by `make .venv/installed`
 _BOXES = "float spatial_scale, SymInt pooled_height, SymInt pooled_width"
 _SCHEMAS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -26,21 +28,32 @@ _SCHEMAS = {
 }
 
 
-@functools.cache
-def load() -> Any:
-    """The module torchvision; a test that calls this is skipped where it is not installed."""
+@contextlib.contextmanager
+def loaded() -> Iterator[Any]:
+    """The module torchvision, which is gone again afterwards."""
+    sys.path.append(str(_FOLDER))
+    try:
+        yield _load()
+    finally:
+        sys.path.remove(str(_FOLDER))
+        _forget()
+
+
+def _load() -> Any:
     try:
         import torchvision
-    except ModuleNotFoundError:
-        pytest.skip("needs torchvision")
     except RuntimeError:
+        _forget()
         return _without_operators()
     return torchvision
 
 
-def _without_operators() -> Any:
+def _forget() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
+
+
+def _without_operators() -> Any:
     for name, schema in _SCHEMAS.items():
         torch.library.define(f"torchvision::{name}", schema)
     return _import_despite_others()

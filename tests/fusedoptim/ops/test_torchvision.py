@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from fusedoptim.ops import batched_nms, nms, replace_torchvision, roi_align
 from tests import torchvision_operators
 
 
-@pytest.fixture
-def torchvision() -> Any:
-    return torchvision_operators.load()
+@pytest.fixture(scope="module")
+def torchvision() -> Iterator[Any]:
+    with torchvision_operators.loaded() as module:
+        yield module
 
 
 def new_boxes(count: int) -> Tensor:
