@@ -43,6 +43,9 @@ _STATE_ELEMENTS = {Role.STATE_BF16: "bf16", Role.STATE_E4M3: "u8", Role.STATE_E5
 # Of these a kernel gets the value, and no address.
 _VALUES = (Role.DEVICE_SCALAR, Role.DEVICE_INT, Role.ROW_INT, Role.ROW_RESULT)
 _LANE_FUNCTIONS = ("lane", "lanes", "uniform", "barrier", "group_sum", "group_max")
+# Variables of the generated loops.
+_ROW_LOOP = ("rows", "head", "run", "next_row", "end", "row", "kernel", "real")
+_ELEMENT_LOOP = ("start",)
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
 
 
@@ -86,7 +89,8 @@ def signature(kernel: Callable[..., Any], variant: str) -> Signature:
 
     Raises:
         TypeError: an argument is not annotated with a type of ``fusedoptim.kernels.language``, or
-            with one of which it is not known what a launch block has for it.
+            with one of which it is not known what a launch block has for it, or its name is one
+            that :func:`_entry_point` uses.
     """
     hints = get_type_hints(kernel, include_extras=True)
     found = []
@@ -98,6 +102,13 @@ def signature(kernel: Callable[..., Any], variant: str) -> Signature:
                 "annotate it with Index, Param, Grad, State, Scalar or another"
             )
         found.append(Argument(name, roles[0]))
+    is_element_kernel = any(role is Role.INDEX for _, role in found)
+    for name, _ in found:
+        if name in _ROW_LOOP or (is_element_kernel and name in _ELEMENT_LOOP):
+            raise TypeError(
+                f"{kernel.__name__}: argument {name!r} has the name of a variable in the loop that "
+                "is put around the kernel; give it another"
+            )
     sums = len(get_args(hints.get("return")))
     words = [] if Role.LENGTH in (role for _, role in found) else [Argument("length", Role.LENGTH)]
     for argument in found:

@@ -290,6 +290,15 @@ class TestCompiler:
         with pytest.raises(TypeError, match="'step' has no type"):
             compile_kernel(kernel, "f32", "kernel_f32")
 
+    def test_argument_with_a_name_of_the_loop(self) -> None:
+        from fusedoptim.kernels._compiler import compile_kernel
+
+        def kernel(length: language.Length, end: language.Integer) -> None:
+            pass
+
+        with pytest.raises(TypeError, match="'end' has the name of a variable"):
+            compile_kernel(kernel, "f32", "kernel_f32")
+
 
 @pytest.mark.skipif(HAS_COMPILER, reason="the compiler is installed")
 @pytest.mark.parametrize("command", [build_tool.build, build_tool.verify])
