@@ -199,7 +199,7 @@ class _Trial:
             values = self._random.integers(0, _LENGTHS).view(np.float64)
         storages = dict.fromkeys(_NARROW, self._narrow)
         storages |= {Role.TRAIL: "trail", Role.DEVICE_INT: "i64", Role.ROW_INT: "i64"}
-        storages |= {Role.INDICES: "i64", Role.STATE_BF16: "bf16"}
+        storages |= {Role.INDICES: "i64", Role.STATE_BF16: "bf16", Role.BLOCK_SCALES: "bf16"}
         if argument.name in self._given:
             values = np.asarray(self._given[argument.name])
             if storages.get(role) == "i64":

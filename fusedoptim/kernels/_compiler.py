@@ -39,7 +39,12 @@ from numba_dpex.kernel_api_impl.spirv.target import (  # noqa: E402
 from fusedoptim.kernels import _lowering, _rounding, _vectors  # noqa: E402, F401 (registers)
 
 _SPIRV_VERSION = "--spirv-max-version=1.0"  # what OpenCL 2.1 takes, so every driver
-_STATE_ELEMENTS = {Role.STATE_BF16: "bf16", Role.STATE_E4M3: "u8", Role.STATE_E5M3: "u8"}
+_STATE_ELEMENTS = {
+    Role.STATE_BF16: "bf16",
+    Role.STATE_E4M3: "u8",
+    Role.STATE_E5M3: "u8",
+    Role.BLOCK_SCALES: "bf16",
+}
 # Of these a kernel gets the value, and no address.
 _VALUES = (Role.DEVICE_SCALAR, Role.DEVICE_INT, Role.ROW_INT, Role.ROW_RESULT)
 _LANE_FUNCTIONS = ("lane", "lanes", "uniform", "barrier", "group_sum", "group_max")

@@ -13,7 +13,7 @@ State        ``x[i]``, ``x[i] = v``   of the row: address of values in the arith
 StateBf16    ``x[i]``, ``x[i] = v``   of the row: address of bfloat16 values
 StateE4M3    ``x[i]``, ``x[i] = v``   of the row: address of 8-bit codes (see ``rounding.py``)
 StateE5M3    ``x[i]``, ``x[i] = v``   of the row: the same without a sign
-BlockScales  ``x[k]``, ``x[k] = v``   of the row: address of a scale for each block of the codes
+BlockScales  ``x[k]``, ``x[k] = v``   of the row: address of bfloat16 scales of blocks of codes
 ParamNumber  int                      of the row: which of the optimizer's parameters it is
 Input        ``x[i]``                 of the row: address of an operator's input, in its dtype
 Output       ``x[i] = v``             of the row: address of an operator's output, in that dtype

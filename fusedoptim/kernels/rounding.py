@@ -51,7 +51,7 @@ __all__ = [
     "xor",
 ]
 
-BLOCK = 128
+BLOCK = 64
 """Elements that share a scale, at most."""
 DRAW = 64
 """Elements whose words come from one draw."""

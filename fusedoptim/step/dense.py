@@ -20,6 +20,7 @@ from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.launch.kernel import Kernel, kernel_for
 from fusedoptim.launch.pipeline import Pipeline, Stage
 from fusedoptim.step.checks import check_state_whole
+from fusedoptim.step.float8 import SCALES
 from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings, grad_factor
 from fusedoptim.step.sharding import is_divided, like_param, spread_of
@@ -122,7 +123,7 @@ class DenseRows:
         for name, role in names.items():
             places = [state[name].data_ptr() for state in made]
             if role is Role.BLOCK_SCALES:
-                pipeline.write_addresses(name, places, dtype.arithmetic.itemsize, BLOCK)
+                pipeline.write_addresses(name, places, SCALES.itemsize, BLOCK)
             else:
                 pipeline.write_addresses(name, places, state_width(role, first))
         for flag in self._row_flags:

@@ -30,6 +30,8 @@ from fusedoptim.step.tensors import State, is_dense
 SUFFIX = "_scale"
 DTYPES = {Role.STATE_E4M3: torch.float8_e4m3fn, Role.STATE_E5M3: torch.uint8}
 """The dtypes of codes; torch has no name for e5m3."""
+SCALES = torch.bfloat16
+"""The dtype of scales: it has all powers of two."""
 
 _HALF = 1 << (FRACTION_BITS - 1)
 _LARGEST_FRACTION = 1.75  # of the last exponent: the next code is NaN
@@ -73,7 +75,7 @@ def encoded(values: Tensor, dtype: torch.dtype, lanes: int) -> tuple[Tensor, Ten
         codes = codes | (blocks.signbit().int() * SIGN_E4M3)
     result = torch.empty_like(values, dtype=torch.uint8)
     _in_memory_order(result).copy_(codes.view(-1)[: values.numel()])
-    return result.view(dtype), scales
+    return result.view(dtype), scales.to(SCALES)
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
@@ -85,7 +87,7 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
     signed = codes.dtype is torch.float8_e4m3fn
     nan = NAN_E4M3 if signed else NAN_E5M3
     magnitude = blocks & nan
-    scale = scales.unsqueeze(1)
+    scale = scales.float().unsqueeze(1)
     y = ((magnitude << FRACTION_BITS) + scale.view(torch.int32)).view(torch.float32)
     values = torch.minimum(y / 2, y - scale)
     values = torch.where(magnitude == nan, torch.nan, values)

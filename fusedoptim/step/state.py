@@ -93,7 +93,7 @@ def _encoded_tensors(
         check_state_shape(rule, owner, name, values, target.shape)
     if values is None:
         codes = rule.initial_state(name, target, torch.uint8).view(dtype)
-        scales = torch.zeros(shape, device=target.device)
+        scales = torch.zeros(shape, dtype=float8.SCALES, device=target.device)
     elif scales is None or scales.shape != shape or not same_order(values, target):
         if scales is not None:
             values = float8.decoded(values, scales)
