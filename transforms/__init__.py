@@ -4,9 +4,10 @@
 In graph mode it computes what torch.compile captures of the model, as :func:`graph_backend` does.
 For training it fuses the optimizer's step and splits weights into bfloat16 halves. :func:`report`
 lists what it did and why; :func:`restore` undoes it. :func:`quantize` has convolutions and Linears
-compute in INT8.
+compute in INT8, and :func:`merge_embedding_bags` has embedding bags compute at once.
 """
 
+from transforms.embedding_bags import merge_embedding_bags
 from transforms.front_end import optimize
 from transforms.graph.backend import graph_backend
 from transforms.passes.channels_last import disable_auto_channels_last, enable_auto_channels_last
@@ -24,6 +25,7 @@ __all__ = [
     "enable_auto_channels_last",
     "finalize",
     "graph_backend",
+    "merge_embedding_bags",
     "optimize",
     "quantize",
     "report",

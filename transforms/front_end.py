@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from transforms.embedding_bags import KNOB as MERGING
+from transforms.embedding_bags import mergeable
 from transforms.inputs.arguments import (
     check_halves,
     check_model,
@@ -206,6 +208,8 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
                 comparison = Comparison(job.model, job.sample_input, job.options.dtype)
     if times:
         times["optimized"] = _seconds(job) if latest is None else latest
+    if could_be_merged := mergeable(job.model):
+        done[MERGING] = could_be_merged
     mode = "training" if job.model.training else "inference"
     title = f"{type(job.model).__name__} for {mode}"
     return Report(title, done, kept_bytes=0, seconds=times)

@@ -11,7 +11,7 @@ from transforms.inputs.arguments import check_halves, check_same_parameters
 from transforms.passes import INFERENCE, TRAINING
 from transforms.reports import attach, detach, find
 from transforms.reports import report as report_of
-from transforms.rewrites import int8, plain_tensors
+from transforms.rewrites import int8, merged_bags, plain_tensors
 from transforms.rewrites.fused_step import is_converted
 
 __all__ = ["finalize", "restore"]
@@ -22,7 +22,8 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     """Undo all that :func:`transforms.optimize` and :func:`transforms.quantize` did, bit for bit.
 
-    Values that were loaded, written or trained since are kept.
+    Also what :func:`transforms.merge_embedding_bags` did. Values that were loaded,
+    written or trained since are kept.
 
     Args:
         model: the model that ``optimize`` returned.
@@ -60,6 +61,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     for passes in (INFERENCE, TRAINING):  # a model is not optimized for training after inference
         for each in reversed(passes):
             each.undo(model, optimizer)
+    merged_bags.revert_all(model)
     detach(model)
     return model if optimizer is None else (model, optimizer)
 

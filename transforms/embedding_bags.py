@@ -1,0 +1,251 @@
+"""``merge_embedding_bags``: has one module compute a model's embedding bags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fusedoptim.nn import MergedEmbeddingBag
+from fusedoptim.step.tensors import update_order
+from transforms.inputs.arguments import (
+    check_halves,
+    check_model,
+    check_no_copied_halves,
+    check_not_for_inference,
+)
+from transforms.inputs.copies import copy_pair
+from transforms.reports import Entry, Report, attach, find
+from transforms.reports import merged as with_earlier
+from transforms.rewrites.merged_bags import merge
+from transforms.rewrites.split import merge_copies
+from transforms.tracing.modules import has_computed_tensors, has_hooks, owners, plain_kind
+
+__all__ = ["merge_embedding_bags"]
+
+KNOB = "merge_embedding_bags"
+"""The name of what is done here in the report."""
+_OF_STATE = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@torch.inference_mode(False)
+def merge_embedding_bags(
+    model: _Model,
+    name: str,
+    *,
+    optimizer: str | None = None,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    eps: float | None = None,
+    split: bool = False,
+    inplace: bool = False,
+) -> _Model:
+    """Replace a list of embedding bags in a model by one :class:`fusedoptim.nn.MergedEmbeddingBag`.
+
+    The merged module has the bags, by the same names in ``state_dict()``, and indexing and
+    iteration give them. A forward that loops over them computes what it did, and is not faster:
+    call the merged module instead, as ``self.tables(indices, offsets)`` with lists, which returns a
+    list. :func:`transforms.restore` undoes it, and keeps what the tables learnt.
+
+    With ``optimizer``, the backward pass of the merged module updates the tables, which have no
+    gradients: leave them out of the optimizer of the model. A bag that is called by itself in
+    training mode, with gradients enabled, would learn nothing, and raises.
+
+    Args:
+        model: a module on one device.
+        name: of a ``torch.nn.ModuleList`` in the model, or of an attribute that is a list or tuple,
+            of plain ``torch.nn.EmbeddingBag``, such as "tables" or "sparse.tables".
+        optimizer: None, "sgd", "adagrad" or "rowwise_adagrad".
+        lr: learning rate; by default 0.01.
+        weight_decay: L2 penalty of the rows in a batch; by default 0.
+        eps: what keeps Adagrad's divisor from zero; by default 1e-10.
+        split: whether the tables are kept as two halves of 16 bits, which needs an optimizer.
+        inplace: rewrite the given model. Otherwise it is copied: make optimizers for the copy.
+
+    Returns:
+        the model.
+
+    Raises:
+        AttributeError: the model has nothing of that name.
+        TypeError: what has the name is no list of plain embedding bags, or their dtypes differ; a
+            model that cannot be rewritten or copied.
+        ValueError: bags with ``max_norm``, ``scale_grad_by_freq``, hooks, a computed weight or
+            another mode than "sum" and "mean"; with an optimizer, tables that are frozen, or that
+            something else uses; or an option without effect. Whatever is raised, nothing was
+            changed.
+
+    Example:
+        >>> import torch
+        >>> from fusedoptim import transforms
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         bags = [torch.nn.EmbeddingBag(10, 4, mode="sum") for _ in range(3)]
+        ...         self.tables = torch.nn.ModuleList(bags)
+        ...     def forward(self, indices, offsets):
+        ...         if isinstance(self.tables, torch.nn.ModuleList):
+        ...             bags = zip(self.tables, indices, offsets)
+        ...             return torch.cat([bag(i, o) for bag, i, o in bags], dim=1)
+        ...         return torch.cat(self.tables(indices, offsets), dim=1)
+        >>> model = transforms.merge_embedding_bags(Model(), "tables", optimizer="sgd", lr=0.1)
+        >>> indices, offsets = [torch.tensor([0, 3, 3])] * 3, [torch.tensor([0, 2])] * 3
+        >>> model(indices, offsets).sum().backward()  # updates rows 0 and 3 of all tables
+        >>> [entry.where for entry in transforms.report(model).done("merge_embedding_bags")]
+        ['tables']
+        >>> type(transforms.restore(model).tables).__name__
+        'ModuleList'
+
+    Semantics: ``torch.nn.EmbeddingBag`` of torch 2.13. IPEX's ``from_embeddingbag_list`` made such
+    a module, and left it to the user to put it into the model.
+    """
+    check_model(model)
+    if optimizer is not None:
+        check_not_for_inference(model)
+    _check_bags(model, name, is_trained=optimizer is not None)
+    if inplace:
+        check_halves(model, None)
+        check_no_copied_halves(model)
+    else:
+        model, _ = copy_pair(model, None)  # type: ignore[assignment]
+        merge_copies(model)
+    options = {
+        "optimizer": optimizer,
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "eps": eps,
+        "split": split,
+    }
+    parent, attribute = _place(model, name)
+    with ExitStack() as undo:
+        merged = merge(parent, attribute, name, options, undo)
+        how = "" if optimizer is None else f", and updated in backward by {optimizer}"
+        entry = Entry(name, f"{len(merged)} tables in one call of {name}(indices, offsets){how}")
+        _attach(model, [entry, *mergeable(model)])
+        undo.pop_all()
+    return model
+
+
+def mergeable(model: nn.Module) -> list[Entry]:
+    """An entry for each ModuleList of bags that could be merged."""
+    entries = []
+    for name, module in model.named_modules():
+        if name and isinstance(module, nn.ModuleList) and len(module) > 1:
+            try:
+                _check_bags(model, name, is_trained=False)
+                MergedEmbeddingBag.from_embedding_bags([*module])
+            except (AttributeError, TypeError, ValueError):
+                continue
+            what = f"its bags can be computed at once: see transforms.{KNOB}"
+            entries.append(Entry(name, what, done=False))
+    return entries
+
+
+def _attach(model: nn.Module, entries: Sequence[Entry]) -> None:
+    """Add entries to the report of the model."""
+    report = find(model)
+    if report is None:
+        mode = "training" if model.training else "inference"
+        report = Report(f"{type(model).__name__} for {mode}", {}, kept_bytes=0)
+    attach(model, with_earlier(model, report._replace(passes={KNOB: entries})))
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has what is named, and its name there."""
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r} is a {type(name).__name__}; pass a name, such as 'tables'")
+    path, _, attribute = name.rpartition(".")
+    try:
+        parent = model.get_submodule(path)
+    except AttributeError as error:
+        raise AttributeError(
+            f"name={name!r}: {error}; named_modules() of the model has the names"
+        ) from error
+    if attribute not in parent._modules and attribute not in vars(parent):
+        raise AttributeError(
+            f"name={name!r}: this {type(parent).__name__} has no {attribute!r}; named_modules() "
+            "of the model has the names"
+        )
+    return parent, attribute
+
+
+def _check_bags(model: nn.Module, name: str, is_trained: bool) -> None:
+    """Raise unless what is named is a list of plain bags, which may be trained if they are to be.
+
+    What the bags must have alike is checked by :class:`MergedEmbeddingBag`.
+    """
+    parent, attribute = _place(model, name)
+    container: Any = getattr(parent, attribute)
+    kind = type(container)
+    if isinstance(container, MergedEmbeddingBag):
+        raise TypeError(
+            f"name={name!r} is a {kind.__name__} already; to merge its bags anew, use "
+            "transforms.restore(model) first"
+        )
+    if kind not in (nn.ModuleList, list, tuple):
+        raise TypeError(
+            f"name={name!r} is a {kind.__name__}; name a torch.nn.ModuleList, a list or a tuple "
+            "of torch.nn.EmbeddingBag"
+        )
+    if kind is nn.ModuleList and (
+        has_hooks(container) or any(getattr(container, hooks) for hooks in _OF_STATE)
+    ):
+        raise ValueError(f"name={name!r}: the ModuleList has hooks; remove them first")
+    sharers = owners(model) if is_trained else {}
+    for t, bag in enumerate(container):
+        where = f"{name}.{t}"
+        _check_bag(where, bag)
+        if is_trained:
+            _check_trainable(where, bag, sharers.get(id(bag.weight), []))
+    if is_trained:  # here, as a copy of the model may no longer share it
+        turns = update_order([bag.weight for bag in container])
+        if any(turns):
+            t = next(t for t, turn in enumerate(turns) if turn)
+            raise ValueError(
+                f"{name}.{t}.weight shares memory with a table before it, and both would be "
+                "updated at once; merge without an optimizer, or clone() it first"
+            )
+
+
+def _check_bag(where: str, bag: Any) -> None:
+    cls = type(bag).__name__
+    if not isinstance(bag, nn.EmbeddingBag):
+        raise TypeError(f"{where} is a {cls}; only lists of torch.nn.EmbeddingBag are merged")
+    if has_computed_tensors(bag):
+        raise ValueError(
+            f"{where} has a weight that is computed from others (a parametrization, pruning or "
+            "weight norm); make it permanent, or keep this bag in another list"
+        )
+    if type(bag) is not nn.EmbeddingBag or plain_kind(bag, (nn.EmbeddingBag,)) is None:
+        raise TypeError(
+            f"{where} is a {cls} with methods of its own, which the merged module would not call; "
+            "use a plain torch.nn.EmbeddingBag, or keep this bag in another list"
+        )
+    if has_hooks(bag):
+        raise ValueError(
+            f"{where} has hooks, which the merged module would not call; remove them, or keep this "
+            "bag in another list"
+        )
+
+
+def _check_trainable(where: str, bag: nn.EmbeddingBag, sharers: Sequence[str]) -> None:
+    if not bag.weight.requires_grad:
+        raise ValueError(
+            f"{where}.weight is frozen (requires_grad=False), and the optimizer would train it; "
+            "merge without an optimizer, or keep this bag in another list"
+        )
+    others = [name or "the model" for name in sharers if name != where]
+    if others:
+        raise ValueError(
+            f"{where}.weight is also a parameter of {', '.join(others)}, where it would get no "
+            "gradient; merge without an optimizer"
+        )

@@ -1,0 +1,111 @@
+"""Containers of embedding bags that one module replaces, and how that is undone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fusedoptim.nn import MergedEmbeddingBag
+
+Bags = nn.ModuleList | Sequence[nn.EmbeddingBag]
+
+_MERGED = "_fusedoptim_merged_bags"
+"""The attribute of a parent that holds a :class:`_Merged` for each of its attributes."""
+
+
+class _Merged(NamedTuple):
+    container: Bags
+    """What the merged module replaces."""
+    dtypes: Sequence[torch.dtype]
+    """Of the tables, before they were split."""
+    handles: Sequence[RemovableHandle]
+    """Of the hooks that refuse calls of the bags."""
+
+
+def merge(
+    parent: nn.Module, attribute: str, name: str, options: dict[str, Any], undo: ExitStack
+) -> MergedEmbeddingBag:
+    """Replace a container of bags by one module, which shares their parameters.
+
+    Args:
+        parent: the module that has the container.
+        attribute: the container's name there.
+        name: the container's name in the model.
+        options: of :class:`MergedEmbeddingBag`.
+        undo: gets a callback that reverts it.
+    """
+    container: Bags = getattr(parent, attribute)
+    bags = [*container]
+    dtypes = [bag.weight.dtype for bag in bags]
+    if options["optimizer"] is not None:
+        undo.callback(_set_trainable, bags)
+    merged = MergedEmbeddingBag.from_embedding_bags(bags, **options)
+    merged.training = getattr(container, "training", parent.training)
+    handles = []
+    if options["optimizer"] is not None:
+        refuse = functools.partial(_refuse_call, name)
+        handles = [bag.register_forward_pre_hook(refuse) for bag in bags]
+    vars(parent).setdefault(_MERGED, {})[attribute] = _Merged(container, dtypes, handles)
+    undo.callback(_revert, parent)
+    _put(parent, attribute, merged)
+    return merged
+
+
+def revert_all(model: nn.Module) -> None:
+    """Give ``model`` all its containers again."""
+    for module in [*model.modules()]:
+        _revert(module)
+
+
+def _revert(parent: nn.Module) -> None:
+    records: dict[str, _Merged] = vars(parent).get(_MERGED, {})
+    for attribute, record in [*records.items()]:
+        for handle in record.handles:
+            handle.remove()
+        merged = getattr(parent, attribute, None)
+        if isinstance(merged, MergedEmbeddingBag):  # else the user has replaced it
+            _release(merged, record)
+            if isinstance(record.container, nn.ModuleList):
+                record.container.training = merged.training
+            _put(parent, attribute, record.container)
+        del records[attribute]
+    vars(parent).pop(_MERGED, None)
+
+
+def _release(merged: MergedEmbeddingBag, record: _Merged) -> None:
+    """Make the tables what they were, with the values that they have."""
+    if merged._optimizer is None:
+        return
+    halves = merged._optimizer.halves
+    for bag, dtype in zip(merged, record.dtypes):
+        if bag.weight in halves and dtype == torch.float32:
+            halves.merge(bag.weight)
+    _set_trainable([*merged])
+
+
+def _set_trainable(bags: Sequence[nn.EmbeddingBag]) -> None:
+    for bag in bags:
+        bag.weight.requires_grad_()
+
+
+def _put(parent: nn.Module, attribute: str, value: object) -> None:
+    """Set an attribute, at its place among the submodules if it is one."""
+    own: dict[str, Any] = parent._modules if attribute in parent._modules else vars(parent)
+    own[attribute] = value
+
+
+def _refuse_call(name: str, bag: nn.Module, args: object) -> None:
+    """Raise if a bag of a merged module, which alone updates it, is called for training."""
+    if bag.training and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"a bag of {name} was called by itself, and would learn nothing: its table is updated "
+            f"by the backward pass of the merged module. Call that in the forward, as in "
+            f"self.{name.rpartition('.')[2]}(indices, offsets), or call the bag in eval mode or "
+            "under torch.no_grad()"
+        )
