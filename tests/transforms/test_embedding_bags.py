@@ -205,6 +205,27 @@ def test_report_and_optimize() -> None:
     assert transforms.report(transforms.optimize(model.train(), optimizer)[0]).left(KNOB)
 
 
+@pytest.mark.parametrize("options", [{}, {"optimizer": "sgd"}])
+def test_optimized_for_training(options: dict[str, Any]) -> None:
+    """The tables stay float32, as the merged module calls no hook that would cast."""
+    model = merged(Outer(), **options)
+    state = copied(model.state_dict())
+    pair = model, torch.optim.Adagrad(model.parameters(), lr=0.1)
+    model, optimizer = transforms.optimize(*pair, dtype=torch.bfloat16)
+    left = {entry.where for entry in transforms.report(model).left("split_master_weight_for_bf16")}
+    assert left == {f"inner.tables.{t}.weight" for t in range(len(WIDTHS))}
+    assert_same_state(model.state_dict(), state)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(*batch())
+    output.float().square().sum().backward()
+    optimizer.step()
+    model, _ = transforms.restore(model, optimizer)
+    assert type(model.inner.tables) is nn.ModuleList
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    for name, value in model.inner.tables.state_dict(prefix="inner.tables.").items():
+        assert not torch.equal(value, state[name])
+
+
 def _with(t: int, bag: Any) -> nn.Module:
     model = Outer()
     model.inner.tables[t] = bag

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.nn import MergedEmbeddingBag
 from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.step.tensors import has_shared_elements
 from transforms.inputs.options import SPLIT
@@ -77,6 +78,9 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
             "the optimizer has none of the model's parameters; make it from model.parameters()"
         )
     shared = _sharing_memory([*uses, *(updated - uses.keys())])
+    merged = {
+        p for m in model.modules() if isinstance(m, MergedEmbeddingBag) for p in m.parameters()
+    }
     chosen: list[Tensor] = []
     entries: list[Entry] = []
     for param, users in uses.items():
@@ -84,10 +88,12 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
         if optimizer.is_split(param):
             entries.append(Entry(name, _SPLIT_ALREADY, done=False))
             continue
-        is_updated = param in updated
-        reason = (
-            _objection(param, users, shared) if is_updated else "the optimizer does not update it"
-        )
+        if param not in updated:
+            reason: str | None = "the optimizer does not update it"
+        elif param in merged:  # which calls no hook of the bag, and may update it by itself
+            reason = "a MergedEmbeddingBag uses it"
+        else:
+            reason = _objection(param, users, shared)
         if reason is None:
             chosen.append(param)
             what = "float32 to bfloat16, lower halves in the optimizer"
