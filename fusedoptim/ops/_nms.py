@@ -97,6 +97,7 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
 
 def _suppress(boxes: Tensor, scores: Tensor, idxs: Tensor | None, iou_threshold: float) -> Tensor:
     _check(boxes, scores, idxs)
+    boxes, scores = boxes.detach(), scores.detach()  # indices have no gradient
     if not len(boxes):
         return scores.new_empty(0, dtype=torch.int64)
     order = scores.sort(stable=True, descending=True)[1]

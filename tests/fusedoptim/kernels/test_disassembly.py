@@ -22,8 +22,8 @@ for name in sys.argv[2:]:
     kernel_for(queue("cpu"), *name.rsplit("_", 1))
 """
 _GATHER = re.compile(r"\bv(?:p?gather|p?scatter)\w*")
-_VECTOR_MEMORY = re.compile(r"\bv\w+\s.*\(.*%zmm\d+|\bv\w+\s+%zmm\d+, .*\(")
-"""An instruction that loads or stores 16 floats, or more."""
+_VECTOR_MEMORY = re.compile(r"\bv\w+\s.*[([].*zmm\d+|\bv\w+\s.*zmm\d+.*, .*[([]")
+"""An instruction that loads or stores 16 floats, or more, in the syntax of AT&T or of Intel."""
 
 
 @pytest.fixture(scope="module")
