@@ -23,7 +23,7 @@ from fusedoptim.doctor._examples.example import Example, Integers
 from fusedoptim.dtypes import ELEMENTS, VARIANTS, Element
 from fusedoptim.kernels.language import Role, as_lane
 from fusedoptim.kernels.rounding import BLOCK, e4m3_value, e5m3_value
-from fusedoptim.launch.block import LaunchBlock
+from fusedoptim.launch.block import LaunchBlock, as_int64
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.layout import Argument
 from fusedoptim.launch.modules import Module, kernel_function, shipped
@@ -313,8 +313,9 @@ class _Trial:
                 sizes = self._rows.sizes[name]
                 if role is Role.SUMS:
                     sizes = sizes * self._kernel.shape.lanes
-                base = np.array([array.address], dtype=np.uint64).view(np.int64)
-                block.write(name, base + (np.cumsum(sizes) - sizes) * array.itemsize)
+                block.write(
+                    name, as_int64([array.address]) + (np.cumsum(sizes) - sizes) * array.itemsize
+                )
             elif role is not Role.LENGTH:
                 block.write(name, self._numbers[name])
         head = {

@@ -60,14 +60,12 @@ def sections(outcomes: Sequence[Outcome]) -> Iterator[Section]:
 def _found(outcomes: Sequence[Outcome]) -> _Found:
     cores = process_cores()
     own = {number: its & cores for number, its in nodes().items()}
-    malloc = memory._other_malloc()
-    initial = memory._initial_settings(memory._initial_environment())
     return _Found(
         cores=cores,
         nodes={number: its for number, its in own.items() if its},
         threads=max(_said(outcomes, "threads"), default=None),
-        malloc=malloc,
-        is_kept=malloc is None and (memory._is_kept or initial.mmap_max == 0),
+        malloc=memory.other_malloc(),
+        is_kept=memory.is_kept(),
         huge_pages=_chosen(_HUGE_PAGES.read_text()) if _HUGE_PAGES.exists() else None,
     )
 

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
+def as_int64(addresses: Sequence[int]) -> Indices:
+    """Addresses as a launch block has them: a GPU's may pass 2^63."""
+    return np.array(addresses, dtype=np.uint64).view(np.int64)
+
+
 def row_addresses(values: Tensor, rows: Indices | None = None, dims: int = 1) -> Indices:
     """The addresses of rows of a contiguous tensor: one for each index of its first ``dims``."""
     if rows is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.kernels.language import Role
-from fusedoptim.launch.block import Chunks, Indices, LaunchBlock, row_addresses
+from fusedoptim.launch.block import Chunks, Indices, LaunchBlock, as_int64, row_addresses
 from fusedoptim.launch.kernel import Kernel
 
 # Up to as many chunks, addresses are written one by one: a call of numpy costs more than they do.
@@ -141,8 +141,9 @@ class Pipeline:
         One value is for so many ``elements``.
         """
         if not self._is_few:
-            base = np.array(addresses, dtype=np.uint64).view(np.int64)  # a GPU's may pass 2^63
-            places = base[self._chunks.owner] + self._chunks.start // elements * width
+            places = (
+                as_int64(addresses)[self._chunks.owner] + self._chunks.start // elements * width
+            )
             for block, rows in self._with_column[column]:
                 block.write(column, places[rows])
             return

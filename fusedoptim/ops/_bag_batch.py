@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim.launch.block import Indices
+from fusedoptim.launch.block import Indices, as_int64
 
 _SORTING = 64
 """Sorting an index takes about as long as adding so many elements."""
@@ -23,8 +23,7 @@ _LINE = 64 // 8
 
 def addresses_of(tensors: Sequence[Tensor]) -> Indices:
     """The addresses of tensors."""
-    # A GPU's may pass 2^63.
-    return np.array([tensor.data_ptr() for tensor in tensors], np.uint64).view(np.int64)
+    return as_int64([tensor.data_ptr() for tensor in tensors])
 
 
 def _as_int64(tensor: Tensor) -> Tensor:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.devices import BACKENDS
-from fusedoptim.ops._launching import DEVICES, DTYPE_NAMES, VARIANT_OF, launch_rows
+from fusedoptim.ops._launching import (
+    ARITHMETIC_OF,
+    DEVICES,
+    DTYPE_NAMES,
+    VARIANT_OF,
+    launch_rows,
+)
 
 __all__ = ["cross_entropy"]
 
@@ -99,7 +105,7 @@ def _like(
         )
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"cross_entropy: label_smoothing={label_smoothing!r} is not in [0, 1]")
-    real = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    real = ARITHMETIC_OF[logits.dtype]
     return target.new_empty(target.shape, dtype=real), target.new_empty(target.shape, dtype=real)
 
 

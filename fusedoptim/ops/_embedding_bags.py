@@ -14,7 +14,7 @@ from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._bag_batch import Batch, Sorted, addresses_of
 from fusedoptim.ops._bag_checks import check_arguments, raise_fault
 from fusedoptim.ops._bag_gradients import sample_gradients, sparse_gradients
-from fusedoptim.ops._launching import DEVICES, VARIANT_OF, launch_table
+from fusedoptim.ops._launching import ARITHMETIC_OF, DEVICES, VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register
 
 __all__ = ["embedding_bags"]
@@ -101,15 +101,10 @@ def embedding_bags(
     return result
 
 
-def real_dtype(weights: Tensors) -> torch.dtype:
-    """The dtype that kernels compute with."""
-    return torch.float64 if weights[0].dtype == torch.float64 else torch.float32
-
-
 def batch_of(
     weights: Tensors, indices: Tensors, offsets: Tensors, samples: Tensors, last: bool
 ) -> Batch:
-    real = [values.to(real_dtype(weights)).contiguous() for values in samples]
+    real = [values.to(ARITHMETIC_OF[weights[0].dtype]).contiguous() for values in samples]
     return Batch(indices, offsets, real, len(weights), last)
 
 
@@ -202,12 +197,11 @@ class Gradient:
         paddings: Sequence[int],
     ) -> None:
         self._grads = [grad if _has_rows(grad) else grad.contiguous() for grad in grads]
-        self._device, self._real = batch.device, real_dtype(weights)
+        self._device, self._real = batch.device, ARITHMETIC_OF[weights[0].dtype]
         self._widths = np.array([weight.shape[1] for weight in weights])
         table_rows = [weight.shape[0] for weight in weights]
         self._sorted = Sorted(batch, table_rows, paddings, means, self._real)
-        variant = "f64" if self._real == torch.float64 else "f32"
-        launch_table("sort_indices", self._device, variant, self._sorted.sorting, {})
+        launch_table("sort_indices", self._device, VARIANT_OF[self._real], self._sorted.sorting, {})
 
     def walk(
         self, name: str, variant: str, columns: dict[str, Any], numbers: Mapping[str, float]

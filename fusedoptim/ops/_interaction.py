@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedoptim.kernels.language import VECTOR
 from fusedoptim.launch.block import row_addresses
-from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, launch_table
+from fusedoptim.ops._launching import ARITHMETIC_OF, DTYPE_NAMES, VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register, register_without_gradient
 
 __all__ = ["interaction"]
@@ -212,8 +212,7 @@ def _launch(
     )
     size = count * (copies * width + count)
     like = next(iter(tensors.values()))
-    real = torch.float64 if like.dtype == torch.float64 else torch.float32
-    scratch = like.new_empty(len(firsts), size, dtype=real)
+    scratch = like.new_empty(len(firsts), size, dtype=ARITHMETIC_OF[like.dtype])
     columns: dict[str, Any] = {
         "length": samples * (count * width),
         "scratch": row_addresses(scratch),

@@ -19,6 +19,10 @@ DEVICES = tuple(BACKENDS)
 """The types of the devices that kernels run on."""
 VARIANT_OF = {getattr(torch, v.params[0]): v.name for v in VARIANTS.values() if v.params}
 """The variant of a kernel for each dtype that kernels compute with; no complex ones."""
+ARITHMETIC_OF = {
+    getattr(torch, v.params[0]): getattr(torch, v.arithmetic) for v in VARIANTS.values() if v.params
+}
+"""The dtype that kernels compute in, for each of those dtypes."""
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in VARIANT_OF)
 """Those dtypes, for errors."""
 _DEVICES = (*DEVICES, "meta")

@@ -16,7 +16,7 @@ from torch import Tensor
 from fusedoptim.allocator import current_pool
 from fusedoptim.launch.block import row_addresses
 from fusedoptim.launch.devices import queue_of
-from fusedoptim.ops._launching import VARIANT_OF, launch_table
+from fusedoptim.ops._launching import ARITHMETIC_OF, VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register
 from fusedoptim.ops._roi_taps import (
     TAPS,
@@ -60,7 +60,7 @@ def _spread(grad: Tensor, rois: Tensor, *arguments: Any) -> Tensor:
     result = _like(grad, rois, *arguments)
     if not grad.numel() or not result.numel():
         return result.zero_()
-    real = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    real = ARITHMETIC_OF[grad.dtype]
     if is_last or are_few(len(boxes), grid, maps * height * width):
         sums = torch.zeros_like(result, dtype=real)
         taps = BoxTaps(boxes, grid, (height, width), channels, is_last, grad.device)

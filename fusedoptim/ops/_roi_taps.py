@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.block import row_addresses
-from fusedoptim.ops._launching import launch_table
+from fusedoptim.ops._launching import ARITHMETIC_OF, VARIANT_OF, launch_table
 
 TAPS = 8
 """Pixels that a bin reads, or thereabouts."""
@@ -165,8 +165,7 @@ def are_few(boxes: int, grid: Grid, pixels: int) -> bool:
 
 def read_boxes(rois: Tensor, dtype: torch.dtype) -> Reals:
     """The boxes of maps of a dtype, in the dtype of arithmetic, on the host."""
-    real = torch.float64 if dtype == torch.float64 else torch.float32
-    values: Reals = rois.detach().to("cpu", real).contiguous().numpy()
+    values: Reals = rois.detach().to("cpu", ARITHMETIC_OF[dtype]).contiguous().numpy()
     return values
 
 
@@ -210,12 +209,12 @@ def _taps_of(
         strides: between its rows and between its columns, in elements.
         device: where the taps are computed.
     """
+    real = getattr(torch, sides[0].start.dtype.name)
     taps, columns = [], []
     for side, count, size, stride in zip(sides, bins, sizes, strides):
         boxes = len(side.start)
         # Taps of a bin rise from pixel to pixel, and a sample has two.
         room = max(min(2 * int(side.samples.max()), size), 1)
-        real = torch.float64 if side.start.dtype == np.float64 else torch.float32
         made = Taps(
             torch.empty((boxes, count, room), dtype=torch.int64, device=device),
             torch.empty((boxes, count, room), dtype=real, device=device),
@@ -230,6 +229,5 @@ def _taps_of(
         )
         taps.append(made)
     both = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
-    variant = "f64" if taps[0].weights.dtype == torch.float64 else "f32"
-    launch_table("roi_align_taps", device, variant, both, {})
+    launch_table("roi_align_taps", device, VARIANT_OF[real], both, {})
     return taps[0], taps[1]

@@ -94,7 +94,7 @@ def replace_torchvision() -> Replacement:
     except (ImportError, RuntimeError) as error:  # the latter where its operators do not load
         raise ImportError(
             f"torchvision cannot be imported ({error}); install the build for your torch: pip "
-            "install torchvision --index-url https://download.pytorch.org/whl/cpu"
+            "install torchvision, for a torch for CPUs from the index that torch itself came from"
         ) from error
     with _lock:
         if _current is None:

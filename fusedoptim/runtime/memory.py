@@ -74,7 +74,7 @@ def keep_memory() -> bool:
         >>> runtime.release_memory()
     """
     global _is_kept
-    if (other := _other_malloc()) is not None:
+    if (other := other_malloc()) is not None:
         warn(
             f"keep_memory() did nothing: {other} serves malloc in this process, not glibc; tune it "
             "by its own settings, or start Python without it",
@@ -139,7 +139,7 @@ class _SymbolInfo(ctypes.Structure):
     )
 
 
-def _other_malloc() -> str | None:
+def other_malloc() -> str | None:
     """The file of the library that serves malloc, or None if that is glibc."""
     process = ctypes.CDLL(None)
     # torch allocates with posix_memalign. The address of malloc itself may be that of a stub in
@@ -148,6 +148,13 @@ def _other_malloc() -> str | None:
     if hasattr(process, "gnu_get_libc_version") and owner == _owner(process.gnu_get_libc_version):
         return None
     return owner
+
+
+def is_kept() -> bool:
+    """Whether glibc keeps freed memory, by :func:`keep_memory` or the variables at the start."""
+    if other_malloc() is not None:
+        return False
+    return _is_kept or _initial_settings(_initial_environment()).mmap_max == 0
 
 
 def _owner(function: Any) -> str:

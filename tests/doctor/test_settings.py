@@ -29,7 +29,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examine:
         (tmp_path / f"node{node}" / "cpulist").write_text(own)
     monkeypatch.setattr(_cores, "_NODES", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    monkeypatch.setattr(memory, "_other_malloc", lambda: None)
+    monkeypatch.setattr(memory, "other_malloc", lambda: None)
     monkeypatch.setattr(memory, "_is_kept", False)
     monkeypatch.setattr(memory, "_initial_environment", dict)
     monkeypatch.setattr(_machine, "cpu_limit", lambda: None)
@@ -83,7 +83,7 @@ def test_kept_by_a_variable(
 
 
 def test_another_malloc(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_other_malloc", lambda: "/usr/lib/libjemalloc.so.2")
+    monkeypatch.setattr(memory, "other_malloc", lambda: "/usr/lib/libjemalloc.so.2")
     found, wished = examine(4)
     assert found.facts["malloc"] == "/usr/lib/libjemalloc.so.2"
     assert "fusedoptim.runtime.keep_memory()" not in wished.facts

@@ -19,6 +19,7 @@ from fusedoptim import _torch_private as private
 from transforms.graph import operators
 from transforms.graph.operators import is_fresh, is_pure
 from transforms.graph.products import Product
+from transforms.inputs.sample import agrees
 
 _GROUP = "prim::oneDNNFusionGroup"
 _CONVOLUTIONS = frozenset({"aten::_convolution", "aten::conv2d", "aten::conv3d"})
@@ -168,10 +169,7 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
         return False
     if not expected.is_floating_point():
         return torch.equal(actual, expected)
-    finite = expected[expected.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
-    tolerance = torch.finfo(expected.dtype).eps ** 0.5 * largest
-    return torch.allclose(actual, expected, rtol=0, atol=tolerance, equal_nan=True)
+    return agrees(actual, expected)
 
 
 def _relu(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002  # torch's name

@@ -105,23 +105,32 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 def _difference(before: list[Tensor], after: list[Tensor], precision: float) -> str | None:
-    """How the outputs differ, if they differ by more than rounding.
-
-    Folding changes roundings, and later layers may amplify them. So half of the digits must agree,
-    relative to the tensor's largest value; those of ``precision``, if the outputs have more.
-    """
+    """How the outputs differ, if they differ by more than rounding."""
     if [(t.shape, t.dtype) for t in before] != [(t.shape, t.dtype) for t in after]:
         return "the output for sample_input changed its shape or dtype"
     for expected, actual in zip(before, after):
         if not expected.is_floating_point() and not expected.is_complex():
             continue
-        tolerance = max(torch.finfo(expected.dtype).eps, precision) ** 0.5
-        finite = expected[expected.isfinite()]
-        largest = finite.abs().max().item() if finite.numel() else 0.0
-        if not torch.allclose(actual, expected, rtol=0, atol=tolerance * largest, equal_nan=True):
+        if not agrees(actual, expected, precision):
             distance = (actual - expected).abs().max().item()
             return (
                 f"the output for sample_input changed by {distance:.3g}, where its largest value "
-                f"is {largest:.3g}"
+                f"is {_largest(expected):.3g}"
             )
     return None
+
+
+def agrees(actual: Tensor, expected: Tensor, precision: float = 0.0) -> bool:
+    """Whether floating-point tensors of one shape and dtype differ by no more than rounding.
+
+    Rewrites change roundings, and later layers may amplify them. So half of the digits must agree,
+    relative to the tensor's largest value; those of ``precision``, if the tensors have more.
+    """
+    tolerance = max(torch.finfo(expected.dtype).eps, precision) ** 0.5 * _largest(expected)
+    return torch.allclose(actual, expected, rtol=0, atol=tolerance, equal_nan=True)
+
+
+def _largest(values: Tensor) -> float:
+    """The largest magnitude of those that are finite."""
+    finite = values[values.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
