@@ -29,7 +29,8 @@ _REPEATED = PLAIN | {bool, int, float}
 NUMBERS = Parameter("numbers_", "pointer", "i64", 8, True)
 """The first parameter of each kernel: sizes and strides."""
 _MIN_CHUNK = 4 * 1024  # elements, so that starting a group costs little
-_GROUPS = 16  # at least, so that no core is idle
+GROUPS = 16
+"""At least so many groups, so that no core is idle."""
 
 
 class NewOutput(NamedTuple):
@@ -298,4 +299,4 @@ def chunk_of(n: int, device: torch.device, alone: int) -> int:
     """
     if n <= alone and BACKENDS[device.type].runs_on_host:
         return max(n, 1)
-    return min(launch_shape(device).chunk, max(_MIN_CHUNK, -(-n // _GROUPS)))
+    return min(launch_shape(device).chunk, max(_MIN_CHUNK, -(-n // GROUPS)))

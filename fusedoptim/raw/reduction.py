@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusedoptim.raw import _parameters
 from fusedoptim.raw._expressions import (
+    GROUPS,
     NUMBERS,
     ExpressionKernel,
     Plan,
@@ -68,11 +69,9 @@ static inline void {name}_store(const index_t o_, const reduced_t a{parameters})
 """
 _SCRATCH = Parameter("scratch_", "pointer", "u8", 1, False)
 _COUNTER = 8  # bytes for a counter of finished groups, so that all that follows is aligned
-# A group reduces a chunk of the elements of one result, its work items side by side. Four partial
-# results for each work item: additions to a single one would wait for each other.
-_ALONG = """
-    const index_t o_ = group_ / chunks_, this_ = group_ % chunks_, first_ = this_ * chunk_;
-    const index_t end_ = first_ + chunk_ < n ? first_ + chunk_ : n;
+# The work items of a group walk a chunk of the elements of one result side by side. Four partial
+# results for each of them: additions to a single one would wait for each other.
+_SIDE_BY_SIDE = """
     index_t start_ = first_;
     reduced_t b = {identity}, c_ = {identity}, d_ = {identity};
     for (; start_ + 4 * {lanes} <= end_; start_ += 4 * {lanes}) {{
@@ -86,11 +85,35 @@ _ALONG = """
     for (; start_ + {lanes} <= end_; start_ += {lanes})
         a = {name}_reduce(a, {name}_map(o_, start_ + lane_{names}));
     if (start_ + lane_ < end_) a = {name}_reduce(a, {name}_map(o_, start_ + lane_{names}));
-    local reduced_memory of_lanes_[{lanes}];
+"""
+# A group reduces a chunk of one result.
+_ALONG = f"""
+    const index_t o_ = group_ / chunks_, this_ = group_ % chunks_, first_ = this_ * chunk_;
+    const index_t end_ = first_ + chunk_ < n ? first_ + chunk_ : n;
+    {_SIDE_BY_SIDE}
+    local reduced_memory of_lanes_[{{lanes}}];
     of_lanes_[lane_] = a;
     barrier(CLK_LOCAL_MEM_FENCE);
     if (lane_ != 0) return;
-    for (index_t k = 1; k < {lanes}; k++) a = {name}_reduce(a, of_lanes_[k]);
+    for (index_t k = 1; k < {{lanes}}; k++) a = {{name}}_reduce(a, of_lanes_[k]);
+"""
+# A group reduces several results whole. Then a work item combines what all have of one result.
+_ALONG_SEVERAL = f"""
+    const index_t begin_ = group_ * results_, this_ = 0, first_ = 0, end_ = n;
+    const index_t own_ = count_ - begin_ < results_ ? count_ - begin_ : results_;
+    local reduced_memory of_lanes_[{{most_results}} * {{lanes}}];
+    for (index_t row_ = 0; row_ < own_; row_++) {{{{
+        const index_t o_ = begin_ + row_;
+        a = {{identity}};
+        {_SIDE_BY_SIDE}
+        of_lanes_[row_ * {{lanes}} + lane_] = a;
+    }}}}
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (lane_ >= own_) return;
+    const index_t o_ = begin_ + lane_;
+    a = of_lanes_[lane_ * {{lanes}}];
+    for (index_t k = 1; k < {{lanes}}; k++)
+        a = {{name}}_reduce(a, of_lanes_[lane_ * {{lanes}} + k]);
 """
 # Each work item has a result of its own, and those of a group read side by side. Consecutive groups
 # read the same rows of memory.
@@ -102,6 +125,7 @@ _ACROSS = """
     for (index_t i = first_; i < end_; i++) a = {name}_reduce(a, {name}_map(o_, i{names}));
 """
 _ROWS = 256  # that a group reads in a chunk across
+_RESULTS = 16  # that a group reduces along, at most
 _ALONE = 128 * 1024  # elements that one group reduces alone
 _SHORT = 64  # elements; so few are reduced by one work item
 
@@ -221,7 +245,9 @@ class ReductionKernel(ExpressionKernel):
         alone = _ALONE if n * count <= _ALONE else 0
         chunk = _ROWS if is_across else chunk_of(n, device, alone)
         chunks = max(-(-n // chunk), 1)
-        numbers = {"n": n, "count_": count, "chunk_": chunk, "chunks_": chunks}
+        results = lanes if is_across else _results_of_group(n, count, chunks, device)
+        numbers = {"n": n, "count_": count, "results_": results}
+        numbers |= {"chunk_": chunk, "chunks_": chunks}
         numbers |= inner.numbers("i") | outer.numbers("o_")
         reduced = found.get(self._reduce_type) or _parameters.output_dtype(
             self.name, self._outputs[0], found
@@ -230,11 +256,11 @@ class ReductionKernel(ExpressionKernel):
         source = _parameters.head(n * count, found)
         source += f"typedef {reduced.arithmetic} reduced_t;\n"
         source += f"typedef {stored.memory} reduced_memory;\n{self._preamble}"
-        body = _ACROSS if is_across else _ALONG
+        body = _ACROSS if is_across else _ALONG if results == 1 else _ALONG_SEVERAL
         parameters = _parameters.of_kernel([NUMBERS, _SCRATCH], operands, self._outputs)
         opening = self._opening(parameters, device)
         source += self._source(opening, operands, elements, numbers, inner, outer, lanes, body)
-        groups = chunks * (-(-count // lanes) if is_across else count)
+        groups = chunks * -(-count // results)
         zeros = count * (_COUNTER + chunks * stored.torch.itemsize) if chunks > 1 else 0
         return self._planned(outputs, source, parameters, numbers, operands, device, groups, zeros)
 
@@ -280,7 +306,8 @@ class ReductionKernel(ExpressionKernel):
             else:
                 loads.append(operand.load(f"{inner.offset('i', k)} + {place}", const=True))
         words = _parameters.declared(numbers, operands, self._outputs) | self._expressions
-        words |= {"name": self.name, "lanes": str(lanes), "counter": str(_COUNTER)}
+        words |= {"name": self.name, "counter": str(_COUNTER)}
+        words |= {"lanes": str(lanes), "most_results": str(_RESULTS)}
         return _SOURCE.format(
             **words,
             opening=opening,
@@ -289,6 +316,18 @@ class ReductionKernel(ExpressionKernel):
             stores="\n".join(stores),
             body=body.format(**words),
         )
+
+
+def _results_of_group(n: int, count: int, chunks: int, device: torch.device) -> int:
+    """How many results of ``n`` elements a group reduces along them.
+
+    Starting a group costs as much as some hundred additions, so short rows share one.
+    """
+    if chunks > 1:
+        return 1
+    shape = launch_shape(device)
+    few = min(shape.chunk // max(n, 1), count // GROUPS)
+    return min(max(few, 1), _RESULTS, shape.lanes)
 
 
 def _axes(kernel: str, axis: Any, dims: int) -> list[int]:

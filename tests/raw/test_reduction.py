@@ -76,6 +76,17 @@ def test_long_axes(shape: tuple[int, int]) -> None:
         assert torch.equal(largest(x, axis=axis), x.amax(axis))
 
 
+@pytest.mark.parametrize("n", [64, 65, 127, 1000, 5000])
+@pytest.mark.parametrize("count", [31, 32, 100, 257, 300])
+def test_several_results_in_a_group(count: int, n: int) -> None:
+    """Rows that share groups, of which the last may have fewer; and rows that do not."""
+    x = torch.randn(count, n + 3)[:, 1:-2]
+    out = torch.empty(count, 2)[:, 1]
+    total(x, out, axis=1)
+    _assert_sum(out, x.double(), [1])
+    assert torch.equal(largest(x, axis=1), x.amax(1))
+
+
 def test_broadcast_numbers_and_outputs() -> None:
     x, y = torch.randn(30, 20), torch.randn(20)
     _assert_sum(dot(x, y, axis=1), x.double() * y.double(), [1])
@@ -144,7 +155,8 @@ from fusedoptim.raw import ReductionKernel
 torch.manual_seed(0)
 total = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", "total")
 x = torch.randn(1_000_000)
-sums = [total(x).view(1), total(x.view(1000, 1000), axis=0), total(x.view(-1, 4), axis=0)]
+sums = [total(x).view(1), total(x.view(-1, 4), axis=0)]
+sums += [total(x.view(1000, 1000), axis=axis) for axis in (0, 1)]
 found = hashlib.sha256(torch.cat(sums).numpy().tobytes()).hexdigest()
 print(found)
 """
