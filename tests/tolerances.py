@@ -58,8 +58,8 @@ _POWER = 4  # of the units that ours and the reference's have together
 # Units in the last place, each 2 u, by which OpenCL C's functions of a float may be off (OpenCL C
 # specification, "Relative Error as ULPs", full profile).
 BUILTIN_ULPS = {"exp": 3, "log": 3, "sin": 4, "cos": 4, "tanh": 5, "erf": 16, "sqrt": 3, "pow": 16}
-# Of the CPU device (fusedoptim.launch.block): a lane adds up CHUNK / LANES terms of a chunk. A
-# GPU's lane adds up fewer.
+# CPU.shape of fusedoptim.launch.cpu: a lane adds up CHUNK / LANES terms of a chunk. A GPU's lane
+# adds up fewer.
 LANES = 16
 CHUNK = 32 * 1024
 

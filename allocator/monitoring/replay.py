@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from allocator.exchange.memory import Memory
-from allocator.pool.blocks import Rules
+from allocator.pool.blocks import GRAIN, Rules
 from allocator.pool.driver import HUGE_PAGE, Driver
 from allocator.pool.source import Source
-from allocator.pool.store import ROUNDING, Store
+from allocator.pool.store import Store
 from allocator.runtime.libraries import load_dpctl
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class _Simulation:
     def allocate(self, nbytes: int, stream: int) -> tuple[int, Callable[[], None]]:
         """The size of a new block, and the function that frees it."""
         heap = self._store.heap_of(stream or None)
-        block = heap.allocate(self._store.room_for(nbytes, ROUNDING))
+        block = heap.allocate(self._store.room_for(nbytes, GRAIN))
         return block.size, partial(heap.free, block)
 
 

@@ -12,7 +12,7 @@ from allocator.pool.allocation import Allocation
 from allocator.pool.core import Core
 from allocator.pool.errors import OutOfMemoryError
 from allocator.pool.sizes import parse_size
-from allocator.pool.store import rounded
+from allocator.pool.store import whole_grains
 from allocator.runtime.formatting import size_text
 
 
@@ -126,7 +126,7 @@ class Budget(Hook):
         """Charge the allocation."""
         if self not in _open.get():
             return
-        size, charge = rounded(allocation.nbytes), _Charge(self)
+        size, charge = whole_grains(allocation.nbytes), _Charge(self)
         allocation.charges = (*allocation.charges, charge.credit)
         with self._core.lock:  # threads that run in copies of one context share its budgets
             if not self._has_room(allocation.nbytes):
@@ -137,7 +137,7 @@ class Budget(Hook):
             self._peak = max(self._peak, self._used)
 
     def _has_room(self, nbytes: int) -> bool:
-        return self._used + rounded(nbytes) <= self.limit
+        return self._used + whole_grains(nbytes) <= self.limit
 
     def _exceeded(self, nbytes: int) -> OutOfMemoryError:
         reason = f"{self._text}, of which {size_text(self._used)} are in use"

@@ -9,7 +9,7 @@ from allocator.pool.allocation import Allocation
 from allocator.pool.blocks import Block, Heap, split
 from allocator.pool.core import Core, open_reserves
 from allocator.pool.sizes import parse_size
-from allocator.pool.store import rounded
+from allocator.pool.store import whole_grains
 from allocator.runtime.formatting import size_text
 
 
@@ -35,7 +35,7 @@ class Reservation:
 
     def __init__(self, pool: Any, core: Core, nbytes: int | str) -> None:
         """See :meth:`Pool.reserve`."""
-        self.nbytes = rounded(parse_size(nbytes, "nbytes"))
+        self.nbytes = whole_grains(parse_size(nbytes, "nbytes"))
         """bytes put aside at first."""
         self.pool = pool
         """the :class:`Pool` it belongs to."""
@@ -105,7 +105,7 @@ class Reservation:
         block = self._held
         if block is None:
             return None
-        start = block.address + block.size - rounded(nbytes)
+        start = block.address + block.size - whole_grains(nbytes)
         start -= start % alignment
         if start < block.address:
             return None

@@ -14,7 +14,7 @@ from allocator.pool.source import Source
 from allocator.pool.store import Store
 from allocator.runtime.formatting import size_text
 
-_GRAIN = LARGEST_ALIGNMENT
+_ARENA_GRAIN = LARGEST_ALIGNMENT
 """The arena starts and ends at a multiple of it, so that offsets determine alignments."""
 
 _ONE_SEGMENT: dict[str, Any] = {
@@ -65,7 +65,7 @@ class StableStore(Store):
                 f"stable_addresses={size!r} leaves no room; give the size of the arena, or None "
                 "for a pool that grows"
             )
-        nbytes = -(-nbytes // _GRAIN) * _GRAIN
+        nbytes = -(-nbytes // _ARENA_GRAIN) * _ARENA_GRAIN
         try:
             self._arena = _Arena(source, self.rules, nbytes)
         except MemoryError as error:
@@ -76,16 +76,15 @@ class StableStore(Store):
                 reserved=0,
                 limit=None,
                 largest_free=0,
-                fragmentation=0.0,
                 reason=f"stable_addresses={size!r}: {error}",
             ) from None
         address = self._arena.address
-        if address % _GRAIN:
+        if address % _ARENA_GRAIN:
             self._arena.trim()
             raise RuntimeError(
                 f"{pool}: the driver's memory at {address:#x} is not aligned to "
-                f"{size_text(_GRAIN)}, so offsets would not be stable; stable_addresses needs a "
-                "driver that aligns large memory"
+                f"{size_text(_ARENA_GRAIN)}, so offsets would not be stable; stable_addresses "
+                "needs a driver that aligns large memory"
             )
         self.heaps[None] = self._arena
         self.origin = address

@@ -21,10 +21,11 @@ from allocator.exchange.reuse import Entry, ReuseCache
 from allocator.monitoring.hooks import Hook, Hooks
 from allocator.pool import lifecycle
 from allocator.pool.allocation import Allocation, largest_sites
+from allocator.pool.blocks import GRAIN
 from allocator.pool.counters import Counters
 from allocator.pool.errors import OutOfMemoryError
 from allocator.pool.reentrancy import ReentrancyGuard
-from allocator.pool.store import ROUNDING, Store
+from allocator.pool.store import Store
 
 _T = TypeVar("_T")
 
@@ -153,7 +154,7 @@ class Core:
 
     # ------------------------------------------------------------------ allocation
 
-    def acquire(self, nbytes: int, alignment: int = ROUNDING, queue: Any = None) -> Allocation:
+    def acquire(self, nbytes: int, alignment: int = GRAIN, queue: Any = None) -> Allocation:
         """Allocate for a queue, or for the pool's own; 0 bytes take no memory.
 
         Raises:
@@ -234,7 +235,6 @@ class Core:
                 reserved=store.source.reserved,
                 limit=store.source.limit,
                 largest_free=store.largest_free,
-                fragmentation=store.fragmentation,
                 sites=largest_sites(list(store.in_use.values())),
                 reason=reason,
             )

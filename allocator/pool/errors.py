@@ -34,7 +34,6 @@ class OutOfMemoryError(MemoryError):
         reserved: int,
         limit: int | None,
         largest_free: int,
-        fragmentation: float,
         sites: Sequence[Site] = (),
         reason: str = "",
     ) -> None:
@@ -50,13 +49,17 @@ class OutOfMemoryError(MemoryError):
         """most bytes to take from the driver, or None."""
         self.largest_free = largest_free
         """bytes of the largest free block."""
-        self.fragmentation = fragmentation
-        """1 - largest_free / free bytes; 0 if nothing is free."""
         self.sites = list(sites)
         """places in the program that hold the most, largest first."""
         self.reason = reason
         """explanation of the driver or the limit."""
         super().__init__(self._message())
+
+    @property
+    def fragmentation(self) -> float:
+        """1 - largest_free / free bytes; 0 if nothing is free."""
+        free = self.reserved - self.live
+        return 1 - self.largest_free / free if free else 0.0
 
     def _message(self) -> str:
         free = self.reserved - self.live

@@ -20,7 +20,7 @@ from allocator.options.idle import Decay, checked_seconds
 from allocator.options.reserve import Reservation
 from allocator.options.stable import StableStore
 from allocator.pool.allocation import Allocation
-from allocator.pool.blocks import LARGEST_ALIGNMENT, Rules
+from allocator.pool.blocks import GRAIN, LARGEST_ALIGNMENT, Rules
 from allocator.pool.core import Core
 from allocator.pool.counters import Counters
 from allocator.pool.driver import Driver, UsmDriver
@@ -35,7 +35,7 @@ from allocator.pool.sizes import (
     parse_size,
 )
 from allocator.pool.source import Source, limit_of
-from allocator.pool.store import ROUNDING, Store
+from allocator.pool.store import Store
 from allocator.runtime.formatting import size_text
 from allocator.runtime.queues import queue as queue_of
 
@@ -129,7 +129,7 @@ class Pool(Constructors, Reports):
 
     # ------------------------------------------------------------------ memory and arrays
 
-    def allocate(self, nbytes: int, *, alignment: int = ROUNDING, queue: Any = None) -> Memory:
+    def allocate(self, nbytes: int, *, alignment: int = GRAIN, queue: Any = None) -> Memory:
         """Allocate bytes.
 
         Args:
@@ -151,7 +151,7 @@ class Pool(Constructors, Reports):
             raise ValueError(
                 f"alignment={alignment} is not a power of two of at most {LARGEST_ALIGNMENT}"
             )
-        return Memory(self, self._core, self._core.acquire(size, max(alignment, ROUNDING), queue))
+        return Memory(self, self._core, self._core.acquire(size, max(alignment, GRAIN), queue))
 
     def array(self, shape: Any, dtype: Any = "float32", *, strides: Any = None) -> Array:
         """An uninitialized array, which torch, numpy, dpnp and dpctl read without a copy.

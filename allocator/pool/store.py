@@ -16,14 +16,13 @@ from allocator.pool.source import Source
 from allocator.runtime.libraries import load_dpctl
 
 _PAGE = 4096
-ROUNDING = GRAIN
 STAGGERED = 1 << 20
 """Larger allocations start at different offsets within their pages."""
 
 
-def rounded(nbytes: int) -> int:
-    """``nbytes``, rounded up to a multiple of 512."""
-    return -(-nbytes // ROUNDING) * ROUNDING
+def whole_grains(nbytes: int) -> int:
+    """``nbytes``, rounded up to a multiple of GRAIN."""
+    return -(-nbytes // GRAIN) * GRAIN
 
 
 class Store:
@@ -43,7 +42,7 @@ class Store:
         self.holders: set[Allocation] = set()
         """those of open reservations."""
         self.margin = 0
-        """unused bytes before and after each allocation, a multiple of 512."""
+        """unused bytes before and after each allocation, a multiple of GRAIN."""
         self.leaving: Callable[[Allocation], Iterable[Allocation]] = lambda ended: (ended,)
         """the allocations to free when one ends: itself, or none if it is quarantined."""
         self.is_closed = False
@@ -65,7 +64,7 @@ class Store:
         # A kernel that reads one array and writes another is slow if both have the same address
         # modulo the page size, so large allocations start at different offsets. All get the same
         # room, so that their blocks are interchangeable. See docs/design/staggered-addresses.md.
-        stagger = _PAGE - ROUNDING if _is_staggered(nbytes, alignment) else 0
+        stagger = _PAGE - GRAIN if _is_staggered(nbytes, alignment) else 0
         return self.bare_room_for(nbytes, alignment) + stagger
 
     def bare_room_for(self, nbytes: int, alignment: int) -> int:
@@ -84,7 +83,7 @@ class Store:
         self.counters.misses += heap.misses - misses
         stagger = 0
         if _is_staggered(nbytes, alignment):
-            stagger = self._stagger = (self._stagger + ROUNDING) % _PAGE
+            stagger = self._stagger = (self._stagger + GRAIN) % _PAGE
         return self.adopt(pool, block, block.address + stagger, nbytes, alignment, heap)
 
     def adopt(
@@ -110,7 +109,7 @@ class Store:
 
     def take_alone(self, pool: Any, nbytes: int, alignment: int) -> Allocation:
         """Memory directly from the source, without touching the heaps, which are being changed."""
-        room = rounded(nbytes + alignment + 2 * self.margin)
+        room = whole_grains(nbytes + alignment + 2 * self.margin)
         address, handle = self.source.allocate(room)
         start = -(-(address + self.margin) // alignment) * alignment
         allocation = Allocation(pool, start, nbytes, self.in_use)
@@ -211,12 +210,6 @@ class Store:
         """Bytes of the largest free block."""
         return max((heap.largest_free for heap in self.heaps.values()), default=0)
 
-    @property
-    def fragmentation(self) -> float:
-        """1 - the largest free block's share of all free bytes; 0 if nothing is free."""
-        free = self.free_bytes
-        return 1 - self.largest_free / free if free else 0.0
-
     def recover(self, exported: Collection[int], quarantined: Collection[Allocation]) -> None:
         """Restore consistent records after an asynchronous exception.
 
@@ -301,4 +294,4 @@ _ONCE = _referenced({0: object()})[0][1]
 
 
 def _is_staggered(nbytes: int, alignment: int) -> bool:
-    return nbytes > STAGGERED and alignment <= ROUNDING
+    return nbytes > STAGGERED and alignment <= GRAIN

@@ -50,8 +50,8 @@ class Bucket:
         self.params = params
         self.host = [Parameter(_on_host(p)) for p in params]
         self.optimizer = make([{"params": self.host, **options}])
-        sizes = sum(h.numel() for h in self.host)
-        self._weights = link.buffer(sizes, self.host[0].dtype)  # after a split: the upper halves
+        numel = sum(h.numel() for h in self.host)
+        self._weights = link.buffer(numel, self.host[0].dtype)  # after a split: the upper halves
         for h, view in zip(self.host, views(self._weights, self.host)):
             h.data = view.copy_(h.detach())
         self._grads = link.buffer(0, self._weights.dtype)
@@ -89,8 +89,7 @@ class Bucket:
         if not self._grad_views:
             self._grads = self.link.buffer(self._weights.numel(), self._weights.dtype)
             self._grad_views = views(self._grads, self.host)
-        if any(self._fetched[i] is not None for i in chosen):
-            self.link.finish()  # the device may reuse their memory once they are dropped
+        self._drop_fetched(chosen)
         self.link.begin()
         sources = []
         for i in chosen:
@@ -104,9 +103,17 @@ class Bucket:
 
     def distrust_copies(self) -> None:
         """Have the next step copy all gradients again."""
-        if any(fetched is not None for fetched in self._fetched):
-            self.link.finish()  # the device may reuse their memory once they are dropped
-            self._fetched = [None] * len(self.params)
+        self._drop_fetched(range(len(self.params)))
+
+    def _drop_fetched(self, chosen: Sequence[int]) -> None:
+        """Drop gradients of which the host has a copy, when it is complete.
+
+        The device may then reuse their memory.
+        """
+        if any(self._fetched[i] is not None for i in chosen):
+            self.link.finish()
+        for i in chosen:
+            self._fetched[i] = None
 
     def prepare(self) -> bool:
         """Begin to copy what the host lacks; return whether there is anything to update.

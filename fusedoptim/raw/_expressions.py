@@ -29,7 +29,7 @@ _REPEATED = PLAIN | {bool, int, float}
 NUMBERS = Parameter("numbers_", "pointer", "i64", 8, True)
 """The first parameter of each kernel: sizes and strides."""
 _MIN_CHUNK = 4 * 1024  # elements, so that starting a group costs little
-GROUPS = 16
+LEAST_GROUPS = 16
 """At least so many groups, so that no core is idle."""
 
 
@@ -288,15 +288,15 @@ def launch_shape(device: torch.device) -> LaunchShape:
     return BACKENDS[device.type].shape
 
 
-def chunk_of(n: int, device: torch.device, alone: int) -> int:
+def chunk_of(n: int, device: torch.device, most_on_caller: int) -> int:
     """The number of elements, of ``n``, that a group walks.
 
     Args:
         n: the number of elements.
         device: where the kernel runs.
-        alone: the most elements that one group walks on the host, where it uses the calling thread,
-            and waking other threads takes longer than a short kernel.
+        most_on_caller: the most elements that one group walks on the host. It uses the calling
+            thread there, and waking other threads takes longer than a short kernel.
     """
-    if n <= alone and BACKENDS[device.type].runs_on_host:
+    if n <= most_on_caller and BACKENDS[device.type].runs_on_host:
         return max(n, 1)
-    return min(launch_shape(device).chunk, max(_MIN_CHUNK, -(-n // GROUPS)))
+    return min(launch_shape(device).chunk, max(_MIN_CHUNK, -(-n // LEAST_GROUPS)))

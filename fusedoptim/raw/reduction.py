@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedoptim.raw import _parameters
 from fusedoptim.raw._expressions import (
-    GROUPS,
+    LEAST_GROUPS,
     NUMBERS,
     ExpressionKernel,
     Plan,
@@ -326,7 +326,7 @@ def _results_of_group(n: int, count: int, chunks: int, device: torch.device) -> 
     if chunks > 1:
         return 1
     shape = launch_shape(device)
-    few = min(shape.chunk // max(n, 1), count // GROUPS)
+    few = min(shape.chunk // max(n, 1), count // LEAST_GROUPS)
     return min(max(few, 1), _RESULTS, shape.lanes)
 
 

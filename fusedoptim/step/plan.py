@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,24 @@ PIECES = (
 _UNCHANGING = (float, int, str, type(None))  # bool is an int
 
 
+class _Alike(NamedTuple):
+    """What parameters have in common that one launch can update."""
+
+    turn: int
+    """How many updates of others that share their memory come first."""
+    is_repeated: bool
+    """Whether the parameter was given before, in this group or another."""
+    is_known: bool
+    """Whether a group before this one has it."""
+    sparse_number: int
+    """Of a parameter with a sparse gradient, which is updated by itself; -1 if it is dense."""
+    device: torch.device
+    dtype: torch.dtype
+    is_split: bool
+    spread: Spread | None
+    kernels: tuple[str, ...]
+
+
 class GroupPlan:
     """The updates of one group."""
 
@@ -101,10 +119,10 @@ class GroupPlan:
         self._has_pieces = any(map(is_piece, self._params))
         self.sums = {p: _sums_over(rule, p) for p in dtensors(self._params)}
         """Of each sharded parameter, how many values are summed over it for its update."""
-        alone = [rows for rows in self.rows if rows not in self.joint]
+        not_joint = [rows for rows in self.rows if rows not in self.joint]
         self.updates: list[tuple[Update, Callable[[], Rows] | None]] = [
-            *((rows, None) for rows in alone if not rows.copies),
-            *((rows, functools.partial(_itself, rows)) for rows in alone if rows.copies),
+            *((rows, None) for rows in not_joint if not rows.copies),
+            *((rows, functools.partial(_itself, rows)) for rows in not_joint if rows.copies),
             *self._deferred,
         ]
         """In order. The rows of one that starts when all before it are committed are made then."""
@@ -114,41 +132,17 @@ class GroupPlan:
 
     def _lay_out(self, candidates: list[Candidate], given_before: set[int]) -> None:
         rule = self._rule
-        members: dict[Any, list[Candidate]] = {}
-        met = set(given_before)
-        shards = [local_of(candidate.param) for candidate in candidates]
-        for candidate, shard, turn in zip(candidates, shards, update_order(shards)):
-            p = candidate.param
-            spread = spread_of(p)
-            if is_piece(p) and _sums_over(rule, p):
-                raise RuntimeError(f"{describe(rule.optimizer_name, candidate)} {PIECES}")
-            if spread is not None and (turn or id(p) in met):
-                raise RuntimeError(
-                    f"{describe(rule.optimizer_name, candidate)} is sharded (DTensor), and shares "
-                    "memory with another parameter, or is given twice; clone() one of them"
-                )
-            alone = len(met) if candidate.grad.layout is not torch.strided else -1
-            is_known = id(p) in given_before
-            numel = shard.numel() * PARAM_DTYPES[p.dtype].components
-            is_one_row = numel <= BACKENDS[p.device.type].shape.chunk
-            kernels = rule.kernels(is_one_row)
-            if is_divided(spread):
-                kernels = rule.sharded_kernels()
-            alike = p.device, p.dtype, rule.is_split(p), spread, kernels
-            key = (turn, id(p) in met, is_known, alone, *alike)
-            members.setdefault(key, []).append(candidate)
-            met.add(id(p))
-        for key in sorted(members, key=operator.itemgetter(0)):
-            turn, is_repeated, is_known, *_, kernels = key
-            rows = _rows(rule, members[key], kernels)
-            if turn == 0 and not is_repeated:
+        members = _alike(rule, candidates, given_before)
+        for alike in sorted(members, key=operator.attrgetter("turn")):
+            rows = _rows(rule, members[alike], alike.kernels)
+            if alike.turn == 0 and not alike.is_repeated:
                 self.rows.append(rows)
             else:
                 # torch looks at the state of a whole group before it updates any of it.
-                fresh = None if is_known else rows.fresh
-                make = functools.partial(_rows, rule, members[key], kernels, fresh)
+                fresh = None if alike.is_known else rows.fresh
+                make = functools.partial(_rows, rule, members[alike], alike.kernels, fresh)
                 self._deferred.append((rows, make))
-            if not is_repeated:
+            if not alike.is_repeated:
                 self._without_repeated.append(rows)
 
     def fits(self, rule: UpdateRule) -> bool:
@@ -325,6 +319,58 @@ def _are_idle(params: Sequence[Tensor]) -> bool:
 
 def _itself(rows: Rows) -> Rows:
     return rows
+
+
+def _alike(
+    rule: UpdateRule, candidates: Sequence[Candidate], given_before: set[int]
+) -> dict[_Alike, list[Candidate]]:
+    """The candidates by what one launch can update.
+
+    Raises:
+        RuntimeError: a sharded parameter cannot be updated.
+    """
+    members: dict[_Alike, list[Candidate]] = {}
+    met = set(given_before)
+    shards = [local_of(candidate.param) for candidate in candidates]
+    for candidate, shard, turn in zip(candidates, shards, update_order(shards)):
+        p = candidate.param
+        spread, is_repeated = spread_of(p), id(p) in met
+        _check_sharded(rule, candidate, is_shared=turn > 0 or is_repeated)
+        alike = _Alike(
+            turn,
+            is_repeated,
+            id(p) in given_before,
+            -1 if candidate.grad.layout is torch.strided else len(met),
+            p.device,
+            p.dtype,
+            rule.is_split(p),
+            spread,
+            _kernels(rule, p, shard, spread),
+        )
+        members.setdefault(alike, []).append(candidate)
+        met.add(id(p))
+    return members
+
+
+def _check_sharded(rule: UpdateRule, candidate: Candidate, is_shared: bool) -> None:
+    p = candidate.param
+    if is_piece(p) and _sums_over(rule, p):
+        raise RuntimeError(f"{describe(rule.optimizer_name, candidate)} {PIECES}")
+    if is_shared and spread_of(p) is not None:
+        raise RuntimeError(
+            f"{describe(rule.optimizer_name, candidate)} is sharded (DTensor), and shares "
+            "memory with another parameter, or is given twice; clone() one of them"
+        )
+
+
+def _kernels(
+    rule: UpdateRule, param: Tensor, shard: Tensor, spread: Spread | None
+) -> tuple[str, ...]:
+    """The kernels that update a parameter, of which this process has ``shard``."""
+    if is_divided(spread):
+        return rule.sharded_kernels()
+    numel = shard.numel() * PARAM_DTYPES[param.dtype].components
+    return rule.kernels(numel <= BACKENDS[param.device.type].shape.chunk)
 
 
 def _rows(

@@ -37,7 +37,7 @@ STEPS = 20
 SEED = 0
 each_task = pytest.mark.parametrize("task", TASKS)
 each_dtype = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-FUSE, SPLIT = "fuse_update_step", "split_master_weight_for_bf16"
+FUSE_STEP, SPLIT = "fuse_update_step", "split_master_weight_for_bf16"
 BY_DEFAULT = (
     *("parallel_dropout", "fuse_gelu", "fuse_frozen_batch_norm"),
     "auto_channels_last",
@@ -299,7 +299,7 @@ class TestInPlaceAndCopied:
     @each_dtype
     @pytest.mark.parametrize("inplace", [False, True])
     def test_twice(self, dtype: torch.dtype | None, inplace: bool) -> None:
-        asked = {"dtype": dtype, FUSE: True, "auto_channels_last": True}
+        asked = {"dtype": dtype, FUSE_STEP: True, "auto_channels_last": True}
         model, optimizer = transforms.optimize(*_small(momentum=0.9), **asked)
         train(model, optimizer)
         before, report = _facts(model, optimizer), str(transforms.report(model))
@@ -321,7 +321,7 @@ class TestInPlaceAndCopied:
         transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
         assert model[4].weight.dtype == torch.bfloat16
         assert_same(saved(model, optimizer), states)
-        assert len(transforms.report(model).done(FUSE)) == 1
+        assert len(transforms.report(model).done(FUSE_STEP)) == 1
         transforms.restore(model, optimizer)
         assert_same(saved(model, optimizer), states)
 
@@ -377,18 +377,21 @@ class TestKnobs:
     @pytest.mark.parametrize(
         ("asked", "passes"),
         [
-            ({}, [FUSE, *BY_DEFAULT]),
-            ({"dtype": torch.bfloat16}, [FUSE, *BY_DEFAULT, SPLIT]),
+            ({}, [FUSE_STEP, *BY_DEFAULT]),
+            ({"dtype": torch.bfloat16}, [FUSE_STEP, *BY_DEFAULT, SPLIT]),
             ({"level": "O0"}, []),
-            ({"level": "O0", FUSE: True}, [FUSE]),
-            ({"level": "O0", FUSE: True, SPLIT: True, "dtype": torch.bfloat16}, [FUSE, SPLIT]),
-            ({FUSE: False}, [*BY_DEFAULT]),
+            ({"level": "O0", FUSE_STEP: True}, [FUSE_STEP]),
+            (
+                {"level": "O0", FUSE_STEP: True, SPLIT: True, "dtype": torch.bfloat16},
+                [FUSE_STEP, SPLIT],
+            ),
+            ({FUSE_STEP: False}, [*BY_DEFAULT]),
         ],
     )
     def test_defaults(self, asked: dict[str, Any], passes: list[str]) -> None:
         model, optimizer = transforms.optimize(*_small(), **asked)
         assert list(transforms.report(model).passes) == passes
-        assert (type(optimizer) is torch.optim.SGD) == (FUSE not in passes)
+        assert (type(optimizer) is torch.optim.SGD) == (FUSE_STEP not in passes)
 
     @pytest.mark.parametrize("cls", [torch.optim.RMSprop, _Own])
     def test_no_fused_step(self, cls: Any) -> None:
@@ -398,10 +401,10 @@ class TestKnobs:
         before = _facts(model, optimizer)
         new, its = transforms.optimize(model, optimizer)
         assert type(its) is cls
-        (left,) = transforms.report(new).left(FUSE)
+        (left,) = transforms.report(new).left(FUSE_STEP)
         assert left.where == "optimizer"
         assert "fuse_update_step=False" in left.what
-        asked: list[Any] = [{FUSE: True}, {"dtype": torch.bfloat16}]
+        asked: list[Any] = [{FUSE_STEP: True}, {"dtype": torch.bfloat16}]
         for arguments in (*asked, asked[0] | asked[1]):
             for inplace in (False, True):
                 with pytest.raises((TypeError, RuntimeError), match="fuse_update_step=False"):
@@ -415,7 +418,13 @@ class TestKnobs:
         report = transforms.report(model)
         assert report.bytes_saved(SPLIT) == 2 * (4 * 3 * 9 + 4 + 2 * 16 + 2)
         text, page = str(report), report._repr_html_()
-        for shown in (FUSE, SPLIT, "Sequential for training", "FusedSGD", "BatchNorm2d uses it"):
+        for shown in (
+            FUSE_STEP,
+            SPLIT,
+            "Sequential for training",
+            "FusedSGD",
+            "BatchNorm2d uses it",
+        ):
             assert shown in text
             assert shown in page
 
@@ -425,7 +434,9 @@ class TestKnobs:
         before = _facts(norm, optimizer)
         with pytest.warns(transforms.NoEffectWarning, match=f"{SPLIT} changed nothing"):
             transforms.optimize(norm, optimizer, dtype=torch.bfloat16)
-        with pytest.warns(transforms.NoEffectWarning, match=f"{FUSE} changed nothing.*already"):
+        with pytest.warns(
+            transforms.NoEffectWarning, match=f"{FUSE_STEP} changed nothing.*already"
+        ):
             transforms.optimize(norm, FusedSGD(norm.parameters()), fuse_update_step=True)
         with pytest.raises(transforms.NoEffectWarning):  # as an error, which undoes all
             transforms.optimize(norm, optimizer, dtype=torch.bfloat16, inplace=True)

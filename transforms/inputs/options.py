@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 LEVELS = ("O0", "O1")
-DTYPE, FUSE, SPLIT = "dtype", "fuse_update_step", "split_master_weight_for_bf16"
+DTYPE, FUSE_STEP, SPLIT = "dtype", "fuse_update_step", "split_master_weight_for_bf16"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -84,5 +84,5 @@ def _check_training(
             f"dtype=torch.bfloat16 trains on split weights: set {SPLIT}=True (level 'O1' does), "
             "or train in float32 under torch.autocast"
         )
-    if not chosen[FUSE]:
-        raise ValueError(f"{SPLIT} needs {FUSE}=True: only our step updates both halves")
+    if not chosen[FUSE_STEP]:
+        raise ValueError(f"{SPLIT} needs {FUSE_STEP}=True: only our step updates both halves")

@@ -12,11 +12,9 @@ from transforms.reports import Entry
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.fused_activation import FusedActivation
 from transforms.rewrites.packed import PackedModule
-from transforms.rewrites.post_ops import activations, post_op
+from transforms.rewrites.post_ops import ACTIVATION, activations, post_op
 from transforms.tracing.activations import find_activations
 from transforms.tracing.modules import plain_kind
-
-_ACTIVATION = "_fusedoptim_activation"
 
 
 class Fuse(Pass):
@@ -51,16 +49,16 @@ class Fuse(Pass):
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Restore the classes of the activations."""
         for module in model.modules():
-            vars(module).pop(_ACTIVATION, None)
+            vars(module).pop(ACTIVATION, None)
             if isinstance(module, FusedActivation):
                 exchanged_class.revert(module)
 
 
 def _join(feeder: nn.Module, activation: nn.Module, undo: ExitStack) -> None:
-    undo.callback(vars(feeder).pop, _ACTIVATION, None)
+    undo.callback(vars(feeder).pop, ACTIVATION, None)
     if not isinstance(activation, FusedActivation):  # it may follow several modules
         exchanged_class.exchange(activation, FusedActivation, undo)
-    vars(feeder)[_ACTIVATION] = activation  # in vars(), as it is not a child
+    vars(feeder)[ACTIVATION] = activation  # in vars(), as it is not a child
 
 
 def _objection(activation: nn.Module) -> str | None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fusedoptim.optimizer import FusedOptimizer
 from transforms.inputs.arguments import refuse_replaced_methods
-from transforms.inputs.options import FUSE, SPLIT
+from transforms.inputs.options import FUSE_STEP, SPLIT
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import fused_step
@@ -27,7 +27,7 @@ _HARMLESS = {"__init__", "__repr__", "__str__", *vars(type("_", (), {"__annotati
 class FuseStep(Pass):
     """Replaces the optimizer's step with our fused one, if there is one for its class."""
 
-    knob = FUSE
+    knob = FUSE_STEP
 
     def run(self, job: Job) -> list[Entry]:
         """Fuse; an optimizer that an earlier call converted is not reported again."""
@@ -44,7 +44,7 @@ class FuseStep(Pass):
                     f"dtype=torch.bfloat16 needs a fused step: {error} and no dtype, in float32 "
                     "or under torch.autocast"
                 ) from error
-            if FUSE in job.options.explicit:
+            if FUSE_STEP in job.options.explicit:
                 raise
             return [Entry("optimizer", str(error), done=False)]
 

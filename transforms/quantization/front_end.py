@@ -25,6 +25,7 @@ from transforms.rewrites.fused_activation import FusedActivation
 from transforms.rewrites.int8 import CLASSES, Int8, Range, is_quantized
 from transforms.rewrites.int8_operators import objection
 from transforms.rewrites.packed import PackedModule
+from transforms.rewrites.post_ops import ACTIVATION
 from transforms.rewrites.split import merge_copies
 from transforms.rewrites.watched_parameter import unwatch
 
@@ -253,7 +254,7 @@ def _quantize(
         layer = modules[name]
         given = {
             "_fusedoptim_int8": computations[name],
-            chain.ACTIVATION: following[layer].activation,
+            ACTIVATION: following[layer].activation,
             chain.FOLLOWER: following[layer].layer,
         }
         exchanged_class.exchange(layer, CLASSES[type(layer)], undo, **given)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from transforms.rewrites.int8_operators import Grid
-from transforms.rewrites.post_ops import PostOp, post_op
+from transforms.rewrites.post_ops import ACTIVATION, PostOp, post_op
 from transforms.tracing.modules import has_hooks
 
-ACTIVATION, FOLLOWER = "_fusedoptim_activation", "_fusedoptim_follower"
-"""In ``vars`` of a layer, as neither is a child: what gets its output, which nothing else does."""
+FOLLOWER = "_fusedoptim_follower"
+"""In ``vars`` of a layer, as it is no child: the layer that alone gets its output."""
 _MARK = "_fusedoptim_codes"
 _EIGHT_BITS = 255
 

@@ -127,7 +127,7 @@ class PackedModule(nn.Module):
 
     _fusedoptim_pack: Pack
     _fusedoptim_activation: nn.Module | None = None
-    """The activation that gets the output, which nothing else does; not a child."""
+    """:data:`transforms.rewrites.post_ops.ACTIVATION`; without, none follows."""
     _operator: ClassVar[str]
     """oneDNN's operator with a packed weight."""
 

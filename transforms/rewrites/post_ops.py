@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from transforms.rewrites import exchanged_class
 
+ACTIVATION = "_fusedoptim_activation"
+"""In ``vars`` of a layer, as it is no child: the activation that alone gets the layer's output."""
 _LIBRARY = "transformers.activations"
 _gelu_in_place: Any = torch.ops.aten.gelu_.default
 
