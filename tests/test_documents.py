@@ -30,6 +30,8 @@ from tools.markdown import anchors
 ROOT = Path(__file__).parent.parent
 HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
 REFERENCE = ROOT / "docs" / "reference"
+PACKAGES = ["allocator", "fusedoptim", "transforms"]
+FOLDERS = [*PACKAGES, "benchmarks", "docs", "examples", "notebooks", "tests", "tools"]
 
 # Names that a page uses without defining them, by the heading of the first block that does.
 SETUP = {
@@ -290,6 +292,23 @@ def test_commands_and_files_exist(path: Path) -> None:
     missing = [f"make {name}" for name in commands if name not in make_targets()]
     missing += [f"python -m {name}" for name in modules if not is_module(name)]
     missing += [name for name in files if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_what_contributing_names_exists() -> None:
+    """Its files, and the words of its code spans, which are words of our sources."""
+    found = inlines(ROOT / "CONTRIBUTING.md")
+    spans = {token.content for token in found if token.type == "code_inline"}
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")]
+    texts = [file.read_text() for file in files if file.suffix == ".py"]
+    words = set(re.findall(r"\w+", "\n".join([*texts, *make_targets()])))
+    missing = []
+    for span in spans:
+        if re.fullmatch(r"[\w./-]+\.(?:py|md|lock|toml)", span):
+            if not any(file.match(span) for file in [*files, *ROOT.iterdir()]):
+                missing.append(span)
+        elif re.fullmatch(r"[A-Za-z_][\w.]*", span) and not set(span.split(".")) <= words:
+            missing.append(span)
     assert not missing
 
 

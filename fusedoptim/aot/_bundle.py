@@ -24,7 +24,7 @@ from fusedoptim.raw._spirv import read_signatures
 
 SUFFIX = ".fob"
 ABI = 1
-"""Version of the manifest's layout and of how kernels take their arguments."""
+"""Version of the manifest's layout and of how raw kernels take their arguments."""
 _FORMAT = "fusedoptim bundle"
 _MANIFEST = "manifest.json"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date in a zip archive
