@@ -357,7 +357,7 @@ def test_numba_dpex_has_compiled_before() -> None:
         from fusedoptim.kernels import _compiler, sgd
         _compiler.compile_kernel(sgd.sgd, "f32", "sgd_f32")
         from fusedoptim.raw._python import compile_python
-        from tests.raw.test_python import saxpy
+        from tests.fusedoptim.raw.test_python import saxpy
         assert compile_python(saxpy)
     """)
     assert done.stderr == ""

@@ -17,7 +17,7 @@ from fusedoptim.doctor import _command
 from fusedoptim.doctor._report import Problem, Report, Section, guarded
 from fusedoptim.launch import modules
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def run(cwd: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
