@@ -10,7 +10,7 @@ APART = $(BIN)/python -c "import tomllib; \
 # Tests of what is the same in both environments, such as torch and what is made of our operators:
 # `make test` alone runs them.
 ONLY_NEWEST := notebooks references transforms packaging/test_wheel.py test_reference.py \
-	test_convergence.py $(addprefix fusedoptim/,distributed nn offload runtime \
+	test_benchmarks.py test_convergence.py $(addprefix fusedoptim/,distributed nn offload runtime \
 	step/test_interrupts.py ops/test_torchvision.py)
 
 .PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench \

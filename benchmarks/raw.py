@@ -89,7 +89,7 @@ def _submit(kernel: RawKernel) -> Callable[[], None]:
     memory = load_dpctl().memory
     x, y = (memory.as_usm_memory(pool.allocate(4 * _SMALL)) for _ in range(2))
     arguments = [ctypes.c_uint64(_SMALL), ctypes.c_float(0.5), x, y]
-    handle: Any = kernel._own().by_sycl.handle
+    handle: Any = kernel._own().unwaited.handle
 
     def submit() -> None:
         cpu.submit_async(handle, arguments, [_SMALL], [_LANES]).wait()

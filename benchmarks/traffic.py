@@ -83,7 +83,8 @@ class Traffic:
 def _kernel() -> Kernel:
     description = json.loads(DESCRIPTION.read_text())
     arguments = tuple(Argument(name, Role(role)) for name, role in description["arguments"])
-    module = Module(NAME, DTYPE, arguments, 0, SPIRV.read_bytes())
+    spirv = SPIRV.read_bytes()
+    module = Module(NAME, DTYPE, arguments, sums=0, is_serial=False, spirv=spirv)
     return Kernel(queue("cpu"), module)
 
 

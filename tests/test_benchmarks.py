@@ -1,0 +1,50 @@
+"""Benchmarks run: the shortest of each kind, in this process, for one round."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import pytest
+import torch
+
+from benchmarks.traffic import Traffic
+
+
+@pytest.mark.parametrize(
+    ("name", "workload"),
+    [
+        ("attention", "small"),
+        ("dropout", "small"),
+        ("elementwise", "small"),
+        ("elementwise", "sums-1000"),
+        ("interaction", "small"),
+        ("pool", "hit"),
+        ("raw", "launch"),
+        ("sparse", "unique"),
+    ],
+)
+def test_shortest(
+    name: str,
+    workload: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--workload", workload, "--rounds", "1"])
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    assert workload in capsys.readouterr().out
+
+
+def test_traffic_moves_every_byte() -> None:
+    """Parameters descend along the gradient of the step before, which the buffer keeps."""
+    params = [torch.nn.Parameter(torch.randn(n)) for n in (1, 17, 40_000)]
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    traffic = Traffic(params)
+    traffic.read_gradients()
+    traffic.step()
+    traffic.step()
+    for p, start in zip(params, before):
+        assert p.grad is not None
+        assert torch.equal(p.detach(), start - p.grad)
