@@ -206,7 +206,8 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
 def _for_device(function: Callable[..., Any], real: Any) -> Any:
     """``function`` for numba, with the functions that it calls, of its module or of another."""
     assert isinstance(function, FunctionType)
-    names: dict[str, Any] = {"real": real}
+    lane_values = _lowering.lane_values(getattr(types, real.__name__))
+    names: dict[str, Any] = {"real": real, "lane_values": lane_values}
     for name in function.__code__.co_names:
         used = function.__globals__.get(name)
         if not isinstance(used, FunctionType) or used.__module__ == language.__name__:

@@ -340,6 +340,8 @@ def _store(context: Any, pointer: Pointer, index: types.Type, value: types.Type)
 def _getitem_overload(pointer: Any, index: Any) -> Any:
     if isinstance(pointer, Pointer):
         return lambda pointer, index: _load(pointer, index)
+    if isinstance(pointer, LaneValues):
+        return lambda pointer, index: _lane_load(pointer, index)
     return None
 
 
@@ -347,7 +349,65 @@ def _getitem_overload(pointer: Any, index: Any) -> Any:
 def _setitem_overload(pointer: Any, index: Any, value: Any) -> Any:
     if isinstance(pointer, Pointer):
         return lambda pointer, index, value: _store(pointer, index, value)
+    if isinstance(pointer, LaneValues):
+        return lambda pointer, index, value: _lane_store(pointer, index, value)
     return None
+
+
+class LaneValues(types.Type):  # type: ignore[misc]
+    """Address of values of type ``real`` that one work item has for itself."""
+
+    def __init__(self, real: types.Type) -> None:
+        self.real = real
+        super().__init__(name=f"LaneValues({real})")
+
+
+_REALS = {types.float32: _F32, types.float64: _F64}
+
+
+@register_model(LaneValues)
+class _LaneValuesModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, values: LaneValues) -> None:
+        super().__init__(manager, values, ir.PointerType(_REALS[values.real]))
+
+
+def lane_values(real: types.Type) -> Any:
+    """The intrinsic that :func:`fusedoptim.kernels.language.lane_values` is in this arithmetic.
+
+    The CPU driver lays out such memory lane beside lane, so that one vector is a value of each, if
+    nothing but loads and stores of single values uses it. So it is not filled, as numba's own would
+    be.
+    """
+
+    @intrinsic(prefer_literal=True, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+    def lane_values(context: Any, count: types.IntegerLiteral) -> Any:
+        memory = ir.ArrayType(_REALS[real], count.literal_value)
+
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            with builder.goto_entry_block():
+                values = builder.alloca(memory)
+            return builder.gep(values, [_I32(0), _I32(0)], inbounds=True)
+
+        return LaneValues(real)(count), generate
+
+    return lane_values
+
+
+@device_intrinsic
+def _lane_load(context: Any, values: LaneValues, index: types.Type) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.load(builder.gep(args[0], [args[1]], inbounds=True))
+
+    return values.real(values, types.int64), generate
+
+
+@device_intrinsic
+def _lane_store(context: Any, values: LaneValues, index: types.Type, value: types.Type) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        builder.store(args[2], builder.gep(args[0], [args[1]], inbounds=True))
+        return context.get_dummy_value()
+
+    return types.void(values, types.int64, values.real), generate
 
 
 def argument_reader(result: types.Type) -> Any:

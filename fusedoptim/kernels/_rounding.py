@@ -17,7 +17,7 @@ _I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
 _EXPONENT = _I32(0x7F800000)
 _MAGNITUDE = _I32(0x7FFFFFFF)
 _SIGN = _I32(0x80000000)
-_LARGE = _I32((127 + rounding.SQUARE_EXPONENT) << 23)
+_HUGE = _I32((127 + rounding.SCALABLE_EXPONENT) << 23)
 _TWO = _I32(0x40000000)  # the bits of 2.0, of which only that of the exponent's first place is set
 _NAN = _F32(float("nan"))
 _FRACTION = _I32(rounding.FRACTION_BITS)
@@ -44,14 +44,6 @@ def as_word(context: Any, word: types.Type) -> Any:
         return builder.trunc(args[0], _I32)
 
     return _WORD(types.int64), generate
-
-
-@device_intrinsic
-def as_code(context: Any, code: types.Type) -> Any:
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return builder.trunc(args[0], _I8)
-
-    return _CODE(types.int64), generate
 
 
 @device_intrinsic
@@ -84,50 +76,12 @@ def larger_magnitude(context: Any, largest: types.Type, value: types.Type) -> An
 
 
 @device_intrinsic
-def larger_with_square(context: Any, largest: types.Type, value: types.Type) -> Any:
+def is_scalable(context: Any, m: types.Type, v: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        largest, value = (_bits(builder, arg) for arg in args)
-        magnitude = builder.and_(value, _MAGNITUDE)
-        has_square = builder.icmp_unsigned("<", magnitude, _LARGE)
-        magnitude = builder.select(has_square, magnitude, _I32(0))
-        return _float(builder, _largest(builder, magnitude, largest))
+        magnitudes = [builder.and_(_bits(builder, arg), _MAGNITUDE) for arg in args]
+        return builder.and_(*(builder.icmp_unsigned("<", x, _HUGE) for x in magnitudes))
 
-    return _FLOAT(_FLOAT, _FLOAT), generate
-
-
-def _larger(nan: int, nan_counts: bool) -> Any:
-    @device_intrinsic
-    def larger(context: Any, largest: types.Type, code: types.Type) -> Any:
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-            largest, code = args
-            magnitude = builder.and_(code, _I8(nan))
-            if not nan_counts:
-                is_nan = builder.icmp_unsigned("==", magnitude, _I8(nan))
-                magnitude = builder.select(is_nan, _I8(0), magnitude)
-            return _largest(builder, magnitude, largest)
-
-        return _CODE(_CODE, _CODE), generate
-
-    return larger
-
-
-e4m3_larger = _larger(rounding.NAN_E4M3, nan_counts=True)
-e5m3_larger = _larger(rounding.NAN_E5M3, nan_counts=True)
-e4m3_larger_number = _larger(rounding.NAN_E4M3, nan_counts=False)
-e5m3_larger_number = _larger(rounding.NAN_E5M3, nan_counts=False)
-
-
-@device_intrinsic
-def is_bound(context: Any, value: types.Type, e4m3: types.Type, e5m3: types.Type) -> Any:
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        value, e4m3, e5m3 = args
-        magnitude = builder.and_(_bits(builder, value), _MAGNITUDE)
-        has_square = builder.icmp_unsigned("<", magnitude, _LARGE)
-        is_e4m3 = builder.icmp_unsigned("!=", e4m3, _I8(rounding.NAN_E4M3))
-        is_e5m3 = builder.icmp_unsigned("!=", e5m3, _I8(rounding.NAN_E5M3))
-        return builder.and_(has_square, builder.and_(is_e4m3, is_e5m3))
-
-    return types.boolean(_FLOAT, _CODE, _CODE), generate
+    return types.boolean(_FLOAT, _FLOAT), generate
 
 
 def _scale(binades: int) -> Any:

@@ -39,26 +39,21 @@ from fusedoptim.kernels.language import (
     StateE5M3,
     fma,
     lane,
+    lane_values,
     lanes,
     real,
 )
 from fusedoptim.kernels.rounding import (
     BLOCK,
-    as_code,
     e4m3_code,
-    e4m3_larger,
-    e4m3_larger_number,
     e4m3_product,
     e4m3_scale,
     e5m3_code,
-    e5m3_larger,
-    e5m3_larger_number,
     e5m3_product,
     e5m3_scale,
     for_each_element,
-    is_bound,
+    is_scalable,
     larger_magnitude,
-    larger_with_square,
     to_bf16,
 )
 
@@ -164,9 +159,9 @@ def adam_bfloat16(
 
 
 def update_bfloat16(
-    i: int, word: int, exp_avg: Any, exp_avg_sq: Any, gradient: Any, numbers: Any
+    i: int, k: int, word: int, exp_avg: Any, exp_avg_sq: Any, gradient: Any, numbers: Any
 ) -> None:
-    """Update one element; ``word`` rounds its moments."""
+    """Update one element, the lane's ``k``-th; ``word`` rounds its moments."""
     theta, g = penalized(i, *gradient)
     m, v = moments(g, numbers[0] * exp_avg[i], numbers[2] * exp_avg_sq[i], *numbers)
     exp_avg[i] = to_bf16(m, word)
@@ -199,93 +194,94 @@ def adam_float8(
     """Adam whose moments are 8-bit numbers, with a scale for each block of elements.
 
     A block is BLOCK elements of one lane, so lanes need nothing of each other. A first pass over it
-    finds bounds of its new moments, which decide their scales; a second updates its elements. Only
-    where the first finds what is no number, it is repeated without.
+    averages the moments, and the lane keeps them: the largest decide the scales, with which a
+    second pass rounds them.
     """
     gradient = param, grad, grad_factor, decay_factor, weight_decay
     numbers = beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, root_correction
-    state = exp_avg, exp_avg_sq, gradient
+    kept = lane_values(BLOCK), lane_values(BLOCK)
     first = 0
     while first < length:
         end = min(first + BLOCK * lanes(), length)
         block = first // BLOCK + lane()
-        scale, scale_sq = exp_avg_scale[block], exp_avg_sq_scale[block]
+        state = exp_avg, exp_avg_sq, exp_avg_scale[block], exp_avg_sq_scale[block]
+        average = kept, state, gradient, numbers
 
-        g = real(0)
-        code = code_sq = as_code(0)
-        start = first
+        m = v = real(0)
+        start, k = first, 0
         while start + lanes() <= end:
-            g, code, code_sq = larger(start + lane(), g, code, code_sq, *state)
+            m, v = larger_moments(start + lane(), k, m, v, *average)
             start += lanes()
+            k += 1
         if start + lane() < end:
-            g, code, code_sq = larger(start + lane(), g, code, code_sq, *state)
-        if not is_bound(g, code, code_sq):
-            g = real(0)
-            code = code_sq = as_code(0)
-            i = first + lane()
-            while i < end:
-                g, code, code_sq = larger_number(i, g, code, code_sq, *state)
-                i += lanes()
-        old = e4m3_product(code, scale, beta1), e5m3_product(code_sq, scale_sq, beta2)
-        m, v = moments(g, *old, *numbers)
-        new_scale, new_scale_sq = e4m3_scale(m), e5m3_scale(v)
+            m, v = larger_moments(start + lane(), k, m, v, *average)
+        if not is_scalable(m, v):
+            m, v = largest_scalable(first, end, *kept)
+        scale, scale_sq = e4m3_scale(m), e5m3_scale(v)
 
-        exp_avg_scale[block] = new_scale
-        exp_avg_sq_scale[block] = new_scale_sq
-        scales = scale, scale_sq, new_scale, new_scale_sq
-        update = exp_avg, exp_avg_sq, scales, gradient, numbers
+        exp_avg_scale[block] = scale
+        exp_avg_sq_scale[block] = scale_sq
+        update = kept, exp_avg, exp_avg_sq, scale, scale_sq, gradient, numbers
         for_each_element(update_float8, update, first, end, position, number, step)
         first += BLOCK * lanes()
 
 
-def larger(
-    i: int, g: float, code: int, code_sq: int, exp_avg: Any, exp_avg_sq: Any, gradient: Any
+def larger_moments(
+    i: int, k: int, m: float, v: float, kept: Any, state: Any, gradient: Any, numbers: Any
 ) -> Any:
-    """The larger of a gradient and two codes, and those of element ``i``."""
-    return (
-        larger_magnitude(g, penalized(i, *gradient)[1]),
-        e4m3_larger(code, exp_avg[i]),
-        e5m3_larger(code_sq, exp_avg_sq[i]),
-    )
+    """Keep the new moments of element ``i``, the lane's ``k``-th.
 
-
-def larger_number(
-    i: int, g: float, code: int, code_sq: int, exp_avg: Any, exp_avg_sq: Any, gradient: Any
-) -> Any:
-    """The same, where what gives no finite moment does not count."""
-    return (
-        larger_with_square(g, penalized(i, *gradient)[1]),
-        e4m3_larger_number(code, exp_avg[i]),
-        e5m3_larger_number(code_sq, exp_avg_sq[i]),
-    )
-
-
-def update_float8(
-    i: int,
-    word: int,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    scales: Any,
-    gradient: Any,
-    numbers: Any,
-) -> None:
-    """Update one element; ``word`` rounds its moments.
-
-    Where the second moment has been rounded to zero and the first has not, the root would be zero:
-    it is at least that of the smallest number of the block.
+    Returns:
+        the larger magnitude of ``m`` and the first moment, and of ``v`` and the second.
     """
-    scale, scale_sq, new_scale, new_scale_sq = scales
-    theta, g = penalized(i, *gradient)
+    exp_avg, exp_avg_sq, scale, scale_sq = state
+    _, g = penalized(i, *gradient)
     old = (
         e4m3_product(exp_avg[i], scale, numbers[0]),
         e5m3_product(exp_avg_sq[i], scale_sq, numbers[2]),
     )
-    m, v = moments(g, *old, *numbers)
-    exp_avg[i] = e4m3_code(m, new_scale, word)
-    exp_avg_sq[i] = e5m3_code(v, new_scale_sq, word)
-    smallest = real(0.125) * new_scale_sq
+    new_m, new_v = moments(g, *old, *numbers)
+    kept[0][k] = new_m
+    kept[1][k] = new_v
+    return larger_magnitude(m, new_m), larger_magnitude(v, new_v)
+
+
+def largest_scalable(start: int, end: int, kept_m: Any, kept_v: Any) -> Any:
+    """The largest magnitudes of what a lane keeps of a block, of elements that it can hold."""
+    m = v = real(0)
+    k = 0
+    while start < end:
+        if start + lane() < end and is_scalable(kept_m[k], kept_v[k]):
+            m, v = larger_magnitude(m, kept_m[k]), larger_magnitude(v, kept_v[k])
+        start += lanes()
+        k += 1
+    return m, v
+
+
+def update_float8(
+    i: int,
+    k: int,
+    word: int,
+    kept: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    scale: float,
+    scale_sq: float,
+    gradient: Any,
+    numbers: Any,
+) -> None:
+    """Update one element, the lane's ``k``-th; ``word`` rounds its moments.
+
+    Where the second moment has been rounded to zero and the first has not, the root would be zero:
+    it is at least that of the smallest number of the block.
+    """
+    m, v = kept[0][k], kept[1][k]
+    exp_avg[i] = e4m3_code(m, scale, word)
+    exp_avg_sq[i] = e5m3_code(v, scale_sq, word)
+    smallest = real(0.125) * scale_sq
     if v < smallest:
         v = smallest
+    theta, _ = penalized(i, *gradient)
     gradient[0][i] = updated(theta, m, v, *numbers)
 
 

@@ -49,7 +49,8 @@ stepped through in a debugger.
 Any other kernel is called once for each row and lane of the work-group that walks it. It may use
 ``lane``, ``lanes``, ``uniform``, ``barrier``, ``group_sum`` and ``group_max``; in plain Python a
 group has one lane, and without the last three, :func:`as_lane` makes a call that of any lane. A
-kernel that uses none of them is **serial**: its group has one work item on every device.
+kernel that uses none of them is **serial**: its group has one work item on every device. What
+``lane_values`` gives belongs to one lane.
 
 A kernel that uses no lanes may compute with vectors of ``VECTOR`` numbers instead, where it needs
 sums across them: ``load_vector``, ``store_vector``, ``store_quarter``, ``repeated_quarter``,
@@ -63,6 +64,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Protocol
 
@@ -211,6 +213,15 @@ def group_max(value: float) -> float:
 def real(value: float) -> float:
     """``value`` in the arithmetic dtype; a bare literal would make a variable float64."""
     return value
+
+
+def lane_values(count: int) -> list[float]:
+    """Memory of this work item alone for ``count`` values of the arithmetic dtype.
+
+    Args:
+        count: a constant. What the memory holds before the first store is undefined.
+    """
+    return [math.nan] * count
 
 
 def fma(a: float, b: float, c: float) -> float:

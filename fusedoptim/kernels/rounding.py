@@ -29,24 +29,18 @@ from fusedoptim.kernels.language import lane, lanes
 from fusedoptim.kernels.philox import philox
 
 __all__ = [
-    "as_code",
     "as_word",
     "e4m3_code",
-    "e4m3_larger",
-    "e4m3_larger_number",
     "e4m3_product",
     "e4m3_scale",
     "e4m3_value",
     "e5m3_code",
-    "e5m3_larger",
-    "e5m3_larger_number",
     "e5m3_product",
     "e5m3_scale",
     "e5m3_value",
     "for_each_element",
-    "is_bound",
+    "is_scalable",
     "larger_magnitude",
-    "larger_with_square",
     "to_bf16",
     "xor",
 ]
@@ -67,8 +61,8 @@ BF16_FRACTION_BITS = 16
 BINADES_E4M3 = 13
 BINADES_E5M3 = 29
 """From the scale up to the largest value's binade. One more is left for rounding up."""
-SQUARE_EXPONENT = 63
-"""The squares of numbers below 2 to this are finite, and their double."""
+SCALABLE_EXPONENT = 126
+"""Of numbers below 2 to this, the double that their code is made of is finite."""
 LEAST_EXPONENT = 120
 """A scale is at least 2 to minus this: all numbers of a block are normal float32 values."""
 
@@ -76,11 +70,6 @@ LEAST_EXPONENT = 120
 def as_word(word: int) -> int:
     """A random word, as the functions below take it."""
     return word
-
-
-def as_code(code: int) -> int:
-    """A code, as the functions below take it."""
-    return code
 
 
 def xor(word: int, other: int) -> int:
@@ -100,35 +89,9 @@ def larger_magnitude(largest: float, value: float) -> float:
     return value if math.isnan(value) else max(abs(value), largest)
 
 
-def larger_with_square(largest: float, value: float) -> float:
-    """The larger of ``largest`` and the magnitude of ``value``, if its square is finite."""
-    return max(largest, abs(value)) if abs(value) < 2.0**SQUARE_EXPONENT else largest
-
-
-def e4m3_larger(largest: int, code: int) -> int:
-    """The larger magnitude of two codes; that of NaN is the largest."""
-    return max(largest, code & NAN_E4M3)
-
-
-def e5m3_larger(largest: int, code: int) -> int:
-    """The larger of two codes; NaN is the largest."""
-    return max(largest, code)
-
-
-def e4m3_larger_number(largest: int, code: int) -> int:
-    """The larger magnitude of two codes, of which NaN does not count."""
-    magnitude = code & NAN_E4M3
-    return largest if magnitude == NAN_E4M3 else max(largest, magnitude)
-
-
-def e5m3_larger_number(largest: int, code: int) -> int:
-    """The larger of two codes, of which NaN does not count."""
-    return largest if code == NAN_E5M3 else max(largest, code)
-
-
-def is_bound(value: float, e4m3: int, e5m3: int) -> bool:
-    """Whether ``value`` has a finite square, and neither of the codes is NaN."""
-    return abs(value) < 2.0**SQUARE_EXPONENT and e4m3 != NAN_E4M3 and e5m3 != NAN_E5M3
+def is_scalable(m: float, v: float) -> bool:
+    """Whether a block may have a scale for both values: they are finite, and not huge."""
+    return abs(m) < 2.0**SCALABLE_EXPONENT and abs(v) < 2.0**SCALABLE_EXPONENT
 
 
 def e4m3_scale(largest: float) -> float:
@@ -212,7 +175,9 @@ def for_each_element(
     number: int,
     step: float,
 ) -> None:
-    """Call ``update(i, word, *arguments)`` for this lane's elements from ``first`` to ``end``.
+    """Call ``update(i, k, word, *arguments)`` for this lane's elements from ``first`` to ``end``.
+
+    Element ``i`` is the lane's ``k``-th of them.
 
     The words depend on the parameter's ``number``, the element's position in it and the ``step``,
     and on nothing else, so a step can be repeated. One draw serves DRAW elements of a lane.
@@ -226,24 +191,26 @@ def for_each_element(
         number: of the parameter.
         step: which one it is.
     """
-    start = first
+    start, k = first, 0
     while start + DRAW * lanes() <= end:
         a, b, c, d, e, f, g = _words(position + start + lane(), number, step)
         stop = start + DRAW * lanes()
         while start < stop:
-            update(start + lane(), a, *arguments)
-            update(start + lanes() + lane(), b, *arguments)
-            update(start + 2 * lanes() + lane(), c, *arguments)
-            update(start + 3 * lanes() + lane(), d, *arguments)
+            update(start + lane(), k, a, *arguments)
+            update(start + lanes() + lane(), k + 1, b, *arguments)
+            update(start + 2 * lanes() + lane(), k + 2, c, *arguments)
+            update(start + 3 * lanes() + lane(), k + 3, d, *arguments)
             a, b, c, d, e, f, g = e, f, g, xor(a, b), xor(b, c), xor(c, d), xor(d, e)
             start += 4 * lanes()
+            k += 4
     if start < end:
         a, b, c, d, e, f, g = _words(position + start + lane(), number, step)
         while start < end:
             if start + lane() < end:
-                update(start + lane(), a, *arguments)
+                update(start + lane(), k, a, *arguments)
             a, b, c, d, e, f, g = b, c, d, e, f, g, xor(a, b)
             start += lanes()
+            k += 1
 
 
 def _words(position: int, number: int, step: float) -> tuple[int, int, int, int, int, int, int]:

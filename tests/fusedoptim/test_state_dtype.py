@@ -197,7 +197,7 @@ def test_words_of_a_draw_are_independent_in_pairs(monkeypatch: pytest.MonkeyPatc
         drawn = tuple((1 << k) >> 32 * i & 0xFFFFFFFF for i in range(4))
         monkeypatch.setattr(rounding, "philox", lambda *counter, drawn=drawn: drawn)
         added: list[int] = []
-        keep = lambda i, word, added=added: added.append(word)  # noqa: E731
+        keep = lambda i, k, word, added=added: added.append(word)  # noqa: E731
         rounding.for_each_element(keep, (), 0, rounding.DRAW, 0, 0, 0.0)
         words.append(added)
     rows = [
@@ -240,9 +240,10 @@ def test_words_of_large_tensors(
     p.grad = torch.full((n,), 1 + 2.0 ** -(fraction + 1))  # half-way
     optimizer.step()
     words = torch.zeros(n, dtype=torch.int64)
+    keep = lambda i, _, word: words.__setitem__(i, word)  # noqa: E731
     for lane in range(LANES):
         with language.as_lane(lane, LANES):
-            rounding.for_each_element(words.__setitem__, (), 0, n, position, 0, 1.0)
+            rounding.for_each_element(keep, (), 0, n, position, 0, 1.0)
     assert torch.equal(values_of(optimizer, p)["exp_avg"] > p.grad[0], words >= 1 << 19)
 
 

@@ -10,7 +10,7 @@ import pytest
 from fusedoptim.launch.modules import shipped
 from tests.fusedoptim.helpers import run_script
 
-FULL_WIDTH = ("embedding_bag", "sum_rows", "sgd_rows", "adagrad_rows")
+FULL_WIDTH = ("adam_float8", "embedding_bag", "sum_rows", "sgd_rows", "adagrad_rows")
 """Kernels whose every load and store is of consecutive elements, or of one for all lanes."""
 _MODULES = [f"{kernel}_{variant}" for kernel, variant in shipped() if kernel in FULL_WIDTH]
 _BUILD = """
