@@ -357,9 +357,9 @@ def test_ours_load_in_torchs(state_dtype: Any) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30, 3.5e20])
 def test_a_gradient_that_is_not_finite(state_dtype: Any, bad: float) -> None:
-    """Or whose square is not: no other element differs, of its block or elsewhere."""
+    """Or whose square is not, or too large: no other element differs, of its block or elsewhere."""
     n, where = 3 * TILE, TILE + 37
     pair = [FusedAdam([Parameter(torch.ones(n))], state_dtype=state_dtype) for _ in range(2)]
     others = torch.arange(n) != where
@@ -375,8 +375,7 @@ def test_a_gradient_that_is_not_finite(state_dtype: Any, bad: float) -> None:
             assert_same_bits(a[others], b[others])
         if k:
             found = values_of(pair[1], params_of(pair[1])[0])["exp_avg_sq"][where]
-            assert not found.isfinite()
-            assert found.isnan() or state_dtype == torch.bfloat16
+            assert found.isnan() if state_dtype == "float8" else not found < 1e38
     p, q = (params_of(o)[0] for o in pair)
     assert_same_bits(p[others], q[others])
 
