@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fusedoptim.doctor._examples import embedding_bag, interaction, nms, roi_align
+from fusedoptim.doctor._examples import embedding_bag, interaction, nms, roi_align, sort_indices
 from fusedoptim.doctor._examples.example import Example
 
 _ROWS = ("sum_rows", "sgd_rows", "adagrad_rows", "rowwise_adagrad_rows")
 
 EXAMPLES: dict[str, Callable[[np.random.Generator], Example]] = {
     "embedding_bag": embedding_bag.bags,
-    "sort_indices": embedding_bag.unsorted,
+    "sort_indices": sort_indices.unsorted,
     **dict.fromkeys(_ROWS, embedding_bag.sorted_keys),
     "interaction": functools.partial(interaction.features, step=16, copies=1),
     "interaction_backward": functools.partial(interaction.features, step=32, copies=2),

@@ -6,17 +6,17 @@ import numpy as np
 
 from fusedoptim.doctor._examples.example import Example, Integers
 
-_BAGS, _TABLE_ROWS, _WIDTHS = np.array([5, 1, 3]), np.array([40, 7, 12]), np.array([20, 80, 33])
+BAGS, _TABLE_ROWS, _WIDTHS = np.array([5, 1, 3]), np.array([40, 7, 12]), np.array([20, 80, 33])
 """Of three tables."""
-_PADDING = np.array([-1, 3, 5])
-_ONE = np.ones(3, np.int64)
+PADDING = np.array([-1, 3, 5])
+ONE = np.ones(3, np.int64)
 
 
-def _indices_and_offsets(random: np.random.Generator) -> tuple[list[Integers], list[Integers]]:
+def indices_and_offsets(random: np.random.Generator) -> tuple[list[Integers], list[Integers]]:
     """Those of each table; some bags are empty."""
     indices: list[Integers] = []
     offsets: list[Integers] = []
-    for bags, of_table in zip(_BAGS, _TABLE_ROWS):
+    for bags, of_table in zip(BAGS, _TABLE_ROWS):
         sizes = random.integers(0, 9, bags)
         offsets.append(np.concatenate([[0], np.cumsum(sizes)]))
         indices.append(random.integers(0, of_table, sizes.sum()))
@@ -25,63 +25,29 @@ def _indices_and_offsets(random: np.random.Generator) -> tuple[list[Integers], l
 
 def bags(random: np.random.Generator) -> Example:
     """Bags of three tables: sums, weighted sums without padding, and means."""
-    indices, offsets = _indices_and_offsets(random)
+    indices, offsets = indices_and_offsets(random)
     counts = np.array([len(part) for part in indices])
     return Example(
-        _BAGS,
+        BAGS,
         {
             "table": _TABLE_ROWS * _WIDTHS,
             "indices": counts,
-            "offsets": _BAGS + 1,
+            "offsets": BAGS + 1,
             "weights": counts,
-            "output": _BAGS * (_WIDTHS + 3),
-            "faults": _ONE,
+            "output": BAGS * (_WIDTHS + 3),
+            "faults": ONE,
         },
         {
             "indices": np.concatenate(indices),
             "offsets": np.concatenate(offsets),
-            "faults": 0 * _ONE,
-            "bags": _BAGS,
-            "bags_left": _BAGS + 1,
+            "faults": 0 * ONE,
+            "bags": BAGS,
+            "bags_left": BAGS + 1,
             "count": counts,
             "table_rows": _TABLE_ROWS,
             "width": _WIDTHS,
             "stride": _WIDTHS + 3,
-            "padding": _PADDING,
-            "is_weighted": np.array([0, 1, 0]),
-            "is_mean": np.array([0, 0, 1]),
-        },
-    )
-
-
-def unsorted(random: np.random.Generator) -> Example:
-    """The same to be sorted, by one, two and three digits."""
-    indices, offsets = _indices_and_offsets(random)
-    counts = np.array([len(part) for part in indices])
-    passes, digit_bits = np.array([1, 3, 2]), np.array([6, 1, 2])
-    counters = passes << digit_bits
-    rows = {"keys": counts, "spare": counts, "counters": counters, "bags_of": counts}
-    zeros = {name: np.zeros(sizes.sum(), np.int64) for name, sizes in rows.items()}
-    return Example(
-        _BAGS,
-        {
-            "indices": counts,
-            "offsets": _BAGS + 1,
-            "factors": _BAGS,
-            "sorted_count": _ONE,
-            **rows,
-        },
-        {
-            **zeros,
-            "indices": np.concatenate(indices),
-            "offsets": np.concatenate(offsets),
-            "sorted_count": 0 * _ONE,
-            "bags": _BAGS,
-            "bags_left": _BAGS + 1,
-            "count": counts,
-            "padding": _PADDING,
-            "passes": passes,
-            "digit_bits": digit_bits,
+            "padding": PADDING,
             "is_weighted": np.array([0, 1, 0]),
             "is_mean": np.array([0, 0, 1]),
         },
@@ -92,7 +58,7 @@ def sorted_keys(random: np.random.Generator) -> Example:
     """The gradients of their bags and the sorted indices; of the last table without the first."""
     keys: list[Integers] = []
     bags_of: list[Integers] = []
-    for bags, of_table in zip(_BAGS, _TABLE_ROWS):
+    for bags, of_table in zip(BAGS, _TABLE_ROWS):
         size = int(random.integers(3, 20))
         payload = random.permutation(np.arange(20))[:size]
         bags_of.append(random.integers(0, bags, 20))
@@ -107,12 +73,12 @@ def sorted_keys(random: np.random.Generator) -> Example:
             "param": elements,
             "sum": elements,
             "result": elements,
-            "grad": _BAGS * (_WIDTHS + 3),
+            "grad": BAGS * (_WIDTHS + 3),
             "row_grad": _WIDTHS,
             "keys": counts,
-            "factors": 20 * _ONE,
-            "bags_of": 20 * _ONE,
-            "sorted_count": _ONE,
+            "factors": 20 * ONE,
+            "bags_of": 20 * ONE,
+            "sorted_count": ONE,
         },
         {
             "keys": np.concatenate(keys),
