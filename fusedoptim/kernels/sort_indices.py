@@ -5,13 +5,19 @@ significant digit first (Knuth, The Art of Computer Programming, volume 3, secti
 counts how often a digit has each value, adds up the counts to the place of each value's first key,
 and moves the keys there in their order. So the sort is stable, and the keys of a row stay in the
 order of its indices.
+
+One work item sorts a table by itself (:func:`sort_indices`), or several sort it together, a part
+each, and get the same keys in the same order (Zagha and Blelloch, Radix Sort for Vector
+Multiprocessors, 1991): each counts the digits of its part (:func:`write_keys` at first, then
+:func:`count_keys`), and a launch later moves its keys (:func:`move_keys`) behind those of smaller
+digits and those of the same digit in earlier parts.
 """
 
 from __future__ import annotations
 
-from fusedoptim.kernels.language import Indices, RowFlag, RowInteger, Values, real
+from fusedoptim.kernels.language import Indices, RowFlag, RowInt, RowInteger, Values, real
 
-__all__ = ["sort_indices"]
+__all__ = ["count_keys", "move_keys", "sort_indices", "write_keys"]
 
 
 def sort_indices(
@@ -32,12 +38,171 @@ def sort_indices(
     is_weighted: RowFlag,
     is_mean: RowFlag,
 ) -> None:
-    """A table's indices as keys, sorted by radix: the index, then 32 bits for its bag.
+    """A table's indices as sorted keys.
 
     A key of a weighted table has the position :math:`k` in place of the bag, which is in
     ``bags_of`` then. The sorted keys are in ``keys`` after an even number of ``passes``, else in
     ``spare``; ``sorted_count`` is how many there are without padding. ``factors`` gets
     :math:`f_b` of means.
+    """
+    found = keys_of_bags(
+        indices,
+        offsets,
+        keys,
+        counters,
+        factors,
+        bags_of,
+        0,
+        bags,
+        0,
+        bags_left,
+        count,
+        padding,
+        passes,
+        digit_bits,
+        is_weighted,
+        is_mean,
+    )
+    sorted_count[0] = found
+    digits = 1 << digit_bits
+    digit = 0
+    source = keys
+    target = spare
+    while digit < passes:
+        sums_before(counters, digit * digits, digits)
+        shift = 32 + digit * digit_bits
+        move(source, target, counters, digit * digits, 0, found, shift, digits - 1)
+        swapped = source
+        source = target
+        target = swapped
+        digit += 1
+
+
+def write_keys(
+    indices: Indices,
+    offsets: Indices,
+    keys: Indices,
+    counters: Indices,
+    factors: Values,
+    bags_of: Indices,
+    part: Indices,
+    first: RowInteger,
+    last: RowInteger,
+    bags: RowInteger,
+    bags_left: RowInteger,
+    count: RowInteger,
+    padding: RowInteger,
+    digit_bits: RowInteger,
+    is_weighted: RowFlag,
+    is_mean: RowFlag,
+) -> None:
+    """The keys of the bags that begin from the table's index ``first`` to before ``last``.
+
+    ``counters`` are how often the lowest digit has each value, and ``part`` is where its keys begin
+    and end.
+    """
+    start = offsets[0] if bags > 0 else 0
+    bag = bag_from(offsets, bags, start + first)
+    stop_bag = bag_from(offsets, bags, start + last)
+    begin = offsets[bag] - start if bag < bags else 0
+    part[0] = begin
+    part[1] = keys_of_bags(
+        indices,
+        offsets,
+        keys,
+        counters,
+        factors,
+        bags_of,
+        bag,
+        stop_bag,
+        begin,
+        bags_left,
+        count,
+        padding,
+        1,
+        digit_bits,
+        is_weighted,
+        is_mean,
+    )
+
+
+def count_keys(
+    keys: Indices,
+    counters: Indices,
+    part: Indices,
+    sorted_count: RowInt,
+    first: RowInteger,
+    last: RowInteger,
+    shift: RowInteger,
+    digit_bits: RowInteger,
+) -> None:
+    """How often the digit above ``shift`` bits has each value in a part of the keys."""
+    digits = 1 << digit_bits
+    digit = 0
+    while digit < digits:
+        counters[digit] = 0
+        digit += 1
+    begin = first if first < sorted_count else sorted_count
+    end = last if last < sorted_count else sorted_count
+    part[0] = begin
+    part[1] = end
+    while begin < end:
+        counters[(keys[begin] >> shift) & (digits - 1)] += 1
+        begin += 1
+
+
+def move_keys(
+    keys: Indices,
+    spare: Indices,
+    counters_of_all: Indices,
+    places: Indices,
+    part: Indices,
+    sorted_count: Indices,
+    parts: RowInteger,
+    parts_before: RowInteger,
+    shift: RowInteger,
+    digit_bits: RowInteger,
+) -> None:
+    """Move a part of ``keys`` to their places in ``spare``.
+
+    ``counters_of_all`` are those of the table's parts, and ``places`` is room for one part's. The
+    first part stores how many keys there are.
+    """
+    digits = 1 << digit_bits
+    digit = 0
+    while digit < digits:
+        places[digit] = 0
+        digit += 1
+    add_counters(places, counters_of_all, parts, digits)
+    total = sums_before(places, 0, digits)
+    if parts_before == 0:
+        sorted_count[0] = total
+    add_counters(places, counters_of_all, parts_before, digits)
+    move(keys, spare, places, 0, part[0], part[1], shift, digits - 1)
+
+
+def keys_of_bags(
+    indices: Indices,
+    offsets: Indices,
+    keys: Indices,
+    counters: Indices,
+    factors: Values,
+    bags_of: Indices,
+    bag: int,
+    stop_bag: int,
+    found: int,
+    bags_left: int,
+    count: int,
+    padding: int,
+    passes: int,
+    digit_bits: int,
+    is_weighted: int,
+    is_mean: int,
+) -> int:
+    """Write the keys of some bags from place ``found`` on, and count their digits.
+
+    Returns:
+        where the keys end.
     """
     digits = 1 << digit_bits
     mask = digits - 1
@@ -45,9 +210,7 @@ def sort_indices(
     while i < passes * digits:
         counters[i] = 0
         i += 1
-    found = 0
-    bag = 0
-    while bag < bags:
+    while bag < stop_bag:
         before = found
         k = offsets[bag]
         end = count
@@ -77,29 +240,56 @@ def sort_indices(
                     before += 1
                 factors[bag] = real(1) / terms
         bag += 1
-    sorted_count[0] = found
+    return found
 
-    digit = 0
-    source = keys
-    target = spare
-    while digit < passes:
-        total = 0
-        i = digit * digits
-        while i < (digit + 1) * digits:
-            size = counters[i]
-            counters[i] = total
-            total += size
-            i += 1
-        shift = 32 + digit * digit_bits
-        i = 0
-        while i < found:
-            key = source[i]
-            counter = digit * digits + ((key >> shift) & mask)
-            place = counters[counter]
-            target[place] = key
-            counters[counter] = place + 1
-            i += 1
-        swapped = source
-        source = target
-        target = swapped
-        digit += 1
+
+def bag_from(offsets: Indices, bags: int, least: int) -> int:
+    """The first bag that begins at ``least`` or later."""
+    low = 0
+    while low < bags:
+        middle = (low + bags) >> 1
+        if offsets[middle] < least:
+            low = middle + 1
+        else:
+            bags = middle
+    return low
+
+
+def add_counters(places: Indices, counters: Indices, parts: int, digits: int) -> None:
+    """Add the counters of the first parts."""
+    i = 0
+    while i < parts * digits:
+        places[i & (digits - 1)] += counters[i]
+        i += 1
+
+
+def sums_before(counters: Indices, first: int, digits: int) -> int:
+    """Replace each counter by the sum of those before; return the sum of all."""
+    total = 0
+    i = first
+    while i < first + digits:
+        size = counters[i]
+        counters[i] = total
+        total += size
+        i += 1
+    return total
+
+
+def move(
+    source: Indices,
+    target: Indices,
+    places: Indices,
+    first: int,
+    i: int,
+    stop: int,
+    shift: int,
+    mask: int,
+) -> None:
+    """Move keys to the places of their digits, which go up; the first is ``places[first]``."""
+    while i < stop:
+        key = source[i]
+        digit = first + ((key >> shift) & mask)
+        place = places[digit]
+        target[place] = key
+        places[digit] = place + 1
+        i += 1

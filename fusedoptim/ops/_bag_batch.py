@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.block import Indices, as_int64
+from fusedoptim.ops._bag_sorting import digits_of, sort
 
-_SORTING = 64
-"""Sorting an index takes about as long as adding so many elements."""
 _PART = 1 << 16
 """Elements of a part of a table's work, about."""
-_MOST_DIGIT_BITS = 11
-"""Of the radix sort: its counters stay in the first-level cache."""
 _LINE = 64 // 8
 """Numbers of a cache line: tables that are sorted at once share none."""
 
@@ -135,10 +132,10 @@ class Sorted:
         means: Sequence[bool],
         real: torch.dtype,
     ) -> None:
-        """Make room for the keys.
+        """Sort.
 
         Args:
-            batch: whose indices are to be sorted.
+            batch: whose indices are sorted.
             table_rows: rows of each table.
             paddings: the index of each table that counts for nothing, or -1.
             means: whether each table's bags are means.
@@ -148,10 +145,8 @@ class Sorted:
         self._batch, self.means = batch, np.array(means, np.int64)
         self.is_weighted = int(bool(batch.sample_weights))
         device, total = batch.device, int(sizes.sum())
-        digit_bits, passes = _digits(sizes, np.array(table_rows))
-        room = -(-(passes << digit_bits) // _LINE) * _LINE
+        digit_bits, passes = digits_of(sizes, np.array(table_rows))
         self._keys = torch.empty(2, max(total, 1), dtype=torch.int64, device=device)
-        self._counters = torch.empty(int(room.sum()), dtype=torch.int64, device=device)
         self._counts = torch.empty(batch.tables, _LINE, dtype=torch.int64, device=device)
         first = np.cumsum(sizes) - sizes
         unsorted, spare = (addresses_of([row])[0] + 8 * first for row in self._keys)
@@ -172,12 +167,10 @@ class Sorted:
             self._factors = torch.empty(int(batch.bags.sum()) + 1, dtype=real, device=device)
             before = np.cumsum(batch.bags) - batch.bags
             self.factors = addresses_of([self._factors])[0] + real.itemsize * before
-        self.sorting: Mapping[str, Any] = {
+        tables = {
             **batch.columns,
-            "length": sizes * _SORTING + 1,
             "keys": unsorted,
             "spare": spare,
-            "counters": addresses_of([self._counters])[0] + 8 * (np.cumsum(room) - room),
             "factors": self.factors,
             "bags_of": self.bags_of,
             "sorted_count": self.counts,
@@ -187,7 +180,7 @@ class Sorted:
             "is_weighted": self.is_weighted,
             "is_mean": self.means,
         }
-        """The arguments of the kernel that sorts."""
+        sort(device, real, sizes, tables)
 
     def walking(self, widths: Indices) -> tuple[Indices, dict[str, Any]]:
         """Parts that cover the keys of tables of these widths: the table of each, and arguments."""
@@ -205,11 +198,3 @@ class Sorted:
             "is_weighted": self.is_weighted,
             "is_mean": self.means[of],
         }
-
-
-def _digits(sizes: Indices, table_rows: Indices) -> tuple[Indices, Indices]:
-    """Bits of a digit and number of digits, for each table: few counters for few indices."""
-    most = np.clip(np.log2(np.maximum(sizes, 1)).astype(np.int64), 4, _MOST_DIGIT_BITS)
-    bits = np.array([int(rows - 1).bit_length() for rows in np.maximum(table_rows, 1)])
-    passes = -(-bits // most)
-    return -(-bits // np.maximum(passes, 1)), passes

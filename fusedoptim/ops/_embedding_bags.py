@@ -201,7 +201,6 @@ class Gradient:
         self._widths = np.array([weight.shape[1] for weight in weights])
         table_rows = [weight.shape[0] for weight in weights]
         self._sorted = Sorted(batch, table_rows, paddings, means, self._real)
-        launch_table("sort_indices", self._device, VARIANT_OF[self._real], self._sorted.sorting, {})
 
     def walk(
         self, name: str, variant: str, columns: dict[str, Any], numbers: Mapping[str, float]

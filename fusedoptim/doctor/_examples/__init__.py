@@ -17,7 +17,10 @@ _ROWS = ("sum_rows", "sgd_rows", "adagrad_rows", "rowwise_adagrad_rows")
 
 EXAMPLES: dict[str, Callable[[np.random.Generator], Example]] = {
     "embedding_bag": embedding_bag.bags,
+    "count_keys": sort_indices.part_of_keys,
+    "move_keys": sort_indices.counted,
     "sort_indices": sort_indices.unsorted,
+    "write_keys": sort_indices.part_of_bags,
     **dict.fromkeys(_ROWS, embedding_bag.sorted_keys),
     "interaction": functools.partial(interaction.features, step=16, copies=1),
     "interaction_backward": functools.partial(interaction.features, step=32, copies=2),

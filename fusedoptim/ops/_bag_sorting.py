@@ -1,0 +1,116 @@
+"""Sorts the indices of embedding bags: a work item for each table, or several for a large one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusedoptim.launch.block import Indices, as_int64
+from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.ops._launching import VARIANT_OF, launch_table
+
+_WORK = 64
+"""Sorting an index takes about as long as adding so many elements."""
+_LEAST_DIGIT_BITS, _MOST_DIGIT_BITS = 3, 11
+"""Of the radix sort. Its counters fill a cache line, as work items that run at once share none, and
+stay in the first-level cache."""
+_LINE = 64 // 8
+"""Numbers of a cache line."""
+_LAUNCHES = 96 * 1024
+"""Launches of parts take about as long as to sort so many indices."""
+_END = 1 << 62
+"""More than all indices."""
+_OF_BAGS = ("indices", "offsets", "bags", "bags_left", "count", "factors", "bags_of")
+_OF_PART = ("length", "first", "last", "part", "counters", "keys", "digit_bits")
+_COLUMNS = {
+    "write_keys": (*_OF_BAGS, *_OF_PART, "padding", "is_weighted", "is_mean"),
+    "count_keys": (*_OF_PART, "sorted_count", "shift"),
+    "move_keys": (
+        *("length", "part", "parts", "parts_before", "counters_of_all", "places"),
+        *("keys", "spare", "sorted_count", "digit_bits", "shift"),
+    ),
+}
+"""The arguments of the kernels that sort in parts."""
+
+
+def digits_of(sizes: Indices, table_rows: Indices) -> tuple[Indices, Indices]:
+    """Bits of a digit and number of digits, for each table: few counters for few indices."""
+    most = np.clip(np.log2(np.maximum(sizes, 1)).astype(np.int64), 4, _MOST_DIGIT_BITS)
+    bits = np.array([int(rows - 1).bit_length() for rows in np.maximum(table_rows, 2)])
+    passes = -(-bits // most)
+    return np.maximum(-(-bits // passes), _LEAST_DIGIT_BITS), passes
+
+
+def sort(
+    device: torch.device, real: torch.dtype, sizes: Indices, tables: Mapping[str, Any]
+) -> None:
+    """Sort the indices of all tables.
+
+    Args:
+        device: of all memory.
+        real: the dtype of factors.
+        sizes: the number of indices of each table.
+        tables: the arguments of ``sort_indices`` but its counters, of each table or of all.
+    """
+    threads = torch.get_num_threads() if BACKENDS[device.type].runs_on_host else 1
+    parts = _parts_of(sizes, threads)
+    if parts.max(initial=1) > 1:
+        _sort_in_parts(device, VARIANT_OF[real], sizes, parts, tables)
+        return
+    counters, _memory = _rooms(tables["passes"] << tables["digit_bits"], device)
+    columns = {**tables, "length": sizes * _WORK + 1, "counters": counters}
+    launch_table("sort_indices", device, VARIANT_OF[real], columns, {})
+
+
+def _parts_of(sizes: Indices, threads: int) -> Indices:
+    """The parts of each table that work items sort; one of each where that is quicker."""
+    total = int(sizes.sum())
+    # An index in a part is read once more for each digit.
+    if int(sizes.max(initial=0)) < _LAUNCHES + 5 * total // (4 * threads):
+        return np.ones(len(sizes), np.int64)
+    return np.maximum(-(-sizes * threads // total), 1)
+
+
+def _rooms(sizes: Indices, device: torch.device) -> tuple[Indices, torch.Tensor]:
+    """The addresses of so many integers each, and their memory."""
+    memory = torch.empty(int(sizes.sum()), dtype=torch.int64, device=device)
+    return as_int64([memory.data_ptr()])[0] + 8 * (np.cumsum(sizes) - sizes), memory
+
+
+def _sort_in_parts(
+    device: torch.device,
+    variant: str,
+    sizes: Indices,
+    parts: Indices,
+    tables: Mapping[str, Any],
+) -> None:
+    """Sort by work items that each count the digits of a part, and move it in a launch later."""
+    of = np.repeat(np.arange(len(sizes)), parts)
+    before = np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
+    first, last = sizes[of] * before // parts[of], sizes[of] * (before + 1) // parts[of]
+    columns = {name: np.broadcast_to(values, sizes.shape)[of] for name, values in tables.items()}
+    digits = 1 << columns["digit_bits"]
+    counters, _counters = _rooms(digits, device)
+    places, _places = _rooms(digits, device)
+    bounds, _bounds = _rooms(np.full(len(of), _LINE), device)
+    columns |= {
+        "length": (last - first) * _WORK + 1,
+        "first": first,
+        "last": np.where(before + 1 == parts[of], _END, last),
+        "counters": counters,
+        "counters_of_all": counters - 8 * digits * before,
+        "places": places,
+        "part": bounds,
+        "parts": parts[of],
+        "parts_before": before,
+    }
+    for digit in range(int(tables["passes"].max())):
+        has_digit = columns["passes"] > digit
+        columns["shift"] = 32 + digit * columns["digit_bits"]
+        for name in ("count_keys" if digit else "write_keys", "move_keys"):
+            own = {column: columns[column][has_digit] for column in _COLUMNS[name]}
+            launch_table(name, device, variant, own, {})
+        columns["keys"], columns["spare"] = columns["spare"], columns["keys"]
