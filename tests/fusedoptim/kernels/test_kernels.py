@@ -20,6 +20,7 @@ from fusedoptim.kernels import __main__ as build_tool
 from fusedoptim.kernels import adagrad, adam, lamb, language, norm, sgd
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch import modules, parts
+from fusedoptim.launch.layout import INTEGERS
 from fusedoptim.launch.modules import ModuleError, load_module, shipped
 from tests.optimizer_cases import ADAGRAD, ADAM, LAMB, SGD, OptimizerCase
 
@@ -235,6 +236,8 @@ def test_module_for_each_variant(kernel: str, variant: str) -> None:
         assert module.variant == "bf16"  # what the gradients of a split parameter are
     elif has_values:
         assert module.variant == variant
+    elif roles <= {*INTEGERS, Role.INDICES, Role.ROW_INT, Role.DEVICE_INT}:
+        assert module.variant == "f32"  # of all variants
     else:
         assert module.variant == ("f64" if variant == "f64" else "f32")
 
