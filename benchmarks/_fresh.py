@@ -122,6 +122,13 @@ def embeddings(rows_a_bag: str, kept: str) -> dict[str, Any]:
     return step(int(rows_a_bag), kept == "True")
 
 
+def embedding_bags(workload: str, contender: str, rounds: str) -> dict[str, list[float]]:
+    """Seconds of steps of embedding bags; see :mod:`benchmarks._embedding_bags`."""
+    from benchmarks._embedding_bags import seconds_of
+
+    return seconds_of(workload, contender, int(rounds))
+
+
 def startup(optimizer: str) -> float:
     """Seconds between ``import torch`` and the end of one parameter's first step."""
     start = time.perf_counter()

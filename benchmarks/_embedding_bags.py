@@ -1,0 +1,157 @@
+"""Tables of embedding bags, their workloads, and how torch, we and peers update them.
+
+Only torch is imported at the start, as the Pythons of peers have no fusedoptim.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks._harness import Contender, time_interleaved
+
+TABLES, ROWS, LR = 26, 100_000, 0.01
+_EPS = 1e-10
+
+
+class Workload(NamedTuple):
+    """What the bags of a step are, and what it does."""
+
+    optimizer: str
+    width: int = 64
+    batch: int = 2048
+    indices: int = 1
+    """Of each bag."""
+    split: bool = False
+    updates: bool = True
+
+
+WORKLOADS = {
+    "sgd": Workload("sgd"),
+    "sgd-20-indices": Workload("sgd", indices=20),
+    "sgd-wide": Workload("sgd", width=128),
+    "sgd-batch-128": Workload("sgd", batch=128),
+    "sgd-split": Workload("sgd", split=True),
+    "adagrad": Workload("adagrad"),
+    "rowwise-adagrad": Workload("rowwise_adagrad"),
+    "forward": Workload("sgd", updates=False),
+    "forward-20-indices": Workload("sgd", indices=20, updates=False),
+    "forward-batch-128": Workload("sgd", batch=128, updates=False),
+}
+
+
+class Bags:
+    """Tables of torch's, the indices of a round and the gradients of its bags."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.tables = [
+            torch.nn.EmbeddingBag(ROWS, workload.width, mode="sum", sparse=True)
+            for _ in range(TABLES)
+        ]
+        weights = [table.weight for table in self.tables]
+        rule = torch.optim.SGD if workload.optimizer == "sgd" else torch.optim.Adagrad
+        self._optimizer: torch.optim.Optimizer = rule(weights, lr=LR)
+        shape = workload.batch, workload.width
+        self.grads = [torch.randn(shape) * 1e-3 for _ in range(TABLES)]
+        self.draw()
+
+    def draw(self) -> None:
+        """New indices."""
+        count = self.workload.batch * self.workload.indices
+        self.indices = [torch.randint(ROWS, (count,)) for _ in range(TABLES)]
+        self.offsets = [torch.arange(0, count, self.workload.indices) for _ in range(TABLES)]
+        self.joined_indices = torch.cat(self.indices)
+        self.joined_offsets = torch.arange(0, TABLES * count + 1, self.workload.indices)
+
+    def step(self) -> None:
+        """A step of torch's."""
+        outputs = [
+            table(*own)
+            for table, own in zip(self.tables, zip(self.indices, self.offsets), strict=True)
+        ]
+        if self.workload.updates:
+            torch.autograd.backward(outputs, self.grads)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+def ours(bags: Bags) -> Callable[[], None]:
+    """A step of the merged bags of the same tables."""
+    from fusedoptim.nn import MergedEmbeddingBag
+
+    workload = bags.workload
+    merged = MergedEmbeddingBag.from_embedding_bags(
+        copy.deepcopy(bags.tables), optimizer=workload.optimizer, lr=LR, split=workload.split
+    )
+    grads = [grad.to(merged[0].weight.dtype) for grad in bags.grads]
+
+    def step() -> None:
+        outputs = merged(bags.indices, bags.offsets)
+        if workload.updates:
+            torch.autograd.backward(outputs, grads)
+            merged.optimizer().step()
+
+    return step
+
+
+def _fbgemm(bags: Bags) -> Callable[[], None]:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        EmbeddingLocation,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    workload = bags.workload
+    place = EmbeddingLocation.HOST, ComputeDevice.CPU
+    merged = SplitTableBatchedEmbeddingBagsCodegen(
+        [(ROWS, workload.width, *place)] * TABLES,
+        optimizer=EmbOptimType[f"EXACT_{workload.optimizer.upper()}"],
+        learning_rate=LR,
+        eps=_EPS,
+    )
+    for weight, table in zip(merged.split_embedding_weights(), bags.tables):
+        weight.copy_(table.weight.detach())
+    joined = torch.cat(bags.grads, 1)
+
+    def step() -> None:
+        output = merged(bags.joined_indices, bags.joined_offsets)
+        if workload.updates:
+            output.backward(joined)
+
+    return step
+
+
+def _ipex(bags: Bags) -> Callable[[], None]:
+    from intel_extension_for_pytorch.nn import modules
+
+    by_name: Mapping[str, Any] = {
+        "sgd": modules.MergedEmbeddingBagWithSGD,
+        "adagrad": modules.MergedEmbeddingBagWithAdaGrad,
+    }
+    tables = copy.deepcopy(bags.tables)
+    merged = by_name[bags.workload.optimizer].from_embeddingbag_list(tables, lr=LR)
+
+    def step() -> None:
+        outputs: list[Tensor] = merged(bags.indices, bags.offsets)
+        if bags.workload.updates:
+            torch.autograd.backward(outputs, bags.grads)
+
+    return step
+
+
+CONTENDERS = {"fusedoptim": ours, "fbgemm": _fbgemm, "IPEX": _ipex}
+"""How others than torch take a step; each in an environment that has it."""
+
+
+def seconds_of(workload: str, contender: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds of the steps of torch and of another, in turn."""
+    bags = Bags(WORKLOADS[workload])
+    other = Contender(contender, CONTENDERS[contender](bags))
+    timings = time_interleaved([Contender("torch", bags.step), other], rounds, bags.draw)
+    return {timing.name: list(timing.seconds) for timing in timings}
