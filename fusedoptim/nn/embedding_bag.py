@@ -171,8 +171,11 @@ class MergedEmbeddingBag(torch.nn.Module):
             sum of widths).
 
         Raises:
-            IndexError: on the CPU, an index is no row of its table.
-            ValueError: a shape or an offset does not fit.
+            IndexError: on the CPU, an index is no row of its table; nothing has been written then.
+                On a GPU nothing is raised, and the backward pass writes beside the table: check
+                indices that may be wrong before.
+            ValueError: a shape does not fit; on the CPU, an offset does not. On a GPU it is as a
+                wrong index.
             TypeError: a dtype does not.
         """
         is_joined = isinstance(input, Tensor)

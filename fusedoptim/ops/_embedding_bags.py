@@ -65,8 +65,11 @@ def embedding_bags(
         tensor of shape (bags, sum of the widths).
 
     Raises:
-        IndexError: on the CPU, an index is no row of its table. On a GPU bags near it are zero.
-        ValueError: a shape, device or offset does not fit.
+        IndexError: on the CPU, an index is no row of its table. A GPU would have to be waited for:
+            there nothing is raised, bags near the index are zero, and the backward pass reads and
+            writes beside the table. Check indices that may be wrong before.
+        ValueError: a shape or a device does not fit; on the CPU, an offset falls or is more than
+            there are indices. On a GPU it is as a wrong index.
         TypeError: a dtype that no kernel takes, or two that differ.
 
     Example:
