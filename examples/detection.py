@@ -22,6 +22,8 @@ from torchvision.ops import FrozenBatchNorm2d
 from fusedoptim import ops, transforms
 
 CLASSES = 5
+FEW = {f"rpn_{when}_nms_top_n_{mode}": 60 for when in ("pre", "post") for mode in ("train", "test")}
+"""Boxes that a small model looks at."""
 
 
 def detector(small: bool) -> nn.Module:
@@ -33,7 +35,8 @@ def detector(small: bool) -> nn.Module:
         trainable_layers=3,
     )
     size = (128, 160) if small else (600, 800)
-    return FasterRCNN(backbone, CLASSES, min_size=size[0], max_size=size[1])
+    few = FEW if small else {}
+    return FasterRCNN(backbone, CLASSES, min_size=size[0], max_size=size[1], **few)
 
 
 def batch(small: bool, count: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:

@@ -10,11 +10,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from tests.references.nms import nms
+from tests.references.roi_align import roi_align
 
 _FOLDER = Path(sys.prefix, "apart")  # made by `make .venv/installed`
 _BOXES = "float spatial_scale, SymInt pooled_height, SymInt pooled_width"
@@ -37,6 +42,33 @@ def loaded() -> Iterator[Any]:
     finally:
         sys.path.remove(str(_FOLDER))
         _forget()
+
+
+@contextlib.contextmanager
+def computed_by_references() -> Iterator[None]:
+    """Where torchvision's compiled operators do not load, compute by tests/references/."""
+    if torch.ops.torchvision.nms.default.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU):
+        yield
+        return
+    library: Any = torch.library.Library("torchvision", "IMPL")
+    library.impl("nms", _nms, "CompositeImplicitAutograd")
+    library.impl("roi_align", _roi_align, "CompositeImplicitAutograd")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    return torch.tensor(nms(boxes, scores, Fraction(iou_threshold)), dtype=torch.int64)
+
+
+def _roi_align(
+    maps: Tensor, rois: Tensor, scale: float, height: int, width: int, *how: Any
+) -> Tensor:
+    if not len(rois):
+        return maps.new_zeros(0, maps.shape[1], height, width)
+    return roi_align(maps, rois, (height, width), scale, *how)
 
 
 def _load() -> Any:

@@ -1,7 +1,7 @@
 r"""Non-maximum suppression: the boxes that overlap none of a higher score which is kept itself.
 
-The results are torchvision's, box by box: the kernel does its arithmetic, and equal scores keep
-their order.
+The results are torchvision's, box by box: the kernel does its arithmetic, and equal scores come in
+the order that they have there.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
         iou_threshold: as of :func:`nms`.
 
     Returns:
-        the int64 indices of the boxes that are kept, by falling score.
+        the int64 indices of the boxes that are kept, by falling score, NaN first. Of more than
+        1,000 boxes, equal scores come as ``torch.sort`` puts them, which is not stable.
 
     Raises:
         TypeError: as :func:`nms`.
@@ -105,8 +106,9 @@ def _suppress(boxes: Tensor, scores: Tensor, idxs: Tensor | None, iou_threshold:
         return order[_kept(boxes[order], [len(boxes)], iou_threshold)]
     classes, by_class = idxs[order].sort(stable=True)
     sizes = np.unique(classes.cpu().numpy(), return_counts=True)[1].tolist()
-    kept = by_class[_kept(boxes[order[by_class]], sizes, iou_threshold)]
-    return order[kept.sort()[0]]
+    by_class = order[by_class]
+    kept = by_class[_kept(boxes[by_class], sizes, iou_threshold)].sort()[0]
+    return kept[scores[kept].sort(descending=True)[1]]  # torchvision's order of equal scores
 
 
 def _check(boxes: Tensor, scores: Tensor, idxs: Tensor | None) -> None:

@@ -1,11 +1,13 @@
-"""examples/dlrm.py, as a user runs it."""
+"""examples/dlrm.py and examples/detection.py, as a user runs them."""
 
 from __future__ import annotations
+
+import re
 
 from tests.running import check_script
 
 
-def test_both_models_learn() -> None:
+def test_dlrm_learns_as_torch_does() -> None:
     printed = check_script(
         """
         import runpy, sys
@@ -18,3 +20,28 @@ def test_both_models_learn() -> None:
     # Both do the same arithmetic but for its order.
     assert abs(rows["torch"] - rows["fusedoptim"]) < 0.01
     assert 0.55 < rows["torch"] < rows["hidden"]
+
+
+def test_detection_finds_the_same_boxes() -> None:
+    """Ours and torchvision's operators, or their references where those do not load."""
+    printed = check_script(
+        """
+        import runpy, sys
+        from tests import torchvision_operators as operators
+        sys.argv = ["examples/detection.py", "--small", "--rounds", "1"]
+        with operators.loaded(), operators.computed_by_references():
+            runpy.run_path("examples/detection.py", run_name="__main__")
+        """
+    )
+    (difference,) = re.findall(r"features differ by (\S+) of the largest", printed)
+    assert float(difference) < 1e-4
+    assert "the operators find the same boxes" in printed
+    assert re.search(r"conv_bn_folding +20 +0", printed)
+    assert re.search(r"weights_prepack +35 +0", printed)
+    rows = re.findall(
+        r"^(\w+), .*? (\d+) ms +(\d+) ms +(\d+) ms +(\d+\.\d\d)$", printed, re.MULTILINE
+    )
+    assert [row[0] for row in rows] == ["inference", "training"]
+    for _, *numbers in rows:
+        plain, _, ours, ratio = map(float, numbers)
+        assert (ours - 1) / (plain + 1) - 0.01 <= ratio <= (ours + 1) / (plain - 1) + 0.01

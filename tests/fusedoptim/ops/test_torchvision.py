@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,8 +32,9 @@ def test_functions_are_ours(torchvision: Any) -> None:
         ours = torchvision.ops
         assert torch.equal(ours.roi_align(x, [boxes], 7, 0.25), roi_align(x, [boxes], 7, 0.25))
         assert torch.equal(ours.nms(boxes, scores, 0.5), nms(boxes, scores, 0.5))
-        kept = ours.batched_nms(boxes, scores, classes, 0.5)
-        assert torch.equal(kept, batched_nms(boxes, scores, classes, 0.5))
+        for of_boxes in (scores, (9 * scores).floor(), scores.masked_fill(scores < 0.1, math.nan)):
+            kept = ours.batched_nms(boxes, of_boxes, classes, 0.5)
+            assert torch.equal(kept, batched_nms(boxes, of_boxes, classes, 0.5))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
