@@ -275,8 +275,8 @@ FORMATS = {element.name: _format(element) for element in ELEMENTS.values()}
 FORMATS["half"] = Format(  # of a split value, as an integer
     _I16,
     2,
-    lambda builder, bits: builder.zext(bits, _I32),
-    lambda builder, value: builder.trunc(value, _I16),
+    lambda builder, bits: builder.zext(bits, *_alike(bits, _I32)),
+    lambda builder, value: builder.trunc(value, *_alike(value, _I16)),
 )
 VALUES: dict[str, types.Type] = {
     name: getattr(types, ELEMENTS[element.arithmetic].dtype) for name, element in ELEMENTS.items()
@@ -309,14 +309,26 @@ def places(builder: ir.IRBuilder, pointer: Pointer, addresses: ir.Value, index: 
         yield element, _element(builder, base, index, FORMATS[element].memory)
 
 
+def joined(builder: ir.IRBuilder, values: list[ir.Value]) -> ir.Value:
+    """A loaded value, or that of the two halves of a split one."""
+    if len(values) == 1:
+        return values[0]
+    upper, lower = values
+    i32, f32 = _alike(upper, _I32, _F32)
+    return builder.bitcast(builder.or_(builder.shl(upper, i32(16)), lower), f32)
+
+
+def halves(builder: ir.IRBuilder, value: ir.Value) -> list[ir.Value]:
+    """The halves of a split value, as integers."""
+    (i32,) = _alike(value, _I32)
+    bits = builder.bitcast(value, i32)
+    return [builder.lshr(bits, i32(16)), bits]
+
+
 @device_intrinsic
 def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        values = [load(builder, *place) for place in places(builder, pointer, *args)]
-        if len(values) == 1:
-            return values[0]
-        upper, lower = values
-        return builder.bitcast(builder.or_(builder.shl(upper, _I32(16)), lower), _F32)
+        return joined(builder, [load(builder, *place) for place in places(builder, pointer, *args)])
 
     return pointer.value(pointer, types.int64), generate
 
@@ -325,10 +337,7 @@ def _load(context: Any, pointer: Pointer, index: types.Type) -> Any:
 def _store(context: Any, pointer: Pointer, index: types.Type, value: types.Type) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         addresses, i, value = args
-        values = [value]
-        if pointer.element == "split":
-            bits = builder.bitcast(value, _I32)
-            values = [builder.lshr(bits, _I32(16)), bits]
+        values = halves(builder, value) if pointer.element == "split" else [value]
         for place, half in zip(places(builder, pointer, addresses, i), values):
             store(builder, place[0], place[1], half)
         return context.get_dummy_value()

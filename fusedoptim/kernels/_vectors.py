@@ -20,6 +20,8 @@ from fusedoptim.kernels._lowering import (
     Pointer,
     call_builtin,
     device_intrinsic,
+    halves,
+    joined,
     places,
 )
 
@@ -55,15 +57,17 @@ def _vector_load(count: int) -> Any:
     @device_intrinsic
     def load(context: Any, pointer: Pointer, index: types.Type) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-            ((element, address),) = places(builder, pointer, *args)
-            memory, align, widen, _ = FORMATS[element]
-            address = builder.bitcast(
-                address, ir.PointerType(ir.VectorType(memory, count), address.type.addrspace)
-            )
-            loaded = builder.load(address, align=align)
-            if count < _WIDTH:
-                loaded = _shuffled(builder, loaded, loaded, [k % count for k in range(_WIDTH)])
-            return widen(builder, loaded)
+            values = []
+            for element, address in places(builder, pointer, *args):
+                memory, align, widen, _ = FORMATS[element]
+                address = builder.bitcast(
+                    address, ir.PointerType(ir.VectorType(memory, count), address.type.addrspace)
+                )
+                loaded = builder.load(address, align=align)
+                if count < _WIDTH:
+                    loaded = _shuffled(builder, loaded, loaded, [k % count for k in range(_WIDTH)])
+                values.append(widen(builder, loaded))
+            return joined(builder, values)
 
         return VectorType(pointer.value)(pointer, types.int64), generate
 
@@ -77,14 +81,15 @@ def _store_elements(
     builder: ir.IRBuilder, pointer: Pointer, args: Any, elements: list[int]
 ) -> None:
     addresses, index, vector = args
-    ((element, address),) = places(builder, pointer, addresses, index)
-    memory, align, _, narrow = FORMATS[element]
     if len(elements) < _WIDTH:
         vector = _shuffled(builder, vector, vector, elements)
-    address = builder.bitcast(
-        address, ir.PointerType(ir.VectorType(memory, len(elements)), address.type.addrspace)
-    )
-    builder.store(narrow(builder, vector), address, align=align)
+    values = halves(builder, vector) if pointer.element == "split" else [vector]
+    for (element, address), value in zip(places(builder, pointer, addresses, index), values):
+        memory, align, _, narrow = FORMATS[element]
+        address = builder.bitcast(
+            address, ir.PointerType(ir.VectorType(memory, len(elements)), address.type.addrspace)
+        )
+        builder.store(narrow(builder, value), address, align=align)
 
 
 @device_intrinsic
@@ -164,6 +169,22 @@ def _quarter_sums(context: Any, a: VectorType, b: VectorType, c: VectorType, d: 
     return a(a, b, c, d), generate
 
 
+@device_intrinsic
+def _vector_sum(context: Any, a: VectorType) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        """Halves are added until two elements are left."""
+        (a,) = args
+        count = _WIDTH
+        while count > 2:
+            count //= 2
+            lower, upper = list(range(count)), list(range(count, 2 * count))
+            a = builder.fadd(_shuffled(builder, a, a, lower), _shuffled(builder, a, a, upper))
+        first, second = (builder.extract_element(a, _I32(k)) for k in (0, 1))
+        return builder.fadd(first, second)
+
+    return a.real(a), generate
+
+
 @overload(language.load_vector, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
 def _load_vector_overload(values: Any, index: Any) -> Any:
     return lambda values, index: _load_vector(values, index)
@@ -200,6 +221,11 @@ def _vector_fma_overload(a: Any, b: Any, c: Any) -> Any:
 @overload(language.quarter_sums, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
 def _quarter_sums_overload(a: Any, b: Any, c: Any, d: Any) -> Any:
     return lambda a, b, c, d: _quarter_sums(a, b, c, d)
+
+
+@overload(language.vector_sum, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _vector_sum_overload(a: Any) -> Any:
+    return lambda a: _vector_sum(a)
 
 
 @overload(operator.add, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]

@@ -24,8 +24,10 @@ of one :math:`s` for a row: FBGEMM's ``EXACT_ROWWISE_ADAGRAD``.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from fusedoptim.kernels.language import (
+    VECTOR,
     Grad,
     Indices,
     Output,
@@ -37,11 +39,16 @@ from fusedoptim.kernels.language import (
     Scalar,
     State,
     Values,
+    Vector,
     fma,
-    group_sum,
     lane,
     lanes,
+    load_vector,
     real,
+    spread,
+    store_vector,
+    vector_fma,
+    vector_sum,
 )
 
 __all__ = [
@@ -69,27 +76,13 @@ def sum_rows(
     is_mean: RowFlag,
 ) -> None:
     """The gradient of each row that occurs, written to ``result``, which has all rows."""
-    i = first_row(keys, first, last, sorted_count)
-    while i < last and i < sorted_count:
-        stop = next_row_after(keys, i, sorted_count)
-        place = (keys[i] >> 32) * width + lane()
-        column = 0
-        while column + 4 * lanes() <= width:
-            g0, g1, g2, g3 = sums(
-                grad, keys, factors, bags_of, i, stop, column, stride, is_weighted, is_mean
-            )
-            result[place + column] = g0
-            result[place + column + lanes()] = g1
-            result[place + column + 2 * lanes()] = g2
-            result[place + column + 3 * lanes()] = g3
-            column += 4 * lanes()
-        while column < width:
-            if column + lane() < width:
-                result[place + column] = sum_of(
-                    grad, keys, factors, bags_of, i, stop, column, stride, is_weighted, is_mean
-                )
-            column += lanes()
-        i = stop
+    bags = grad, keys, factors, bags_of, stride, is_weighted, is_mean
+    for_each_row(store, (result,), bags, first, last, sorted_count, width)
+
+
+def store(place: int, g: float, result: Output) -> None:
+    """One column of each lane."""
+    result[place] = g
 
 
 def sgd_rows(
@@ -109,28 +102,17 @@ def sgd_rows(
     weight_decay: Scalar,
 ) -> None:
     """A step of SGD for each row that occurs."""
-    i = first_row(keys, first, last, sorted_count)
-    while i < last and i < sorted_count:
-        stop = next_row_after(keys, i, sorted_count)
-        place = (keys[i] >> 32) * width + lane()
-        column = 0
-        while column + 4 * lanes() <= width:
-            g0, g1, g2, g3 = sums(
-                grad, keys, factors, bags_of, i, stop, column, stride, is_weighted, is_mean
-            )
-            sgd_step(param, place + column, g0, lr, weight_decay)
-            sgd_step(param, place + column + lanes(), g1, lr, weight_decay)
-            sgd_step(param, place + column + 2 * lanes(), g2, lr, weight_decay)
-            sgd_step(param, place + column + 3 * lanes(), g3, lr, weight_decay)
-            column += 4 * lanes()
-        while column < width:
-            if column + lane() < width:
-                g = sum_of(
-                    grad, keys, factors, bags_of, i, stop, column, stride, is_weighted, is_mean
-                )
-                sgd_step(param, place + column, g, lr, weight_decay)
-            column += lanes()
-        i = stop
+    bags = grad, keys, factors, bags_of, stride, is_weighted, is_mean
+    step = param, lr, weight_decay
+    for_each_row(sgd_step, step, bags, first, last, sorted_count, width)
+
+
+def sgd_step(place: int, g: float, param: Param, lr: float, weight_decay: float) -> None:
+    """Update one column of each lane."""
+    theta = param[place]
+    if weight_decay != 0:
+        g = fma(weight_decay, theta, g)
+    param[place] = fma(-lr, g, theta)
 
 
 def adagrad_rows(
@@ -152,28 +134,27 @@ def adagrad_rows(
     eps: Scalar,
 ) -> None:
     """A step of Adagrad for each row that occurs."""
-    i = first_row(keys, first, last, sorted_count)
-    while i < last and i < sorted_count:
-        stop = next_row_after(keys, i, sorted_count)
-        place = (keys[i] >> 32) * width + lane()
-        column = 0
-        while column + 4 * lanes() <= width:
-            g0, g1, g2, g3 = sums(
-                grad, keys, factors, bags_of, i, stop, column, stride, is_weighted, is_mean
-            )
-            adagrad_step(param, sum, place + column, g0, lr, weight_decay, eps)
-            adagrad_step(param, sum, place + column + lanes(), g1, lr, weight_decay, eps)
-            adagrad_step(param, sum, place + column + 2 * lanes(), g2, lr, weight_decay, eps)
-            adagrad_step(param, sum, place + column + 3 * lanes(), g3, lr, weight_decay, eps)
-            column += 4 * lanes()
-        while column < width:
-            if column + lane() < width:
-                g = sum_of(
-                    grad, keys, factors, bags_of, i, stop, column, stride, is_weighted, is_mean
-                )
-                adagrad_step(param, sum, place + column, g, lr, weight_decay, eps)
-            column += lanes()
-        i = stop
+    bags = grad, keys, factors, bags_of, stride, is_weighted, is_mean
+    step = param, sum, lr, weight_decay, eps
+    for_each_row(adagrad_step, step, bags, first, last, sorted_count, width)
+
+
+def adagrad_step(
+    place: int,
+    g: float,
+    param: Param,
+    sum: State,  # noqa: A002 (what torch calls the state)
+    lr: float,
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """Update one column of each lane."""
+    theta = param[place]
+    if weight_decay != 0:
+        g = fma(weight_decay, theta, g)
+    s = fma(g, g, sum[place])
+    sum[place] = s
+    param[place] = fma(-lr, g / (math.sqrt(s) + eps), theta)
 
 
 def rowwise_adagrad_rows(
@@ -198,35 +179,86 @@ def rowwise_adagrad_rows(
 ) -> None:
     """A step of Adagrad, with one sum for a row, for each row that occurs.
 
-    ``row_grad`` is room for the gradient of a row.
+    ``row_grad`` is room for the gradient of a row. The kernel computes with vectors, as lanes would
+    wait for each other at each row's sum of squares.
     """
+    bags = grad, keys, factors, bags_of, stride, is_weighted, is_mean
     i = first_row(keys, first, last, sorted_count)
     while i < last and i < sorted_count:
         stop = next_row_after(keys, i, sorted_count)
         row = keys[i] >> 32
-        place = row * width + lane()
+        place = row * width
         s = sum[row]
-        squares = real(0)
+        squares = spread(real(0))
         column = 0
+        while column + VECTOR <= width:
+            g = vector_of(i, stop, column, *bags)
+            if weight_decay != 0:
+                g = vector_fma(spread(weight_decay), load_vector(param, place + column), g)
+            store_vector(row_grad, column, g)
+            squares = vector_fma(g, g, squares)
+            column += VECTOR
+        rest = real(0)
+        while column < width:
+            x = sum_of(i, stop, column, *bags)
+            if weight_decay != 0:
+                x = fma(weight_decay, param[place + column], x)
+            row_grad[column] = x
+            rest = fma(x, x, rest)
+            column += 1
+        s = fma(one_over_width, vector_sum(squares) + rest, s)
+        sum[row] = s
+        step_size = -lr / (math.sqrt(s) + eps)
+        step = spread(step_size)
+        column = 0
+        while column + VECTOR <= width:
+            theta = load_vector(param, place + column)
+            theta = vector_fma(step, load_vector(row_grad, column), theta)
+            store_vector(param, place + column, theta)
+            column += VECTOR
+        while column < width:
+            param[place + column] = fma(step_size, row_grad[column], param[place + column])
+            column += 1
+        i = stop
+
+
+def for_each_row(
+    update: Any,
+    arguments: Any,
+    bags: Any,
+    first: int,
+    last: int,
+    sorted_count: int,
+    width: int,
+) -> None:
+    """Call ``update(place, g, *arguments)`` for all columns of the rows of a part.
+
+    Args:
+        update: a function of the kernel's module, of a place in the table and the gradient there.
+        arguments: of it.
+        bags: what else :func:`sums` takes.
+        first: key at which the part begins.
+        last: key after the last of the part.
+        sorted_count: of all keys.
+        width: of a row.
+    """
+    i = first_row(bags[1], first, last, sorted_count)
+    while i < last and i < sorted_count:
+        stop = next_row_after(bags[1], i, sorted_count)
+        place = (bags[1][i] >> 32) * width + lane()
+        column = 0
+        while column + 4 * lanes() <= width:
+            g0, g1, g2, g3 = sums(i, stop, column, *bags)
+            update(place + column, g0, *arguments)
+            update(place + column + lanes(), g1, *arguments)
+            update(place + column + 2 * lanes(), g2, *arguments)
+            update(place + column + 3 * lanes(), g3, *arguments)
+            column += 4 * lanes()
         while column < width:
             if column + lane() < width:
-                g = sum_of(
-                    grad, keys, factors, bags_of, i, stop, column, stride, is_weighted, is_mean
-                )
-                if weight_decay != 0:
-                    g = fma(weight_decay, param[place + column], g)
-                row_grad[column + lane()] = g
-                squares = fma(g, g, squares)
+                g = sum_of(i, stop, column + lane(), *bags)
+                update(place + column, g, *arguments)
             column += lanes()
-        s = fma(one_over_width, group_sum(squares), s)
-        step_size = lr / (math.sqrt(s) + eps)
-        column = lane()
-        while column < width:
-            theta = param[row * width + column]
-            param[row * width + column] = fma(-step_size, row_grad[column], theta)
-            column += lanes()
-        if lane() == 0:
-            sum[row] = s
         i = stop
 
 
@@ -247,84 +279,81 @@ def next_row_after(keys: Indices, i: int, sorted_count: int) -> int:
 
 
 def sums(
+    i: int,
+    stop: int,
+    column: int,
     grad: Grad,
     keys: Indices,
     factors: Values,
     bags_of: Indices,
-    i: int,
-    stop: int,
-    column: int,
     stride: int,
     is_weighted: int,
     is_mean: int,
 ) -> tuple[float, float, float, float]:
-    """A row's gradient in four columns of each lane."""
+    """A row's gradient in four columns of each lane; plain sums have a loop of their own."""
     g0 = g1 = g2 = g3 = real(0)
+    if is_weighted or is_mean:
+        while i < stop:
+            payload = keys[i] & _LOW
+            factor = factors[payload]
+            bag = bags_of[payload] if is_weighted else payload
+            place = bag * stride + column + lane()
+            g0 = fma(factor, grad[place], g0)
+            g1 = fma(factor, grad[place + lanes()], g1)
+            g2 = fma(factor, grad[place + 2 * lanes()], g2)
+            g3 = fma(factor, grad[place + 3 * lanes()], g3)
+            i += 1
     while i < stop:
-        bag = keys[i] & _LOW
-        factor = real(1)
-        if is_mean:
-            factor = factors[bag]
-        if is_weighted:
-            factor = factors[bag]
-            bag = bags_of[bag]
-        place = bag * stride + column + lane()
-        g0 = fma(factor, grad[place], g0)
-        g1 = fma(factor, grad[place + lanes()], g1)
-        g2 = fma(factor, grad[place + 2 * lanes()], g2)
-        g3 = fma(factor, grad[place + 3 * lanes()], g3)
+        place = (keys[i] & _LOW) * stride + column + lane()
+        g0 += grad[place]
+        g1 += grad[place + lanes()]
+        g2 += grad[place + 2 * lanes()]
+        g3 += grad[place + 3 * lanes()]
         i += 1
     return g0, g1, g2, g3
 
 
 def sum_of(
+    i: int,
+    stop: int,
+    column: int,
     grad: Grad,
     keys: Indices,
     factors: Values,
     bags_of: Indices,
-    i: int,
-    stop: int,
-    column: int,
     stride: int,
     is_weighted: int,
     is_mean: int,
 ) -> float:
-    """A row's gradient in one column of each lane."""
+    """A row's gradient in one column."""
     g = real(0)
     while i < stop:
-        bag = keys[i] & _LOW
-        factor = real(1)
-        if is_mean:
-            factor = factors[bag]
-        if is_weighted:
-            factor = factors[bag]
-            bag = bags_of[bag]
-        g = fma(factor, grad[bag * stride + column + lane()], g)
+        payload = keys[i] & _LOW
+        factor = factors[payload] if is_weighted or is_mean else real(1)
+        bag = bags_of[payload] if is_weighted else payload
+        g = fma(factor, grad[bag * stride + column], g)
         i += 1
     return g
 
 
-def sgd_step(param: Param, place: int, g: float, lr: float, weight_decay: float) -> None:
-    """Update one column of each lane."""
-    theta = param[place]
-    if weight_decay != 0:
-        g = fma(weight_decay, theta, g)
-    param[place] = fma(-lr, g, theta)
-
-
-def adagrad_step(
-    param: Param,
-    sum: State,  # noqa: A002 (what torch calls the state)
-    place: int,
-    g: float,
-    lr: float,
-    weight_decay: float,
-    eps: float,
-) -> None:
-    """Update one column of each lane."""
-    theta = param[place]
-    if weight_decay != 0:
-        g = fma(weight_decay, theta, g)
-    s = fma(g, g, sum[place])
-    sum[place] = s
-    param[place] = fma(-lr, g / (math.sqrt(s) + eps), theta)
+def vector_of(
+    i: int,
+    stop: int,
+    column: int,
+    grad: Grad,
+    keys: Indices,
+    factors: Values,
+    bags_of: Indices,
+    stride: int,
+    is_weighted: int,
+    is_mean: int,
+) -> Vector:
+    """A row's gradient in as many columns as a vector has."""
+    g = spread(real(0))
+    while i < stop:
+        payload = keys[i] & _LOW
+        factor = factors[payload] if is_weighted or is_mean else real(1)
+        bag = bags_of[payload] if is_weighted else payload
+        g = vector_fma(spread(factor), load_vector(grad, bag * stride + column), g)
+        i += 1
+    return g

@@ -54,7 +54,8 @@ kernel that uses none of them is **serial**: its group has one work item on ever
 
 A kernel that uses no lanes may compute with vectors of ``VECTOR`` numbers instead, where it needs
 sums across them: ``load_vector``, ``store_vector``, ``store_quarter``, ``repeated_quarter``,
-``spread``, ``quarter_sums``, ``vector_fma`` and ``+``. In plain Python a vector is a numpy array.
+``spread``, ``quarter_sums``, ``vector_sum``, ``vector_fma`` and ``+``. In plain Python a vector is
+a numpy array.
 
 Compiled, :mod:`fusedoptim.kernels._lowering` gives the same names their meaning on the device.
 ``/`` and ``math.sqrt`` are the device's own.
@@ -275,3 +276,8 @@ def vector_fma(a: Vector, b: Vector, c: Vector) -> Vector:
 def quarter_sums(a: Vector, b: Vector, c: Vector, d: Vector) -> Vector:
     """Sums of the elements of each quarter: the four of ``a``, then of ``b``, ``c`` and ``d``."""
     return np.concatenate([vector.reshape(4, 4).sum(1) for vector in (a, b, c, d)])
+
+
+def vector_sum(a: Vector) -> float:
+    """The sum of the elements."""
+    return float(a.sum())

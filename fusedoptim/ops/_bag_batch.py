@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from fusedoptim.ops._bag_sorting import digits_of, sort
 
 _PART = 1 << 16
 """Elements of a part of a table's work, about."""
+_MOST_KEPT = 256
+"""Shapes of batches for which parts are remembered: numpy takes longer than many kernels."""
 _LINE = 64 // 8
 """Numbers of a cache line: tables that are sorted at once share none."""
 
@@ -50,22 +53,18 @@ class Batch:
         self._indices = [_as_int64(tensor) for tensor in indices]
         self._offsets = [_as_int64(tensor) for tensor in offsets]
         self.sample_weights = sample_weights
-        repeats = tables if self.is_joined else 1
-        last = int(has_last_offset)
-        bags = [(tensor.numel() - last) // repeats for tensor in offsets]
-        self.bags = np.repeat(np.array(bags, np.int64), repeats)
-        """Of each table."""
-        before = np.arange(tables) * self.bags if self.is_joined else np.zeros(tables, np.int64)
-        offset_counts = np.repeat([tensor.numel() for tensor in self._offsets], repeats)
-        self.bags_left = offset_counts - before
-        """Offsets from the table's first on."""
-        self.counts = np.repeat([tensor.numel() for tensor in self._indices], repeats)
-        """Where the last bag ends, counted as offsets are."""
-        self.index_addresses = np.repeat(addresses_of(self._indices), repeats)
-        self.offset_addresses = np.repeat(addresses_of(self._offsets), repeats) + 8 * before
-        self.weight_addresses = np.zeros(tables, np.int64)
-        if sample_weights:
-            self.weight_addresses = np.repeat(addresses_of(sample_weights), repeats)
+        index_counts = tuple([tensor.numel() for tensor in indices])
+        offset_counts = tuple([tensor.numel() for tensor in offsets])
+        self.bags, self.bags_left, self.counts, before = _shape_of(
+            index_counts, offset_counts, tables, int(has_last_offset)
+        )
+        self.index_addresses = self._of_tables(self._indices)
+        self.offset_addresses = self._of_tables(self._offsets) + 8 * before
+        self.weight_addresses = self._of_tables(sample_weights) if sample_weights else 0 * before
+
+    def _of_tables(self, tensors: Sequence[Tensor]) -> Indices:
+        """The address of each table's tensor."""
+        return np.repeat(addresses_of(tensors), self.tables if self.is_joined else 1)
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -92,7 +91,30 @@ class Batch:
     def parts(self, widths: Indices) -> Parts:
         """Cut each table's bags into about equal parts, as many of each table."""
         elements = self.counts * widths // (self.tables if self.is_joined else 1)
-        return Parts.of(self.bags, elements)
+        return parts_of(self.bags, elements)
+
+
+class _Shape(NamedTuple):
+    """What the numbers of indices and offsets say of each table."""
+
+    bags: Indices
+    bags_left: Indices
+    """Offsets from the table's first on."""
+    counts: Indices
+    """Where the last bag ends, counted as offsets are."""
+    before: Indices
+    """Offsets before the table's first, in the tensor of both."""
+
+
+@functools.lru_cache(_MOST_KEPT)
+def _shape_of(
+    index_counts: tuple[int, ...], offset_counts: tuple[int, ...], tables: int, last: int
+) -> _Shape:
+    repeats = tables // len(index_counts)
+    counts, offsets = (np.repeat(np.array(x), repeats) for x in (index_counts, offset_counts))
+    bags = (offsets - last) // repeats
+    before = np.arange(tables) * bags if repeats > 1 else np.zeros(tables, np.int64)
+    return _Shape(bags, offsets - before, counts, before)
 
 
 class Parts(NamedTuple):
@@ -106,19 +128,25 @@ class Parts(NamedTuple):
     length: Indices
     """Work, in elements."""
 
-    @classmethod
-    def of(cls, sizes: Indices, elements: Indices) -> Parts:
-        """Cut tables of so many bags or indices, with so many elements to add."""
-        most = int(elements.max(initial=0))
-        # A power of two: launch blocks of few sizes are kept.
-        each = 1 << max(most // _PART, 1).bit_length() - 1
-        cuts = sizes[:, None] * np.arange(each + 1) // each
-        return cls(
-            np.repeat(np.arange(len(sizes)), each),
-            cuts[:, :-1].ravel(),
-            cuts[:, 1:].ravel(),
-            np.repeat(elements // each + 1, each),
-        )
+
+def parts_of(sizes: Indices, elements: Indices) -> Parts:
+    """Cut tables of so many bags or indices, with so many elements to add."""
+    return _parts_of(sizes.tobytes(), elements.tobytes())
+
+
+@functools.lru_cache(_MOST_KEPT)
+def _parts_of(size_bytes: bytes, element_bytes: bytes) -> Parts:
+    sizes, elements = np.frombuffer(size_bytes, np.int64), np.frombuffer(element_bytes, np.int64)
+    most = int(elements.max(initial=0))
+    # A power of two: launch blocks of few sizes are kept.
+    each = 1 << max(most // _PART, 1).bit_length() - 1
+    cuts = sizes[:, None] * np.arange(each + 1) // each
+    return Parts(
+        np.repeat(np.arange(len(sizes)), each),
+        cuts[:, :-1].ravel(),
+        cuts[:, 1:].ravel(),
+        np.repeat(elements // each + 1, each),
+    )
 
 
 class Sorted:
@@ -127,7 +155,7 @@ class Sorted:
     def __init__(
         self,
         batch: Batch,
-        table_rows: Sequence[int],
+        table_rows: Indices | Sequence[int],
         paddings: Sequence[int],
         means: Sequence[bool],
         real: torch.dtype,
@@ -145,7 +173,7 @@ class Sorted:
         self._batch, self.means = batch, np.array(means, np.int64)
         self.is_weighted = int(bool(batch.sample_weights))
         device, total = batch.device, int(sizes.sum())
-        digit_bits, passes = digits_of(sizes, np.array(table_rows))
+        digit_bits, passes = _digits_of(sizes.tobytes(), np.asarray(table_rows, np.int64).tobytes())
         self._keys = torch.empty(2, max(total, 1), dtype=torch.int64, device=device)
         self._counts = torch.empty(batch.tables, _LINE, dtype=torch.int64, device=device)
         first = np.cumsum(sizes) - sizes
@@ -184,7 +212,7 @@ class Sorted:
 
     def walking(self, widths: Indices) -> tuple[Indices, dict[str, Any]]:
         """Parts that cover the keys of tables of these widths: the table of each, and arguments."""
-        parts = Parts.of(self.sizes, self.sizes * widths)
+        parts = parts_of(self.sizes, self.sizes * widths)
         of = parts.table
         return of, {
             "length": parts.length,
@@ -198,3 +226,8 @@ class Sorted:
             "is_weighted": self.is_weighted,
             "is_mean": self.means[of],
         }
+
+
+@functools.lru_cache(_MOST_KEPT)
+def _digits_of(sizes: bytes, table_rows: bytes) -> tuple[Indices, Indices]:
+    return digits_of(np.frombuffer(sizes, np.int64), np.frombuffer(table_rows, np.int64))

@@ -17,7 +17,7 @@ _INTEGERS = (torch.int32, torch.int64)
 Tensors = Sequence[Tensor]
 
 
-def check_arguments(
+def check_batch(
     weights: Tensors,
     indices: Tensors,
     offsets: Tensors,
@@ -25,17 +25,14 @@ def check_arguments(
     means: Sequence[bool],
     last: bool,
 ) -> None:
-    """Raise if the operator does not take these arguments, whose values are not read."""
+    """Raise if the operator does not take these bags, whose values are not read, of the tables."""
     tables = len(weights)
-    if not tables:
-        raise ValueError("embedding_bags: there are no tables; pass at least one weight")
     is_joined = len(indices) == 1
     if len(indices) not in (1, tables) or len(offsets) != len(indices):
         raise ValueError(
             f"embedding_bags: there are {tables} tables, {len(indices)} tensors of indices and "
             f"{len(offsets)} of offsets; pass one of both for each table, or one for all"
         )
-    _check_weights(weights)
     # Checked in C, as far as all is well: for a small batch this takes a part of the time.
     integers = [*indices, *offsets]
     if {(x.dtype in _INTEGERS, x.dim(), x.device) for x in integers} != {
@@ -55,7 +52,10 @@ def check_arguments(
     _check_samples(weights, indices, samples, means)
 
 
-def _check_weights(weights: Tensors) -> None:
+def check_weights(weights: Tensors) -> None:
+    """Raise if the operators do not take these tables."""
+    if not weights:
+        raise ValueError("embedding_bags: there are no tables; pass at least one weight")
     first = weights[0]
     if first.dtype not in VARIANT_OF:
         raise TypeError(

@@ -12,10 +12,11 @@ from torch import Tensor
 from fusedoptim.launch.block import row_addresses
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._bag_batch import Batch, Sorted, addresses_of
-from fusedoptim.ops._bag_checks import check_arguments, raise_fault
+from fusedoptim.ops._bag_checks import check_batch, check_weights, raise_fault
 from fusedoptim.ops._bag_gradients import sample_gradients, sparse_gradients
+from fusedoptim.ops._bag_tables import tables_of
 from fusedoptim.ops._launching import ARITHMETIC_OF, DEVICES, VARIANT_OF, launch_table
-from fusedoptim.ops._registering import register
+from fusedoptim.ops._registering import needed, register
 
 __all__ = ["embedding_bags"]
 
@@ -121,20 +122,22 @@ def compute_bags(
     last: bool,
     *_: Any,
 ) -> list[Tensor]:
-    outputs = new_bags(weights, indices, offsets, samples, means, paddings, last)
+    tables = tables_of(weights)
+    check_batch(weights, indices, offsets, samples, means, last)
+    widths = tables.widths
+    outputs = _new_outputs(weights[0], widths.tolist(), offsets, last)
     if not any(output.numel() for output in outputs):
         return outputs
     device = weights[0].device
     batch = batch_of(weights, indices, offsets, samples, last)
-    tables = [w if w.is_contiguous() else w.contiguous() for w in weights]
-    widths = np.array([weight.shape[1] for weight in weights])
+    dense = weights if tables.are_contiguous else [weight.contiguous() for weight in weights]
     places, strides = _places(outputs, widths)
     parts = batch.parts(widths)
     of, itemsize = parts.table, weights[0].element_size()
     faults = torch.zeros(1, dtype=torch.int64, device=device)
     columns = {
         "length": parts.length,
-        "table": addresses_of(tables)[of],
+        "table": addresses_of(dense)[of],
         "indices": batch.index_addresses[of],
         "offsets": batch.offset_addresses[of] + 8 * parts.begin,
         "weights": batch.weight_addresses[of],
@@ -143,7 +146,7 @@ def compute_bags(
         "bags": parts.end - parts.begin,
         "bags_left": batch.bags_left[of] - parts.begin,
         "count": batch.counts[of],
-        "table_rows": np.array([weight.shape[0] for weight in weights])[of],
+        "table_rows": tables.rows[of],
         "width": widths[of],
         "stride": strides[of],
         "padding": np.array(paddings)[of],
@@ -177,15 +180,16 @@ def new_bags(
     *_: Any,
 ) -> list[Tensor]:
     """The results, uninitialized; raise if the operator does not take these arguments."""
-    check_arguments(weights, indices, offsets, samples, means, last)
-    first = weights[0]
-    if len(indices) < len(weights):
-        bags = (offsets[0].shape[0] - int(last)) // len(weights)
-        return [first.new_empty(bags, sum(weight.shape[1] for weight in weights))]
-    return [
-        first.new_empty(starts.numel() - last, weight.shape[1])
-        for weight, starts in zip(weights, offsets)
-    ]
+    check_weights(weights)
+    check_batch(weights, indices, offsets, samples, means, last)
+    return _new_outputs(weights[0], [weight.shape[1] for weight in weights], offsets, last)
+
+
+def _new_outputs(like: Tensor, widths: Sequence[int], offsets: Tensors, last: bool) -> list[Tensor]:
+    if len(offsets) < len(widths):
+        bags = (offsets[0].shape[0] - int(last)) // len(widths)
+        return [like.new_empty(bags, sum(widths))]
+    return [like.new_empty(starts.shape[0] - last, width) for width, starts in zip(widths, offsets)]
 
 
 class Gradient:
@@ -201,9 +205,8 @@ class Gradient:
     ) -> None:
         self._grads = [grad if _has_rows(grad) else grad.contiguous() for grad in grads]
         self._device, self._real = batch.device, ARITHMETIC_OF[weights[0].dtype]
-        self._widths = np.array([weight.shape[1] for weight in weights])
-        table_rows = [weight.shape[0] for weight in weights]
-        self._sorted = Sorted(batch, table_rows, paddings, means, self._real)
+        self._widths, rows, _ = tables_of(weights)
+        self._sorted = Sorted(batch, rows, paddings, means, self._real)
 
     def walk(
         self, name: str, variant: str, columns: dict[str, Any], numbers: Mapping[str, float]
@@ -278,18 +281,19 @@ def saved_lists(ctx: Any) -> list[Tensors]:
 def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
     weights, indices, offsets, samples = saved_lists(ctx)
     means, paddings, last, sparse = ctx.options
-    needed = ctx.needs_input_grad[2:]
+    needs_weights, _, _, needs_samples, *_ = needed(ctx)
     of_samples = None
-    if any(needed[sum(ctx.counts[:3]) :]):
+    if needs_samples:
         of_samples = sample_gradients(grads, weights, indices, offsets, paddings, last)
-    of_weights: list[Tensor | None] = [None] * len(weights)
-    if any(needed[: len(weights)]):
+    of_weights: list[Tensor | None] | None = None
+    if needs_weights:
+        of_weights = [None] * len(weights)
         chosen = tables_with_gradient(grads, len(weights))
         lists = grads, weights, indices, offsets, samples, means, paddings
         arguments = chosen_of(chosen, len(weights), *lists)
         gradients: Any = sparse_gradients if sparse else _dense_gradients_of
         for t, gradient in zip(chosen, gradients(*arguments, last)):
-            of_weights[t] = gradient if needed[t] else None
+            of_weights[t] = gradient if needs_weights[t] else None
     return [of_weights, None, None, of_samples, None, None, None, None]
 
 

@@ -41,8 +41,9 @@ def register(
             with another result.
         fake: its implementation without values.
         setup_context: as :func:`torch.library.register_autograd` has it.
-        backward: the gradients of all arguments, of a list of tensors a list; also as there.
-            Results that nobody used have None for a gradient.
+        backward: the gradients of all arguments, of a list of tensors a list, or None if none of
+            them requires grad; also as there. Results that nobody used have None for a gradient.
+            :func:`needed` says what to compute.
         tags: of the operator.
 
     Returns:
@@ -73,7 +74,12 @@ def register(
     def differentiable(keys: Any, *inputs: Any) -> Any:
         keys = keys & keys_after_autograd
         if torch.is_grad_enabled() and any_requires_grad(*inputs):
-            sizes = [len(x) if _is_list_of_tensors(x) else _NO_LIST for x in inputs]
+            # A list of which no tensor requires grad is passed as one value: each tensor that
+            # autograd looks at takes time.
+            sizes = [
+                len(x) if _is_list_of_tensors(x) and any_requires_grad(*x) else _NO_LIST
+                for x in inputs
+            ]
             outputs = recorded.apply(keys, sizes, *_flat(inputs, sizes))
             return list(outputs) if returns_list else outputs
         with BelowAutograd():
@@ -81,6 +87,11 @@ def register(
 
     _library.impl(name, differentiable, "Autograd", with_keyset=True)
     return operator
+
+
+def needed(ctx: Any) -> list[Any]:
+    """Whether each argument needs a gradient; of a list a list, or False if none of it does."""
+    return _in_lists(ctx.needs_input_grad[2:], ctx.sizes)
 
 
 def register_without_gradient(

@@ -21,7 +21,7 @@ from fusedoptim.ops._embedding_bags import (
     tables_with_gradient,
 )
 from fusedoptim.ops._launching import VARIANT_OF
-from fusedoptim.ops._registering import register, register_without_gradient
+from fusedoptim.ops._registering import needed, register, register_without_gradient
 
 Tensors = Sequence[Tensor]
 
@@ -104,7 +104,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
     indices, offsets, samples = saved_lists(ctx)
     means, paddings, last, rule = ctx.options
     of_samples = None
-    if samples and any(ctx.needs_input_grad[-len(samples) - len(ctx.options) : -len(ctx.options)]):
+    if needed(ctx)[6]:
         of_samples = sample_gradients(grads, weights, indices, offsets, paddings, last)
     chosen = tables_with_gradient(grads, len(weights))
     lists = weights, sums, trails, grads, indices, offsets, samples, means, paddings

@@ -35,6 +35,7 @@ KERNELS = {
     "sum_rows": Expected(0.5),
     "sgd_rows": Expected(0.5),
     "adagrad_rows": Expected(0.5),
+    "rowwise_adagrad_rows": Expected(0.5),
     # Named vectors; what is left of a width goes number by number.
     "interaction": Expected(0.7),
     "interaction_backward": Expected(0.7),

@@ -54,6 +54,32 @@ class TestValues:
             assert_within(own[t], grad, bag_errors(sizes, most, dtype), "gradients")
 
     @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize("bags", [1, 2, 33])
+    def test_one_index_each(self, dtype: torch.dtype, width: int, bags: int) -> None:
+        weights = [torch.randn(rows, width).to(dtype) for rows in ROWS]
+        indices = [torch.randint(rows, (bags,)) for rows in ROWS]
+        offsets = [torch.arange(bags) for _ in ROWS]
+        joined = torch.cat(indices), torch.arange(bags * len(ROWS))
+        separate = embedding_bags(weights, indices, offsets)
+        (together,) = embedding_bags(weights, [joined[0]], [joined[1]])
+        for weight, own, output in zip(weights, indices, separate):
+            assert torch.equal(output, weight[own])
+        assert torch.equal(together, torch.cat(separate, dim=1))
+
+    def test_tables_that_change_between_calls(self) -> None:
+        weights, bags = tables(16), new_bags(ROWS)
+        embedding_bags(weights, *bags, include_last_offset=True)
+        whole = torch.randint(-8, 8, (ROWS[0], 5)).float()  # their sums are exact
+        for data in (whole, whole.t().contiguous().t()):
+            weights[0].data = data
+            output = embedding_bags(weights, *bags, include_last_offset=True)[0]
+            assert torch.equal(output, expected(data, bags.indices[0], bags.offsets[0]))
+        weights[0].data = whole.double()
+        with pytest.raises(TypeError, match=r"weight 1 has dtype torch\.float32"):
+            embedding_bags(weights, *bags, include_last_offset=True)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("padding", [None, 0, -1])
     @pytest.mark.parametrize("sparse", [False, True])
     def test_sample_weights_and_padding(
