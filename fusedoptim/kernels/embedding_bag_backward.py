@@ -191,16 +191,23 @@ def rowwise_adagrad_rows(
         s = sum[row]
         squares = spread(real(0))
         column = 0
+        while column + 4 * VECTOR <= width:
+            g0, g1, g2, g3 = four_vectors(i, stop, column, bags)
+            g0 = kept(g0, param, place, row_grad, column, weight_decay)
+            g1 = kept(g1, param, place, row_grad, column + VECTOR, weight_decay)
+            g2 = kept(g2, param, place, row_grad, column + 2 * VECTOR, weight_decay)
+            g3 = kept(g3, param, place, row_grad, column + 3 * VECTOR, weight_decay)
+            squares = vector_fma(g0, g0, vector_fma(g1, g1, squares))
+            squares = vector_fma(g2, g2, vector_fma(g3, g3, squares))
+            column += 4 * VECTOR
         while column + VECTOR <= width:
-            g = vector_of(i, stop, column, *bags)
-            if weight_decay != 0:
-                g = vector_fma(spread(weight_decay), load_vector(param, place + column), g)
-            store_vector(row_grad, column, g)
+            g = vector_of(i, stop, column, bags)
+            g = kept(g, param, place, row_grad, column, weight_decay)
             squares = vector_fma(g, g, squares)
             column += VECTOR
         rest = real(0)
         while column < width:
-            x = sum_of(i, stop, column, *bags)
+            x = sum_of(i, stop, column, bags)
             if weight_decay != 0:
                 x = fma(weight_decay, param[place + column], x)
             row_grad[column] = x
@@ -222,6 +229,16 @@ def rowwise_adagrad_rows(
         i = stop
 
 
+def kept(
+    g: Vector, param: Param, place: int, row_grad: Values, column: int, weight_decay: float
+) -> Vector:
+    """The gradient of some columns, with weight decay, which ``row_grad`` keeps."""
+    if weight_decay != 0:
+        g = vector_fma(spread(weight_decay), load_vector(param, place + column), g)
+    store_vector(row_grad, column, g)
+    return g
+
+
 def for_each_row(
     update: Any,
     arguments: Any,
@@ -236,19 +253,20 @@ def for_each_row(
     Args:
         update: a function of the kernel's module, of a place in the table and the gradient there.
         arguments: of it.
-        bags: what else :func:`sums` takes.
+        bags: where the gradients are, in the order that :func:`sums` has.
         first: key at which the part begins.
         last: key after the last of the part.
         sorted_count: of all keys.
         width: of a row.
     """
-    i = first_row(bags[1], first, last, sorted_count)
+    keys = bags[1]
+    i = first_row(keys, first, last, sorted_count)
     while i < last and i < sorted_count:
-        stop = next_row_after(bags[1], i, sorted_count)
-        place = (bags[1][i] >> 32) * width + lane()
+        stop = next_row_after(keys, i, sorted_count)
+        place = (keys[i] >> 32) * width + lane()
         column = 0
         while column + 4 * lanes() <= width:
-            g0, g1, g2, g3 = sums(i, stop, column, *bags)
+            g0, g1, g2, g3 = sums(i, stop, column, bags)
             update(place + column, g0, *arguments)
             update(place + column + lanes(), g1, *arguments)
             update(place + column + 2 * lanes(), g2, *arguments)
@@ -256,7 +274,7 @@ def for_each_row(
             column += 4 * lanes()
         while column < width:
             if column + lane() < width:
-                g = sum_of(i, stop, column + lane(), *bags)
+                g = sum_of(i, stop, column + lane(), bags)
                 update(place + column, g, *arguments)
             column += lanes()
         i = stop
@@ -278,19 +296,9 @@ def next_row_after(keys: Indices, i: int, sorted_count: int) -> int:
     return stop
 
 
-def sums(
-    i: int,
-    stop: int,
-    column: int,
-    grad: Grad,
-    keys: Indices,
-    factors: Values,
-    bags_of: Indices,
-    stride: int,
-    is_weighted: int,
-    is_mean: int,
-) -> tuple[float, float, float, float]:
+def sums(i: int, stop: int, column: int, bags: Any) -> tuple[float, float, float, float]:
     """A row's gradient in four columns of each lane; plain sums have a loop of their own."""
+    grad, keys, factors, bags_of, stride, is_weighted, is_mean = bags
     g0 = g1 = g2 = g3 = real(0)
     if is_weighted or is_mean:
         while i < stop:
@@ -313,19 +321,9 @@ def sums(
     return g0, g1, g2, g3
 
 
-def sum_of(
-    i: int,
-    stop: int,
-    column: int,
-    grad: Grad,
-    keys: Indices,
-    factors: Values,
-    bags_of: Indices,
-    stride: int,
-    is_weighted: int,
-    is_mean: int,
-) -> float:
+def sum_of(i: int, stop: int, column: int, bags: Any) -> float:
     """A row's gradient in one column."""
+    grad, keys, factors, bags_of, stride, is_weighted, is_mean = bags
     g = real(0)
     while i < stop:
         payload = keys[i] & _LOW
@@ -336,19 +334,9 @@ def sum_of(
     return g
 
 
-def vector_of(
-    i: int,
-    stop: int,
-    column: int,
-    grad: Grad,
-    keys: Indices,
-    factors: Values,
-    bags_of: Indices,
-    stride: int,
-    is_weighted: int,
-    is_mean: int,
-) -> Vector:
+def vector_of(i: int, stop: int, column: int, bags: Any) -> Vector:
     """A row's gradient in as many columns as a vector has."""
+    grad, keys, factors, bags_of, stride, is_weighted, is_mean = bags
     g = spread(real(0))
     while i < stop:
         payload = keys[i] & _LOW
@@ -357,3 +345,22 @@ def vector_of(
         g = vector_fma(spread(factor), load_vector(grad, bag * stride + column), g)
         i += 1
     return g
+
+
+def four_vectors(
+    i: int, stop: int, column: int, bags: Any
+) -> tuple[Vector, Vector, Vector, Vector]:
+    """A row's gradient in the columns of four vectors."""
+    grad, keys, factors, bags_of, stride, is_weighted, is_mean = bags
+    g0 = g1 = g2 = g3 = spread(real(0))
+    while i < stop:
+        payload = keys[i] & _LOW
+        factor = spread(factors[payload] if is_weighted or is_mean else real(1))
+        bag = bags_of[payload] if is_weighted else payload
+        place = bag * stride + column
+        g0 = vector_fma(factor, load_vector(grad, place), g0)
+        g1 = vector_fma(factor, load_vector(grad, place + VECTOR), g1)
+        g2 = vector_fma(factor, load_vector(grad, place + 2 * VECTOR), g2)
+        g3 = vector_fma(factor, load_vector(grad, place + 3 * VECTOR), g3)
+        i += 1
+    return g0, g1, g2, g3

@@ -304,6 +304,8 @@ def tables_with_gradient(grads: Sequence[Tensor | None], tables: int) -> list[in
 
 def chosen_of(chosen: Sequence[int], tables: int, *lists: Sequence[Any]) -> list[list[Any]]:
     """What lists with an entry for each table have for some; of other lists, all."""
+    if len(chosen) == tables:
+        return list(map(list, lists))
     return [[x[t] for t in chosen] if len(x) == tables else list(x) for x in lists]
 
 
