@@ -63,8 +63,12 @@ class BagOptimizer(FusedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for state in self.state.values():
-            if "step" in state:
+        states = [state for state in self.state.values() if "step" in state]
+        counts = [state["step"] for state in states]
+        if states and all(isinstance(count, Tensor) for count in counts):
+            torch._foreach_add_(counts, 1)
+        else:
+            for state in states:
                 state["step"] += 1
         return loss
 

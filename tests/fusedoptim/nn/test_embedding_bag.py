@@ -261,6 +261,15 @@ class TestOptimizer:
         assert all(map(torch.equal, weights_of(module), weights_of(back)))
         assert int(theirs.state[plain[0].weight]["step"]) == 2
 
+    @pytest.mark.parametrize("count", [3, torch.tensor(3.0)])
+    def test_steps_are_counted(self, count: Any) -> None:
+        optimizer = new_module("adagrad").optimizer()
+        states = [optimizer.state[weight] for weight in optimizer.param_groups[0]["params"]]
+        for state in states:
+            state["step"] = copy.deepcopy(count)
+        optimizer.step()
+        assert [float(state["step"]) for state in states] == [4.0] * len(states)
+
     def test_keys_are_those_of_the_bags(self) -> None:
         bags = torch.nn.ModuleList(torch.nn.EmbeddingBag(5, 4, mode="sum") for _ in range(3))
         module = MergedEmbeddingBag.from_embedding_bags(list(bags), optimizer="sgd")
