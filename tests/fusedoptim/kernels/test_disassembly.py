@@ -29,13 +29,14 @@ class Expected(NamedTuple):
 
 _BOTH = frozenset({"load", "store"})
 KERNELS = {
-    "adam_float8": Expected(0.5),
-    # Its weights and counts are the same in all lanes, so their arithmetic is scalar.
+    # Half, and what is the same in all lanes.
+    "adam_float8": Expected(0.45),
+    # Weights and counts are the same in all lanes, so their arithmetic is scalar.
     "embedding_bag": Expected(0.25),
-    "sum_rows": Expected(0.5),
-    "sgd_rows": Expected(0.5),
-    "adagrad_rows": Expected(0.5),
-    "rowwise_adagrad_rows": Expected(0.5),
+    "sum_rows": Expected(0.25),
+    "sgd_rows": Expected(0.25),
+    "adagrad_rows": Expected(0.25),
+    "rowwise_adagrad_rows": Expected(0.25),
     # Named vectors; what is left of a width goes number by number.
     "interaction": Expected(0.7),
     "interaction_backward": Expected(0.7),
