@@ -82,7 +82,9 @@ class ShardedSideBySide(SideBySide):
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Tensors, sharded as the parameters are."""
         return [
-            value.clone() if places is None else distribute_tensor(value, self._mesh, places)
+            value.clone()
+            if places is None
+            else distribute_tensor(value, self._mesh, places, src_data_rank=None)
             for value, places in zip(values, self._placements)
         ]
 
