@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 from fusedoptim import FusedAdamW
+from fusedoptim.step.sharding import local_of
 
 STEPS = 5
 
@@ -31,6 +33,35 @@ def die_once(where: str) -> None:
     if distributed.get_rank() == 1 and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def step_while_the_other_dies(optimizer: Any) -> None:
+    """A step on the first process, whose norm the second one does not live to see.
+
+    It raises, and writes neither weights nor state.
+    """
+    ready = FOLDER / "ready"
+    if distributed.get_rank() == 1:
+        while not ready.exists():  # until the other has all that backward sends
+            time.sleep(0.01)
+        die_once("a step")
+        optimizer.step()
+        return
+    ready.touch()
+    before = [value.clone() for value in own_values(optimizer)]
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if all(map(torch.equal, own_values(optimizer), before)):
+            (FOLDER / "refused").write_text(str(error))
+        raise
+
+
+def own_values(optimizer: Any) -> list[Tensor]:
+    """What this process has of weights and state."""
+    state = [value for state in optimizer.state.values() for value in state.values()]
+    params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    return list(map(local_of, [*params, *state]))
 
 
 class DyingWriter(FileSystemWriter):
@@ -60,8 +91,9 @@ def train(
         optimizer.zero_grad()
         model(batch).float().square().mean().backward()
         if after is not None and step == 2:
-            die_once("a step")
-        optimizer.step()
+            step_while_the_other_dies(optimizer)
+        else:
+            optimizer.step()
         if after is not None:
             after(step)
 

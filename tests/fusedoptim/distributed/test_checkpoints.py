@@ -30,7 +30,7 @@ from fusedoptim import (
     FusedSGD,
     SplitSGD,
 )
-from tests.fusedoptim.distributed.helpers import flat_mesh, rank, size, whole
+from tests.fusedoptim.distributed.helpers import flat_mesh, rank, size, square_mesh, whole
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.helpers import random_like
 
@@ -146,6 +146,27 @@ def test_saved_by_two_processes_and_loaded_by_four() -> None:
         if name in EXACT:
             step(model, optimizer, 3)
             assert_same(everything(model, optimizer), expected[1], name)
+
+
+@on_processes(4)
+def test_saved_on_a_mesh_of_two_dimensions_and_loaded_on_a_row() -> None:
+    """And the other way round: shards that two processes have alike, and shards that one has."""
+    for name, meshes in itertools.product(
+        ("AdamW, amsgrad", "Adam, split"), itertools.permutations((square_mesh(), flat_mesh()))
+    ):
+        folder = shared_folder()
+        models = [new_model(mesh, name) for mesh in meshes]
+        optimizers = [ALL[name](model.parameters()) for model in models]
+        step(models[0], optimizers[0], 1)
+        checkpoint.save(states_of(models[0], optimizers[0]), checkpoint_id=folder)
+        states = states_of(models[1], optimizers[1])
+        checkpoint.load(states, checkpoint_id=folder)
+        load(models[1], optimizers[1], states)
+        for _ in range(2):
+            saved, loaded = map(everything, models, optimizers)
+            assert_same(loaded, saved, name)
+            for model, optimizer in zip(models, optimizers):
+                step(model, optimizer, 2)
 
 
 @on_processes(2)

@@ -26,6 +26,7 @@ def test_weights_are_those_of_an_uninterrupted_training(tmp_path: Path) -> None:
         survivor, killed = run(tmp_path, attempt)
         assert survivor != 0
         assert killed == -signal.SIGKILL
+    assert "must call step" in (tmp_path / "refused").read_text()  # of the survivor of the first
     assert run(tmp_path, 2) == [0, 0]
     for rank in range(2):  # the save that was interrupted is that of step 3
         assert (tmp_path / f"equal {rank}").read_text() == "resumed from step 3"
