@@ -11,7 +11,7 @@ from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.fused_activation import FusedActivation
-from transforms.rewrites.packed import PackedModule
+from transforms.rewrites.packed import PackedProduct
 from transforms.rewrites.post_ops import ACTIVATION, activations, post_op
 from transforms.tracing.activations import find_activations
 from transforms.tracing.modules import plain_kind
@@ -30,10 +30,10 @@ class Fuse(Pass):
         names = {module: name for name, module in job.model.named_modules()}
         known = (m for m in names if post_op(m) is not None and not isinstance(m, FusedActivation))
         reasons = {activation: _objection(activation) for activation in known}
-        if not any(isinstance(m, PackedModule) for m in names):
+        if not any(isinstance(m, PackedProduct) for m in names):
             why = "no module has packed weights (weights_prepack)"
             return [Entry(names[m], reason or why, done=False) for m, reason in reasons.items()]
-        found = find_activations(job.model, (PackedModule,), kinds)
+        found = find_activations(job.model, (PackedProduct,), kinds)
         fed: dict[nn.Module, list[str]] = {}
         for feeder, activation in found.after.items():
             if reasons[activation] is None:

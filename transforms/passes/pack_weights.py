@@ -1,4 +1,4 @@
-"""Pass: keep the weights of convolutions and Linears in oneDNN's layout."""
+"""Pass: keep the weights of convolutions, Linears and LSTMs in oneDNN's layout."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from torch.optim import Optimizer
 
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
-from transforms.rewrites import exchanged_class
+from transforms.rewrites import exchanged_class, packed, packed_lstm
 from transforms.rewrites.int8 import Int8Module
-from transforms.rewrites.packed import CLASSES, Pack, PackedModule, missing_operators
+from transforms.rewrites.packed import Pack, PackedModule
+from transforms.rewrites.packed_lstm import PackedLSTM
 from transforms.rewrites.watched_parameter import WatchedParameter, unwatch
 from transforms.tracing.modules import has_computed_tensors, plain_kind
 
-_KINDS: tuple[type[nn.Module], ...] = tuple(CLASSES)
+_CLASSES: dict[type[nn.Module], type[PackedModule]] = {**packed.CLASSES, nn.LSTM: PackedLSTM}
+_KINDS: tuple[type[nn.Module], ...] = (*_CLASSES, nn.GRU, nn.RNN)
 
 
 class PackWeights(Pass):
-    """Exchanges the classes of convolutions and Linears for packed ones.
+    """Exchanges the classes of convolutions, Linears and LSTMs for packed ones.
 
     A weight is packed when the module is first called, so one that nothing calls costs nothing.
     """
@@ -27,18 +29,15 @@ class PackWeights(Pass):
     must_pay = True
 
     def run(self, job: Job) -> list[Entry]:
-        """Exchange classes; entries are the convolutions and Linears on the CPU."""
-        absent = missing_operators()
+        """Exchange classes; entries are the convolutions, Linears and recurrent networks."""
         entries = []
         for name, module in job.model.named_modules():
             if isinstance(module, PackedModule) or not isinstance(module, _KINDS):
                 continue
             reason = _objection(module)
-            if absent:
-                reason = f"this torch has another {', '.join(absent)} than torch 2.13"
             if reason is None:
                 job.undo.callback(_unwatch, module)
-                ours = CLASSES[type(module)]
+                ours = _CLASSES[type(module)]
                 exchanged_class.exchange(module, ours, job.undo, _fusedoptim_pack=Pack())
             what = "weight packed at the first call"
             entries.append(Entry(name, reason or what, done=reason is None))
@@ -52,22 +51,38 @@ class PackWeights(Pass):
                 exchanged_class.revert(module)
 
 
+def _weights(module: nn.Module) -> list[str]:
+    """The names of the weights that are packed."""
+    if not isinstance(module, nn.RNNBase):
+        return ["weight"]
+    return [name for name in module._flat_weights_names if name.startswith("weight")]
+
+
 def _unwatch(module: nn.Module) -> None:
-    unwatch(module._parameters.get("weight"))
+    for name in _weights(module):
+        unwatch(module._parameters.get(name))
 
 
 def _objection(module: nn.Module) -> str | None:
-    if has_computed_tensors(module):
+    names = _weights(module)
+    if any(has_computed_tensors(module, name) for name in names):
         return "has a weight that is computed from others (a parametrization)"
     if isinstance(module, Int8Module):
         return "computes in INT8"
-    if type(module) not in CLASSES or plain_kind(module, (type(module),)) is None:
+    if isinstance(module, nn.GRU | nn.RNN):
+        return f"torch's operators of oneDNN have no {type(module).__name__}"
+    if type(module) not in _CLASSES or plain_kind(module, (type(module),)) is None:
         return f"overrides its methods: {type(module).__name__} may differ"
-    weight = module._parameters["weight"]
-    if weight is None or type(weight) not in (nn.Parameter, WatchedParameter):
-        return f"has a weight of class {type(weight).__name__}"
-    if weight.device.type != "cpu":
-        return f"is on {weight.device.type}: oneDNN's packed weights are for the CPU"
+    absent = (packed_lstm if isinstance(module, nn.LSTM) else packed).missing_operators()
+    if absent:
+        return f"this torch has another {', '.join(absent)} than torch 2.13"
+    for weight in (module._parameters[name] for name in names):
+        if weight is None or type(weight) not in (nn.Parameter, WatchedParameter):
+            return f"has a weight of class {type(weight).__name__}"
+        if weight.device.type != "cpu":
+            return f"is on {weight.device.type}: oneDNN's packed weights are for the CPU"
+    if getattr(module, "proj_size", 0):
+        return "has projections (proj_size), which oneDNN's operator lacks"
     if isinstance(getattr(module, "padding", None), str):
         return f"has padding={module.padding!r}"
     if getattr(module, "padding_mode", "zeros") != "zeros":

@@ -49,7 +49,8 @@ def leave(model: nn.Module) -> None:
     if vars(model).pop(_MARK, None) is None:
         return
     vars(model).pop(_CALL, None)
-    packed = {id(m._parameters["weight"]) for m in model.modules() if isinstance(m, PackedModule)}
+    modules = (m for m in model.modules() if isinstance(m, PackedModule))
+    packed = {id(param) for module in modules for param in module.packed_parameters()}
     for param in model.parameters():
         if id(param) not in packed:
             unwatch(param)

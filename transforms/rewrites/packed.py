@@ -42,8 +42,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Signature(NamedTuple):
     """What a packed copy depends on."""
 
-    state: tuple[int, int, int]
-    """of the weight."""
+    state: tuple[tuple[int, int, int], ...]
+    """of each plain weight."""
     dtype: torch.dtype
     """in which the product is computed: autocast's, or the weight's."""
     layout: tuple[object, ...]
@@ -51,18 +51,23 @@ class Signature(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A packed weight, and what it was made of."""
+    """Packed weights, and what they were made of."""
 
     signature: Signature
-    source: Callable[[], Tensor | None]
-    """Returns the plain weight, or None if that is gone."""
-    weight: Tensor
+    sources: tuple[Callable[[], Tensor | None], ...]
+    """Each returns a plain weight, or None if that is gone."""
+    weights: Sequence[Tensor]
     trials: dict[object, bool]
     """Which activations oneDNN computes as torch does, by what that depends on."""
 
+    @property
+    def weight(self) -> Tensor:
+        """The packed weight of a module that has one."""
+        return self.weights[0]
+
 
 class Pack:
-    """The packed copy of one weight. Copies and pickles of it are empty."""
+    """The packed copy of a module's weights. Copies and pickles of it are empty."""
 
     def __init__(self) -> None:
         self._copy: Packed | None = None  # replaced as a whole: threads may call one module
@@ -78,35 +83,39 @@ class Pack:
 
     def of(
         self,
-        param: Tensor,
+        params: tuple[Tensor, ...],
         dtype: torch.dtype,
         layout: tuple[object, ...],
-        reorder: Callable[[Tensor], Tensor | None],
+        reorder: Callable[[Sequence[Tensor]], Sequence[Tensor] | None],
     ) -> Packed | None:
-        """The packed copy of ``param``, or None where the plain weight must be used.
+        """The packed copy of ``params``, or None where the plain weights must be used.
 
         Args:
-            param: the plain weight.
+            params: the plain weights.
             dtype: of the product.
             layout: of the input.
-            reorder: packs a weight of that dtype; None if that is of no use.
+            reorder: packs weights of that dtype; None if that is of no use.
         """
-        signature = Signature(state(param), dtype, layout)
+        signature = Signature(tuple(map(state, params)), dtype, layout)
         kept = self._copy
         if kept is not None and kept.signature == signature:
-            if kept.source() is param and not is_exposed(param):
+            if all(
+                source() is param and not is_exposed(param)
+                for source, param in zip(kept.sources, params)
+            ):
                 return kept
         elif kept is not None and self._is_passing(signature, kept.signature):
             return None
-        if signature == self._useless or is_shared(param) or not (watch(param) and settle(param)):
+        if signature == self._useless or not all(map(_can_follow, params)):
             return None
         self._copy = kept = None  # before the new one is made, so that there is never more than one
-        signature = signature._replace(state=state(param))  # watched only now
-        weight = reorder(param.detach().to(dtype))
-        if weight is None:
+        signature = signature._replace(state=tuple(map(state, params)))  # watched only now
+        weights = reorder([param.detach().to(dtype) for param in params])
+        if weights is None:
             self._useless = signature
         else:
-            self._copy = kept = Packed(signature, weakref.ref(param), weight, {})
+            sources = tuple(map(weakref.ref, params))
+            self._copy = kept = Packed(signature, sources, weights, {})
         return kept
 
     def _is_passing(self, signature: Signature, kept: Signature) -> bool:
@@ -116,6 +125,11 @@ class Pack:
         return is_passing
 
 
+def _can_follow(param: Tensor) -> bool:
+    """Whether every later change of a weight will be noticed."""
+    return not is_shared(param) and watch(param) and settle(param)
+
+
 def is_shared(param: Tensor) -> bool:
     """Whether other processes may write into it."""
     storage: Any = param.untyped_storage()
@@ -123,9 +137,49 @@ def is_shared(param: Tensor) -> bool:
 
 
 class PackedModule(nn.Module):
-    """What the packed modules share."""
+    """What all packed modules share."""
 
     _fusedoptim_pack: Pack
+
+    def packed_parameters(self) -> tuple[Tensor, ...]:
+        """The weights of which the module keeps packed copies."""
+        weight = self._parameters.get("weight")
+        return () if weight is None else (weight,)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` compiles in its place."""
+        return exchanged_class.plain_copy(self)
+
+
+def product_dtype(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> torch.dtype | None:
+    """The dtype of a product that may use packed weights; None if it may not.
+
+    Args:
+        inputs: what the module is called with.
+        params: its weights and biases; the first is a weight.
+    """
+    if not all(type(t) is Tensor for t in inputs) or not is_plain_call():
+        return None
+    both = (*inputs, *params)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in both):
+        return None
+    if not all(t.is_cpu for t in both) or any(t.is_mkldnn for t in inputs):
+        return None
+    weight = params[0]
+    if weight.is_inference():
+        return None
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        same = weight.dtype in _DTYPES and all(t.dtype in _DTYPES for t in inputs)
+    else:
+        dtype = weight.dtype
+        same = all(t.dtype == dtype for t in both)
+    return dtype if same and dtype in supported_dtypes() else None
+
+
+class PackedProduct(PackedModule):
+    """A convolution or Linear."""
+
     _fusedoptim_activation: nn.Module | None = None
     """:data:`transforms.rewrites.post_ops.ACTIVATION`; without, none follows."""
     _operator: ClassVar[str]
@@ -137,28 +191,11 @@ class PackedModule(nn.Module):
         result: Tensor = super().forward(input) if product is None else product
         return result
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script`` compiles in its place."""
-        return exchanged_class.plain_copy(self)
-
     def _dtype(self, x: Tensor) -> torch.dtype | None:
-        """The dtype of a product that may use a packed weight; None if it may not."""
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        if type(x) is not Tensor or weight is None or not is_plain_call():
+        if weight is None:
             return None
-        if torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (x, weight, bias)
-        ):
-            return None
-        if not (x.is_cpu and weight.is_cpu) or weight.is_inference() or x.is_mkldnn:
-            return None
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            same = x.dtype in _DTYPES and weight.dtype in _DTYPES
-        else:
-            dtype = weight.dtype
-            same = x.dtype == dtype and (bias is None or bias.dtype == dtype)
-        return dtype if same and dtype in supported_dtypes() else None
+        return product_dtype((x,), (weight,) if bias is None else (weight, bias))
 
     def _product(self, x: Tensor) -> Tensor | None:
         """The product with a packed weight; None if the plain one must be used."""
@@ -220,7 +257,7 @@ def _spoilt(x: Tensor, values: Sequence[float]) -> Tensor:
     return result
 
 
-class PackedLinear(PackedModule, nn.Linear):
+class PackedLinear(PackedProduct, nn.Linear):
     """:math:`y = x W^T + b` with a packed weight."""
 
     _operator = "_linear_pointwise"
@@ -234,10 +271,14 @@ class PackedLinear(PackedModule, nn.Linear):
         columns = weight.size(1)
         if x.size(-1) != columns or x.numel() // max(columns, 1) * weight.numel() < LEAST_PRODUCTS:
             return None
-        packed = self._fusedoptim_pack.of(weight, dtype, (), reorder_linear)
+        packed = self._fusedoptim_pack.of((weight,), dtype, (), _reorder_linear)
         if packed is None:
             return None
         return self._activated(x.to(dtype), packed, None if bias is None else bias.to(dtype))
+
+
+def _reorder_linear(weights: Sequence[Tensor]) -> list[Tensor]:
+    return [reorder_linear(weight) for weight in weights]
 
 
 def reorder_linear(weight: Tensor) -> Tensor:
@@ -247,7 +288,7 @@ def reorder_linear(weight: Tensor) -> Tensor:
     return result
 
 
-class _PackedConvolution(PackedModule):
+class _PackedConvolution(PackedProduct):
     """What convolutions share. A copy is for inputs of one shape, as oneDNN's layouts are."""
 
     _reorder: ClassVar[str]
@@ -260,16 +301,16 @@ class _PackedConvolution(PackedModule):
         layout = (*x.shape, *x.stride())
         bias = None if self.bias is None else self.bias.to(dtype)
 
-        def reorder(weight: Tensor) -> Tensor | None:
-            x_cast = x.to(dtype)
+        def reorder(weights: Sequence[Tensor]) -> list[Tensor] | None:
+            (weight,), x_cast = weights, x.to(dtype)
             operator = getattr(torch.ops.mkldnn, self._reorder)
             packed: Tensor = operator(weight, *self._geometry(), list(x.shape))
             expected = self._plain(x_cast, weight, bias)
             product = self._compute(x_cast, packed, bias, NO_OP)
             # Later code may read strides: only a copy that keeps torch's is used.
-            return packed if product.stride() == expected.stride() else None
+            return [packed] if product.stride() == expected.stride() else None
 
-        packed = self._fusedoptim_pack.of(self.weight, dtype, layout, reorder)
+        packed = self._fusedoptim_pack.of((self.weight,), dtype, layout, reorder)
         return None if packed is None else self._activated(x.to(dtype), packed, bias)
 
     def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -58,9 +58,9 @@ def all_hooks(module: nn.Module) -> list[dict[int, Any]]:
     return list(_hooks_of(module))
 
 
-def has_computed_tensors(module: nn.Module) -> bool:
+def has_computed_tensors(module: nn.Module, weight: str = "weight") -> bool:
     """Whether the weight is computed from others: a parametrization or the older weight norm."""
-    is_own = "weight" in module._parameters or "weight" in module._buffers
+    is_own = weight in module._parameters or weight in module._buffers
     return parametrize.is_parametrized(module) or not is_own
 
 
