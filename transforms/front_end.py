@@ -99,9 +99,9 @@ def optimize(
         auto_channels_last: lay out the weights of convolutions in channels_last. None, at level
             "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
             a ``sample_input``, if that is faster. True: always.
-        weights_prepack: in eval mode, compute convolutions, Linears and LSTMs on the CPU with a copy
-            of their weight in oneDNN's layout, made at the first call. It takes the memory of the
-            weight again. Where a gradient is recorded, torch's own operators compute: call the
+        weights_prepack: in eval mode, compute convolutions, Linears and LSTMs on the CPU with a
+            copy of their weight in oneDNN's layout, made at the first call. It takes the memory of
+            the weight again. Where a gradient is recorded, torch's own operators compute: call the
             model under ``torch.no_grad()`` or ``torch.inference_mode()``. Writes into the weight
             are seen, but not those through a NumPy array of it. None, at level "O1": undone if a
             ``sample_input`` is given and is not faster with it.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 
 from transforms.graph import operators
+from transforms.graph.attention import split_attention
 from transforms.graph.batch_norms import fold_batch_norms
 from transforms.graph.constants import constant_nodes, with_placeholders, worth_keeping
 from transforms.graph.in_place import overwrite
@@ -41,6 +42,8 @@ class Counts(NamedTuple):
     """Functions that write over their input."""
     constants: int = 0
     """Constants that are kept, packed weights among them."""
+    attentions: int = 0
+    """Attention in 16 bits that became products."""
 
 
 class Lowered(NamedTuple):
@@ -104,6 +107,8 @@ def lowered(given: Simplified, layouts: Layouts | None, packs: bool = True) -> L
         if current is not None and packs:
             packing.pack(current)
 
+    attentions = split_attention(graph) if packs else 0
+
     def steady(node: Node, target: Node) -> bool:
         if layouts is not None:
             return _stands_for(node, target, layouts)
@@ -113,7 +118,7 @@ def lowered(given: Simplified, layouts: Layouts | None, packs: bool = True) -> L
     kept = worth_keeping(graph, constants)
     result = with_placeholders(graph, kept)
     shorten(result)
-    counts = Counts(given.folded, *packing.counts, in_place, len(kept))
+    counts = Counts(given.folded, *packing.counts, in_place, len(kept), attentions)
     return Lowered(result, kept, graph, counts)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedoptim.split.pages import has_sole_owner, release_pages
 from transforms.inputs.sample import caller, seconds
 from transforms.passes.pack_weights import PackWeights
 from transforms.passes.protocol import Job, Pass
@@ -150,7 +151,10 @@ def _lay_out(convolutions: Convolutions) -> None:
 def _put(param: nn.Parameter, laid_out: Callable[[Tensor], Tensor]) -> None:
     """Change the layout of a parameter and its gradient, which must match."""
     grad, param.grad = param.grad, None
-    param.data = laid_out(param.data)
+    is_alone, before = has_sole_owner(param), param.data
+    param.data = laid_out(before)
+    if is_alone and param.data_ptr() != before.data_ptr():
+        release_pages(before)  # malloc may keep the block
     if grad is not None:
         param.grad = laid_out(grad) if grad.layout is torch.strided else grad
 

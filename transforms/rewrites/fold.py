@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from transforms.rewrites import plain_tensors
-from transforms.rewrites.fold_arithmetic import PlainPair, folded, unfolded
+from fusedoptim.split.pages import has_sole_owner, release_pages
+from transforms.rewrites import plain_tensors, remainders
+from transforms.rewrites.fold_arithmetic import PlainPair, factors, folded, unfolded
 from transforms.rewrites.stand_ins import FoldedBatchNorm, revert, stand_in
 from transforms.tracing.modules import TRANSPOSED, has_computed_tensors, own_tensors
 
@@ -32,7 +33,9 @@ class Fold:
         self._strides: tuple[int, ...] | None = None
         self._bias: Parameter | None
         self._feeder_tensors: dict[str, Any]
-        """The plain weight and bias."""
+        """The plain weight, None if the remainder has it, and the plain bias."""
+        self._remainder: remainders.Remainder | None = None
+        """From which the plain weight is computed, where nobody else held it."""
         self._norm_parameters: dict[str, Parameter | None]
         self._norm_buffers: dict[str, Tensor | None]
         self._digest: bytes
@@ -105,8 +108,10 @@ class Fold:
         """Raise if the folded weight or bias was replaced by something that cannot be unfolded."""
         if not self._is_done:
             return
-        kept = self._plain_pair()
-        for name, shape in (("weight", kept.weight.shape), ("bias", kept.mean.shape)):
+        kept, mean = self._feeder_tensors["weight"], self._norm_buffers["running_mean"]
+        weight = self._remainder.differences if self._remainder is not None else kept
+        assert mean is not None
+        for name, shape in (("weight", weight.shape), ("bias", mean.shape)):
             param = self._feeder._parameters.get(name)
             if param is None:
                 raise plain_tensors.changed(
@@ -120,6 +125,7 @@ class Fold:
         if self._is_done:
             for module in (self._feeder, self._norm):
                 yield from (t for t in self._kept_tensors(module).values() if t is not None)
+            yield from self._remainder or ()
 
     def undo(self) -> None:
         """Make both modules plain, keeping what they have learnt since."""
@@ -155,20 +161,22 @@ class Fold:
             return
         weight, bias = self._folded()
         self._bias = feeder.bias
+        self._remainder = self._divided(weight)
+        plain = feeder.weight.data
         self._feeder_tensors = {
-            "weight": feeder.weight.data,
+            "weight": plain if self._remainder is None else None,
             "bias": None if feeder.bias is None else feeder.bias.data,
         }
         self._norm_parameters = dict(norm._parameters)
         self._norm_buffers = dict(norm._buffers)
         if self._strides is not None:
             weight = plain_tensors.with_strides(weight, self._strides)
-        _put(feeder.weight, plain_tensors.shared_as(weight, self._feeder_tensors["weight"]))
+        _put(feeder.weight, plain_tensors.shared_as(weight, plain))
         if feeder.bias is None:
             if self._added_bias is None:
                 self._added_bias = Parameter(bias, requires_grad=feeder.weight.requires_grad)
             feeder.bias = self._added_bias
-        _put(feeder.bias, plain_tensors.shared_as(bias, self._feeder_tensors["weight"]))
+        _put(feeder.bias, plain_tensors.shared_as(bias, plain))
         self._digest = _digest(feeder.weight, feeder.bias)
         folds = {"weight": feeder.weight, "bias": feeder.bias}
         self._requires_grad = {name: p.requires_grad for name, p in folds.items()}
@@ -178,6 +186,15 @@ class Fold:
         dimensions = 2 if isinstance(feeder, nn.Linear) else 3
         stand_in(norm, FoldedBatchNorm, dimensions if isinstance(norm, nn.BatchNorm1d) else 0)
         self._is_done = True
+        if self._remainder is not None:
+            release_pages(plain)  # malloc may keep the block
+
+    def _divided(self, weight: Tensor) -> remainders.Remainder | None:
+        """From which the plain weight can be computed; None to keep it."""
+        plain = self._feeder.weight
+        if not plain.dtype == weight.dtype == torch.float32 or not has_sole_owner(plain):
+            return None
+        return remainders.split(plain.detach(), weight, factors(self._plain_pair()))
 
     def _kept_tensors(self, module: nn.Module) -> dict[str, Any]:
         """The tensors that one of the two held when it was folded."""
@@ -190,6 +207,7 @@ class Fold:
         feeder, norm = self._feeder, self._norm
         if self._is_done:
             own, norms = self._kept_tensors(feeder), self._kept_tensors(norm)
+            own["weight"] = self._plain_weight()
         else:
             own, norms = feeder._parameters, {**norm._parameters, **norm._buffers}
         return PlainPair(
@@ -198,17 +216,26 @@ class Fold:
             feeder.groups if isinstance(feeder, TRANSPOSED) else None,
         )
 
+    def _plain_weight(self) -> Tensor:
+        """The plain weight, as it was folded."""
+        if self._remainder is not None:
+            return remainders.join(self._feeder.weight, self._remainder)
+        weight: Tensor = self._feeder_tensors["weight"]
+        return weight
+
     def _folded(self) -> tuple[Tensor, Tensor]:
-        weight, bias = folded(self._plain_pair())
         device, dtype = self._feeder.weight.device, self._feeder.weight.dtype
         if self.dtype is not None and dtype == torch.float32:
             dtype = self.dtype
-        return weight.to(device, dtype), bias.to(device, dtype)
+        weight, bias = folded(self._plain_pair(), dtype)
+        return weight.to(device), bias.to(device)
 
     def _plain_tensors(self, module: nn.Module) -> dict[str, Any]:
         """The tensors that one of the two would hold if it were plain."""
         self._learn()
         tensors, device = self._kept_tensors(module), self._feeder.weight.device
+        if module is self._feeder:
+            tensors["weight"] = self._plain_weight()
         for name, t in tensors.items():
             if t is not None:
                 tensors[name] = (t.data if isinstance(t, Parameter) else t).to(device)
@@ -221,6 +248,7 @@ class Fold:
             return
         learnt = unfolded(weight, bias, self._plain_pair())
         self._feeder_tensors = {"weight": learnt.weight, "bias": learnt.bias}
+        self._remainder = None
         self._norm_buffers = {**self._norm_buffers, "running_mean": learnt.mean}
         for name, values in (("weight", learnt.gamma), ("bias", learnt.beta)):
             if name in self._norm_buffers:  # of a frozen one

@@ -21,6 +21,9 @@ from torch import Tensor
 
 from transforms.rewrites import plain_tensors
 
+_PIECE = 1 << 18
+"""Elements that are folded at once, so that temporaries in float64 stay small."""
+
 
 class PlainPair(NamedTuple):
     """The tensors that are folded: of a module with ``out`` channels and the BatchNorm after it."""
@@ -43,8 +46,10 @@ class PlainPair(NamedTuple):
     """of a transposed convolution."""
 
 
-def folded(plain: PlainPair) -> tuple[Tensor, Tensor]:
-    """The weight and bias that replace a module's and its BatchNorm's, in float64 on the CPU.
+def folded(plain: PlainPair, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """The weight and bias that replace a module's and its BatchNorm's, on the CPU.
+
+    They are computed in float64, piece by piece, and rounded to ``dtype``.
 
     Example:
         >>> import torch
@@ -55,7 +60,18 @@ def folded(plain: PlainPair) -> tuple[Tensor, Tensor]:
     scale, mean = _scale(plain), _double(plain.mean)
     shift = -mean if plain.bias is None else _double(plain.bias) - mean
     offset = scale * shift if plain.beta is None else _double(plain.beta) + scale * shift
-    return _double(plain.weight) * _by_channel(scale, plain), offset
+    weight = torch.empty_like(plain.weight, dtype=dtype, device="cpu", requires_grad=False)
+    factor = _by_channel(scale, plain).expand(weight.shape)
+    rows = max(1, _PIECE * len(weight) // max(weight.numel(), 1))
+    pieces = (torch.split(t, rows) for t in (weight, plain.weight, factor))
+    for out, values, by in zip(*pieces):
+        out.copy_(_double(values) * by)
+    return weight, offset.to(dtype)
+
+
+def factors(plain: PlainPair) -> Tensor:
+    """The float64 factors of a plain weight, which broadcast to it."""
+    return _by_channel(_scale(plain), plain)
 
 
 def unfolded(weight: Tensor, bias: Tensor, plain: PlainPair) -> PlainPair:
