@@ -2,7 +2,8 @@
 
 torch's kernel of attention for CPUs multiplies block by block, which makes little use of a
 processor's 16-bit products. The scores are rounded to 16 bits here, as where a model computes
-attention by single operations.
+attention by single operations. With an infinite key torch's kernel for 16 bits returns numbers, and
+its kernel for float32 NaN, as this does.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ def attention(query: Tensor, key: Tensor, values: Tensor, scale: float) -> Tenso
     Args:
         query: (batch, heads, queries, width).
         key: (batch, heads, keys, width).
-        values: (batch, heads, keys, depth).
+        values: (batch, heads, keys, width).
         scale: of the scores.
     """
-    batch, heads, rows, _ = query.shape
+    batch, heads, rows, width = query.shape
     q, k, v = (t.flatten(0, 1) for t in (query, key, values))
     unused = q.new_empty(())  # as beta is 0
     scores = torch.baddbmm(unused, q, k.transpose(1, 2), beta=0, alpha=scale)
-    result = torch.bmm(torch.softmax(scores, -1), v).view(batch, heads, rows, -1)
-    return result.transpose(1, 2).contiguous().transpose(1, 2)
+    products = torch.bmm(torch.softmax(scores, -1), v)
+    result = q.new_empty(batch, rows, heads, width).transpose(1, 2)
+    return result.copy_(products.view(result.shape))
 
 
 def split_attention(graph: Graph) -> int:
@@ -74,8 +76,8 @@ def _fits(node: Node, inputs: list[Any]) -> bool:
     if not all(map(is_tensor, (node, *inputs))):
         return False
     tensors = [value(each) for each in inputs]
-    q, k, _ = tensors
-    sizes = *q.shape, *k.shape
+    q, k, v = tensors
+    sizes = *q.shape, *k.shape, *v.shape
     dtype = value(node).dtype
     if dtype == torch.float32 or dtype not in supported_dtypes():
         return False
@@ -84,6 +86,8 @@ def _fits(node: Node, inputs: list[Any]) -> bool:
     if any(t.shape[:2] != q.shape[:2] for t in tensors):
         return False
     if not all(isinstance(n, int) for n in sizes):
+        return False
+    if v.shape[3] != q.shape[3]:  # torch computes it by single operations
         return False
     scores = math.prod(q.shape[:3]) * k.shape[2]
     return bool(k.shape[2] <= _MOST_KEYS and scores >= _LEAST_SCORES)
