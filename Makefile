@@ -11,7 +11,7 @@ APART = $(BIN)/python -c "import tomllib; \
 # `make test` alone runs them.
 ONLY_NEWEST := notebooks references transforms packaging/test_wheel.py test_reference.py \
 	test_benchmarks.py test_convergence.py $(addprefix fusedoptim/,distributed nn offload runtime \
-	step/test_interrupts.py ops/test_torchvision.py)
+	step/test_interrupts.py ops/test_torchvision.py ops/test_example.py)
 
 .PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench \
         notebooks lab clean
