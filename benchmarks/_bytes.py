@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class BytesOfAdamW:
             "to_m = m + (float)g; to_v = v + (float)g; to_p = p",
             "adam_bytes",
         )
-        self.state: dict[int, dict[str, Any]] = {0: dict(enumerate(moments))}  # type: ignore[dict-item]
+        self.state = {0: dict(zip(("exp_avg", "exp_avg_sq"), moments))}
 
     def step(self) -> None:
         """Move the bytes of one step."""

@@ -15,6 +15,8 @@ digits and those of the same digit in earlier parts.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fusedoptim.kernels.language import Indices, RowFlag, RowInt, RowInteger, Values, real
 
 __all__ = ["count_keys", "move_keys", "sort_indices", "write_keys"]
@@ -45,24 +47,8 @@ def sort_indices(
     ``spare``; ``sorted_count`` is how many there are without padding. ``factors`` gets
     :math:`f_b` of means.
     """
-    found = keys_of_bags(
-        indices,
-        offsets,
-        keys,
-        counters,
-        factors,
-        bags_of,
-        0,
-        bags,
-        0,
-        bags_left,
-        count,
-        padding,
-        passes,
-        digit_bits,
-        is_weighted,
-        is_mean,
-    )
+    table = indices, offsets, factors, bags_of, bags_left, count, padding, is_weighted, is_mean
+    found = keys_of_bags(table, keys, counters, 0, bags, 0, passes, digit_bits)
     sorted_count[0] = found
     digits = 1 << digit_bits
     digit = 0
@@ -106,24 +92,8 @@ def write_keys(
     stop_bag = bag_from(offsets, bags, start + last)
     begin = offsets[bag] - start if bag < bags else 0
     part[0] = begin
-    part[1] = keys_of_bags(
-        indices,
-        offsets,
-        keys,
-        counters,
-        factors,
-        bags_of,
-        bag,
-        stop_bag,
-        begin,
-        bags_left,
-        count,
-        padding,
-        1,
-        digit_bits,
-        is_weighted,
-        is_mean,
-    )
+    table = indices, offsets, factors, bags_of, bags_left, count, padding, is_weighted, is_mean
+    part[1] = keys_of_bags(table, keys, counters, bag, stop_bag, begin, 1, digit_bits)
 
 
 def count_keys(
@@ -138,10 +108,7 @@ def count_keys(
 ) -> None:
     """How often the digit above ``shift`` bits has each value in a part of the keys."""
     digits = 1 << digit_bits
-    digit = 0
-    while digit < digits:
-        counters[digit] = 0
-        digit += 1
+    clear(counters, digits)
     begin = first if first < sorted_count else sorted_count
     end = last if last < sorted_count else sorted_count
     part[0] = begin
@@ -169,10 +136,7 @@ def move_keys(
     first part stores how many keys there are.
     """
     digits = 1 << digit_bits
-    digit = 0
-    while digit < digits:
-        places[digit] = 0
-        digit += 1
+    clear(places, digits)
     add_counters(places, counters_of_all, parts, digits)
     total = sums_before(places, 0, digits)
     if parts_before == 0:
@@ -182,34 +146,24 @@ def move_keys(
 
 
 def keys_of_bags(
-    indices: Indices,
-    offsets: Indices,
+    table: Any,
     keys: Indices,
     counters: Indices,
-    factors: Values,
-    bags_of: Indices,
     bag: int,
     stop_bag: int,
     found: int,
-    bags_left: int,
-    count: int,
-    padding: int,
     passes: int,
     digit_bits: int,
-    is_weighted: int,
-    is_mean: int,
 ) -> int:
     """Write the keys of some bags from place ``found`` on, and count their digits.
 
     Returns:
         where the keys end.
     """
+    indices, offsets, factors, bags_of, bags_left, count, padding, is_weighted, is_mean = table
     digits = 1 << digit_bits
     mask = digits - 1
-    i = 0
-    while i < passes * digits:
-        counters[i] = 0
-        i += 1
+    clear(counters, passes * digits)
     while bag < stop_bag:
         before = found
         k = offsets[bag]
@@ -241,6 +195,14 @@ def keys_of_bags(
                 factors[bag] = real(1) / terms
         bag += 1
     return found
+
+
+def clear(counters: Indices, count: int) -> None:
+    """Set so many to zero."""
+    i = 0
+    while i < count:
+        counters[i] = 0
+        i += 1
 
 
 def bag_from(offsets: Indices, bags: int, least: int) -> int:

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.block import Indices, as_int64
-from fusedoptim.ops._bag_sorting import digits_of, sort
+from fusedoptim.ops._bag_sorting import LINE, digits_of, sort
 
 _PART = 1 << 16
 """Elements of a part of a table's work, about."""
 _MOST_KEPT = 256
 """Shapes of batches for which parts are remembered: numpy takes longer than many kernels."""
-_LINE = 64 // 8
-"""Numbers of a cache line: tables that are sorted at once share none."""
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> Indices:
@@ -175,12 +173,12 @@ class Sorted:
         device, total = batch.device, int(sizes.sum())
         digit_bits, passes = _digits_of(sizes.tobytes(), np.asarray(table_rows, np.int64).tobytes())
         self._keys = torch.empty(2, max(total, 1), dtype=torch.int64, device=device)
-        self._counts = torch.empty(batch.tables, _LINE, dtype=torch.int64, device=device)
+        self._counts = torch.empty(batch.tables, LINE, dtype=torch.int64, device=device)
         first = np.cumsum(sizes) - sizes
         unsorted, spare = (addresses_of([row])[0] + 8 * first for row in self._keys)
         self.keys = np.where(passes % 2 == 0, unsorted, spare)
         """The address of each table's sorted keys."""
-        self.counts = addresses_of([self._counts])[0] + 8 * _LINE * np.arange(batch.tables)
+        self.counts = addresses_of([self._counts])[0] + 8 * LINE * np.arange(batch.tables)
         """The address of their number, without padding."""
         self.bags_of = self.factors = np.zeros(batch.tables, np.int64)
         if self.is_weighted:

@@ -17,8 +17,8 @@ _WORK = 64
 _LEAST_DIGIT_BITS, _MOST_DIGIT_BITS = 3, 11
 """Of the radix sort. Its counters fill a cache line, as work items that run at once share none, and
 stay in the first-level cache."""
-_LINE = 64 // 8
-"""Numbers of a cache line."""
+LINE = 64 // 8
+"""Integers of a cache line: what work items write at once shares none."""
 _LAUNCHES = 96 * 1024
 """Launches of parts take about as long as to sort so many indices."""
 _END = 1 << 62
@@ -95,7 +95,7 @@ def _sort_in_parts(
     digits = 1 << columns["digit_bits"]
     counters, _counters = _rooms(digits, device)
     places, _places = _rooms(digits, device)
-    bounds, _bounds = _rooms(np.full(len(of), _LINE), device)
+    bounds, _bounds = _rooms(np.full(len(of), LINE), device)
     columns |= {
         "length": (last - first) * _WORK + 1,
         "first": first,

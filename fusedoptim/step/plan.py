@@ -335,7 +335,7 @@ def _alike(
     for candidate, shard, turn in zip(candidates, shards, update_order(shards)):
         p = candidate.param
         spread, is_repeated = spread_of(p), id(p) in met
-        _check_sharded(rule, candidate, is_shared=turn > 0 or is_repeated)
+        _check_sharded(rule, candidate, spread, is_shared=turn > 0 or is_repeated)
         alike = _Alike(
             turn,
             is_repeated,
@@ -352,11 +352,13 @@ def _alike(
     return members
 
 
-def _check_sharded(rule: UpdateRule, candidate: Candidate, is_shared: bool) -> None:
+def _check_sharded(
+    rule: UpdateRule, candidate: Candidate, spread: Spread | None, is_shared: bool
+) -> None:
     p = candidate.param
     if is_piece(p) and _sums_over(rule, p):
         raise RuntimeError(f"{describe(rule.optimizer_name, candidate)} {PIECES}")
-    if is_shared and spread_of(p) is not None:
+    if is_shared and spread is not None:
         raise RuntimeError(
             f"{describe(rule.optimizer_name, candidate)} is sharded (DTensor), and shares "
             "memory with another parameter, or is given twice; clone() one of them"

@@ -55,7 +55,7 @@ def _weights(module: nn.Module) -> list[str]:
     """The names of the weights that are packed."""
     if not isinstance(module, nn.RNNBase):
         return ["weight"]
-    return [name for name in module._flat_weights_names if name.startswith("weight")]
+    return packed_lstm.weight_names(module)
 
 
 def _unwatch(module: nn.Module) -> None:

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from transforms.rewrites import plain_tensors
-
-_PIECE = 1 << 18
-"""Elements that are folded at once, so that temporaries in float64 stay small."""
+from transforms.rewrites.remainders import row_pieces
 
 
 class PlainPair(NamedTuple):
@@ -62,10 +60,8 @@ def folded(plain: PlainPair, dtype: torch.dtype = torch.float64) -> tuple[Tensor
     offset = scale * shift if plain.beta is None else _double(plain.beta) + scale * shift
     weight = torch.empty_like(plain.weight, dtype=dtype, device="cpu", requires_grad=False)
     factor = _by_channel(scale, plain).expand(weight.shape)
-    rows = max(1, _PIECE * len(weight) // max(weight.numel(), 1))
-    pieces = (torch.split(t, rows) for t in (weight, plain.weight, factor))
-    for out, values, by in zip(*pieces):
-        out.copy_(_double(values) * by)
+    for rows in row_pieces(weight):
+        weight[rows] = _double(plain.weight[rows]) * factor[rows]
     return weight, offset.to(dtype)
 
 

@@ -99,10 +99,7 @@ class Pack:
         signature = Signature(tuple(map(state, params)), dtype, layout)
         kept = self._copy
         if kept is not None and kept.signature == signature:
-            if all(
-                source() is param and not is_exposed(param)
-                for source, param in zip(kept.sources, params)
-            ):
+            if _are_sources(kept.sources, params):
                 return kept
         elif kept is not None and self._is_passing(signature, kept.signature):
             return None
@@ -123,6 +120,14 @@ class Pack:
         is_passing = signature != self._missed and signature[:-1] == kept[:-1]
         self._missed = signature
         return is_passing
+
+
+def _are_sources(sources: Sequence[Callable[[], Tensor | None]], params: Sequence[Tensor]) -> bool:
+    """Whether copies were made of these weights, which nothing can have written unnoticed."""
+    for source, param in zip(sources, params):
+        if source() is not param or is_exposed(param):
+            return False
+    return True
 
 
 def _can_follow(param: Tensor) -> bool:
@@ -158,23 +163,25 @@ def product_dtype(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> torch.d
         inputs: what the module is called with.
         params: its weights and biases; the first is a weight.
     """
-    if not all(type(t) is Tensor for t in inputs) or not is_plain_call():
+    if not is_plain_call():
         return None
-    both = (*inputs, *params)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in both):
-        return None
-    if not all(t.is_cpu for t in both) or any(t.is_mkldnn for t in inputs):
-        return None
-    weight = params[0]
+    # Loops, as each product pays for this: a generator costs more than its few tensors.
+    for t in inputs:
+        if type(t) is not Tensor or t.is_mkldnn:
+            return None
+    weight, records = params[0], torch.is_grad_enabled()
     if weight.is_inference():
         return None
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        same = weight.dtype in _DTYPES and all(t.dtype in _DTYPES for t in inputs)
-    else:
-        dtype = weight.dtype
-        same = all(t.dtype == dtype for t in both)
-    return dtype if same and dtype in supported_dtypes() else None
+    is_cast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if is_cast else weight.dtype
+    for t in (*inputs, *params):
+        if not t.is_cpu or (records and t.requires_grad) or not (is_cast or t.dtype == dtype):
+            return None
+    if is_cast:
+        for t in (*inputs, weight):
+            if t.dtype not in _DTYPES:
+                return None
+    return dtype if dtype in supported_dtypes() else None
 
 
 class PackedProduct(PackedModule):

@@ -27,8 +27,8 @@ class PackedLSTM(PackedModule, nn.LSTM):
 
     def packed_parameters(self) -> tuple[Tensor, ...]:
         """The weights of all layers and directions, of the input and of the state in turn."""
-        flat = zip(self._flat_weights_names, self._flat_weights)
-        return tuple(w for name, w in flat if name.startswith("weight") and w is not None)
+        weights = map(self._parameters.get, weight_names(self))
+        return tuple(weight for weight in weights if weight is not None)
 
     def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002  # torch's name
         """Compute as ``torch.nn.LSTM`` does."""
@@ -105,6 +105,11 @@ class PackedLSTM(PackedModule, nn.LSTM):
         if self.batch_first:
             x = x.transpose(0, 1)
         return x, (torch.stack(last_h), torch.stack(last_c))
+
+
+def weight_names(module: nn.RNNBase) -> list[str]:
+    """The names of the weights, of the input and of the state in turn; biases are no weights."""
+    return [name for name in module._flat_weights_names if name.startswith("weight")]
 
 
 def _pairs(weights: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_PIECE = 1 << 18
-"""Elements that are converted at once, so that temporaries stay small."""
+from fusedoptim.split.pages import CHUNK
+
 _LEAST, _MOST = torch.iinfo(torch.int8).min, torch.iinfo(torch.int8).max
 _FEW = 16
 """At most one value in so many may be stored whole."""
@@ -54,7 +54,7 @@ def split(plain: Tensor, folded: Tensor, scale: Tensor) -> Remainder | None:
     """
     differences = torch.empty_like(plain, dtype=torch.int8)
     exceptions = []
-    for rows in _pieces(plain):
+    for rows in row_pieces(plain):
         quotient = _quotient(folded, scale, rows)
         distance = plain[rows].contiguous().view(torch.int32) - quotient.view(torch.int32)
         differences[rows] = distance.to(torch.int8)
@@ -75,7 +75,7 @@ def join(folded: Tensor, remainder: Remainder) -> Tensor:
     differences, scale, places, originals = remainder
     folded = folded.detach().cpu()
     plain = torch.empty_like(differences, dtype=torch.float32)
-    for rows in _pieces(plain):
+    for rows in row_pieces(plain):
         bits = _quotient(folded, scale, rows).view(torch.int32)
         plain[rows] = bits.add_(differences[rows]).view(torch.float32)
     plain[tuple(places)] = originals
@@ -87,8 +87,8 @@ def _quotient(folded: Tensor, scale: Tensor, rows: slice) -> Tensor:
     return folded[rows].double().div_(factor).float().contiguous()
 
 
-def _pieces(weight: Tensor) -> Iterator[slice]:
-    """Ranges of rows."""
+def row_pieces(weight: Tensor) -> Iterator[slice]:
+    """Ranges of rows to convert at once, so that temporaries stay small."""
     count = len(weight)
-    step = max(1, _PIECE * count // max(weight.numel(), 1))
+    step = max(1, CHUNK * count // max(weight.numel(), 1))
     return (slice(start, min(start + step, count)) for start in range(0, max(count, 1), step))

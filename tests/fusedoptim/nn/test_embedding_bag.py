@@ -17,11 +17,11 @@ from fusedoptim import nn
 from fusedoptim.nn import MergedEmbeddingBag
 from tests.fusedoptim.bag_cases import ROWS, WIDTHS, Bags, expected, new_bags
 from tests.fusedoptim.helpers import assert_within, through_a_file
+from tests.optimizer_cases import FLOATS
 from tests.references import adagrad, sgd
 from tests.running import at_each_thread_count
 from tests.tolerances import ARITHMETIC, Bounded, bag_errors
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad"]
 LR, DECAY, EPS = 0.1, 0.01, 1e-3
 STEPS = 4
@@ -101,7 +101,7 @@ def _where(condition: Tensor, x: Bounded, y: Bounded) -> Bounded:
 
 
 class TestUpdates:
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
     @pytest.mark.parametrize("decay", [0.0, DECAY])
     def test_four_steps(self, optimizer: str, dtype: torch.dtype, decay: float) -> None:

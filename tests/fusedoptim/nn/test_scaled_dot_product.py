@@ -20,9 +20,9 @@ from fusedoptim._torch_private import has_bfloat16_products
 from fusedoptim.nn import functional
 from fusedoptim.nn.functional import scaled_dot_product_attention as attention
 from tests.fusedoptim.helpers import assert_within
+from tests.optimizer_cases import FLOATS
 from tests.tolerances import attention_errors, binomial_bound
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TINY = 1e-12
 """A probability by which nothing is ever dropped."""
 torchs = nn.functional.scaled_dot_product_attention
@@ -80,7 +80,7 @@ def is_ours(*arguments: Any, **options: Any) -> bool:
 
 
 class TestValues:
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("shape", [(9, 21, 16), (64, 64, 64), (33, 1, 5)])
     @pytest.mark.parametrize(
         "how", ["plain", "causal", "bool", "float", "by column", "scale", "groups"]

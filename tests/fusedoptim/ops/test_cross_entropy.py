@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from fusedoptim.ops import cross_entropy
 from tests.fusedoptim.helpers import assert_within
+from tests.optimizer_cases import FLOATS
 from tests.running import at_each_thread_count
 from tests.tolerances import cross_entropy_errors
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OP = torch.ops.fusedoptim.cross_entropy.default
 SHAPES = [(3, 1), (2, 15), (2, 16), (5, 17), (300, 33), (4, 1000), (2, 32 * 1024 + 3), (1, 50257)]
 
@@ -38,7 +38,7 @@ def gradient(loss: Tensor, logits: Tensor, **kwargs: Any) -> Tensor:
 
 
 class TestValues:
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
     def test_loss_and_gradient(
@@ -160,7 +160,7 @@ class TestGradient:
 
 
 class TestTracing:
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("rows", [0, 12])
     def test_opcheck(self, rows: int, dtype: torch.dtype) -> None:
         logits, target = inputs(rows, 20, dtype)

@@ -21,11 +21,10 @@ from fusedoptim.kernels.dropout import words
 from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.ops import _launching, dropout
 from tests.fusedoptim.helpers import run_in_threads
+from tests.optimizer_cases import FLOATS
 from tests.running import ROOT, at_each_thread_count
+from tests.tolerances import CHUNK, LANES
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-LANES = 16  # of a group on a CPU
-CHUNK = 32 * 1024
 OP = torch.ops.fusedoptim.dropout.default
 
 
@@ -55,7 +54,7 @@ def layouts() -> dict[str, Tensor]:
 
 
 class TestValues:
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("layout", layouts())
     def test_kept_ones_are_scaled_and_the_others_zero(
         self, layout: str, dtype: torch.dtype
@@ -108,13 +107,13 @@ class TestValues:
         in_memory = y.permute(0, 2, 3, 1).flatten() != 0
         assert torch.equal(in_memory, mask(x.numel(), 3, 0.5))
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     def test_zero_and_one(self, dtype: torch.dtype) -> None:
         x = torch.randn(1000).to(dtype)
         assert torch.equal(dropout(x, new_seed(), 0.0), x)
         assert torch.equal(dropout(x, new_seed(), 1.0), torch.zeros_like(x))
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     def test_infinity_and_nan_as_torchs(self, dtype: torch.dtype) -> None:
         """Zeroing is a product: a dropped infinity is NaN."""
         x = torch.tensor([math.inf, -math.inf, math.nan]).repeat(1000).to(dtype)
@@ -177,7 +176,7 @@ class TestGradient:
 
 class TestTracing:
     @pytest.mark.parametrize("layout", layouts())
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     def test_opcheck(self, layout: str, dtype: torch.dtype) -> None:
         x = layouts()[layout].to(dtype)
         for value in (x, x.requires_grad_()):
@@ -220,7 +219,7 @@ class TestTracing:
         assert (y.shape, y.device.type) == ((3, 4), "meta")
 
     def test_autocast_keeps_the_dtype(self) -> None:
-        for dtype in DTYPES:
+        for dtype in FLOATS:
             with torch.autocast("cpu", torch.bfloat16):
                 assert dropout(torch.ones(3).to(dtype), new_seed(), 0.5).dtype == dtype
 
@@ -317,7 +316,7 @@ class TestStatistics:
         assert rate(kept.t().flatten(), 0.5) > FALSE_ALARM
         assert neighbours(kept.t().flatten(), 0.5) > FALSE_ALARM
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     def test_mean_is_kept(self, dtype: torch.dtype) -> None:
         """The sum of what is kept is normal, with a standard deviation that is known."""
         p = 0.1

@@ -13,10 +13,10 @@ from fusedoptim.nn import MergedEmbeddingBag
 from fusedoptim.ops import embedding_bags
 from tests.fusedoptim.bag_cases import ROWS, WIDTHS, expected, new_bags
 from tests.fusedoptim.helpers import assert_within
+from tests.optimizer_cases import FLOATS
 from tests.running import at_each_thread_count
 from tests.tolerances import bag_errors
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OP = torch.ops.fusedoptim.embedding_bags.default
 MOST = 6
 
@@ -32,7 +32,7 @@ def widened(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class TestValues:
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("width", WIDTHS)
     @pytest.mark.parametrize("mode", ["sum", "mean"])
     def test_both_ways(self, dtype: torch.dtype, width: int, mode: str) -> None:
@@ -53,7 +53,7 @@ class TestValues:
             most = len(bags.indices[t])
             assert_within(own[t], grad, bag_errors(sizes, most, dtype), "gradients")
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("width", WIDTHS)
     @pytest.mark.parametrize("bags", [1, 2, 33])
     def test_one_index_each(self, dtype: torch.dtype, width: int, bags: int) -> None:
@@ -79,7 +79,7 @@ class TestValues:
         with pytest.raises(TypeError, match=r"weight 1 has dtype torch\.float32"):
             embedding_bags(weights, *bags, include_last_offset=True)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("padding", [None, 0, -1])
     @pytest.mark.parametrize("sparse", [False, True])
     def test_sample_weights_and_padding(

@@ -12,11 +12,10 @@ from torch.nn import functional
 
 from fusedoptim.ops import gelu_tanh
 from tests.fusedoptim.helpers import assert_within
+from tests.optimizer_cases import FLOATS
 from tests.running import at_each_thread_count
-from tests.tolerances import gelu_errors
+from tests.tolerances import CHUNK, gelu_errors
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-CHUNK = 32 * 1024
 OP = torch.ops.fusedoptim.gelu_tanh.default
 
 
@@ -39,7 +38,7 @@ def exact(x: Tensor) -> Tensor:
 
 
 class TestValues:
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("layout", layouts())
     def test_value_and_gradient(self, layout: str, dtype: torch.dtype) -> None:
         x = layouts()[layout].to(dtype)
@@ -54,7 +53,7 @@ class TestValues:
             assert ours.dtype == dtype
             assert_within(ours, theirs, of_slope, "gradient")
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     def test_far_from_zero(self, dtype: torch.dtype) -> None:
         """Where the exponential overflows or vanishes."""
         x = torch.tensor([-200.0, -30.0, -12.0, 12.0, 30.0, 200.0]).to(dtype).requires_grad_()
@@ -90,7 +89,7 @@ def test_gradcheck() -> None:
 
 class TestTracing:
     @pytest.mark.parametrize("layout", ["channels_last", "strided", "expanded", "empty"])
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     def test_opcheck(self, layout: str, dtype: torch.dtype) -> None:
         x = layouts()[layout].to(dtype)
         for value in (x, x.requires_grad_()):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fusedoptim.ops import interaction
 from tests.fusedoptim.helpers import assert_within
+from tests.optimizer_cases import FLOATS
 from tests.running import at_each_thread_count
 from tests.tolerances import interaction_errors
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OP = torch.ops.fusedoptim.interaction.default
 # Samples, features and width: around the kernels' blocks of 4, 8, 16 and 32, and runs of samples.
 SHAPES = [
@@ -45,7 +45,7 @@ def gradients(output: Tensor, features: Sequence[Tensor], grad: Tensor) -> tuple
 
 
 class TestValues:
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("shape", SHAPES)
     def test_output_and_gradients(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
         features = inputs(*shape, dtype)
@@ -192,7 +192,7 @@ class TestGradient:
 
 
 class TestTracing:
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("samples", [0, 12])
     def test_opcheck(self, samples: int, dtype: torch.dtype) -> None:
         features = inputs(samples, 3, 20, dtype)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fusedoptim.ops import roi_align
 from tests import tolerances
+from tests.optimizer_cases import FLOATS
 from tests.references import roi_align as reference
 from tests.running import at_each_thread_count
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SCALE, BINS = 0.25, (4, 2)  # powers of two, so that positions are exact
 HEIGHT, WIDTH = 20, 23
 CHANNELS = [1, 15, 16, 17, 64, 150]
@@ -42,7 +42,7 @@ def expected_of(maps: Tensor, rois: Tensor, *options: Any) -> tuple[Tensor, Tens
 
 
 class TestValues:
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
     @pytest.mark.parametrize("count", [1, 60])
     @pytest.mark.parametrize("channels", CHANNELS)

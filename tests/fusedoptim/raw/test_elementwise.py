@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fusedoptim.raw import ElementwiseKernel, KernelCompileError, ReductionKernel
 from tests.fusedoptim.helpers import assert_within
+from tests.optimizer_cases import FLOATS
 from tests.tolerances import ARITHMETIC, Bounded
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 squared_difference = ElementwiseKernel("T x, T y", "T z", "z = (x - y) * (x - y)", "squared")
 difference = ElementwiseKernel("T x, T y", "T z", "z = x - y", "difference")
 index = ElementwiseKernel("T x", "int64 z", "z = i * 10 + (x > 0)", "index")
@@ -24,7 +24,7 @@ def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 17, 5000, 70_000])
 def test_sizes_and_dtypes(dtype: torch.dtype, n: int) -> None:
     x, y = _randn(n, dtype=dtype), _randn(n, dtype=dtype)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusedoptim.launch import opencl
 from fusedoptim.raw import KernelCompileError, ReductionKernel
 from tests.fusedoptim.helpers import assert_within, run_script
+from tests.optimizer_cases import FLOATS
 from tests.running import ONE_CORE
 from tests.tolerances import ARITHMETIC, additions, unit_roundoff
 
@@ -37,9 +38,7 @@ def _assert_sum(result: Tensor, terms: Tensor, axis: Sequence[int], keepdims: bo
     assert_within(result, expected, error, "sum")
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
-)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 17, 5000, 300_000, 600_000])
 def test_sizes_and_dtypes(dtype: torch.dtype, n: int) -> None:
     x = torch.rand(n, dtype=torch.float64).to(dtype) * 0.01

@@ -18,7 +18,7 @@ from transforms.rewrites.fold import Fold, fold_of
 @pytest.fixture(autouse=True)
 def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_MIN_BYTES", 0)
-    monkeypatch.setattr(remainders, "_PIECE", 50)
+    monkeypatch.setattr(remainders, "CHUNK", 50)
 
 
 def pair(transposed: bool = False) -> nn.Module:
