@@ -64,7 +64,7 @@ def run(
                     begun.append((rows, stages, events))
                     for stage in stages:
                         stage.launch(events)
-                    increment_version(rows.written)  # on the CPU the kernels run meanwhile
+                    increment_version(rows.written)  # on a GPU the kernels run meanwhile
                     if deferred is not None:
                         _commit_all(begun, states)
         finally:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,8 @@ PIECES = (
     "processes have of them; shard the model by fully_shard() (FSDP2), or clip gradients by the "
     "model's own clip_grad_norm_()"
 )
+_END = object()
+"""Ends what a plan has seen, so that what it compares with has as many objects."""
 _UNCHANGING = (float, int, str, type(None))  # bool is an int
 
 
@@ -221,14 +224,17 @@ class StepPlan:
             groups: of the optimizer.
             rule_of: gives the rule of a group.
         """
-        seen: list[object] = [*state, *state.values()]
-        for group in groups:  # in one list: a list costs more than its few items
-            seen += group.values()
-            seen += group["params"]
-        known = self._seen
-        # are_same_objects, without its call.
-        is_same = len(seen) == len(known) and all(map(operator.is_, seen, known))
+        parts: list[Iterable[object]] = [state, state.values()]
+        for group in groups:
+            parts += group.values(), group["params"]
+        # In one pass that keeps no object: each further pass over thousands of tensors takes them
+        # from memory again.
+        seen = self._seen
+        is_same = bool(seen) and all(
+            map(operator.is_, chain(chain.from_iterable(parts), (_END,)), seen)
+        )
         if not is_same:
+            seen = [*chain.from_iterable(parts), _END]
             self._find_sharded(groups if has_dtensors(seen) else [])
         try:
             if self._sharded is not None:
