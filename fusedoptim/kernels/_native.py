@@ -12,18 +12,23 @@ import llvmlite.binding as llvm
 _TRIPLE = "x86_64-unknown-linux-gnu"
 _SECTIONS = {None, b".text", b".strtab", b".symtab", b".note.GNU-stack"}
 """Of code that refers to nothing else."""
-# The fields are those of `Parts` in launch/parts.py. In C:
+# The fields are those of `Parts` in launch/parts.py. A thread begins with the part of its own
+# number, as its core may have those elements in its cache since the last launch; then it takes
+# parts that no thread has begun. A thread whose number no part has leaves all to those before it.
+# In C:
 #
 #   int run(struct Parts *p) {
-#       p->next = p->done = p->status = 0;
+#       p->next = p->done = p->status = p->taken = 0;
 #       if (p->region) p->region(run_parts, p, 0, 0); else run_parts(p);
 #       return p->status;
 #   }
 #
 #   static void run_parts(struct Parts *p) {
-#       for (;;) {
-#           size_t first = atomic_fetch_add(&p->next, p->each);
-#           if (first >= p->groups) return;
+#       size_t part = p->region ? p->thread_number() : 0;
+#       if (part >= 64) part = atomic_fetch_add(&p->next, 1);
+#       size_t first;
+#       for (; (first = part * p->each) < p->groups; part = atomic_fetch_add(&p->next, 1)) {
+#           if (part < 64 && atomic_fetch_or(&p->taken, 1 << part) >> part & 1) continue;
 #           size_t left = p->groups - first, groups = p->each < left ? p->each : left;
 #           size_t offset[2] = {0, first}, items[2] = {groups * p->lanes, 1};
 #           size_t group[2] = {p->lanes, 1};
@@ -35,15 +40,18 @@ _SECTIONS = {None, b".text", b".strtab", b".symtab", b".note.GNU-stack"}
 SOURCE = """
 %enqueue = type i32 (i8*, i8*, i32, i64*, i64*, i64*, i32, i8*, i8*)
 %region = type void (i8*, i8*, i32, i32)
-%parts = type { i64, i64, i64, i64, i64, i64, %enqueue*, i8*, i8*, %region* }
+%number = type i32 ()
+%parts = type { i64, i64, i64, i64, i64, i64, i64, %enqueue*, i8*, i8*, %region*, %number* }
 
 define i32 @run(%parts* %p) nounwind {
 entry:
   %at_next = getelementptr %parts, %parts* %p, i32 0, i32 0
-  %at_done = getelementptr %parts, %parts* %p, i32 0, i32 1
-  %at_status = getelementptr %parts, %parts* %p, i32 0, i32 2
-  %at_region = getelementptr %parts, %parts* %p, i32 0, i32 9
+  %at_taken = getelementptr %parts, %parts* %p, i32 0, i32 1
+  %at_done = getelementptr %parts, %parts* %p, i32 0, i32 2
+  %at_status = getelementptr %parts, %parts* %p, i32 0, i32 3
+  %at_region = getelementptr %parts, %parts* %p, i32 0, i32 10
   store i64 0, i64* %at_next
+  store i64 0, i64* %at_taken
   store i64 0, i64* %at_done
   store i64 0, i64* %at_status
   %region = load %region*, %region** %at_region
@@ -72,14 +80,17 @@ entry:
   %items = alloca [2 x i64]
   %group = alloca [2 x i64]
   %at_next = getelementptr %parts, %parts* %p, i32 0, i32 0
-  %at_done = getelementptr %parts, %parts* %p, i32 0, i32 1
-  %at_status = getelementptr %parts, %parts* %p, i32 0, i32 2
-  %at_groups = getelementptr %parts, %parts* %p, i32 0, i32 3
-  %at_each = getelementptr %parts, %parts* %p, i32 0, i32 4
-  %at_lanes = getelementptr %parts, %parts* %p, i32 0, i32 5
-  %at_enqueue = getelementptr %parts, %parts* %p, i32 0, i32 6
-  %at_queue = getelementptr %parts, %parts* %p, i32 0, i32 7
-  %at_kernel = getelementptr %parts, %parts* %p, i32 0, i32 8
+  %at_taken = getelementptr %parts, %parts* %p, i32 0, i32 1
+  %at_done = getelementptr %parts, %parts* %p, i32 0, i32 2
+  %at_status = getelementptr %parts, %parts* %p, i32 0, i32 3
+  %at_groups = getelementptr %parts, %parts* %p, i32 0, i32 4
+  %at_each = getelementptr %parts, %parts* %p, i32 0, i32 5
+  %at_lanes = getelementptr %parts, %parts* %p, i32 0, i32 6
+  %at_enqueue = getelementptr %parts, %parts* %p, i32 0, i32 7
+  %at_queue = getelementptr %parts, %parts* %p, i32 0, i32 8
+  %at_kernel = getelementptr %parts, %parts* %p, i32 0, i32 9
+  %at_region = getelementptr %parts, %parts* %p, i32 0, i32 10
+  %at_number = getelementptr %parts, %parts* %p, i32 0, i32 11
   %all = load i64, i64* %at_groups
   %each = load i64, i64* %at_each
   %lanes = load i64, i64* %at_lanes
@@ -96,12 +107,37 @@ entry:
   store i64 1, i64* %items1
   store i64 %lanes, i64* %group0
   store i64 1, i64* %group1
-  br label %next
+  %region = load %region*, %region** %at_region
+  %is_alone = icmp eq %region* %region, null
+  br i1 %is_alone, label %next, label %own
+
+own:
+  %number = load %number*, %number** %at_number
+  %thread = call i32 %number()
+  %own_part = zext i32 %thread to i64
+  %has_own = icmp ult i64 %own_part, 64
+  br i1 %has_own, label %check, label %next
 
 next:
-  %first = atomicrmw add i64* %at_next, i64 %each monotonic
+  %next_part = atomicrmw add i64* %at_next, i64 1 monotonic
+  br label %check
+
+check:
+  %part = phi i64 [ %own_part, %own ], [ %next_part, %next ]
+  %first = mul i64 %part, %each
   %is_left = icmp ult i64 %first, %all
-  br i1 %is_left, label %run, label %end
+  br i1 %is_left, label %take, label %end
+
+take:
+  %may_be_taken = icmp ult i64 %part, 64
+  br i1 %may_be_taken, label %mark, label %run
+
+mark:
+  %bit = shl i64 1, %part
+  %marked = atomicrmw or i64* %at_taken, i64 %bit monotonic
+  %same = and i64 %marked, %bit
+  %is_free = icmp eq i64 %same, 0
+  br i1 %is_free, label %run, label %next
 
 run:
   %left = sub i64 %all, %first

@@ -334,6 +334,7 @@ class OpenCLKernel:
         parts.groups, parts.lanes = sizes.groups, sizes.lanes
         parts.each = -(-sizes.groups // count)
         parts.region = team_.region if count > 1 else None
+        parts.thread_number = team_.thread_number
         is_short = self._is_short and elements < _SHORT
         run = team_.run_short if is_short else team_.run
         return _How(*of, functools.partial(run, ctypes.addressof(parts)))

@@ -1,9 +1,10 @@
 """Runs a launch in parts on torch's own threads, as torch runs its operations.
 
 A queue of the driver's runs a kernel on the thread that enqueues it. So a launch is an OpenMP
-parallel region whose threads each enqueue parts of it, until none is left. The driver's threads,
-which would share the cores with torch's, stay out of it. docs/design/torch-threads.md has what
-that gains.
+parallel region whose threads each enqueue parts of it: first that of the thread's own number, as
+its core may have those elements in its cache since the last launch, then others until none is
+left. The driver's threads, which would share the cores with torch's, stay out of it.
+docs/design/torch-threads.md has what that gains.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 import mmap
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +33,8 @@ class Parts(ctypes.Structure):
     """A launch that is cut into parts, as the machine code reads it: see kernels/_native.py."""
 
     _fields_ = (
-        ("next", ctypes.c_int64),  # group that no part has yet
+        ("next", ctypes.c_int64),  # part for a thread that has run its own
+        ("taken", ctypes.c_int64),  # of the first 64 parts, a bit for each that a thread has begun
         ("done", ctypes.c_int64),  # groups
         ("status", ctypes.c_int64),  # of a part that the driver refused
         ("groups", ctypes.c_int64),
@@ -42,6 +44,7 @@ class Parts(ctypes.Structure):
         ("queue", ctypes.c_void_p),
         ("kernel", ctypes.c_void_p),
         ("region", ctypes.c_void_p),  # of a Team; None is to use the calling thread alone
+        ("thread_number", ctypes.c_void_p),  # of a Team
     )
 
 
@@ -52,6 +55,8 @@ class Team(NamedTuple):
     """How many there are, this one included: what ``torch.get_num_threads`` says."""
     region: int
     """Address of ``GOMP_parallel``: have each thread call a function with an argument."""
+    thread_number: int
+    """Address of ``omp_get_thread_num``: which of the threads the calling one is."""
     run: Callable[[int], int]
     """Run the launch whose :class:`Parts` are at an address; the driver's answer. One argument, as
     ctypes takes longer for several than OpenMP for a region."""
@@ -73,14 +78,20 @@ def team() -> Team | None:
     """The threads, or None where torch has none or no file can be mapped as code."""
     try:
         code = _code_address()
-        region = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+        openmp = ctypes.CDLL(None)
+        region, number = map(_address, (openmp.GOMP_parallel, openmp.omp_get_thread_num))
         from torch import get_num_threads  # not above: the doctor works where torch is broken
     except (AttributeError, ImportError, OSError):
         return None
-    assert region is not None
     of_code = ctypes.c_int, ctypes.c_void_p
     run, run_short = ctypes.CFUNCTYPE(*of_code)(code), ctypes.PYFUNCTYPE(*of_code)(code)
-    return Team(get_num_threads, region, run, run_short)
+    return Team(get_num_threads, region, number, run, run_short)
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def _code_address() -> int:

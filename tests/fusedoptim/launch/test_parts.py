@@ -26,8 +26,9 @@ from tests.fusedoptim.launch.long_steps import long_step
 from tests.optimizer_cases import OptimizerCase
 
 
-@pytest.fixture(params=[1, 2, 7])
+@pytest.fixture(params=[1, 2, 7, 16])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """16 have more than 64 parts, of which the later ones belong to no thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
