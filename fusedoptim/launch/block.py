@@ -73,6 +73,8 @@ class LaunchBlock:
         self.rows = len(lengths)
         self.pending: Sequence[Any] = ()
         """Events of launches, of which the last may not have ended; empty if all have."""
+        self.known: object = None
+        """Whose arguments the rows have, as far as whoever writes them keeps count."""
         self._head_values: list[float] = []
         layout = kernel.layout
         head, columns = layout.head_bytes, layout.row_words

@@ -1,8 +1,12 @@
-"""Where the indices of each table of a batch lie, and the work of sorting and reading them."""
+"""Where the indices of each table of a batch lie, and the work of sorting and reading them.
+
+What follows from the shapes of a batch is remembered: numpy takes longer than many kernels.
+"""
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,23 +15,27 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.block import Indices, as_int64
-from fusedoptim.ops._bag_sorting import LINE, digits_of, sort
+from fusedoptim.ops._bag_sorting import LINE, Sorting
 
 _PART = 1 << 16
 """Elements of a part of a table's work, about."""
-_MOST_KEPT = 256
-"""Shapes of batches for which parts are remembered: numpy takes longer than many kernels."""
+MOST_KEPT = 256
+"""Shapes of batches that are remembered."""
+_DTYPE = operator.attrgetter("dtype")
+_NONE = np.zeros(1, np.int64)
+"""The address of what no kernel reads."""
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> Indices:
     """The addresses of tensors."""
-    return as_int64([tensor.data_ptr() for tensor in tensors])
+    return as_int64(list(map(Tensor.data_ptr, tensors)))
 
 
-def _as_int64(tensor: Tensor) -> Tensor:
-    if tensor.dtype is not torch.int64:
-        tensor = tensor.to(torch.int64)
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+def _as_read(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Integers as kernels read them."""
+    if set(map(_DTYPE, tensors)) == {torch.int64} and all(map(Tensor.is_contiguous, tensors)):
+        return tensors
+    return [tensor.to(torch.int64).contiguous() for tensor in tensors]
 
 
 class Batch:
@@ -45,74 +53,69 @@ class Batch:
         tables: int,
         has_last_offset: bool,
     ) -> None:
-        self.tables = tables
         self.device = indices[0].device
-        self.is_joined = len(indices) < tables
-        self._indices = [_as_int64(tensor) for tensor in indices]
-        self._offsets = [_as_int64(tensor) for tensor in offsets]
+        self._indices, self._offsets = _as_read(indices), _as_read(offsets)
         self.sample_weights = sample_weights
-        index_counts = tuple([tensor.numel() for tensor in indices])
-        offset_counts = tuple([tensor.numel() for tensor in offsets])
-        self.bags, self.bags_left, self.counts, before = _shape_of(
-            index_counts, offset_counts, tables, int(has_last_offset)
-        )
-        self.index_addresses = self._of_tables(self._indices)
-        self.offset_addresses = self._of_tables(self._offsets) + 8 * before
-        self.weight_addresses = self._of_tables(sample_weights) if sample_weights else 0 * before
-
-    def _of_tables(self, tensors: Sequence[Tensor]) -> Indices:
-        """The address of each table's tensor."""
-        return np.repeat(addresses_of(tensors), self.tables if self.is_joined else 1)
+        counts = [tuple(map(Tensor.numel, tensors)) for tensors in (indices, offsets)]
+        self.shape = _shape_of(*counts, tables, int(has_last_offset))
 
     @property
-    def columns(self) -> dict[str, Any]:
-        """The arguments of kernels that walk all bags of each table, but for their results."""
-        return {
-            "indices": self.index_addresses,
-            "offsets": self.offset_addresses,
-            "bags": self.bags,
-            "bags_left": self.bags_left,
-            "count": self.counts,
-        }
+    def bags(self) -> Indices:
+        """The number of each table's bags."""
+        return self.shape.bags
 
-    def sizes(self) -> Indices:
+    def addresses(self, tensor: Indices) -> dict[str, Indices]:
+        """Those of rows of a launch that read from these of the batch's tensors."""
+        addresses = {
+            "indices": addresses_of(self._indices)[tensor],
+            "offsets": addresses_of(self._offsets)[tensor],
+        }
+        if self.sample_weights:
+            addresses["weights"] = addresses_of(self.sample_weights)[tensor]
+        return addresses
+
+    def sizes(self) -> tuple[int, ...]:
         """The number of indices of each table."""
-        if not self.is_joined:
-            return self.counts
-        (offsets,), bags = self._offsets, int(self.bags[0])
+        shape = self.shape
+        if not shape.is_joined:
+            return shape.sizes
+        (offsets,), bags, tables = self._offsets, int(shape.bags[0]), len(shape.bags)
         if not bags:
-            return np.zeros(self.tables, np.int64)
-        starts = offsets[: bags * self.tables : bags].tolist()
-        last = offsets[-1:].tolist() if len(offsets) > bags * self.tables else self.counts[:1]
-        return np.diff([*starts, *last])
+            return (0,) * tables
+        starts = offsets[: bags * tables : bags].tolist()
+        last = offsets[-1:].tolist() if len(offsets) > bags * tables else [int(shape.counts[0])]
+        return tuple(np.diff([*starts, *last]).tolist())
+
+
+class Shape:
+    """What the numbers of indices and offsets say of each table."""
+
+    def __init__(
+        self, index_counts: tuple[int, ...], offset_counts: tuple[int, ...], tables: int, last: int
+    ) -> None:
+        repeats = tables // len(index_counts)
+        counts, offsets = (np.repeat(np.array(x), repeats) for x in (index_counts, offset_counts))
+        self.is_joined = len(index_counts) < tables
+        """Whether one tensor has the indices of all tables."""
+        self.sizes = index_counts
+        """The number of indices in each tensor."""
+        self.tensor = np.repeat(np.arange(len(index_counts)), repeats)
+        """Which of them has the table's."""
+        self.bags = (offsets - last) // repeats
+        self.before = np.arange(tables) * self.bags * (repeats > 1)
+        """Offsets before the table's first, in the tensor of both."""
+        self.bags_left = offsets - self.before
+        """Offsets from the table's first on."""
+        self.counts = counts
+        """Where the last bag ends, counted as offsets are."""
 
     def parts(self, widths: Indices) -> Parts:
         """Cut each table's bags into about equal parts, as many of each table."""
-        elements = self.counts * widths // (self.tables if self.is_joined else 1)
+        elements = self.counts * widths // (len(self.bags) if self.is_joined else 1)
         return parts_of(self.bags, elements)
 
 
-class _Shape(NamedTuple):
-    """What the numbers of indices and offsets say of each table."""
-
-    bags: Indices
-    bags_left: Indices
-    """Offsets from the table's first on."""
-    counts: Indices
-    """Where the last bag ends, counted as offsets are."""
-    before: Indices
-    """Offsets before the table's first, in the tensor of both."""
-
-
-@functools.lru_cache(_MOST_KEPT)
-def _shape_of(
-    index_counts: tuple[int, ...], offset_counts: tuple[int, ...], tables: int, last: int
-) -> _Shape:
-    repeats = tables // len(index_counts)
-    counts, offsets = (np.repeat(np.array(x), repeats) for x in (index_counts, offset_counts))
-    bags = (offsets - last) // repeats
-    before = np.arange(tables) * bags if repeats > 1 else np.zeros(tables, np.int64)
-    return _Shape(bags, offsets - before, counts, before)
+_shape_of = functools.lru_cache(MOST_KEPT)(Shape)
 
 
 class Parts(NamedTuple):
@@ -129,12 +132,6 @@ class Parts(NamedTuple):
 
 def parts_of(sizes: Indices, elements: Indices) -> Parts:
     """Cut tables of so many bags or indices, with so many elements to add."""
-    return _parts_of(sizes.tobytes(), elements.tobytes())
-
-
-@functools.lru_cache(_MOST_KEPT)
-def _parts_of(size_bytes: bytes, element_bytes: bytes) -> Parts:
-    sizes, elements = np.frombuffer(size_bytes, np.int64), np.frombuffer(element_bytes, np.int64)
     most = int(elements.max(initial=0))
     # A power of two: launch blocks of few sizes are kept.
     each = 1 << max(most // _PART, 1).bit_length() - 1
@@ -147,13 +144,59 @@ def _parts_of(size_bytes: bytes, element_bytes: bytes) -> Parts:
     )
 
 
+class Layout:
+    """The memory of a sort and its arguments, for batches of the same shape and options."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        sizes: tuple[int, ...],
+        table_rows: tuple[int, ...],
+        paddings: tuple[int, ...],
+        means: tuple[bool, ...],
+        is_weighted: bool,
+        device: torch.device,
+        real: torch.dtype,
+    ) -> None:
+        self.sizes = np.array(sizes, np.int64)
+        self.total = int(self.sizes.sum())
+        self.means = np.array(means, np.int64)
+        self.has_means = any(means) and not is_weighted
+        self.is_weighted = int(is_weighted)
+        self.tensor, self.is_joined = shape.tensor, shape.is_joined
+        self.before = 8 * shape.before
+        """Bytes before the table's offsets, in the tensor of both."""
+        self.first = 8 * (np.cumsum(self.sizes) - self.sizes)
+        """Bytes before the table's keys, in the memory of those of all."""
+        self.count = 8 * LINE * np.arange(len(sizes))
+        """Bytes before the number of its sorted keys."""
+        bags_before = np.cumsum(shape.bags) - shape.bags
+        self.factors, self.factor = int(shape.bags.sum()) + 1, real.itemsize * bags_before
+        """Factors of all tables, and bytes before this one's."""
+        columns = {
+            "bags": shape.bags,
+            "bags_left": shape.bags_left,
+            "count": shape.counts,
+            "padding": np.array(paddings),
+            "is_weighted": self.is_weighted,
+            "is_mean": self.means,
+        }
+        rows = np.array(table_rows, np.int64)
+        self.sorting = Sorting(device, real, self.sizes, rows, columns)
+        self.is_swapped = self.sorting.passes % 2 == 1
+        """Whether the sorted keys are where they were not written at first."""
+
+
+_layout_of = functools.lru_cache(MOST_KEPT)(Layout)
+
+
 class Sorted:
     """The indices of a batch, sorted: where the keys of each table lie."""
 
     def __init__(
         self,
         batch: Batch,
-        table_rows: Indices | Sequence[int],
+        table_rows: Sequence[int],
         paddings: Sequence[int],
         means: Sequence[bool],
         real: torch.dtype,
@@ -167,65 +210,46 @@ class Sorted:
             means: whether each table's bags are means.
             real: the dtype of factors.
         """
-        self.sizes = sizes = batch.sizes()
-        self._batch, self.means = batch, np.array(means, np.int64)
-        self.is_weighted = int(bool(batch.sample_weights))
-        device, total = batch.device, int(sizes.sum())
-        digit_bits, passes = _digits_of(sizes.tobytes(), np.asarray(table_rows, np.int64).tobytes())
-        self._keys = torch.empty(2, max(total, 1), dtype=torch.int64, device=device)
-        self._counts = torch.empty(batch.tables, LINE, dtype=torch.int64, device=device)
-        first = np.cumsum(sizes) - sizes
-        unsorted, spare = (addresses_of([row])[0] + 8 * first for row in self._keys)
-        self.keys = np.where(passes % 2 == 0, unsorted, spare)
+        device, is_weighted = batch.device, bool(batch.sample_weights)
+        options = tuple(table_rows), tuple(paddings), tuple(means), is_weighted
+        self.layout = layout = _layout_of(batch.shape, batch.sizes(), *options, device, real)
+        self._batch = batch
+        room = max(layout.total, 1)
+        self._keys = torch.empty(2, room, dtype=torch.int64, device=device)
+        self._counts = torch.empty(len(layout.sizes), LINE, dtype=torch.int64, device=device)
+        keys, counts = addresses_of([self._keys, self._counts])
+        unsorted, spare = keys + layout.first, keys + 8 * room + layout.first
+        self.keys = np.where(layout.is_swapped, spare, unsorted)
         """The address of each table's sorted keys."""
-        self.counts = addresses_of([self._counts])[0] + 8 * LINE * np.arange(batch.tables)
-        """The address of their number, without padding."""
-        self.bags_of = self.factors = np.zeros(batch.tables, np.int64)
-        if self.is_weighted:
+        columns = batch.addresses(layout.tensor)
+        columns["offsets"] += layout.before
+        self.factors = columns.pop("weights", _NONE)
+        """The addresses of each table's factors, or 0."""
+        self.bags_of = _NONE
+        """Where the bags are of the positions that a weighted table's keys have, or 0."""
+        self.counts = counts + layout.count
+        """The address of the number of each table's keys, without padding."""
+        if is_weighted:
             self._bags_of = [
                 torch.empty(max(len(w), 1), dtype=torch.int64, device=device)
                 for w in batch.sample_weights
             ]
-            repeats = batch.tables if batch.is_joined else 1
-            self.bags_of = np.repeat(addresses_of(self._bags_of), repeats)
-            self.factors = batch.weight_addresses
-        elif self.means.any():
-            self._factors = torch.empty(int(batch.bags.sum()) + 1, dtype=real, device=device)
-            before = np.cumsum(batch.bags) - batch.bags
-            self.factors = addresses_of([self._factors])[0] + real.itemsize * before
-        tables = {
-            **batch.columns,
+            self.bags_of = addresses_of(self._bags_of)[layout.tensor]
+        elif layout.has_means:
+            self._factors = torch.empty(layout.factors, dtype=real, device=device)
+            self.factors = addresses_of([self._factors])[0] + layout.factor
+        columns |= {
             "keys": unsorted,
             "spare": spare,
             "factors": self.factors,
             "bags_of": self.bags_of,
             "sorted_count": self.counts,
-            "padding": np.array(paddings),
-            "passes": passes,
-            "digit_bits": digit_bits,
-            "is_weighted": self.is_weighted,
-            "is_mean": self.means,
         }
-        sort(device, real, sizes, tables)
+        layout.sorting.run(columns)
 
-    def walking(self, widths: Indices) -> tuple[Indices, dict[str, Any]]:
-        """Parts that cover the keys of tables of these widths: the table of each, and arguments."""
-        parts = parts_of(self.sizes, self.sizes * widths)
-        of = parts.table
-        return of, {
-            "length": parts.length,
-            "keys": self.keys[of],
-            "factors": self.factors[of],
-            "bags_of": self.bags_of[of],
-            "sorted_count": self.counts[of],
-            "first": parts.begin,
-            "last": parts.end,
-            "width": widths[of],
-            "is_weighted": self.is_weighted,
-            "is_mean": self.means[of],
-        }
-
-
-@functools.lru_cache(_MOST_KEPT)
-def _digits_of(sizes: bytes, table_rows: bytes) -> tuple[Indices, Indices]:
-    return digits_of(np.frombuffer(sizes, np.int64), np.frombuffer(table_rows, np.int64))
+    def addresses(self, table: Indices) -> dict[str, Any]:
+        """Those of rows of a launch that walk the keys of these tables."""
+        found = {"keys": self.keys[table], "sorted_count": self.counts[table]}
+        for name, places in (("factors", self.factors), ("bags_of", self.bags_of)):
+            found[name] = places if places is _NONE else places[table]
+        return found

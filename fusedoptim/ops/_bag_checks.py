@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,8 @@ from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF
 
 _MOST_ROWS = 1 << 31
 """Of a table: the upper half of a key that is sorted."""
-_INTEGERS = (torch.int32, torch.int64)
+_INTEGERS = frozenset((torch.int32, torch.int64))
+_DEVICE, _DTYPE = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 Tensors = Sequence[Tensor]
 
@@ -34,16 +36,15 @@ def check_batch(
             f"{len(offsets)} of offsets; pass one of both for each table, or one for all"
         )
     # Checked in C, as far as all is well: for a small batch this takes a part of the time.
-    integers = [*indices, *offsets]
-    if {(x.dtype in _INTEGERS, x.dim(), x.device) for x in integers} != {
-        (True, 1, weights[0].device)
-    }:
-        _check_integers(indices, offsets, weights[0].device)
-    for t, starts in enumerate(offsets):
-        if last and not starts.numel():
-            raise ValueError(
-                f"embedding_bags: offsets {t} are empty; with include_last_offset pass one or more"
-            )
+    integers, device = [*indices, *offsets], weights[0].device
+    are_alike = set(map(Tensor.dim, integers)) == {1} and set(map(_DEVICE, integers)) == {device}
+    if not are_alike or not _INTEGERS.issuperset(map(_DTYPE, integers)):
+        _check_integers(indices, offsets, device)
+    if last and not all(map(Tensor.numel, offsets)):
+        t = [starts.numel() for starts in offsets].index(0)
+        raise ValueError(
+            f"embedding_bags: offsets {t} are empty; with include_last_offset pass one or more"
+        )
     if is_joined and (offsets[0].numel() - last) % tables:
         raise ValueError(
             f"embedding_bags: there are {offsets[0].numel() - last} bags for {tables} tables; pass "

@@ -10,7 +10,7 @@ import torch
 
 from fusedoptim.launch.block import Indices, as_int64
 from fusedoptim.launch.devices import BACKENDS
-from fusedoptim.ops._launching import VARIANT_OF, launch_table
+from fusedoptim.ops._launching import VARIANT_OF, TableLaunch, launch_table
 
 _WORK = 64
 """Sorting an index takes about as long as adding so many elements."""
@@ -44,25 +44,52 @@ def digits_of(sizes: Indices, table_rows: Indices) -> tuple[Indices, Indices]:
     return np.maximum(-(-bits // passes), _LEAST_DIGIT_BITS), passes
 
 
-def sort(
-    device: torch.device, real: torch.dtype, sizes: Indices, tables: Mapping[str, Any]
-) -> None:
-    """Sort the indices of all tables.
+class Sorting:
+    """The sort of the indices of tables, of so many each."""
 
-    Args:
-        device: of all memory.
-        real: the dtype of factors.
-        sizes: the number of indices of each table.
-        tables: the arguments of ``sort_indices`` but its counters, of each table or of all.
-    """
-    threads = torch.get_num_threads() if BACKENDS[device.type].runs_on_host else 1
-    parts = _parts_of(sizes, threads)
-    if parts.max(initial=1) > 1:
-        _sort_in_parts(device, VARIANT_OF[real], sizes, parts, tables)
-        return
-    counters, _memory = _rooms(tables["passes"] << tables["digit_bits"], device)
-    columns = {**tables, "length": sizes * _WORK + 1, "counters": counters}
-    launch_table("sort_indices", device, VARIANT_OF[real], columns, {})
+    def __init__(
+        self,
+        device: torch.device,
+        real: torch.dtype,
+        sizes: Indices,
+        table_rows: Indices,
+        tables: Mapping[str, Any],
+    ) -> None:
+        """Prepare the sort.
+
+        Args:
+            device: of all memory.
+            real: the dtype of factors.
+            sizes: indices of each table.
+            table_rows: rows of each table.
+            tables: the arguments of the kernel, of each table or of all, but for what is above,
+                addresses and the room for counters.
+        """
+        digit_bits, self.passes = digits_of(sizes, table_rows)
+        """Digits of each table's keys."""
+        self._tables = {
+            **tables,
+            "length": sizes * _WORK + 1,
+            "passes": self.passes,
+            "digit_bits": digit_bits,
+        }
+        self._device, self._variant, self._sizes = device, VARIANT_OF[real], sizes
+        self._counters = self.passes << digit_bits
+        self._launch = TableLaunch("sort_indices", device, self._variant, self._tables)
+
+    def run(self, addresses: Mapping[str, Any]) -> None:
+        """Sort what is at these addresses of each table.
+
+        On the CPU by all threads together, if that is worth their launches.
+        """
+        threads = torch.get_num_threads() if BACKENDS[self._device.type].runs_on_host else 1
+        parts = _parts_of(self._sizes, threads)
+        if parts.max(initial=1) > 1:
+            tables = {**self._tables, **addresses}
+            _sort_in_parts(self._device, self._variant, self._sizes, parts, tables)
+            return
+        counters, _memory = _rooms(self._counters, self._device)
+        self._launch.run({**addresses, "counters": counters}, {})
 
 
 def _parts_of(sizes: Indices, threads: int) -> Indices:

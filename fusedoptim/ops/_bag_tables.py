@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import TensorGuards
-from fusedoptim.launch.block import Indices
+from fusedoptim._torch_private import BelowAutograd, TensorGuards
 from fusedoptim.ops._bag_checks import check_weights
+from fusedoptim.ops._launching import ARITHMETIC_OF, VARIANT_OF
 from fusedoptim.step.unchanged import tensor_guards
 
 _MOST_KEPT = 256
 _known: dict[Any, tuple[TensorGuards, Tables]] = {}
-"""By the address of the first table and their number, with a check that all is as it was."""
+"""With a check that all is as it was, by the address of the first table, their number, and whether
+autocast is on, as the check takes that for another kind of tensor."""
 
 
-class Tables(NamedTuple):
+class Tables:
     """What is the same in each call for some tables."""
 
-    widths: Indices
-    rows: Indices
-    are_contiguous: bool
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        check_weights(weights)
+        self.rows, widths = zip(*[tuple(weight.shape) for weight in weights])
+        self.widths = np.array(widths, np.int64)
+        self.are_contiguous = all(weight.is_contiguous() for weight in weights)
+        self.device, dtype = weights[0].device, weights[0].dtype
+        self.itemsize = dtype.itemsize
+        self.variant, self.real = VARIANT_OF[dtype], ARITHMETIC_OF[dtype]
 
 
 def tables_of(weights: Sequence[Tensor]) -> Tables:
@@ -31,15 +38,14 @@ def tables_of(weights: Sequence[Tensor]) -> Tables:
 
     To look at each of some tens of tables takes as long as a small batch's kernels do.
     """
-    key = weights[0].data_ptr() if weights else 0, len(weights)
+    address = weights[0].data_ptr() if weights else 0
+    key = address, len(weights), torch.is_autocast_enabled("cpu")
     found = _known.get(key)
-    if found is not None and found[0].check(*weights):
-        return found[1]
-    check_weights(weights)
-    shapes = np.array([weight.shape for weight in weights], np.int64)
-    are_contiguous = all(weight.is_contiguous() for weight in weights)
-    tables = Tables(shapes[:, 1], shapes[:, 0], are_contiguous)
-    if len(_known) >= _MOST_KEPT:
-        _known.clear()
-    _known[key] = tensor_guards(weights), tables
+    with BelowAutograd():  # the check takes a pass without autograd for another kind of tensor
+        if found is not None and found[0].check(*weights):
+            return found[1]
+        tables = Tables(weights)
+        if len(_known) >= _MOST_KEPT:
+            _known.clear()
+        _known[key] = tensor_guards(weights), tables
     return tables

@@ -2,6 +2,7 @@ r"""Bags of several embedding tables as one operator, whose backward pass may up
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,13 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim.launch.block import row_addresses
+from fusedoptim.launch.block import Indices, row_addresses
 from fusedoptim.launch.devices import BACKENDS
-from fusedoptim.ops._bag_batch import Batch, Sorted, addresses_of
+from fusedoptim.ops._bag_batch import (
+    MOST_KEPT,
+    Batch,
+    Layout,
+    Shape,
+    Sorted,
+    addresses_of,
+    parts_of,
+)
 from fusedoptim.ops._bag_checks import check_batch, check_weights, raise_fault
 from fusedoptim.ops._bag_gradients import sample_gradients, sparse_gradients
-from fusedoptim.ops._bag_tables import tables_of
-from fusedoptim.ops._launching import ARITHMETIC_OF, DEVICES, VARIANT_OF, launch_table
+from fusedoptim.ops._bag_tables import Tables, tables_of
+from fusedoptim.ops._launching import ARITHMETIC_OF, DEVICES, VARIANT_OF, TableLaunch
 from fusedoptim.ops._registering import needed, register
 
 __all__ = ["embedding_bags"]
@@ -112,6 +121,48 @@ def batch_of(
     return Batch(indices, offsets, real, len(weights), last)
 
 
+class _Sums:
+    """The launch of the forward pass, for batches of the same shape and options."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        shape: Shape,
+        paddings: tuple[int, ...],
+        means: tuple[bool, ...],
+        is_weighted: bool,
+    ) -> None:
+        parts, widths = shape.parts(tables.widths), tables.widths
+        self.table = of = parts.table
+        """That of each row of the launch."""
+        self.tensor = shape.tensor[of]
+        """That which has its indices."""
+        self.offset = 8 * (shape.before[of] + parts.begin)
+        """Bytes before its offsets, in their tensor."""
+        strides = np.full(len(widths), widths.sum()) if shape.is_joined else widths
+        self.output = _columns_before(widths, shape.is_joined)[of] + parts.begin * strides[of]
+        self.output *= tables.itemsize
+        """Bytes before its bags, in their tensor."""
+        columns = {
+            "length": parts.length,
+            "bags": parts.end - parts.begin,
+            "bags_left": shape.bags_left[of] - parts.begin,
+            "count": shape.counts[of],
+            "table_rows": np.array(tables.rows)[of],
+            "width": widths[of],
+            "stride": strides[of],
+            "padding": np.array(paddings)[of],
+            "is_weighted": int(is_weighted),
+            "is_mean": np.array(means, np.int64)[of],
+        }
+        if not is_weighted:
+            columns["weights"] = 0
+        self.launch = TableLaunch("embedding_bag", tables.device, tables.variant, columns)
+
+
+_sums_of = functools.lru_cache(MOST_KEPT)(_Sums)
+
+
 def compute_bags(
     weights: Tensors,
     indices: Tensors,
@@ -124,49 +175,28 @@ def compute_bags(
 ) -> list[Tensor]:
     tables = tables_of(weights)
     check_batch(weights, indices, offsets, samples, means, last)
-    widths = tables.widths
-    outputs = _new_outputs(weights[0], widths.tolist(), offsets, last)
-    if not any(output.numel() for output in outputs):
+    outputs = _new_outputs(weights[0], tables.widths.tolist(), offsets, last)
+    if not any(map(Tensor.numel, outputs)):
         return outputs
-    device = weights[0].device
     batch = batch_of(weights, indices, offsets, samples, last)
     dense = weights if tables.are_contiguous else [weight.contiguous() for weight in weights]
-    places, strides = _places(outputs, widths)
-    parts = batch.parts(widths)
-    of, itemsize = parts.table, weights[0].element_size()
-    faults = torch.zeros(1, dtype=torch.int64, device=device)
-    columns = {
-        "length": parts.length,
-        "table": addresses_of(dense)[of],
-        "indices": batch.index_addresses[of],
-        "offsets": batch.offset_addresses[of] + 8 * parts.begin,
-        "weights": batch.weight_addresses[of],
-        "output": places[of] + parts.begin * strides[of] * itemsize,
-        "faults": faults.data_ptr(),
-        "bags": parts.end - parts.begin,
-        "bags_left": batch.bags_left[of] - parts.begin,
-        "count": batch.counts[of],
-        "table_rows": tables.rows[of],
-        "width": widths[of],
-        "stride": strides[of],
-        "padding": np.array(paddings)[of],
-        "is_weighted": int(bool(samples)),
-        "is_mean": np.array(means, np.int64)[of],
-    }
-    launch_table("embedding_bag", device, VARIANT_OF[weights[0].dtype], columns, {})
-    if BACKENDS[device.type].runs_on_host and faults:  # a GPU would have to be waited for
+    sums = _sums_of(tables, batch.shape, tuple(paddings), tuple(means), bool(samples))
+    faults = torch.zeros(1, dtype=torch.int64, device=tables.device)
+    columns = batch.addresses(sums.tensor)
+    columns["offsets"] += sums.offset
+    columns["table"] = addresses_of(dense)[sums.table]
+    columns["output"] = addresses_of(outputs)[sums.tensor] + sums.output
+    columns["faults"] = addresses_of([faults])
+    sums.launch.run(columns, {})
+    if BACKENDS[tables.device.type].runs_on_host and faults:  # a GPU would have to be waited for
         raise_fault(weights, indices, offsets, last)
     return outputs
 
 
-def _places(rows: Tensors, widths: Any) -> tuple[Any, Any]:
-    """The address of each table's first row, and the elements from one row to the next."""
-    if len(rows) == len(widths):
-        return addresses_of(rows), np.array([tensor.stride(0) for tensor in rows])
-    columns = np.cumsum(widths) - widths
-    (joined,) = rows
-    stride = np.full(len(widths), joined.stride(0))
-    return addresses_of(rows) + columns * joined.element_size(), stride
+def _columns_before(widths: Indices, is_joined: bool) -> Indices:
+    """Columns before those of each table, in the tensor with its bags."""
+    before: Indices = (np.cumsum(widths) - widths) * is_joined
+    return before
 
 
 def new_bags(
@@ -192,6 +222,38 @@ def _new_outputs(like: Tensor, widths: Sequence[int], offsets: Tensors, last: bo
     return [like.new_empty(starts.shape[0] - last, width) for width, starts in zip(widths, offsets)]
 
 
+class _Walk:
+    """The launch that walks the sorted indices of batches of the same shape and options."""
+
+    def __init__(self, layout: Layout, tables: Tables, name: str, variant: str) -> None:
+        widths = tables.widths
+        parts = parts_of(layout.sizes, layout.sizes * widths)
+        self.table = of = parts.table
+        """That of each row of the launch."""
+        self.tensor = layout.tensor[of]
+        """That which has the gradients of its bags."""
+        columns = _columns_before(widths, layout.is_joined)
+        self.grad = columns[of] * tables.itemsize
+        """Bytes before those, in their tensor."""
+        fixed = {
+            "length": parts.length,
+            "first": parts.begin,
+            "last": parts.end,
+            "width": widths[of],
+            "is_weighted": layout.is_weighted,
+            "is_mean": layout.means[of],
+        }
+        self.room = 0
+        """Elements that a row needs."""
+        if name == ROWWISE:
+            self.room = -(-int(widths.max()) // _LINE) * _LINE
+            fixed["one_over_width"] = 1 / np.maximum(widths, 1)[of]
+        self.launch = TableLaunch(name, tables.device, variant, fixed)
+
+
+_walk_of = functools.lru_cache(MOST_KEPT)(_Walk)
+
+
 class Gradient:
     """The gradients of a batch's bags, and its indices, sorted."""
 
@@ -203,30 +265,34 @@ class Gradient:
         means: Sequence[bool],
         paddings: Sequence[int],
     ) -> None:
-        self._grads = [grad if _has_rows(grad) else grad.contiguous() for grad in grads]
-        self._device, self._real = batch.device, ARITHMETIC_OF[weights[0].dtype]
-        self._widths, rows, _ = tables_of(weights)
-        self._sorted = Sorted(batch, rows, paddings, means, self._real)
+        self._grads = _with_rows(grads)
+        self._tables = tables = tables_of(weights)
+        self._sorted = Sorted(batch, tables.rows, paddings, means, tables.real)
 
     def walk(
-        self, name: str, variant: str, columns: dict[str, Any], numbers: Mapping[str, float]
+        self, name: str, variant: str, columns: Mapping[str, Tensors], numbers: Mapping[str, float]
     ) -> None:
-        """Run a kernel over all rows that occur; ``columns`` are arguments of each table."""
-        of, walking = self._sorted.walking(self._widths)
-        places, strides = _places(self._grads, self._widths)
-        walking |= {"grad": places[of], "stride": strides[of]}
-        walking |= {column: values[of] for column, values in columns.items()}
-        if name == ROWWISE:
-            width = -(-int(self._widths.max()) // _LINE) * _LINE
-            room = torch.empty(len(of), width, dtype=self._real, device=self._device)
+        """Run a kernel over all rows that occur; ``columns`` have the arguments of each table."""
+        tables = self._tables
+        walk = _walk_of(self._sorted.layout, tables, name, variant)
+        strides = np.array([grad.stride(0) for grad in self._grads])
+        walking = self._sorted.addresses(walk.table)
+        walking["grad"] = addresses_of(self._grads)[walk.tensor] + walk.grad
+        walking["stride"] = strides[walk.tensor]
+        for column, tensors in columns.items():
+            walking[column] = addresses_of(tensors)[walk.table]
+        if walk.room:
+            shape = len(walk.table), walk.room
+            room = torch.empty(shape, dtype=tables.real, device=tables.device)
             walking["row_grad"] = row_addresses(room)
-            walking["one_over_width"] = 1 / np.maximum(self._widths, 1)[of]
-        launch_table(name, self._device, variant, walking, numbers)
+        walk.launch.run(walking, numbers)
 
 
-def _has_rows(grad: Tensor) -> bool:
-    """Whether each row of a gradient is consecutive elements."""
-    return grad.stride(1) == 1 or grad.shape[1] == 1
+def _with_rows(grads: Tensors) -> Tensors:
+    """Gradients of which each row is consecutive elements."""
+    if {strides[1] for strides in map(Tensor.stride, grads)} == {1}:
+        return grads
+    return [x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in grads]
 
 
 def _dense_gradients(
@@ -244,8 +310,7 @@ def _dense_gradients(
     ]
     batch = batch_of(weights, indices, offsets, samples, last)
     gradient = Gradient(grads, weights, batch, means, paddings)
-    columns = {"result": addresses_of(results)}
-    gradient.walk("sum_rows", VARIANT_OF[weights[0].dtype], columns, {})
+    gradient.walk("sum_rows", VARIANT_OF[weights[0].dtype], {"result": results}, {})
     return results
 
 

@@ -75,6 +75,55 @@ def launch_rows(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, 
     _launch(name, matrix, tuple(matrix.shape), addresses, numbers, is_cut=False)
 
 
+class TableLaunch:
+    """A kernel over rows with arguments of their own, some of which stay from launch to launch."""
+
+    def __init__(
+        self, name: str, device: torch.device, variant: str, columns: Mapping[str, Any]
+    ) -> None:
+        """Prepare launches.
+
+        Args:
+            name: of the kernel.
+            device: of all memory.
+            variant: of :data:`fusedoptim.dtypes.VARIANTS`.
+            columns: by the names of the row's arguments, an integer for all rows or one for each:
+                what all launches have alike; "length" has one for each, about proportional to the
+                row's work.
+        """
+        self._columns = columns
+        self._lengths = np.asarray(columns["length"], dtype=np.int64)
+        self._device = device
+        # How many short rows a group takes depends on their sum, if roughly.
+        work = int(self._lengths.sum()).bit_length()
+        self._kernel, self._size = (name, variant), (len(self._lengths), work)
+
+    def run(self, columns: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
+        """Launch; on a GPU, return while the kernel runs.
+
+        Args:
+            columns: the other arguments of the rows.
+            numbers: by the names of the arguments of the launch, as in :func:`launch`.
+        """
+        queue = BACKENDS[self._device.type].queue(self._device)
+        key = queue, *self._kernel, *self._size
+        try:
+            block = _idle_blocks[key].pop()
+        except LookupError:
+            block = LaunchBlock(kernel_for(queue, *self._kernel), self._lengths)
+        if block.known is not self._columns:  # it was of other launches
+            for column, values in self._columns.items():
+                block.write(column, values)
+            block.known = self._columns
+        for column, values in columns.items():
+            block.write(column, values)
+        block.write_head(numbers)
+        block.launch()
+        if block.kernel.backend.runs_on_host:
+            block.wait()
+        _keep(_idle_blocks, key, block)
+
+
 def launch_table(
     name: str,
     device: torch.device,
@@ -82,31 +131,11 @@ def launch_table(
     columns: Mapping[str, Any],
     numbers: Mapping[str, float],
 ) -> None:
-    """Run a kernel over rows of which each has its own arguments; on a GPU, return while it runs.
+    """Run a kernel once over rows of which each has its own arguments.
 
-    Args:
-        name: of the kernel.
-        device: of all memory.
-        variant: of :data:`fusedoptim.dtypes.VARIANTS`.
-        columns: by the names of the row's arguments, an integer for all rows or one for each:
-            addresses and numbers; "length" has one for each, about proportional to the row's work.
-        numbers: by the names of the arguments of the launch, as in :func:`launch`.
+    The arguments are those of :class:`TableLaunch` and its ``run``.
     """
-    queue = BACKENDS[device.type].queue(device)
-    lengths = np.asarray(columns["length"], dtype=np.int64)
-    # How many short rows a group takes depends on their sum, if roughly.
-    key = queue, name, variant, len(lengths), int(lengths.sum()).bit_length()
-    try:
-        block = _idle_blocks[key].pop()
-    except LookupError:
-        block = LaunchBlock(kernel_for(queue, name, variant), lengths)
-    for column, values in columns.items():
-        block.write(column, values)
-    block.write_head(numbers)
-    block.launch()
-    if block.kernel.backend.runs_on_host:
-        block.wait()
-    _keep(_idle_blocks, key, block)
+    TableLaunch(name, device, variant, columns).run({}, numbers)
 
 
 def _keep(idle: dict[Any, list[Any]], key: Any, launched: Any) -> None:

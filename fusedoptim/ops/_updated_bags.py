@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fusedoptim.ops._bag_batch import addresses_of
 from fusedoptim.ops._bag_gradients import sample_gradients
 from fusedoptim.ops._embedding_bags import (
     Gradient,
@@ -75,11 +74,11 @@ def _update(
     found = _rules[rule]
     batch = batch_of(weights, indices, offsets, samples, last)
     gradient = Gradient(grads, weights, batch, means, paddings)
-    columns = {"param": addresses_of(weights)}
+    columns = {"param": weights}
     if sums:
-        columns["sum"] = addresses_of(sums)
+        columns["sum"] = sums
     if trails:
-        columns["trail"] = addresses_of(trails)
+        columns["trail"] = trails
     variant = "split" if trails else VARIANT_OF[weights[0].dtype]
     gradient.walk(found.kernel, variant, columns, found.numbers())
 
