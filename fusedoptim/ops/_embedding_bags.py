@@ -381,4 +381,5 @@ _embedding_bags = register(
     fake=new_bags,
     setup_context=_setup_context,
     backward=_backward,
+    has_long_lists=True,
 )

@@ -14,13 +14,19 @@ import torch
 from fusedoptim._torch_private import (
     BelowAutograd,
     any_requires_grad,
+    count_modes,
     disable_dynamo,
+    is_forward_mode,
     keys_after_autograd,
+    profiler_enabled,
+    transform_level,
 )
 from fusedoptim.ops._launching import DEVICES
 
 _NAMESPACE = "fusedoptim"
 _NO_LIST = -1
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, list, tuple, bool, int, float))
+"""Types that torch's dispatcher would not treat in ways of their own."""
 _library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -31,6 +37,7 @@ def register(
     setup_context: Callable[..., None],
     backward: Callable[..., Sequence[Any]],
     tags: Sequence[torch.Tag] = (),
+    has_long_lists: bool = False,
 ) -> Any:
     """Register an operator.
 
@@ -45,18 +52,24 @@ def register(
             them requires grad; also as there. Results that nobody used have None for a gradient.
             :func:`needed` says what to compute.
         tags: of the operator.
+        has_long_lists: whether it takes so many tensors that plain calls (:func:`is_plain`) are to
+            go around torch's dispatcher, which looks at each of them several times. The kernel
+            itself then refuses tensors of different devices.
 
     Returns:
-        the operator.
+        the operator, or what calls it or its kernel.
     """
     operator = register_without_gradient(schema, kernel, fake, tags)
     name = schema.partition("(")[0]
     returns_list = schema.endswith("[]")
 
+    def below_autograd(keys: Any, *inputs: Any) -> Any:
+        with BelowAutograd():
+            return kernel(*inputs) if keys is None else operator.redispatch(keys, *inputs)
+
     def forward(ctx: Any, keys: Any, sizes: Sequence[int], *flat: Any) -> Any:
         inputs = _in_lists(flat, sizes)
-        with BelowAutograd():
-            output = operator.redispatch(keys, *inputs)
+        output = below_autograd(keys, *inputs)
         ctx.sizes = sizes
         ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
@@ -71,8 +84,7 @@ def register(
     methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
     recorded: Any = type(name, (torch.autograd.Function,), methods)
 
-    def differentiable(keys: Any, *inputs: Any) -> Any:
-        keys = keys & keys_after_autograd
+    def recorded_if_needed(keys: Any, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and any_requires_grad(*inputs):
             # A list of which no tensor requires grad is passed as one value: each tensor that
             # autograd looks at takes time.
@@ -82,11 +94,44 @@ def register(
             ]
             outputs = recorded.apply(keys, sizes, *_flat(inputs, sizes))
             return list(outputs) if returns_list else outputs
-        with BelowAutograd():
-            return operator.redispatch(keys, *inputs)
+        return below_autograd(keys, *inputs)
+
+    def differentiable(keys: Any, *inputs: Any) -> Any:
+        return recorded_if_needed(keys & keys_after_autograd, *inputs)
+
+    def call(*inputs: Any) -> Any:
+        if is_plain(*inputs):
+            return recorded_if_needed(None, *inputs)
+        return operator(*inputs)
 
     _library.impl(name, differentiable, "Autograd", with_keyset=True)
-    return operator
+    return call if has_long_lists else operator
+
+
+def is_plain(*inputs: Any) -> bool:
+    """Whether torch would only record gradients and run the kernel, on tensors that are memory.
+
+    Of a list of tensors, all must be of one device.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or transform_level() is not None
+        or is_forward_mode()
+        or count_modes()
+        or torch._C._len_torch_function_stack()
+        or profiler_enabled()
+    ):
+        return False
+    for value in inputs:
+        tensors = value if _is_list_of_tensors(value) else (value,)
+        if not _PLAIN.issuperset(map(type, tensors)):
+            return False
+        if isinstance(tensors[0], torch.Tensor) and (
+            tensors[0].device.type not in DEVICES or any(map(torch.Tensor.is_neg, tensors))
+        ):
+            return False
+    return True
 
 
 def needed(ctx: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from fusedoptim.ops._embedding_bags import (
     tables_with_gradient,
 )
 from fusedoptim.ops._launching import VARIANT_OF
-from fusedoptim.ops._registering import needed, register, register_without_gradient
+from fusedoptim.ops._registering import is_plain, needed, register, register_without_gradient
 
 Tensors = Sequence[Tensor]
 
@@ -107,7 +107,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
         of_samples = sample_gradients(grads, weights, indices, offsets, paddings, last)
     chosen = tables_with_gradient(grads, len(weights))
     lists = weights, sums, trails, grads, indices, offsets, samples, means, paddings
-    _update_tables(*chosen_of(chosen, len(weights), *lists), last, rule)
+    arguments = chosen_of(chosen, len(weights), *lists)
+    update = _update if is_plain(*arguments) else _update_tables
+    update(*arguments, last, rule)
     return [None, None, None, None, None, None, of_samples, None, None, None, None]
 
 
@@ -119,6 +121,7 @@ _updated_bags = register(
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
+    has_long_lists=True,
 )
 
 
