@@ -182,7 +182,7 @@ class MergedEmbeddingBag(torch.nn.Module):
         indices, starts, samples = _in_lists(
             input, offsets, per_sample_weights, len(self), self.include_last_offset
         )
-        weights: list[Tensor] = [cast(Any, bag).weight for bag in self._modules.values()]
+        weights = self._weights()
         if self._optimizer is None or self._anchor is None:
             bags = embedding_bags(
                 weights,
@@ -209,6 +209,13 @@ class MergedEmbeddingBag(torch.nn.Module):
                 self._optimizer.number,
             )
         return bags[0] if is_joined else bags
+
+    def _weights(self) -> list[Tensor]:
+        bags: Any = self._modules.values()
+        try:  # what ``bag.weight`` finds at last, by a function of Python
+            return [bag._parameters["weight"] for bag in bags]
+        except KeyError:  # a parametrization computes it
+            return [bag.weight for bag in bags]
 
     def extra_repr(self) -> str:
         """What the module has beside its bags."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.block import Indices, as_int64
+from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._bag_sorting import LINE, Sorting
 
 _PART = 1 << 16
@@ -157,17 +158,20 @@ class Layout:
         is_weighted: bool,
         device: torch.device,
         real: torch.dtype,
+        threads: int,
     ) -> None:
         self.sizes = np.array(sizes, np.int64)
-        self.total = int(self.sizes.sum())
+        self.room = max(int(self.sizes.sum()), 1)
+        """Integers for the keys of all tables."""
         self.means = np.array(means, np.int64)
         self.has_means = any(means) and not is_weighted
         self.is_weighted = int(is_weighted)
         self.tensor, self.is_joined = shape.tensor, shape.is_joined
         self.before = 8 * shape.before
         """Bytes before the table's offsets, in the tensor of both."""
-        self.first = 8 * (np.cumsum(self.sizes) - self.sizes)
-        """Bytes before the table's keys, in the memory of those of all."""
+        self.unsorted = 8 * (np.cumsum(self.sizes) - self.sizes)
+        """Bytes before the table's keys, in a memory of twice this room."""
+        self.spare = self.unsorted + 8 * self.room
         self.count = 8 * LINE * np.arange(len(sizes))
         """Bytes before the number of its sorted keys."""
         bags_before = np.cumsum(shape.bags) - shape.bags
@@ -182,9 +186,9 @@ class Layout:
             "is_mean": self.means,
         }
         rows = np.array(table_rows, np.int64)
-        self.sorting = Sorting(device, real, self.sizes, rows, columns)
-        self.is_swapped = self.sorting.passes % 2 == 1
-        """Whether the sorted keys are where they were not written at first."""
+        self.sorting = Sorting(device, real, self.sizes, rows, threads, columns)
+        self.sorted = np.where(self.sorting.passes % 2 == 0, self.unsorted, self.spare)
+        """Bytes before the table's sorted keys."""
 
 
 _layout_of = functools.lru_cache(MOST_KEPT)(Layout)
@@ -212,14 +216,15 @@ class Sorted:
         """
         device, is_weighted = batch.device, bool(batch.sample_weights)
         options = tuple(table_rows), tuple(paddings), tuple(means), is_weighted
-        self.layout = layout = _layout_of(batch.shape, batch.sizes(), *options, device, real)
+        threads = torch.get_num_threads() if BACKENDS[device.type].runs_on_host else 1
+        self.layout = layout = _layout_of(
+            batch.shape, batch.sizes(), *options, device, real, threads
+        )
         self._batch = batch
-        room = max(layout.total, 1)
-        self._keys = torch.empty(2, room, dtype=torch.int64, device=device)
+        self._keys = torch.empty(2, layout.room, dtype=torch.int64, device=device)
         self._counts = torch.empty(len(layout.sizes), LINE, dtype=torch.int64, device=device)
         keys, counts = addresses_of([self._keys, self._counts])
-        unsorted, spare = keys + layout.first, keys + 8 * room + layout.first
-        self.keys = np.where(layout.is_swapped, spare, unsorted)
+        self.keys = keys + layout.sorted
         """The address of each table's sorted keys."""
         columns = batch.addresses(layout.tensor)
         columns["offsets"] += layout.before
@@ -239,8 +244,8 @@ class Sorted:
             self._factors = torch.empty(layout.factors, dtype=real, device=device)
             self.factors = addresses_of([self._factors])[0] + layout.factor
         columns |= {
-            "keys": unsorted,
-            "spare": spare,
+            "keys": keys + layout.unsorted,
+            "spare": keys + layout.spare,
             "factors": self.factors,
             "bags_of": self.bags_of,
             "sorted_count": self.counts,

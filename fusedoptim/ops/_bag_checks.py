@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +12,7 @@ from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF
 
 _MOST_ROWS = 1 << 31
 """Of a table: the upper half of a key that is sorted."""
-_INTEGERS = frozenset((torch.int32, torch.int64))
-_DEVICE, _DTYPE = operator.attrgetter("device"), operator.attrgetter("dtype")
+_INTEGERS = (torch.int32, torch.int64)
 
 Tensors = Sequence[Tensor]
 
@@ -26,8 +24,12 @@ def check_batch(
     samples: Tensors,
     means: Sequence[bool],
     last: bool,
+    have_known_kinds: bool = False,
 ) -> None:
-    """Raise if the operator does not take these bags, whose values are not read, of the tables."""
+    """Raise if the operator does not take these bags, whose values are not read, of the tables.
+
+    ``have_known_kinds`` says that devices, dtypes and dimensions of integers need no check.
+    """
     tables = len(weights)
     is_joined = len(indices) == 1
     if len(indices) not in (1, tables) or len(offsets) != len(indices):
@@ -35,11 +37,8 @@ def check_batch(
             f"embedding_bags: there are {tables} tables, {len(indices)} tensors of indices and "
             f"{len(offsets)} of offsets; pass one of both for each table, or one for all"
         )
-    # Checked in C, as far as all is well: for a small batch this takes a part of the time.
-    integers, device = [*indices, *offsets], weights[0].device
-    are_alike = set(map(Tensor.dim, integers)) == {1} and set(map(_DEVICE, integers)) == {device}
-    if not are_alike or not _INTEGERS.issuperset(map(_DTYPE, integers)):
-        _check_integers(indices, offsets, device)
+    if not have_known_kinds:
+        _check_integers(indices, offsets, weights[0].device)
     if last and not all(map(Tensor.numel, offsets)):
         t = [starts.numel() for starts in offsets].index(0)
         raise ValueError(

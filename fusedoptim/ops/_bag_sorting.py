@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from fusedoptim.launch.block import Indices, as_int64
-from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._launching import VARIANT_OF, TableLaunch, launch_table
 
 _WORK = 64
@@ -53,6 +52,7 @@ class Sorting:
         real: torch.dtype,
         sizes: Indices,
         table_rows: Indices,
+        threads: int,
         tables: Mapping[str, Any],
     ) -> None:
         """Prepare the sort.
@@ -62,6 +62,7 @@ class Sorting:
             real: the dtype of factors.
             sizes: indices of each table.
             table_rows: rows of each table.
+            threads: those that may sort a table together.
             tables: the arguments of the kernel, of each table or of all, but for what is above,
                 addresses and the room for counters.
         """
@@ -74,22 +75,27 @@ class Sorting:
             "digit_bits": digit_bits,
         }
         self._device, self._variant, self._sizes = device, VARIANT_OF[real], sizes
-        self._counters = self.passes << digit_bits
+        self._parts = _parts_of(sizes, threads)
+        self._is_cut = bool(self._parts.max(initial=1) > 1)
+        counters = self.passes << digit_bits
+        self._counters, self._first_counter = int(counters.sum()), _before(counters)
         self._launch = TableLaunch("sort_indices", device, self._variant, self._tables)
 
     def run(self, addresses: Mapping[str, Any]) -> None:
-        """Sort what is at these addresses of each table.
-
-        On the CPU by all threads together, if that is worth their launches.
-        """
-        threads = torch.get_num_threads() if BACKENDS[self._device.type].runs_on_host else 1
-        parts = _parts_of(self._sizes, threads)
-        if parts.max(initial=1) > 1:
+        """Sort what is at these addresses of each table."""
+        if self._is_cut:
             tables = {**self._tables, **addresses}
-            _sort_in_parts(self._device, self._variant, self._sizes, parts, tables)
+            _sort_in_parts(self._device, self._variant, self._sizes, self._parts, tables)
             return
-        counters, _memory = _rooms(self._counters, self._device)
+        room = torch.empty(self._counters, dtype=torch.int64, device=self._device)
+        counters = as_int64([room.data_ptr()]) + self._first_counter
         self._launch.run({**addresses, "counters": counters}, {})
+
+
+def _before(sizes: Indices) -> Indices:
+    """Bytes before each of some rooms of so many integers."""
+    before: Indices = 8 * (np.cumsum(sizes) - sizes)
+    return before
 
 
 def _parts_of(sizes: Indices, threads: int) -> Indices:
@@ -104,7 +110,7 @@ def _parts_of(sizes: Indices, threads: int) -> Indices:
 def _rooms(sizes: Indices, device: torch.device) -> tuple[Indices, torch.Tensor]:
     """The addresses of so many integers each, and their memory."""
     memory = torch.empty(int(sizes.sum()), dtype=torch.int64, device=device)
-    return as_int64([memory.data_ptr()])[0] + 8 * (np.cumsum(sizes) - sizes), memory
+    return as_int64([memory.data_ptr()]) + _before(sizes), memory
 
 
 def _sort_in_parts(

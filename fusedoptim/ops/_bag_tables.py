@@ -31,6 +31,20 @@ class Tables:
         self.device, dtype = weights[0].device, weights[0].dtype
         self.itemsize = dtype.itemsize
         self.variant, self.real = VARIANT_OF[dtype], ARITHMETIC_OF[dtype]
+        self._guards: dict[int, TensorGuards] = {}
+
+    def are_as_before(self, integers: Sequence[Tensor]) -> bool:
+        """Whether tensors are as earlier ones that :meth:`remember` got, but for their lengths."""
+        guards = self._guards.get(len(integers))
+        return guards is not None and bool(guards.check(*integers))
+
+    def remember(self, integers: Sequence[Tensor]) -> None:
+        """Have :meth:`are_as_before` compare with these tensors of one dimension."""
+        self._guards[len(integers)] = TensorGuards(
+            *integers,
+            dynamic_dims_sizes=[[None]] * len(integers),
+            dynamic_dims_strides=[[1]] * len(integers),
+        )
 
 
 def tables_of(weights: Sequence[Tensor]) -> Tables:

@@ -173,12 +173,28 @@ def compute_bags(
     last: bool,
     *_: Any,
 ) -> list[Tensor]:
-    tables = tables_of(weights)
-    check_batch(weights, indices, offsets, samples, means, last)
+    return bags_and_batch(weights, indices, offsets, samples, means, paddings, last)[0]
+
+
+def bags_and_batch(
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    samples: Tensors,
+    means: Sequence[bool],
+    paddings: Sequence[int],
+    last: bool,
+) -> tuple[list[Tensor], Batch]:
+    """The results, and what the backward pass needs of the bags."""
+    tables, integers = tables_of(weights), [*indices, *offsets]
+    are_known = tables.are_as_before(integers)
+    check_batch(weights, indices, offsets, samples, means, last, are_known)
+    if not are_known:
+        tables.remember(integers)
     outputs = _new_outputs(weights[0], tables.widths.tolist(), offsets, last)
-    if not any(map(Tensor.numel, outputs)):
-        return outputs
     batch = batch_of(weights, indices, offsets, samples, last)
+    if not any(map(Tensor.numel, outputs)):
+        return outputs, batch
     dense = weights if tables.are_contiguous else [weight.contiguous() for weight in weights]
     sums = _sums_of(tables, batch.shape, tuple(paddings), tuple(means), bool(samples))
     faults = torch.zeros(1, dtype=torch.int64, device=tables.device)
@@ -190,7 +206,7 @@ def compute_bags(
     sums.launch.run(columns, {})
     if BACKENDS[tables.device.type].runs_on_host and faults:  # a GPU would have to be waited for
         raise_fault(weights, indices, offsets, last)
-    return outputs
+    return outputs, batch
 
 
 def _columns_before(widths: Indices, is_joined: bool) -> Indices:
@@ -381,5 +397,5 @@ _embedding_bags = register(
     fake=new_bags,
     setup_context=_setup_context,
     backward=_backward,
-    has_long_lists=True,
+    direct=lambda _, *inputs: compute_bags(*inputs),
 )

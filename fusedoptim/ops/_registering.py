@@ -37,7 +37,7 @@ def register(
     setup_context: Callable[..., None],
     backward: Callable[..., Sequence[Any]],
     tags: Sequence[torch.Tag] = (),
-    has_long_lists: bool = False,
+    direct: Callable[..., Any] | None = None,
 ) -> Any:
     """Register an operator.
 
@@ -52,9 +52,10 @@ def register(
             them requires grad; also as there. Results that nobody used have None for a gradient.
             :func:`needed` says what to compute.
         tags: of the operator.
-        has_long_lists: whether it takes so many tensors that plain calls (:func:`is_plain`) are to
-            go around torch's dispatcher, which looks at each of them several times. The kernel
-            itself then refuses tensors of different devices.
+        direct: what plain calls (:func:`is_plain`) run in place of ``kernel``, around torch's
+            dispatcher, which looks at each of many tensors several times. Its first argument is the
+            context of the backward pass, for what that may use again, or None. It refuses tensors
+            of different devices.
 
     Returns:
         the operator, or what calls it or its kernel.
@@ -63,13 +64,15 @@ def register(
     name = schema.partition("(")[0]
     returns_list = schema.endswith("[]")
 
-    def below_autograd(keys: Any, *inputs: Any) -> Any:
+    def below_autograd(ctx: Any, keys: Any, *inputs: Any) -> Any:
         with BelowAutograd():
-            return kernel(*inputs) if keys is None else operator.redispatch(keys, *inputs)
+            if direct is not None and keys is None:
+                return direct(ctx, *inputs)
+            return operator.redispatch(keys, *inputs)
 
     def forward(ctx: Any, keys: Any, sizes: Sequence[int], *flat: Any) -> Any:
         inputs = _in_lists(flat, sizes)
-        output = below_autograd(keys, *inputs)
+        output = below_autograd(ctx, keys, *inputs)
         ctx.sizes = sizes
         ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
@@ -94,7 +97,7 @@ def register(
             ]
             outputs = recorded.apply(keys, sizes, *_flat(inputs, sizes))
             return list(outputs) if returns_list else outputs
-        return below_autograd(keys, *inputs)
+        return below_autograd(None, keys, *inputs)
 
     def differentiable(keys: Any, *inputs: Any) -> Any:
         return recorded_if_needed(keys & keys_after_autograd, *inputs)
@@ -105,7 +108,7 @@ def register(
         return operator(*inputs)
 
     _library.impl(name, differentiable, "Autograd", with_keyset=True)
-    return call if has_long_lists else operator
+    return operator if direct is None else call
 
 
 def is_plain(*inputs: Any) -> bool:

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from fusedoptim.ops._bag_batch import Batch
 from fusedoptim.ops._bag_gradients import sample_gradients
 from fusedoptim.ops._embedding_bags import (
     Gradient,
+    bags_and_batch,
     batch_of,
     chosen_of,
     compute_bags,
@@ -54,6 +56,13 @@ def _forward(anchor: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *
     return compute_bags(weights, *rest[:-1])
 
 
+def _direct(ctx: Any, _: Tensor, weights: Tensors, __: Tensors, ___: Tensors, *rest: Any) -> Any:
+    bags, batch = bags_and_batch(weights, *rest[:-1])
+    if ctx is not None:
+        ctx.batch = batch
+    return bags
+
+
 def _fake(anchor: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *rest: Any) -> Any:
     return new_bags(weights, *rest[:-1])
 
@@ -71,8 +80,21 @@ def _update(
     last: bool,
     rule: int,
 ) -> None:
-    found = _rules[rule]
     batch = batch_of(weights, indices, offsets, samples, last)
+    _update_rows(weights, sums, trails, grads, batch, means, paddings, rule)
+
+
+def _update_rows(
+    weights: Tensors,
+    sums: Tensors,
+    trails: Tensors,
+    grads: Tensors,
+    batch: Batch,
+    means: Sequence[bool],
+    paddings: Sequence[int],
+    rule: int,
+) -> None:
+    found = _rules[rule]
     gradient = Gradient(grads, weights, batch, means, paddings)
     columns = {"param": weights}
     if sums:
@@ -106,10 +128,12 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
     if needed(ctx)[6]:
         of_samples = sample_gradients(grads, weights, indices, offsets, paddings, last)
     chosen = tables_with_gradient(grads, len(weights))
-    lists = weights, sums, trails, grads, indices, offsets, samples, means, paddings
-    arguments = chosen_of(chosen, len(weights), *lists)
-    update = _update if is_plain(*arguments) else _update_tables
-    update(*arguments, last, rule)
+    batch, ctx.batch = getattr(ctx, "batch", None), None  # which holds memory
+    if batch is not None and len(chosen) == len(weights) and is_plain(grads):
+        _update_rows(weights, sums, trails, grads, batch, means, paddings, rule)
+    else:
+        lists = weights, sums, trails, grads, indices, offsets, samples, means, paddings
+        _update_tables(*chosen_of(chosen, len(weights), *lists), last, rule)
     return [None, None, None, None, None, None, of_samples, None, None, None, None]
 
 
@@ -121,7 +145,7 @@ _updated_bags = register(
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    has_long_lists=True,
+    direct=_direct,
 )
 
 

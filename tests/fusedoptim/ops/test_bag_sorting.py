@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.nn import MergedEmbeddingBag
-from fusedoptim.ops import _bag_sorting
+from fusedoptim.ops import _bag_batch, _bag_sorting
 from fusedoptim.ops._bag_batch import Batch, Sorted
 from tests.running import at_each_thread_count
 
@@ -26,10 +27,13 @@ class Sorting(NamedTuple):
 
 
 @pytest.fixture(params=[False, True], ids=["one part", "parts"])
-def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whether tables are cut, however small they are."""
+    _bag_batch._layout_of.cache_clear()  # a layout knows its parts
     if request.param:
         monkeypatch.setattr(_bag_sorting, "_parts_of", lambda sizes, _: 1 + sizes // 7 % 20)
+    yield
+    _bag_batch._layout_of.cache_clear()
 
 
 def new_batch(counts: tuple[int, ...], weighted: bool = False, zipf: bool = False) -> Batch:
