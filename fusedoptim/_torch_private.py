@@ -22,6 +22,7 @@ __all__ = [
     "TensorGuards",
     "active_modes",
     "any_requires_grad",
+    "count_function_modes",
     "count_modes",
     "disable_dynamo",
     "global_post_hooks",
@@ -32,6 +33,7 @@ __all__ = [
     "increment_version",
     "is_flattened",
     "is_forward_mode",
+    "is_zero_tensor",
     "keys_after_autograd",
     "local_tensor",
     "profiler_enabled",
@@ -40,6 +42,7 @@ __all__ = [
     "softmax_backward",
     "storage_use_count",
     "traced_graph",
+    "tracing_state",
     "transform_level",
     "use_onednn_graph",
 ]
@@ -64,6 +67,15 @@ storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 count_modes = torch._C._len_torch_dispatch_stack
 """How many dispatch modes of the user's are active."""
+
+count_function_modes = torch._C._len_torch_function_stack
+"""How many modes of ``__torch_function__`` are active."""
+
+is_zero_tensor = torch.Tensor._is_zerotensor
+"""Whether a tensor is zeros without memory, which autograd may pass on as a gradient."""
+
+tracing_state = torch._C._get_tracing_state
+"""What torch.jit.trace records into, or None."""
 
 traced_graph: Any = getattr(torch._C, "_create_graph_by_tracing", None)
 """Makes a graph of TorchScript of a function, the only way to oneDNN Graph; None where torch lacks

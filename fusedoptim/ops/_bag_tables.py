@@ -40,10 +40,10 @@ class Tables:
 
     def remember(self, integers: Sequence[Tensor]) -> None:
         """Have :meth:`are_as_before` compare with these tensors of one dimension."""
+        any_length: Any = [[None]] * len(integers)
+        dense: Any = [[1]] * len(integers)
         self._guards[len(integers)] = TensorGuards(
-            *integers,
-            dynamic_dims_sizes=[[None]] * len(integers),
-            dynamic_dims_strides=[[1]] * len(integers),
+            *integers, dynamic_dims_sizes=any_length, dynamic_dims_strides=dense
         )
 
 

@@ -14,11 +14,14 @@ import torch
 from fusedoptim._torch_private import (
     BelowAutograd,
     any_requires_grad,
+    count_function_modes,
     count_modes,
     disable_dynamo,
     is_forward_mode,
+    is_zero_tensor,
     keys_after_autograd,
     profiler_enabled,
+    tracing_state,
     transform_level,
 )
 from fusedoptim.ops._launching import DEVICES
@@ -118,11 +121,11 @@ def is_plain(*inputs: Any) -> bool:
     """
     if (
         torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
+        or tracing_state() is not None
         or transform_level() is not None
         or is_forward_mode()
         or count_modes()
-        or torch._C._len_torch_function_stack()
+        or count_function_modes()
         or profiler_enabled()
     ):
         return False
@@ -131,7 +134,9 @@ def is_plain(*inputs: Any) -> bool:
         if not _PLAIN.issuperset(map(type, tensors)):
             return False
         if isinstance(tensors[0], torch.Tensor) and (
-            tensors[0].device.type not in DEVICES or any(map(torch.Tensor.is_neg, tensors))
+            tensors[0].device.type not in DEVICES
+            or any(map(torch.Tensor.is_neg, tensors))
+            or any(map(is_zero_tensor, tensors))
         ):
             return False
     return True

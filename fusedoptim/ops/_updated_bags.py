@@ -128,9 +128,10 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
     if needed(ctx)[6]:
         of_samples = sample_gradients(grads, weights, indices, offsets, paddings, last)
     chosen = tables_with_gradient(grads, len(weights))
-    batch, ctx.batch = getattr(ctx, "batch", None), None  # which holds memory
+    batch, ctx.batch = getattr(ctx, "batch", None), None  # it holds memory
     if batch is not None and len(chosen) == len(weights) and is_plain(grads):
-        _update_rows(weights, sums, trails, grads, batch, means, paddings, rule)
+        of_all: Any = grads
+        _update_rows(weights, sums, trails, of_all, batch, means, paddings, rule)
     else:
         lists = weights, sums, trails, grads, indices, offsets, samples, means, paddings
         _update_tables(*chosen_of(chosen, len(weights), *lists), last, rule)

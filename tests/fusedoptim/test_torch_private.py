@@ -255,3 +255,18 @@ def test_use_onednn_graph() -> None:
 
 
 test_has_onednn_graph = test_use_onednn_graph
+
+
+def test_count_function_modes() -> None:
+    assert _torch_private.count_function_modes() == 0
+    with torch.device("cpu"):
+        assert _torch_private.count_function_modes() == 1
+
+
+def test_is_zero_tensor() -> None:
+    assert _torch_private.is_zero_tensor(torch._efficientzerotensor((2,)))
+    assert not _torch_private.is_zero_tensor(torch.zeros(2))
+
+
+def test_tracing_state() -> None:
+    assert _torch_private.tracing_state() is None

@@ -352,3 +352,67 @@ def test_names_of_ipex() -> None:
         module = cls.from_embeddingbag_list(bags, lr=0.5)
         assert module[0] is bags[0]
         assert module.optimizer().param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_plain_calls_have_the_bits_of_the_operators(optimizer: str) -> None:
+    """A mode of functions makes calls go through torch's dispatcher."""
+    plain = new_module(optimizer, lr=LR)
+    dispatched, batches = copy.deepcopy(plain), new_batches(plain)
+    train(plain, batches)
+    with torch.device("cpu"):
+        train(dispatched, batches)
+    assert all(map(torch.equal, weights_of(plain), weights_of(dispatched)))
+
+
+def test_modules_of_one_shape_take_turns() -> None:
+    """They use the same launches, which have other arguments for each."""
+    summing = new_module("sgd", lr=LR)
+    means = MergedEmbeddingBag.from_embedding_bags(
+        [
+            torch.nn.EmbeddingBag.from_pretrained(
+                bag.weight.clone(), freeze=False, mode="mean", include_last_offset=True
+            )
+            for bag in summing
+        ],
+        optimizer="sgd",
+        lr=LR,
+    )
+    modules = [summing, means]
+    alone, batches = copy.deepcopy(modules), new_batches(summing)
+    for module in alone:
+        train(module, batches)
+    for batch in batches:
+        for module in modules:
+            train(module, [batch])
+    for module, other in zip(modules, alone):
+        assert all(map(torch.equal, weights_of(module), weights_of(other)))
+
+
+def test_backward_twice_updates_twice() -> None:
+    module = new_module("sgd", lr=LR)
+    other, ((bags, grads),) = copy.deepcopy(module), new_batches(module, 1)
+    outputs = module(*bags)
+    torch.autograd.backward(outputs, grads, retain_graph=True)
+    torch.autograd.backward(outputs, grads)
+    train(other, [(bags, grads)] * 2)
+    assert all(map(torch.equal, weights_of(module), weights_of(other)))
+
+
+def test_indices_that_change_before_the_backward_pass() -> None:
+    module = new_module("sgd", lr=LR)
+    ((bags, grads),) = new_batches(module, 1)
+    before, outputs = copy.deepcopy(weights_of(module)), module(*bags)
+    bags[0][0].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(outputs, grads)
+    assert all(map(torch.equal, weights_of(module), before))
+
+
+def test_gradients_without_memory() -> None:
+    """Zeros of autograd's that no kernel could read."""
+    module = new_module("sgd", lr=LR)
+    ((bags, _),) = new_batches(module, 1)
+    before, outputs = copy.deepcopy(weights_of(module)), module(*bags)
+    torch.autograd.backward(outputs, [torch._efficientzerotensor(y.shape) for y in outputs])
+    assert all(map(torch.equal, weights_of(module), before))
