@@ -60,11 +60,6 @@ class Batch:
         counts = [tuple(map(Tensor.numel, tensors)) for tensors in (indices, offsets)]
         self.shape = _shape_of(*counts, tables, int(has_last_offset))
 
-    @property
-    def bags(self) -> Indices:
-        """The number of each table's bags."""
-        return self.shape.bags
-
     def addresses(self, tensor: Indices) -> dict[str, Indices]:
         """Those of rows of a launch that read from these of the batch's tensors."""
         addresses = {

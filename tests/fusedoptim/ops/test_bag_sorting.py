@@ -57,7 +57,7 @@ def sorting_of(batch: Batch, paddings: list[int], is_mean: bool) -> Sorting:
     for t, address in enumerate(found.keys):
         begin = (int(address) - memory.data_ptr()) // 8
         keys.append(memory[begin : begin + int(found._counts[t, 0])].numpy().copy())
-    factors = list(found._factors[:-1].split(batch.bags.tolist())) if is_mean else []
+    factors = list(found._factors[:-1].split(batch.shape.bags.tolist())) if is_mean else []
     return Sorting(keys, factors, list(found._bags_of) if batch.sample_weights else [])
 
 
@@ -84,7 +84,7 @@ def test_as_numpy(counts: tuple[int, ...], padding: int, kind: str, zipf: bool) 
         if kind == "weighted":
             assert np.array_equal(found.bags_of[t].numpy()[kept], bags[kept])
         if kind == "mean":
-            terms = np.bincount(bags[kept], minlength=int(batch.bags[t]))
+            terms = np.bincount(bags[kept], minlength=int(batch.shape.bags[t]))
             wanted = np.float32(1) / np.maximum(terms, 1).astype(np.float32)
             assert np.array_equal(found.factors[t].numpy(), wanted)
 
