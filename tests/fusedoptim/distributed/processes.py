@@ -63,21 +63,39 @@ def on_processes(*counts: int) -> Callable[[Callable[[], None]], Callable[..., N
     return decorate
 
 
+def start(target: Callable[..., None], *arguments: Any) -> Any:
+    """Start a process that has imported what takes long, and calls a function."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    process = context.Process(target=_call, args=(dict(os.environ), target, arguments))
+    process.start()
+    return process
+
+
+def finish(process: Any, limit: float = _LIMIT) -> int | None:
+    """Wait for the end of a process, which is killed after ``limit`` seconds: its exit code."""
+    process.join(limit)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    code: int | None = process.exitcode
+    return code
+
+
+def _call(
+    environment: dict[str, str], target: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(environment)  # the server may have started in another
+    target(*arguments)
+
+
 @functools.cache
 def _reports(module: str, count: int) -> dict[str, list[str]]:
     """For each test, what each process reports: an error, or "" for success."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        arguments = (module, count, folder, SEED, dict(os.environ))
-        processes = [context.Process(target=_run, args=(rank, *arguments)) for rank in range(count)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(_LIMIT)
-            if process.is_alive():
-                process.kill()
+        for process in [start(_run, rank, module, count, folder, SEED) for rank in range(count)]:
+            finish(process)
         reports: dict[str, list[str]] = {}
         for rank in range(count):
             for line in (folder / str(rank)).read_text().splitlines():
@@ -86,10 +104,7 @@ def _reports(module: str, count: int) -> dict[str, list[str]]:
     return reports
 
 
-def _run(
-    rank: int, module: str, count: int, folder: Path, seed: int, environment: dict[str, str]
-) -> None:
-    os.environ.update(environment)
+def _run(rank: int, module: str, count: int, folder: Path, seed: int) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch.*")
     report = (folder / str(rank)).open("w", buffering=1)

@@ -1,7 +1,4 @@
-"""A training that test_restart.py starts again and again: it is killed, and resumes.
-
-Arguments: a folder for checkpoints, a file for the processes to meet, and the process's rank.
-"""
+"""A training that test_restart.py starts again and again: it is killed, and resumes."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from fusedoptim import FusedAdamW
 from fusedoptim.step.sharding import local_of
 
 STEPS = 5
+FOLDER: Path
 
 
 def die_once(where: str) -> None:
@@ -131,17 +129,14 @@ def resume_and_compare() -> None:
     (FOLDER / f"equal {distributed.get_rank()}").write_text(f"resumed from step {first}")
 
 
-def main() -> None:
+def main(folder: Path, store: Path, rank: int) -> None:
+    """One of two processes, with a folder for checkpoints, and a file for them to meet."""
+    global FOLDER
+    FOLDER = folder
+    with open(os.devnull, "w") as nowhere:  # for what a survivor says of the other
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
-    store, rank = sys.argv[2:]
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=2
-    )
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     resume_and_compare()
     gc.collect()  # what holds the group, with whose threads torch may abort at exit
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    FOLDER = Path(sys.argv[1])
-    main()

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.running import ROOT
+from tests.fusedoptim.distributed import restarted
+from tests.fusedoptim.distributed.processes import finish, start
 
 
-def run(folder: Path, attempt: int) -> list[int]:
+def run(folder: Path, attempt: int) -> list[int | None]:
     """Start two processes; return how they ended."""
-    command = [sys.executable, "-m", "tests.fusedoptim.distributed.restarted", str(folder)]
-    command.append(str(folder / f"store {attempt}"))
-    processes = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, stderr=subprocess.DEVNULL)
-        for rank in range(2)
-    ]
-    return [process.wait(100) for process in processes]
+    store = folder / f"store {attempt}"
+    processes = [start(restarted.main, folder, store, rank) for rank in range(2)]
+    return [finish(process, 100) for process in processes]
 
 
 def test_weights_are_those_of_an_uninterrupted_training(tmp_path: Path) -> None:
