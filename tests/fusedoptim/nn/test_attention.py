@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from fusedoptim import ops
 from fusedoptim.nn import MultiheadAttention
+from tests.compiling import needs_compiler, quiet_compiler
 from tests.fusedoptim.helpers import each_way_to_copy
-from tests.fusedoptim.nn.test_scaled_dot_product import TINY, needs_compiler, quiet_compiler
+from tests.fusedoptim.nn.test_scaled_dot_product import TINY
 
 
 def pair(p: float, **options: Any) -> tuple[MultiheadAttention, nn.MultiheadAttention]:

@@ -6,7 +6,6 @@ import copy
 import io
 import math
 import pickle
-import shutil
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fusedoptim.nn import Dropout, functional
+from tests.compiling import needs_compiler, quiet_compiler
 from tests.running import check_script
 
 
@@ -208,8 +208,8 @@ class TestGenerator:
         assert check_script(script) == f"{Dropout(0.5)(torch.ones(64)).tolist()}\n"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@needs_compiler
+@quiet_compiler
 class TestCompiled:
     def test_whole_graph(self) -> None:
         """Seeds are then the compiler's own random numbers, which torch.manual_seed sets too."""

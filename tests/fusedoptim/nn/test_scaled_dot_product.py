@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import shutil
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ from fusedoptim import ops
 from fusedoptim._torch_private import has_bfloat16_products
 from fusedoptim.nn import functional
 from fusedoptim.nn.functional import scaled_dot_product_attention as attention
+from tests.compiling import each_compilation, needs_compiler, quiet_compiler
 from tests.fusedoptim.helpers import assert_within
 from tests.optimizer_cases import FLOATS
 from tests.tolerances import attention_errors, binomial_bound
@@ -27,21 +27,11 @@ TINY = 1e-12
 """A probability by which nothing is ever dropped."""
 torchs = nn.functional.scaled_dot_product_attention
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
-)
-
 
 @pytest.fixture
 def _fresh_compiler() -> None:
     """As functions with the same code share a limited cache."""
     torch._dynamo.reset()
-
-
-quiet_compiler = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script:DeprecationWarning",
-    "ignore:.*autograd.function.Function.*instantiated:DeprecationWarning",  # by torch itself
-)
 
 
 def inputs(
@@ -372,8 +362,8 @@ class TestAutocast:
 @pytest.mark.usefixtures("_fresh_compiler")
 class TestCompiled:
     @pytest.mark.parametrize("how", ["plain", "causal", "bool", "autocast"])
-    @pytest.mark.parametrize("dynamic", [False, True])
-    def test_whole_graph(self, how: str, dynamic: bool) -> None:
+    @each_compilation
+    def test_whole_graph(self, how: str, dynamic: bool, sizes: list[int]) -> None:
         """With the same values as without a compiler, but for the roundings of both."""
 
         def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
@@ -383,7 +373,7 @@ class TestCompiled:
 
         dtype = torch.bfloat16 if how == "autocast" else torch.float32
         compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
-        for rows in (9, 11):
+        for rows in sizes:
             tensors = [tensor.requires_grad_() for tensor in inputs(2, 3, rows=rows)]
             keeps = masks(rows, 21)["bool"] if how == "bool" else None
             results = []

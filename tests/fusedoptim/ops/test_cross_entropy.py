@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusedoptim.ops import cross_entropy
+from tests.compiling import each_compilation, needs_compiler, quiet_compiler
 from tests.fusedoptim.helpers import assert_within
 from tests.optimizer_cases import FLOATS
 from tests.running import at_each_thread_count
@@ -167,15 +167,15 @@ class TestTracing:
         for value in (logits, logits.requires_grad_()):
             torch.library.opcheck(OP, (value, target, 0.1, -100))
 
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-    @pytest.mark.parametrize("dynamic", [False, True])
-    def test_compiled_equals_eager(self, dynamic: bool) -> None:
+    @needs_compiler
+    @quiet_compiler
+    @each_compilation
+    def test_compiled_equals_eager(self, dynamic: bool, sizes: list[int]) -> None:
         def function(logits: Tensor, target: Tensor) -> Tensor:
             return cross_entropy(logits * 2, target)[0].mean()
 
         compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
-        for rows in (9, 11):
+        for rows in sizes:
             logits, target = inputs(rows, 300)
             logits.requires_grad_()
             ours, expected = compiled(logits, target), function(logits, target)

@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch import Tensor
 from fusedoptim.kernels.dropout import words
 from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.ops import _launching, dropout
+from tests.compiling import each_compilation, needs_compiler, quiet_compiler
 from tests.fusedoptim.helpers import run_in_threads
 from tests.optimizer_cases import FLOATS
 from tests.running import ROOT, at_each_thread_count
@@ -182,10 +182,10 @@ class TestTracing:
         for value in (x, x.requires_grad_()):
             torch.library.opcheck(OP, (value, new_seed(), 0.3))
 
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-    @pytest.mark.parametrize("dynamic", [False, True])
-    def test_compiled_equals_eager(self, dynamic: bool) -> None:
+    @needs_compiler
+    @quiet_compiler
+    @each_compilation
+    def test_compiled_equals_eager(self, dynamic: bool, sizes: list[int]) -> None:
         """In a graph whose compiler may choose strides."""
         convolution = torch.nn.Conv2d(8, 8, 3, padding=1)
 
@@ -193,7 +193,7 @@ class TestTracing:
             return (dropout(convolution(x.sin()), seed, 0.5) * 2).permute(0, 2, 3, 1).contiguous()
 
         compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
-        for size in (9, 11):
+        for size in sizes:
             x = torch.randn(2, 8, size, size).to(memory_format=torch.channels_last)
             x.requires_grad_()
             seed = new_seed()

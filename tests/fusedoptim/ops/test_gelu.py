@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusedoptim.ops import gelu_tanh
+from tests.compiling import needs_compiler, quiet_compiler
 from tests.fusedoptim.helpers import assert_within
 from tests.optimizer_cases import FLOATS
 from tests.running import at_each_thread_count
@@ -95,8 +95,8 @@ class TestTracing:
         for value in (x, x.requires_grad_()):
             torch.library.opcheck(OP, (value,))
 
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+    @needs_compiler
+    @quiet_compiler
     def test_compiled_equals_eager(self) -> None:
         def function(x: Tensor) -> Tensor:
             return gelu_tanh(x.sin()) * 2

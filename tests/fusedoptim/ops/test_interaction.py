@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.ops import interaction
+from tests.compiling import each_compilation, needs_compiler, quiet_compiler
 from tests.fusedoptim.helpers import assert_within
 from tests.optimizer_cases import FLOATS
 from tests.running import at_each_thread_count
@@ -204,15 +204,15 @@ class TestTracing:
             (grad, [feature.detach() for feature in features]),
         )
 
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-    @pytest.mark.parametrize("dynamic", [False, True])
-    def test_compiled_equals_eager(self, dynamic: bool) -> None:
+    @needs_compiler
+    @quiet_compiler
+    @each_compilation
+    def test_compiled_equals_eager(self, dynamic: bool, sizes: list[int]) -> None:
         def function(dense: Tensor, sparse: Tensor) -> Tensor:
             return interaction(dense * 2, *sparse.split(20, 1), sparse)
 
         compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
-        for samples in (9, 11):
+        for samples in sizes:
             features = [torch.randn(samples, 20), torch.randn(samples, 60)]
             for feature in features:
                 feature.requires_grad_()

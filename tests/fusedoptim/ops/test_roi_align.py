@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from fusedoptim.ops import roi_align
 from tests import tolerances
+from tests.compiling import needs_compiler, quiet_compiler
 from tests.optimizer_cases import FLOATS
 from tests.references import roi_align as reference
 from tests.running import at_each_thread_count
@@ -135,6 +135,13 @@ class TestValues:
         rois = torch.tensor([[0.0, 1, 1, 5, number]])
         assert bool(roi_align(x, rois, 2, aligned=True).eq(0).all())
 
+    @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+    def test_gradcheck(self, layout: str) -> None:
+        x = laid_out(torch.randn(2, 3, 6, 7, dtype=torch.float64), layout).requires_grad_()
+        rois = new_boxes(3, 2, -2.0, 8.0).double()
+        assert torch.autograd.gradcheck(lambda x: roi_align(x, rois, 2), x)
+        assert torch.autograd.gradgradcheck(lambda x: roi_align(x, rois, 2), x)
+
 
 class TestBits:
     @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -161,15 +168,8 @@ class TestTracing:
         for value in (x, x.clone().requires_grad_()):
             torch.library.opcheck(OP, (value, *arguments))
 
-    @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-    def test_gradcheck(self, layout: str) -> None:
-        x = laid_out(torch.randn(2, 3, 6, 7, dtype=torch.float64), layout).requires_grad_()
-        rois = new_boxes(3, 2, -2.0, 8.0).double()
-        assert torch.autograd.gradcheck(lambda x: roi_align(x, rois, 2), x)
-        assert torch.autograd.gradgradcheck(lambda x: roi_align(x, rois, 2), x)
-
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+    @needs_compiler
+    @quiet_compiler
     def test_compiled_equals_eager(self) -> None:
         def function(x: Tensor, boxes: list[Tensor]) -> Tensor:
             return roi_align(x, boxes, 7, SCALE, 2) * 2

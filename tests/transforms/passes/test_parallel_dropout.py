@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from fusedoptim import transforms
 from fusedoptim.nn import Dropout, MultiheadAttention, functional
+from tests.compiling import needs_compiler
 from tests.running import check_script
 from tests.transforms.helpers import fingerprint
 from tests.transforms.models import transformers_package
@@ -458,7 +458,7 @@ class TestTransformers:
         transforms.restore(model)
         assert model.config._attn_implementation == "eager"
 
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+    @needs_compiler
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     def test_compiled_without_a_graph_break(self) -> None:
         given, words = bert(), tokens()

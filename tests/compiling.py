@@ -1,0 +1,19 @@
+"""Marks of tests that compile with torch.compile's default backend, which takes seconds a graph."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
+)
+quiet_compiler = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script:DeprecationWarning",
+    "ignore:.*autograd.function.Function.*instantiated:DeprecationWarning",  # by torch itself
+)
+each_compilation = pytest.mark.parametrize(
+    ("dynamic", "sizes"), [(False, [9]), (True, [9, 11])], ids=["static", "dynamic"]
+)
+"""A graph for one size, as another size would compile the same anew; and one for all sizes."""
