@@ -35,7 +35,11 @@ from tests.conftest import SEED
 Condition = Callable[[FrameType, str], bool]
 """Whether a traced event, such as a "call" or a "line", is the one that is looked for."""
 
-_POLLING = {"CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
+_POLLING = {
+    opcode.opmap[name]
+    for name in ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
+    if name in opcode.opmap
+}
 """Opcodes after which CPython looks for signals; it also does when a function starts."""
 
 
@@ -65,7 +69,9 @@ class InterruptAt:
         self._within = str(path.parent if path.name == "__init__.py" else path)
         self._left, self._places, self._since, self._error = n, places, since, error
         self._has_begun = since is None
-        self._last: dict[FrameType, str] = {}
+        # Whether the last opcode of each frame polls. Frames keep what they use: Python reports
+        # exceptions in callbacks of weak references, too.
+        self._has_polled: dict[FrameType, bool] = {}
         self.has_raised = False
 
     def __enter__(self) -> InterruptAt:
@@ -89,16 +95,17 @@ class InterruptAt:
             return None
         self._has_begun |= code.co_name == self._since
         frame.f_trace_opcodes, frame.f_trace_lines = self._places != "calls", False
-        self._last.pop(frame.f_back, None)  # type: ignore[arg-type]  # a call from Python
+        has_polled = self._has_polled
+        has_polled.pop(frame.f_back, None)  # type: ignore[arg-type]  # a call from Python
         if self._places != "opcodes":
             self._pass()
         instructions = code.co_code  # a copy each time
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             if event == "opcode" and not self.has_raised:
-                if not is_polled or self._last.pop(frame, "") in _POLLING:
+                if not is_polled or has_polled.get(frame, False):
                     self._pass()
-                self._last[frame] = opcode.opname[instructions[frame.f_lasti]]
+                has_polled[frame] = instructions[frame.f_lasti] in _POLLING
             return trace
 
         return trace

@@ -35,15 +35,17 @@ def interrupt(n: int, since: str) -> InterruptAt:
 
 def new_params(numel: int = 7) -> list[Parameter]:
     """The same at each call within one run of the tests."""
-    torch.manual_seed(SEED)
-    return [Parameter(torch.randn(numel)), Parameter(torch.randn(3, 4)[:, ::2])]
+    generator = torch.Generator().manual_seed(SEED)
+    vector = torch.randn(numel, generator=generator)
+    matrix = torch.randn(3, 4, generator=generator)
+    return [Parameter(vector), Parameter(matrix[:, ::2])]
 
 
 def make_gradients(params: list[Parameter], which: int) -> None:
     """The gradients of one of the steps: the same at each call within one run of the tests."""
-    torch.manual_seed(SEED + which)
+    generator = torch.Generator().manual_seed(SEED + which)
     for p in params:
-        p.grad = torch.randn(p.shape).to(p.dtype)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
 def everything(optimizer: Any) -> list[dict[str, Tensor]]:
