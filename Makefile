@@ -7,11 +7,12 @@ PIP_OPTIONS := --quiet --no-compile
 # What tests put on the path by themselves: see pyproject.toml.
 APART = $(BIN)/python -c "import tomllib; \
 	print(*tomllib.load(open('pyproject.toml', 'rb'))['tool']['fusedoptim']['apart'])"
-# Tests of what is the same in both environments, such as torch and what is made of our operators:
-# `make test` alone runs them.
+# Tests of what is the same in both environments, such as torch, what is made of our operators and
+# how its compiler traces them (TestTracing): `make test` alone runs them.
 ONLY_NEWEST := notebooks references transforms packaging/test_wheel.py test_reference.py \
-	test_benchmarks.py test_convergence.py $(addprefix fusedoptim/,distributed nn offload runtime \
-	step/test_interrupts.py ops/test_torchvision.py ops/test_example.py)
+	test_benchmarks.py test_convergence.py test_tolerances.py $(addprefix fusedoptim/,distributed \
+	nn offload runtime doctor/test_documents.py step/test_interrupts.py ops/test_torchvision.py \
+	ops/test_example.py)
 
 .PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench \
         notebooks lab clean
@@ -26,7 +27,7 @@ test: .venv/installed
 	$(BIN)/python -m pytest
 
 test-jit: .venv-jit/installed  ## the tests of what runs on the pinned numba-dpex packages
-	$(JIT)/python -m pytest $(ONLY_NEWEST:%=--ignore=tests/%)
+	$(JIT)/python -m pytest $(ONLY_NEWEST:%=--ignore=tests/%) -k 'not TestTracing'
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

@@ -196,8 +196,6 @@ class TestValues:
         ):
             assert torch.equal(x, y)
 
-
-class TestTraced:
     def test_gradcheck(self) -> None:
         weights, bags = tables(5, torch.float64), new_bags(ROWS)
         samples = [torch.rand(len(i)).double().requires_grad_() for i in bags.indices]
@@ -208,6 +206,8 @@ class TestTraced:
 
         torch.autograd.gradcheck(weighted, (*weights, *samples))
 
+
+class TestTracing:
     @pytest.mark.parametrize("joined", [False, True])
     def test_opcheck(self, joined: bool) -> None:
         weights, bags = tables(), new_bags(ROWS)
