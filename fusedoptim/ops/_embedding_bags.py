@@ -397,5 +397,4 @@ _embedding_bags = register(
     fake=new_bags,
     setup_context=_setup_context,
     backward=_backward,
-    direct=lambda _, *inputs: compute_bags(*inputs),
 )

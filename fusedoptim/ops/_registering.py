@@ -48,30 +48,29 @@ def register(
         schema: of the operator, which changes none of its arguments; no argument has a default.
             It may take lists of tensors, and return one.
         kernel: its implementation on all devices; no result shares memory with an argument, nor
-            with another result.
+            with another result. It refuses tensors of different devices: plain calls
+            (:func:`is_plain`) go around torch's dispatcher, which takes longer than a short kernel.
         fake: its implementation without values.
         setup_context: as :func:`torch.library.register_autograd` has it.
         backward: the gradients of all arguments, of a list of tensors a list, or None if none of
             them requires grad; also as there. Results that nobody used have None for a gradient.
             :func:`needed` says what to compute.
         tags: of the operator.
-        direct: what plain calls (:func:`is_plain`) run in place of ``kernel``, around torch's
-            dispatcher, which looks at each of many tensors several times. Its first argument is the
-            context of the backward pass, for what that may use again, or None. It refuses tensors
-            of different devices.
+        direct: what plain calls run in place of ``kernel``. Its first argument is the context of
+            the backward pass, for what that may use again, or None.
 
     Returns:
-        the operator, or what calls it or its kernel.
+        what calls the operator or its kernel.
     """
     operator = register_without_gradient(schema, kernel, fake, tags)
     name = schema.partition("(")[0]
     returns_list = schema.endswith("[]")
+    if direct is None:
+        direct = lambda _, *inputs: kernel(*inputs)  # noqa: E731
 
     def below_autograd(ctx: Any, keys: Any, *inputs: Any) -> Any:
         with BelowAutograd():
-            if direct is not None and keys is None:
-                return direct(ctx, *inputs)
-            return operator.redispatch(keys, *inputs)
+            return direct(ctx, *inputs) if keys is None else operator.redispatch(keys, *inputs)
 
     def forward(ctx: Any, keys: Any, sizes: Sequence[int], *flat: Any) -> Any:
         inputs = _in_lists(flat, sizes)
@@ -111,7 +110,7 @@ def register(
         return operator(*inputs)
 
     _library.impl(name, differentiable, "Autograd", with_keyset=True)
-    return operator if direct is None else call
+    return call
 
 
 def is_plain(*inputs: Any) -> bool:
