@@ -192,12 +192,6 @@ class PackedProduct(PackedModule):
     _operator: ClassVar[str]
     """oneDNN's operator with a packed weight."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
-        """Compute as torch's module does."""
-        product = self._product(input)
-        result: Tensor = super().forward(input) if product is None else product
-        return result
-
     def _dtype(self, x: Tensor) -> torch.dtype | None:
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         if weight is None:
@@ -264,10 +258,24 @@ def _spoilt(x: Tensor, values: Sequence[float]) -> Tensor:
     return result
 
 
+def _packed_product(module: PackedProduct, x: Tensor) -> Tensor | None:
+    """What a module's ``forward`` returns, if it is not what torch's class computes.
+
+    torch.compile compares in each call, for each module, what every method and ``super()`` of its
+    ``forward`` led to. So it is shown none, and torch's classes are called by name.
+    """
+    return None if torch.compiler.is_compiling() else module._product(x)
+
+
 class PackedLinear(PackedProduct, nn.Linear):
     """:math:`y = x W^T + b` with a packed weight."""
 
     _operator = "_linear_pointwise"
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Compute as ``torch.nn.Linear`` does."""
+        product = _packed_product(self, input)
+        return nn.Linear.forward(self, input) if product is None else product
 
     def _product(self, x: Tensor) -> Tensor | None:
         dtype = self._dtype(x)
@@ -342,9 +350,19 @@ class _PackedForward(_PackedConvolution):
 class PackedConv2d(_PackedForward, nn.Conv2d):
     """A convolution of images with a packed weight."""
 
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Compute as ``torch.nn.Conv2d`` does."""
+        product = _packed_product(self, input)
+        return nn.Conv2d.forward(self, input) if product is None else product
+
 
 class PackedConv3d(_PackedForward, nn.Conv3d):
     """A convolution of volumes with a packed weight."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Compute as ``torch.nn.Conv3d`` does."""
+        product = _packed_product(self, input)
+        return nn.Conv3d.forward(self, input) if product is None else product
 
 
 class PackedConvTranspose2d(_PackedConvolution, nn.ConvTranspose2d):
@@ -355,9 +373,8 @@ class PackedConvTranspose2d(_PackedConvolution, nn.ConvTranspose2d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002  # torch's name
         """Compute as ``torch.nn.ConvTranspose2d`` does."""
-        if output_size is None:
-            return super().forward(input)
-        return nn.ConvTranspose2d.forward(self, input, output_size)
+        product = _packed_product(self, input) if output_size is None else None
+        return nn.ConvTranspose2d.forward(self, input, output_size) if product is None else product
 
     def _geometry(self) -> tuple[Any, ...]:
         return self.padding, self.output_padding, self.stride, self.dilation, self.groups

@@ -275,3 +275,34 @@ def test_parameters_stay_weakly_held() -> None:
     ours.weight = nn.Parameter(torch.zeros_like(ours.weight))
     with torch.no_grad():
         assert torch.equal(ours(x), ours.bias.expand(65, -1)), before
+
+
+@pytest.mark.parametrize("case", ["linear", "conv2d", "conv3d", "transposed"])
+def test_compiled_calls_check_as_little_as_of_plain_modules(case: str) -> None:
+    module, x = CASES[case]()
+    plain = nn.Sequential(module, copy.deepcopy(module)).eval()
+    ours = transforms.optimize(plain, level="O0", weights_prepack=True)
+    assert type(ours[1]) is packed.CLASSES[type(module)]
+    assert guards_of_second(ours, x) == guards_of_second(plain, x)
+
+
+def guards_of_second(model: nn.Module, x: Tensor) -> list[tuple[str, str]]:
+    """What torch.compile compares of a model's second module, before it runs a captured graph.
+
+    Of the first it also compares what all modules of its class share.
+    """
+    found: list[tuple[str, str]] = []
+
+    def keep_all(entries: Any) -> list[bool]:
+        found.extend((each.name, each.guard_type) for each in entries)
+        return [True] * len(entries)
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(module(x) for module in model)
+
+    torch._dynamo.reset()
+    options = {"guard_filter_fn": keep_all}
+    with torch.inference_mode():
+        torch.compile(call, backend="eager", options=options)(x)
+    torch._dynamo.reset()
+    return sorted(each for each in found if "_modules['1']" in each[0])
