@@ -124,7 +124,7 @@ BypassModes = torch._C._DisableTorchDispatch
 
 BypassSubclasses = torch._C.DisableTorchFunctionSubclass
 """A context manager in C: inside it torch does not look for ``__torch_function__`` in the class of
-each tensor whose ``grad`` is read, which takes twice as long as the reading."""
+each tensor whose ``grad``, version or address is read, which takes twice as long as the reading."""
 
 
 def is_flattened(param: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedoptim._torch_private import BypassSubclasses
 from transforms.rewrites.packed import is_shared
 from transforms.rewrites.watched_parameter import WatchedParameter, exposures, settle, uses, watch
 
@@ -54,8 +55,7 @@ class Snapshot:
         self._is_alive = True
         self._references = [weakref.ref(param, self._died) for param in found]
         self._ids = tuple(map(id, found))
-        self._versions = list(map(_version, found))
-        self._addresses = list(map(_address, found))
+        self._versions, self._addresses = _states(found)
         self._exposures, self._uses = exposures(), list(map(uses, found))
         self.storages = {args[i].untyped_storage().data_ptr() for i in positions}
 
@@ -73,13 +73,18 @@ class Snapshot:
         return (
             self._is_alive
             and tuple(map(id, found)) == self._ids
-            and list(map(_version, found)) == self._versions
-            and list(map(_address, found)) == self._addresses
+            and _states(found) == (self._versions, self._addresses)
             and all(
                 args[i] is before and _compare(before.data_ptr(), copy.data_ptr(), copy.nbytes) == 0
                 for i, before, copy in self._buffers
             )
         )
+
+
+def _states(params: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """The version counters and addresses of parameters."""
+    with BypassSubclasses():
+        return list(map(_version, params)), list(map(_address, params))
 
 
 class CannotWatch(Exception):
