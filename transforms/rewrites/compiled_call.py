@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.watched_parameter import unwatch
+from transforms.tracing.modules import GLOBAL_HOOKS, all_hooks
 
 _MARK = "_fusedoptim_compiled_call"
 _CALL = "_compiled_call_impl"
 """Where torch keeps the compiled ``__call__`` of a module. Copies and pickles lack it."""
+_NO_HOOKS = "none"
 
 
 class _Mark:
@@ -29,17 +33,56 @@ class _Mark:
         return _Mark()
 
 
+class _Hooks:
+    """Gives the hooks of a model a name, which torch.compile compares before each call.
+
+    By itself it compares no hooks of modules, and told to, it takes half as long again. But torch
+    counts the hooks that are registered, so they are looked at only when it has counted one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.name = _NO_HOOKS
+        """A text, as of a number that changes torch.compile makes a variable."""
+        self._model = model
+        self._names = map(str, itertools.count())
+        self._registered = -1
+        self._found: list[dict[int, Any]] = []
+        """All dicts of hooks that are not empty."""
+        self._before: list[dict[int, Any]] = []
+        """Copies of them."""
+
+    def look(self) -> None:
+        """Change the name if hooks were registered or removed."""
+        registered = RemovableHandle.next_id
+        if registered == self._registered and self._found == self._before:
+            return
+        dicts = [*GLOBAL_HOOKS, *(d for m in self._model.modules() for d in all_hooks(m))]
+        found = [each for each in dicts if each]
+        if found != self._before:
+            self.name = next(self._names) if found else _NO_HOOKS
+        self._registered, self._found, self._before = registered, found, list(map(dict, found))
+
+
 def enter(model: nn.Module, backend: Callable[..., Any]) -> None:
     """Compile the model's calls when they are made, hooks included."""
+    hooks = _Hooks(model)
 
     # torch.compile does not capture the code of torch's own modules, such as Sequential, where a
     # call begins there, as it does with Module.compile.
     def called(*args: Any, **kwargs: Any) -> Any:
+        if not hooks.name:  # which is read here so that it is compared
+            raise AssertionError
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
 
     # All models share the code of that function, and its number of recompilations is limited.
-    compiled: Any = torch.compile  # its overloads lack this argument
-    call = compiled(called, backend=backend, isolate_recompiles=True)
+    compile_: Any = torch.compile  # its overloads lack this argument
+    compiled = compile_(called, backend=backend, isolate_recompiles=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            hooks.look()
+        return compiled(*args, **kwargs)
+
     vars(model)[_MARK] = _Mark(call)
     vars(model)[_CALL] = call
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
@@ -27,6 +28,10 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 _hooks_of = operator.attrgetter(*_HOOKS)
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = operator.attrgetter(
+    *(f"_global{name}" for name in _HOOKS)
+)(torch_module)
+"""The hooks of all modules."""
 META_DATA = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "itemsize"}
 META_DATA |= {"is_cuda", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "nbytes"}
 META_DATA |= {"size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"}

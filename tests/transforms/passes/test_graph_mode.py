@@ -88,6 +88,43 @@ def test_hooks_run() -> None:
     assert seen
 
 
+def test_hooks_come_and_go_after_the_first_call() -> None:
+    model, x = randomise(Residual()), images()
+    ours = transforms.optimize(model, graph_mode=True, sample_input=x)
+
+    def register(hooked: Any) -> list[Any]:
+        return [
+            hooked.register_forward_hook(lambda *args: args[-1] * 2),
+            hooked.second.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+        ]
+
+    for _ in range(2):
+        assert_right(ours, model, x)
+        handles = list(zip(register(ours), register(model), strict=True))
+        assert_right(ours, model, x)
+        for pair in handles:
+            for handle in pair:
+                handle.remove()
+            assert_right(ours, model, x)
+    seen: list[object] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: seen.append(1))
+    with torch.no_grad():
+        model(x)
+        expected = len(seen)
+        ours(x)
+    handle.remove()
+    assert len(seen) == 2 * expected > 0
+
+
+def test_hooks_of_others_compile_nothing() -> None:
+    model, x = randomise(Residual()), images()
+    ours = transforms.optimize(model, graph_mode=True, sample_input=x)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    nn.ReLU().register_forward_hook(lambda *args: None)
+    assert_right(ours, model, x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
 def test_twice_and_copies() -> None:
     model, x = randomise(Residual()), images()
     ours = transforms.optimize(model, graph_mode=True, sample_input=x)
