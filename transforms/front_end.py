@@ -48,6 +48,7 @@ def optimize(
     parallel_dropout: bool | None = None,
     fuse_gelu: bool | None = None,
     fuse_frozen_batch_norm: bool | None = None,
+    onednn_products: bool | None = None,
     auto_channels_last: bool | None = None,
     weights_prepack: bool | None = None,
     fuse: bool | None = None,
@@ -96,6 +97,9 @@ def optimize(
         fuse_frozen_batch_norm: in training, compute each FrozenBatchNorm2d of torchvision and
             detectron2 by ``torch.nn.functional.batch_norm``. In eval mode the two folding passes
             take them.
+        onednn_products: in training, compute large float32 products of Linears, and of Conv1Ds of
+            transformers, by oneDNN, forward and backward, on processors for which torch's own
+            library is slower.
         auto_channels_last: lay out the weights of convolutions in channels_last. None, at level
             "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
             a ``sample_input``, if that is faster. True: always.
@@ -154,6 +158,7 @@ def optimize(
             mask drawn on all cores, and again in backward: 2
         fuse_gelu                        0     0          0 B
         fuse_frozen_batch_norm           0     0          0 B
+        onednn_products                  0     0          0 B
         auto_channels_last               1     0          0 B
             weight in channels_last: 0
         split_master_weight_for_bf16     2     2        448 B

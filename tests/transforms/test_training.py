@@ -39,7 +39,7 @@ each_task = pytest.mark.parametrize("task", TASKS)
 each_dtype = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 FUSE_STEP, SPLIT = "fuse_update_step", "split_master_weight_for_bf16"
 BY_DEFAULT = (
-    *("parallel_dropout", "fuse_gelu", "fuse_frozen_batch_norm"),
+    *("parallel_dropout", "fuse_gelu", "fuse_frozen_batch_norm", "onednn_products"),
     "auto_channels_last",
 )
 

@@ -16,6 +16,7 @@ from transforms.passes.fuse import Fuse
 from transforms.passes.fuse_gelu import FuseGELU
 from transforms.passes.fuse_step import FuseStep
 from transforms.passes.graph_mode import GraphMode
+from transforms.passes.onednn_products import OneDNNProducts
 from transforms.passes.pack_weights import PackWeights
 from transforms.passes.parallel_dropout import ParallelDropout
 from transforms.passes.protocol import Pass
@@ -39,6 +40,7 @@ TRAINING: Sequence[Pass] = (
     ParallelDropout(),
     FuseGELU(),
     FuseFrozenBatchNorm(),
+    OneDNNProducts(),
     _CHANNELS_LAST,
     SplitWeights(),
 )

@@ -9,6 +9,7 @@ from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, packed, packed_lstm
 from transforms.rewrites.int8 import Int8Module
+from transforms.rewrites.onednn_products import OneDNNModule
 from transforms.rewrites.packed import Pack, PackedModule
 from transforms.rewrites.packed_lstm import PackedLSTM
 from transforms.rewrites.watched_parameter import WatchedParameter, unwatch
@@ -34,6 +35,8 @@ class PackWeights(Pass):
         for name, module in job.model.named_modules():
             if isinstance(module, PackedModule) or not isinstance(module, _KINDS):
                 continue
+            if isinstance(module, OneDNNModule):  # the model was trained
+                exchanged_class.suspend(module, job.undo)
             reason = _objection(module)
             if reason is None:
                 job.undo.callback(_unwatch, module)

@@ -23,6 +23,7 @@ from transforms.inputs.options import SPLIT
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import split
+from transforms.rewrites.exchanged_class import own_class
 
 _SPLIT_ALREADY = "already split"
 
@@ -157,7 +158,7 @@ def _sharing_memory(params: list[Tensor]) -> set[Tensor]:
 def _objection(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | None:
     """Why a parameter is not split, if it is not."""
     for module, name in users:
-        if type(module) not in (*split.COMPUTING, *split.TABLES):
+        if own_class(module) not in (*split.COMPUTING, *split.TABLES):
             return f"{type(module).__name__} uses it"
         if name.rpartition(".")[2] not in ("weight", "bias"):
             return "a weight is computed from it"

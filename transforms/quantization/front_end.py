@@ -24,6 +24,7 @@ from transforms.rewrites import int8_chain as chain
 from transforms.rewrites.fused_activation import FusedActivation
 from transforms.rewrites.int8 import CLASSES, Int8, Range, is_quantized
 from transforms.rewrites.int8_operators import objection
+from transforms.rewrites.onednn_products import OneDNNModule
 from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.post_ops import ACTIVATION
 from transforms.rewrites.split import merge_copies
@@ -219,9 +220,9 @@ def _prepare(model: nn.Module, undo: ExitStack) -> dict[str, Sequence[Entry]]:
 
 
 def _unpack(model: nn.Module, undo: ExitStack) -> None:
-    """Undo the passes of an earlier ``optimize`` that INT8 replaces."""
+    """Undo the passes of earlier calls of ``optimize`` that INT8 replaces."""
     for module in model.modules():
-        if isinstance(module, PackedModule | FusedActivation):
+        if isinstance(module, PackedModule | FusedActivation | OneDNNModule):
             exchanged_class.suspend(module, undo)
     if (report := find(model)) is not None:
         undo.callback(attach, model, report)

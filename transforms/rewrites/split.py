@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.split.halves import Halves
-from transforms.rewrites import plain_tensors
+from transforms.rewrites import exchanged_class, plain_tensors
 from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED
 
 COMPUTING = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
@@ -51,9 +51,10 @@ def attach(model: nn.Module, halves: Halves) -> None:
 
 def _hook(module: nn.Module) -> list[RemovableHandle]:
     handles = [plain_tensors.hook_save(module, _save), plain_tensors.hook_load(module, _load)]
-    if type(module) in COMPUTING:
+    kind = exchanged_class.own_class(module)
+    if kind in COMPUTING:
         handles.append(module.register_forward_pre_hook(_require_autocast))
-    elif type(module) in TABLES:
+    elif kind in TABLES:
         handles.append(module.register_forward_hook(_return_float32))
         handles.append(module.register_forward_pre_hook(_cast_weights, with_kwargs=True))
     return handles

@@ -25,6 +25,7 @@ def test_signature() -> None:
         *(
             "fuse_gelu",
             "fuse_frozen_batch_norm",
+            "onednn_products",
             "auto_channels_last",
             "weights_prepack",
             "fuse",

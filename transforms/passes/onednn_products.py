@@ -1,0 +1,81 @@
+"""Pass: compute the float32 products of Linears in training by oneDNN.
+
+The class of each plain ``torch.nn.Linear``, and of transformers' ``Conv1D``, becomes one of
+:mod:`transforms.rewrites.onednn_products`: the object, its Parameters and its hooks stay.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from transforms.passes.protocol import Job, Pass
+from transforms.reports import Entry
+from transforms.rewrites import exchanged_class, onednn_products
+from transforms.rewrites.onednn_products import OneDNNLinear, OneDNNModule
+from transforms.tracing.modules import has_computed_tensors, plain_kind
+
+_MODULE, _CONV1D = "transformers.pytorch_utils", "Conv1D"
+
+
+class OneDNNProducts(Pass):
+    """Exchanges the classes of Linears; which of their products are oneDNN's, each call decides."""
+
+    knob = "onednn_products"
+
+    def run(self, job: Job) -> list[Entry]:
+        """Exchange classes; entries are all Linears."""
+        ours = _ours()
+        kinds = tuple(ours)
+        of_all = _objection_to_all(job)
+        entries = []
+        for name, module in job.model.named_modules():
+            if isinstance(module, OneDNNModule) or not isinstance(module, kinds):
+                continue
+            reason = of_all or _objection(module, kinds)
+            if reason is None:
+                exchanged_class.exchange(
+                    module, ours[type(module)], job.undo, **onednn_products.attributes()
+                )
+            what = "float32 products by oneDNN, forward and backward, if they are large"
+            entries.append(Entry(name, reason or what, done=reason is None))
+        return entries
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Restore the classes of the modules."""
+        exchanged_class.revert_all(model)
+
+
+def _ours() -> dict[type[nn.Module], type[OneDNNModule]]:
+    """Our class for each kind; that of transformers only if it is imported."""
+    ours: dict[type[nn.Module], type[OneDNNModule]] = {nn.Linear: OneDNNLinear}
+    theirs = getattr(sys.modules.get(_MODULE), _CONV1D, None)
+    if theirs is not None:
+        from transforms.rewrites.onednn_conv1d import OneDNNConv1D
+
+        ours[theirs] = OneDNNConv1D
+    return ours
+
+
+def _objection_to_all(job: Job) -> str | None:
+    if job.options.dtype is torch.bfloat16:
+        return "computes in bfloat16, for which torch calls oneDNN by itself"
+    return onednn_products.objection()
+
+
+def _objection(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str | None:
+    if has_computed_tensors(module):
+        return "has a weight that is computed from others (a parametrization)"
+    if type(module) not in kinds or plain_kind(module, (type(module),)) is None:
+        return f"overrides its methods: {type(module).__name__} may differ"
+    weight = module.weight
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"has a weight of class {type(weight).__name__}"
+    if weight.device.type != "cpu":
+        return f"is on {weight.device.type}: oneDNN's products are for the CPU"
+    if weight.dtype is not torch.float32:
+        return f"computes in {str(weight.dtype).removeprefix('torch.')}: torch's products stay"
+    return None

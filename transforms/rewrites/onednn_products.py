@@ -1,0 +1,99 @@
+"""Linears whose float32 products are computed by oneDNN in training.
+
+All else stays torch's: small products, evaluation, autocast, other devices and dtypes, subclasses
+of Tensor, ``torch.func``, forward-mode differentiation, tracing, export, and calls inside a
+dispatch or function mode of the user's.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fusedoptim._torch_private import is_forward_mode, transform_level
+from fusedoptim.ops._linear import linear
+from transforms.rewrites import exchanged_class
+from transforms.rewrites.packed import is_plain_call, missing_operators
+
+LEAST_PRODUCTS = 1 << 26
+"""Multiplications of a forward pass for each thread, from which oneDNN gains more than the calls
+cost."""
+_KINDS = (Tensor, nn.Parameter)
+_PROCESSORS = Path("/proc/cpuinfo")
+
+
+class OneDNNModule(nn.Module):
+    """What Linears of all kinds share."""
+
+    _fusedoptim_least_products: int
+    """Of all threads, whose number dynamo cannot trace."""
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` compiles in its place."""
+        return exchanged_class.plain_copy(self)
+
+
+class OneDNNLinear(OneDNNModule, nn.Linear):
+    """:math:`y = x W^T + b` by oneDNN."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Compute as ``torch.nn.Linear`` does."""
+        if self.training and is_served(
+            input, self.weight, self.bias, self._fusedoptim_least_products
+        ):
+            return linear(input, self.weight, self.bias)
+        return super().forward(input)
+
+
+def is_served(x: Tensor, weight: Tensor, bias: Tensor | None, least: int) -> bool:
+    """Whether the product is oneDNN's.
+
+    Args:
+        x: the input.
+        weight: (outputs, inputs); may be a transposed view.
+        bias: of the outputs.
+        least: multiplications for which oneDNN is asked.
+    """
+    if torch.compiler.is_compiling():
+        is_transformed = transform_level() is not None or is_forward_mode()
+        if torch.compiler.is_exporting() or is_transformed:
+            return False
+    elif not is_plain_call():
+        return False
+    for t in (x, weight) if bias is None else (x, weight, bias):
+        is_plain = type(t) in _KINDS and t.layout is torch.strided
+        if not (is_plain and t.is_cpu and t.dtype is torch.float32):
+            return False
+    return (
+        not torch.is_autocast_enabled("cpu")
+        and x.dim() > 1
+        and x.is_contiguous()
+        and x.size(-1) == weight.size(1)
+        and x.numel() * weight.size(0) >= least
+    )
+
+
+def attributes() -> dict[str, int]:
+    """What instances of our classes have."""
+    return {"_fusedoptim_least_products": LEAST_PRODUCTS * torch.get_num_threads()}
+
+
+@functools.cache
+def objection() -> str | None:
+    """Why torch's own float32 products are not slower on this machine, if it is known."""
+    if "_linear_pointwise" in missing_operators():
+        return "this torch has another _linear_pointwise than torch 2.13"
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return "this torch computes products without MKL"
+    try:
+        is_intels = "GenuineIntel" in _PROCESSORS.read_text()
+    except OSError:
+        return f"{_PROCESSORS} does not say whose the processor is"
+    if is_intels:
+        return "MKL is as quick as oneDNN on Intel's processors"
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return "oneDNN is no quicker than MKL without AVX-512"
+    return None
