@@ -28,7 +28,7 @@ from fusedoptim.ops._launching import DEVICES
 
 _NAMESPACE = "fusedoptim"
 _NO_LIST = -1
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, list, tuple, bool, int, float))
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, list, tuple, bool, int, float, type(None)))
 """Types that torch's dispatcher would not treat in ways of their own."""
 _library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # untyped in torch
 
