@@ -181,7 +181,8 @@ class _Packing:
         pack, args = given.packing(given.weight, shape)
         weight = self._graph.call_function(pack, args)
         self._constants.add(weight)
-        if bias is not None and value(bias).dtype != given.dtype:
+        is_fit = bias is None or (value(bias).dtype == given.dtype and value(bias).is_contiguous())
+        if not is_fit:  # oneDNN's operators do not look at a bias's strides
             bias = self._graph.call_function(cast, (bias, given.dtype))
             self._constants.add(bias)
         return x, weight, bias

@@ -26,7 +26,7 @@ _DIMENSIONS = {"conv2d": 2, "conv3d": 3, "conv_transpose2d": 2}
 
 @operators.own
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in another dtype."""
+    """A copy in a dtype; of a vector with a stride, a contiguous one."""
     return tensor.detach().to(dtype, copy=True)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 
-from transforms.graph.products import Product
+from transforms.graph.products import Product, cast
 from transforms.rewrites.post_ops import NO_OP
 
 
@@ -55,7 +55,7 @@ class Recorder(fx.Interpreter):
         x: Tensor = self.env[product.x]
         if x.numel() == 0:
             return
-        bias = None if product.bias is None else self.env[product.bias].to(product.dtype)
+        bias = None if product.bias is None else cast(self.env[product.bias], product.dtype)
         pack, args = product.packing(self.env[product.weight], x.shape)
         operator, args = product.call(x.to(product.dtype), pack(*args), bias, NO_OP)
         if operator(*args).stride() == expected.stride():

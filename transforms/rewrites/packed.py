@@ -198,6 +198,11 @@ class PackedProduct(PackedModule):
             return None
         return product_dtype((x,), (weight,) if bias is None else (weight, bias))
 
+    def _dense_bias(self: Any, dtype: torch.dtype) -> Tensor | None:
+        """The bias as oneDNN's operators need it: they do not look at its strides."""
+        bias: Tensor | None = self.bias
+        return None if bias is None else bias.to(dtype).contiguous()
+
     def _product(self, x: Tensor) -> Tensor | None:
         """The product with a packed weight; None if the plain one must be used."""
         raise NotImplementedError
@@ -282,14 +287,13 @@ class PackedLinear(PackedProduct, nn.Linear):
         if dtype is None or x.dim() == 0 or not x.is_contiguous():
             return None
         weight = self.weight
-        bias: Tensor | None = self.bias
         columns = weight.size(1)
         if x.size(-1) != columns or x.numel() // max(columns, 1) * weight.numel() < LEAST_PRODUCTS:
             return None
         packed = self._fusedoptim_pack.of((weight,), dtype, (), _reorder_linear)
         if packed is None:
             return None
-        return self._activated(x.to(dtype), packed, None if bias is None else bias.to(dtype))
+        return self._activated(x.to(dtype), packed, self._dense_bias(dtype))
 
 
 def _reorder_linear(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -314,7 +318,7 @@ class _PackedConvolution(PackedProduct):
         if dtype is None or x.dim() != self.weight.dim() or x.numel() == 0:
             return None
         layout = (*x.shape, *x.stride())
-        bias = None if self.bias is None else self.bias.to(dtype)
+        bias = self._dense_bias(dtype)
 
         def reorder(weights: Sequence[Tensor]) -> list[Tensor] | None:
             (weight,), x_cast = weights, x.to(dtype)

@@ -150,6 +150,19 @@ def test_sees_changes_of_the_weight(case: str, change: Any) -> None:
     assert is_packed(ours, x)
 
 
+@pytest.mark.parametrize("how", ["eager", "graph mode"])
+@pytest.mark.parametrize("case", ["linear", "conv2d", "conv3d", "transposed"])
+def test_bias_may_have_a_stride(case: str, how: str) -> None:
+    """oneDNN's operators read a bias as if it had none."""
+    plain, x = CASES[case]()
+    plain.bias = nn.Parameter(torch.randn(2 * len(plain.bias))[::2])
+    ours = optimized(copy.deepcopy(plain), graph_mode=how == "graph mode", sample_input=x)
+    for _ in range(2):
+        assert_as_in_float64(plain.eval(), ours, x, torch.float32)
+        ours.bias.data = plain.bias.data = torch.randn(3 * len(plain.bias))[1::3]
+    assert_as_in_float64(plain.eval(), ours, x, torch.float32)
+
+
 def test_sees_another_weight_and_state() -> None:
     model, x = linear()
     ours, plain = optimized(model), linear()[0].eval()
