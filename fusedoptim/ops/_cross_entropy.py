@@ -40,8 +40,8 @@ def cross_entropy(
         ignore_index: the target of rows that have no loss and no gradient.
 
     Returns:
-        :math:`\ell` and :math:`s`, of shape (N,), float32, or float64 for float64 logits. Only the
-        first has a gradient.
+        the loss of each row and the logarithm of its sum, as above, of shape (N,), float32, or
+        float64 for float64 logits. Only the first has a gradient.
 
     Raises:
         TypeError: logits have a dtype that no kernel computes with, or targets are not int64.

@@ -75,7 +75,7 @@ def replace_torchvision() -> Replacement:
     are taken. On other devices, and for quantized tensors, torchvision's own kernels stay.
 
     Returns:
-        a :class:`Replacement`: call its ``restore()``, or use it as a context manager. While one is
+        a ``Replacement``; call its ``restore()``, or use it as a context manager. While one is
         active, further calls return the same.
 
     Raises:
