@@ -33,6 +33,7 @@ __all__ = [
     "increment_version",
     "is_flattened",
     "is_forward_mode",
+    "is_plain_execution",
     "is_zero_tensor",
     "keys_after_autograd",
     "local_tensor",
@@ -125,6 +126,18 @@ BypassModes = torch._C._DisableTorchDispatch
 BypassSubclasses = torch._C.DisableTorchFunctionSubclass
 """A context manager in C: inside it torch does not look for ``__torch_function__`` in the class of
 each tensor whose ``grad``, version or address is read, which takes twice as long as the reading."""
+
+
+def is_plain_execution() -> bool:
+    """Whether torch runs operators now, and neither compiles, traces, transforms nor hands on."""
+    return (
+        not torch.compiler.is_compiling()
+        and tracing_state() is None
+        and transform_level() is None
+        and not is_forward_mode()
+        and count_modes() == 0
+        and count_function_modes() == 0
+    )
 
 
 def is_flattened(param: torch.Tensor) -> bool:

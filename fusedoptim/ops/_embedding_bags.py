@@ -163,19 +163,6 @@ class _Sums:
 _sums_of = functools.lru_cache(MOST_KEPT)(_Sums)
 
 
-def compute_bags(
-    weights: Tensors,
-    indices: Tensors,
-    offsets: Tensors,
-    samples: Tensors,
-    means: Sequence[bool],
-    paddings: Sequence[int],
-    last: bool,
-    *_: Any,
-) -> list[Tensor]:
-    return bags_and_batch(weights, indices, offsets, samples, means, paddings, last)[0]
-
-
 def bags_and_batch(
     weights: Tensors,
     indices: Tensors,
@@ -184,6 +171,7 @@ def bags_and_batch(
     means: Sequence[bool],
     paddings: Sequence[int],
     last: bool,
+    *_: Any,
 ) -> tuple[list[Tensor], Batch]:
     """The results, and what the backward pass needs of the bags."""
     tables, integers = tables_of(weights), [*indices, *offsets]
@@ -207,6 +195,11 @@ def bags_and_batch(
     if BACKENDS[tables.device.type].runs_on_host and faults:  # a GPU would have to be waited for
         raise_fault(weights, indices, offsets, last)
     return outputs, batch
+
+
+def compute_bags(*inputs: Any) -> list[Tensor]:
+    """The results of :func:`bags_and_batch` alone."""
+    return bags_and_batch(*inputs)[0]
 
 
 def _columns_before(widths: Indices, is_joined: bool) -> Indices:

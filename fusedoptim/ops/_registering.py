@@ -14,15 +14,11 @@ import torch
 from fusedoptim._torch_private import (
     BelowAutograd,
     any_requires_grad,
-    count_function_modes,
-    count_modes,
     disable_dynamo,
-    is_forward_mode,
+    is_plain_execution,
     is_zero_tensor,
     keys_after_autograd,
     profiler_enabled,
-    tracing_state,
-    transform_level,
 )
 from fusedoptim.ops._launching import DEVICES
 
@@ -65,12 +61,12 @@ def register(
     operator = register_without_gradient(schema, kernel, fake, tags)
     name = schema.partition("(")[0]
     returns_list = schema.endswith("[]")
-    if direct is None:
-        direct = lambda _, *inputs: kernel(*inputs)  # noqa: E731
 
     def below_autograd(ctx: Any, keys: Any, *inputs: Any) -> Any:
         with BelowAutograd():
-            return direct(ctx, *inputs) if keys is None else operator.redispatch(keys, *inputs)
+            if keys is not None:
+                return operator.redispatch(keys, *inputs)
+            return kernel(*inputs) if direct is None else direct(ctx, *inputs)
 
     def forward(ctx: Any, keys: Any, sizes: Sequence[int], *flat: Any) -> Any:
         inputs = _in_lists(flat, sizes)
@@ -118,15 +114,7 @@ def is_plain(*inputs: Any) -> bool:
 
     Of a list of tensors, all must be of one device.
     """
-    if (
-        torch.compiler.is_compiling()
-        or tracing_state() is not None
-        or transform_level() is not None
-        or is_forward_mode()
-        or count_modes()
-        or count_function_modes()
-        or profiler_enabled()
-    ):
+    if not is_plain_execution() or profiler_enabled():
         return False
     for value in inputs:
         tensors = value if _is_list_of_tensors(value) else (value,)

@@ -212,6 +212,27 @@ def test_is_forward_mode() -> None:
     assert not _torch_private.is_forward_mode()
 
 
+def test_is_plain_execution() -> None:
+    assert _torch_private.is_plain_execution()
+    found: list[bool] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append(_torch_private.is_plain_execution())
+        return x * 2
+
+    x = torch.ones(3)
+    torch.func.vmap(note)(x)
+    with torch.autograd.forward_ad.dual_level():
+        note(x)
+    with torch.device("cpu"):
+        note(x)
+    with FakeTensorMode():
+        note(torch.ones(3))
+    assert found == [False] * 4
+    with torch.no_grad():
+        assert _torch_private.is_plain_execution()
+
+
 def test_softmax_backward() -> None:
     x = torch.randn(5, 9, requires_grad=True)
     y, grad = torch.softmax(x, -1), torch.randn(5, 9)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -57,6 +58,19 @@ def fingerprint(model: nn.Module) -> list[Any]:
                 if t is not None:
                     facts.append((key, id(t), t.data_ptr(), t.stride(), t.dtype, t.tolist()))
     return facts
+
+
+@contextlib.contextmanager
+def optimized_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Assert that a second ``optimize`` changes nothing, and ``restore`` restores every bit."""
+    before = fingerprint(model)
+    assert transforms.optimize(model, optimizer, inplace=True)[0] is model
+    once, report = fingerprint(model), str(transforms.report(model))
+    transforms.optimize(model, optimizer, inplace=True)
+    assert (fingerprint(model), str(transforms.report(model))) == (once, report)
+    yield
+    transforms.restore(model, optimizer)
+    assert fingerprint(model) == before
 
 
 def without_addresses(facts: list[Any]) -> list[Any]:

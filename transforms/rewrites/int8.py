@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fusedoptim._torch_private import disable_dynamo, is_forward_mode, transform_level
+from fusedoptim._torch_private import (
+    disable_dynamo,
+    is_forward_mode,
+    tracing_state,
+    transform_level,
+)
 from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_chain as chain
 from transforms.rewrites import int8_operators as operators
@@ -361,7 +366,7 @@ def _check(module: Int8Module, x: Any) -> None:
             f"this {name} computes in INT8, but is in training mode: call "
             "transforms.restore(model) before training, or model.eval()"
         )
-    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    is_traced = torch.compiler.is_compiling() or tracing_state() is not None
     if is_traced or transform_level() is not None or not isinstance(x, Tensor):
         raise RuntimeError(
             f"this {name} computes in INT8, and cannot be exported, traced or "

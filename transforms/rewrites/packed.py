@@ -21,10 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedoptim._torch_private import (
-    count_modes,
     has_bfloat16_products,
-    is_forward_mode,
-    transform_level,
+    is_plain_execution,
 )
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.fused_activation import mark_activated, mark_free
@@ -406,16 +404,8 @@ CLASSES: dict[type[nn.Module], type[PackedModule]] = {
 
 
 def is_plain_call() -> bool:
-    """Whether torch runs operators now, and neither records, traces, transforms nor compiles."""
-    return (
-        bool(torch.backends.mkldnn.enabled)
-        and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
-        and transform_level() is None
-        and not is_forward_mode()
-        and count_modes() == 0
-        and torch._C._len_torch_function_stack() == 0
-    )
+    """Whether torch runs operators now, oneDNN's too."""
+    return bool(torch.backends.mkldnn.enabled) and is_plain_execution()
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fusedoptim import transforms
 from fusedoptim.nn import GELU
-from tests.transforms.helpers import fingerprint
+from tests.transforms.helpers import optimized_twice
 
 KNOB = "fuse_gelu"
 
@@ -65,15 +65,9 @@ def test_twice_changes_nothing_more_and_restore_restores_every_bit() -> None:
     seen: list[str] = []
     given[1].register_forward_hook(lambda *_: seen.append("after"))
     optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
-    before = fingerprint(given)
-    transforms.optimize(given, optimizer, inplace=True)
-    once, report = fingerprint(given), str(transforms.report(given))
-    transforms.optimize(given, optimizer, inplace=True)
-    assert (fingerprint(given), str(transforms.report(given))) == (once, report)
-    given(torch.ones(2, 4))
-    assert seen == ["after"]
-    transforms.restore(given, optimizer)
-    assert fingerprint(given) == before
+    with optimized_twice(given, optimizer):
+        given(torch.ones(2, 4))
+        assert seen == ["after"]
     assert [type(each) for each in given] == [nn.Linear, nn.GELU, GELU]
 
 

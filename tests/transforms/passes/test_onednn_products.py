@@ -19,7 +19,7 @@ from fusedoptim import transforms
 from fusedoptim.ops import _linear
 from tests.fusedoptim.helpers import assert_within, each_way_to_copy
 from tests.tolerances import unit_roundoff
-from tests.transforms.helpers import fingerprint
+from tests.transforms.helpers import optimized_twice
 from transforms.rewrites import onednn_products
 from transforms.rewrites.onednn_products import OneDNNLinear
 
@@ -160,16 +160,10 @@ class TestProducts:
         given[0].register_forward_hook(lambda *_: seen.append("after"))
         given[0].register_full_backward_hook(lambda *_: seen.append("backward"))
         optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
-        before = fingerprint(given)
-        transforms.optimize(given, optimizer, inplace=True)
-        once, report = fingerprint(given), str(transforms.report(given))
-        transforms.optimize(given, optimizer, inplace=True)
-        assert (fingerprint(given), str(transforms.report(given))) == (once, report)
-        given(rows().requires_grad_()).sum().backward()
-        assert seen == ["after", "backward"]
-        given.zero_grad()
-        transforms.restore(given, optimizer)
-        assert fingerprint(given) == before
+        with optimized_twice(given, optimizer):
+            given(rows().requires_grad_()).sum().backward()
+            assert seen == ["after", "backward"]
+            given.zero_grad()
 
     @each_way_to_copy
     def test_copies(self, kind: str, copied: Any) -> None:

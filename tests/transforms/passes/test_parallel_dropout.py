@@ -16,7 +16,7 @@ from fusedoptim import transforms
 from fusedoptim.nn import Dropout, MultiheadAttention, functional
 from tests.compiling import needs_compiler
 from tests.running import check_script
-from tests.transforms.helpers import fingerprint
+from tests.transforms.helpers import fingerprint, optimized_twice
 from tests.transforms.models import transformers_package
 
 KNOB = "parallel_dropout"
@@ -96,13 +96,8 @@ def test_warns_where_there_is_nothing_to_exchange() -> None:
 def test_twice_changes_nothing_more_and_restore_restores_every_bit() -> None:
     model = Block().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before, given = fingerprint(model), (model, optimizer)
-    assert transforms.optimize(*given, inplace=True)[0] is model
-    once, report = fingerprint(model), str(transforms.report(model))
-    transforms.optimize(*given, inplace=True)
-    assert (fingerprint(model), str(transforms.report(model))) == (once, report)
-    transforms.restore(*given)
-    assert fingerprint(model) == before
+    with optimized_twice(model, optimizer):
+        pass
     assert type(model.shared) is nn.Dropout
 
 
@@ -332,13 +327,8 @@ class TestTransformers:
     def test_twice_and_restored(self) -> None:
         model = bert()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before, given = fingerprint(model), (model, optimizer)
-        transforms.optimize(*given, inplace=True)
-        once, report = fingerprint(model), str(transforms.report(model))
-        transforms.optimize(*given, inplace=True)
-        assert (fingerprint(model), str(transforms.report(model))) == (once, report)
-        transforms.restore(*given)
-        assert fingerprint(model) == before
+        with optimized_twice(model, optimizer):
+            pass
         assert model.config._attn_implementation == "sdpa"
 
     def test_copies_are_restored_alone(self) -> None:
