@@ -208,6 +208,9 @@ SPLIT_SGD = dataclasses.replace(
 )
 
 CASES = (SGD, ADAGRAD, ADAM, ADAMW, LAMB, SPLIT_SGD)
+WHOLE_CASES = tuple(case for case in CASES if not case.is_split)
+TORCHS_CASES = tuple(case for case in WHOLE_CASES if case.is_torchs)
+"""One for each class of torch.optim that we have."""
 
 # The same with split=True, for the tests of values and state.
 SPLIT_CASES = tuple(
@@ -221,7 +224,7 @@ SPLIT_CASES = tuple(
         supports_complex=False,
         has_state_from_the_start=True,
     )
-    for case in (SGD, ADAGRAD, ADAM, ADAMW, LAMB)
+    for case in WHOLE_CASES
 )
 
 ALL_CASES = CASES + SPLIT_CASES

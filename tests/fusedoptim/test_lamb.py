@@ -26,7 +26,7 @@ from tests.fusedoptim.helpers import (
 from tests.interrupts import InterruptAt
 from tests.optimizer_cases import LAMB, configuration_id
 from tests.references.lamb import ReferenceLamb
-from tests.tolerances import by_hand
+from tests.tolerances import CHUNK, by_hand
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ class TestRatio:
         torch.testing.assert_close(params[0].detach(), torch.full((100_000,), 3.0))
         torch.testing.assert_close(params[1].detach(), torch.full((3,), 0.375))
 
-    @pytest.mark.parametrize("place", [0, 32_767, 32_768, 99_999])
+    @pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, 99_999])
     def test_one_element_that_decides_a_norm(self, place: int) -> None:
-        """Wherever it is: a chunk has 32 Ki elements."""
+        """Wherever it is."""
         p = Parameter(torch.zeros(100_000, dtype=torch.float64))
         p.grad = torch.zeros_like(p)
         with torch.no_grad():

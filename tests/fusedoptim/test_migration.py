@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import fusedoptim
 from fusedoptim import FusedAdamW
 from tests.fusedoptim.helpers import run_script
+from tests.optimizer_cases import TORCHS_CASES, OptimizerCase, configuration_id
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating-from-torch-optim.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "AdamW"])
-def test_the_page_has_every_argument(name: str) -> None:
-    arguments = inspect.signature(getattr(fusedoptim, f"Fused{name}")).parameters
+@pytest.mark.parametrize("case", TORCHS_CASES, ids=configuration_id)
+def test_the_page_has_every_argument(case: OptimizerCase) -> None:
+    arguments = inspect.signature(case.cls).parameters
     assert [argument for argument in arguments if f"`{argument}`" not in PAGE] == []
 
 

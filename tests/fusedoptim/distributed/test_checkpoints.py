@@ -22,39 +22,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from fusedoptim import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedAdamW,
-    FusedLamb,
-    FusedSGD,
-    SplitSGD,
-)
+from fusedoptim import FusedAdam, FusedAdamW
 from tests.fusedoptim.distributed.helpers import flat_mesh, rank, size, square_mesh, whole
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.helpers import random_like
+from tests.optimizer_cases import ALL_CASES, TORCHS_CASES, OptimizerCase, configuration_id
 
 Make = Callable[[Any], Any]
 
-EXACT: dict[str, Make] = {
-    "SGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
-    "Adagrad": lambda params: FusedAdagrad(params, lr=0.1),
-    "AdamW, amsgrad": lambda params: FusedAdamW(params, lr=0.1, amsgrad=True),
-    "SplitSGD": lambda params: SplitSGD(params, lr=0.1, momentum=0.9),
-    "SGD, split": lambda params: FusedSGD(params, lr=0.1, split=True),
-    "Adagrad, split": lambda params: FusedAdagrad(params, lr=0.1, split=True),
-    "Adam, split": lambda params: FusedAdam(params, lr=0.1, split=True),
-}
-"""Those whose update of an element depends on nothing else."""
+
+def of_table(case: OptimizerCase) -> Make:
+    return lambda params: case.make(params, **case.kwargs[-1])
+
+
 ALL: dict[str, Make] = {
-    **EXACT,
-    "Lamb, split": lambda params: FusedLamb(params, lr=0.1, split=True),
+    **{configuration_id(case): of_table(case) for case in ALL_CASES},
     "AdamW, bfloat16": lambda params: FusedAdamW(params, lr=0.1, state_dtype=torch.bfloat16),
     "AdamW, float8": lambda params: FusedAdamW(params, lr=0.1, state_dtype="float8"),
     "Adam, split, float8": lambda params: FusedAdam(
         params, lr=0.1, split=True, state_dtype="float8"
     ),
 }
+EXACT = {configuration_id(case) for case in ALL_CASES if case.is_elementwise}
+"""Those whose update of an element depends on nothing else."""
 
 
 def new_model(mesh: DeviceMesh | None, name: str) -> nn.Module:
@@ -152,7 +142,7 @@ def test_saved_by_two_processes_and_loaded_by_four() -> None:
 def test_saved_on_a_mesh_of_two_dimensions_and_loaded_on_a_row() -> None:
     """And the other way round: shards that two processes have alike, and shards that one has."""
     for name, meshes in itertools.product(
-        ("AdamW, amsgrad", "Adam, split"), itertools.permutations((square_mesh(), flat_mesh()))
+        ("FusedAdam", "FusedAdam(split)"), itertools.permutations((square_mesh(), flat_mesh()))
     ):
         folder = shared_folder()
         models = [new_model(mesh, name) for mesh in meshes]
@@ -199,24 +189,14 @@ def test_each_kind_of_state_dict() -> None:
 @on_processes(2)
 def test_checkpoints_of_torchs_classes() -> None:
     """Torch's into ours, and ours into torch's."""
-    for theirs, ours in (
-        (torch.optim.SGD, FusedSGD),
-        (torch.optim.Adagrad, FusedAdagrad),
-        (torch.optim.AdamW, FusedAdamW),
-    ):
-        options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01}
-        if theirs is torch.optim.SGD:
-            options["momentum"] = 0.9
+    for case in TORCHS_CASES:
+        options, makes = case.kwargs[-1], (case.make_reference, case.make)
         model = new_model(flat_mesh(), "")
-        makes = [
-            lambda params, cls=theirs, o=options: cls(params, **o, foreach=False),
-            lambda params, cls=ours, o=options: cls(params, **o),
-        ]
         for first, then in (makes, makes[::-1]):
-            optimizer = first(model.parameters())
+            optimizer = first(model.parameters(), **options)
             step(model, optimizer, 1)
             other = new_model(flat_mesh(), "")
-            loaded = then(other.parameters())
+            loaded = then(other.parameters(), **options)
             load(other, loaded, states_of(model, optimizer))
             step(model, optimizer, 2)
             step(other, loaded, 2)

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedoptim.offload import OffloadOptimizer
 from tests.fusedoptim.distributed.helpers import Block, flat_mesh, rank, size, whole
 from tests.fusedoptim.distributed.processes import on_processes
-from tests.optimizer_cases import ADAGRAD, ADAM, ADAMW, LAMB, SGD, SPLIT_SGD, OptimizerCase
+from tests.optimizer_cases import ADAMW, CASES, LAMB, WHOLE_CASES, OptimizerCase
 from tests.tolerances import assert_as_exact
 
 with warnings.catch_warnings():  # of torch.jit, which it uses
@@ -41,7 +41,6 @@ with warnings.catch_warnings():  # of torch.jit, which it uses
         _apply_optimizer_in_backward,
     )
 
-CASES = (SGD, ADAGRAD, ADAM, ADAMW, LAMB)
 BATCHES = 3
 
 
@@ -101,7 +100,7 @@ def ddp(model: nn.Module, **options: Any) -> nn.Module:
 
 @on_processes(2)
 def test_ddp() -> None:
-    for case in CASES:
+    for case in WHOLE_CASES:
         for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
             model = ddp(new_model(), **options)
             train(model, make(case, model))
@@ -110,7 +109,7 @@ def test_ddp() -> None:
 
 @on_processes(2)
 def test_ddp_with_the_optimizer_on_the_host() -> None:
-    for case in CASES:
+    for case in WHOLE_CASES:
         model = ddp(new_model())
         optimizer = OffloadOptimizer(
             model.parameters(), case.cls, copy_in_backward=False, **case.always, **case.kwargs[-1]
@@ -122,7 +121,7 @@ def test_ddp_with_the_optimizer_on_the_host() -> None:
 @on_processes(2)
 def test_ddp_no_sync() -> None:
     """Gradients of two halves of a batch accumulate before they are exchanged."""
-    for case in CASES:
+    for case in WHOLE_CASES:
         model = ddp(new_model(), gradient_as_bucket_view=True)
         optimizer = make(case, model)
         for batch in own_batches():
@@ -165,7 +164,7 @@ def train_and_replay(model: nn.Module, case: OptimizerCase) -> None:
 
 @on_processes(2)
 def test_ddp_with_compressed_gradients() -> None:
-    for case in CASES:
+    for case in WHOLE_CASES:
         model = DistributedDataParallel(new_model())
         # In another function: torch knows this one by its name, and refuses it without a GPU.
         model.register_comm_hook(
@@ -176,7 +175,7 @@ def test_ddp_with_compressed_gradients() -> None:
 
 @on_processes(2)
 def test_zero_redundancy() -> None:
-    for case in (*CASES, SPLIT_SGD):
+    for case in CASES:
         for as_views in (False, True):
             model = ddp(new_model().bfloat16() if case.is_split else new_model())
             optimizer = ZeroRedundancyOptimizer(
@@ -201,7 +200,7 @@ def test_zero_redundancy() -> None:
 @on_processes(2)
 def test_zero_redundancy_with_overlap_is_refused() -> None:
     """By torch, which has functional versions of its own classes only."""
-    for case in CASES:
+    for case in WHOLE_CASES:
         with pytest.raises(ValueError, match="functional"):
             ZeroRedundancyOptimizer(
                 new_model().parameters(), optimizer_class=case.cls, overlap_with_ddp=True, lr=0.1
@@ -211,7 +210,7 @@ def test_zero_redundancy_with_overlap_is_refused() -> None:
 @on_processes(2)
 def test_optimizer_in_backward() -> None:
     """One optimizer for each parameter, stepped by its hook; of FSDP2's shards too."""
-    for case, is_sharded in itertools.product(CASES, (False, True)):
+    for case, is_sharded in itertools.product(WHOLE_CASES, (False, True)):
         model = new_model()
         if is_sharded:
             model = fully_shard(model, mesh=flat_mesh())
@@ -231,7 +230,7 @@ def test_optimizer_in_backward() -> None:
 
 @on_processes(2)
 def test_apply_optimizer_in_backward() -> None:
-    for case in CASES:
+    for case in WHOLE_CASES:
         model = new_model()
         _apply_optimizer_in_backward(case.cls, model.parameters(), case.kwargs[-1])
         for batch in batches():
@@ -245,13 +244,13 @@ def test_apply_optimizer_in_backward() -> None:
 @on_processes(2)
 def test_fsdp_mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for case in CASES:
+    for case in WHOLE_CASES:
         train_and_replay(fully_shard(new_model(), mesh=flat_mesh(), mp_policy=policy), case)
 
 
 @on_processes(2)
 def test_fsdp_offload() -> None:
-    for case in CASES:
+    for case in WHOLE_CASES:
         policy = CPUOffloadPolicy(pin_memory=False)
         model = fully_shard(new_model(), mesh=flat_mesh(), offload_policy=policy)
         train(model, make(case, model))
@@ -260,7 +259,7 @@ def test_fsdp_offload() -> None:
 
 @on_processes(2)
 def test_after_clip_grad_norm() -> None:
-    for case in CASES:
+    for case in WHOLE_CASES:
         model = fully_shard(new_model(), mesh=flat_mesh())
         optimizer = make(case, model)
         for batch in own_batches():
@@ -278,7 +277,7 @@ def fsdp1(model: nn.Module) -> nn.Module:
 @on_processes(2)
 def test_fsdp1() -> None:
     """Its parameters are pieces without a mesh: updates that need no norm are right."""
-    for case in (SGD, ADAGRAD, ADAM, ADAMW):
+    for case in (case for case in WHOLE_CASES if case.is_elementwise):
         model = fsdp1(new_model())
         train(model, make(case, model))
         with FullyShardedDataParallel.summon_full_params(model):
@@ -311,7 +310,7 @@ def test_post_local_sgd() -> None:
     """Each process trains by itself, and the averager makes the weights those of all."""
     groups = [torch.distributed.new_group([i]) for i in range(size())]
     alone = groups[rank()]
-    for case in CASES:
+    for case in WHOLE_CASES:
         results = []
         for dtype in (torch.float32, torch.float64):
             model = DistributedDataParallel(new_model().to(dtype))

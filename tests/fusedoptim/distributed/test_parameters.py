@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from fusedoptim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedSGD
+from fusedoptim import FusedAdam, FusedAdamW, FusedLamb, FusedSGD
 from tests.fusedoptim.distributed.helpers import (
     SHAPES,
     ShardedSideBySide,
@@ -25,9 +25,7 @@ from tests.fusedoptim.distributed.helpers import (
 )
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.helpers import bits
-from tests.optimizer_cases import ADAGRAD, ADAM, ADAMW, LAMB, SGD, SPLIT_CASES, SPLIT_SGD
-
-CASES = (SGD, ADAGRAD, ADAM, ADAMW, LAMB)
+from tests.optimizer_cases import SPLIT_CASES, SPLIT_SGD, TORCHS_CASES, WHOLE_CASES
 
 
 @on_processes(2, 4)
@@ -40,7 +38,7 @@ def test_values() -> None:
         ]
         chosen[3:3] = [(torch.randn(4, dtype=dtype), None)]
         values, placements = zip(*chosen)
-        for case in CASES:
+        for case in WHOLE_CASES:
             pair = ShardedSideBySide(case, values, mesh, placements)
             pair.train(2)
             pair.train(1, skip=(0, 3))
@@ -50,7 +48,7 @@ def test_values() -> None:
 def test_shards_of_several_rows() -> None:
     """A shard that several work-groups walk, one that one walks, and one that is empty."""
     values = [torch.randn(40_000, 2), torch.randn(1, 40_000), torch.randn(30_000)]
-    for case in CASES:
+    for case in WHOLE_CASES:
         ShardedSideBySide(case, values, flat_mesh(), [[Shard(0)]] * 3).train(2)
 
 
@@ -58,7 +56,7 @@ def test_shards_of_several_rows() -> None:
 def test_clipping() -> None:
     mesh = flat_mesh()
     values = [torch.randn(5, 7), torch.randn(9), torch.randn(4)]
-    for case in CASES:
+    for case in WHOLE_CASES:
         pair = ShardedSideBySide(case, values, mesh, [[Shard(0)], [Shard(0)], None])
         for limit in (0.5, 100.0):
             pair.set_gradients()
@@ -70,11 +68,9 @@ def test_state_is_placed_as_torchs() -> None:
     p = Parameter(distribute_tensor(torch.randn(5, 3), flat_mesh(), [Shard(0)]))
     q = Parameter(p.detach().clone())
     p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
-    for ours, theirs in (
-        (FusedSGD([p], momentum=0.9), torch.optim.SGD([q], momentum=0.9, foreach=False)),
-        (FusedAdagrad([p]), torch.optim.Adagrad([q], foreach=False)),
-        (FusedAdamW([p], amsgrad=True), torch.optim.AdamW([q], amsgrad=True, foreach=False)),
-    ):
+    for case in TORCHS_CASES:
+        options = case.kwargs[-1]
+        ours, theirs = case.make([p], **options), case.make_reference([q], **options)
         ours.step()
         theirs.step()
         assert ours.state[p].keys() == theirs.state[q].keys()

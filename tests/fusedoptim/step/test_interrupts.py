@@ -17,15 +17,9 @@ from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.split.halves import Halves
 from fusedoptim.split.pages import has_sole_owner
 from tests.conftest import SEED
-from tests.fusedoptim.helpers import params_of
+from tests.fusedoptim.helpers import each_class, params_of
 from tests.interrupts import InterruptAt
-
-MAKE: dict[str, Callable[[list[Parameter]], Any]] = {
-    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
-    "FusedAdam": lambda params: FusedAdam(params, lr=0.1),
-    "FusedLamb": lambda params: FusedLamb(params, lr=0.1),
-    "SplitSGD": lambda params: SplitSGD(params, lr=0.1, momentum=0.9),
-}
+from tests.optimizer_cases import ADAM, LAMB, SGD, SPLIT_SGD, OptimizerCase, configuration_id
 
 
 def interrupt(n: int, since: str) -> InterruptAt:
@@ -65,9 +59,9 @@ def is_same(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> b
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("name", MAKE)
+@each_class
 def test_step_is_taken_or_not(
-    name: str, steps_before: int, monkeypatch: pytest.MonkeyPatch
+    case: OptimizerCase, steps_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after the next step."""
     new_state = fusedoptim.sgd.new_state
@@ -78,7 +72,7 @@ def test_step_is_taken_or_not(
 
     def run(seeds: list[int]) -> Any:
         params = new_params()
-        optimizer = MAKE[name](params)
+        optimizer = case.make(params, **case.kwargs[-1])
         for seed in seeds:
             make_gradients(params, seed)
             optimizer.step()
@@ -111,13 +105,13 @@ def test_step_is_taken_or_not(
     assert outcomes == {False, True}
 
 
-@pytest.mark.parametrize("name", ["FusedSGD", "FusedLamb"])
-def test_a_later_step_takes_over_nothing_of_an_interrupted_one(name: str) -> None:
+@pytest.mark.parametrize("case", [SGD, LAMB], ids=configuration_id)
+def test_a_later_step_takes_over_nothing_of_an_interrupted_one(case: OptimizerCase) -> None:
     """The later step has the gradients' memory and the learning rate of the first one."""
 
     def run(steps: list[str], n: int = -1) -> tuple[Any, bool]:
         params = new_params()
-        optimizer = MAKE[name](params)
+        optimizer = case.make(params, **case.kwargs[-1])
         make_gradients(params, 1)
         first = [p.grad for p in params]
         make_gradients(params, 2)
@@ -142,11 +136,11 @@ def test_a_later_step_takes_over_nothing_of_an_interrupted_one(name: str) -> Non
     assert n > 80
 
 
-@pytest.mark.parametrize("name", ["FusedAdam", "SplitSGD"])
-def test_checkpoint_is_loaded_or_not(name: str) -> None:
+@pytest.mark.parametrize("case", [ADAM, SPLIT_SGD], ids=configuration_id)
+def test_checkpoint_is_loaded_or_not(case: OptimizerCase) -> None:
     def new(seed: int) -> Any:
         params = [Parameter(p.detach().bfloat16()) for p in new_params()]
-        optimizer = MAKE[name](params)
+        optimizer = case.make(params, **case.kwargs[-1])
         make_gradients(params, seed)
         optimizer.step()
         return optimizer
