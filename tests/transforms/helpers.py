@@ -16,8 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusedoptim import transforms
-from tests import optimizer_cases
-from tests.optimizer_cases import OptimizerCase, configuration_id
+from tests.optimizer_cases import TORCHS_CASES, OptimizerCase, configuration_id
 from tests.tolerances import assert_as_exact
 from tests.transforms.models import TASKS, Task
 from transforms.passes.fuse_step import fuse_update_step
@@ -127,13 +126,10 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return result
 
 
-TORCHS = tuple(case for case in optimizer_cases.CASES if case.is_torchs and not case.is_split)
-"""Our classes, by the classes of torch.optim that can be converted."""
-
 RATES = {"FusedSGD": 0.01, "FusedAdagrad": 0.02, "FusedAdam": 0.002, "FusedAdamW": 0.002}
 """With which no model of the tests diverges."""
 
-each_class = pytest.mark.parametrize("case", TORCHS, ids=configuration_id)
+each_class = pytest.mark.parametrize("case", TORCHS_CASES, ids=configuration_id)
 
 
 def converted(case: OptimizerCase) -> OptimizerCase:
@@ -156,6 +152,21 @@ def task_and_kwargs(name: str, case: OptimizerCase) -> tuple[Task, dict[str, Any
         return task, {"lr": RATES[case.name]}
     momentum = {"momentum": 0.9} if case.name == "FusedSGD" else {}
     return task, {"lr": RATES[case.name], "weight_decay": 0.01, **momentum}
+
+
+def optimized(model: nn.Module, **arguments: Any) -> Any:
+    """The model in training mode, optimized with an SGD of torch's."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return transforms.optimize(model.train(), optimizer, **arguments)[0]
+
+
+def assert_no_fused_step(optimizer: Any, error: type[Exception], message: str) -> None:
+    """An optimizer is refused, and nothing of it is changed."""
+    cls, attributes = type(optimizer), dict(vars(optimizer))
+    with pytest.raises(error, match=message):
+        fuse_update_step(optimizer)
+    assert type(optimizer) is cls
+    assert vars(optimizer) == attributes
 
 
 def assert_same(a: Any, b: Any) -> None:

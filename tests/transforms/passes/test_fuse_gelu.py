@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from fusedoptim import transforms
 from fusedoptim.nn import GELU
-from tests.transforms.helpers import optimized_twice
+from tests.transforms.helpers import optimized, optimized_twice
 
 KNOB = "fuse_gelu"
 
@@ -27,11 +26,6 @@ def model() -> nn.Sequential:
     shared, own = nn.GELU("tanh"), nn.GELU("tanh")
     own.forward = torch.relu  # type: ignore[method-assign]  # what users do
     return nn.Sequential(nn.Linear(4, 4), shared, shared, Subclass("tanh"), own, nn.GELU())
-
-
-def optimized(given: nn.Module, **arguments: Any) -> Any:
-    optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
-    return transforms.optimize(given.train(), optimizer, **arguments)[0]
 
 
 def test_exchanges_plain_ones_and_reports_the_others() -> None:

@@ -29,14 +29,14 @@ from tests.fusedoptim.helpers import (
     snapshot,
     step_alike,
 )
-from tests.optimizer_cases import OptimizerCase, configuration_id
-from tests.transforms.helpers import TORCHS, assert_same, converted, each_class
+from tests.optimizer_cases import TORCHS_CASES, OptimizerCase, configuration_id
+from tests.transforms.helpers import assert_no_fused_step, assert_same, converted, each_class
 from transforms.passes.fuse_step import fuse_update_step
 from transforms.rewrites.fused_step import unfuse
 
 each_configuration = pytest.mark.parametrize(
     ("case", "kwargs"),
-    [(case, kwargs) for case in TORCHS for kwargs in case.kwargs],
+    [(case, kwargs) for case in TORCHS_CASES for kwargs in case.kwargs],
     ids=configuration_id,
 )
 
@@ -282,32 +282,23 @@ CHANGED: list[tuple[Callable[[Any], None], str]] = [
 
 
 class TestRefused:
-    @staticmethod
-    def _refused(optimizer: Any, error: Any, message: str) -> None:
-        """Nothing is changed."""
-        cls, attributes = type(optimizer), dict(vars(optimizer))
-        with pytest.raises(error, match=message):
-            fuse_update_step(optimizer)
-        assert type(optimizer) is cls
-        assert vars(optimizer) == attributes
-
     @pytest.mark.parametrize(
         ("case", "kwargs"),
-        [(case, kwargs) for case in TORCHS for kwargs in case.refused_kwargs],
+        [(case, kwargs) for case in TORCHS_CASES for kwargs in case.refused_kwargs],
         ids=configuration_id,
     )
     def test_options(self, case: OptimizerCase, kwargs: Any) -> None:
         (option,) = kwargs
         optimizer = case.reference(_params())
         optimizer.param_groups[0].update(kwargs)
-        self._refused(optimizer, RuntimeError, rf"^{option}=.*; or keep its own step")
+        assert_no_fused_step(optimizer, RuntimeError, rf"^{option}=.*; or keep its own step")
 
     @pytest.mark.parametrize(
         "cls", [torch.optim.RMSprop, torch.optim.SparseAdam, torch.optim.LBFGS]
     )
     def test_unknown_class(self, cls: Any) -> None:
         message = rf"no fused step for .*{cls.__name__}: there are"
-        self._refused(cls([Parameter(torch.ones(2))]), TypeError, message)
+        assert_no_fused_step(cls([Parameter(torch.ones(2))]), TypeError, message)
 
     @pytest.mark.parametrize(
         ("cls", "names"),
@@ -320,7 +311,7 @@ class TestRefused:
         ],
     )
     def test_subclass_that_changes_something(self, cls: Any, names: str) -> None:
-        self._refused(cls(_params()), RuntimeError, rf"{names}.*fuse_update_step=False")
+        assert_no_fused_step(cls(_params()), RuntimeError, rf"{names}.*fuse_update_step=False")
 
     @pytest.mark.parametrize(
         ("param", "message"),
@@ -332,14 +323,14 @@ class TestRefused:
     )
     def test_parameters(self, param: Tensor, message: str) -> None:
         error = (TypeError, RuntimeError)
-        self._refused(torch.optim.SGD([param]), error, rf"parameter 0.*{message}")
+        assert_no_fused_step(torch.optim.SGD([param]), error, rf"parameter 0.*{message}")
 
     @pytest.mark.parametrize(("change", "message"), CHANGED)
     def test_changed_objects(self, change: Callable[[Any], None], message: str) -> None:
         """Methods that were replaced, and attributes that ours needs."""
         optimizer = torch.optim.SGD(_params())
         change(optimizer)
-        self._refused(optimizer, RuntimeError, message)
+        assert_no_fused_step(optimizer, RuntimeError, message)
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {

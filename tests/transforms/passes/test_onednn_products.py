@@ -19,7 +19,7 @@ from fusedoptim import transforms
 from fusedoptim.ops import _linear
 from tests.fusedoptim.helpers import assert_within, each_way_to_copy
 from tests.tolerances import unit_roundoff
-from tests.transforms.helpers import optimized_twice
+from tests.transforms.helpers import optimized, optimized_twice
 from transforms.rewrites import onednn_products
 from transforms.rewrites.onednn_products import OneDNNLinear
 
@@ -33,11 +33,6 @@ def _on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn_products, "objection", lambda: None)
     monkeypatch.setattr(onednn_products, "LEAST_PRODUCTS", 1)
     monkeypatch.setattr(_linear, "LEAST_COLUMNS", 1)
-
-
-def optimized(given: nn.Module, **arguments: Any) -> Any:
-    optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
-    return transforms.optimize(given.train(), optimizer, **arguments)[0]
 
 
 def linear() -> nn.Linear:
