@@ -95,13 +95,9 @@ def _is_free(node: Node, target: Any, constants: set[Node], steady: Steady) -> b
         and target not in constants
         and len(target.users) == 1
         and node.all_input_nodes.count(target) == 1
-        and list(_flat(node)).count(target) == 1
+        and [*node.args, *node.kwargs.values()].count(target) == 1
         and value(target).is_floating_point()
         and value(target).dtype == value(node).dtype
         and same_shape(target, node)
         and (WAS_IN_PLACE in node.meta or steady(node, target))
     )
-
-
-def _flat(node: Node) -> list[Any]:
-    return [*node.args, *node.kwargs.values()]

@@ -6,17 +6,14 @@ The class of each FrozenBatchNorm2d of torchvision and detectron2 becomes
 
 from __future__ import annotations
 
-from torch import nn
-from torch.optim import Optimizer
-
-from transforms.passes.protocol import Job, Pass
+from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.frozen_batch_norm import FrozenBatchNorm
 from transforms.tracing.modules import frozen_batch_norms, plain_kind
 
 
-class FuseFrozenBatchNorm(Pass):
+class FuseFrozenBatchNorm(ExchangingPass):
     """Exchanges frozen BatchNorms for ours."""
 
     knob = "fuse_frozen_batch_norm"
@@ -36,7 +33,3 @@ class FuseFrozenBatchNorm(Pass):
             what = "one operation forward, and one backward"
             entries.append(Entry(name, reason or what, done=reason is None))
         return entries
-
-    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Restore the classes of the modules."""
-        exchanged_class.revert_all(model)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 
 from torch import nn
-from torch.optim import Optimizer
 
 from fusedoptim.nn import GELU
-from transforms.passes.protocol import Job, Pass
+from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class
 from transforms.tracing.modules import plain_kind
@@ -22,7 +21,7 @@ _NAMES = ("NewGELUActivation", "FastGELUActivation", "GELUTanh")
 """The approximation in single operations, or a call of torch's."""
 
 
-class FuseGELU(Pass):
+class FuseGELU(ExchangingPass):
     """Exchanges approximate GELUs for ours; exact ones stay torch's, and are not reported."""
 
     knob = "fuse_gelu"
@@ -40,10 +39,6 @@ class FuseGELU(Pass):
             what = "one kernel forward, and one backward"
             entries.append(Entry(name, reason or what, done=reason is None))
         return entries
-
-    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Restore the classes of the modules."""
-        exchanged_class.revert_all(model)
 
 
 def _kinds() -> tuple[type[nn.Module], ...]:

@@ -10,9 +10,8 @@ import sys
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from transforms.passes.protocol import Job, Pass
+from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, onednn_products
 from transforms.rewrites.onednn_products import OneDNNLinear, OneDNNModule
@@ -21,7 +20,7 @@ from transforms.tracing.modules import has_computed_tensors, plain_kind
 _MODULE, _CONV1D = "transformers.pytorch_utils", "Conv1D"
 
 
-class OneDNNProducts(Pass):
+class OneDNNProducts(ExchangingPass):
     """Exchanges the classes of Linears; which of their products are oneDNN's, each call decides."""
 
     knob = "onednn_products"
@@ -43,10 +42,6 @@ class OneDNNProducts(Pass):
             what = "float32 products by oneDNN, forward and backward, if they are large"
             entries.append(Entry(name, reason or what, done=reason is None))
         return entries
-
-    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Restore the classes of the modules."""
-        exchanged_class.revert_all(model)
 
 
 def _ours() -> dict[type[nn.Module], type[OneDNNModule]]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from transforms.inputs.options import Options
 from transforms.reports import Entry
-from transforms.rewrites import plain_tensors
+from transforms.rewrites import exchanged_class, plain_tensors
 
 
 class Job(NamedTuple):
@@ -63,3 +63,11 @@ class Pass:
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Undo the pass for good, if it has changed anything; by default, all rewritten tensors."""
         plain_tensors.undo_all(model)
+
+
+class ExchangingPass(Pass):
+    """A pass that exchanges the classes of modules, and does nothing else."""
+
+    def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Restore the classes of all modules."""
+        exchanged_class.revert_all(model)

@@ -16,7 +16,7 @@ from fusedoptim import transforms
 from fusedoptim.nn import Dropout, MultiheadAttention, functional
 from tests.compiling import needs_compiler
 from tests.running import check_script
-from tests.transforms.helpers import fingerprint, optimized_twice
+from tests.transforms.helpers import fingerprint, optimized, optimized_twice
 from tests.transforms.models import transformers_package
 
 KNOB = "parallel_dropout"
@@ -45,12 +45,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.again(self.last(self.shared(self.first(x))))
-
-
-def optimized(model: nn.Module, **arguments: Any) -> nn.Module:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    result: nn.Module = transforms.optimize(model.train(), optimizer, **arguments)[0]
-    return result
 
 
 def left(model: nn.Module) -> dict[str, str]:
