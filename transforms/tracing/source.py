@@ -28,6 +28,10 @@ _REACHING |= {"_modules", "_parameters", "_buffers", "__dict__"}
 _ASKS = ("isinstance", "type", "id", "len", "bool", "callable")
 """Builtins that do not look inside a module."""
 _BY_NAME = ("hasattr", "getattr")
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})
+"""Types of values that hold no others."""
+_OPAQUE = (type, types.ModuleType, Tensor)
+"""Types of values that are not looked into."""
 
 
 class Use(NamedTuple):
@@ -167,14 +171,14 @@ def modules_behind(*values: object) -> Iterator[nn.Module]:
     waiting, seen = [*values], set()
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or isinstance(value, type | types.ModuleType | Tensor):
+        if type(value) in _PLAIN or id(value) in seen or isinstance(value, _OPAQUE):
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):
             yield value
         elif isinstance(value, dict):
             waiting += value.values()
-        elif isinstance(value, list | tuple | set):
+        elif isinstance(value, (list, tuple, set)):
             waiting += value
         elif isinstance(value, types.FunctionType):
             waiting += _closure(value).values()
