@@ -14,7 +14,7 @@ ONLY_NEWEST := notebooks references transforms packaging/test_wheel.py test_refe
 	nn offload runtime doctor/test_documents.py step/test_interrupts.py ops/test_torchvision.py \
 	ops/test_example.py)
 
-.PHONY: demo convergence test test-jit check docs kernels kernels-verify kernels-validate bench \
+.PHONY: demo convergence test test-packages test-transforms test-jit check docs kernels kernels-verify kernels-validate bench \
         notebooks lab clean
 
 demo: .venv/installed  ## train on real data with torch's SGD and with FusedSGD
@@ -23,8 +23,13 @@ demo: .venv/installed  ## train on real data with torch's SGD and with FusedSGD
 convergence: .venv/installed  ## train beside torch's optimizers, and draw the curves
 	$(BIN)/python examples/convergence.py
 
-test: .venv/installed
-	$(BIN)/python -m pytest
+test: test-packages test-transforms
+
+test-packages: .venv/installed
+	$(BIN)/python -m pytest --ignore=tests/transforms
+
+test-transforms: .venv/installed
+	$(BIN)/python -m pytest tests/transforms
 
 test-jit: .venv-jit/installed  ## the tests of what runs on the pinned numba-dpex packages
 	$(JIT)/python -m pytest $(ONLY_NEWEST:%=--ignore=tests/%) -k 'not TestTracing'

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch._C._dynamo.guards import TensorGuards
+from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_pre_hooks
 
@@ -46,6 +50,7 @@ __all__ = [
     "tracing_state",
     "transform_level",
     "use_onednn_graph",
+    "without_dynamo",
 ]
 
 # profiler_enabled: torch.optim wraps every step in a profiler range; ours only while one records.
@@ -55,6 +60,30 @@ __all__ = [
 
 disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # torch does not export it
 """What torch.optim decorates its steps with; torch.compiler.disable imports all of dynamo."""
+
+_UNTRACED: dict[Any, Any] = {
+    method: getattr(method, "__wrapped__", method)
+    for method in (
+        Optimizer.add_param_group,
+        Optimizer.load_state_dict,
+        Optimizer.state_dict,
+        Optimizer.zero_grad,
+    )
+}
+"""Methods that ``disable_dynamo`` decorates, and what is inside."""
+
+
+def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch.optim.Optimizer without its decorator, while nothing can be traced.
+
+    The decorator imports torch._dynamo, which takes as long as torch itself, to tell it not to
+    trace the method. Until something else imports that, there is nothing to tell.
+    """
+    untraced = _UNTRACED.get(getattr(method, "__func__", None))
+    if untraced is None or "torch._dynamo" in sys.modules:
+        return method
+    return functools.partial(untraced, method.__self__)  # type: ignore[attr-defined]
+
 
 set_grad_enabled = torch._C._set_grad_enabled
 """One C call. An interrupt in the Python code of torch.no_grad() leaves gradients disabled."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from fusedoptim._torch_private import BypassModes, count_modes, transform_level
+from fusedoptim._torch_private import BypassModes, count_modes, transform_level, without_dynamo
 from fusedoptim.allocator import check_not_forked, is_forked
 from fusedoptim.split.halves import LOST, Halves, check_checkpoint, check_splittable
 from fusedoptim.step import commit
@@ -206,7 +206,7 @@ class FusedOptimizer(UpdateDefinition):
             check_numbers(type(self).__name__, whole)
         before = len(self.param_groups)
         try:
-            super().add_param_group(param_group)
+            without_dynamo(super().add_param_group)(param_group)
             self._check_options(self.param_groups[-1])  # of which the parameters are a list now
             if self.split:
                 check_splittable(type(self).__name__, self._params())
@@ -215,6 +215,14 @@ class FusedOptimizer(UpdateDefinition):
         except BaseException:
             del self.param_groups[before:]
             raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as ``torch.optim.Optimizer.zero_grad`` does.
+
+        Args:
+            set_to_none: drop them instead of filling them with zeros.
+        """
+        without_dynamo(super().zero_grad)(set_to_none)
 
     def _convert(self, groups: list[Group]) -> None:
         """Bring new parameters, and the state that torch made for them, into our form."""
@@ -370,7 +378,8 @@ class FusedOptimizer(UpdateDefinition):
 
         handle = self.register_state_dict_post_hook(as_saved, prepend=True)
         try:
-            return super().state_dict()
+            state_dict: dict[str, Any] = without_dynamo(super().state_dict)()
+            return state_dict
         finally:
             handle.remove()
 
@@ -407,7 +416,7 @@ class FusedOptimizer(UpdateDefinition):
         with self._lock:  # torch iterates over the hooks, which another thread's load changes
             handle = self.register_load_state_dict_pre_hook(check)  # the last before torch reads it
             try:
-                super().load_state_dict(state_dict)
+                without_dynamo(super().load_state_dict)(state_dict)
             finally:
                 vars(self).pop("_to_restore", None)
                 handle.remove()

@@ -44,6 +44,26 @@ optimizer.step()
     assert output == ""
 
 
+def test_training_does_not_load_torchs_compiler() -> None:
+    """Making one of torch.optim's optimizers does, which takes as long as importing torch."""
+    output = run("""
+import sys
+for optimizer in FusedSGD([p], lr=0.5), FusedLamb([p]):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(2):
+        p.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+print("torch._dynamo" in sys.modules)
+torch.compile(lambda: optimizer.zero_grad())()
+print("torch._dynamo" in sys.modules)
+""")
+    assert output == "False\nTrue\n"
+
+
 def test_fork() -> None:
     """Before the first step either process may take it; afterwards the child cannot."""
     output = run("""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -52,6 +54,27 @@ def test_tensorguards() -> None:
 
 def test_disable_dynamo() -> None:
     assert _torch_private.disable_dynamo(lambda x: x + 1)(1) == 2
+
+
+def test_without_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only torch's own methods lose their decorator, and only while its compiler is not loaded."""
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            """One that torch does not know."""
+
+    optimizer = Own([Parameter(torch.ones(2))])
+    optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})  # loads the compiler
+    names = ["add_param_group", "load_state_dict", "state_dict"]
+    for name in names:
+        method = getattr(optimizer, name)
+        assert _torch_private.without_dynamo(method) is method
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    for name in names:
+        found: Any = _torch_private.without_dynamo(getattr(optimizer, name))
+        assert found.func is getattr(Optimizer, name).__wrapped__
+    zero_grad = optimizer.zero_grad
+    assert _torch_private.without_dynamo(zero_grad) is zero_grad
 
 
 def test_belowautograd() -> None:
