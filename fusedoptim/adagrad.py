@@ -60,6 +60,11 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
     Optimization" (2011).
     """
 
+    _saved_options = frozenset(
+        {"lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"}
+    )
+    _saved_state = frozenset({"sum", "step"})
+
     def __init__(
         self,
         params: ParamsT,

@@ -44,6 +44,9 @@ class FusedLamb(FusedOptimizer):
         decoupled_decay: shrink :math:`\theta` by :math:`1-\gamma\lambda` first, instead of
             adding :math:`\lambda\,\theta` to :math:`u`.
         maximize: ascend instead.
+        foreach: None or False.
+        capturable: False.
+        differentiable: False.
         fused: None or True.
         max_grad_norm: clip the gradients' norm, over all parameters, to this first, as
             :func:`torch.nn.utils.clip_grad_norm_` would; the gradients themselves stay.
@@ -51,7 +54,8 @@ class FusedLamb(FusedOptimizer):
 
     Raises:
         ValueError: a hyper-parameter out of range.
-        RuntimeError: ``fused=False``, or, in a step, a sparse gradient.
+        RuntimeError: an option that asks for another implementation, or, in a step, a sparse
+            gradient.
         TypeError: with ``split``, a parameter is neither float32 nor bfloat16.
 
     Example:
@@ -66,6 +70,9 @@ class FusedLamb(FusedOptimizer):
     (``clamp_value`` is ``max_param_norm`` there). Source: You et al.,
     "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019).
     """
+
+    _saved_options = frozenset({"lr", "betas", "eps", "weight_decay"})
+    _saved_state = frozenset({"exp_avg", "exp_avg_sq", "step"})
 
     def __init__(
         self,
@@ -82,6 +89,9 @@ class FusedLamb(FusedOptimizer):
         always_adapt: bool = True,
         decoupled_decay: bool = False,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         split: bool = False,
@@ -111,6 +121,9 @@ class FusedLamb(FusedOptimizer):
             "always_adapt": always_adapt,
             "decoupled_decay": decoupled_decay,
             "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
             "fused": fused,
         }
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, split=split)

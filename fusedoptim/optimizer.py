@@ -20,6 +20,8 @@ from fusedoptim.step.checks import (
     check_numbers,
     check_options,
     check_param,
+    check_saved_options,
+    check_saved_state,
     describe,
     named_params,
 )
@@ -73,6 +75,8 @@ class FusedOptimizer(UpdateDefinition):
         **kwargs: Any,
     ) -> None:
         check_norm(max_grad_norm)
+        if split not in (True, False):
+            raise TypeError(f"{type(self).__name__}: split is {split!r}; pass True or False")
         self._set_up(max_grad_norm, split)
         self._is_complete = False
         super().__init__(*args, **kwargs)
@@ -398,8 +402,8 @@ class FusedOptimizer(UpdateDefinition):
             state_dict: what :meth:`state_dict` of either class returned.
 
         Raises:
-            ValueError: the checkpoint does not fit the groups, or has lost some of its lower
-                halves. Nothing was changed then.
+            ValueError: the checkpoint does not fit the groups, is of another kind of optimizer, or
+                has lost some of its state or of its lower halves. Nothing was changed then.
         """
         trails = {
             p: self.state.get(p, {}).get(TRAIL, self.halves.before_first_step(p))
@@ -408,10 +412,8 @@ class FusedOptimizer(UpdateDefinition):
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:
             final["state"] = {i: without_gaps(state) for i, state in final["state"].items()}
-            saved = self._saved(final)
-            halves = [(i, p, s) for i, (p, s) in enumerate(saved) if self.is_split(p)]
-            check_checkpoint(type(self).__name__, halves)
-            self._to_restore = [(p, s, trails.get(p)) for p, s in saved]
+            self._check_checkpoint(final)
+            self._to_restore = [(p, s, trails.get(p)) for p, s in self._saved(final)]
 
         with self._lock:  # torch iterates over the hooks, which another thread's load changes
             handle = self.register_load_state_dict_pre_hook(check)  # the last before torch reads it
@@ -420,6 +422,14 @@ class FusedOptimizer(UpdateDefinition):
             finally:
                 vars(self).pop("_to_restore", None)
                 handle.remove()
+
+    def _check_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Raise unless a state_dict is of this kind of optimizer, and whole."""
+        name = type(self).__name__
+        check_saved_options(name, state_dict["param_groups"], self._saved_options)
+        saved = [(i, p, state) for i, (p, state) in enumerate(self._saved(state_dict))]
+        check_saved_state(name, saved, self._saved_state - self._optional_state)
+        check_checkpoint(name, [entry for entry in saved if self.is_split(entry[1])])
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -65,6 +65,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     """
 
     _sparse_state = ("momentum_buffer",)
+    _saved_options = frozenset({"lr", "momentum", "dampening", "weight_decay"})
 
     def __init__(
         self,

@@ -43,16 +43,18 @@ def embedding_bag(
     width: RowInteger,
     stride: RowInteger,
     padding: RowInteger,
+    is_first: RowFlag,
     is_weighted: RowFlag,
     is_mean: RowFlag,
 ) -> None:
     """The first ``bags`` of the ``bags_left`` that ``offsets`` has; the last one ends at ``count``.
 
-    If one of them names no row of the table, or ends before it begins, all are zero, and the first
-    of ``faults`` is set. Plain sums have a loop of their own: the fewer instructions to a row, the
+    If one of them names no row of the table, or ends before it begins, or if the first of all,
+    which a row with ``is_first`` has, does not begin at 0, all are zero, and the first of
+    ``faults`` is set. Plain sums have a loop of their own: the fewer instructions to a row, the
     more rows a core fetches at once.
     """
-    if has_fault(indices, offsets, bags, bags_left, count, table_rows):
+    if has_fault(indices, offsets, bags, bags_left, count, table_rows, is_first):
         faults[0] = 1
         count = 0
         bags_left = 0
@@ -117,11 +119,22 @@ def embedding_bag(
 
 
 def has_fault(
-    indices: Indices, offsets: Indices, bags: int, bags_left: int, count: int, table_rows: int
+    indices: Indices,
+    offsets: Indices,
+    bags: int,
+    bags_left: int,
+    count: int,
+    table_rows: int,
+    is_first: int,
 ) -> bool:
     """Whether there is a wrong offset or index: a sign is left of any negative number."""
-    begin = offsets[0]
-    signs = begin
+    begin = count
+    signs = 0
+    if bags_left > 0:
+        begin = offsets[0]
+        signs = begin
+        if is_first:
+            signs |= -begin
     bag = 0
     stop = begin
     while bag < bags:

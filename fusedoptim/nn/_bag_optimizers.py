@@ -13,11 +13,15 @@ from fusedoptim.ops._embedding_bags import ROWWISE
 from fusedoptim.ops._updated_bags import numbered
 from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.sgd import FusedSGD
+from fusedoptim.step.checks import OPTIONS
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import number
-from fusedoptim.step.tensors import TRAIL, update_order
+from fusedoptim.step.step_counts import KEY
+from fusedoptim.step.tensors import TRAIL, state_dtype, update_order
 
 _LR = 0.01
+_SUM, _FIRST_SUM = "sum", "initial_accumulator_value"
+"""Adagrad's state, and what it begins with."""
 
 
 class BagOptimizer(FusedOptimizer):
@@ -38,6 +42,29 @@ class BagOptimizer(FusedOptimizer):
         super().__setstate__(state)
         if not hasattr(self, "number"):  # a copy, or out of a file
             self.number = numbered(self)
+        for own in self.state.values():
+            own.update({name: own[name].contiguous() for name in (_SUM, TRAIL) if name in own})
+
+    def _check_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super()._check_checkpoint(state_dict)
+        absent = self.defaults.keys() - {*self._hyper_parameters, *OPTIONS, _FIRST_SUM}
+        for group in state_dict["param_groups"]:
+            for option in sorted(absent & group.keys()):
+                if group[option] != self.defaults[option]:
+                    raise ValueError(
+                        f"{type(self).__name__}: the checkpoint has {option}={group[option]}, "
+                        "which the update in the backward pass has not; load one without it"
+                    )
+        if _SUM not in self._saved_state:
+            return
+        for i, (weight, saved) in enumerate(self._saved(state_dict)):
+            shape = tuple(self.state[weight][_SUM].shape)
+            found = tuple(saved[_SUM].shape) if _SUM in saved else None
+            if found != shape:
+                raise ValueError(
+                    f"{type(self).__name__}: the {_SUM!r} of table {i} has shape {found} in the "
+                    f"checkpoint, and here {shape}; load one of the same tables and optimizer"
+                )
 
     def numbers(self) -> Mapping[str, float]:
         """See :class:`fusedoptim.ops._updated_bags.Rule`."""
@@ -46,8 +73,9 @@ class BagOptimizer(FusedOptimizer):
 
     def state_lists(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Adagrad's sums and the lower halves of split tables, as far as there are any."""
-        trails = [self.state[weight][TRAIL] for weight in weights] if self.split else []
-        return [], trails
+        states = [self.state[weight] for weight in weights]
+        sums = [state[_SUM] for state in states] if _SUM in self._saved_state else []
+        return sums, [state[TRAIL] for state in states] if self.split else []
 
     @with_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -86,23 +114,24 @@ class InBackwardAdagrad(BagOptimizer, FusedAdagrad):
     kernel = "adagrad_rows"
     _hyper_parameters = ("lr", "weight_decay", "eps")
 
-    def state_lists(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Adagrad's sums and the lower halves of split tables, if they are split."""
-        return [self.state[weight]["sum"] for weight in weights], super().state_lists(weights)[1]
 
-
-class InBackwardRowwiseAdagrad(InBackwardAdagrad):
+class InBackwardRowwiseAdagrad(BagOptimizer):
     """Adagrad with one sum for each row of a table, in the backward pass."""
 
     kernel = ROWWISE
+    _hyper_parameters = InBackwardAdagrad._hyper_parameters
+    _saved_options, _saved_state = FusedAdagrad._saved_options, FusedAdagrad._saved_state
 
-    def __init__(self, params: Sequence[Tensor], **options: Any) -> None:
-        super().__init__(params, **options)
+    def __init__(self, params: Sequence[Tensor], *, split: bool, **options: Any) -> None:
+        # Of the tables, torch's class would make a sum for each element.
+        checked = FusedAdagrad([torch.empty(0)], **options)
+        super().__init__(params, checked.defaults, split=split)
         for weight in params:
-            self.state[weight]["sum"] = self.state[weight]["sum"].new_zeros(len(weight))
+            sums = torch.zeros(len(weight), dtype=state_dtype(weight), device=weight.device)
+            self.state[weight].update({KEY: torch.zeros((), dtype=torch.float32), _SUM: sums})
 
 
-OPTIMIZERS: Mapping[str, Callable[..., BagOptimizer]] = {
+OPTIMIZERS: Mapping[str, type[BagOptimizer]] = {
     "sgd": InBackwardSGD,
     "adagrad": InBackwardAdagrad,
     "rowwise_adagrad": InBackwardRowwiseAdagrad,
@@ -120,6 +149,13 @@ def new_optimizer(
                 f"MergedEmbeddingBag: table {t} has strides {weight.stride()}; the update takes "
                 "contiguous ones: use weight.data = weight.data.contiguous()"
             )
+    taken = OPTIMIZERS[name]._hyper_parameters
+    for option in options.keys() - set(taken):
+        takers = [repr(n) for n, cls in OPTIMIZERS.items() if option in cls._hyper_parameters]
+        raise ValueError(
+            f"MergedEmbeddingBag: {option} is for optimizer={' and '.join(takers)}, and {name!r} "
+            f"takes {', '.join(taken)}; leave it out"
+        )
     turns = update_order(list(weights))
     if any(turns) or len(set(weights)) < len(weights):
         t = next((t for t, turn in enumerate(turns) if turn), len(weights) - 1)

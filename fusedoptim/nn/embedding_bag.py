@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.nn._bag_optimizers import OPTIMIZERS, BagOptimizer, new_optimizer
 from fusedoptim.ops import embedding_bags
@@ -32,6 +34,8 @@ class MergedEmbeddingBag(torch.nn.Module):
 
     The bags are submodules named "0", "1" and so on, so a state_dict is that of a ``ModuleList`` of
     them. Gradients are summed in the order of the indices: the same bits on any number of threads.
+    With an optimizer, a bag that is called by itself in training mode, with gradients enabled,
+    would learn nothing, and raises RuntimeError.
 
     Args:
         tables: an ``EmbeddingBag``, or its number of rows and its width, for each table. The
@@ -45,8 +49,9 @@ class MergedEmbeddingBag(torch.nn.Module):
 
     Raises:
         ValueError: an unknown optimizer or mode, a number out of range, an option without effect,
-            or tables that share memory or differ in what all must have alike.
-        TypeError: a table that is none, or tables of different dtypes.
+            or tables that differ in what all must have alike; with an optimizer, tables that share
+            memory.
+        TypeError: tables that are no list, a table that is none, or tables of different dtypes.
 
     Example:
         >>> import torch
@@ -72,6 +77,8 @@ class MergedEmbeddingBag(torch.nn.Module):
         split: bool = False,
     ) -> None:
         super().__init__()
+        if isinstance(tables, torch.nn.EmbeddingBag):
+            raise TypeError("MergedEmbeddingBag: tables is one EmbeddingBag; pass a list of them")
         bags = [_as_bag(t, table) for t, table in enumerate(tables)]
         _check_alike(bags)
         self.include_last_offset = bags[0].include_last_offset
@@ -84,6 +91,8 @@ class MergedEmbeddingBag(torch.nn.Module):
         given = {name: value for name, value in options.items() if value is not None}
         self._optimizer: BagOptimizer | None = None
         self._anchor: Tensor | None = None
+        self._refusals: list[RemovableHandle] = []
+        """Of the hooks by which bags that the optimizer trains refuse calls by themselves."""
         if optimizer is None:
             if given or split:
                 name = next(iter(given), "split")
@@ -105,6 +114,8 @@ class MergedEmbeddingBag(torch.nn.Module):
                 weight.requires_grad_(False)
         for t, bag in enumerate(bags):
             self.add_module(str(t), bag)
+        if optimizer is not None:
+            self._refuse_calls("MergedEmbeddingBag", "merged(indices, offsets)")
 
     @classmethod
     def from_embedding_bags(
@@ -133,6 +144,18 @@ class MergedEmbeddingBag(torch.nn.Module):
 
     def __iter__(self) -> Iterator[torch.nn.EmbeddingBag]:
         return (self[t] for t in range(len(self)))
+
+    def _refuse_calls(self, name: str, call: str) -> None:
+        """Have the bags refuse to be called by themselves for training.
+
+        Args:
+            name: what errors call this module.
+            call: how they say it is called.
+        """
+        for handle in self._refusals:
+            handle.remove()
+        refuse = functools.partial(_refuse_training, name, call)
+        self._refusals[:] = [bag.register_forward_pre_hook(refuse) for bag in self]
 
     def optimizer(self) -> torch.optim.Optimizer:
         """What updates the tables: for schedulers, which change its learning rate, and checkpoints.
@@ -174,8 +197,9 @@ class MergedEmbeddingBag(torch.nn.Module):
             IndexError: on the CPU, an index is no row of its table; nothing has been written then.
                 On a GPU nothing is raised, and the backward pass writes beside the table: check
                 indices that may be wrong before.
-            ValueError: a shape does not fit; on the CPU, an offset does not. On a GPU it is as a
-                wrong index.
+            RuntimeError: on the CPU, an offset does not fit: the first is 0, none is less than the
+                one before, nor more than there are indices. On a GPU it is as a wrong index.
+            ValueError: a shape does not fit.
             TypeError: a dtype does not.
         """
         is_joined = isinstance(input, Tensor)
@@ -303,6 +327,16 @@ class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
             eps: what keeps the divisor from zero.
         """
         return cls(list(tables), lr, eps)
+
+
+def _refuse_training(name: str, call: str, bag: torch.nn.Module, args: object) -> None:
+    """Raise if a bag that the merged module alone updates is called by itself for training."""
+    if bag.training and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"a bag of {name} was called by itself, and would learn nothing: its table is updated "
+            f"by the backward pass of the merged module. Call that in the forward, as in {call}, "
+            "or call the bag in eval mode or under torch.no_grad()"
+        )
 
 
 def _as_bag(t: int, table: Any) -> torch.nn.EmbeddingBag:

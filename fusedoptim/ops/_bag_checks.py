@@ -41,7 +41,7 @@ def check_batch(
         _check_integers(indices, offsets, weights[0].device)
     if last and not all(map(Tensor.numel, offsets)):
         t = [starts.numel() for starts in offsets].index(0)
-        raise ValueError(
+        raise RuntimeError(  # as torch
             f"embedding_bags: offsets {t} are empty; with include_last_offset pass one or more"
         )
     if is_joined and (offsets[0].numel() - last) % tables:
@@ -131,12 +131,15 @@ def _check_samples(
         _check_device(f"per_sample_weights {t} are", values, weights[0].device)
 
 
-def raise_fault(weights: Tensors, indices: Tensors, offsets: Tensors, last: bool) -> None:
-    """Raise the error of the first wrong offset or index, of those of the CPU."""
+def check_values(weights: Tensors, indices: Tensors, offsets: Tensors, last: bool) -> None:
+    """Raise the error of the first wrong offset or index, if there is one; for those of the CPU."""
     for t, starts in enumerate(offsets):
         limit = len(indices[t])
-        if len(starts) and not 0 <= int(starts[0]) <= limit:
-            _raise_offset(t, 0, starts, limit)
+        if len(starts) and starts[0] != 0:
+            raise RuntimeError(
+                f"embedding_bags: offset 0 of offsets {t} is {int(starts[0])}; it has to be 0, as "
+                "the first bag begins with the first index"
+            )
         wrong = (starts[1:] < starts[:-1]) | (starts[1:] > limit)
         if bool(wrong.any()):
             _raise_offset(t, 1 + int(wrong.nonzero()[0]), starts, limit)
@@ -154,8 +157,8 @@ def raise_fault(weights: Tensors, indices: Tensors, offsets: Tensors, last: bool
 
 
 def _raise_offset(t: int, position: int, offsets: Tensor, limit: int) -> None:
-    before = int(offsets[position - 1]) if position else 0
-    raise ValueError(
+    before = int(offsets[position - 1])
+    raise RuntimeError(
         f"embedding_bags: offset {position} of offsets {t} is {int(offsets[position])}, after "
         f"{before} and with {limit} indices; offsets must not fall, nor pass the indices' number"
     )

@@ -21,7 +21,7 @@ from fusedoptim.ops._bag_batch import (
     addresses_of,
     parts_of,
 )
-from fusedoptim.ops._bag_checks import check_batch, check_weights, raise_fault
+from fusedoptim.ops._bag_checks import check_batch, check_values, check_weights
 from fusedoptim.ops._bag_gradients import sample_gradients, sparse_gradients
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._launching import ARITHMETIC_OF, DEVICES, VARIANT_OF, TableLaunch
@@ -78,8 +78,9 @@ def embedding_bags(
         IndexError: on the CPU, an index is no row of its table. A GPU would have to be waited for:
             there nothing is raised, bags near the index are zero, and the backward pass reads and
             writes beside the table. Check indices that may be wrong before.
-        ValueError: a shape or a device does not fit; on the CPU, an offset falls or is more than
+        RuntimeError: on the CPU, the first offset is not 0, or an offset falls or is more than
             there are indices. On a GPU it is as a wrong index.
+        ValueError: a shape or a device does not fit.
         TypeError: a dtype that no kernel takes, or two that differ.
 
     Example:
@@ -152,6 +153,7 @@ class _Sums:
             "width": widths[of],
             "stride": strides[of],
             "padding": np.array(paddings)[of],
+            "is_first": self.offset == 0,
             "is_weighted": int(is_weighted),
             "is_mean": np.array(means, np.int64)[of],
         }
@@ -181,7 +183,10 @@ def bags_and_batch(
         tables.remember(integers)
     outputs = _new_outputs(weights[0], tables.widths.tolist(), offsets, last)
     batch = batch_of(weights, indices, offsets, samples, last)
+    is_on_host = BACKENDS[tables.device.type].runs_on_host  # a GPU would have to be waited for
     if not any(map(Tensor.numel, outputs)):
+        if is_on_host:
+            check_values(weights, indices, offsets, last)
         return outputs, batch
     dense = weights if tables.are_contiguous else [weight.contiguous() for weight in weights]
     sums = _sums_of(tables, batch.shape, tuple(paddings), tuple(means), bool(samples))
@@ -192,8 +197,8 @@ def bags_and_batch(
     columns["output"] = addresses_of(outputs)[sums.tensor] + sums.output
     columns["faults"] = addresses_of([faults])
     sums.launch.run(columns, {})
-    if BACKENDS[tables.device.type].runs_on_host and faults:  # a GPU would have to be waited for
-        raise_fault(weights, indices, offsets, last)
+    if is_on_host and faults:
+        check_values(weights, indices, offsets, last)
     return outputs, batch
 
 

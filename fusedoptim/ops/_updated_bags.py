@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from fusedoptim._torch_private import increment_version
 from fusedoptim.ops._bag_batch import Batch
 from fusedoptim.ops._bag_gradients import sample_gradients
 from fusedoptim.ops._embedding_bags import (
@@ -103,6 +104,7 @@ def _update_rows(
         columns["trail"] = trails
     variant = "split" if trails else VARIANT_OF[weights[0].dtype]
     gradient.walk(found.kernel, variant, columns, found.numbers())
+    increment_version(weights)
 
 
 _update_tables = register_without_gradient(

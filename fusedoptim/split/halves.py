@@ -350,6 +350,13 @@ def check_checkpoint(optimizer: str, saved: Iterable[tuple[int, Tensor, dict[str
                 f"{optimizer}: the checkpoint has lost the {TRAIL!r} of parameter {i} (shape "
                 f"{tuple(p.shape)}), the lower half of its values; load a whole checkpoint"
             )
+        if trail.dtype.is_floating_point:
+            raise ValueError(
+                f"{optimizer}: the {TRAIL!r} of parameter {i} in the checkpoint is {trail.dtype}: "
+                "an optimizer of torch's has loaded and saved it, which rounds the lower halves. "
+                f"Remove {TRAIL!r} from each of the checkpoint's states to keep the lower halves "
+                "that the optimizer has, or load a checkpoint that this class has saved"
+            )
         if trail.shape != p.shape or trail.dtype not in (torch.int16, torch.int32):
             raise ValueError(
                 f"{optimizer}: the {TRAIL!r} of parameter {i} in the checkpoint is {trail.dtype} "

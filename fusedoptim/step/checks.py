@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from fusedoptim.step.tensors import (
 
 OPTIONS = ("foreach", "differentiable", "capturable", "fused")
 """Options of a group that choose an implementation of the step."""
+_FAMILIES = {"dampening": "SGD", "lr_decay": "Adagrad", "amsgrad": "Adam", "trust_clip": "Lamb"}
+"""Optimizers, by a hyper-parameter that others do not have."""
 
 
 def named_params(groups: Sequence[Group], group: Group) -> Iterator[tuple[Tensor, str]]:
@@ -94,7 +96,11 @@ def check_numbers(
 
 def check_norm(max_grad_norm: float | None) -> None:
     """Raise unless gradients can be scaled down to this norm."""
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    if max_grad_norm is None:
+        return
+    if _as_number(max_grad_norm) is None:
+        raise TypeError(f"max_grad_norm is {max_grad_norm!r}; pass a number above 0, or None")
+    if not max_grad_norm > 0:
         raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
 
 
@@ -103,6 +109,38 @@ def _as_number(value: Any) -> float | None:
         return None if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):  # it is none, or it has several elements
         return None
+
+
+def check_saved_options(optimizer: str, groups: Iterable[Group], needed: Set[str]) -> None:
+    """Raise unless each of a checkpoint's ``groups`` has the hyper-parameters ``needed``."""
+    for group in groups:
+        if missing := sorted(needed - group.keys()):
+            family = next((f for name, f in _FAMILIES.items() if name in group), "another class")
+            if group.get("decoupled_weight_decay"):
+                family = "AdamW"
+            raise ValueError(
+                f"{optimizer}: the checkpoint is one of {family}, and has no {missing[0]!r}; load "
+                "one of the class that the optimizer has, or begin without one"
+            )
+
+
+def check_saved_state(
+    optimizer: str, saved: Iterable[tuple[int, Tensor, Any]], needed: Set[str]
+) -> None:
+    """Raise if a parameter has state in a checkpoint, but not all that is ``needed``.
+
+    Args:
+        optimizer: what errors call it.
+        saved: of each parameter its number, itself, and its state in the checkpoint.
+        needed: names of the state.
+    """
+    for i, p, state in saved:
+        missing = sorted(needed - set(state))
+        if missing and not {TRAIL}.issuperset(state):
+            raise ValueError(
+                f"{optimizer}: the checkpoint has no {missing[0]!r} of parameter {i} (shape "
+                f"{tuple(p.shape)}), and other state of it; load a whole checkpoint of this class"
+            )
 
 
 def check_candidate(optimizer: str, candidate: Candidate) -> None:

@@ -33,6 +33,10 @@ class UpdateDefinition(Optimizer):
     """Names of the state that a sparse gradient makes, and that is sparse then, as torch's."""
     _optional_state: frozenset[str] = frozenset()
     """Names of the state that a parameter may lack though it has other state of earlier steps."""
+    _saved_options: frozenset[str] = frozenset()
+    """Hyper-parameters that each group of a checkpoint has, of whatever version of the class."""
+    _saved_state: frozenset[str] = frozenset()
+    """Names of the state, the optional aside, that a parameter has in a checkpoint if any."""
     _number_attributes: ClassVar[tuple[str, ...]] = ()
     """Attributes of the optimizer on which its numbers depend."""
 

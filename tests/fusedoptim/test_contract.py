@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
 import weakref
@@ -46,6 +48,15 @@ each_configuration = pytest.mark.parametrize(
     ("case", "kwargs", "dtype"), CONFIGURATIONS_AND_DTYPES, ids=configuration_id
 )
 Kwargs = dict[str, Any]
+
+
+def _kind_of_state(case: OptimizerCase) -> set[str]:
+    """What tells a class's state from that of classes whose checkpoints do not fit it."""
+    return {*case.state_keys} - {"step", "trail", "max_exp_avg_sq"}
+
+
+def _options(optimizer: Any) -> list[Kwargs]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
 class TestParity:
@@ -505,7 +516,8 @@ class TestState:
             if case.is_torchs:
                 expected["foreach"] = None  # the one that the pair sets itself
             else:
-                assert group.pop("fused") is None
+                for option in ("foreach", "capturable", "differentiable", "fused"):
+                    assert not group.pop(option)
             shared = {key: value for key, value in group.items() if key not in case.own_arguments}
             assert shared == expected
             if not case.is_split:
@@ -566,6 +578,54 @@ class TestState:
             assert not case.is_split
             optimizer.step()
         assert torch.equal(p, before)
+
+    @each_class
+    @pytest.mark.parametrize("saver", CASES, ids=configuration_id)
+    @pytest.mark.parametrize("which", [0, -1])
+    def test_load_of_another_class(
+        self, case: OptimizerCase, saver: OptimizerCase, which: int
+    ) -> None:
+        """It is refused, and changes nothing, where torch's class would fail in the next step."""
+        _, saved = single(saver, "17", **saver.kwargs[which])
+        saved.step()
+        _, optimizer = single(case, "17")
+        optimizer.step()
+        if _kind_of_state(case) == _kind_of_state(saver):
+            optimizer.load_state_dict(saved.state_dict())
+            optimizer.step()
+        else:
+            options = _options(optimizer)
+            other = saver.name.removeprefix("Fused").removeprefix("Split")
+            with refused(
+                optimizer, ValueError, f"^{case.name}: the checkpoint is one of {other}, "
+            ):
+                optimizer.load_state_dict(saved.state_dict())
+            assert _options(optimizer) == options
+        if case.is_torchs and saver.is_torchs:
+            loaded, saved = (
+                cls([Parameter(torch.randn(17))], lr=0.1)
+                for cls in (case.reference, saver.reference)
+            )
+            loaded.load_state_dict(saved.state_dict())
+            fits = contextlib.nullcontext()
+            if _kind_of_state(case) != _kind_of_state(saver):
+                fits = pytest.raises(KeyError)
+            with fits:
+                step_alike(loaded)
+
+    @each_class
+    def test_load_without_some_of_the_state(self, case: OptimizerCase) -> None:
+        _, optimizer = single(case, "17")
+        optimizer.step()
+        needed = [key for key in case.state_keys if key not in ("trail", "max_exp_avg_sq")]
+        for key in needed if len(needed) > 1 else []:
+            checkpoint = copy.deepcopy(optimizer.state_dict())
+            checkpoint["param_groups"][0]["lr"] = 0.75
+            del checkpoint["state"][0][key]
+            options = _options(optimizer)
+            with refused(optimizer, ValueError, f"has no '{key}' of parameter 0"):
+                optimizer.load_state_dict(checkpoint)
+            assert _options(optimizer) == options
 
     @each_class
     @each_way_to_copy

@@ -284,6 +284,31 @@ class TestCheckpoints:
         assert optimizer.state_dict()["param_groups"] == groups
         optimizer.step()
 
+    @each_split_case
+    def test_saved_by_torchs_class_in_between(self, case: OptimizerCase) -> None:
+        """It rounds the lower halves to the parameter's dtype."""
+        p = Parameter(torch.randn(1000))
+        optimizer = case.make([p], **case.kwargs[-1])
+        step_alike(optimizer)
+        (master,) = optimizer.master_params()
+        cls = case.reference if case.is_torchs else torch.optim.Adam
+        theirs = cls([Parameter(p.detach().clone())])
+        theirs.load_state_dict(through_a_file(optimizer.state_dict()))
+        checkpoint = through_a_file(theirs.state_dict())
+        with refused(optimizer, ValueError, r"is torch\.bfloat16: .* Remove 'trail' from each"):
+            optimizer.load_state_dict(checkpoint)
+        for state in checkpoint["state"].values():
+            del state["trail"]
+        optimizer.load_state_dict(checkpoint)
+        assert torch.equal(*optimizer.master_params(), master)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("value", ["yes", None, 2])
+def test_split_is_no_flag(value: Any) -> None:
+    with pytest.raises(TypeError, match=f"FusedSGD: split is {value!r}; pass True or False"):
+        FusedSGD([Parameter(torch.ones(1))], split=value)
+
 
 def test_without_memory_no_parameter_is_split() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(1000, 2000))

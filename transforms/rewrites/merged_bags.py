@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ class _Merged(NamedTuple):
     dtypes: Sequence[torch.dtype]
     """Of the tables, before they were split."""
     handles: Sequence[RemovableHandle]
-    """Of the hooks that refuse calls of the bags."""
+    """Of the hooks by which the merged module's bags refuse calls by themselves."""
 
 
 def merge(
@@ -47,11 +46,10 @@ def merge(
         undo.callback(_set_trainable, bags)
     merged = MergedEmbeddingBag.from_embedding_bags(bags, **options)
     merged.training = getattr(container, "training", parent.training)
-    handles = []
     if options["optimizer"] is not None:
-        refuse = functools.partial(_refuse_call, name)
-        handles = [bag.register_forward_pre_hook(refuse) for bag in bags]
-    vars(parent).setdefault(_MERGED, {})[attribute] = _Merged(container, dtypes, handles)
+        merged._refuse_calls(name, f"self.{name.rpartition('.')[2]}(indices, offsets)")
+    record = _Merged(container, dtypes, merged._refusals)
+    vars(parent).setdefault(_MERGED, {})[attribute] = record
     undo.callback(_revert, parent)
     _put(parent, attribute, merged)
     return merged
@@ -98,14 +96,3 @@ def _put(parent: nn.Module, attribute: str, value: object) -> None:
     """Set an attribute, at its place among the submodules if it is one."""
     own: dict[str, Any] = parent._modules if attribute in parent._modules else vars(parent)
     own[attribute] = value
-
-
-def _refuse_call(name: str, bag: nn.Module, args: object) -> None:
-    """Raise if a bag of a merged module, which alone updates it, is called for training."""
-    if bag.training and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"a bag of {name} was called by itself, and would learn nothing: its table is updated "
-            f"by the backward pass of the merged module. Call that in the forward, as in "
-            f"self.{name.rpartition('.')[2]}(indices, offsets), or call the bag in eval mode or "
-            "under torch.no_grad()"
-        )

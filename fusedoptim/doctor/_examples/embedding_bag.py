@@ -48,6 +48,7 @@ def bags(random: np.random.Generator) -> Example:
             "width": _WIDTHS,
             "stride": _WIDTHS + 3,
             "padding": PADDING,
+            "is_first": ONE,
             "is_weighted": np.array([0, 1, 0]),
             "is_mean": np.array([0, 0, 1]),
         },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedoptim import nn
 from fusedoptim.nn import MergedEmbeddingBag
@@ -98,6 +100,21 @@ class _Reference:
 def _where(condition: Tensor, x: Bounded, y: Bounded) -> Bounded:
     value = torch.where(condition, x.value, y.value)
     return Bounded(value, torch.where(condition, x.error, y.error), y.arithmetic)
+
+
+def _pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+class _Sizes(TorchDispatchMode):
+    """The largest number of elements that an operator returned."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.most = max([self.most, *(x.numel() for x in [result] if isinstance(x, Tensor))])
+        return result
 
 
 class TestUpdates:
@@ -208,6 +225,43 @@ class TestUpdates:
             assert not module(*bags)[0].requires_grad
         assert all(map(torch.equal, before, weights_of(module)))
 
+    def test_a_bag_called_by_itself_without_an_optimizer(self) -> None:
+        module = new_module(None)
+        module[0](torch.tensor([1, 2]), torch.tensor([0, 2])).sum().backward()
+        assert module[0].weight.grad is not None
+        assert module[0].weight.grad[[1, 2]].eq(1).all()
+
+    def test_a_table_twice_without_an_optimizer(self) -> None:
+        """As in torch's list of bags, its gradient is the sum."""
+        bag = torch.nn.EmbeddingBag(50, 4, mode="sum", include_last_offset=True)
+        bags = [
+            bag,
+            bag,
+            torch.nn.EmbeddingBag.from_pretrained(
+                bag.weight, freeze=False, mode="sum", include_last_offset=True
+            ),
+        ]
+        given = new_bags((50, 50, 50))
+        torch.autograd.backward([y.sum() for y in MergedEmbeddingBag(bags)(*given)])
+        own = bag.weight.grad
+        bag.weight.grad = None
+        torch.autograd.backward([b(*args).sum() for b, *args in zip(bags, *given)])
+        assert own is not None
+        assert bag.weight.grad is not None
+        assert torch.equal(own, bag.weight.grad)
+
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    def test_autograd_sees_the_update(self, is_compiled: bool) -> None:
+        """What was saved of a table for another gradient is no longer what it was."""
+        torch.compiler.reset()
+        module = new_module("sgd")
+        ((bags, grads),) = new_batches(module, 1)
+        called = torch.compile(module, backend="aot_eager") if is_compiled else module
+        saved = torch.randn(20, requires_grad=True) * module[0].weight
+        torch.autograd.backward(called(*bags), grads)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+
     def test_two_dimensions(self) -> None:
         module = MergedEmbeddingBag([(10, 4), (20, 8)])
         indices = [torch.randint(10, (5, 3)) for _ in range(2)]
@@ -270,13 +324,58 @@ class TestOptimizer:
         optimizer.step()
         assert [float(state["step"]) for state in states] == [4.0] * len(states)
 
+    @pytest.mark.parametrize(("saver", "loader"), [*itertools.permutations(OPTIMIZERS, 2)])
+    def test_checkpoint_of_another_optimizer(self, saver: str, loader: str) -> None:
+        saved, optimizer = new_module(saver).optimizer(), new_module(loader).optimizer()
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ValueError, match=r"checkpoint is one of|'sum' of table 0 has shape"):
+            optimizer.load_state_dict(saved.state_dict())
+        assert repr(optimizer.state_dict()) == repr(before)
+
+    @pytest.mark.parametrize(
+        ("optimizer", "theirs", "option"),
+        [
+            ("sgd", torch.optim.SGD, {"momentum": 0.9}),
+            ("sgd", torch.optim.SGD, {"maximize": True}),
+            ("adagrad", torch.optim.Adagrad, {"lr_decay": 0.1}),
+        ],
+    )
+    def test_checkpoint_with_an_option_that_is_not_here(
+        self, optimizer: str, theirs: Any, option: dict[str, Any]
+    ) -> None:
+        module = new_module(optimizer)
+        saved = theirs([torch.nn.Parameter(w) for w in weights_of(module)], **option)
+        ((name, value),) = option.items()
+        with pytest.raises(ValueError, match=f"checkpoint has {name}={value}, which the update"):
+            module.optimizer().load_state_dict(saved.state_dict())
+
+    def test_state_with_strides(self) -> None:
+        """As torch's is, of a table with strides: the kernels take it as contiguous."""
+        module = new_module("adagrad", lr=LR)
+        train(module, new_batches(module, 1))
+        saved = copy.deepcopy(module.optimizer().state_dict())
+        for state in saved["state"].values():
+            state["sum"] = state["sum"].t().contiguous().t()
+        other = copy.deepcopy(module)
+        other.optimizer().load_state_dict(saved)
+        batches = new_batches(module, 2)
+        for one in (module, other):
+            train(one, batches)
+        assert all(map(torch.equal, weights_of(module), weights_of(other)))
+
+    def test_rowwise_state_takes_no_memory_of_the_tables_size(self) -> None:
+        bag = torch.nn.EmbeddingBag(100, 20, mode="sum")
+        with _Sizes() as sizes:
+            MergedEmbeddingBag([bag], "rowwise_adagrad")
+        assert sizes.most == 100
+
     def test_keys_are_those_of_the_bags(self) -> None:
         bags = torch.nn.ModuleList(torch.nn.EmbeddingBag(5, 4, mode="sum") for _ in range(3))
         module = MergedEmbeddingBag.from_embedding_bags(list(bags), optimizer="sgd")
         assert list(module.state_dict()) == list(bags.state_dict())
         assert [p for p in module.parameters() if p.requires_grad] == []
 
-    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+    @pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
     def test_copies_are_updated_by_their_own(self, copied: Any) -> None:
         module = new_module("adagrad", lr=LR)
         other = copied(module)
@@ -292,6 +391,7 @@ class TestOptimizer:
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
     @pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS])
     def test_compiled(self, optimizer: str | None, backend: str) -> None:
+        torch.compiler.reset()
         module = new_module(optimizer)
         other = copy.deepcopy(module)
         compiled = torch.compile(other, backend=backend, fullgraph=True)
@@ -316,6 +416,10 @@ class TestRefused:
         [
             ([], {}, ValueError, "tables=[] has none"),
             ([3], {}, TypeError, "table 0 is a int"),
+            (BAG, {}, TypeError, "tables is one EmbeddingBag; pass a list"),
+            ([(4, 2)], {"optimizer": "sgd", "eps": 0.1}, ValueError,
+             "eps is for optimizer='adagrad' and 'rowwise_adagrad', and 'sgd' takes lr, weight"),
+            ([(4, 2)], {"optimizer": "sgd", "split": "yes"}, TypeError, "split is 'yes'; pass"),
             ([(4, 2)], {"optimizer": "adam"}, ValueError, "optimizer='adam' is none of"),
             ([(4, 2)], {"lr": 0.1}, ValueError, "lr is for an optimizer"),
             ([(4, 2)], {"split": True}, ValueError, "split is for an optimizer"),
@@ -340,6 +444,23 @@ class TestRefused:
         with pytest.raises(IndexError, match=f"table 3 has {ROWS[-1]} rows"):
             module(*bags)
         assert all(map(torch.equal, before, weights_of(module)))
+
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy, _pickled])
+    def test_a_bag_called_by_itself(self, optimizer: str, copied: Any) -> None:
+        """It would learn nothing where it is trained."""
+        module = copied(new_module(optimizer))
+        bag, args = module[0], (torch.tensor([1, 2]), torch.tensor([0, 2]))
+        with pytest.raises(
+            RuntimeError, match=r"bag of MergedEmbeddingBag .* merged\(indices, offsets\)"
+        ):
+            bag(*args)
+        with torch.no_grad():
+            wanted = bag(*args)
+        module.eval()
+        assert torch.equal(bag(*args), wanted)
+        module.train()
+        train(module, new_batches(module, 1))
 
     def test_optimizer_of_none(self) -> None:
         with pytest.raises(RuntimeError, match="pass optimizer='sgd'"):

@@ -124,8 +124,24 @@ class TestWrong:
         before = values_of(module)
         bags.offsets[3][200] = bags.offsets[3][199] - 1
         raised = _error_of(module, bags, joined)
-        assert isinstance(raised, ValueError)
+        assert isinstance(raised, RuntimeError)
         assert re.search(r"offset \d+ of offsets [03] is \d+, after \d+", str(raised))
+        assert all(map(torch.equal, before, values_of(module)))
+
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize("joined", [False, True])
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    def test_first_offset(self, optimizer: str, joined: bool, is_compiled: bool) -> None:
+        torch.compiler.reset()
+        module, bags = new_module(optimizer), new_bags(ROWS)
+        called = torch.compile(module, backend="aot_eager") if is_compiled else module
+        before, given = values_of(module), bags.joined if joined else bags
+        called(*given)
+        starts = given[1] if joined else bags.offsets[3]
+        starts[0] = 1
+        message = f"offset 0 of offsets {0 if joined else 3} is 1; it has to be 0"
+        with pytest.raises(RuntimeError, match=message):
+            called(*given)
         assert all(map(torch.equal, before, values_of(module)))
 
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -159,7 +175,7 @@ class TestWrong:
 def _error_of(module: Any, bags: Bags, joined: bool) -> Exception | None:
     try:
         module(*(bags.joined if joined else bags))
-    except (IndexError, ValueError) as error:
+    except (IndexError, RuntimeError) as error:
         return error
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -260,11 +261,15 @@ class TestRefused:
              "table 1 has 5 rows, and its index 1 is 5"),
             ({"indices": (torch.tensor([0, -1, 1]), INDICES[1])}, IndexError,
              "table 0 has 4 rows, and its index 1 is -1"),
-            ({"offsets": (torch.tensor([0, 2, 1]), OFFSETS[1])}, ValueError,
+            ({"offsets": (torch.tensor([0, 2, 1]), OFFSETS[1])}, RuntimeError,
              "offset 2 of offsets 0 is 1, after 2"),
-            ({"offsets": (torch.tensor([0, 4]), OFFSETS[1])}, ValueError,
+            ({"offsets": (torch.tensor([0, 4]), OFFSETS[1])}, RuntimeError,
              "offset 1 of offsets 0 is 4"),
-            ({"offsets": (torch.tensor([-1, 1]), OFFSETS[1])}, ValueError, "offset 0 of"),
+            ({"offsets": (torch.tensor([-1, 1]), OFFSETS[1])}, RuntimeError, "offset 0 of"),
+            ({"offsets": (OFFSETS[0], torch.tensor([1, 2]))}, RuntimeError,
+             "offset 0 of offsets 1 is 1; it has to be 0"),
+            ({"offsets": (torch.tensor([3]), OFFSETS[1])}, RuntimeError,
+             "offset 0 of offsets 0 is 3; it has to be 0"),
             ({"indices": (INDICES[0].float(), INDICES[1])}, TypeError, "indices 0 are"),
             ({"offsets": (OFFSETS[0], OFFSETS[1].short())}, TypeError, "offsets 1 are"),
             ({"offsets": OFFSETS[:1]}, ValueError, "1 of offsets"),
@@ -279,7 +284,7 @@ class TestRefused:
              "are for sums"),
             ({"per_sample_weights": (torch.ones(3).double(), torch.ones(2))}, TypeError,
              "per_sample_weights 0 have dtype"),
-            ({"offsets": (OFFSETS[0], OFFSETS[1][:0]), "include_last_offset": True}, ValueError,
+            ({"offsets": (OFFSETS[0], OFFSETS[1][:0]), "include_last_offset": True}, RuntimeError,
              "offsets 1 are empty"),
         ],
     )  # fmt: skip
@@ -287,6 +292,43 @@ class TestRefused:
         given = {"weights": self.TABLES, "indices": self.INDICES, "offsets": self.OFFSETS}
         with pytest.raises(error, match=re.escape(message)):
             embedding_bags(**{**given, **changed})
+
+    @pytest.mark.parametrize("last", [False, True])
+    @pytest.mark.parametrize("bags", [1, 300])
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize("joined", [False, True])
+    def test_first_offset(self, joined: bool, dtype: torch.dtype, bags: int, last: bool) -> None:
+        """The only one in one tensor for all tables; in lists that of each table."""
+        given = new_bags((3, 5, 9), bags, dtype=dtype)
+        indices, offsets = ([x] for x in given.joined) if joined else given
+        offsets = [x if last else x[:-1] for x in offsets]
+        weights = [torch.randn(rows, 20) for rows in (3, 5, 9)]
+        embedding_bags(weights, indices, offsets, include_last_offset=last)
+        offsets[-1][0] = 1
+        message = f"offset 0 of offsets {len(offsets) - 1} is 1; it has to be 0"
+        with pytest.raises(RuntimeError, match=message):
+            embedding_bags(weights, indices, offsets, include_last_offset=last)
+
+    @pytest.mark.parametrize("last", [False, True])
+    @pytest.mark.parametrize("offsets", [[], [0], [0, 0], [1], [1, 1], [3], [0, 3], [0, 4], [0, 2]])
+    @pytest.mark.parametrize("indices", [[], [0, 1, 2]])
+    def test_as_torch(self, indices: list[int], offsets: list[int], last: bool) -> None:
+        """Where there are no bags or no indices too; alone and beside other tables."""
+        weight = torch.randint(-8, 8, (4, 2)).float()
+        own, starts = (torch.tensor(x, dtype=torch.int64) for x in (indices, offsets))
+        given = [weight], [own], [starts]
+        beside = [weight, *self.TABLES], [own, *self.INDICES], [starts, *self.OFFSETS]
+        wanted = None
+        with contextlib.suppress(RuntimeError):
+            wanted = torch.nn.functional.embedding_bag(
+                own, weight, starts, mode="sum", include_last_offset=last
+            )
+        for args in (given, beside):
+            if wanted is not None:
+                assert torch.equal(embedding_bags(*args, include_last_offset=last)[0], wanted)
+            else:
+                with pytest.raises(RuntimeError, match="offset"):
+                    embedding_bags(*args, include_last_offset=last)
 
     def test_joined_bags_do_not_divide(self) -> None:
         with pytest.raises(ValueError, match="3 bags for 2 tables"):

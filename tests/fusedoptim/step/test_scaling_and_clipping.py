@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.fusedoptim.helpers import (
     assert_same_bits,
     each_case,
     each_case_and_dtype,
+    each_class,
     each_way_to_copy,
     few,
     make_params,
@@ -415,6 +417,17 @@ class TestArgument:
         optimizer.step()
         optimizer.max_grad_norm = value
         with refused(optimizer, ValueError, "max_grad_norm"):
+            optimizer.step()
+
+    @each_class
+    @pytest.mark.parametrize("value", ["1", [1.0], {}])
+    def test_no_number(self, case: OptimizerCase, value: Any) -> None:
+        message = re.escape(f"max_grad_norm is {value!r}; pass a number above 0, or None")
+        with pytest.raises(TypeError, match=message):
+            case.make([Parameter(torch.ones(1))], max_grad_norm=value)
+        _, optimizer = single(case)
+        optimizer.max_grad_norm = value
+        with refused(optimizer, TypeError, message):
             optimizer.step()
 
     @each_case
