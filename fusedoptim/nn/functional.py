@@ -68,13 +68,14 @@ def cross_entropy(
         ignore_index: the target of rows that count for nothing.
         reduce: deprecated in torch, in favour of ``reduction``.
         reduction: "mean" (over the rows that count), "sum" or "none".
-        label_smoothing: :math:`\epsilon`, from 0 to 1.
+        label_smoothing: :math:`\epsilon`, from 0 to 1. As in torch, one below 0 and NaN are 0.
 
     Returns:
         a 0-d tensor, or the loss of each row without a reduction.
 
     Raises:
         ValueError: shapes do not fit, or a reduction that does not exist.
+        RuntimeError: label_smoothing is greater than 1.
         IndexError: on the CPU, a target is no class. On a GPU the result is NaN.
 
     Example:
@@ -87,8 +88,8 @@ def cross_entropy(
     is_plain = weight is None and size_average is None and reduce is None
     has_classes = target.dtype == torch.int64 and target.shape == input.shape[:-1]
     is_fused = is_plain and has_classes and input.dim() in (1, 2) and input.numel() >= MIN_FUSED
-    is_valid = reduction in _REDUCTIONS and 0 <= label_smoothing <= 1  # torch's errors are plain
-    if not (is_fused and is_ours(input) and is_valid):
+    is_fused = is_fused and isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
+    if not (is_fused and reduction in _REDUCTIONS and is_ours(input)):  # torch's errors are plain
         return torch.nn.functional.cross_entropy(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )

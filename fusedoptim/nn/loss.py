@@ -22,10 +22,11 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         ignore_index: the target of rows that count for nothing.
         reduce: deprecated in torch, in favour of ``reduction``.
         reduction: "mean" (over the rows that count), "sum" or "none".
-        label_smoothing: the share of the target that is spread over all classes, from 0 to 1.
+        label_smoothing: the share of the target that is spread over all classes, from 0 to 1. As in
+            torch, one below 0 and NaN are 0.
 
     Raises:
-        ValueError: label_smoothing is not between 0 and 1, in the call.
+        RuntimeError: label_smoothing is greater than 1, in the call.
 
     Example:
         >>> import torch

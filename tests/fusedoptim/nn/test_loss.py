@@ -123,6 +123,22 @@ def test_errors_are_torchs(arguments: dict[str, Any]) -> None:
     assert errors[0] == errors[1]
 
 
+@pytest.mark.parametrize("label_smoothing", [2, 1.0000001, 1, True, 0, -0.5, math.nan, "0.1"])
+@pytest.mark.parametrize("rows", [4, ROWS])
+def test_label_smoothing_is_taken_as_torch_takes_it(label_smoothing: Any, rows: int) -> None:
+    logits, target = (tensor[:rows] for tensor in inputs())
+    outcomes: list[Any] = []
+    for module in (ours.CrossEntropyLoss, nn.CrossEntropyLoss):
+        try:
+            outcomes.append(module(label_smoothing=label_smoothing)(logits, target))
+        except (RuntimeError, TypeError) as error:
+            outcomes.append((type(error), str(error)))
+    if isinstance(outcomes[1], Tensor):
+        torch.testing.assert_close(*outcomes)
+    else:
+        assert outcomes[0] == outcomes[1]
+
+
 def test_func_transforms_are_torchs() -> None:
     logits, target = inputs()
     gradients = [
