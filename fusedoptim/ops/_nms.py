@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.block import row_addresses
+from fusedoptim.ops._arguments import as_real, check_tensors
 from fusedoptim.ops._launching import VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register_without_gradient
 
@@ -53,14 +54,16 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 
     Semantics: ``torchvision.ops.nms`` of torchvision 0.28.
     """
+    check_tensors("nms", boxes=boxes, scores=scores)
+    threshold = as_real("nms", "iou_threshold", iou_threshold)
     if torch.is_autocast_enabled(boxes.device.type):
         boxes, scores = boxes.float(), scores.float()
-    result: Tensor = _nms(boxes, scores, None, float(iou_threshold))
+    result: Tensor = _nms(boxes, scores, None, threshold)
     return result
 
 
 def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
-    """The same for boxes of several classes, of which none suppresses a box of another.
+    """The boxes of several classes, each suppressed by those of its own class alone.
 
     Args:
         boxes: of shape (N, 4), as :func:`nms` takes them.
@@ -74,7 +77,7 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
 
     Raises:
         TypeError: as :func:`nms`.
-        ValueError: as :func:`nms`.
+        ValueError: as :func:`nms`, or there is not one class for each box.
 
     Example:
         >>> import torch
@@ -85,15 +88,18 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
     Semantics: ``torchvision.ops.batched_nms`` of torchvision 0.28. Up to 1,000 boxes, it moves the
     classes apart by an offset, which rounds the coordinates; so does this.
     """
+    check_tensors("batched_nms", boxes=boxes, scores=scores, idxs=idxs)
+    threshold = as_real("batched_nms", "iou_threshold", iou_threshold)
     if torch.is_autocast_enabled(boxes.device.type):
         boxes, scores = boxes.float(), scores.float()
     if boxes.numel() > _FEW.get(boxes.device.type, 100_000):
-        result: Tensor = _nms(boxes, scores, idxs, float(iou_threshold))
+        result: Tensor = _nms(boxes, scores, idxs, threshold)
         return result
     if boxes.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=boxes.device)
+    _check_shapes(boxes, idxs=idxs)
     offsets = idxs.to(boxes) * (boxes.max() + 1)
-    return nms(boxes + offsets[:, None], scores, iou_threshold)
+    return nms(boxes + offsets[:, None], scores, threshold)
 
 
 def _suppress(boxes: Tensor, scores: Tensor, idxs: Tensor | None, iou_threshold: float) -> Tensor:
@@ -118,18 +124,22 @@ def _check(boxes: Tensor, scores: Tensor, idxs: Tensor | None) -> None:
         )
     if scores.dtype != boxes.dtype:
         raise TypeError(f"nms: scores have dtype {scores.dtype}, and boxes {boxes.dtype}")
+    of_boxes = {"scores": scores} if idxs is None else {"scores": scores, "idxs": idxs}
+    _check_shapes(boxes, **of_boxes)
+    for name, tensor in of_boxes.items():
+        if tensor.device != boxes.device:
+            raise ValueError(f"nms: {name} are on {tensor.device}; move them to {boxes.device}")
+
+
+def _check_shapes(boxes: Tensor, **of_boxes: Tensor) -> None:
     if boxes.dim() != 2 or boxes.shape[1] != 4:
         raise ValueError(f"nms: boxes have shape {tuple(boxes.shape)}; pass (N, 4)")
-    for name, tensor in (("scores", scores), ("idxs", idxs)):
-        if tensor is None:
-            continue
+    for name, tensor in of_boxes.items():
         if tensor.shape != boxes.shape[:1]:
             raise ValueError(
                 f"nms: {name} have shape {tuple(tensor.shape)}; pass {tuple(boxes.shape[:1])}, one "
                 "for each box"
             )
-        if tensor.device != boxes.device:
-            raise ValueError(f"nms: {name} are on {tensor.device}; move them to {boxes.device}")
 
 
 def _kept(boxes: Tensor, sizes: list[int], iou_threshold: float) -> Tensor:

@@ -7,7 +7,6 @@ it. docs/design/detection.md has what that costs.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from fusedoptim.allocator import current_pool
 from fusedoptim.launch.block import row_addresses
 from fusedoptim.launch.devices import queue_of
+from fusedoptim.ops._arguments import as_integer, as_real, check_tensors
 from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register
 from fusedoptim.ops._roi_align_backward import roi_align_backward
@@ -67,7 +67,8 @@ def roi_align(
         is not positive.
 
     Raises:
-        TypeError: a dtype is not one of these, or output_size is no integer.
+        TypeError: a dtype is not one of these, output_size or sampling_ratio is no integer, or
+            spatial_scale is no number.
         ValueError: a shape does not fit, or a box is not finite and ``sampling_ratio`` is positive.
         IndexError: a box is of a map that ``input`` does not have.
 
@@ -80,13 +81,14 @@ def roi_align(
 
     Semantics: ``torchvision.ops.roi_align`` of torchvision 0.28, which takes no bfloat16.
     """
+    check_tensors("roi_align", input=input)
     height, width = _pair(output_size)
+    scale = as_real("roi_align", "spatial_scale", spatial_scale)
+    ratio = as_integer("roi_align", "sampling_ratio", sampling_ratio)
     rois = boxes if isinstance(boxes, Tensor) else _joined(boxes)
     if torch.is_autocast_enabled(input.device.type) and rois.dtype != torch.float64:
         rois = rois.float()
-    result: Tensor = _roi_align(
-        input, rois, float(spatial_scale), height, width, sampling_ratio, aligned
-    )
+    result: Tensor = _roi_align(input, rois, scale, height, width, ratio, aligned)
     return result
 
 
@@ -94,11 +96,13 @@ def _pair(output_size: int | Sequence[int]) -> tuple[int, int]:
     sizes = output_size if isinstance(output_size, Sequence) else (output_size, output_size)
     if len(sizes) != 2:
         raise ValueError(f"roi_align: output_size={output_size!r}; pass one integer, or two")
-    return operator.index(sizes[0]), operator.index(sizes[1])
+    height, width = (as_integer("roi_align", "output_size", size) for size in sizes)
+    return height, width
 
 
 def _joined(boxes: Sequence[Tensor]) -> Tensor:
     """Boxes of several maps, each with the index of its map."""
+    check_tensors("roi_align", **{f"boxes[{k}]": of_map for k, of_map in enumerate(boxes)})
     for k, of_map in enumerate(boxes):
         if of_map.dim() != 2 or of_map.shape[1] != 4:
             raise ValueError(

@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -110,9 +111,32 @@ class TestRefused:
             ({"boxes": torch.zeros(4)}, ValueError, r"pass \(N, 4\)"),
             ({"scores": torch.zeros(2)}, ValueError, r"pass \(3,\)"),
             ({"scores": torch.zeros(3, 1)}, ValueError, r"pass \(3,\)"),
+            ({"boxes": [[0.0, 0, 1, 1]]}, TypeError, "boxes is a list; pass a tensor"),
+            ({"scores": [0.5]}, TypeError, "scores is a list; pass a tensor"),
+            ({"iou_threshold": ".5"}, TypeError, r"iou_threshold='\.5' is a str; pass a number"),
+            ({"iou_threshold": None}, TypeError, "iou_threshold=None is a NoneType"),
         ],
     )
     def test_refused(self, change: dict[str, Any], error: type[Exception], match: str) -> None:
-        arguments: dict[str, Any] = {"boxes": torch.zeros(3, 4), "scores": torch.zeros(3)}
+        boxes, scores = torch.zeros(3, 4), torch.zeros(3)
+        arguments: dict[str, Any] = {"boxes": boxes, "scores": scores, "iou_threshold": 0.5}
         with pytest.raises(error, match=match):
-            nms(**arguments | change, iou_threshold=0.5)
+            nms(**arguments | change)
+        if "boxes" not in change or isinstance(change["boxes"], list):
+            with pytest.raises(error, match=match):
+                batched_nms(**arguments | {"idxs": torch.zeros(3)} | change)
+
+    @pytest.mark.parametrize("count", [3, 2000])
+    @pytest.mark.parametrize("classes", [1, 2])
+    def test_too_few_classes(self, count: int, classes: int) -> None:
+        boxes, scores = torch.zeros(count, 4), torch.zeros(count)
+        with pytest.raises(ValueError, match=rf"idxs have shape \({classes},\); pass \({count},"):
+            batched_nms(boxes, scores, torch.zeros(classes), 0.5)
+        with pytest.raises(TypeError, match="idxs is a list; pass a tensor"):
+            batched_nms(boxes, scores, [0] * count, 0.5)  # type: ignore[arg-type]
+
+    def test_numbers_of_other_types(self) -> None:
+        boxes, scores = new_boxes(40)
+        expected = nms(boxes, scores, 0.5)
+        for threshold in (np.float32(0.5), torch.tensor(0.5)):
+            assert torch.equal(nms(boxes, scores, threshold), expected)

@@ -199,7 +199,11 @@ class TestRefused:
             ({"spatial_scale": math.inf}, ValueError, "spatial_scale=inf"),
             ({"output_size": -1}, ValueError, "no size is negative"),
             ({"output_size": (1, 2, 3)}, ValueError, "pass one integer, or two"),
-            ({"output_size": 2.5}, TypeError, "integer"),
+            ({"output_size": 2.5}, TypeError, r"output_size=2\.5 is a float; pass an integer"),
+            ({"sampling_ratio": 2.5}, TypeError, r"sampling_ratio=2\.5 is a float; pass an int"),
+            ({"spatial_scale": "1"}, TypeError, "spatial_scale='1' is a str; pass a number"),
+            ({"input": [[1.0]]}, TypeError, "input is a list; pass a tensor"),
+            ({"boxes": [[0.0, 0, 1, 1]]}, TypeError, r"boxes\[0\] is a list; pass a tensor"),
             ({"input": torch.zeros(1, 2, 0, 4)}, ValueError, "0 x 4 pixels"),
         ],
     )

@@ -1,0 +1,32 @@
+"""Checks of operators' arguments that are no tensors of the right kind, or no numbers."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor
+
+
+def check_tensors(function: str, **arguments: Any) -> None:
+    """Raise TypeError unless all arguments are tensors."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{function}: {name} is a {type(value).__name__}; pass a tensor")
+
+
+def as_real(function: str, name: str, value: Any) -> float:
+    """A number as a float; TypeError for anything else, such as text that float() would read."""
+    if not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
+        raise TypeError(f"{function}: {name}={value!r} is a {type(value).__name__}; pass a number")
+    return float(value)
+
+
+def as_integer(function: str, name: str, value: Any) -> int:
+    """An integer as an int; TypeError for anything else, such as 3.0."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{function}: {name}={value!r} is a {type(value).__name__}; pass an integer"
+        ) from None
