@@ -121,6 +121,19 @@ class TestCommandLine:
         assert end.value.code == 0
         assert "build" in capsys.readouterr().out
 
+    @pytest.mark.parametrize("command", ["doctor", "aot"])
+    def test_as_a_module_of_its_own(self, command: str) -> None:
+        """``python -m fusedoptim.doctor`` is the command too."""
+        done = subprocess.run(
+            [sys.executable, "-m", f"fusedoptim.{command}", "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"usage: python -m fusedoptim {command} ")
+
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
             __main__.main(["--version"])
