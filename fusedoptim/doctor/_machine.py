@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fusedoptim._processor import processor_facts
 from fusedoptim.doctor._report import Problem, Section, error, warning
 
-_CPUINFO = Path("/proc/cpuinfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _SHARED = Path("/dev/shm")
@@ -49,10 +49,9 @@ def check() -> Section:
 
 def _processor() -> tuple[str, list[str]]:
     """Its name, and the instruction sets that matter here."""
-    first = _CPUINFO.read_text().split("\n\n")[0]
-    fields = dict(re.findall(r"^(.+?)\s*: (.*)$", first, re.MULTILINE))
-    flags = fields.get("flags", "").split()
-    return fields.get("model name", "unknown"), sorted(filter(_INSTRUCTIONS.fullmatch, flags))
+    facts = processor_facts()
+    flags = facts.get("flags", "").split()
+    return facts.get("model name", "unknown"), sorted(filter(_INSTRUCTIONS.fullmatch, flags))
 
 
 def _processor_problems(instructions: list[str]) -> Iterator[Problem]:

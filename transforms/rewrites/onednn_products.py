@@ -8,11 +8,11 @@ dispatch or function mode of the user's.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from fusedoptim._processor import processor_facts
 from fusedoptim._torch_private import is_forward_mode, transform_level
 from fusedoptim.ops._linear import linear
 from transforms.rewrites import exchanged_class
@@ -22,7 +22,6 @@ LEAST_PRODUCTS = 1 << 26
 """Multiplications of a forward pass for each thread, from which oneDNN gains more than the calls
 cost."""
 _KINDS = (Tensor, nn.Parameter)
-_PROCESSORS = Path("/proc/cpuinfo")
 
 
 class OneDNNModule(nn.Module):
@@ -89,10 +88,10 @@ def objection() -> str | None:
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return "this torch computes products without MKL"
     try:
-        is_intels = "GenuineIntel" in _PROCESSORS.read_text()
+        vendor = processor_facts().get("vendor_id")
     except OSError:
-        return f"{_PROCESSORS} does not say whose the processor is"
-    if is_intels:
+        return "the system does not say whose the processor is"
+    if vendor == "GenuineIntel":
         return "MKL is as quick as oneDNN on Intel's processors"
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return "oneDNN is no quicker than MKL without AVX-512"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import allocator
+from fusedoptim import _processor
 from fusedoptim.doctor import (
     _devices,
     _drivers,
@@ -250,7 +251,7 @@ class TestMachine:
     ) -> None:
         cpuinfo = tmp_path / "cpuinfo"
         cpuinfo.write_text(f"model name\t: Old: One\nflags\t\t: {flags}\n\nmodel name\t: x\n")
-        monkeypatch.setattr(_machine, "_CPUINFO", cpuinfo)
+        monkeypatch.setattr(_processor, "PROCESSORS", cpuinfo)
         section = _machine.check()
         assert section.facts["processor"] == "Old: One"
         assert "virtual" in only(section.problems, text).cure

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedoptim import transforms
+from fusedoptim import _processor, transforms
 from fusedoptim.ops import _linear
 from tests.fusedoptim.helpers import assert_within, each_way_to_copy
 from tests.tolerances import unit_roundoff
@@ -314,13 +314,13 @@ class TestObjection:
     ) -> None:
         facts = tmp_path / "cpuinfo"
         facts.write_text(f"vendor_id\t: {vendor}\n")
-        monkeypatch.setattr(onednn_products, "_PROCESSORS", facts)
+        monkeypatch.setattr(_processor, "PROCESSORS", facts)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
         found = onednn_products.objection()
         assert found is None if reason is None else reason in str(found)
 
     def test_without_facts(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(onednn_products, "_PROCESSORS", tmp_path / "none")
+        monkeypatch.setattr(_processor, "PROCESSORS", tmp_path / "none")
         assert "does not say whose the processor is" in str(onednn_products.objection())
 
     def test_by_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,18 @@
+"""What the system says of the processor."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PROCESSORS = Path("/proc/cpuinfo")
+
+
+def processor_facts() -> dict[str, str]:
+    """The fields of the first processor, such as "vendor_id" and "flags".
+
+    Raises:
+        OSError: the system does not say.
+    """
+    first = PROCESSORS.read_text().split("\n\n")[0]
+    return dict(re.findall(r"^(.+?)\s*: (.*)$", first, re.MULTILINE))
