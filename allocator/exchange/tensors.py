@@ -86,7 +86,7 @@ class TensorFactory:
         torch, core = self.load_torch(), self._core
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype={dtype!r} is not a torch.dtype")
+            raise TypeError(f"dtype={dtype!r} is not a torch.dtype{_cure(torch, shape, dtype)}")
         kind = as_dtype(dtype)
         nbytes = checked_nbytes(extent(shape, strides) * kind.itemsize, shape)
         if nbytes == 0:
@@ -143,6 +143,16 @@ class TensorFactory:
             if is_outermost and core.cache.is_full:
                 core.flush_cache()
             core.cache.entry_for(shape, dtype, allocation).add_recent(export)
+
+
+def _cure(torch: Any, shape: tuple[int, ...], dtype: Any) -> str:
+    """What was probably meant by a dtype that is none."""
+    if isinstance(dtype, int):
+        return f"; a shape of several dimensions is a tuple, such as {(*shape, dtype)}"
+    name = getattr(dtype, "__name__", str(dtype))  # of a class of NumPy's, too
+    if isinstance(getattr(torch, name, None), torch.dtype):
+        return f"; pass torch.{name}"
+    return ""
 
 
 def _torch_not_loaded(capsule: Any) -> Tensor:

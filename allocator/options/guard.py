@@ -63,7 +63,8 @@ class MemoryCorruptionError(RuntimeError):
 
     def _message(self) -> str:
         where = "" if self.offset is None else f": byte {self.offset} was overwritten"
-        lines = [f"{self.kind} of {size_text(self.nbytes)} at {self.address:#x}{where}"]
+        relation = "" if self.kind.startswith("overflow") else " of"  # "overflow after the 400 B"
+        lines = [f"{self.kind}{relation} the {size_text(self.nbytes)} at {self.address:#x}{where}"]
         lines += ["  allocated at:", *(f"    {frame}" for frame in self.allocated_at)]
         if self.released_at:
             lines += ["  release seen at:", *(f"    {frame}" for frame in self.released_at)]

@@ -63,6 +63,7 @@ class Pool(Constructors, Reports):
             memory. See :meth:`check`.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: an unknown kind, or an invalid limit or time.
         DeviceNotFoundError: no driver serves the device.
         OutOfMemoryError: the arena of ``stable_addresses`` cannot be allocated.
@@ -93,6 +94,10 @@ class Pool(Constructors, Reports):
         idle_seconds: float | None = None,
         debug: bool = False,
     ) -> None:
+        if not isinstance(debug, bool):
+            raise TypeError(f"debug={debug!r} is not True or False")
+        if rules is not None and not isinstance(rules, Rules):
+            raise TypeError(f"rules={rules!r} is not an allocator.Rules")
         if idle_seconds is not None:
             idle_seconds = checked_seconds(idle_seconds)
             if stable_addresses is not None:
@@ -325,7 +330,7 @@ class Pool(Constructors, Reports):
             >>> pool.check()
             Traceback (most recent call last):
             ...
-            allocator.options.guard.MemoryCorruptionError: overflow after of 3.9 KiB at ...
+            allocator.options.guard.MemoryCorruptionError: overflow after the 3.9 KiB at ...
         """
         debugger = self._core.debugger
         if debugger is None:

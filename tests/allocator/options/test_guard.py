@@ -89,7 +89,7 @@ class TestOverflow:
         for give in (lambda: pool.empty(8), lambda: pool.array(8), pool.trim, pool.check):
             write(memory.address - 1)
             memory.release() if give is pool.trim else pool._core.debugger.check(pool._core)
-            with pytest.raises(MemoryCorruptionError, match="overflow before of 100 B"):
+            with pytest.raises(MemoryCorruptionError, match="overflow before the 100 B"):
                 give()
             if memory.is_released:
                 memory = pool.allocate(100)
@@ -116,7 +116,7 @@ class TestOverflow:
     def test_of_a_tensor(self, pool: Pool) -> None:
         x = pool.zeros(10)
         (ctypes.c_float * 11).from_address(x.data_ptr())[10] = 1.0
-        with pytest.raises(MemoryCorruptionError, match="overflow after of 40 B"):
+        with pytest.raises(MemoryCorruptionError, match="overflow after the 40 B"):
             pool.check()
 
     def test_each_is_found(self, pool: Pool) -> None:
@@ -182,7 +182,7 @@ class TestUseAfterRelease:
             for _ in range(2 * QUARANTINE // MIB):
                 pool.allocate(MIB)
 
-        with pytest.raises(MemoryCorruptionError, match="use after release of 100 B"):
+        with pytest.raises(MemoryCorruptionError, match="use after release of the 100 B"):
             allocate()
         allocate()
         assert bytes_of_blocks(pool) <= QUARANTINE + 2 * MIB
@@ -431,7 +431,7 @@ ctypes.memset(address, 0, 1)
     )
     assert found.returncode == {"": 0, "del pool": 0, "sys.exit(3)": 3}.get(end, 1)
     assert found.stderr.count("Found by the debug mode of mine") == 2
-    for part in ("overflow after of 100 B", "use after release of 100 B", "(make)"):
+    for part in ("overflow after the 100 B", "use after release of the 100 B", "(make)"):
         assert part in found.stderr
     assert found.stderr.count("allocated at") == 2
     assert found.stderr.count("release seen at") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,7 +102,14 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
     "uint1": (lambda p: p.array(3, vars(torch)["uint1"]), TypeError, "uint1.*bfloat16"),
     "text": (lambda p: p.array(3, np.dtype("U4")), TypeError, "U4.*bfloat16"),
     "byte order": (lambda p: p.array(3, np.dtype(">f4")), TypeError, "byte order"),
-    "no torch dtype": (lambda p: p.empty(3, np.float32), TypeError, "dtype=.*float32"),  # type: ignore[arg-type]
+    "no torch dtype": (lambda p: p.empty(3, np.float32), TypeError, r"pass torch\.float32"),  # type: ignore[arg-type]
+    "dimensions apart": (lambda p: p.empty(2, 3), TypeError, r"dtype=3 .* such as \(2, 3\)"),  # type: ignore[arg-type]
+    "no torch dtype's name": (
+        lambda p: p.zeros(3, "float32"),  # type: ignore[arg-type]
+        TypeError,
+        r"dtype='float32' is not a torch\.dtype; pass torch\.float32",
+    ),
+    "no name": (lambda p: p.empty(3, "zeros"), TypeError, r"'zeros' is not a torch\.dtype$"),  # type: ignore[arg-type]
     "alignment 0": (lambda p: p.allocate(9, alignment=0), ValueError, "alignment=0"),
     "alignment 3": (lambda p: p.allocate(9, alignment=3), ValueError, "alignment=3"),
     "alignment -8": (lambda p: p.allocate(9, alignment=-8), ValueError, "alignment=-8"),
@@ -218,6 +226,10 @@ def test_more_than_the_device_gives(pool: Pool) -> None:
         ({"idle_seconds": "1"}, TypeError, "is not a number"),
         ({"idle_seconds": True}, TypeError, "is not a number"),
         ({"idle_seconds": [1]}, TypeError, "is not a number"),
+        ({"debug": "x"}, TypeError, "debug='x' is not True or False"),
+        ({"debug": 1}, TypeError, "debug=1 is not True or False"),
+        ({"rules": 3}, TypeError, r"rules=3 is not an allocator\.Rules"),
+        ({"rules": 0}, TypeError, r"rules=0 is not an allocator\.Rules"),
         ({"limit": 1, "fraction": 0.5}, ValueError, r"limit=1.*fraction=0\.5"),
     ],
 )
@@ -283,3 +295,13 @@ def test_a_context_of_its_own() -> None:
     array = Pool(dpctl.SyclQueue(context, device)).array(3)
     with pytest.raises(BufferError, match="context"):
         array.__dlpack__(dl_device=(14, 0))
+
+
+def test_a_named_pool_that_exists() -> None:
+    name = "a named pool that exists"
+    pool = allocator.named_pool(name, kind="shared")
+    assert allocator.named_pool(name, kind="shared") is pool
+    message = rf"exists, of shared memory of {re.escape(pool.driver.name)}; .* same device and kind"
+    for arguments in ({}, {"kind": "shared", "limit": "1MiB"}):
+        with pytest.raises(ValueError, match=message):
+            allocator.named_pool(name, **arguments)
