@@ -58,6 +58,13 @@ class Box(_Base):
             ValueError: no.
         """
 
+    def __call__(self, lid: bool = True) -> None:
+        """Use it.
+
+        Args:
+            lid: with it.
+        """
+
 def fill(box: "Box", *things: int, **names: str) -> None:
     """Fill a box.
 
@@ -95,6 +102,7 @@ def test_complete_docstrings_lack_nothing(tmp_path: Path) -> None:
         ),
         ('        """its ``size``."""\n', "", "size has no docstring"),
         ("            force: do.\n", "", "open: Args lacks force"),
+        ("            lid: with it.\n", "            led: it.\n", "__call__: Args lacks lid"),
         (
             "            force: do.\n",
             "            farce: do.\n",
@@ -195,6 +203,18 @@ def test_pages(tmp_path: Path) -> None:
         **Raises**
 
         - `ValueError`: no.
+
+        ### `Box.__call__`
+
+        ```python
+        def __call__(lid: bool = True) -> None
+        ```
+
+        Use it.
+
+        **Arguments**
+
+        - `lid`: with it.
 
         ## `fill`
         """)

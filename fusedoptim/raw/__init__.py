@@ -1,7 +1,7 @@
 """Kernels of the user's own, on torch tensors, numpy arrays and SYCL memory, without copies.
 
-``RawKernel`` and ``RawModule`` follow CuPy's conventions. Importing this loads no compiler and
-touches no device.
+The conventions are CuPy's; docs/writing-kernels.md lists what differs. Importing this loads no
+compiler and touches no device.
 """
 
 from fusedoptim.raw._arguments import LocalMemory

@@ -190,9 +190,11 @@ class Built:
             )
         if any(size % part for size, part in zip(items, group)):
             rounded = tuple(-(-size // part) * part for size, part in zip(items, group))
+            groups = tuple(size * part for size, part in zip(items, group))
             raise ValueError(
                 f"{self._name}: global_size={items} is no multiple of local_size={group}; "
-                f"launch {rounded}, and have the kernel return where get_global_id(0) is too large"
+                f"launch {rounded}, and have the kernel return where get_global_id(0) is too "
+                f"large. It counts work items: {items} groups are global_size={groups}"
             )
 
     @functools.cached_property

@@ -19,6 +19,7 @@ from fusedoptim.raw._parameters import Dtype, Operand
 from fusedoptim.raw._pointers import PLAIN
 from fusedoptim.raw._recent import Recent
 from fusedoptim.raw._repeat import Repeat
+from fusedoptim.raw._sources import check_source_options
 from fusedoptim.raw._spirv import Parameter
 from fusedoptim.raw._walk import memory
 from fusedoptim.raw.kernel import RawKernel, RawModule, untraced
@@ -125,6 +126,7 @@ class ExpressionKernel(abc.ABC):
     def __init__(
         self, in_params: str, out_params: str, name: str, preamble: str, options: Sequence[str]
     ) -> None:
+        check_text(name=name, preamble=preamble)
         self._inputs = _parameters.parse(in_params, "in_params")
         self._outputs = _parameters.parse(out_params, "out_params")
         self._params = self._inputs + self._outputs
@@ -132,7 +134,7 @@ class ExpressionKernel(abc.ABC):
         _parameters.check_names(name, self._params)
         self._name = name
         self._preamble = preamble
-        self._options = tuple(options)
+        self._options = check_source_options("OpenCL C", options)
         self._kernels: dict[str, GeneratedKernel] = {}  # by their C
         self._plans: dict[Any, Plan] = {}
         self._recent: dict[int | tuple[type, ...], Recent[_Again]] = {}
@@ -148,7 +150,7 @@ class ExpressionKernel(abc.ABC):
             return untraced(self._call, args, *options)
         outputs = self._repeated(args, options)
         if outputs is None:
-            outputs = self._checked(args, options)[self._input_count :]
+            outputs = self._checked(args, options)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _repeated(self, args: tuple[Any, ...], options: object) -> tuple[Any, ...] | None:
@@ -171,20 +173,20 @@ class ExpressionKernel(abc.ABC):
         return outputs if again.repeat.launch(args) else None
 
     def _checked(self, args: Sequence[Any], options: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs and outputs of a call whose arguments are checked."""
-        values, forms = _parameters.read(self._name, args)
+        """The outputs of a call whose arguments are checked."""
+        values, forms = _parameters.read(self._name, args, self._input_count)
         key = forms, options
         known = self._plans.get(key)
         plan = known or self._plan(values, *options)
-        values += [output.create() for output in plan.outputs]
+        created = [output.create() for output in plan.outputs]
         if plan.kernel is not None:
-            launched = plan.launch(values)
+            launched = plan.launch([*values, *created])
             self._remember(args, options, plan, launched)
         if known is None:  # only now: a plan made under FakeTensorMode has a fake tensor, and fails
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
-        return tuple(values)
+        return (*args[self._input_count :], *created)
 
     def _remember(
         self, args: Sequence[Any], options: object, plan: Plan, launched: Sequence[Any]
@@ -276,6 +278,13 @@ class ExpressionKernel(abc.ABC):
         # Not the same tensor twice: Signature would not recognize the arguments at the next call.
         first = (sizes, sizes[:1]) if zeros == 0 else (sizes,)
         return Plan(outputs, kernel, first, zeros or 0, groups, lanes, tuple(strided), device)
+
+
+def check_text(**texts: Any) -> None:
+    """Raise TypeError unless all of these arguments are strings."""
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise TypeError(f"{name}={text!r} is a {type(text).__name__}; pass a str")
 
 
 def takes_frame(device: torch.device) -> bool:

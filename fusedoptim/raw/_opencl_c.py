@@ -72,6 +72,23 @@ DRIVER_OPTIONS = (
 _COMPILER_OPTIONS = ("-cl-single-precision-constant", "-cl-strict-aliasing", "-w", "-Werror")
 _STANDARDS = ("CL1.0", "CL1.1", "CL1.2", "CL2.0", "CL3.0")
 
+_INSTEAD = {
+    'extern "C"': 'nothing for extern "C"',
+    "__global__": "kernel for __global__, and global float * for a float * of its parameters",
+    "__device__": "nothing for __device__",
+    "__shared__": "local for __shared__",
+    "__constant__": "constant for __constant__",
+    "__restrict__": "restrict for __restrict__",
+    "__syncthreads": "barrier(CLK_LOCAL_MEM_FENCE) for __syncthreads()",
+    "threadIdx": "get_local_id(0) for threadIdx.x",
+    "blockIdx": "get_group_id(0) for blockIdx.x",
+    "blockDim": "get_local_size(0) for blockDim.x",
+    "gridDim": "get_num_groups(0) for gridDim.x",
+    "atomicAdd": "atomic_add, of integers, for atomicAdd",
+    "_ind.size()": "n for _ind.size()",
+}
+"""What to write instead of words of CUDA and of CuPy's kernels."""
+
 _lock = threading.RLock()  # a signal handler may compile in the middle
 
 
@@ -135,10 +152,22 @@ def compile_opencl_c(source: str, options: Sequence[str] = ()) -> bytes:
     log = re.sub(r"^\d+:(?=\d+:\d+: )", "line ", log, flags=re.MULTILINE).rstrip()
     if status:
         reason = log or f"the compiler's status is {status}"
-        raise KernelCompileError(f"the OpenCL C source does not compile:\n{reason}", log)
+        raise KernelCompileError(
+            f"the OpenCL C source does not compile:\n{reason}{_advice(source)}", log
+        )
     if log:
         warn(f"the OpenCL C source compiles, with warnings:\n{log}", KernelCompileWarning)
     return spirv
+
+
+def _advice(source: str) -> str:
+    """What to write instead of words that CUDA and CuPy have and OpenCL C lacks."""
+    found = [
+        advice
+        for word, advice in _INSTEAD.items()
+        if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", source)
+    ]
+    return f"\nthis is OpenCL C, not CUDA C++: write {'; '.join(found)}" if found else ""
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fusedoptim.dtypes import ELEMENTS, Element
@@ -35,11 +36,8 @@ def _dtype(element: Element) -> Dtype:
     return Dtype(getattr(torch, element.dtype), element.c, arithmetic, *convert)
 
 
-_UNSUPPORTED = ("u16", "u32", "u64")  # torch has few operators for them
 DTYPES = {"bool": Dtype(torch.bool, "uchar", "bool", "(bool)", "(uchar)")} | {
-    element.dtype: _dtype(element)
-    for element in ELEMENTS.values()
-    if element.name not in _UNSUPPORTED
+    element.dtype: _dtype(element) for element in ELEMENTS.values()
 }
 _BY_TORCH = {dtype.torch: dtype for dtype in DTYPES.values()}
 _BY_C = {element.c: element for element in ELEMENTS.values()}
@@ -142,6 +140,10 @@ class Operand(NamedTuple):
 
 def parse(text: str, what: str) -> tuple[Param, ...]:
     """The parameters that ``text`` declares; errors call it ``what``."""
+    if not isinstance(text, str):
+        raise TypeError(
+            f'{what}={text!r} is a {type(text).__name__}; pass a str, such as "float32 x, raw T y"'
+        )
     params = []
     for declaration in filter(None, map(str.strip, text.split(","))):
         match = re.fullmatch(r"(raw\s+)?(\w+)\s+([A-Za-z]\w*)", declaration)
@@ -192,7 +194,7 @@ def bind(kernel: str, params: Sequence[Param], values: Sequence[Any]) -> dict[st
         else:
             raise TypeError(
                 f"{kernel}: argument {param.name!r} is a {type(value).__name__}; pass a torch "
-                f"tensor{'' if param.raw else ' or a number'}"
+                f"tensor or a numpy array{'' if param.raw else ', or a number'}"
             )
     for param, value in numbers:
         dtype = found.setdefault(param.type, _BY_TORCH[_PYTHON[type(value)]])
@@ -218,16 +220,26 @@ def _bind_tensor(kernel: str, param: Param, dtype: torch.dtype, found: dict[str,
         )
 
 
-def read(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+def read(
+    kernel: str, args: Sequence[Any], inputs: int
+) -> tuple[list[Tensor | Scalar], tuple[Any, ...]]:
     """The arguments, and of each all that the plan of a call depends on.
+
+    Args:
+        kernel: its name, for errors.
+        args: the arguments; numpy arrays become tensors over the same memory.
+        inputs: how many of them, the first ones, are only read.
 
     Raises:
         RuntimeError: one requires a gradient.
-        ValueError: one is sparse.
+        TypeError: an array of a dtype that torch does not have.
+        ValueError: one is sparse, or an array that torch does not take or that cannot be written.
     """
     values: list[Any] = []
     forms: list[Any] = []
-    for value in args:
+    for k, value in enumerate(args):
+        if isinstance(value, np.ndarray):
+            value = _tensor_over(kernel, value, is_input=k < inputs)
         if isinstance(value, Tensor):
             if value.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
@@ -243,6 +255,29 @@ def read(kernel: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
             forms.append(type(value))
         values.append(value)
     return values, tuple(forms)
+
+
+def _tensor_over(kernel: str, array: NDArray[Any], is_input: bool) -> Tensor:
+    """A tensor over an array's memory."""
+    if not array.flags.writeable:
+        if not is_input:
+            raise ValueError(f"{kernel}: an output is a read-only array; pass one to write to")
+        array = np.asarray(_Writable(array))
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{kernel}: an argument is an array that torch refuses: {error}"
+        ) from None
+
+
+class _Writable:
+    """A read-only array without that mark, as torch warns of it; a kernel only reads its inputs."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+        self._owner = array
 
 
 def check_count(kernel: str, inputs: int, outputs: int, values: Sequence[Any]) -> None:

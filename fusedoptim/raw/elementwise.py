@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fusedoptim.raw import _parameters
@@ -17,6 +18,7 @@ from fusedoptim.raw._expressions import (
     NUMBERS,
     ExpressionKernel,
     Plan,
+    check_text,
     chunk_of,
     launch_shape,
 )
@@ -74,7 +76,8 @@ class ElementwiseKernel(ExpressionKernel):
         options: of the compiler; see :class:`fusedoptim.raw.RawKernel`.
 
     Raises:
-        ValueError: a declaration or the name is invalid.
+        TypeError: an argument is not a str, or ``options`` not a sequence of them.
+        ValueError: a declaration, the name or an option is invalid.
 
     Example:
         >>> import torch
@@ -92,6 +95,7 @@ class ElementwiseKernel(ExpressionKernel):
         preamble: str = "",
         options: Sequence[str] = (),
     ) -> None:
+        check_text(operation=operation)
         super().__init__(in_params, out_params, name, preamble, options)
         self.name = name
         """The kernel's name, as errors use it."""
@@ -101,16 +105,17 @@ class ElementwiseKernel(ExpressionKernel):
         uses_index = re.search(r"\bi\b", operation) is not None
         self._keeps_order = uses_index or any(param.raw for param in self._params)
 
-    def __call__(self, *args: Tensor | Scalar, size: int | None = None) -> Any:
+    def __call__(self, *args: Tensor | NDArray[Any] | Scalar, size: int | None = None) -> Any:
         """Compute the outputs.
 
         Args:
-            args: the inputs, torch tensors of one device or numbers; then the outputs, or none of
-                them, to have them created.
+            args: the inputs: torch tensors of one device, numpy arrays as tensors of the CPU, or
+                numbers. Then the outputs, or none of them, to have them created.
             size: the number of elements, where every tensor is raw.
 
         Returns:
-            the output, or a tuple of them if there are several.
+            the output, or a tuple of them if there are several. Those that are created are torch
+            tensors.
 
         Raises:
             TypeError: too few or too many arguments, or one of another type.

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fusedoptim.raw import _parameters
@@ -17,6 +18,7 @@ from fusedoptim.raw._expressions import (
     NUMBERS,
     ExpressionKernel,
     Plan,
+    check_text,
     chunk_of,
     launch_shape,
 )
@@ -155,7 +157,8 @@ class ReductionKernel(ExpressionKernel):
         options: of the compiler; see :class:`fusedoptim.raw.RawKernel`.
 
     Raises:
-        ValueError: a declaration, the name or reduce_type is invalid.
+        TypeError: an argument is not a str, or ``options`` not a sequence of them.
+        ValueError: a declaration, the name, reduce_type or an option is invalid.
 
     Example:
         >>> import torch
@@ -177,6 +180,7 @@ class ReductionKernel(ExpressionKernel):
         preamble: str = "",
         options: Sequence[str] = (),
     ) -> None:
+        check_text(map_expr=map_expr, reduce_expr=reduce_expr, post_map_expr=post_map_expr)
         super().__init__(in_params, out_params, name, preamble, options)
         self.name = name
         """The kernel's name, as errors use it."""
@@ -197,20 +201,23 @@ class ReductionKernel(ExpressionKernel):
 
     def __call__(
         self,
-        *args: Tensor | Scalar,
+        *args: Tensor | NDArray[Any] | Scalar,
         axis: int | Sequence[int] | None = None,
         keepdims: bool = False,
+        out: Tensor | NDArray[Any] | tuple[Tensor | NDArray[Any], ...] | None = None,
     ) -> Any:
         """Reduce.
 
         Args:
-            args: the inputs, torch tensors of one device or numbers; then the outputs, or none of
-                them, to have them created.
+            args: the inputs: torch tensors of one device, numpy arrays as tensors of the CPU, or
+                numbers. Then the outputs, or none of them, to have them created.
             axis: the dimension or dimensions to reduce; None is all.
             keepdims: whether the results keep them, with size 1.
+            out: the output, or a tuple of several, if they are not among ``args``.
 
         Returns:
-            the output, or a tuple of them if there are several.
+            the output, or a tuple of them if there are several. Those that are created are torch
+            tensors.
 
         Raises:
             TypeError: too few or too many arguments, or one of another type.
@@ -219,6 +226,8 @@ class ReductionKernel(ExpressionKernel):
             RuntimeError: an argument requires a gradient.
             KernelCompileError: an expression does not compile.
         """
+        if out is not None:
+            args = *args, *(out if isinstance(out, tuple) else (out,))
         return self._call(args, tuple(axis) if isinstance(axis, list) else axis, keepdims)
 
     def _plan(self, values: Sequence[Any], axis: Any, keepdims: bool) -> Plan:

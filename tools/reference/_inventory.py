@@ -101,7 +101,8 @@ def own_bases(item: griffe.Object) -> list[griffe.Class]:
 def members(cls: griffe.Class) -> Iterator[griffe.Object]:
     """Yield the public attributes, properties and methods that the class itself defines."""
     for name, member in cls.members.items():
-        if not name.startswith("_") and not member.is_alias and not member.is_class:
+        is_public = not name.startswith("_") or name == "__call__"
+        if is_public and not member.is_alias and not member.is_class:
             yield resolved(member)
 
 

@@ -224,6 +224,7 @@ SIZES: list[tuple[Any, Any, type[Exception], str]] = [
     (16, -2, ValueError, "below 1"),
     (16, (4, 1), ValueError, "and global_size=(16,) differ in their dimensions"),
     (17, 16, ValueError, "global_size=(17,) is no multiple of local_size=(16,); launch (32,)"),
+    (4, 256, ValueError, "counts work items: (4,) groups are global_size=(1024,)"),
     ((2**20, 1), (2**20, 1), ValueError, "allows at most (8192, 8192)"),
     ((8192, 8192), (8192, 8192), ValueError, "are 67108864 work items, and"),
 ]
@@ -284,6 +285,27 @@ def test_sources(tmp_path: Path) -> None:
         RawKernel("kernel void f() {}", device=5)
     with pytest.raises(allocator.DeviceNotFoundError, match="cuda"):
         RawKernel("kernel void f() {}", device="cuda")(1, 1, ())
+
+
+def test_cuda_source() -> None:
+    source = """extern "C" __global__ void f(const float *x, float *y, int n) {
+        int i = blockDim.x * blockIdx.x + threadIdx.x;
+        if (i < n) y[i] = x[i];
+    }"""
+    with pytest.raises(KernelCompileError, match=r"this is OpenCL C, not CUDA C\+\+: ") as raised:
+        RawKernel(source, "f").compile()
+    for advice in (
+        "kernel for __global__, and global float *",
+        'nothing for extern "C"',
+        "get_local_id(0) for threadIdx.x",
+        "get_group_id(0) for blockIdx.x",
+        "get_local_size(0) for blockDim.x",
+    ):
+        assert advice in str(raised.value)
+    assert "CUDA" not in raised.value.log
+    with pytest.raises(KernelCompileError) as raised:
+        RawKernel("kernel void f(global float *x) { x[0] = y; }").compile()
+    assert "CUDA" not in str(raised.value)
 
 
 def test_compile_errors_show_the_line() -> None:

@@ -83,6 +83,71 @@ def test_integers(dtype: torch.dtype) -> None:
     assert torch.equal(difference(x, 3), x - 3)
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+def test_unsigned_integers(dtype: str) -> None:
+    """Against numpy, as torch has few operators for them."""
+    most = np.iinfo(dtype).max
+    x = np.array([0, 1, 2, most - 1, most], dtype)
+    for y in (x[::-1], x):
+        z = difference(torch.from_numpy(x), torch.from_numpy(y.copy()))
+        assert str(z.dtype) == f"torch.{dtype}"
+        assert np.array_equal(z.numpy(), x - y)
+    assert np.array_equal(difference(torch.from_numpy(x), 1).numpy(), x - x.dtype.type(1))
+    halved = ElementwiseKernel(f"{dtype} x", f"{dtype} z", "z = x / 2", "halved")
+    assert np.array_equal(halved(x).numpy(), x // 2)
+    with pytest.raises(OverflowError):
+        difference(torch.from_numpy(x), -1)
+
+
+class TestArrays:
+    """numpy arrays are tensors over the same memory."""
+
+    def test_inputs_of_any_layout(self) -> None:
+        x = np.arange(24.0).reshape(4, 6)
+        y = np.random.default_rng(0).random((4, 6))
+        for a, b in ((x, y), (x.T, y.T), (x[:, ::2], y[:, 1::2]), (x, y[0]), (x, y[:, :1])):
+            z = difference(a, b)
+            assert isinstance(z, Tensor)
+            assert np.array_equal(z.numpy(), a - b)
+        assert np.array_equal(difference(torch.from_numpy(x), y).numpy(), x - y)
+        assert difference(np.array(3.0), np.array(2.0)).shape == ()
+
+    def test_outputs(self) -> None:
+        x, out = np.arange(6.0), np.empty(6)
+        assert difference(x, 1.0, out) is out
+        assert np.array_equal(out, x - 1)
+        assert difference(torch.from_numpy(x), 2.0, out) is out
+        assert np.array_equal(out, x - 2)
+        mine = torch.empty(6, dtype=torch.float64)
+        assert difference(x, x, mine) is mine
+
+    def test_read_only(self) -> None:
+        """Inputs without a copy and without torch's warning."""
+        x = np.arange(6.0)
+        x.setflags(write=False)
+        assert np.array_equal(difference(x, 1.0).numpy(), x - 1)
+        wide = np.broadcast_to(x, (3, 6))
+        assert np.array_equal(difference(wide, 1.0).numpy(), wide - 1)
+        address = ElementwiseKernel("raw T x", "uint64 z", "z = (ulong)x", "address")
+        assert int(address(x, size=1)[0]) == x.ctypes.data
+        with pytest.raises(ValueError, match="an output is a read-only array"):
+            difference(np.ones(6), 1.0, x)
+
+    @pytest.mark.parametrize(
+        ("array", "error", "message"),
+        [
+            (np.ones(3, ">f8"), ValueError, "difference: an argument is an array.*byte order"),
+            (np.ones(3, object), TypeError, "difference: an argument is an array.*object"),
+            (np.ones(3)[::-1], ValueError, "difference: an argument is an array.*strides"),
+            (np.ones(3, complex), TypeError, r"'x' is of torch\.complex128; there are bool"),
+            (np.ones(3, "float32"), TypeError, r"'y' is of torch\.float64 and must be of"),
+        ],
+    )
+    def test_refused(self, array: object, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            difference(array, torch.ones(3, dtype=torch.float64))  # type: ignore[arg-type]
+
+
 def test_bool() -> None:
     both = ElementwiseKernel("bool x, bool y", "bool z", "z = x && !y")
     x, y = torch.rand(50) < 0.5, torch.rand(50) < 0.5
@@ -194,14 +259,35 @@ class TestBadInput:
         with pytest.raises(ValueError, match="declares no output"):
             ElementwiseKernel("T x", "", "x")
 
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"in_params": ["T x"]}, TypeError, r"in_params=\['T x'\] is a list; pass a str, such"),
+            ({"out_params": None}, TypeError, "out_params=None is a NoneType; pass a str, such"),
+            ({"operation": len}, TypeError, "operation=.* is a builtin_function.*; pass a str"),
+            ({"name": True}, TypeError, "name=True is a bool; pass a str"),
+            ({"preamble": b""}, TypeError, "preamble=b'' is a bytes; pass a str"),
+            ({"options": "-DN=3"}, TypeError, r"'-DN=3' is one string; pass a tuple"),
+            ({"options": ["-O9"]}, ValueError, "has no option '-O9'"),
+        ],
+    )
+    def test_definition(
+        self, arguments: dict[str, object], error: type[Exception], message: str
+    ) -> None:
+        given = {"in_params": "T x", "out_params": "T y", "operation": "y = x", **arguments}
+        with pytest.raises(error, match=message):
+            ElementwiseKernel(**given)  # type: ignore[arg-type]
+
     def test_types(self) -> None:
         x = torch.ones(3)
         with pytest.raises(
             TypeError, match=r"'y' is of torch\.float64 and must be of torch\.float32"
         ):
             difference(x, x.double())
-        with pytest.raises(TypeError, match=r"'x' is a ndarray; pass a torch tensor or a number"):
-            difference(np.ones(3), x)
+        with pytest.raises(
+            TypeError, match=r"'x' is a list; pass a torch tensor or a numpy array, or a number"
+        ):
+            difference([1.0], x)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"'x' is of torch\.complex64; there are bool, int8"):
             difference(x + 1j, x)
         with pytest.raises(TypeError, match=r"'y' is 0\.5 and must be a number of torch\.int64"):
@@ -211,7 +297,9 @@ class TestBadInput:
         ):
             difference(x)
         raw = ElementwiseKernel("raw T x, T y", "T z", "z = x[0] + y")
-        with pytest.raises(TypeError, match=r"'x' is a float; pass a torch tensor$"):
+        with pytest.raises(
+            TypeError, match=r"'x' is a float; pass a torch tensor or a numpy array$"
+        ):
             raw(1.0, x)
         unbound = ElementwiseKernel("float32 x", "T y", "y = x")
         with pytest.raises(TypeError, match="no input says what T of the output 'y' is"):
@@ -255,3 +343,8 @@ class TestBadInput:
         broken = ElementwiseKernel("T x", "T y", "y = x;\ny += unknown")
         with pytest.raises(KernelCompileError, match=r"operation:2:\d+: error: use of undeclared"):
             broken(torch.ones(3))
+        cupys = ElementwiseKernel("raw T x", "T y", "y = x[_ind.size() - 1 - i]")
+        with pytest.raises(
+            KernelCompileError, match=r"not CUDA C\+\+: write n for _ind\.size\(\)$"
+        ):
+            cupys(torch.ones(3), size=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -193,6 +194,28 @@ def test_fake_tensors_leave_nothing_behind() -> None:
     assert fresh(torch.ones(5)) == 5
 
 
+def test_numpy_and_out() -> None:
+    x = np.arange(12.0).reshape(3, 4)
+    assert np.array_equal(total(x, axis=0).numpy(), x.sum(0))
+    for out in (np.empty(4), torch.empty(4, dtype=torch.float64)):
+        assert total(x, axis=0, out=out) is out
+        assert np.array_equal(np.asarray(out), x.sum(0))
+    both = ReductionKernel("T x", "T low, T high", "x", "a + b", "low = -a; high = a", "0", "both")
+    outs = torch.empty(2, 4, dtype=torch.float64).unbind()
+    assert all(a is b for a, b in zip(both(x, axis=0, out=outs), outs))
+    assert np.array_equal(outs[0].numpy(), -x.sum(0))
+    with pytest.raises(TypeError, match="takes 1 inputs and then its 1 outputs or none; 3 were"):
+        total(x, outs[0], axis=0, out=outs[0])
+    with pytest.raises(ValueError, match=r"shape \(4,\), and the result's is \(3,\)"):
+        total(x, axis=1, out=outs[0])
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+def test_unsigned_integers(dtype: str) -> None:
+    x = np.random.default_rng(0).integers(np.iinfo(dtype).max, size=300_000, dtype=dtype)
+    assert total(x).item() == x.sum(dtype=dtype)
+
+
 class TestBadInput:
     @pytest.mark.parametrize("axis", [2, -3, (0, 5), 0.5, True])
     def test_axis(self, axis: object) -> None:
@@ -206,6 +229,8 @@ class TestBadInput:
     def test_declarations(self) -> None:
         with pytest.raises(ValueError, match="needs an output, and no raw one"):
             ReductionKernel("T x", "raw T y", "x", "a + b", "y = a", "0")
+        with pytest.raises(TypeError, match="map_expr=None is a NoneType; pass a str"):
+            ReductionKernel("T x", "T y", None, "a + b", "y = a", "0")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="identity='' is no C expression"):
             ReductionKernel("T x", "T y", "x", "a + b", "y = a", "")
         with pytest.raises(ValueError, match="reduce_type='float' is none of bool, int8"):
