@@ -117,7 +117,7 @@ def optimize(
             first with other shapes or another gradient mode, takes seconds. Copies and pickles of
             the model compute without it. Off at both levels. With a ``sample_input`` the model is
             called once, and the report says what was captured.
-        sample_input: a tensor, a tuple of arguments or a dict of keyword arguments. In eval mode
+        sample_input: in eval mode, a tensor, a tuple of arguments or a dict of keyword arguments:
             the model is called with it before and after folding and dropping. A pass that changes
             the output by more than rounding is undone, and the report says so. The model is also
             timed with it in both layouts, and before and with packed weights; the report has these
@@ -128,10 +128,12 @@ def optimize(
 
     Raises:
         TypeError: a scripted, compiled or distributed model, or one that cannot be copied; an
-            optimizer without a fused step, if the call needs one; a knob that is not a bool.
+            optimizer without a fused step, if the call needs one; a knob that is not a bool; a
+            sample_input of another type.
         ValueError: an unknown level or dtype, a knob of the other mode, training mode without an
             optimizer or eval mode with one, an optimizer of other parameters, several devices; a
-            model that is optimized for the other mode or with another optimizer.
+            model that is optimized for the other mode or with another optimizer; a sample_input for
+            training, or one with which the model fails.
         RuntimeError: an optimizer that overrides its step, if the call needs a fused one. Whatever
             is raised, nothing was changed.
 
@@ -180,7 +182,7 @@ def optimize(
     if inplace:
         check_halves(model, optimizer)
         check_no_copied_halves(model)
-    if sample_input is not None and not model.training:
+    if sample_input is not None:
         check_sample(model, sample_input)
     if not inplace:
         model, optimizer = copy_pair(model, optimizer)

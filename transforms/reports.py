@@ -194,6 +194,7 @@ def report(model: nn.Module) -> Report:
         model: the model that ``optimize`` returned.
 
     Raises:
+        TypeError: the model is no module.
         ValueError: the model was not optimized, or has been restored.
 
     Example:
@@ -215,6 +216,8 @@ def report(model: nn.Module) -> Report:
         fuse                              0     0          0 B
         kept for restore() and state_dict(): 1.03 kB
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     found = find(model)
     if found is None:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from transforms.inputs.arguments import check_halves, check_same_parameters
+from transforms.inputs.arguments import check_halves, check_optimizer, check_same_parameters
 from transforms.passes import INFERENCE, TRAINING
 from transforms.reports import attach, detach, find
 from transforms.reports import report as report_of
@@ -33,6 +33,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         the model; with an optimizer, a tuple of the model and the optimizer.
 
     Raises:
+        TypeError: the model is no module, or the optimizer is none.
         ValueError: the model was not optimized, or has been finalized; the optimizer is of another
             model; or weights are split, and the optimizer with their lower halves is not given.
         RuntimeError: a folded or rounded weight was pruned, parametrized or given another shape
@@ -48,6 +49,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         >>> torch.equal(model[0].weight, weight), type(model[1]).__name__
         (True, 'BatchNorm1d')
     """
+    check_optimizer(optimizer)
     # A converted optimizer may be the second of this model, which has no report any more.
     if optimizer is None or not is_converted(optimizer):
         report_of(model)

@@ -327,6 +327,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "all kept": (lambda: nn.Linear(4, 4).eval(), {"loader": []}, ValueError, "no batches"),
     "empty loader": (network, {"loader": []}, ValueError, "loader has no batches"),
     "no loader": (network, {"loader": 3}, TypeError, "loader is a int"),
+    "one batch": (network, {"loader": torch.ones(2, 3, 8, 8)}, TypeError, r"pass \[batch\]"),
+    "one batch by name": (
+        network, {"loader": {"x": torch.ones(2, 3, 8, 8)}}, TypeError, r"is a dict.*pass \[batch\]",
+    ),
     "another batch": (network, {"loader": [{"x": 1}]}, ValueError, r"with batch 0.*run=lambda"),
     "labels too": (
         network, {"loader": [(torch.ones(2, 3, 8, 8), torch.ones(2))]}, ValueError, "batch 0",
@@ -337,12 +341,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         "input of 0 is infinite or NaN",
     ),
     "unknown ranges": (network, {"ranges": "max"}, ValueError, "'min-max', 'percentile', 'mse'"),
+    "ranges of another type": (network, {"ranges": ["mse"]}, ValueError, "is unknown"),
+    "ranges without loader": (
+        network, {"ranges": "percentile"}, ValueError, "'percentile' needs a loader",
+    ),
     "unknown name": (network, {"keep": "head"}, ValueError, "'head' is the name of no module"),
     "keep of another type": (network, {"keep": [3]}, TypeError, "not a name"),
     "dynamic of another type": (network, {"dynamic": 1}, TypeError, "not True or False"),
     "inplace of another type": (network, {"inplace": 1}, TypeError, "not True or False"),
     "static without loader": (network, {"dynamic": False}, ValueError, "needs a loader"),
     "max_error": (network, {"max_error": 0, "loader": [0]}, ValueError, "is not positive"),
+    "max_error of another type": (network, {"max_error": "x", "loader": [0]}, TypeError, "='x' is"),
     "max_error without loader": (network, {"max_error": 0.1}, ValueError, "needs a loader"),
     "max_batches": (network, {"max_batches": 0}, ValueError, "positive number"),
     "run": (network, {"run": 3}, TypeError, "cannot be called"),
@@ -360,8 +369,9 @@ def test_refused_before_anything_changes(case: str) -> None:
     is_module = isinstance(model, nn.Module)
     before = without_addresses(fingerprint(model)) if is_module else None
     for inplace in ({"inplace": True}, {}) if "inplace" not in arguments else ({},):
-        with pytest.raises(kind, match=message):
+        with pytest.raises(kind, match=message) as caught:
             transforms.quantize(model, **arguments, **inplace)
+        assert caught.type is kind
         if is_module:
             assert without_addresses(fingerprint(model)) == before
 

@@ -79,8 +79,7 @@ def check_pair(model: nn.Module, optimizer: Any) -> None:
             f"optimizer={optimizer}: pass the dtype by name, as in "
             f"optimize(model, dtype={optimizer})"
         )
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    check_optimizer(optimizer)
     if model.training and optimizer is None:
         raise ValueError(
             "the model is in training mode and there is no optimizer: call model.eval() first to "
@@ -93,6 +92,12 @@ def check_pair(model: nn.Module, optimizer: Any) -> None:
         )
     if optimizer is not None:
         check_same_parameters(model, optimizer)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise TypeError unless ``optimizer`` is one, or None."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
 
 
 def check_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:

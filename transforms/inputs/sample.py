@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
@@ -15,7 +16,18 @@ _LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 2, 10, 0.5
 
 
 def check_sample(model: nn.Module, sample_input: Any) -> None:
-    """Raise ValueError unless the model accepts the sample."""
+    """Raise TypeError or ValueError unless the model accepts the sample."""
+    if model.training:
+        raise ValueError(
+            "sample_input is for a model in eval mode, and this one is in training mode: call "
+            "model.eval() first, or omit it"
+        )
+    if not isinstance(sample_input, Tensor | dict | list | tuple):
+        cure = "torch.from_numpy makes a tensor of it; " * isinstance(sample_input, np.ndarray)
+        raise TypeError(
+            f"sample_input is a {type(sample_input).__name__}; {cure}pass a tensor, a tuple of "
+            "arguments, or a dict of keyword arguments"
+        )
     try:
         with torch.no_grad():
             caller(model, sample_input)()

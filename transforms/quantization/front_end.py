@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from transforms.inputs.arguments import check_halves, check_model, check_no_copied_halves
 from transforms.inputs.copies import copy_pair
@@ -101,7 +102,7 @@ def quantize(
         dynamic: quantize only Linears, and take the range of their inputs from each call. None: if
             there is no loader.
         ranges: "mse", the range with the least mean squared error; "percentile", clips 0.01 percent
-            of the values; "min-max", clips none.
+            of the values; "min-max", clips none. For static quantization.
         keep: names of modules, or patterns such as ``"*.head"``, which stay in floating point with
             all inside them.
         max_error: layers with a larger relative error stay in floating point: the norm of the
@@ -120,7 +121,7 @@ def quantize(
         TypeError: the model is none, or cannot be copied; an argument of another type.
         ValueError: training mode, a model that is quantized already, an empty loader or one that
             yields what the model does not take, infinite values or NaN in calibration, an unknown
-            name in ``keep`` or ``ranges``, nothing to quantize.
+            name in ``keep`` or ``ranges``, ``ranges`` without a loader, nothing to quantize.
         RuntimeError: this torch lacks oneDNN's INT8 operators, or has others of their names.
             Whatever is raised, nothing was changed.
 
@@ -185,15 +186,20 @@ def _checked(
     for name, value in (("dynamic", dynamic), ("progress", progress)):
         if value is not None:
             _check_flag(name, value)
-    if loader is not None and not isinstance(loader, Iterable):
-        raise TypeError(f"loader is a {type(loader).__name__}, which yields no batches")
+    _check_loader(loader)
     if dynamic is False and loader is None:
         raise ValueError("dynamic=False needs a loader, to find the ranges of activations")
-    if ranges not in OBSERVERS:
+    if not isinstance(ranges, str) or ranges not in OBSERVERS:
         raise ValueError(f"ranges={ranges!r} is unknown; use {', '.join(map(repr, OBSERVERS))}")
+    if loader is None and ranges != "mse":  # the default
+        raise ValueError(
+            f"ranges={ranges!r} needs a loader: without one, each call finds the range of its input"
+        )
     keep = [keep] if isinstance(keep, str) else keep
     if not isinstance(keep, Sequence) or not all(isinstance(name, str) for name in keep):
         raise TypeError(f"keep={keep!r} is not a name, or a sequence of names")
+    if max_error is not None:
+        _check_number("max_error", max_error)
     if max_error is not None and not max_error > 0:
         raise ValueError(f"max_error={max_error!r} is not positive")
     if max_error is not None and loader is None:
@@ -204,6 +210,22 @@ def _checked(
         raise TypeError(f"run={run!r} cannot be called as run(model, batch)")
     is_dynamic = loader is None if dynamic is None else dynamic
     return _Choices(keep, max_error, is_dynamic, ranges, max_batches, progress, run or run_batch)
+
+
+def _check_loader(loader: Any) -> None:
+    """Raise TypeError for what is no loader, and for one batch, whose rows would be the batches."""
+    if isinstance(loader, Tensor | Mapping | str):
+        raise TypeError(
+            f"loader is a {type(loader).__name__}, which is no sequence of batches; of one batch "
+            "pass [batch]"
+        )
+    if loader is not None and not isinstance(loader, Iterable):
+        raise TypeError(f"loader is a {type(loader).__name__}, which yields no batches")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} is not a number")
 
 
 def _check_flag(name: str, value: Any) -> None:

@@ -71,8 +71,8 @@ def _run_one(model: nn.Module, batch: Any, run: Run, number: int) -> None:
     try:
         with torch.no_grad():
             run(model, batch)
-    except _FindingError:
-        raise
+    except _FindingError as error:
+        raise ValueError(*error.args) from None
     except Exception as error:  # of any class: the model's own
         raise ValueError(
             f"loader: {type(model).__name__} fails with batch {number} ({error}); a batch is a "

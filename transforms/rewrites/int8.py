@@ -209,7 +209,8 @@ class _OfConvolution(Int8):
 
     def _takes(self, module: Any, x: Tensor) -> bool:
         channels = module.weight.size(1) * module.groups
-        return x.dim() == module.weight.dim() and x.numel() > 0 and x.size(1) == channels
+        is_like = x.dim() == module.weight.dim() and x.numel() > 0 and x.size(1) == channels
+        return is_like and _has_room(module, x)
 
     def _shape(self, x: Tensor) -> tuple[int, ...]:
         return tuple(x.shape[1:])
@@ -242,6 +243,12 @@ def _state(param: Tensor, bias: Tensor | None) -> tuple[object, ...]:
 
 def _geometry(module: Any) -> Geometry:
     return Geometry(module.stride, module.padding, module.dilation, module.groups)
+
+
+def _has_room(module: Any, x: Tensor) -> bool:
+    """Whether images are, with their padding, as large as the kernel."""
+    dims = zip(x.shape[2:], module.padding, module.weight.shape[2:], module.dilation)
+    return all(size + 2 * padding > step * (taps - 1) for size, padding, taps, step in dims)
 
 
 def _is_channels_last(t: Tensor) -> bool:

@@ -320,9 +320,9 @@ class _PackedConvolution(PackedProduct):
 
         def reorder(weights: Sequence[Tensor]) -> list[Tensor] | None:
             (weight,), x_cast = weights, x.to(dtype)
+            expected = self._plain(x_cast, weight, bias)  # first: its errors are torch's
             operator = getattr(torch.ops.mkldnn, self._reorder)
             packed: Tensor = operator(weight, *self._geometry(), list(x.shape))
-            expected = self._plain(x_cast, weight, bias)
             product = self._compute(x_cast, packed, bias, NO_OP)
             # Later code may read strides: only a copy that keeps torch's is used.
             return [packed] if product.stride() == expected.stride() else None

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -80,6 +81,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "IPEX's order": (Net, {"optimizer": torch.bfloat16}, TypeError, "dtype=torch.bfloat16"),
     "fuse in eval": (_eval, {"fuse_update_step": True}, ValueError, "True is for .* train mode"),
     "fold in training": (Net, {"conv_bn_folding": True}, ValueError, "True is for .* eval mode"),
+    "sample of NumPy": (_eval, {"sample_input": np.ones(3)}, TypeError, "torch.from_numpy makes"),
+    "sample of text": (_eval, {"sample_input": "x"}, TypeError, "is a str; pass a tensor, a tuple"),
     "sample that fails": (_eval, {"sample_input": torch.ones(3)}, ValueError, "Net fails with it"),
 }
 
@@ -98,6 +101,24 @@ def test_refused_and_unchanged(name: str, inplace: bool) -> None:
     with pytest.raises(error, match=message):
         transforms.optimize(model, inplace=inplace, **arguments)
     assert before is None or fingerprint(model) == before
+
+
+def test_a_sample_in_training() -> None:
+    """No pass for training calls the model, so a sample would be ignored."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match=r"sample_input is for a model in eval mode"):
+        transforms.optimize(model, optimizer, sample_input=torch.ones(3))
+
+
+def test_what_restore_and_report_refuse() -> None:
+    model = transforms.optimize(_eval())
+    with pytest.raises(TypeError, match=r"optimizer is a str, not a torch\.optim\.Optimizer"):
+        transforms.restore(model, "x")  # type: ignore[arg-type]
+    assert transforms.report(model).passes
+    for function in (transforms.restore, transforms.report, transforms.finalize):
+        with pytest.raises(TypeError, match=r"the model is a tuple, not a torch\.nn\.Module"):
+            function((model, None))
 
 
 @pytest.mark.parametrize("inplace", ["no", 1, None])

@@ -187,6 +187,25 @@ def test_other_shapes_and_dtypes_in_turn() -> None:
     assert_as_in_float64(plain.double(), ours.double(), x.double(), torch.float64)
 
 
+@pytest.mark.parametrize("case", ["linear", "conv2d", "conv2d-groups", "conv3d", "transposed"])
+@pytest.mark.parametrize("dim", [1, -1])
+def test_shapes_that_do_not_fit_raise_as_in_torch(case: str, dim: int) -> None:
+    """Too many channels, and images that are smaller than the kernel."""
+    model, x = CASES[case]()
+    ours = optimized(copy.deepcopy(model))
+    wrong = torch.cat([x, x], dim) if dim == 1 else x[..., :1]
+    with torch.no_grad():
+        ours(x)
+        messages = []
+        for each in (model, ours, ours):
+            try:
+                each(wrong)
+            except RuntimeError as error:
+                messages.append(str(error))
+    assert len(messages) in (0, 3)  # a transposed convolution takes images of any size
+    assert len(set(messages)) <= 1
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("case", ["linear", "conv2d"])
 def test_gradients_and_transforms_are_torchs(case: str) -> None:

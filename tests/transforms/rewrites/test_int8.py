@@ -199,6 +199,8 @@ class TestFloatingPoint:
         layer = quantized(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8))
         with torch.no_grad(), pytest.raises(RuntimeError, match="expected input"):
             layer(torch.randn(2, 4, 8, 8))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="Kernel size can't be greater"):
+            layer(torch.randn(2, 3, 8, 2))
         with torch.no_grad():
             assert layer(torch.randn(3, 8, 8)).shape == (4, 6, 6)
 
