@@ -167,6 +167,34 @@ def _barrier_overload() -> Any:
     return lambda: _barrier()
 
 
+@device_intrinsic
+def _is_word_below(context: Any, word: types.Type, bound: types.Type) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.icmp_unsigned("<", *(builder.trunc(arg, _I32) for arg in args))
+
+    return types.boolean(types.int64, types.int64), generate
+
+
+@overload(language.is_word_below, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _is_word_below_overload(word: Any, bound: Any) -> Any:
+    return lambda word, bound: _is_word_below(word, bound)
+
+
+@device_intrinsic
+def _swapped_halves(context: Any, word: types.Type) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        bits, half = builder.trunc(args[0], _I32), _I32(16)
+        swapped = builder.or_(builder.shl(bits, half), builder.lshr(bits, half))
+        return builder.zext(swapped, _I64)
+
+    return types.int64(types.int64), generate
+
+
+@overload(language.swapped_halves, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _swapped_halves_overload(word: Any) -> Any:
+    return lambda word: _swapped_halves(word)
+
+
 def _divide(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
     return builder.fdiv(*args)
 

@@ -4,8 +4,10 @@ r"""Dropout: each element is kept with probability :math:`1-p`, and divided by i
     y_i = x_i \cdot \begin{cases} 1/(1-p) & w_i \ge 2^{32} p \\ 0 & \text{else} \end{cases}
 
 :math:`w_i` is a word of Philox, whose key is the seed and whose counter depends on the element's
-position alone: the backward pass draws the same words again. A work item draws four at a time, for
-elements as far apart as there are lanes, so that loads and stores are those of whole vectors.
+position alone: the backward pass draws the same words again. A word serves two elements, the second
+with its halves swapped: each has a number of 32 bits, and the two are all but independent. A work
+item draws four words at a time, for elements as far apart as there are lanes, so that loads and
+stores are those of whole vectors.
 
 ``threshold`` is :math:`2^{32} p`, rounded. Semantics: ``torch.nn.functional.dropout`` of torch
 2.13, where zeroing is a product, and so gives NaN for an infinity. Sources: Srivastava et al.,
@@ -22,9 +24,11 @@ from fusedoptim.kernels.language import (
     Output,
     Position,
     Scalar,
+    is_word_below,
     lane,
     lanes,
     real,
+    swapped_halves,
 )
 from fusedoptim.kernels.philox import philox
 
@@ -42,38 +46,22 @@ def dropout(
     threshold: Integer,
     scale: Scalar,
 ) -> None:
-    """A chunk, in blocks of four elements for each lane; chunks begin where blocks do."""
-    block = 4 * lanes()
+    """A chunk, in blocks of eight elements for each lane; chunks begin where blocks do."""
+    pair = 2 * lanes()
     start = 0
-    while start + block <= length:
-        a, b, c, d = words(seed, ((position + start) >> 2) + lane())
-        i = start + lane()
-        j = i + lanes()
-        k = j + lanes()
-        m = k + lanes()
-        y_i = x[i] * factor(a, threshold, scale)
-        y_j = x[j] * factor(b, threshold, scale)
-        y_k = x[k] * factor(c, threshold, scale)
-        y_m = x[m] * factor(d, threshold, scale)
-        y[i] = y_i
-        y[j] = y_j
-        y[k] = y_k
-        y[m] = y_m
-        start += block
+    while start + 4 * pair <= length:
+        a, b, c, d = words(seed, ((position + start) >> 3) + lane())
+        drop_pair(x, y, start, a, threshold, scale)
+        drop_pair(x, y, start + pair, b, threshold, scale)
+        drop_pair(x, y, start + 2 * pair, c, threshold, scale)
+        drop_pair(x, y, start + 3 * pair, d, threshold, scale)
+        start += 4 * pair
     if start < length:
-        a, b, c, d = words(seed, ((position + start) >> 2) + lane())
-        i = start + lane()
-        if i < length:
-            y[i] = x[i] * factor(a, threshold, scale)
-        i += lanes()
-        if i < length:
-            y[i] = x[i] * factor(b, threshold, scale)
-        i += lanes()
-        if i < length:
-            y[i] = x[i] * factor(c, threshold, scale)
-        i += lanes()
-        if i < length:
-            y[i] = x[i] * factor(d, threshold, scale)
+        a, b, c, d = words(seed, ((position + start) >> 3) + lane())
+        drop_within(length, x, y, start, a, threshold, scale)
+        drop_within(length, x, y, start + pair, b, threshold, scale)
+        drop_within(length, x, y, start + 2 * pair, c, threshold, scale)
+        drop_within(length, x, y, start + 3 * pair, d, threshold, scale)
 
 
 def words(seed: int, counter: int) -> tuple[int, int, int, int]:
@@ -82,6 +70,28 @@ def words(seed: int, counter: int) -> tuple[int, int, int, int]:
     return philox(counter & _WORD, high, 0, 0, seed & _WORD, (seed >> 32) & _WORD)
 
 
+def drop_pair(x: Input, y: Output, start: int, word: int, threshold: int, scale: float) -> None:
+    """The two elements of each lane's word."""
+    i = start + lane()
+    j = start + lanes() + lane()
+    y_i = x[i] * factor(word, threshold, scale)
+    y_j = x[j] * factor(swapped_halves(word), threshold, scale)
+    y[i] = y_i
+    y[j] = y_j
+
+
+def drop_within(
+    length: int, x: Input, y: Output, start: int, word: int, threshold: int, scale: float
+) -> None:
+    """Those of the two elements that there are."""
+    i = start + lane()
+    if i < length:
+        y[i] = x[i] * factor(word, threshold, scale)
+    i += lanes()
+    if i < length:
+        y[i] = x[i] * factor(swapped_halves(word), threshold, scale)
+
+
 def factor(word: int, threshold: int, scale: float) -> float:
     """What to multiply an element by."""
-    return scale if word >= threshold else real(0)
+    return real(0) if is_word_below(word, threshold) else scale

@@ -50,7 +50,8 @@ Any other kernel is called once for each row and lane of the work-group that wal
 ``lane``, ``lanes``, ``uniform``, ``barrier``, ``group_sum`` and ``group_max``; in plain Python a
 group has one lane, and without the last three, :func:`as_lane` makes a call that of any lane. A
 kernel that uses none of them is **serial**: its group has one work item on every device. What
-``lane_values`` gives belongs to one lane.
+``lane_values`` gives belongs to one lane. ``is_word_below`` and ``swapped_halves`` are for random
+words of 32 bits.
 
 A kernel that uses no lanes may compute with vectors of ``VECTOR`` numbers instead, where it needs
 sums across them: ``load_vector``, ``store_vector``, ``store_quarter``, ``repeated_quarter``,
@@ -214,6 +215,19 @@ def group_max(value: float) -> float:
 def real(value: float) -> float:
     """``value`` in the arithmetic dtype; a bare literal would make a variable float64."""
     return value
+
+
+def is_word_below(word: int, bound: int) -> bool:
+    """``word < bound``, of two numbers of 32 bits.
+
+    On a device as such, where integers are otherwise int64, of which a vector holds half as many.
+    """
+    return word < bound
+
+
+def swapped_halves(word: int) -> int:
+    """A number of 32 bits with the lower 16 before the upper ones; on a device as such, too."""
+    return ((word & 0xFFFF) << 16) | (word >> 16)
 
 
 def lane_values(count: int) -> list[float]:

@@ -59,7 +59,8 @@ def _drop(x: Tensor, seed: Tensor, p: float) -> Tensor:
     if not y.numel():
         return y
     scale = 1 / (1 - p) if p < 1 else 0.0
-    numbers = {"seed": seed.data_ptr(), "threshold": round(p * _WORDS), "scale": scale}
+    threshold = min(round(p * _WORDS), _WORDS - 1)  # p=1 zeroes all by its scale
+    numbers = {"seed": seed.data_ptr(), "threshold": threshold, "scale": scale}
     launch("dropout", {"x": in_order_of(x, y), "y": y}, numbers)
     return y
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.kernels.dropout import words
+from fusedoptim.kernels.language import swapped_halves
 from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.ops import _launching, dropout
 from tests.compiling import each_compilation, needs_compiler, quiet_compiler
@@ -26,6 +27,8 @@ from tests.running import ROOT, at_each_thread_count
 from tests.tolerances import CHUNK, LANES
 
 OP = torch.ops.fusedoptim.dropout.default
+BLOCK = 8 * LANES
+"""Elements that are drawn at a time."""
 
 
 def new_seed() -> Tensor:
@@ -53,6 +56,20 @@ def layouts() -> dict[str, Tensor]:
     }
 
 
+def numbers(seed: int, blocks: range) -> Tensor:
+    """Of the elements of blocks of four words for each lane: words, and words with halves swapped.
+
+    A vector of words comes before the same words swapped.
+    """
+    found: list[int] = []
+    for block in blocks:
+        counters = range(block * LANES, (block + 1) * LANES)
+        of_lanes = [words(seed, counter) for counter in counters]
+        for vector in zip(*of_lanes):
+            found += [*vector, *map(swapped_halves, vector)]
+    return torch.tensor(found)
+
+
 class TestValues:
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("layout", layouts())
@@ -70,19 +87,13 @@ class TestValues:
         torch.testing.assert_close(y, torch.where(kept, scaled, 0), rtol=0, atol=0)
         assert torch.equal(x, before)
 
-    @pytest.mark.parametrize("numel", [1, 63, 64, 65, CHUNK + 130])
+    @pytest.mark.parametrize("numel", [1, 63, 64, 65, 127, 128, 129, CHUNK + 250])
     def test_mask_is_philoxs(self, numel: int) -> None:
-        """The words of a block of four elements for each lane, lane by lane."""
         seed, p = new_seed(), 0.37
-        drawn: list[int] = []
-        for block in range(-(-numel // (4 * LANES))):
-            counters = range(block * LANES, (block + 1) * LANES)
-            of_lanes = [words(int(seed), counter) for counter in counters]
-            drawn += [word for k in range(4) for word in (four[k] for four in of_lanes)]
-        expected = torch.tensor(drawn[:numel]) >= round(p * 2**32)
-        assert torch.equal(mask(numel, seed, p), expected)
+        drawn = numbers(int(seed), range(-(-numel // BLOCK)))[:numel]
+        assert torch.equal(mask(numel, seed, p), drawn >= round(p * 2**32))
 
-    @pytest.mark.parametrize("position", [2**34 - 4 * LANES, 2**60])
+    @pytest.mark.parametrize("position", [2**35 - BLOCK, 2**60])
     @pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63 - 1])
     def test_words_of_large_tensors(
         self, seed: int, position: int, monkeypatch: pytest.MonkeyPatch
@@ -95,11 +106,9 @@ class TestValues:
 
         monkeypatch.setattr(LaunchBlock, "write", moved)
         monkeypatch.setattr(_launching, "_idle", {})
-        first = position // 4
-        blocks = [range(k, k + LANES) for k in range(first, first + 3 * LANES, LANES)]
-        drawn = [[words(seed, counter) for counter in counters] for counters in blocks]
-        expected = torch.tensor([four[k] for of in drawn for k in range(4) for four in of])
-        assert torch.equal(mask(len(expected), seed, 0.5), expected >= 2**31)
+        first = position // BLOCK
+        drawn = numbers(seed, range(first, first + 3))
+        assert torch.equal(mask(len(drawn), seed, 0.5), drawn >= 2**31)
 
     def test_mask_follows_the_order_in_memory(self) -> None:
         x = torch.ones(2, 8, 5, 7).to(memory_format=torch.channels_last)
@@ -255,14 +264,14 @@ def chi_squared_tail(value: float, freedom: int) -> float:
 
 FALSE_ALARM = 1e-9
 """Of each statistical test, of which there are fewer than 1,000: in all less than 1e-6."""
-BLOCK = 1024
+STRETCH = 1024
 N = 1 << 20
 
 
 def rate(kept: Tensor, p: float) -> float:
     """How likely the number of kept elements is, and how it varies between blocks."""
-    off = kept.double().view(-1, BLOCK).sum(1) - BLOCK * (1 - p)
-    variance = BLOCK * p * (1 - p)
+    off = kept.double().view(-1, STRETCH).sum(1) - STRETCH * (1 - p)
+    variance = STRETCH * p * (1 - p)
     total = chi_squared_tail(float(off.sum() ** 2 / (len(off) * variance)), 1)
     spread = chi_squared_tail(float((off**2).sum() / variance), len(off))
     return min(total, 2 * spread, 2 * (1 - spread))
@@ -279,7 +288,7 @@ def independence(first: Tensor, second: Tensor, p: float) -> float:
 def neighbours(kept: Tensor, p: float) -> float:
     """The least likely of pairs at some distances; no element is in two pairs of one distance."""
     found = []
-    for distance in (1, 2, 3, 4, 8, LANES, 2 * LANES, 4 * LANES, CHUNK):
+    for distance in (1, 2, 3, 4, 8, LANES, 2 * LANES, 4 * LANES, BLOCK, CHUNK):
         pairs = kept[: len(kept) // (2 * distance) * 2 * distance].view(-1, 2, distance)
         found.append(independence(pairs[:, 0], pairs[:, 1], p))
     return min(found)
@@ -294,8 +303,8 @@ def seeds(generator: Callable[[int], Tensor], p: float) -> float:
     for other in map(generator, others):
         found.append(independence(mask, other, p))
         # The same words at a distance, as counters that begin at the seed would give.
-        found += [independence(mask[k:], other[:-k], p) for k in (1, LANES, 4 * LANES)]
-        found += [independence(mask[:-k], other[k:], p) for k in (1, LANES, 4 * LANES)]
+        found += [independence(mask[k:], other[:-k], p) for k in (1, LANES, 4 * LANES, BLOCK)]
+        found += [independence(mask[:-k], other[k:], p) for k in (1, LANES, 4 * LANES, BLOCK)]
     return min(found)
 
 
@@ -312,7 +321,7 @@ class TestStatistics:
 
     def test_first_element_of_many_seeds(self) -> None:
         """A model of small layers takes the first words of each seed only."""
-        kept = torch.stack([mask(BLOCK, seed, 0.5) for seed in range(BLOCK)])
+        kept = torch.stack([mask(STRETCH, seed, 0.5) for seed in range(STRETCH)])
         assert rate(kept.t().flatten(), 0.5) > FALSE_ALARM
         assert neighbours(kept.t().flatten(), 0.5) > FALSE_ALARM
 
