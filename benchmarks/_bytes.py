@@ -9,28 +9,44 @@ from torch import Tensor
 
 from fusedoptim.raw import ElementwiseKernel
 
+_KERNELS = {
+    torch.float32: ElementwiseKernel(
+        "T p, T g, float32 m, float32 v",
+        "T to_p, float32 to_m, float32 to_v",
+        "to_m = m + (float)g; to_v = v + (float)g; to_p = p",
+        "adam_bytes",
+    ),
+    torch.uint8: ElementwiseKernel(
+        "T p, T g, uint8 m, uint8 v",
+        "T to_p, uint8 to_m, uint8 to_v",
+        "to_m = m + ((float)g > 0); to_v = v + ((float)g > 0); to_p = p",
+        "adam_float8_bytes",
+    ),
+}
+"""By the dtype that moments are kept in."""
+
 
 class BytesOfAdamW:
-    """Reads weights, gradients and two float32 moments, and writes all but gradients, in a launch.
+    """Reads weights, gradients and two moments, and writes all but gradients, in a launch.
 
     Its arrays are as long as all parameters together. It looks like an optimizer, so that what
     times optimizers can time it.
     """
 
-    def __init__(self, params: Sequence[Tensor], lr: float) -> None:
-        """Allocate the arrays; there is no update, and so no ``lr``."""
+    def __init__(self, params: Sequence[Tensor], lr: float, moments: str = "float32") -> None:
+        """Allocate the arrays; there is no update, and so no ``lr``.
+
+        ``moments`` is the dtype that they are kept in: "float32", or "uint8" as those of "float8"
+        state without its scales, which are another 0.06 bytes a weight.
+        """
         del lr
         count = sum(p.numel() for p in params)
         weights = torch.zeros(count, dtype=params[0].dtype)
-        moments = [torch.zeros(count) for _ in range(2)]
-        self._arrays = (weights, torch.ones_like(weights), *moments, weights, *moments)
-        self._kernel = ElementwiseKernel(
-            "T p, T g, float32 m, float32 v",
-            "T to_p, float32 to_m, float32 to_v",
-            "to_m = m + (float)g; to_v = v + (float)g; to_p = p",
-            "adam_bytes",
-        )
-        self.state = {0: dict(zip(("exp_avg", "exp_avg_sq"), moments))}
+        dtype = getattr(torch, moments)
+        m, v = (torch.zeros(count, dtype=dtype) for _ in range(2))
+        self._arrays = (weights, torch.ones_like(weights), m, v, weights, m, v)
+        self._kernel = _KERNELS[dtype]
+        self.state = {0: {"exp_avg": m, "exp_avg_sq": v}}
 
     def step(self) -> None:
         """Move the bytes of one step."""

@@ -3,7 +3,7 @@
 The step on the host alone, on lists of parameters whose gradients are there. Each contender runs in
 processes of its own, in turn. DeepSpeed's needs ``--deepspeed``, a Python that has it and torch; it
 compiles its step when it is first used. "The bytes alone" moves what FusedAdamW with float32 state
-moves.
+moves, "those of float8 state" what it moves with that.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ CONTENDERS = {
     "FusedAdamW": Contender("fusedoptim:FusedAdamW", {}),
     "FusedAdamW, float8 state": Contender("fusedoptim:FusedAdamW", {"state_dtype": "float8"}),
     "the bytes alone": Contender("benchmarks._bytes:BytesOfAdamW", {}),
+    "those of float8 state": Contender("benchmarks._bytes:BytesOfAdamW", {"moments": "uint8"}),
 }
 
 
