@@ -391,6 +391,12 @@ def _setitem_overload(pointer: Any, index: Any, value: Any) -> Any:
     return None
 
 
+@overload(language.rounds, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _rounds_overload(values: Any) -> Any:
+    is_narrow = values.element in _CONVERSIONS
+    return lambda values: is_narrow
+
+
 class LaneValues(types.Type):  # type: ignore[misc]
     """Address of values of type ``real`` that one work item has for itself."""
 

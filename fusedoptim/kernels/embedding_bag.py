@@ -24,6 +24,7 @@ from fusedoptim.kernels.language import (
     lane,
     lanes,
     real,
+    rounds,
 )
 
 __all__ = ["embedding_bag"]
@@ -52,7 +53,7 @@ def embedding_bag(
     If one of them names no row of the table, or ends before it begins, or if the first of all,
     which a row with ``is_first`` has, does not begin at 0, all are zero, and the first of
     ``faults`` is set. Plain sums have a loop of their own: the fewer instructions to a row, the
-    more rows a core fetches at once.
+    more rows a core fetches at once. So a bag of one index is a copy there, if sums are rounded.
     """
     if has_fault(indices, offsets, bags, bags_left, count, table_rows, is_first):
         faults[0] = 1
@@ -69,20 +70,28 @@ def embedding_bag(
                 stop = offsets[bag + 1]
             column = 0
             while column < width:
-                total0 = total1 = total2 = total3 = real(0)
-                k = begin
-                while k < stop:
-                    place = indices[k] * width + column + lane()
-                    total0 += table[place]
-                    total1 += table[place + lanes()]
-                    total2 += table[place + 2 * lanes()]
-                    total3 += table[place + 3 * lanes()]
-                    k += 1
-                place = bag * stride + column + lane()
-                output[place] = total0
-                output[place + lanes()] = total1
-                output[place + 2 * lanes()] = total2
-                output[place + 3 * lanes()] = total3
+                if rounds(output) and stop - begin == 1:
+                    source = indices[begin] * width + column + lane()
+                    target = bag * stride + column + lane()
+                    output[target] = table[source]
+                    output[target + lanes()] = table[source + lanes()]
+                    output[target + 2 * lanes()] = table[source + 2 * lanes()]
+                    output[target + 3 * lanes()] = table[source + 3 * lanes()]
+                else:
+                    total0 = total1 = total2 = total3 = real(0)
+                    k = begin
+                    while k < stop:
+                        place = indices[k] * width + column + lane()
+                        total0 += table[place]
+                        total1 += table[place + lanes()]
+                        total2 += table[place + 2 * lanes()]
+                        total3 += table[place + 3 * lanes()]
+                        k += 1
+                    place = bag * stride + column + lane()
+                    output[place] = total0
+                    output[place + lanes()] = total1
+                    output[place + 2 * lanes()] = total2
+                    output[place + 3 * lanes()] = total3
                 column += 4 * lanes()
             bag += 1
     while bag < bags:

@@ -230,6 +230,14 @@ def swapped_halves(word: int) -> int:
     return ((word & 0xFFFF) << 16) | (word >> 16)
 
 
+def rounds(values: _Values) -> bool:
+    """Whether values have fewer bits than the arithmetic dtype: the compiler knows it.
+
+    In plain Python, none have.
+    """
+    return False
+
+
 def lane_values(count: int) -> list[float]:
     """Memory of this work item alone for ``count`` values of the arithmetic dtype.
 

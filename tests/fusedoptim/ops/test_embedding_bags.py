@@ -68,6 +68,13 @@ class TestValues:
             assert torch.equal(output, weight[own])
         assert torch.equal(together, torch.cat(separate, dim=1))
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_one_index_each_of_every_value_of_16_bits(self, dtype: torch.dtype) -> None:
+        weight = torch.arange(-(2**15), 2**15).short().view(dtype).view(-1, 64)
+        order = torch.randperm(len(weight))
+        (output,) = embedding_bags([weight], [order], [torch.arange(len(weight))])
+        torch.testing.assert_close(output, weight[order], rtol=0, atol=0, equal_nan=True)
+
     def test_tables_that_change_between_calls(self) -> None:
         weights, bags = tables(16), new_bags(ROWS)
         embedding_bags(weights, *bags, include_last_offset=True)
