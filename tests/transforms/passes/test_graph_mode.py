@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fusedoptim import transforms
 from tests.fusedoptim.helpers import run_script
-from tests.transforms.graph.helpers import LAST, Encoder, Residual, Squeezed
+from tests.transforms.graph.helpers import LAST, Encoder, Residual, Squeezed, assert_as_eager
 from tests.transforms.helpers import (
     assert_right,
     assert_same_state,
@@ -123,6 +123,29 @@ def test_hooks_of_others_compile_nothing() -> None:
     nn.ReLU().register_forward_hook(lambda *args: None)
     assert_right(ours, model, x)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+@torch.no_grad()
+def test_parameters_replaced_by_others() -> None:
+    """By none, by a tensor, by a buffer."""
+    model, x = randomise(Residual()), images()
+    ours = transforms.optimize(model, graph_mode=True, sample_input=x)
+    bias, weight = torch.randn_like(model.second.bias), torch.randn_like(model.second.weight)
+    for second in (model.second, ours.second):
+        second.bias = None
+    assert_as_eager(ours, model, x)
+    for second in (model.second, ours.second):
+        second.bias = nn.Parameter(bias.clone())
+        del second.weight
+        second.weight = weight.clone()
+    assert_as_eager(ours, model, x)
+    for second in (model.second, ours.second):
+        del second.weight
+        second.register_buffer("weight", 2 * weight)
+    assert_as_eager(ours, model, x)
+    for second in (model.second, ours.second):
+        second.weight.mul_(3)
+    assert_as_eager(ours, model, x)
 
 
 def test_twice_and_copies() -> None:
