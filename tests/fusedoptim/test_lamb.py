@@ -312,8 +312,10 @@ def test_options_of_a_group_changed_later() -> None:
         pair.train()
 
 
-def test_without_torchs_options() -> None:
-    """Lamb is not torch's, so it does not take what would ask for another implementation."""
+def test_torchs_options() -> None:
+    """Lamb takes them as the other classes do, but none that asks for another implementation."""
     for option in ("foreach", "capturable", "differentiable"):
-        with pytest.raises(TypeError, match=option):
-            FusedLamb([Parameter(torch.ones(1))], **{option: True})
+        optimizer = FusedLamb([Parameter(torch.ones(1))], **{option: False})  # type: ignore[arg-type]
+        assert optimizer.param_groups[0][option] is False
+        with pytest.raises(RuntimeError, match=option):
+            FusedLamb([Parameter(torch.ones(1))], **{option: True})  # type: ignore[arg-type]
