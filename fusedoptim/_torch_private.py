@@ -76,8 +76,9 @@ _UNTRACED: dict[Any, Any] = {
 def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of torch.optim.Optimizer without its decorator, while nothing can be traced.
 
-    The decorator imports torch._dynamo, which takes as long as torch itself, to tell it not to
-    trace the method. Until something else imports that, there is nothing to tell.
+    The decorator imports torch._dynamo, which takes five times as long as the first step of a
+    process, to tell it not to trace the method. Until something else imports that, there is nothing
+    to tell.
     """
     untraced = _UNTRACED.get(getattr(method, "__func__", None))
     if untraced is None or "torch._dynamo" in sys.modules:

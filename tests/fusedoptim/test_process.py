@@ -45,7 +45,7 @@ optimizer.step()
 
 
 def test_training_does_not_load_torchs_compiler() -> None:
-    """Making one of torch.optim's optimizers does, which takes as long as importing torch."""
+    """Making one of torch.optim's optimizers does, which takes five times as long as a step."""
     output = run("""
 import sys
 for optimizer in FusedSGD([p], lr=0.5), FusedLamb([p]):
