@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from fusedoptim._torch_private import BypassModes, count_modes, transform_level, without_dynamo
 from fusedoptim.allocator import check_not_forked, is_forked
-from fusedoptim.split.halves import LOST, Halves, check_checkpoint, check_splittable
+from fusedoptim.split.halves import LOST, Halves, check_saved_halves, check_splittable
 from fusedoptim.step import commit
 from fusedoptim.step.checks import (
     OPTIONS,
@@ -428,8 +428,8 @@ class FusedOptimizer(UpdateDefinition):
         name = type(self).__name__
         check_saved_options(name, state_dict["param_groups"], self._saved_options)
         saved = [(i, p, state) for i, (p, state) in enumerate(self._saved(state_dict))]
-        check_saved_state(name, saved, self._saved_state - self._optional_state)
-        check_checkpoint(name, [entry for entry in saved if self.is_split(entry[1])])
+        check_saved_state(name, saved, self._saved_state)
+        check_saved_halves(name, [entry for entry in saved if self.is_split(entry[1])])
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -42,21 +42,28 @@ class BagOptimizer(FusedOptimizer):
         super().__setstate__(state)
         if not hasattr(self, "number"):  # a copy, or out of a file
             self.number = numbered(self)
-        for own in self.state.values():
+        for own in self.state.values():  # a checkpoint's may have strides, and kernels take none
             own.update({name: own[name].contiguous() for name in (_SUM, TRAIL) if name in own})
 
     def _check_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super()._check_checkpoint(state_dict)
+        self._check_saved_groups(state_dict["param_groups"])
+        if _SUM in self._saved_state:
+            self._check_saved_sums(state_dict)
+
+    def _check_saved_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise if a group has an option that the kernel does not get."""
         absent = self.defaults.keys() - {*self._hyper_parameters, *OPTIONS, _FIRST_SUM}
-        for group in state_dict["param_groups"]:
+        for group in groups:
             for option in sorted(absent & group.keys()):
                 if group[option] != self.defaults[option]:
                     raise ValueError(
                         f"{type(self).__name__}: the checkpoint has {option}={group[option]}, "
                         "which the update in the backward pass has not; load one without it"
                     )
-        if _SUM not in self._saved_state:
-            return
+
+    def _check_saved_sums(self, state_dict: dict[str, Any]) -> None:
+        """Raise unless Adagrad's sums have the shapes of those that are here."""
         for i, (weight, saved) in enumerate(self._saved(state_dict)):
             shape = tuple(self.state[weight][_SUM].shape)
             found = tuple(saved[_SUM].shape) if _SUM in saved else None
@@ -91,13 +98,13 @@ class BagOptimizer(FusedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        states = [state for state in self.state.values() if "step" in state]
-        counts = [state["step"] for state in states]
+        states = [state for state in self.state.values() if KEY in state]
+        counts = [state[KEY] for state in states]
         if states and all(isinstance(count, Tensor) for count in counts):
             torch._foreach_add_(counts, 1)
         else:
             for state in states:
-                state["step"] += 1
+                state[KEY] += 1
         return loss
 
 
@@ -123,9 +130,9 @@ class InBackwardRowwiseAdagrad(BagOptimizer):
     _saved_options, _saved_state = FusedAdagrad._saved_options, FusedAdagrad._saved_state
 
     def __init__(self, params: Sequence[Tensor], *, split: bool, **options: Any) -> None:
-        # Of the tables, torch's class would make a sum for each element.
-        checked = FusedAdagrad([torch.empty(0)], **options)
-        super().__init__(params, checked.defaults, split=split)
+        # For its defaults and checks; of the tables it would make a sum for each element.
+        adagrad = FusedAdagrad([torch.empty(0)], **options)
+        super().__init__(params, adagrad.defaults, split=split)
         for weight in params:
             sums = torch.zeros(len(weight), dtype=state_dtype(weight), device=weight.device)
             self.state[weight].update({KEY: torch.zeros((), dtype=torch.float32), _SUM: sums})
@@ -142,20 +149,34 @@ OPTIMIZERS: Mapping[str, type[BagOptimizer]] = {
 def new_optimizer(
     name: str, weights: Sequence[Tensor], split: bool, options: Mapping[str, float]
 ) -> BagOptimizer:
-    """An optimizer of tables, whose memory it checks."""
+    """An optimizer of tables; raises if it does not take the options, or their memory."""
+    _check_options(name, options)
+    _check_memory(weights)
+    return OPTIMIZERS[name](list(weights), **{"lr": _LR, **options}, split=split)
+
+
+def _check_options(name: str, options: Mapping[str, float]) -> None:
+    if name not in OPTIMIZERS:
+        raise ValueError(
+            f"MergedEmbeddingBag: optimizer={name!r} is none of {', '.join(map(repr, OPTIMIZERS))}"
+        )
+    taken = OPTIMIZERS[name]._hyper_parameters
+    for option in options:
+        if option not in taken:
+            takers = [repr(n) for n, cls in OPTIMIZERS.items() if option in cls._hyper_parameters]
+            raise ValueError(
+                f"MergedEmbeddingBag: {option} is for optimizer={' and '.join(takers)}, and "
+                f"{name!r} takes {', '.join(taken)}; leave it out"
+            )
+
+
+def _check_memory(weights: Sequence[Tensor]) -> None:
     for t, weight in enumerate(weights):
         if not weight.is_contiguous():
             raise ValueError(
                 f"MergedEmbeddingBag: table {t} has strides {weight.stride()}; the update takes "
                 "contiguous ones: use weight.data = weight.data.contiguous()"
             )
-    taken = OPTIMIZERS[name]._hyper_parameters
-    for option in options.keys() - set(taken):
-        takers = [repr(n) for n, cls in OPTIMIZERS.items() if option in cls._hyper_parameters]
-        raise ValueError(
-            f"MergedEmbeddingBag: {option} is for optimizer={' and '.join(takers)}, and {name!r} "
-            f"takes {', '.join(taken)}; leave it out"
-        )
     turns = update_order(list(weights))
     if any(turns) or len(set(weights)) < len(weights):
         t = next((t for t, turn in enumerate(turns) if turn), len(weights) - 1)
@@ -163,4 +184,3 @@ def new_optimizer(
             f"MergedEmbeddingBag: table {t} shares memory with an earlier one, and both would be "
             "updated at once; merge them without an optimizer"
         )
-    return OPTIMIZERS[name](list(weights), **{"lr": _LR, **options}, split=split)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fusedoptim.nn._bag_optimizers import OPTIMIZERS, BagOptimizer, new_optimizer
+from fusedoptim.nn._bag_optimizers import BagOptimizer, new_optimizer
 from fusedoptim.ops import embedding_bags
 from fusedoptim.ops._updated_bags import updated_embedding_bags
 
@@ -92,30 +92,18 @@ class MergedEmbeddingBag(torch.nn.Module):
         self._optimizer: BagOptimizer | None = None
         self._anchor: Tensor | None = None
         self._refusals: list[RemovableHandle] = []
-        """Of the hooks by which bags that the optimizer trains refuse calls by themselves."""
-        if optimizer is None:
-            if given or split:
-                name = next(iter(given), "split")
-                raise ValueError(
-                    f"MergedEmbeddingBag: {name} is for an optimizer; pass optimizer='sgd' or "
-                    "'adagrad', or leave it out"
-                )
-        else:
-            if optimizer not in OPTIMIZERS:
-                raise ValueError(
-                    f"MergedEmbeddingBag: optimizer={optimizer!r} is none of "
-                    f"{', '.join(map(repr, OPTIMIZERS))}"
-                )
-            weights = [bag.weight for bag in bags]
-            self._optimizer = new_optimizer(optimizer, weights, split, given)
-            # What makes autograd run the backward pass; no parameter, as nothing is learned.
-            self._anchor = torch.zeros((), requires_grad=True)
-            for weight in weights:
-                weight.requires_grad_(False)
+        """Of the hooks of :meth:`_refuse_calls`."""
         for t, bag in enumerate(bags):
             self.add_module(str(t), bag)
         if optimizer is not None:
-            self._refuse_calls("MergedEmbeddingBag", "merged(indices, offsets)")
+            weights = [bag.weight for bag in bags]
+            self._update_by(new_optimizer(optimizer, weights, split, given))
+        elif given or split:
+            name = next(iter(given), "split")
+            raise ValueError(
+                f"MergedEmbeddingBag: {name} is for an optimizer; pass optimizer='sgd' or "
+                "'adagrad', or leave it out"
+            )
 
     @classmethod
     def from_embedding_bags(
@@ -144,6 +132,15 @@ class MergedEmbeddingBag(torch.nn.Module):
 
     def __iter__(self) -> Iterator[torch.nn.EmbeddingBag]:
         return (self[t] for t in range(len(self)))
+
+    def _update_by(self, optimizer: BagOptimizer) -> None:
+        """Have the backward pass update the tables, and nothing else."""
+        self._optimizer = optimizer
+        # What makes autograd run the backward pass; no parameter, as nothing is learned.
+        self._anchor = torch.zeros((), requires_grad=True)
+        for bag in self:
+            bag.weight.requires_grad_(False)
+        self._refuse_calls("MergedEmbeddingBag", "merged(indices, offsets)")
 
     def _refuse_calls(self, name: str, call: str) -> None:
         """Have the bags refuse to be called by themselves for training.

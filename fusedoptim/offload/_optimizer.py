@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedoptim.offload._bucket import Bucket, own_options
 from fusedoptim.offload._link import Link
-from fusedoptim.split.halves import check_checkpoint
+from fusedoptim.split.halves import check_saved_halves
 from fusedoptim.step.checks import check_norm, check_numbers
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import CLIP_EPS
@@ -332,7 +332,7 @@ def _load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         return state_dict  # torch raises
     state = state_dict["state"]
     numbered = list(_numbered(optimizer, state_dict))
-    check_checkpoint(
+    check_saved_halves(
         type(optimizer).__name__,
         [
             (number, h, state.get(number, {}))

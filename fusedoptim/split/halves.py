@@ -333,7 +333,7 @@ LOST = (
 )
 
 
-def check_checkpoint(optimizer: str, saved: Iterable[tuple[int, Tensor, dict[str, Any]]]) -> None:
+def check_saved_halves(optimizer: str, saved: Iterable[tuple[int, Tensor, dict[str, Any]]]) -> None:
     """Raise unless a checkpoint has the trails of all split parameters, or of none.
 
     Args:

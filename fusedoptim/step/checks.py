@@ -29,8 +29,8 @@ from fusedoptim.step.tensors import (
 
 OPTIONS = ("foreach", "differentiable", "capturable", "fused")
 """Options of a group that choose an implementation of the step."""
-_FAMILIES = {"dampening": "SGD", "lr_decay": "Adagrad", "amsgrad": "Adam", "trust_clip": "Lamb"}
-"""Optimizers, by a hyper-parameter that others do not have."""
+_KINDS = {"dampening": "SGD", "lr_decay": "Adagrad", "amsgrad": "Adam", "trust_clip": "Lamb"}
+"""Kinds of optimizer, by a hyper-parameter that others do not have."""
 
 
 def named_params(groups: Sequence[Group], group: Group) -> Iterator[tuple[Tensor, str]]:
@@ -115,17 +115,20 @@ def check_saved_options(optimizer: str, groups: Iterable[Group], needed: Set[str
     """Raise unless each of a checkpoint's ``groups`` has the hyper-parameters ``needed``."""
     for group in groups:
         if missing := sorted(needed - group.keys()):
-            family = next((f for name, f in _FAMILIES.items() if name in group), "another class")
-            if group.get("decoupled_weight_decay"):
-                family = "AdamW"
             raise ValueError(
-                f"{optimizer}: the checkpoint is one of {family}, and has no {missing[0]!r}; load "
-                "one of the class that the optimizer has, or begin without one"
+                f"{optimizer}: the checkpoint is one of {_kind(group)}, and has no {missing[0]!r}; "
+                "load one of the class that the optimizer has, or begin without one"
             )
 
 
+def _kind(group: Group) -> str:
+    """What kind of optimizer has saved ``group``."""
+    kind = next((kind for name, kind in _KINDS.items() if name in group), "another class")
+    return "AdamW" if kind == "Adam" and group.get("decoupled_weight_decay") else kind
+
+
 def check_saved_state(
-    optimizer: str, saved: Iterable[tuple[int, Tensor, Any]], needed: Set[str]
+    optimizer: str, saved: Iterable[tuple[int, Tensor, State]], needed: Set[str]
 ) -> None:
     """Raise if a parameter has state in a checkpoint, but not all that is ``needed``.
 
@@ -135,8 +138,8 @@ def check_saved_state(
         needed: names of the state.
     """
     for i, p, state in saved:
-        missing = sorted(needed - set(state))
-        if missing and not {TRAIL}.issuperset(state):
+        missing = sorted(needed - state.keys())
+        if missing and state.keys() - {TRAIL}:  # lower halves are state before the first step too
             raise ValueError(
                 f"{optimizer}: the checkpoint has no {missing[0]!r} of parameter {i} (shape "
                 f"{tuple(p.shape)}), and other state of it; load a whole checkpoint of this class"

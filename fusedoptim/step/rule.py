@@ -34,9 +34,9 @@ class UpdateDefinition(Optimizer):
     _optional_state: frozenset[str] = frozenset()
     """Names of the state that a parameter may lack though it has other state of earlier steps."""
     _saved_options: frozenset[str] = frozenset()
-    """Hyper-parameters that each group of a checkpoint has, of whatever version of the class."""
+    """Hyper-parameters that each group has in a checkpoint of any version of the class."""
     _saved_state: frozenset[str] = frozenset()
-    """Names of the state, the optional aside, that a parameter has in a checkpoint if any."""
+    """Names of the state that a parameter has in a checkpoint, if it has any."""
     _number_attributes: ClassVar[tuple[str, ...]] = ()
     """Attributes of the optimizer on which its numbers depend."""
 

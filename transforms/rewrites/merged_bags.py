@@ -24,7 +24,7 @@ class _Merged(NamedTuple):
     dtypes: Sequence[torch.dtype]
     """Of the tables, before they were split."""
     handles: Sequence[RemovableHandle]
-    """Of the hooks by which the merged module's bags refuse calls by themselves."""
+    """Of the hooks by which the merged module's bags refuse to be called by themselves."""
 
 
 def merge(
