@@ -1,4 +1,4 @@
-"""Checks of operators' arguments that are no tensors of the right kind, or no numbers."""
+"""Checks of the types of operators' arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_tensors(function: str, **arguments: Any) -> None:
 
 def as_real(function: str, name: str, value: Any) -> float:
     """A number as a float; TypeError for anything else, such as text that float() would read."""
-    if not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
+    if not hasattr(value, "__float__"):
         raise TypeError(f"{function}: {name}={value!r} is a {type(value).__name__}; pass a number")
     return float(value)
 

@@ -25,8 +25,7 @@ class Options(NamedTuple):
 
 def check_knobs(level: str, dtype: Any, inplace: Any, knobs: Mapping[str, Any]) -> None:
     """Raise if an argument has the wrong type or an unknown value."""
-    if not isinstance(inplace, bool):
-        raise TypeError(f"inplace={inplace!r} is not True or False")
+    check_flag("inplace", inplace)
     if level not in LEVELS:
         raise ValueError(f"level={level!r} is unknown; use 'O0' (only what is asked for) or 'O1'")
     if dtype is not None and dtype not in _DTYPES:
@@ -37,6 +36,12 @@ def check_knobs(level: str, dtype: Any, inplace: Any, knobs: Mapping[str, Any]) 
     for name, value in knobs.items():
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is not True, False or None")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError unless the argument ``name`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is not True or False")
 
 
 def resolve(

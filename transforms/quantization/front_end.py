@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from transforms.inputs.arguments import check_halves, check_model, check_no_copied_halves
 from transforms.inputs.copies import copy_pair
-from transforms.inputs.options import Options
+from transforms.inputs.options import Options, check_flag
 from transforms.passes import INFERENCE
 from transforms.passes.protocol import Job
 from transforms.quantization.calibration import Layers, calibrate, errors
@@ -146,7 +146,7 @@ def quantize(
     """
     check_model(model)
     choices = _checked(loader, dynamic, ranges, keep, max_error, max_batches, progress, run)
-    _check_flag("inplace", inplace)
+    check_flag("inplace", inplace)
     if model.training:
         raise ValueError(
             "the model is in training mode, and INT8 is for inference: call model.eval()"
@@ -185,7 +185,7 @@ def _checked(
     """The choices; raises for what is of another type, or unknown."""
     for name, value in (("dynamic", dynamic), ("progress", progress)):
         if value is not None:
-            _check_flag(name, value)
+            check_flag(name, value)
     _check_loader(loader)
     if dynamic is False and loader is None:
         raise ValueError("dynamic=False needs a loader, to find the ranges of activations")
@@ -199,11 +199,7 @@ def _checked(
     if not isinstance(keep, Sequence) or not all(isinstance(name, str) for name in keep):
         raise TypeError(f"keep={keep!r} is not a name, or a sequence of names")
     if max_error is not None:
-        _check_number("max_error", max_error)
-    if max_error is not None and not max_error > 0:
-        raise ValueError(f"max_error={max_error!r} is not positive")
-    if max_error is not None and loader is None:
-        raise ValueError("max_error needs a loader, to find the errors of layers")
+        _check_max_error(max_error, loader)
     if max_batches is not None and not (isinstance(max_batches, int) and max_batches > 0):
         raise ValueError(f"max_batches={max_batches!r} is not a positive number of batches")
     if run is not None and not callable(run):
@@ -223,14 +219,15 @@ def _check_loader(loader: Any) -> None:
         raise TypeError(f"loader is a {type(loader).__name__}, which yields no batches")
 
 
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}={value!r} is not a number")
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is not True or False")
+def _check_max_error(max_error: Any, loader: Any) -> None:
+    """Raise unless errors can be found, and compared with this one."""
+    is_number = isinstance(max_error, numbers.Real) and not isinstance(max_error, bool)
+    if not is_number:
+        raise TypeError(f"max_error={max_error!r} is not a number")
+    if not max_error > 0:
+        raise ValueError(f"max_error={max_error!r} is not positive")
+    if loader is None:
+        raise ValueError("max_error needs a loader, to find the errors of layers")
 
 
 def _prepare(model: nn.Module, undo: ExitStack) -> dict[str, Sequence[Entry]]:

@@ -86,7 +86,7 @@ class _FindingError(ValueError):
 
 
 def finding(message: str) -> ValueError:
-    """An error that a hook raises, which reaches the caller as it is."""
+    """An error that a hook raises; the caller gets a plain ValueError with this message."""
     return _FindingError(message)
 
 
