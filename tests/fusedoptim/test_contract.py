@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import weakref
 from typing import Any
 
@@ -40,6 +41,7 @@ from tests.fusedoptim.helpers import (
 from tests.optimizer_cases import (
     CASES,
     CONFIGURATIONS_AND_DTYPES,
+    TORCHS_CASES,
     OptimizerCase,
     configuration_id,
 )
@@ -585,7 +587,7 @@ class TestState:
     def test_load_of_another_class(
         self, case: OptimizerCase, saver: OptimizerCase, which: int
     ) -> None:
-        """It is refused, and changes nothing, where torch's class would fail in the next step."""
+        """It is refused, and changes nothing, unless the state is the same."""
         _, saved = single(saver, "17", **saver.kwargs[which])
         saved.step()
         _, optimizer = single(case, "17")
@@ -593,25 +595,27 @@ class TestState:
         if _kind_of_state(case) == _kind_of_state(saver):
             optimizer.load_state_dict(saved.state_dict())
             optimizer.step()
-        else:
-            options = _options(optimizer)
-            other = saver.name.removeprefix("Fused").removeprefix("Split")
-            with refused(
-                optimizer, ValueError, f"^{case.name}: the checkpoint is one of {other}, "
-            ):
-                optimizer.load_state_dict(saved.state_dict())
-            assert _options(optimizer) == options
-        if case.is_torchs and saver.is_torchs:
-            loaded, saved = (
-                cls([Parameter(torch.randn(17))], lr=0.1)
-                for cls in (case.reference, saver.reference)
-            )
-            loaded.load_state_dict(saved.state_dict())
-            fits = contextlib.nullcontext()
-            if _kind_of_state(case) != _kind_of_state(saver):
-                fits = pytest.raises(KeyError)
-            with fits:
-                step_alike(loaded)
+            return
+        options = _options(optimizer)
+        other = saver.name.removeprefix("Fused").removeprefix("Split")
+        with refused(optimizer, ValueError, f"^{case.name}: the checkpoint is one of {other}, "):
+            optimizer.load_state_dict(saved.state_dict())
+        assert _options(optimizer) == options
+
+    @pytest.mark.parametrize(
+        ("case", "saver"), [*itertools.product(TORCHS_CASES, repeat=2)], ids=configuration_id
+    )
+    def test_load_of_another_class_by_torchs(
+        self, case: OptimizerCase, saver: OptimizerCase
+    ) -> None:
+        """Theirs load what ours refuse, and fail in the next step."""
+        loaded, saved = (
+            each.reference([Parameter(torch.randn(17))], lr=0.1) for each in (case, saver)
+        )
+        loaded.load_state_dict(saved.state_dict())
+        fits = _kind_of_state(case) == _kind_of_state(saver)
+        with contextlib.nullcontext() if fits else pytest.raises(KeyError):
+            step_alike(loaded)
 
     @each_class
     def test_load_without_some_of_the_state(self, case: OptimizerCase) -> None:

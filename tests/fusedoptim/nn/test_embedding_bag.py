@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import pickle
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusedoptim import nn
 from fusedoptim.nn import MergedEmbeddingBag
 from tests.fusedoptim.bag_cases import ROWS, WIDTHS, Bags, expected, new_bags
-from tests.fusedoptim.helpers import assert_within, through_a_file
+from tests.fusedoptim.helpers import assert_within, each_way_to_copy, through_a_file
 from tests.optimizer_cases import FLOATS
 from tests.references import adagrad, sgd
 from tests.running import at_each_thread_count
@@ -100,10 +99,6 @@ class _Reference:
 def _where(condition: Tensor, x: Bounded, y: Bounded) -> Bounded:
     value = torch.where(condition, x.value, y.value)
     return Bounded(value, torch.where(condition, x.error, y.error), y.arithmetic)
-
-
-def _pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
 
 
 class _Sizes(TorchDispatchMode):
@@ -375,7 +370,7 @@ class TestOptimizer:
         assert list(module.state_dict()) == list(bags.state_dict())
         assert [p for p in module.parameters() if p.requires_grad] == []
 
-    @pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+    @each_way_to_copy
     def test_copies_are_updated_by_their_own(self, copied: Any) -> None:
         module = new_module("adagrad", lr=LR)
         other = copied(module)
@@ -446,21 +441,21 @@ class TestRefused:
         assert all(map(torch.equal, before, weights_of(module)))
 
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    @pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy, _pickled])
+    @each_way_to_copy
     def test_a_bag_called_by_itself(self, optimizer: str, copied: Any) -> None:
         """It would learn nothing where it is trained."""
-        module = copied(new_module(optimizer))
-        bag, args = module[0], (torch.tensor([1, 2]), torch.tensor([0, 2]))
-        with pytest.raises(
-            RuntimeError, match=r"bag of MergedEmbeddingBag .* merged\(indices, offsets\)"
-        ):
-            bag(*args)
-        with torch.no_grad():
-            wanted = bag(*args)
-        module.eval()
-        assert torch.equal(bag(*args), wanted)
-        module.train()
-        train(module, new_batches(module, 1))
+        given = new_module(optimizer)
+        message = r"bag of MergedEmbeddingBag .* merged\(indices, offsets\)"
+        for module in (given, copied(given)):
+            bag, args = module[0], (torch.tensor([1, 2]), torch.tensor([0, 2]))
+            with pytest.raises(RuntimeError, match=message):
+                bag(*args)
+            with torch.no_grad():
+                wanted = bag(*args)
+            module.eval()
+            assert torch.equal(bag(*args), wanted)
+            module.train()
+            train(module, new_batches(module, 1))
 
     def test_optimizer_of_none(self) -> None:
         with pytest.raises(RuntimeError, match="pass optimizer='sgd'"):
