@@ -14,8 +14,8 @@ ONLY_NEWEST := notebooks references transforms packaging/test_wheel.py test_refe
 	nn offload runtime doctor/test_documents.py step/test_interrupts.py ops/test_torchvision.py \
 	ops/test_example.py)
 
-.PHONY: demo convergence test test-packages test-transforms test-jit check docs kernels kernels-verify kernels-validate bench \
-        notebooks lab clean
+.PHONY: demo convergence test test-packages test-transforms test-jit check docs kernels \
+        kernels-verify kernels-validate bench notebooks lab clean
 
 demo: .venv/installed  ## train on real data with torch's SGD and with FusedSGD
 	$(BIN)/python examples/digits.py

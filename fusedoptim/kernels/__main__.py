@@ -181,7 +181,7 @@ def _compile_for(gpu: str, path: Path) -> list[str]:
     environment = dict(os.environ)
     if gpu == "dg2" and path.stem.endswith("_f64"):
         # Arc has no float64 units: its driver emulates them, if asked to. Each operation becomes a
-        # hundred, which take up to 45 s to optimize and to fit into 128 registers, and 15 s so.
+        # hundred, which take long to optimize and to fit into 128 registers.
         environment["IGC_EnableDPEmulation"] = "1"
         command += ["-options", "-cl-opt-disable -cl-intel-256-GRF-per-thread"]
     with tempfile.TemporaryDirectory() as folder:
