@@ -23,6 +23,7 @@ demo: .venv/installed  ## train on real data with torch's SGD and with FusedSGD
 convergence: .venv/installed  ## train beside torch's optimizers, and draw the curves
 	$(BIN)/python examples/convergence.py
 
+# Two parts, so that CI can run one beside the other.
 test: test-packages test-transforms
 
 test-packages: .venv/installed
