@@ -52,6 +52,23 @@ def check_batch(
     _check_samples(weights, indices, samples, means)
 
 
+def check_options(weights: Tensors, means: Sequence[bool], paddings: Sequence[int | None]) -> None:
+    """Raise unless each table has a mode and a padding, or none, that is a row of it."""
+    for name, options in (("mean", means), ("padding_idx", paddings)):
+        if len(options) != len(weights):
+            raise ValueError(
+                f"embedding_bags: {name} has {len(options)} for {len(weights)} tables; pass one "
+                "for each"
+            )
+    for t, (padding, weight) in enumerate(zip(paddings, weights)):
+        if padding is not None and not -len(weight) <= padding < len(weight):
+            rows = len(weight)
+            raise RuntimeError(  # as torch
+                f"embedding_bags: padding_idx of table {t} is {padding}, and it has {rows} rows; "
+                f"pass one from {-rows} to {rows - 1}, or None"
+            )
+
+
 def check_weights(weights: Tensors) -> None:
     """Raise if the operators do not take these tables."""
     if not weights:

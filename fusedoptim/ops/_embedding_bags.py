@@ -21,7 +21,7 @@ from fusedoptim.ops._bag_batch import (
     addresses_of,
     parts_of,
 )
-from fusedoptim.ops._bag_checks import check_batch, check_values, check_weights
+from fusedoptim.ops._bag_checks import check_batch, check_options, check_values, check_weights
 from fusedoptim.ops._bag_gradients import sample_gradients, sparse_gradients
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._launching import ARITHMETIC_OF, DEVICES, VARIANT_OF, TableLaunch
@@ -65,7 +65,8 @@ def embedding_bags(
             from the beginning of the indices.
         per_sample_weights: :math:`v`, of the weights' dtype: as ``indices``; 1 if left out.
         mean: whether the bags of each table, or of all, are means.
-        padding_idx: of each table the index that counts for nothing, or None.
+        padding_idx: of each table the index that counts for nothing, or None. One below 0 counts
+            from the table's end.
         include_last_offset: whether each tensor of ``offsets`` has one more, where the last bag
             ends, instead of at the end of the indices.
         sparse: whether the gradients of the tables are sparse.
@@ -78,9 +79,11 @@ def embedding_bags(
         IndexError: on the CPU, an index is no row of its table. A GPU would have to be waited for:
             there nothing is raised, bags near the index are zero, and the backward pass reads and
             writes beside the table. Check indices that may be wrong before.
-        RuntimeError: on the CPU, the first offset is not 0, or an offset falls or is more than
-            there are indices. On a GPU it is as a wrong index.
-        ValueError: a shape or a device does not fit.
+        RuntimeError: a ``padding_idx`` is no row of its table; on the CPU, the first offset is not
+            0, or an offset falls or is more than there are indices. On a GPU a wrong offset is as a
+            wrong index.
+        ValueError: a shape or a device does not fit, or ``mean`` or ``padding_idx`` has not one
+            for each table.
         TypeError: a dtype that no kernel takes, or two that differ.
 
     Example:
@@ -99,16 +102,15 @@ def embedding_bags(
     summed in the order of the indices: the same bits with any number of threads.
     """
     means = [mean] * len(weights) if isinstance(mean, bool) else list(mean)
-    paddings = [-1] * len(weights)
-    if padding_idx is not None:
-        paddings = [-1 if i is None else i % len(w) for i, w in zip(padding_idx, weights)]
+    paddings = [None] * len(weights) if padding_idx is None else list(padding_idx)
+    check_options(weights, means, paddings)
     result: list[Tensor] = _embedding_bags(
         list(weights),
         list(indices),
         list(offsets),
         list(per_sample_weights),
         means,
-        paddings,
+        [-1 if i is None else i % len(w) for i, w in zip(paddings, weights)],
         include_last_offset,
         sparse,
     )

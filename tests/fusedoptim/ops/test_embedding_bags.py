@@ -293,6 +293,12 @@ class TestRefused:
              "per_sample_weights 0 have dtype"),
             ({"offsets": (OFFSETS[0], OFFSETS[1][:0]), "include_last_offset": True}, RuntimeError,
              "offsets 1 are empty"),
+            ({"padding_idx": [None, 5]}, RuntimeError, "padding_idx of table 1 is 5"),
+            ({"padding_idx": [-5, None]}, RuntimeError, "pass one from -4 to 3"),
+            ({"padding_idx": [1]}, ValueError, "padding_idx has 1 for 2 tables"),
+            ({"padding_idx": [1, 1, 1]}, ValueError, "padding_idx has 3 for 2 tables"),
+            ({"mean": [True]}, ValueError, "mean has 1 for 2 tables"),
+            ({"mean": [True, True, False]}, ValueError, "mean has 3 for 2 tables"),
         ],
     )  # fmt: skip
     def test_wrong(self, changed: dict[str, Any], error: Any, message: str) -> None:
@@ -336,6 +342,21 @@ class TestRefused:
             else:
                 with pytest.raises(RuntimeError, match="offset"):
                     embedding_bags(*args, include_last_offset=last)
+
+    @pytest.mark.parametrize("padding", [-5, -4, -1, 0, 3, 4, 6])
+    def test_padding_as_torch(self, padding: int) -> None:
+        weight, (indices, _), (offsets, _) = torch.randn(4, 2), self.INDICES, self.OFFSETS
+        args = [weight], [indices], [offsets]
+        if -4 <= padding < 4:
+            wanted = torch.nn.functional.embedding_bag(
+                indices, weight, offsets, mode="sum", padding_idx=padding
+            )
+            assert torch.equal(embedding_bags(*args, padding_idx=[padding])[0], wanted)
+        else:
+            with pytest.raises(RuntimeError, match="padding_idx must be within"):
+                torch.nn.functional.embedding_bag(indices, weight, offsets, padding_idx=padding)
+            with pytest.raises(RuntimeError, match="padding_idx of table 0"):
+                embedding_bags(*args, padding_idx=[padding])
 
     def test_joined_bags_do_not_divide(self) -> None:
         with pytest.raises(ValueError, match="3 bags for 2 tables"):
