@@ -214,7 +214,7 @@ class ExpressionKernel(abc.ABC):
     def _operands(self, values: Sequence[Any]) -> tuple[list[Operand], dict[str, Dtype]]:
         """The arguments with their parameters, and the dtype of each parameter's type."""
         _parameters.check_count(self._name, len(self._inputs), len(self._outputs), values)
-        found = _parameters.bind(self._name, self._params, values)
+        found = _parameters.bind(self._name, self._params, values, self._input_count)
         return [Operand(p, found[p.type], v) for p, v in zip(self._params, values)], found
 
     def _opening(self, parameters: Sequence[Parameter], device: torch.device) -> str:

@@ -72,6 +72,9 @@ DRIVER_OPTIONS = (
 _COMPILER_OPTIONS = ("-cl-single-precision-constant", "-cl-strict-aliasing", "-w", "-Werror")
 _STANDARDS = ("CL1.0", "CL1.1", "CL1.2", "CL2.0", "CL3.0")
 
+_NATIVE = ("exp", "log", "sin", "cos", "tan")
+_FUNCTIONS = (*_NATIVE, "sqrt", "rsqrt", "pow", "tanh", "erf", "fabs", "fmax", "fmin", "floor")
+"""Functions that CUDA has for float by the name with an f; the native ones also as intrinsics."""
 _INSTEAD = {
     'extern "C"': 'nothing for extern "C"',
     "__global__": "kernel for __global__, and global float * for a float * of its parameters",
@@ -86,6 +89,8 @@ _INSTEAD = {
     "gridDim": "get_num_groups(0) for gridDim.x",
     "atomicAdd": "atomic_add, of integers, for atomicAdd",
     "_ind.size()": "n for _ind.size()",
+    **{f"{name}f": f"{name} for {name}f" for name in _FUNCTIONS},
+    **{f"__{name}f": f"native_{name} for __{name}f" for name in _NATIVE},
 }
 """What to write instead of words of CUDA and of CuPy's kernels."""
 

@@ -176,25 +176,34 @@ def check_names(kernel: str, params: Sequence[Param]) -> None:
             raise ValueError(f"two parameters have the name {name!r}")
 
 
-def bind(kernel: str, params: Sequence[Param], values: Sequence[Any]) -> dict[str, Dtype]:
+def bind(
+    kernel: str, params: Sequence[Param], values: Sequence[Any], inputs: int
+) -> dict[str, Dtype]:
     """The dtype of each parameter's type in a call.
 
     A number has the dtype that tensors give its letter; without any, int64, float32 or bool.
+
+    Args:
+        kernel: its name, for errors.
+        params: its parameters.
+        values: their arguments; those of the outputs may be left out.
+        inputs: how many of them, the first ones, may be numbers.
 
     Raises:
         TypeError: an argument is neither a tensor nor a number, or is of another dtype.
     """
     found = dict(DTYPES)
     numbers = []
-    for param, value in zip(params, values):
+    for k, (param, value) in enumerate(zip(params, values)):
+        may_be_number = k < inputs and not param.raw
         if isinstance(value, Tensor):
             _bind_tensor(kernel, param, value.dtype, found)
-        elif type(value) in _PYTHON and not param.raw:
+        elif type(value) in _PYTHON and may_be_number:
             numbers.append((param, value))
         else:
             raise TypeError(
                 f"{kernel}: argument {param.name!r} is a {type(value).__name__}; pass a torch "
-                f"tensor or a numpy array{'' if param.raw else ', or a number'}"
+                f"tensor or a numpy array{', or a number' if may_be_number else ''}"
             )
     for param, value in numbers:
         dtype = found.setdefault(param.type, _BY_TORCH[_PYTHON[type(value)]])

@@ -290,7 +290,7 @@ def test_sources(tmp_path: Path) -> None:
 def test_cuda_source() -> None:
     source = """extern "C" __global__ void f(const float *x, float *y, int n) {
         int i = blockDim.x * blockIdx.x + threadIdx.x;
-        if (i < n) y[i] = x[i];
+        if (i < n) y[i] = sqrtf(__expf(x[i]));
     }"""
     with pytest.raises(KernelCompileError, match=r"this is OpenCL C, not CUDA C\+\+: ") as raised:
         RawKernel(source, "f").compile()
@@ -300,6 +300,8 @@ def test_cuda_source() -> None:
         "get_local_id(0) for threadIdx.x",
         "get_group_id(0) for blockIdx.x",
         "get_local_size(0) for blockDim.x",
+        "sqrt for sqrtf",
+        "native_exp for __expf",
     ):
         assert advice in str(raised.value)
     assert "CUDA" not in raised.value.log

@@ -288,6 +288,10 @@ class TestBadInput:
             TypeError, match=r"'x' is a list; pass a torch tensor or a numpy array, or a number"
         ):
             difference([1.0], x)  # type: ignore[arg-type]
+        with pytest.raises(
+            TypeError, match=r"'z' is a float; pass a torch tensor or a numpy array$"
+        ):
+            difference(x, x, 1.0)
         with pytest.raises(TypeError, match=r"'x' is of torch\.complex64; there are bool, int8"):
             difference(x + 1j, x)
         with pytest.raises(TypeError, match=r"'y' is 0\.5 and must be a number of torch\.int64"):
