@@ -50,6 +50,7 @@ each_configuration = pytest.mark.parametrize(
     ("case", "kwargs", "dtype"), CONFIGURATIONS_AND_DTYPES, ids=configuration_id
 )
 Kwargs = dict[str, Any]
+ADAMS = [case for case in CASES if "exp_avg_sq" in case.state_keys]
 
 
 def _kind_of_state(case: OptimizerCase) -> set[str]:
@@ -616,6 +617,22 @@ class TestState:
         fits = _kind_of_state(case) == _kind_of_state(saver)
         with contextlib.nullcontext() if fits else pytest.raises(KeyError):
             step_alike(loaded)
+
+    @pytest.mark.parametrize("saver", [torch.optim.NAdam, torch.optim.RAdam])
+    @pytest.mark.parametrize("case", ADAMS, ids=configuration_id)
+    def test_load_of_adams_relatives(self, case: OptimizerCase, saver: Any) -> None:
+        """Whose state is Adam's, and something more."""
+        saved = saver([Parameter(torch.randn(17))], lr=0.1)
+        step_alike(saved)
+        p, optimizer = single(case, "17")
+        optimizer.load_state_dict(saved.state_dict())
+        state = saved.state_dict()["state"][0]
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[p][key], state[key])
+        before = p.detach().clone()
+        optimizer.step()
+        assert optimizer.state[p]["step"] == 2
+        assert not torch.equal(p, before)
 
     @each_class
     def test_load_without_some_of_the_state(self, case: OptimizerCase) -> None:
