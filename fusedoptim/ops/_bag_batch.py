@@ -1,6 +1,8 @@
 """Where the indices of each table of a batch lie, and the work of sorting and reading them.
 
-What follows from the shapes of a batch is remembered: numpy takes longer than many kernels.
+What follows from the tables and the numbers of bags is remembered, as numpy takes longer than many
+kernels. Bags vary in length, so the numbers of indices may be new in each batch: what follows from
+them is little, and apart.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from fusedoptim.launch.block import Indices, as_int64
 from fusedoptim.launch.devices import BACKENDS
-from fusedoptim.ops._bag_sorting import LINE, Sorting
+from fusedoptim.ops._bag_sorting import LINE, Sorting, digits_of, work_of
 
 _PART = 1 << 16
 """Elements of a part of a table's work, about."""
@@ -57,8 +59,10 @@ class Batch:
         self.device = indices[0].device
         self._indices, self._offsets = _as_read(indices), _as_read(offsets)
         self.sample_weights = sample_weights
-        counts = [tuple(map(Tensor.numel, tensors)) for tensors in (indices, offsets)]
-        self.shape = _shape_of(*counts, tables, int(has_last_offset))
+        self._counts, starts = (tuple(map(Tensor.numel, own)) for own in (indices, offsets))
+        self.shape = _shape_of(len(indices), starts, tables, int(has_last_offset))
+        self.ends = np.array(self._counts)[self.shape.tensor]
+        """Where each table's last bag ends, counted as its offsets are."""
 
     def addresses(self, tensor: Indices) -> dict[str, Indices]:
         """Those of rows of a launch that read from these of the batch's tensors."""
@@ -74,116 +78,101 @@ class Batch:
         """The number of indices of each table."""
         shape = self.shape
         if not shape.is_joined:
-            return shape.sizes
+            return self._counts
         (offsets,), bags, tables = self._offsets, int(shape.bags[0]), len(shape.bags)
         if not bags:
             return (0,) * tables
         starts = offsets[: bags * tables : bags].tolist()
-        last = offsets[-1:].tolist() if len(offsets) > bags * tables else [int(shape.counts[0])]
+        last = offsets[-1:].tolist() if len(offsets) > bags * tables else [*self._counts]
         return tuple(np.diff([*starts, *last]).tolist())
+
+    def cut(self, widths: Indices) -> Cut:
+        """How to cut the bags of tables that are so wide."""
+        elements = self.ends * widths
+        return cut_of(elements // len(elements) if self.shape.is_joined else elements)
 
 
 class Shape:
-    """What the numbers of indices and offsets say of each table."""
+    """What the numbers of offsets say of each table."""
 
     def __init__(
-        self, index_counts: tuple[int, ...], offset_counts: tuple[int, ...], tables: int, last: int
+        self, tensors: int, offset_counts: tuple[int, ...], tables: int, last: int
     ) -> None:
-        repeats = tables // len(index_counts)
-        counts, offsets = (np.repeat(np.array(x), repeats) for x in (index_counts, offset_counts))
-        self.is_joined = len(index_counts) < tables
+        repeats = tables // tensors
+        self.is_joined = tensors < tables
         """Whether one tensor has the indices of all tables."""
-        self.sizes = index_counts
-        """The number of indices in each tensor."""
-        self.tensor = np.repeat(np.arange(len(index_counts)), repeats)
+        self.tensor = np.repeat(np.arange(tensors), repeats)
         """Which of them has the table's."""
+        offsets = np.array(offset_counts)[self.tensor]
         self.bags = (offsets - last) // repeats
-        self.before = np.arange(tables) * self.bags * (repeats > 1)
+        self.before = np.arange(tables) * self.bags * self.is_joined
         """Offsets before the table's first, in the tensor of both."""
         self.bags_left = offsets - self.before
         """Offsets from the table's first on."""
-        self.counts = counts
-        """Where the last bag ends, counted as offsets are."""
-
-    def parts(self, widths: Indices) -> Parts:
-        """Cut each table's bags into about equal parts, as many of each table."""
-        elements = self.counts * widths // (len(self.bags) if self.is_joined else 1)
-        return parts_of(self.bags, elements)
 
 
 _shape_of = functools.lru_cache(MOST_KEPT)(Shape)
 
 
-class Parts(NamedTuple):
-    """Parts of all tables, as many of each."""
+class Cut(NamedTuple):
+    """About equal parts of tables, for a launch with a row for each part."""
 
-    table: Indices
-    """Of each part."""
-    begin: Indices
-    """What part of the table's bags or indices."""
-    end: Indices
-    length: Indices
-    """Work, in elements."""
+    parts: int
+    """Of each table."""
+    length: int
+    """Elements of a part, about."""
+
+    def tables(self, tables: int) -> Indices:
+        """That of each part."""
+        return np.repeat(np.arange(tables), self.parts)
+
+    def bounds(self, sizes: Indices) -> tuple[Indices, Indices]:
+        """Where each part begins and ends among the bags or indices of its table."""
+        cuts = sizes[:, None] * np.arange(self.parts + 1) // self.parts
+        return cuts[:, :-1].ravel(), cuts[:, 1:].ravel()
 
 
-def parts_of(sizes: Indices, elements: Indices) -> Parts:
-    """Cut tables of so many bags or indices, with so many elements to add."""
-    most = int(elements.max(initial=0))
-    # A power of two: launch blocks of few sizes are kept.
-    each = 1 << max(most // _PART, 1).bit_length() - 1
-    cuts = sizes[:, None] * np.arange(each + 1) // each
-    return Parts(
-        np.repeat(np.arange(len(sizes)), each),
-        cuts[:, :-1].ravel(),
-        cuts[:, 1:].ravel(),
-        np.repeat(elements // each + 1, each),
-    )
+def cut_of(elements: Indices) -> Cut:
+    """How to cut tables with so many elements to add."""
+    # Powers of two, so that batches of about the same size share what is remembered.
+    parts = 1 << max(int(elements.max()) // _PART, 1).bit_length() - 1
+    each = int(elements.sum()) // (parts * len(elements))
+    return Cut(parts, 1 << each.bit_length())
 
 
 class Layout:
-    """The memory of a sort and its arguments, for batches of the same shape and options."""
+    """What sorts of batches of the same shape and options have alike."""
 
     def __init__(
         self,
         shape: Shape,
-        sizes: tuple[int, ...],
-        table_rows: tuple[int, ...],
         paddings: tuple[int, ...],
         means: tuple[bool, ...],
         is_weighted: bool,
         device: torch.device,
         real: torch.dtype,
-        threads: int,
+        work: int,
     ) -> None:
-        self.sizes = np.array(sizes, np.int64)
-        self.room = max(int(self.sizes.sum()), 1)
-        """Integers for the keys of all tables."""
         self.means = np.array(means, np.int64)
         self.has_means = any(means) and not is_weighted
         self.is_weighted = int(is_weighted)
         self.tensor, self.is_joined = shape.tensor, shape.is_joined
         self.before = 8 * shape.before
         """Bytes before the table's offsets, in the tensor of both."""
-        self.unsorted = 8 * (np.cumsum(self.sizes) - self.sizes)
-        """Bytes before the table's keys, in a memory of twice this room."""
-        self.spare = self.unsorted + 8 * self.room
-        self.count = 8 * LINE * np.arange(len(sizes))
+        self.count = 8 * LINE * np.arange(len(means))
         """Bytes before the number of its sorted keys."""
         bags_before = np.cumsum(shape.bags) - shape.bags
         self.factors, self.factor = int(shape.bags.sum()) + 1, real.itemsize * bags_before
         """Factors of all tables, and bytes before this one's."""
         columns = {
+            "length": np.full(len(means), work),
             "bags": shape.bags,
             "bags_left": shape.bags_left,
-            "count": shape.counts,
             "padding": np.array(paddings),
             "is_weighted": self.is_weighted,
             "is_mean": self.means,
         }
-        rows = np.array(table_rows, np.int64)
-        self.sorting = Sorting(device, real, self.sizes, rows, threads, columns)
-        self.sorted = np.where(self.sorting.passes % 2 == 0, self.unsorted, self.spare)
-        """Bytes before the table's sorted keys."""
+        self.sorting = Sorting(device, real, columns)
 
 
 _layout_of = functools.lru_cache(MOST_KEPT)(Layout)
@@ -195,7 +184,7 @@ class Sorted:
     def __init__(
         self,
         batch: Batch,
-        table_rows: Sequence[int],
+        table_rows: tuple[int, ...],
         paddings: Sequence[int],
         means: Sequence[bool],
         real: torch.dtype,
@@ -210,16 +199,19 @@ class Sorted:
             real: the dtype of factors.
         """
         device, is_weighted = batch.device, bool(batch.sample_weights)
-        options = tuple(table_rows), tuple(paddings), tuple(means), is_weighted
-        threads = torch.get_num_threads() if BACKENDS[device.type].runs_on_host else 1
-        self.layout = layout = _layout_of(
-            batch.shape, batch.sizes(), *options, device, real, threads
-        )
+        sizes = batch.sizes()
+        self.sizes, room = np.array(sizes), max(sum(sizes), 1)
+        """Indices of each table."""
+        options = tuple(paddings), tuple(means), is_weighted, device, real
+        self.layout = layout = _layout_of(batch.shape, *options, work_of(sizes))
         self._batch = batch
-        self._keys = torch.empty(2, layout.room, dtype=torch.int64, device=device)
-        self._counts = torch.empty(len(layout.sizes), LINE, dtype=torch.int64, device=device)
+        self._keys = torch.empty(2, room, dtype=torch.int64, device=device)
+        self._counts = torch.empty(len(sizes), LINE, dtype=torch.int64, device=device)
         keys, counts = addresses_of([self._keys, self._counts])
-        self.keys = keys + layout.sorted
+        unsorted = keys + 8 * (np.cumsum(self.sizes) - self.sizes)
+        spare = unsorted + 8 * room
+        digits = digits_of(sizes, table_rows)
+        self.keys = np.where(digits.are_moved_back, unsorted, spare)
         """The address of each table's sorted keys."""
         columns = batch.addresses(layout.tensor)
         columns["offsets"] += layout.before
@@ -239,13 +231,15 @@ class Sorted:
             self._factors = torch.empty(layout.factors, dtype=real, device=device)
             self.factors = addresses_of([self._factors])[0] + layout.factor
         columns |= {
-            "keys": keys + layout.unsorted,
-            "spare": keys + layout.spare,
+            "count": batch.ends,
+            "keys": unsorted,
+            "spare": spare,
             "factors": self.factors,
             "bags_of": self.bags_of,
             "sorted_count": self.counts,
         }
-        layout.sorting.run(columns)
+        threads = torch.get_num_threads() if BACKENDS[device.type].runs_on_host else 1
+        layout.sorting.run(self.sizes, digits, threads, columns)
 
     def addresses(self, table: Indices) -> dict[str, Any]:
         """Those of rows of a launch that walk the keys of these tables."""

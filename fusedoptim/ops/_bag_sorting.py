@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,10 @@ _WORK = 64
 _LEAST_DIGIT_BITS, _MOST_DIGIT_BITS = 3, 11
 """Of the radix sort. Its counters fill a cache line, as work items that run at once share none, and
 stay in the first-level cache."""
+_MOST_BITS = [min(max(bits - 1, 4), _MOST_DIGIT_BITS) for bits in range(65)]
+"""Of a digit, at most, by the bits of the number of indices."""
+_MOST_KEPT = 256
+"""Choices of digits that are remembered."""
 LINE = 64 // 8
 """Integers of a cache line: what work items write at once shares none."""
 _LAUNCHES = 96 * 1024
@@ -35,61 +40,67 @@ _COLUMNS = {
 """The arguments of the kernels that sort in parts."""
 
 
-def digits_of(sizes: Indices, table_rows: Indices) -> tuple[Indices, Indices]:
-    """Bits of a digit and number of digits, for each table: few counters for few indices."""
-    most = np.clip(np.log2(np.maximum(sizes, 1)).astype(np.int64), 4, _MOST_DIGIT_BITS)
-    bits = np.array([int(rows - 1).bit_length() for rows in np.maximum(table_rows, 2)])
-    passes = -(-bits // most)
-    return np.maximum(-(-bits // passes), _LEAST_DIGIT_BITS), passes
+class Digits:
+    """The digits of each table's keys: few counters for few indices."""
+
+    def __init__(self, most: tuple[int, ...], table_rows: tuple[int, ...]) -> None:
+        """Choose digits of so many bits at most."""
+        bits = np.array([max(rows - 1, 1).bit_length() for rows in table_rows])
+        self.passes = -(-bits // most)
+        """Digits of a key."""
+        self.bits = np.maximum(-(-bits // self.passes), _LEAST_DIGIT_BITS)
+        """Of a digit."""
+        self.are_moved_back = self.passes % 2 == 0
+        """Whether the sorted keys are where they were written."""
+        counters = self.passes << self.bits
+        self.counters, self.first_counter = int(counters.sum()), _before(counters)
+
+
+_digits_of = functools.lru_cache(_MOST_KEPT)(Digits)
+
+
+def digits_of(sizes: Sequence[int], table_rows: tuple[int, ...]) -> Digits:
+    """The digits for so many indices of each table."""
+    return _digits_of(tuple([_MOST_BITS[size.bit_length()] for size in sizes]), table_rows)
+
+
+def work_of(sizes: Sequence[int]) -> int:
+    """The work of sorting a table, about: a power of two, so that like batches have the same."""
+    return 1 << (sum(sizes) * _WORK // len(sizes)).bit_length()
 
 
 class Sorting:
-    """The sort of the indices of tables, of so many each."""
+    """The sort of the indices of tables."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        real: torch.dtype,
-        sizes: Indices,
-        table_rows: Indices,
-        threads: int,
-        tables: Mapping[str, Any],
-    ) -> None:
-        """Prepare the sort.
+    def __init__(self, device: torch.device, real: torch.dtype, tables: Mapping[str, Any]) -> None:
+        """Prepare sorts.
 
         Args:
             device: of all memory.
             real: the dtype of factors.
-            sizes: indices of each table.
-            table_rows: rows of each table.
-            threads: those that may sort a table together.
-            tables: the arguments of the kernel, of each table or of all, but for what is above,
-                addresses and the room for counters.
+            tables: the arguments of the kernel that all sorts have alike, of each table or of all.
         """
-        digit_bits, self.passes = digits_of(sizes, table_rows)
-        """Digits of each table's keys."""
-        self._tables = {
-            **tables,
-            "length": sizes * _WORK + 1,
-            "passes": self.passes,
-            "digit_bits": digit_bits,
-        }
-        self._device, self._variant, self._sizes = device, VARIANT_OF[real], sizes
-        self._parts = _parts_of(sizes, threads)
-        self._is_cut = bool(self._parts.max(initial=1) > 1)
-        counters = self.passes << digit_bits
-        self._counters, self._first_counter = int(counters.sum()), _before(counters)
-        self._launch = TableLaunch("sort_indices", device, self._variant, self._tables)
+        self._device, self._variant, self._tables = device, VARIANT_OF[real], tables
+        self._launch = TableLaunch("sort_indices", device, self._variant, tables)
 
-    def run(self, addresses: Mapping[str, Any]) -> None:
-        """Sort what is at these addresses of each table."""
-        if self._is_cut:
-            tables = {**self._tables, **addresses}
-            _sort_in_parts(self._device, self._variant, self._sizes, self._parts, tables)
+    def run(self, sizes: Indices, digits: Digits, threads: int, tables: Mapping[str, Any]) -> None:
+        """Sort.
+
+        Args:
+            sizes: indices of each table.
+            digits: of its keys.
+            threads: those that may sort a table together.
+            tables: the other arguments of the kernel, but for the room for counters.
+        """
+        tables = {**tables, "passes": digits.passes, "digit_bits": digits.bits}
+        parts = _parts_of(sizes, threads)
+        if parts.max(initial=1) > 1:
+            tables = {**self._tables, **tables}
+            _sort_in_parts(self._device, self._variant, sizes, parts, tables)
             return
-        room = torch.empty(self._counters, dtype=torch.int64, device=self._device)
-        counters = as_int64([room.data_ptr()]) + self._first_counter
-        self._launch.run({**addresses, "counters": counters}, {})
+        room = torch.empty(digits.counters, dtype=torch.int64, device=self._device)
+        counters = as_int64([room.data_ptr()]) + digits.first_counter
+        self._launch.run({**tables, "counters": counters}, {})
 
 
 def _before(sizes: Indices) -> Indices:

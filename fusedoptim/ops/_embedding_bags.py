@@ -15,11 +15,12 @@ from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._bag_batch import (
     MOST_KEPT,
     Batch,
+    Cut,
     Layout,
     Shape,
     Sorted,
     addresses_of,
-    parts_of,
+    cut_of,
 )
 from fusedoptim.ops._bag_checks import check_batch, check_options, check_values, check_weights
 from fusedoptim.ops._bag_gradients import sample_gradients, sparse_gradients
@@ -131,26 +132,26 @@ class _Sums:
         self,
         tables: Tables,
         shape: Shape,
+        cut: Cut,
         paddings: tuple[int, ...],
         means: tuple[bool, ...],
         is_weighted: bool,
     ) -> None:
-        parts, widths = shape.parts(tables.widths), tables.widths
-        self.table = of = parts.table
+        widths, (begin, end) = tables.widths, cut.bounds(shape.bags)
+        self.table = of = cut.tables(len(widths))
         """That of each row of the launch."""
         self.tensor = shape.tensor[of]
         """That which has its indices."""
-        self.offset = 8 * (shape.before[of] + parts.begin)
+        self.offset = 8 * (shape.before[of] + begin)
         """Bytes before its offsets, in their tensor."""
         strides = np.full(len(widths), widths.sum()) if shape.is_joined else widths
-        self.output = _columns_before(widths, shape.is_joined)[of] + parts.begin * strides[of]
+        self.output = _columns_before(widths, shape.is_joined)[of] + begin * strides[of]
         self.output *= tables.itemsize
         """Bytes before its bags, in their tensor."""
         columns = {
-            "length": parts.length,
-            "bags": parts.end - parts.begin,
-            "bags_left": shape.bags_left[of] - parts.begin,
-            "count": shape.counts[of],
+            "length": np.full(len(of), cut.length),
+            "bags": end - begin,
+            "bags_left": shape.bags_left[of] - begin,
             "table_rows": np.array(tables.rows)[of],
             "width": widths[of],
             "stride": strides[of],
@@ -191,10 +192,12 @@ def bags_and_batch(
             check_values(weights, indices, offsets, last)
         return outputs, batch
     dense = weights if tables.are_contiguous else [weight.contiguous() for weight in weights]
-    sums = _sums_of(tables, batch.shape, tuple(paddings), tuple(means), bool(samples))
+    options = tuple(paddings), tuple(means), bool(samples)
+    sums = _sums_of(tables, batch.shape, batch.cut(tables.widths), *options)
     faults = torch.zeros(1, dtype=torch.int64, device=tables.device)
     columns = batch.addresses(sums.tensor)
     columns["offsets"] += sums.offset
+    columns["count"] = batch.ends[sums.table]
     columns["table"] = addresses_of(dense)[sums.table]
     columns["output"] = addresses_of(outputs)[sums.tensor] + sums.output
     columns["faults"] = addresses_of([faults])
@@ -241,10 +244,9 @@ def _new_outputs(like: Tensor, widths: Sequence[int], offsets: Tensors, last: bo
 class _Walk:
     """The launch that walks the sorted indices of batches of the same shape and options."""
 
-    def __init__(self, layout: Layout, tables: Tables, name: str, variant: str) -> None:
+    def __init__(self, layout: Layout, cut: Cut, tables: Tables, name: str, variant: str) -> None:
         widths = tables.widths
-        parts = parts_of(layout.sizes, layout.sizes * widths)
-        self.table = of = parts.table
+        self.table = of = cut.tables(len(widths))
         """That of each row of the launch."""
         self.tensor = layout.tensor[of]
         """That which has the gradients of its bags."""
@@ -252,9 +254,7 @@ class _Walk:
         self.grad = columns[of] * tables.itemsize
         """Bytes before those, in their tensor."""
         fixed = {
-            "length": parts.length,
-            "first": parts.begin,
-            "last": parts.end,
+            "length": np.full(len(of), cut.length),
             "width": widths[of],
             "is_weighted": layout.is_weighted,
             "is_mean": layout.means[of],
@@ -289,12 +289,14 @@ class Gradient:
         self, name: str, variant: str, columns: Mapping[str, Tensors], numbers: Mapping[str, float]
     ) -> None:
         """Run a kernel over all rows that occur; ``columns`` have the arguments of each table."""
-        tables = self._tables
-        walk = _walk_of(self._sorted.layout, tables, name, variant)
+        tables, sizes = self._tables, self._sorted.sizes
+        cut = cut_of(sizes * tables.widths)
+        walk = _walk_of(self._sorted.layout, cut, tables, name, variant)
         strides = np.array([grad.stride(0) for grad in self._grads])
         walking = self._sorted.addresses(walk.table)
         walking["grad"] = addresses_of(self._grads)[walk.tensor] + walk.grad
         walking["stride"] = strides[walk.tensor]
+        walking["first"], walking["last"] = cut.bounds(sizes)
         for column, tensors in columns.items():
             walking[column] = addresses_of(tensors)[walk.table]
         if walk.room:
