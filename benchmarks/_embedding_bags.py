@@ -25,7 +25,9 @@ class Workload(NamedTuple):
     width: int = 64
     batch: int = 2048
     indices: int = 1
-    """Of each bag."""
+    """Of each bag, or on average."""
+    varying: bool = False
+    """Whether each bag has another number of indices, up to twice the average."""
     split: bool = False
     updates: bool = True
 
@@ -33,6 +35,9 @@ class Workload(NamedTuple):
 WORKLOADS = {
     "sgd": Workload("sgd"),
     "sgd-20-indices": Workload("sgd", indices=20),
+    "sgd-20-varying": Workload("sgd", indices=20, varying=True),
+    "sgd-20-varying-batch-128": Workload("sgd", batch=128, indices=20, varying=True),
+    "sgd-20-batch-128": Workload("sgd", batch=128, indices=20),
     "sgd-wide": Workload("sgd", width=128),
     "sgd-batch-128": Workload("sgd", batch=128),
     "sgd-split": Workload("sgd", split=True),
@@ -62,11 +67,18 @@ class Bags:
 
     def draw(self) -> None:
         """New indices."""
-        count = self.workload.batch * self.workload.indices
-        self.indices = [torch.randint(ROWS, (count,)) for _ in range(TABLES)]
-        self.offsets = [torch.arange(0, count, self.workload.indices) for _ in range(TABLES)]
+        lengths = [self._lengths() for _ in range(TABLES)]
+        self.indices = [torch.randint(ROWS, (int(own.sum()),)) for own in lengths]
+        self.offsets = [own.cumsum(0) - own for own in lengths]
         self.joined_indices = torch.cat(self.indices)
-        self.joined_offsets = torch.arange(0, TABLES * count + 1, self.workload.indices)
+        self.joined_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
+
+    def _lengths(self) -> Tensor:
+        """The number of indices of each bag of a table."""
+        workload = self.workload
+        if workload.varying:
+            return torch.randint(1, 2 * workload.indices, (workload.batch,))
+        return torch.full((workload.batch,), workload.indices)
 
     def step(self) -> None:
         """A step of torch's."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from fusedoptim.launch.block import Indices, as_int64
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._bag_sorting import LINE, Sorting, digits_of, work_of
+from fusedoptim.ops._bag_tables import Tables
 
 _PART = 1 << 16
 """Elements of a part of a table's work, about."""
@@ -86,10 +87,12 @@ class Batch:
         last = offsets[-1:].tolist() if len(offsets) > bags * tables else [*self._counts]
         return tuple(np.diff([*starts, *last]).tolist())
 
-    def cut(self, widths: Indices) -> Cut:
-        """How to cut the bags of tables that are so wide."""
-        elements = self.ends * widths
-        return cut_of(elements // len(elements) if self.shape.is_joined else elements)
+    def mean_sizes(self) -> tuple[int, ...]:
+        """:meth:`sizes` without reading them: the same for all tables that share a tensor."""
+        if not self.shape.is_joined:
+            return self._counts
+        tables = len(self.ends)
+        return (self._counts[0] // tables,) * tables
 
 
 class Shape:
@@ -132,8 +135,10 @@ class Cut(NamedTuple):
         return cuts[:, :-1].ravel(), cuts[:, 1:].ravel()
 
 
-def cut_of(elements: Indices) -> Cut:
-    """How to cut tables with so many elements to add."""
+@functools.lru_cache(MOST_KEPT)
+def cut_of(tables: Tables, sizes: tuple[int, ...]) -> Cut:
+    """How to cut the work of adding the rows of so many indices of each table."""
+    elements = np.array(sizes) * tables.widths
     # Powers of two, so that batches of about the same size share what is remembered.
     parts = 1 << max(int(elements.max()) // _PART, 1).bit_length() - 1
     each = int(elements.sum()) // (parts * len(elements))
@@ -141,7 +146,7 @@ def cut_of(elements: Indices) -> Cut:
 
 
 class Layout:
-    """What sorts of batches of the same shape and options have alike."""
+    """What sorts of about as much work, of batches of the same shape and options, have alike."""
 
     def __init__(
         self,
@@ -175,6 +180,23 @@ class Layout:
         self.sorting = Sorting(device, real, columns)
 
 
+class Places:
+    """Where the keys of so many indices of each table lie, before and after they are sorted."""
+
+    def __init__(self, sizes: tuple[int, ...], table_rows: tuple[int, ...]) -> None:
+        self.counts, self.sizes = sizes, np.array(sizes)
+        """Indices of each table."""
+        self.room = max(sum(sizes), 1)
+        """Integers for the keys of all tables."""
+        self.unsorted = 8 * (np.cumsum(self.sizes) - self.sizes)
+        """Bytes before the table's keys, in a memory of twice this room."""
+        self.spare = self.unsorted + 8 * self.room
+        self.digits = digits_of(sizes, table_rows)
+        self.sorted = np.where(self.digits.are_moved_back, self.unsorted, self.spare)
+        """Bytes before the table's sorted keys."""
+
+
+_places_of = functools.lru_cache(MOST_KEPT)(Places)
 _layout_of = functools.lru_cache(MOST_KEPT)(Layout)
 
 
@@ -200,18 +222,14 @@ class Sorted:
         """
         device, is_weighted = batch.device, bool(batch.sample_weights)
         sizes = batch.sizes()
-        self.sizes, room = np.array(sizes), max(sum(sizes), 1)
-        """Indices of each table."""
+        self.places = places = _places_of(sizes, table_rows)
         options = tuple(paddings), tuple(means), is_weighted, device, real
-        self.layout = layout = _layout_of(batch.shape, *options, work_of(sizes))
+        self.layout = layout = _layout_of(batch.shape, *options, work_of(places.room, len(sizes)))
         self._batch = batch
-        self._keys = torch.empty(2, room, dtype=torch.int64, device=device)
+        self._keys = torch.empty(2, places.room, dtype=torch.int64, device=device)
         self._counts = torch.empty(len(sizes), LINE, dtype=torch.int64, device=device)
         keys, counts = addresses_of([self._keys, self._counts])
-        unsorted = keys + 8 * (np.cumsum(self.sizes) - self.sizes)
-        spare = unsorted + 8 * room
-        digits = digits_of(sizes, table_rows)
-        self.keys = np.where(digits.are_moved_back, unsorted, spare)
+        self.keys = keys + places.sorted
         """The address of each table's sorted keys."""
         columns = batch.addresses(layout.tensor)
         columns["offsets"] += layout.before
@@ -232,14 +250,14 @@ class Sorted:
             self.factors = addresses_of([self._factors])[0] + layout.factor
         columns |= {
             "count": batch.ends,
-            "keys": unsorted,
-            "spare": spare,
+            "keys": keys + places.unsorted,
+            "spare": keys + places.spare,
             "factors": self.factors,
             "bags_of": self.bags_of,
             "sorted_count": self.counts,
         }
         threads = torch.get_num_threads() if BACKENDS[device.type].runs_on_host else 1
-        layout.sorting.run(self.sizes, digits, threads, columns)
+        layout.sorting.run(places.sizes, places.digits, threads, columns)
 
     def addresses(self, table: Indices) -> dict[str, Any]:
         """Those of rows of a launch that walk the keys of these tables."""

@@ -64,9 +64,12 @@ def digits_of(sizes: Sequence[int], table_rows: tuple[int, ...]) -> Digits:
     return _digits_of(tuple([_MOST_BITS[size.bit_length()] for size in sizes]), table_rows)
 
 
-def work_of(sizes: Sequence[int]) -> int:
-    """The work of sorting a table, about: a power of two, so that like batches have the same."""
-    return 1 << (sum(sizes) * _WORK // len(sizes)).bit_length()
+def work_of(size: int, tables: int) -> int:
+    """The work of sorting a table, about, of some that have so many indices together.
+
+    A power of two, so that batches of about the same size have the same.
+    """
+    return 1 << (size * _WORK // tables).bit_length()
 
 
 class Sorting:

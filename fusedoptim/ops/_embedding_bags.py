@@ -193,7 +193,7 @@ def bags_and_batch(
         return outputs, batch
     dense = weights if tables.are_contiguous else [weight.contiguous() for weight in weights]
     options = tuple(paddings), tuple(means), bool(samples)
-    sums = _sums_of(tables, batch.shape, batch.cut(tables.widths), *options)
+    sums = _sums_of(tables, batch.shape, cut_of(tables, batch.mean_sizes()), *options)
     faults = torch.zeros(1, dtype=torch.int64, device=tables.device)
     columns = batch.addresses(sums.tensor)
     columns["offsets"] += sums.offset
@@ -289,14 +289,14 @@ class Gradient:
         self, name: str, variant: str, columns: Mapping[str, Tensors], numbers: Mapping[str, float]
     ) -> None:
         """Run a kernel over all rows that occur; ``columns`` have the arguments of each table."""
-        tables, sizes = self._tables, self._sorted.sizes
-        cut = cut_of(sizes * tables.widths)
+        tables, places = self._tables, self._sorted.places
+        cut = cut_of(tables, places.counts)
         walk = _walk_of(self._sorted.layout, cut, tables, name, variant)
         strides = np.array([grad.stride(0) for grad in self._grads])
         walking = self._sorted.addresses(walk.table)
         walking["grad"] = addresses_of(self._grads)[walk.tensor] + walk.grad
         walking["stride"] = strides[walk.tensor]
-        walking["first"], walking["last"] = cut.bounds(sizes)
+        walking["first"], walking["last"] = cut.bounds(places.sizes)
         for column, tensors in columns.items():
             walking[column] = addresses_of(tensors)[walk.table]
         if walk.room:

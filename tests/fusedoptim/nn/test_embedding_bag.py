@@ -505,6 +505,34 @@ def test_modules_of_one_shape_take_turns() -> None:
         assert all(map(torch.equal, weights_of(module), weights_of(other)))
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_batches_of_other_numbers_of_indices(joined: bool) -> None:
+    """Of as many bags each: few indices and many, in one part of a table and in several."""
+    bags, width, lr = 16, 128, 1.0
+    tables = [torch.nn.EmbeddingBag(rows, width, mode="sum") for rows in ROWS]
+    for table in tables:
+        table.weight.data = torch.randint(-8, 8, table.weight.shape).float()  # all sums are exact
+    merged = MergedEmbeddingBag.from_embedding_bags(copy.deepcopy(tables), optimizer="sgd", lr=lr)
+    for most in (1, 40, 300, 41, 300, 3):
+        lengths = [torch.randint(most + 1, (bags,)) for _ in ROWS]
+        indices = [torch.randint(rows, (int(own.sum()),)) for rows, own in zip(ROWS, lengths)]
+        offsets = [own.cumsum(0) - own for own in lengths]
+        grads = [torch.randint(-1, 2, (bags, width)).float() for _ in ROWS]
+        if joined:
+            own = torch.cat(lengths)
+            result = merged(torch.cat(indices), own.cumsum(0) - own)
+            outputs = list(result.split(width, dim=1))
+        else:
+            outputs = merged(indices, offsets)
+        torch.autograd.backward(outputs, grads)
+        for t, table in enumerate(tables):
+            wanted = table(indices[t], offsets[t])
+            (grad,) = torch.autograd.grad(wanted, table.weight, grads[t])
+            table.weight.data -= lr * grad
+            assert torch.equal(outputs[t], wanted)
+            assert torch.equal(merged[t].weight, table.weight)
+
+
 def test_backward_twice_updates_twice() -> None:
     module = new_module("sgd", lr=LR)
     other, ((bags, grads),) = copy.deepcopy(module), new_batches(module, 1)
