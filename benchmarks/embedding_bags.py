@@ -2,9 +2,9 @@
 
 26 tables of 100,000 rows, as a DLRM has, with new indices in each round; "varying" bags have
 another number of them each. An iteration is forward, backward and the update of the tables; the
-base is 26 ``EmbeddingBag(sparse=True)`` and an optimizer of torch's. "forward" is without a backward
-pass, but recorded for one. "touched" reads and writes each row that the round's indices name, once,
-by torch's index_select and index_copy_. All with freed memory kept.
+base is 26 ``EmbeddingBag(sparse=True)`` and an optimizer of torch's. "forward" is without a
+backward pass, but recorded for one. "touched" reads and writes each row that the round's indices
+name, once, by torch's index_select and index_copy_. All with freed memory kept.
 """
 
 from __future__ import annotations
