@@ -24,8 +24,9 @@ from fusedoptim.ops._launching import DEVICES
 
 _NAMESPACE = "fusedoptim"
 _NO_LIST = -1
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, list, tuple, bool, int, float, type(None)))
-"""Types that torch's dispatcher would not treat in ways of their own."""
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_OTHERS = frozenset((list, tuple, bool, int, float, type(None)))
+"""Types that torch's dispatcher would not treat in ways of their own: these and tensors."""
 _library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -60,6 +61,7 @@ def register(
     """
     operator = register_without_gradient(schema, kernel, fake, tags)
     name = schema.partition("(")[0]
+    takes_lists = "Tensor[]" in schema.partition("->")[0]
     returns_list = schema.endswith("[]")
 
     def below_autograd(ctx: Any, keys: Any, *inputs: Any) -> Any:
@@ -68,8 +70,8 @@ def register(
                 return operator.redispatch(keys, *inputs)
             return kernel(*inputs) if direct is None else direct(ctx, *inputs)
 
-    def forward(ctx: Any, keys: Any, sizes: Sequence[int], *flat: Any) -> Any:
-        inputs = _in_lists(flat, sizes)
+    def forward(ctx: Any, keys: Any, sizes: Sequence[int] | None, *flat: Any) -> Any:
+        inputs = flat if sizes is None else _in_lists(flat, sizes)
         output = below_autograd(ctx, keys, *inputs)
         ctx.sizes = sizes
         ctx.set_materialize_grads(False)
@@ -77,16 +79,18 @@ def register(
         return tuple(output) if returns_list else output
 
     def gradients(ctx: Any, *grads: Any) -> Any:
-        found: Sequence[Any] = [None] * len(ctx.sizes)
-        if any(grad is not None for grad in grads):
-            found = backward(ctx, *grads)
-        return None, None, *_flat(found, ctx.sizes)
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        found = backward(ctx, *grads)
+        return None, None, *(found if ctx.sizes is None else _flat(found, ctx.sizes))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
     recorded: Any = type(name, (torch.autograd.Function,), methods)
 
     def recorded_if_needed(keys: Any, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and any_requires_grad(*inputs):
+            if not takes_lists:
+                return recorded.apply(keys, None, *inputs)
             # A list of which no tensor requires grad is passed as one value: each tensor that
             # autograd looks at takes time.
             sizes = [
@@ -117,21 +121,33 @@ def is_plain(*inputs: Any) -> bool:
     if not is_plain_execution() or profiler_enabled():
         return False
     for value in inputs:
-        tensors = value if _is_list_of_tensors(value) else (value,)
-        if not _PLAIN.issuperset(map(type, tensors)):
-            return False
-        if isinstance(tensors[0], torch.Tensor) and (
-            tensors[0].device.type not in DEVICES
-            or any(map(torch.Tensor.is_neg, tensors))
-            or any(map(is_zero_tensor, tensors))
-        ):
+        kind = type(value)
+        if kind in _TENSORS:
+            if not value.is_cpu and value.device.type not in DEVICES:
+                return False
+            if value.is_neg() or is_zero_tensor(value):
+                return False
+        elif _is_list_of_tensors(value):
+            if not _are_memory(value):
+                return False
+        elif kind not in _OTHERS:
             return False
     return True
 
 
+def _are_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    return (
+        _TENSORS.issuperset(map(type, tensors))
+        and tensors[0].device.type in DEVICES
+        and not any(map(torch.Tensor.is_neg, tensors))
+        and not any(map(is_zero_tensor, tensors))
+    )
+
+
 def needed(ctx: Any) -> list[Any]:
     """Whether each argument needs a gradient; of a list a list, or False if none of it does."""
-    return _in_lists(ctx.needs_input_grad[2:], ctx.sizes)
+    are_needed = ctx.needs_input_grad[2:]
+    return list(are_needed) if ctx.sizes is None else _in_lists(are_needed, ctx.sizes)
 
 
 def register_without_gradient(
