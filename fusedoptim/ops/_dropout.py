@@ -65,6 +65,10 @@ def _drop(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return y
 
 
+def _direct(_: Any, x: Tensor, seed: Tensor, p: float) -> Tensor:
+    return _drop(x, seed, p)  # a new tensor, no view
+
+
 def _like(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """The output, uninitialized; raise if the operator does not take these arguments."""
     if x.dtype not in VARIANT_OF:
@@ -105,4 +109,5 @@ _dropout = register(
     backward=_backward,
     # The order in memory decides which element gets which random word: a compiler must keep it.
     tags=(torch.Tag.needs_exact_strides,),
+    direct=_direct,
 )

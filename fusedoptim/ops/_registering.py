@@ -54,7 +54,9 @@ def register(
             :func:`needed` says what to compute.
         tags: of the operator.
         direct: what plain calls run in place of ``kernel``. Its first argument is the context of
-            the backward pass, for what that may use again, or None.
+            the backward pass, for what that may use again, or None. It runs where autograd records
+            no gradients, but does note views: its results must be none, or be made within
+            :data:`BelowAutograd`, which takes longer than a small tensor is made.
 
     Returns:
         what calls the operator or its kernel.
@@ -64,22 +66,22 @@ def register(
     takes_lists = "Tensor[]" in schema.partition("->")[0]
     returns_list = schema.endswith("[]")
 
-    def below_autograd(ctx: Any, keys: Any, *inputs: Any) -> Any:
+    def run(ctx: Any, keys: Any, *inputs: Any) -> Any:
+        if keys is None and direct is not None:
+            return direct(ctx, *inputs)
         with BelowAutograd():
-            if keys is not None:
-                return operator.redispatch(keys, *inputs)
-            return kernel(*inputs) if direct is None else direct(ctx, *inputs)
+            return kernel(*inputs) if keys is None else operator.redispatch(keys, *inputs)
 
     def forward(ctx: Any, keys: Any, sizes: Sequence[int] | None, *flat: Any) -> Any:
         inputs = flat if sizes is None else _in_lists(flat, sizes)
-        output = below_autograd(ctx, keys, *inputs)
+        output = run(ctx, keys, *inputs)
         ctx.sizes = sizes
         ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
         return tuple(output) if returns_list else output
 
     def gradients(ctx: Any, *grads: Any) -> Any:
-        if all(grad is None for grad in grads):
+        if grads[0] is None and all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         found = backward(ctx, *grads)
         return None, None, *(found if ctx.sizes is None else _flat(found, ctx.sizes))
@@ -99,7 +101,7 @@ def register(
             ]
             outputs = recorded.apply(keys, sizes, *_flat(inputs, sizes))
             return list(outputs) if returns_list else outputs
-        return below_autograd(None, keys, *inputs)
+        return run(None, keys, *inputs)
 
     def differentiable(keys: Any, *inputs: Any) -> Any:
         return recorded_if_needed(keys & keys_after_autograd, *inputs)

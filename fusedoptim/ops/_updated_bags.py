@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fusedoptim._torch_private import increment_version
+from fusedoptim._torch_private import BelowAutograd, increment_version
 from fusedoptim.ops._bag_batch import Batch
 from fusedoptim.ops._bag_gradients import sample_gradients
 from fusedoptim.ops._embedding_bags import (
@@ -58,7 +58,8 @@ def _forward(anchor: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *
 
 
 def _direct(ctx: Any, _: Tensor, weights: Tensors, __: Tensors, ___: Tensors, *rest: Any) -> Any:
-    bags, batch = bags_and_batch(weights, *rest[:-1])
+    with BelowAutograd():
+        bags, batch = bags_and_batch(weights, *rest[:-1])
     if ctx is not None:
         ctx.batch = batch
     return bags
