@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusedoptim.allocator import is_forked
 from fusedoptim.allocator import queue as shared_queue
 from fusedoptim.launch.backend import Backend, Compiler, LaunchShape
 from fusedoptim.launch.opencl import driver_of
@@ -29,9 +28,6 @@ class CPU(Backend):
     shape = LaunchShape(lanes=16, chunk=32 * 1024, elements_per_group=1024)
     runs_on_host = True
 
-    def __init__(self) -> None:
-        self._queue: Any = None
-
     @functools.cached_property
     def batch_bytes(self) -> int:  # type: ignore[override]
         """Half of the third-level cache, or 0 if that is little for each core."""
@@ -51,9 +47,7 @@ class CPU(Backend):
 
     def queue(self, device: torch.device) -> Any:
         """The one queue that all share."""
-        if self._queue is None or is_forked():
-            self._queue = shared_queue("cpu")  # raises in a fork
-        return self._queue
+        return shared_queue("cpu")
 
     def compiler(self, queue: Any, by_sycl: bool = False) -> Compiler:
         """OpenCL's driver, on the queue that all share; else SYCL."""
