@@ -428,7 +428,7 @@ class FusedOptimizer(UpdateDefinition):
         name = type(self).__name__
         check_saved_options(name, state_dict["param_groups"], self._saved_options)
         saved = [(i, p, state) for i, (p, state) in enumerate(self._saved(state_dict))]
-        check_saved_state(name, saved, self._saved_state)
+        check_saved_state(name, saved, self._saved_state - self._optional_state)
         check_saved_halves(name, [entry for entry in saved if self.is_split(entry[1])])
 
     def _params(self) -> list[Tensor]:

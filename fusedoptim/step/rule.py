@@ -36,7 +36,7 @@ class UpdateDefinition(Optimizer):
     _saved_options: frozenset[str] = frozenset()
     """Hyper-parameters that each group has in a checkpoint of any version of the class."""
     _saved_state: frozenset[str] = frozenset()
-    """Names of the state that a parameter has in a checkpoint, if it has any."""
+    """Names of the state, the optional aside, that a parameter has in a checkpoint if any."""
     _number_attributes: ClassVar[tuple[str, ...]] = ()
     """Attributes of the optimizer on which its numbers depend."""
 
