@@ -33,11 +33,11 @@ def run(cwd: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[s
 
 def test_healthy(tmp_path: Path) -> None:
     done = run(tmp_path, "doctor", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
+    assert [problem for problem in found["problems"] if problem["level"] == "error"] == []
+    assert (done.returncode, done.stderr) == (0, "")
     assert found["schema"] == 1
     assert found["fusedoptim"] == fusedoptim.__version__
-    assert [problem for problem in found["problems"] if problem["level"] == "error"] == []
     sections = found["sections"]
     assert sections["packages"]["fusedoptim"] == str(ROOT / "fusedoptim")
     count = len(modules._manifest())
