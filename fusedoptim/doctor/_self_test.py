@@ -297,9 +297,9 @@ class _Trial:
             return np.zeros(len(wanted))
         if roles[name] in _DECODERS:  # three bits of fraction, and a step of the smallest numbers
             return abs(wanted) / 8 + 2.0**-12
-        if roles[name] is Role.STATE_BF16:
-            return 2 * ELEMENTS["bf16"].roundoff * abs(wanted)
         allowed = _UNITS * ELEMENTS[self._real].roundoff * np.maximum(abs(wanted), 1)
+        if roles[name] is Role.STATE_BF16:  # rounded either way, after arithmetic that may cancel
+            return allowed + 2 * ELEMENTS["bf16"].roundoff * abs(wanted)
         is_rounded = self._narrow != self._real and Role.TRAIL not in roles.values()
         if roles[name] in (Role.PARAM, Role.OUTPUT) and is_rounded:
             allowed = allowed + ELEMENTS[self._narrow].roundoff * abs(wanted)
