@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from transforms.inputs.arguments import check_is_module
 from transforms.rewrites import compiled_call, plain_tensors
 
 __all__ = ["Entry", "NoEffectWarning", "Report", "report"]
@@ -216,8 +217,7 @@ def report(model: nn.Module) -> Report:
         fuse                              0     0          0 B
         kept for restore() and state_dict(): 1.03 kB
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+    check_is_module(model)
     found = find(model)
     if found is None:
         raise ValueError(

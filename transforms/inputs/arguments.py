@@ -27,6 +27,12 @@ _BEFORE_FSDP = (
 )
 
 
+def check_is_module(model: Any) -> None:
+    """Raise TypeError unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+
+
 def check_model(model: Any) -> None:
     """Raise unless ``model`` is a plain module on one device."""
     if isinstance(model, torch.jit.ScriptModule):
@@ -34,8 +40,7 @@ def check_model(model: Any) -> None:
             f"a {type(model).__name__} cannot be rewritten: optimize the model first, then "
             "torch.jit.script or torch.jit.trace it"
         )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+    check_is_module(model)
     for name, module in model.named_modules():
         _check_not_wrapped(name or "the model", module)
     tensors = [*model.parameters(), *model.buffers()]
