@@ -17,6 +17,8 @@ def features(random: np.random.Generator, step: int, copies: int) -> Example:
     columns = widths + counts * (counts - 1) // 2
     sizes = {"features": features, "offsets": counts, "strides": counts}
     sizes |= {f"grad_{name}": size for name, size in sizes.items()}
+    signs = random.choice([-1.0, 1.0], (samples + 1).sum())  # one a sample, so no product cancels
+    values = random.uniform(0.5, 2, features.sum()) * signs.repeat(strides.repeat(samples + 1))
     of_rows = {"offsets": np.concatenate(offsets), "strides": np.repeat(strides, counts)}
     return Example(
         samples,
@@ -29,6 +31,7 @@ def features(random: np.random.Generator, step: int, copies: int) -> Example:
         {
             **of_rows,
             **{f"grad_{name}": values for name, values in of_rows.items()},
+            "features": values,
             "first": np.array([1, 0, 1]),
             "samples": samples,
             "count": counts,
