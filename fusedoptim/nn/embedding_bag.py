@@ -92,7 +92,7 @@ class MergedEmbeddingBag(torch.nn.Module):
         self._optimizer: BagOptimizer | None = None
         self._anchor: Tensor | None = None
         self._refusals: list[RemovableHandle] = []
-        """Of the hooks of :meth:`_refuse_calls`."""
+        """Of the hooks of :func:`refuse_calls`."""
         for t, bag in enumerate(bags):
             self.add_module(str(t), bag)
         if optimizer is not None:
@@ -140,19 +140,7 @@ class MergedEmbeddingBag(torch.nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
         for bag in self:
             bag.weight.requires_grad_(False)
-        self._refuse_calls("MergedEmbeddingBag", "merged(indices, offsets)")
-
-    def _refuse_calls(self, name: str, call: str) -> None:
-        """Have the bags refuse to be called by themselves for training.
-
-        Args:
-            name: what errors call this module.
-            call: how they say it is called.
-        """
-        for handle in self._refusals:
-            handle.remove()
-        refuse = functools.partial(_refuse_training, name, call)
-        self._refusals[:] = [bag.register_forward_pre_hook(refuse) for bag in self]
+        refuse_calls(self, "MergedEmbeddingBag", "merged(indices, offsets)")
 
     def optimizer(self) -> torch.optim.Optimizer:
         """What updates the tables: for schedulers, which change its learning rate, and checkpoints.
@@ -324,6 +312,29 @@ class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
             eps: what keeps the divisor from zero.
         """
         return cls(list(tables), lr, eps)
+
+
+def refuse_calls(merged: MergedEmbeddingBag, name: str, call: str) -> Sequence[RemovableHandle]:
+    """Have the bags of a module refuse to be called by themselves for training.
+
+    Args:
+        merged: the module, which updates them.
+        name: what errors call it.
+        call: how they say it is called.
+
+    Returns:
+        what removes the hooks again.
+    """
+    for handle in merged._refusals:
+        handle.remove()
+    refuse = functools.partial(_refuse_training, name, call)
+    merged._refusals[:] = [bag.register_forward_pre_hook(refuse) for bag in merged]
+    return merged._refusals
+
+
+def optimizer_of(merged: MergedEmbeddingBag) -> BagOptimizer | None:
+    """What updates the tables of a module, if something does."""
+    return merged._optimizer
 
 
 def _refuse_training(name: str, call: str, bag: torch.nn.Module, args: object) -> None:

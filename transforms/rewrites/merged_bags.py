@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.nn import MergedEmbeddingBag
+from fusedoptim.nn.embedding_bag import optimizer_of, refuse_calls
 
 Bags = nn.ModuleList | Sequence[nn.EmbeddingBag]
 
@@ -46,9 +47,11 @@ def merge(
         undo.callback(_set_trainable, bags)
     merged = MergedEmbeddingBag.from_embedding_bags(bags, **options)
     merged.training = getattr(container, "training", parent.training)
+    handles: Sequence[RemovableHandle] = []
     if options["optimizer"] is not None:
-        merged._refuse_calls(name, f"self.{name.rpartition('.')[2]}(indices, offsets)")
-    record = _Merged(container, dtypes, merged._refusals)
+        call = f"self.{name.rpartition('.')[2]}(indices, offsets)"
+        handles = refuse_calls(merged, name, call)
+    record = _Merged(container, dtypes, handles)
     vars(parent).setdefault(_MERGED, {})[attribute] = record
     undo.callback(_revert, parent)
     _put(parent, attribute, merged)
@@ -78,12 +81,12 @@ def _revert(parent: nn.Module) -> None:
 
 def _release(merged: MergedEmbeddingBag, record: _Merged) -> None:
     """Make the tables what they were, with the values that they have."""
-    if merged._optimizer is None:
+    optimizer = optimizer_of(merged)
+    if optimizer is None:
         return
-    halves = merged._optimizer.halves
     for bag, dtype in zip(merged, record.dtypes):
-        if bag.weight in halves and dtype == torch.float32:
-            halves.merge(bag.weight)
+        if bag.weight in optimizer.halves and dtype == torch.float32:
+            optimizer.halves.merge(bag.weight)
     _set_trainable([*merged])
 
 
