@@ -28,7 +28,10 @@ from fusedoptim.launch.parts import CODE
 _HERE = Path(__file__).parent
 GPUS = ("skl", "dg2", "pvc")  # Gen9, Arc, Data Center Max
 _HELPERS = ("language.py", "philox.py", "rounding.py")  # no kernels, but what kernels use
-_COMPILER_SOURCES = (*_HELPERS, "_lowering.py", "_rounding.py", "_vectors.py", "_compiler.py")
+_COMPILER_SOURCES = (
+    *_HELPERS,
+    *("_lowering.py", "_prefetching.py", "_rounding.py", "_vectors.py", "_compiler.py"),
+)
 _TABLES = tuple(_HERE.parent / name for name in ("dtypes.py", "launch/layout.py"))
 _CODE_SOURCE = _HERE / "_native.py"
 _TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")

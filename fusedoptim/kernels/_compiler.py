@@ -36,9 +36,17 @@ from numba_dpex.kernel_api_impl.spirv.target import (  # noqa: E402
     CompilationMode,
 )
 
-from fusedoptim.kernels import _lowering, _rounding, _vectors  # noqa: E402, F401 (registers)
+from fusedoptim.kernels import (  # noqa: E402
+    _lowering,
+    _prefetching,
+    _rounding,
+    _vectors,  # noqa: F401 (registers)
+)
 
-_SPIRV_VERSION = "--spirv-max-version=1.0"  # what OpenCL 2.1 takes, so every driver
+_TRANSLATION = (
+    "--spirv-max-version=1.0",  # what OpenCL 2.1 takes, so every driver
+    f"--spirv-allow-unknown-intrinsics={_prefetching.INTRINSIC}",
+)
 _STATE_ELEMENTS = {
     Role.STATE_BF16: "bf16",
     Role.STATE_E4M3: "u8",
@@ -308,7 +316,7 @@ def to_spirv(module: Any, *options: str) -> bytes:
         bitcode, spirv = Path(folder, "kernel.bc"), Path(folder, "kernel.spv")
         bitcode.write_bytes(module.as_bitcode())
         translator = dpcpp_llvm_spirv.get_llvm_spirv_path()
-        command = [translator, _SPIRV_VERSION, *options, str(bitcode), "-o", str(spirv)]
+        command = [translator, *_TRANSLATION, *options, str(bitcode), "-o", str(spirv)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"llvm-spirv cannot translate the kernel: {done.stderr.strip()}")

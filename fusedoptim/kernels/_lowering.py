@@ -23,7 +23,7 @@ from fusedoptim.kernels import language
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
 _GLOBAL = 1  # SPIR-V's CrossWorkgroup storage class, OpenCL's __global
-_GLOBAL_FENCE = 2  # OpenCL's CLK_GLOBAL_MEM_FENCE
+LOCAL_FENCE, GLOBAL_FENCE = 1, 2  # OpenCL's CLK_LOCAL_MEM_FENCE and CLK_GLOBAL_MEM_FENCE
 
 
 class Pointer(types.Type):  # type: ignore[misc]
@@ -153,13 +153,21 @@ def _uniform_overload(value: Any) -> Any:
     return lambda value: _uniform(value)
 
 
-@device_intrinsic
-def _barrier(context: Any) -> Any:
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        call_builtin(builder, "_Z7barrierj", ir.VoidType(), [_I32(_GLOBAL_FENCE)], pure=False)
-        return context.get_dummy_value()
+def barrier(fences: int) -> Any:
+    """The intrinsic that waits for a work-group, behind fences of OpenCL's ``barrier``."""
 
-    return types.void(), generate
+    @device_intrinsic
+    def barrier(context: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            call_builtin(builder, "_Z7barrierj", ir.VoidType(), [_I32(fences)], pure=False)
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    return barrier
+
+
+_barrier = barrier(GLOBAL_FENCE)
 
 
 @overload(language.barrier, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]

@@ -13,6 +13,8 @@ Semantics: ``torch.nn.functional.embedding_bag`` of torch 2.13.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fusedoptim.kernels.language import (
     Indices,
     Input,
@@ -20,6 +22,7 @@ from fusedoptim.kernels.language import (
     RowFlag,
     RowInteger,
     Values,
+    fetch,
     fma,
     lane,
     lanes,
@@ -28,6 +31,9 @@ from fusedoptim.kernels.language import (
 )
 
 __all__ = ["embedding_bag"]
+
+AHEAD = 32
+"""Indices between one that is added and one whose row is fetched."""
 
 
 def embedding_bag(
@@ -60,71 +66,145 @@ def embedding_bag(
         count = 0
         bags_left = 0
     is_plain = padding < 0 and not is_weighted and not is_mean and bags_left > 0
-    bag = 0
+    bounds = offsets, bags_left, count
     if is_plain and width % (4 * lanes()) == 0:
-        stop = offsets[0]
-        while bag < bags:
-            begin = stop
-            stop = count
-            if bag + 1 < bags_left:
-                stop = offsets[bag + 1]
-            column = 0
-            while column < width:
-                if rounds(output) and stop - begin == 1:
-                    source = indices[begin] * width + column + lane()
-                    target = bag * stride + column + lane()
-                    output[target] = table[source]
-                    output[target + lanes()] = table[source + lanes()]
-                    output[target + 2 * lanes()] = table[source + 2 * lanes()]
-                    output[target + 3 * lanes()] = table[source + 3 * lanes()]
-                else:
-                    total0 = total1 = total2 = total3 = real(0)
-                    k = begin
-                    while k < stop:
-                        place = indices[k] * width + column + lane()
-                        total0 += table[place]
-                        total1 += table[place + lanes()]
-                        total2 += table[place + 2 * lanes()]
-                        total3 += table[place + 3 * lanes()]
-                        k += 1
-                    place = bag * stride + column + lane()
-                    output[place] = total0
-                    output[place + lanes()] = total1
-                    output[place + 2 * lanes()] = total2
-                    output[place + 3 * lanes()] = total3
-                column += 4 * lanes()
-            bag += 1
+        add_plainly(table, indices, bounds, output, bags, width, stride)
+    else:
+        terms = weights, padding, is_weighted
+        add_terms(table, indices, bounds, terms, is_mean, output, bags, width, stride)
+
+
+def add_plainly(
+    table: Input,
+    indices: Indices,
+    bounds: Any,
+    output: Output,
+    bags: int,
+    width: int,
+    stride: int,
+) -> None:
+    """Bags of which each index counts once; the width is that of four columns of each lane.
+
+    ``bounds`` are the offsets, how many there are, and where the last bag ends.
+    """
+    last = begin_of(bags, bounds)
+    stop = begin_of(0, bounds)
+    bag = 0
     while bag < bags:
-        begin = count
-        stop = count
-        if bags_left > 0:
-            begin = offsets[bag]
-        if bag + 1 < bags_left:
-            stop = offsets[bag + 1]
+        begin = stop
+        stop = begin_of(bag + 1, bounds)
+        column = 0
+        while column < width:
+            place = bag * stride + column + lane()
+            if rounds(output) and stop - begin == 1:
+                fetch_ahead(table, indices, begin, last, width, column)
+                copy(table, indices[begin] * width + column + lane(), output, place)
+            else:
+                x0, x1, x2, x3 = sums(table, indices, begin, stop, last, width, column)
+                output[place] = x0
+                output[place + lanes()] = x1
+                output[place + 2 * lanes()] = x2
+                output[place + 3 * lanes()] = x3
+            column += 4 * lanes()
+        bag += 1
+
+
+def begin_of(bag: int, bounds: Any) -> int:
+    """Where a bag begins among the indices: where the one before ends."""
+    offsets, bags_left, count = bounds
+    place: int = count
+    if bag < bags_left:
+        place = offsets[bag]
+    return place
+
+
+def fetch_ahead(table: Input, indices: Indices, k: int, last: int, width: int, column: int) -> None:
+    """Fetch the row of an index that comes after the k-th."""
+    if k + AHEAD < last:
+        fetch(table, indices[k + AHEAD] * width + column)
+
+
+def copy(table: Input, source: int, output: Output, target: int) -> None:
+    """A row's four columns of each lane."""
+    output[target] = table[source]
+    output[target + lanes()] = table[source + lanes()]
+    output[target + 2 * lanes()] = table[source + 2 * lanes()]
+    output[target + 3 * lanes()] = table[source + 3 * lanes()]
+
+
+def sums(
+    table: Input, indices: Indices, k: int, stop: int, last: int, width: int, column: int
+) -> tuple[float, float, float, float]:
+    """The sums of a bag's rows in four columns of each lane."""
+    x0 = x1 = x2 = x3 = real(0)
+    while k < stop:
+        fetch_ahead(table, indices, k, last, width, column)
+        place = indices[k] * width + column + lane()
+        x0 += table[place]
+        x1 += table[place + lanes()]
+        x2 += table[place + 2 * lanes()]
+        x3 += table[place + 3 * lanes()]
+        k += 1
+    return x0, x1, x2, x3
+
+
+def add_terms(
+    table: Input,
+    indices: Indices,
+    bounds: Any,
+    terms: Any,
+    is_mean: int,
+    output: Output,
+    bags: int,
+    width: int,
+    stride: int,
+) -> None:
+    """Any bags.
+
+    ``terms`` are the weights of the indices, which of them has no term, and whether there are
+    weights.
+    """
+    bag = 0
+    while bag < bags:
+        begin, stop = begin_of(bag, bounds), begin_of(bag + 1, bounds)
         factor = real(1)
         if is_mean:
-            terms = real(0)
-            k = begin
-            while k < stop:
-                if indices[k] != padding:
-                    terms += real(1)
-                k += 1
-            if terms > real(0):
-                factor = real(1) / terms
+            count = count_of(indices, begin, stop, terms)
+            if count > real(0):
+                factor = real(1) / count
         column = 0
         while column < width:
             if column + lane() < width:
-                total = real(0)
-                k = begin
-                while k < stop:
-                    i = indices[k]
-                    if i != padding:
-                        weight = weights[k] if is_weighted else real(1)
-                        total = fma(weight, table[i * width + column + lane()], total)
-                    k += 1
+                total = sum_of(table, indices, terms, begin, stop, width, column + lane())
                 output[bag * stride + column + lane()] = total * factor
             column += lanes()
         bag += 1
+
+
+def count_of(indices: Indices, k: int, stop: int, terms: Any) -> float:
+    """How many terms a bag has."""
+    padding = terms[1]
+    count = real(0)
+    while k < stop:
+        if indices[k] != padding:
+            count += real(1)
+        k += 1
+    return count
+
+
+def sum_of(
+    table: Input, indices: Indices, terms: Any, k: int, stop: int, width: int, column: int
+) -> float:
+    """A bag's sum in one column."""
+    weights, padding, is_weighted = terms
+    total = real(0)
+    while k < stop:
+        i = indices[k]
+        if i != padding:
+            weight = weights[k] if is_weighted else real(1)
+            total = fma(weight, table[i * width + column], total)
+        k += 1
+    return total
 
 
 def has_fault(

@@ -40,6 +40,7 @@ from fusedoptim.kernels.language import (
     State,
     Values,
     Vector,
+    fetch,
     fma,
     lane,
     lanes,
@@ -58,6 +59,8 @@ __all__ = [
     "sum_rows",
 ]
 
+AHEAD = 32
+"""Keys between one that is added and one whose rows are fetched."""
 _LOW = 0xFFFFFFFF
 
 
@@ -77,7 +80,7 @@ def sum_rows(
 ) -> None:
     """The gradient of each row that occurs, written to ``result``, which has all rows."""
     bags = grad, keys, factors, bags_of, stride, is_weighted, is_mean
-    for_each_row(store, (result,), bags, first, last, sorted_count, width)
+    for_each_row(store, fetch_one, (result,), bags, first, last, sorted_count, width)
 
 
 def store(place: int, g: float, result: Output) -> None:
@@ -104,7 +107,7 @@ def sgd_rows(
     """A step of SGD for each row that occurs."""
     bags = grad, keys, factors, bags_of, stride, is_weighted, is_mean
     step = param, lr, weight_decay
-    for_each_row(sgd_step, step, bags, first, last, sorted_count, width)
+    for_each_row(sgd_step, fetch_one, step, bags, first, last, sorted_count, width)
 
 
 def sgd_step(place: int, g: float, param: Param, lr: float, weight_decay: float) -> None:
@@ -136,7 +139,7 @@ def adagrad_rows(
     """A step of Adagrad for each row that occurs."""
     bags = grad, keys, factors, bags_of, stride, is_weighted, is_mean
     step = param, sum, lr, weight_decay, eps
-    for_each_row(adagrad_step, step, bags, first, last, sorted_count, width)
+    for_each_row(adagrad_step, fetch_both, step, bags, first, last, sorted_count, width)
 
 
 def adagrad_step(
@@ -192,6 +195,7 @@ def rowwise_adagrad_rows(
         squares = spread(real(0))
         column = 0
         while column + 4 * VECTOR <= width:
+            fetch_ahead(fetch_one, (param,), bags, i, stop, sorted_count, width, column)
             g0, g1, g2, g3 = four_vectors(i, stop, column, bags)
             g0 = kept(g0, param, place, row_grad, column, weight_decay)
             g1 = kept(g1, param, place, row_grad, column + VECTOR, weight_decay)
@@ -241,6 +245,7 @@ def kept(
 
 def for_each_row(
     update: Any,
+    fetch_row: Any,
     arguments: Any,
     bags: Any,
     first: int,
@@ -252,7 +257,8 @@ def for_each_row(
 
     Args:
         update: a function of the kernel's module, of a place in the table and the gradient there.
-        arguments: of it.
+        fetch_row: a function of a place in the table, which fetches what is updated there.
+        arguments: of both.
         bags: where the gradients are, in the order that :func:`sums` has.
         first: key at which the part begins.
         last: key after the last of the part.
@@ -266,6 +272,7 @@ def for_each_row(
         place = (keys[i] >> 32) * width + lane()
         column = 0
         while column + 4 * lanes() <= width:
+            fetch_ahead(fetch_row, arguments, bags, i, stop, sorted_count, width, column)
             g0, g1, g2, g3 = sums(i, stop, column, bags)
             update(place + column, g0, *arguments)
             update(place + column + lanes(), g1, *arguments)
@@ -278,6 +285,38 @@ def for_each_row(
                 update(place + column, g, *arguments)
             column += lanes()
         i = stop
+
+
+def fetch_one(place: int, values: Any, *_: Any) -> None:
+    """Fetch part of a row of what is updated."""
+    fetch(values, place)
+
+
+def fetch_both(place: int, param: Param, state: State, *_: Any) -> None:
+    """Fetch part of a row of a table, and its state."""
+    fetch(param, place)
+    fetch(state, place)
+
+
+def fetch_ahead(
+    fetch_row: Any,
+    arguments: Any,
+    bags: Any,
+    i: int,
+    stop: int,
+    sorted_count: int,
+    width: int,
+    column: int,
+) -> None:
+    """Fetch what the keys need that come so much later, and what their rows do."""
+    grad, keys, _, bags_of, stride, is_weighted, _ = bags
+    while i < stop and i + AHEAD < sorted_count:
+        key = keys[i + AHEAD]
+        payload = key & _LOW
+        bag = bags_of[payload] if is_weighted else payload
+        fetch_row((key >> 32) * width + column, *arguments)
+        fetch(grad, bag * stride + column)
+        i += 1
 
 
 def first_row(keys: Indices, first: int, last: int, sorted_count: int) -> int:

@@ -51,7 +51,8 @@ Any other kernel is called once for each row and lane of the work-group that wal
 group has one lane, and without the last three, :func:`as_lane` makes a call that of any lane. A
 kernel that uses none of them is **serial**: its group has one work item on every device. What
 ``lane_values`` gives belongs to one lane. ``is_word_below`` and ``swapped_halves`` are for random
-words of 32 bits.
+words of 32 bits. ``fetch`` asks for memory that the kernel reads later, at the same place in all
+lanes.
 
 A kernel that uses no lanes may compute with vectors of ``VECTOR`` numbers instead, where it needs
 sums across them: ``load_vector``, ``store_vector``, ``store_quarter``, ``repeated_quarter``,
@@ -158,6 +159,8 @@ DeviceInt = Annotated[int, Role.DEVICE_INT]
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 VECTOR = 16
 """Elements of a vector: those of a register under AVX-512, if float32."""
+FETCHED = 64
+"""Elements that :func:`fetch` asks for: as many cache lines as one has bytes."""
 
 
 _lane, _lanes = 0, 1
@@ -228,6 +231,14 @@ def is_word_below(word: int, bound: int) -> bool:
 def swapped_halves(word: int) -> int:
     """A number of 32 bits with the lower 16 before the upper ones; on a device as such, too."""
     return ((word & 0xFFFF) << 16) | (word >> 16)
+
+
+def fetch(values: _Values, index: int) -> None:
+    """Have the elements from ``index`` on brought into the caches; go on meanwhile.
+
+    It changes no result, wherever the index points: the kernel says what it reads soon, where the
+    device cannot tell. A GPU's driver may pass over it.
+    """
 
 
 def rounds(values: _Values) -> bool:

@@ -20,7 +20,10 @@ from numba_dpex.kernel_api_impl.spirv.target import SPIRV_TARGET_NAME
 
 from fusedoptim.kernels._lowering import (
     FORMATS,
+    GLOBAL_FENCE,
+    LOCAL_FENCE,
     VALUES,
+    barrier,
     call_builtin,
     device_intrinsic,
     load,
@@ -30,7 +33,6 @@ from fusedoptim.raw import language
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _GLOBAL, _LOCAL = 1, 3  # SPIR-V's CrossWorkgroup and Workgroup, OpenCL's __global and __local
-_FENCES = 1 | 2  # OpenCL's CLK_LOCAL_MEM_FENCE and CLK_GLOBAL_MEM_FENCE
 
 
 class Pointer(types.Type):  # type: ignore[misc]
@@ -115,13 +117,7 @@ _give_meaning(language.global_size, "_Z15get_global_sizej")
 _give_meaning(language.local_size, "_Z14get_local_sizej")
 
 
-@device_intrinsic
-def _barrier(context: Any) -> Any:
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        call_builtin(builder, "_Z7barrierj", ir.VoidType(), [_I32(_FENCES)], pure=False)
-        return context.get_dummy_value()
-
-    return types.void(), generate
+_barrier = barrier(LOCAL_FENCE | GLOBAL_FENCE)
 
 
 @overload(language.barrier, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]

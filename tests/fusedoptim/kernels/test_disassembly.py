@@ -49,6 +49,7 @@ KERNELS = {
     "roi_align_backward_strided": Expected(1, _BOTH),
 }
 _MODULES = [f"{kernel}_{variant}" for kernel, variant in shipped() if kernel in KERNELS]
+_FETCHING = ["embedding_bag", "sum_rows", "sgd_rows", "adagrad_rows", "rowwise_adagrad_rows"]
 _SCALAR = ["roi_align_taps_f32", "roi_align_taps_f64"]
 """Of kernels that are serial, for which the check must fail."""
 _BUILD = """
@@ -101,6 +102,13 @@ def test_accesses_by_lane(name: str, code: dict[str, str]) -> None:
         assert _BY_LANE[access].findall(code[name]) == []
         if variant == "bf16":
             assert _BY_LANE_BFLOAT16[access].findall(code[name]) == []
+
+
+@pytest.mark.parametrize("name", [x for x in _MODULES if x.rpartition("_")[0] in _FETCHING])
+def test_rows_are_fetched_ahead(name: str, code: dict[str, str]) -> None:
+    """By an instruction: a function of the driver's would take longer than the rows."""
+    assert re.search(r"\bprefetcht1\b", code[name])
+    assert not re.search(r"\bcall", code[name])
 
 
 @pytest.mark.skipif(not AVX512, reason="the shares are those of AVX-512")

@@ -1,0 +1,50 @@
+"""The meaning on a SPIR-V device of the language's ``fetch``, for numba-dpex.
+
+Imported after ``_lowering.py``, and like it by the compiler only. OpenCL's ``prefetch`` is a
+function of the CPU driver, a call of which takes as long as some loads. So this is LLVM's own
+operation, which that driver makes an instruction, once for all lanes of a group. SPIR-V has none,
+and declares it as a function that the driver knows by its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import overload
+from numba_dpex.kernel_api_impl.spirv.target import SPIRV_TARGET_NAME
+
+from fusedoptim.kernels import language
+from fusedoptim.kernels._lowering import FORMATS, Pointer, device_intrinsic, places
+
+INTRINSIC = "llvm.prefetch"
+"""What the translator to SPIR-V is to declare as a function."""
+_LINE = 64  # bytes of a cache line
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+# To the second level of the cache: the first has fewer buffers for lines that are on their way.
+_TO_READ, _TO_SECOND_LEVEL, _AS_DATA = _I32(0), _I32(2), _I32(1)
+
+
+@device_intrinsic
+def _fetch(context: Any, pointer: Pointer, index: types.Type) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        for element, address in places(builder, pointer, *args):
+            first = builder.bitcast(address, _I8.as_pointer(address.type.addrspace))
+            for byte in range(0, language.FETCHED * FORMATS[element].size, _LINE):
+                _prefetch(builder, builder.gep(first, [_I64(byte)]))
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), generate
+
+
+def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    arguments = [address, _TO_READ, _TO_SECOND_LEVEL, _AS_DATA]
+    signature = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    name = f"{INTRINSIC}.p{address.type.addrspace}i8"
+    builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+
+
+@overload(language.fetch, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
+def _fetch_overload(values: Any, index: Any) -> Any:
+    return lambda values, index: _fetch(values, index)
