@@ -65,27 +65,30 @@ def embedding_bag(
         faults[0] = 1
         count = 0
         bags_left = 0
-    is_plain = padding < 0 and not is_weighted and not is_mean and bags_left > 0
+    is_plain = padding < 0 and not is_weighted and bags_left > 0
     bounds = offsets, bags_left, count
+    terms = weights, is_weighted, padding, is_mean
     if is_plain and width % (4 * lanes()) == 0:
-        add_plainly(table, indices, bounds, output, bags, width, stride)
+        add_plainly(table, indices, bounds, terms, output, bags, width, stride)
     else:
-        terms = weights, padding, is_weighted
-        add_terms(table, indices, bounds, terms, is_mean, output, bags, width, stride)
+        add_terms(table, indices, bounds, terms, output, bags, width, stride)
 
 
 def add_plainly(
     table: Input,
     indices: Indices,
     bounds: Any,
+    terms: Any,
     output: Output,
     bags: int,
     width: int,
     stride: int,
 ) -> None:
-    """Bags of which each index counts once; the width is that of four columns of each lane.
+    """Bags without weights and padding, whose width is a multiple of four columns of each lane.
 
-    ``bounds`` are the offsets, how many there are, and where the last bag ends.
+    ``bounds`` are the offsets, how many there are, and where the last bag ends; ``terms`` are the
+    weights of the indices, whether there are any, the index that has no term, and whether bags are
+    means.
     """
     last = begin_of(bags, bounds)
     stop = begin_of(0, bounds)
@@ -93,6 +96,7 @@ def add_plainly(
     while bag < bags:
         begin = stop
         stop = begin_of(bag + 1, bounds)
+        factor = factor_of(indices, begin, stop, terms)
         column = 0
         while column < width:
             place = bag * stride + column + lane()
@@ -101,10 +105,10 @@ def add_plainly(
                 copy(table, indices[begin] * width + column + lane(), output, place)
             else:
                 x0, x1, x2, x3 = sums(table, indices, begin, stop, last, width, column)
-                output[place] = x0
-                output[place + lanes()] = x1
-                output[place + 2 * lanes()] = x2
-                output[place + 3 * lanes()] = x3
+                output[place] = x0 * factor
+                output[place + lanes()] = x1 * factor
+                output[place + 2 * lanes()] = x2 * factor
+                output[place + 3 * lanes()] = x3 * factor
             column += 4 * lanes()
         bag += 1
 
@@ -153,25 +157,16 @@ def add_terms(
     indices: Indices,
     bounds: Any,
     terms: Any,
-    is_mean: int,
     output: Output,
     bags: int,
     width: int,
     stride: int,
 ) -> None:
-    """Any bags.
-
-    ``terms`` are the weights of the indices, which of them has no term, and whether there are
-    weights.
-    """
+    """Any bags."""
     bag = 0
     while bag < bags:
         begin, stop = begin_of(bag, bounds), begin_of(bag + 1, bounds)
-        factor = real(1)
-        if is_mean:
-            count = count_of(indices, begin, stop, terms)
-            if count > real(0):
-                factor = real(1) / count
+        factor = factor_of(indices, begin, stop, terms)
         column = 0
         while column < width:
             if column + lane() < width:
@@ -181,22 +176,26 @@ def add_terms(
         bag += 1
 
 
-def count_of(indices: Indices, k: int, stop: int, terms: Any) -> float:
-    """How many terms a bag has."""
-    padding = terms[1]
-    count = real(0)
-    while k < stop:
-        if indices[k] != padding:
-            count += real(1)
-        k += 1
-    return count
+def factor_of(indices: Indices, k: int, stop: int, terms: Any) -> float:
+    """What a bag's sum is multiplied by."""
+    _, _, padding, is_mean = terms
+    factor = real(1)
+    if is_mean:
+        count = real(0)
+        while k < stop:
+            if indices[k] != padding:
+                count += real(1)
+            k += 1
+        if count > real(0):
+            factor = real(1) / count
+    return factor
 
 
 def sum_of(
     table: Input, indices: Indices, terms: Any, k: int, stop: int, width: int, column: int
 ) -> float:
     """A bag's sum in one column."""
-    weights, padding, is_weighted = terms
+    weights, is_weighted, padding, _ = terms
     total = real(0)
     while k < stop:
         i = indices[k]
