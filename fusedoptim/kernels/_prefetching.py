@@ -8,6 +8,7 @@ and declares it as a function that the driver knows by its name.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
@@ -26,16 +27,22 @@ _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _TO_READ, _TO_SECOND_LEVEL, _AS_DATA = _I32(0), _I32(2), _I32(1)
 
 
-@device_intrinsic
-def _fetch(context: Any, pointer: Pointer, index: types.Type) -> Any:
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        for element, address in places(builder, pointer, *args):
-            first = builder.bitcast(address, _I8.as_pointer(address.type.addrspace))
-            for byte in range(0, language.FETCHED * FORMATS[element].size, _LINE):
-                _prefetch(builder, builder.gep(first, [_I64(byte)]))
-        return context.get_dummy_value()
+@functools.cache
+def _fetching(count: int) -> Any:
+    """An intrinsic that fetches so many elements."""
 
-    return types.void(pointer, types.int64), generate
+    @device_intrinsic
+    def fetch(context: Any, pointer: Pointer, index: types.Type) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            for element, address in places(builder, pointer, *args):
+                first = builder.bitcast(address, _I8.as_pointer(address.type.addrspace))
+                for byte in range(0, count * FORMATS[element].size, _LINE):
+                    _prefetch(builder, builder.gep(first, [_I64(byte)]))
+            return context.get_dummy_value()
+
+        return types.void(pointer, types.int64), generate
+
+    return fetch
 
 
 def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
@@ -46,5 +53,8 @@ def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
 
 
 @overload(language.fetch, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]
-def _fetch_overload(values: Any, index: Any) -> Any:
-    return lambda values, index: _fetch(values, index)
+def _fetch_overload(values: Any, index: Any, count: Any) -> Any:
+    if not isinstance(count, types.IntegerLiteral):
+        return None  # numba then asks for the literal
+    fetch = _fetching(count.literal_value)
+    return lambda values, index, count: fetch(values, index)

@@ -123,9 +123,9 @@ def begin_of(bag: int, bounds: Any) -> int:
 
 
 def fetch_ahead(table: Input, indices: Indices, k: int, last: int, width: int, column: int) -> None:
-    """Fetch the row of an index that comes after the k-th."""
+    """Fetch a CPU's four columns of each lane, of the row of an index after the k-th."""
     if k + AHEAD < last:
-        fetch(table, indices[k + AHEAD] * width + column)
+        fetch(table, indices[k + AHEAD] * width + column, 64)
 
 
 def copy(table: Input, source: int, output: Output, target: int) -> None:

@@ -195,7 +195,7 @@ def rowwise_adagrad_rows(
         squares = spread(real(0))
         column = 0
         while column + 4 * VECTOR <= width:
-            fetch_ahead(fetch_one, (param,), bags, i, stop, sorted_count, width, column)
+            fetch_ahead(fetch_with_sum, (param, sum), bags, i, stop, sorted_count, width, column)
             g0, g1, g2, g3 = four_vectors(i, stop, column, bags)
             g0 = kept(g0, param, place, row_grad, column, weight_decay)
             g1 = kept(g1, param, place, row_grad, column + VECTOR, weight_decay)
@@ -257,7 +257,7 @@ def for_each_row(
 
     Args:
         update: a function of the kernel's module, of a place in the table and the gradient there.
-        fetch_row: a function of a place in the table, which fetches what is updated there.
+        fetch_row: a function of a row and a place in it, which fetches what is updated there.
         arguments: of both.
         bags: where the gradients are, in the order that :func:`sums` has.
         first: key at which the part begins.
@@ -287,15 +287,21 @@ def for_each_row(
         i = stop
 
 
-def fetch_one(place: int, values: Any, *_: Any) -> None:
-    """Fetch part of a row of what is updated."""
-    fetch(values, place)
+def fetch_one(row: int, place: int, values: Any, *_: Any) -> None:
+    """Fetch a CPU's four columns of each lane, of a row of what is updated."""
+    fetch(values, place, 64)
 
 
-def fetch_both(place: int, param: Param, state: State, *_: Any) -> None:
-    """Fetch part of a row of a table, and its state."""
-    fetch(param, place)
-    fetch(state, place)
+def fetch_both(row: int, place: int, param: Param, state: State, *_: Any) -> None:
+    """The same of a table and its state."""
+    fetch(param, place, 64)
+    fetch(state, place, 64)
+
+
+def fetch_with_sum(row: int, place: int, param: Param, state: State) -> None:
+    """The same of a table, and the one value of its state for the row."""
+    fetch(param, place, 64)
+    fetch(state, row, 1)
 
 
 def fetch_ahead(
@@ -314,8 +320,8 @@ def fetch_ahead(
         key = keys[i + AHEAD]
         payload = key & _LOW
         bag = bags_of[payload] if is_weighted else payload
-        fetch_row((key >> 32) * width + column, *arguments)
-        fetch(grad, bag * stride + column)
+        fetch_row(key >> 32, (key >> 32) * width + column, *arguments)
+        fetch(grad, bag * stride + column, 64)
         i += 1
 
 

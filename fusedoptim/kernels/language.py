@@ -159,8 +159,6 @@ DeviceInt = Annotated[int, Role.DEVICE_INT]
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 VECTOR = 16
 """Elements of a vector: those of a register under AVX-512, if float32."""
-FETCHED = 64
-"""Elements that :func:`fetch` asks for: as many cache lines as one has bytes."""
 
 
 _lane, _lanes = 0, 1
@@ -233,11 +231,16 @@ def swapped_halves(word: int) -> int:
     return ((word & 0xFFFF) << 16) | (word >> 16)
 
 
-def fetch(values: _Values, index: int) -> None:
-    """Have the elements from ``index`` on brought into the caches; go on meanwhile.
+def fetch(values: _Values, index: int, count: int) -> None:
+    """Have ``count`` elements from ``index`` on brought into the caches; go on meanwhile.
 
     It changes no result, wherever the index points: the kernel says what it reads soon, where the
     device cannot tell. A GPU's driver may pass over it.
+
+    Args:
+        values: where the elements are.
+        index: of the first.
+        count: a literal.
     """
 
 
