@@ -15,6 +15,7 @@ _SECTIONS = {None, b".text", b".strtab", b".symtab", b".note.GNU-stack"}
 # The fields are those of `Parts` in launch/parts.py. A thread begins with the part of its own
 # number, as its core may have those elements in its cache since the last launch; then it takes
 # parts that no thread has begun. A thread whose number no part has leaves all to those before it.
+# Between its first part and its second, the calling thread does what it is to do meanwhile.
 # In C:
 #
 #   int run(struct Parts *p) {
@@ -25,6 +26,7 @@ _SECTIONS = {None, b".text", b".strtab", b".symtab", b".note.GNU-stack"}
 #
 #   static void run_parts(struct Parts *p) {
 #       size_t part = p->region ? p->thread_number() : 0;
+#       void (*meanwhile)(void) = part == 0 ? p->meanwhile : NULL;
 #       if (part >= 64) part = atomic_fetch_add(&p->next, 1);
 #       size_t first;
 #       for (; (first = part * p->each) < p->groups; part = atomic_fetch_add(&p->next, 1)) {
@@ -35,13 +37,17 @@ _SECTIONS = {None, b".text", b".strtab", b".symtab", b".note.GNU-stack"}
 #           int status = p->enqueue(p->queue, p->kernel, 2, offset, items, group, 0, NULL, NULL);
 #           if (status) { p->status = status; return; }
 #           atomic_fetch_add(&p->done, groups);
+#           if (meanwhile) { meanwhile(); meanwhile = NULL; }
 #       }
+#       if (meanwhile) meanwhile();
 #   }
 SOURCE = """
 %enqueue = type i32 (i8*, i8*, i32, i64*, i64*, i64*, i32, i8*, i8*)
 %region = type void (i8*, i8*, i32, i32)
 %number = type i32 ()
-%parts = type { i64, i64, i64, i64, i64, i64, i64, %enqueue*, i8*, i8*, %region*, %number* }
+%action = type void ()
+%parts = type { i64, i64, i64, i64, i64, i64, i64, %enqueue*, i8*, i8*, %region*, %number*,
+                %action* }
 
 define i32 @run(%parts* %p) nounwind {
 entry:
@@ -79,6 +85,7 @@ entry:
   %offset = alloca [2 x i64]
   %items = alloca [2 x i64]
   %group = alloca [2 x i64]
+  %at_action = alloca %action*
   %at_next = getelementptr %parts, %parts* %p, i32 0, i32 0
   %at_taken = getelementptr %parts, %parts* %p, i32 0, i32 1
   %at_done = getelementptr %parts, %parts* %p, i32 0, i32 2
@@ -91,6 +98,7 @@ entry:
   %at_kernel = getelementptr %parts, %parts* %p, i32 0, i32 9
   %at_region = getelementptr %parts, %parts* %p, i32 0, i32 10
   %at_number = getelementptr %parts, %parts* %p, i32 0, i32 11
+  %at_meanwhile = getelementptr %parts, %parts* %p, i32 0, i32 12
   %all = load i64, i64* %at_groups
   %each = load i64, i64* %at_each
   %lanes = load i64, i64* %at_lanes
@@ -107,6 +115,8 @@ entry:
   store i64 1, i64* %items1
   store i64 %lanes, i64* %group0
   store i64 1, i64* %group1
+  %meanwhile = load %action*, %action** %at_meanwhile
+  store %action* %meanwhile, %action** %at_action
   %region = load %region*, %region** %at_region
   %is_alone = icmp eq %region* %region, null
   br i1 %is_alone, label %next, label %own
@@ -114,6 +124,9 @@ entry:
 own:
   %number = load %number*, %number** %at_number
   %thread = call i32 %number()
+  %is_caller = icmp eq i32 %thread, 0
+  %own_action = select i1 %is_caller, %action* %meanwhile, %action* null
+  store %action* %own_action, %action** %at_action
   %own_part = zext i32 %thread to i64
   %has_own = icmp ult i64 %own_part, 64
   br i1 %has_own, label %check, label %next
@@ -126,7 +139,7 @@ check:
   %part = phi i64 [ %own_part, %own ], [ %next_part, %next ]
   %first = mul i64 %part, %each
   %is_left = icmp ult i64 %first, %all
-  br i1 %is_left, label %take, label %end
+  br i1 %is_left, label %take, label %none_left
 
 take:
   %may_be_taken = icmp ult i64 %part, 64
@@ -153,11 +166,27 @@ run:
 
 count_done:
   %before = atomicrmw add i64* %at_done, i64 %groups monotonic
+  %action = load %action*, %action** %at_action
+  %has_action = icmp ne %action* %action, null
+  br i1 %has_action, label %act, label %next
+
+act:
+  store %action* null, %action** %at_action
+  call void %action()
   br label %next
 
 refused:
   %status = sext i32 %result to i64
   store i64 %status, i64* %at_status
+  br label %end
+
+none_left:
+  %last_action = load %action*, %action** %at_action
+  %is_still_to_act = icmp ne %action* %last_action, null
+  br i1 %is_still_to_act, label %act_last, label %end
+
+act_last:
+  call void %last_action()
   br label %end
 
 end:

@@ -54,7 +54,17 @@ class Packing:
 class Frame:
     """The memory that holds a launch's arguments while it is submitted."""
 
-    __slots__ = ("buffer", "given", "how", "kernel", "owner", "parts", "passed", "table")
+    __slots__ = (
+        "buffer",
+        "given",
+        "how",
+        "kernel",
+        "meanwhile",
+        "owner",
+        "parts",
+        "passed",
+        "table",
+    )
 
     def __init__(self, size: int, places: Sequence[int | None]) -> None:
         """``places`` are the offsets of the arguments' values, None for a pointer."""
@@ -72,6 +82,8 @@ class Frame:
         """How the last launch of ``kernel`` ran that was not put into a queue."""
         self.given: bytes | None = None
         """The contents of the buffer when they were given."""
+        self.meanwhile: Any = None
+        """A C function without arguments or a result, which a launch calls when it has begun."""
         self.passed: Frame | None = None
         """See :meth:`as_argument`."""
 

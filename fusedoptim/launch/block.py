@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
+_ACTION = ctypes.CFUNCTYPE(None)
 
 
 def as_int64(addresses: Sequence[int]) -> Indices:
@@ -142,6 +143,14 @@ class LaunchBlock:
             self._sizes = self._on_device.sizes((items,), (lanes,))
             self._selected_elements = self._elements * rows // max(self.rows, 1)
             self._selected = rows
+
+    def do_meanwhile(self, action: Callable[[], object]) -> None:
+        """Have each launch call ``action`` too, on its own thread and when it has begun.
+
+        ``action`` is to be a function in C that raises nothing, so that no interrupt can come
+        between the launch and it; on the CPU other threads run the kernel meanwhile.
+        """
+        self._frame.meanwhile = _ACTION(action)
 
     def launch(self, events: list[Any] | None = None) -> None:
         """Submit the kernel; on a GPU, return while it runs.

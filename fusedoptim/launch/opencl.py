@@ -306,6 +306,8 @@ class OpenCLKernel:
             events.extend(map(_call, (run,)))
             if events[-1] != SUCCESS:
                 self.check(events.pop(), frame)
+            if frame.meanwhile is not None and not frame.parts.meanwhile:
+                frame.meanwhile()
             return False
         driver, progress = self._driver, self._driver.progress
         call = ((driver.queue, frame.kernel.handle, *sizes.last),)
@@ -320,6 +322,8 @@ class OpenCLKernel:
         except BaseException:
             wake()
             raise
+        if frame.meanwhile is not None:
+            frame.meanwhile()
         return True
 
     def _how(self, frame: Frame, sizes: _Sizes, elements: int, threads: int) -> _How:
@@ -335,6 +339,7 @@ class OpenCLKernel:
         parts.each = -(-sizes.groups // count)
         parts.region = team_.region if count > 1 else None
         parts.thread_number = team_.thread_number
+        parts.meanwhile = ctypes.cast(frame.meanwhile, ctypes.c_void_p).value
         is_short = self._is_short and elements < _SHORT
         run = team_.run_short if is_short else team_.run
         return _How(*of, functools.partial(run, ctypes.addressof(parts)))

@@ -45,6 +45,7 @@ class Parts(ctypes.Structure):
         ("kernel", ctypes.c_void_p),
         ("region", ctypes.c_void_p),  # of a Team; None is to use the calling thread alone
         ("thread_number", ctypes.c_void_p),  # of a Team
+        ("meanwhile", ctypes.c_void_p),  # of the Frame
     )
 
 

@@ -7,7 +7,7 @@ batches that its cache holds (docs/design/element-kernels.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -111,6 +111,13 @@ class Pipeline:
             block.write(roles[Role.RESULT], row_addresses(self._results)[tensors])
         if Role.ROW_RESULT in roles:
             block.write(roles[Role.ROW_RESULT], row_addresses(self._results)[chunks.owner[rows]])
+
+    def do_meanwhile(self, action: Callable[[], object]) -> bool:
+        """See :class:`fusedoptim.launch.block.LaunchBlock`; False if nothing is launched."""
+        block = next((block for block in self._blocks if block.rows), None)
+        if block is not None:
+            block.do_meanwhile(action)
+        return block is not None
 
     def write_integers(self, column: str, values: Sequence[int]) -> None:
         """Set a RowFlag or a ParamNumber of every chunk, from those of the tensors."""

@@ -208,6 +208,8 @@ class SyclKernel:
         if not events[-1]:
             events.pop()
             raise LaunchError(_REFUSED)
+        if frame.meanwhile is not None:
+            frame.meanwhile()
         return True
 
     def submit_unwaited(self, frame: Frame, sizes: Any, owners: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusedoptim.dtypes import ELEMENTS, Element
 from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.raw._pointers import MASKED
 from fusedoptim.raw._spirv import Parameter
 
 Scalar = bool | int | float
@@ -241,7 +242,7 @@ def read(
 
     Raises:
         RuntimeError: one requires a gradient.
-        TypeError: an array of a dtype that torch does not have.
+        TypeError: an array that is masked, or of a dtype that torch does not have.
         ValueError: one is sparse, or an array that torch does not take or that cannot be written.
     """
     values: list[Any] = []
@@ -268,6 +269,8 @@ def read(
 
 def _tensor_over(kernel: str, array: NDArray[Any], is_input: bool) -> Tensor:
     """A tensor over an array's memory."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{kernel}: an argument is {MASKED}")
     if not array.flags.writeable:
         if not is_input:
             raise ValueError(f"{kernel}: an output is a read-only array; pass one to write to")

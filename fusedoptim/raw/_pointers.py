@@ -15,6 +15,7 @@ from fusedoptim.dtypes import ELEMENTS
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.raw._spirv import Parameter
 
+MASKED = "a masked array, whose mask no kernel sees; pass value.filled(...), or value.data"
 PLAIN = frozenset((Tensor, TorchParameter))
 """The classes of tensors that have memory of their own."""
 _NAMES = [element.dtype for element in ELEMENTS.values()] + ["bool", "complex64", "complex128"]
@@ -183,6 +184,8 @@ def _accepted(target: str) -> tuple[str, ...] | None:
 
 def _memory(value: Any, index: int, uses: Uses) -> tuple[int, str | None, bool]:
     """The address of what is not a tensor, its dtype if it has one, and whether it is read-only."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(MASKED)
     if isinstance(value, np.ndarray):
         if not value.flags.c_contiguous:
             raise ValueError(

@@ -17,7 +17,7 @@ class Update(Protocol):
     """What is submitted and committed together."""
 
     written: list[Tensor]
-    """The parameters; of sharded ones, the local shards too."""
+    """The parameters, of sharded ones the local shards too, whose writes no launch counts."""
     runs_on_host: bool
     """Whether a commit must wait until the kernels have ended."""
 

@@ -10,7 +10,7 @@ import torch
 import fusedoptim
 from fusedoptim.launch import opencl
 from tests.fusedoptim.helpers import run_in_threads
-from tests.fusedoptim.launch.long_steps import is_in_region, long_step
+from tests.fusedoptim.launch.long_steps import is_in_region, long_step, many_params
 from tests.interrupts import InterruptAt, interrupted
 
 
@@ -44,6 +44,14 @@ def test_interrupted_wherever_python_looks_for_it() -> None:
         if not interrupt.has_raised:
             break
     assert 3 < n < 1000
+
+
+def test_autograd_sees_the_writes_of_many_parameters() -> None:
+    params, optimizer = many_params()
+    loss = torch.stack([(p * p).sum() for p in params]).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_interrupted_at_any_moment() -> None:

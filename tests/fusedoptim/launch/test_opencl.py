@@ -27,6 +27,7 @@ from fusedoptim.launch.sycl import SyclKernel
 from fusedoptim.raw import RawKernel
 from fusedoptim.step import commit
 from tests.fusedoptim.helpers import SideBySide, each_class, make_params, run_script
+from tests.fusedoptim.launch.long_steps import many_params
 from tests.optimizer_cases import OptimizerCase
 
 SGD = load_module("sgd", "f32")
@@ -321,6 +322,13 @@ def test_by_sycl(case: OptimizerCase, limit: float | None, by_sycl: list[SyclKer
         by_sycl.clear()
         SideBySide(case, params=make_params(dtype)).train(3, limit=limit)
         assert len(by_sycl) >= (3 if limit is None else 6)
+
+
+def test_writes_are_counted_by_sycl(by_sycl: list[SyclKernel]) -> None:
+    params, optimizer = many_params()
+    optimizer.step()
+    assert len(by_sycl) == 1
+    assert [p._version for p in params] == [1] * len(params)
 
 
 @pytest.mark.usefixtures("by_sycl")

@@ -13,6 +13,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+import fusedoptim
 from allocator import queue
 from fusedoptim import FusedAdamW, FusedLamb
 from fusedoptim.launch import opencl, parts
@@ -22,7 +23,8 @@ from fusedoptim.launch.parts import parts_of
 from fusedoptim.nn.functional import dropout
 from fusedoptim.raw import ElementwiseKernel, ReductionKernel
 from tests.fusedoptim.helpers import SideBySide, each_class, run_script
-from tests.fusedoptim.launch.long_steps import long_step
+from tests.fusedoptim.launch.long_steps import MANY, long_step, many_params
+from tests.interrupts import InterruptAt
 from tests.optimizer_cases import OptimizerCase
 
 
@@ -101,6 +103,35 @@ def test_same_bits_on_any_number_of_threads(make: Callable[[list[Parameter]], Op
     torch.set_num_threads(before)
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
+
+
+@pytest.mark.usefixtures("threads", "small_parts")
+@each_class
+@pytest.mark.parametrize("n", [0, 3, 1000])
+def test_writes_of_many_tensors_are_counted_once(case: OptimizerCase, n: int) -> None:
+    """While the kernel runs; without one, if they are empty, too."""
+    params = [Parameter(torch.randn(n)) for _ in range(MANY)]
+    optimizer = case.make(params)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        before = [p._version for p in params]
+        optimizer.step()
+        assert [p._version for p in params] == [version + 1 for version in before]
+
+
+def test_no_interrupt_comes_between_a_launch_and_its_count_of_writes() -> None:
+    params, optimizer = many_params()
+    optimizer.step()
+    for n in range(1000):
+        p = params[-1]
+        value, version = p.detach()[0].item(), p._version
+        with InterruptAt(n, "polls", within=fusedoptim, since="submit") as interrupt:
+            optimizer.step()
+        assert p._version - version == (p.detach()[0].item() != value)
+        if not interrupt.has_raised:
+            break
+    assert 3 < n < 1000
 
 
 def test_no_more_threads_than_torch_may_use() -> None:

@@ -69,6 +69,7 @@ REFUSED_POINTERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "byte order": (lambda: np.zeros(4, ">f4"), TypeError, "dtype is >f4"),
     "strided": (lambda: torch.zeros(8)[::2], ValueError, "strides (2,) is not contiguous"),
     "transposed": (lambda: torch.zeros(2, 3).t(), ValueError, "value.contiguous()"),
+    "masked": (lambda: np.ma.zeros(4, "f4"), TypeError, "a masked array"),
     "numpy strides": (lambda: np.zeros(8, "f4")[::2], ValueError, "numpy.ascontiguousarray"),
     "negative bit": (lambda: torch._neg_view(torch.zeros(4)), ValueError, "resolve_neg()"),
     "sparse": (lambda: torch.zeros(4).to_sparse(), ValueError, "layout is torch.sparse_coo"),

@@ -137,6 +137,7 @@ class TestArrays:
         ("array", "error", "message"),
         [
             (np.ones(3, ">f8"), ValueError, "difference: an argument is an array.*byte order"),
+            (np.ma.ones(3), TypeError, r"difference: an argument is a masked.*filled"),
             (np.ones(3, object), TypeError, "difference: an argument is an array.*object"),
             (np.ones(3)[::-1], ValueError, "difference: an argument is an array.*strides"),
             (np.ones(3, complex), TypeError, r"'x' is of torch\.complex128; there are bool"),
