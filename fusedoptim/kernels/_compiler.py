@@ -57,8 +57,10 @@ _STATE_ELEMENTS = {
 _VALUES = (Role.DEVICE_SCALAR, Role.DEVICE_INT, Role.ROW_INT, Role.ROW_RESULT)
 _LANE_FUNCTIONS = ("lane", "lanes", "uniform", "barrier", "group_sum", "group_max")
 # Variables of the generated loops.
-_ROW_LOOP = ("rows", "head", "run", "next_row", "end", "row", "kernel", "real")
+_ROW_LOOP = ("rows", "head", "run", "next_row", "end", "row", "all_rows", "fetch", "kernel", "real")
 _ELEMENT_LOOP = ("start",)
+_AHEAD = 16  # rows between the one that is walked and the one that is fetched
+_SCATTERED = (Role.PARAM, Role.STATE, Role.STATE_BF16)
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
 
 
@@ -177,6 +179,7 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
         "real": real,
         "group": _lowering.group,
         "first_group": _lowering.first_group,
+        "fetch": language.fetch,
         "lane": language.lane,
         "lanes": language.lanes,
     }
@@ -185,7 +188,8 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
         "head = read_length(rows)",
         f"run = read_length(head + {WORD * rows_per_group})",
         "next_row = (first_group() + group()) * run",
-        f"end = min(next_row + run, read_length(head + {WORD * rows}))",
+        f"all_rows = read_length(head + {WORD * rows})",
+        "end = min(next_row + run, all_rows)",
     ]
     of_row = [f"row = rows + next_row * {WORD * layout.row_words}"]
     for argument in shape.arguments:
@@ -198,6 +202,8 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
         lines.append(f"{name} = read_{name}({base} + {WORD * word[name]})")
         if role in _VALUES:
             lines.append(f"{name}_value = {name}[0]")
+    if shape.is_element_kernel:
+        of_row += _fetches(shape.arguments, layout)
     values = {Role.INDEX: "start + lane()", **dict.fromkeys(_VALUES, "{}_value")}
     call = ", ".join(values.get(role, "{}").format(name) for name, role in shape.parameters)
     of_row += (
@@ -209,6 +215,20 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
     exec(source, namespace)
     entry_point: Callable[[int], None] = namespace["entry_point"]
     return entry_point
+
+
+def _fetches(arguments: Sequence[Argument], layout: Layout) -> list[str]:
+    """Python source that has 64 elements of a later row fetched, where rows are short.
+
+    They may be rows of a large table that a sparse gradient has in no order that the processor
+    sees; the gradient's own are neighbours.
+    """
+    lines = [f"if run > 1 and next_row + {_AHEAD} < all_rows:"]
+    for name, role in arguments:
+        if role in _SCATTERED:
+            word = _AHEAD * layout.row_words + layout.row_word[name]
+            lines.append(f"    fetch(read_{name}(row + {WORD * word}), 0, 64)")
+    return lines if len(lines) > 1 else []
 
 
 def _for_device(function: Callable[..., Any], real: Any) -> Any:
