@@ -121,7 +121,7 @@ def quantize(
         TypeError: the model is none, or cannot be copied; an argument of another type.
         ValueError: training mode, a model that is quantized already, an empty loader or one that
             yields what the model does not take, infinite values or NaN in calibration, an unknown
-            name in ``keep`` or ``ranges``, ``ranges`` without a loader, nothing to quantize.
+            name in ``keep`` or ``ranges``, ``ranges`` in dynamic quantization, nothing to quantize.
         RuntimeError: this torch lacks oneDNN's INT8 operators, or has others of their names.
             Whatever is raised, nothing was changed.
 
@@ -191,9 +191,11 @@ def _checked(
         raise ValueError("dynamic=False needs a loader, to find the ranges of activations")
     if not isinstance(ranges, str) or ranges not in OBSERVERS:
         raise ValueError(f"ranges={ranges!r} is unknown; use {', '.join(map(repr, OBSERVERS))}")
-    if loader is None and ranges != "mse":  # the default
+    is_dynamic = loader is None if dynamic is None else dynamic
+    if is_dynamic and ranges != "mse":  # the default
         raise ValueError(
-            f"ranges={ranges!r} needs a loader: without one, each call finds the range of its input"
+            f"ranges={ranges!r} needs a loader and static quantization: in dynamic quantization, each "
+            "call finds the range of its input"
         )
     keep = [keep] if isinstance(keep, str) else keep
     if not isinstance(keep, Sequence) or not all(isinstance(name, str) for name in keep):
@@ -204,7 +206,6 @@ def _checked(
         raise ValueError(f"max_batches={max_batches!r} is not a positive number of batches")
     if run is not None and not callable(run):
         raise TypeError(f"run={run!r} cannot be called as run(model, batch)")
-    is_dynamic = loader is None if dynamic is None else dynamic
     return _Choices(keep, max_error, is_dynamic, ranges, max_batches, progress, run or run_batch)
 
 
