@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fusedoptim.runtime.memory import return_free_memory
 from transforms.embedding_bags import KNOB as MERGING
 from transforms.embedding_bags import mergeable
 from transforms.inputs.arguments import (
@@ -248,6 +249,8 @@ def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[En
     """Run a pass, and undo it if it changes what the model returns for the sample."""
     undo = job.undo.enter_context(ExitStack())
     entries = each.run(job._replace(undo=undo))
+    if any(entry.done for entry in entries):
+        return_free_memory()  # of temporaries; the packed weights that follow may not fit there
     if comparison is None or not each.keeps_outputs or not any(e.done for e in entries):
         return entries
     difference = comparison.difference()

@@ -119,7 +119,17 @@ def release_memory() -> None:
         _set("M_MMAP_MAX", _M_MMAP_MAX, initial.mmap_max)
         _set("M_ARENA_MAX", _M_ARENA_MAX, initial.arena_max)
         _is_kept = False
-    ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+    return_free_memory()
+
+
+def return_free_memory() -> None:
+    """Return the pages that malloc has free to the system, unless memory is kept.
+
+    glibc returns by itself what lies at the end of the heap only.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None and not _is_kept:
+        trim(ctypes.c_size_t(0))
 
 
 def _set(name: str, parameter: int, value: int) -> None:

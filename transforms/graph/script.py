@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from fusedoptim import _torch_private as private
+from fusedoptim.runtime.memory import return_free_memory
 from transforms.graph import operators
 from transforms.graph.operators import is_fresh, is_pure
 from transforms.graph.products import Product
@@ -124,6 +125,7 @@ def _compiled(function: Callable[..., Any], given: Sequence[Tensor]) -> Any:
         private.use_onednn_graph(True)
         try:
             for _ in range(_WARM_UP):
+                return_free_memory()  # of activations; the packed weights may not fit there
                 found(*given)
         finally:
             private.use_onednn_graph(was_on)

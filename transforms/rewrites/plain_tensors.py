@@ -129,7 +129,12 @@ def discard(model: nn.Module) -> None:
 
 def kept_bytes(model: nn.Module) -> int:
     """The memory that is kept for undoing."""
-    return sum(t.nbytes for rewrite in rewrites(model) for t in rewrite.kept())
+    return sum(t.nbytes for t in kept_tensors(model))
+
+
+def kept_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors that are kept for plain checkpoints."""
+    return (t for rewrite in rewrites(model) for t in rewrite.kept())
 
 
 def with_strides(values: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 
 from transforms.rewrites.exchanged_class import own_class
+from transforms.rewrites.plain_tensors import kept_tensors
 from transforms.tracing.modules import META_DATA, all_hooks, own_tensors
 from transforms.tracing.source import reads_only
 from transforms.tracing.watch import TensorReads, Watch
@@ -141,7 +142,8 @@ def run_trace(
     Raises:
         UntraceableError: forward cannot be traced.
     """
-    memo: dict[int, Any] = {id(t): t for t in [*root.parameters(), *root.buffers()]}
+    shared = [*root.parameters(), *root.buffers(), *kept_tensors(root)]
+    memo: dict[int, Any] = {id(t): t for t in shared}
     memo |= {id(hooks): OrderedDict() for m in root.modules() for hooks in all_hooks(m)}
     originals: dict[nn.Module, nn.Module] = {}
     try:

@@ -84,6 +84,28 @@ def test_kept_memory_is_not_faulted_in_again() -> None:
     assert returned > 40
 
 
+def test_free_memory_is_returned_unless_it_is_kept() -> None:
+    found = run(
+        """
+        from fusedoptim.runtime.memory import return_free_memory
+
+        def free():
+            "Free 1,000 blocks of 96 KiB below one that keeps the heap from shrinking."
+            blocks = [torch.ones(24 << 10) for _ in range(1000)]
+            top = torch.ones(24 << 10)
+            del blocks
+            before = resident()
+            return_free_memory()
+            return before - resident()
+
+        print(free())
+        keep_memory()
+        print(free())
+        """
+    )
+    assert int(found[0]) > 60 and int(found[1]) < 20
+
+
 def test_threads_keep_memory_too() -> None:
     """Those that start after the call: they use the main heap."""
     script = """

@@ -240,3 +240,19 @@ def test_weights_made_in_inference_mode_are_tracked() -> None:
         ours = fused(model)
         torch.testing.assert_close(ours(x), model(x))
     assert not ours[0].weight.is_inference()
+
+
+def test_tracing_copies_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    original = torch.Tensor.__deepcopy__
+
+    def deepcopy(tensor: torch.Tensor, memo: dict[int, object]) -> torch.Tensor:
+        if id(tensor) not in memo:
+            copied.append(tensor)
+        return original(tensor, memo)
+
+    model = nn.Sequential(nn.Conv2d(256, 256, 3), nn.BatchNorm2d(256), nn.ReLU()).eval()
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", deepcopy)
+    transforms.optimize(model, inplace=True)
+    assert transforms.report(model).kept_bytes > 256 * 256 * 9
+    assert not copied
