@@ -249,6 +249,7 @@ IMAGES: list[Callable[..., Any]] = [writes_between, views_a_convolution, pools_t
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by torch.func.jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # the same, from torch 2.14 on
 @pytest.mark.parametrize("function", [*ROWS, *IMAGES], ids=lambda f: f.__name__)
 def test_order_and_aliases(function: Callable[..., Any]) -> None:
     ours = Compiled(function)
