@@ -194,8 +194,8 @@ def _checked(
     is_dynamic = loader is None if dynamic is None else dynamic
     if is_dynamic and ranges != "mse":  # the default
         raise ValueError(
-            f"ranges={ranges!r} needs a loader and static quantization: in dynamic quantization, each "
-            "call finds the range of its input"
+            f"ranges={ranges!r} needs a loader and static quantization: in dynamic quantization, "
+            "each call finds the range of its input"
         )
     keep = [keep] if isinstance(keep, str) else keep
     if not isinstance(keep, Sequence) or not all(isinstance(name, str) for name in keep):

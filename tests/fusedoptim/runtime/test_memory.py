@@ -103,7 +103,9 @@ def test_free_memory_is_returned_unless_it_is_kept() -> None:
         print(free())
         """
     )
-    assert int(found[0]) > 60 and int(found[1]) < 20
+    returned, kept = map(int, found)
+    assert returned > 60
+    assert kept < 20
 
 
 def test_threads_keep_memory_too() -> None:
