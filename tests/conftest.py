@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.running import without_greeting
+
 SEED = int(os.environ.get("FUSEDOPTIM_TEST_SEED", secrets.randbelow(2**31)))
 
 
@@ -38,16 +40,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _without_the_drivers_greeting() -> Iterator[None]:
-    """What a child process says on stderr is its own.
-
-    The CPU driver of release 2024.2 greets each processor newer than itself with a line there.
-    """
+    """What a child process says on stderr is its own."""
     run = subprocess.run
 
     def run_without_it(*args: Any, **kwargs: Any) -> subprocess.CompletedProcess[Any]:
         done = run(*args, **kwargs)
         if isinstance(done.stderr, str):
-            done.stderr = done.stderr.replace("SYCL CPU RT Warning: Unknown host CPU.\n", "")
+            done.stderr = without_greeting(done.stderr)
         return done
 
     with pytest.MonkeyPatch.context() as monkeypatch:

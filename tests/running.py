@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +23,102 @@ import torch
 ROOT = Path(__file__).parents[1]
 ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
 """Begins a script that runs on one core: the driver obeys the process's affinity."""
+_LIMIT = 300  # seconds for a script
+_THREADS = "OMP_NUM_THREADS"
 
 
 def run_script(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in another process, with these environment variables."""
+    """Run a script in another process, with these environment variables.
+
+    Unless some of them count before it begins, it is a fork of a process that has imported torch.
+    """
+    names = (name for name in variables if name != _THREADS)
+    if all(name.startswith("FUSEDOPTIM_") for name in names):
+        forks = _Forks.with_threads(variables.get(_THREADS, os.environ.get(_THREADS)))
+        return forks.run(textwrap.dedent(script), arguments, variables)
+    return run_fresh(script, *arguments, **variables)
+
+
+def run_fresh(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a new interpreter, with these environment variables."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env={**os.environ, **variables},
-        timeout=300,
+        timeout=_LIMIT,
     )
 
 
 def check_script(script: str, *arguments: str, **variables: str) -> str:
     """Run a script that must succeed and report no error; return what it prints."""
-    done = run_script(script, *arguments, **{"OMP_NUM_THREADS": "1", **variables})
+    return _checked(run_script(script, *arguments, **{_THREADS: "1", **variables}))
+
+
+def check_fresh(script: str, *arguments: str, **variables: str) -> str:
+    """The same in a new interpreter."""
+    return _checked(run_fresh(script, *arguments, **{_THREADS: "1", **variables}))
+
+
+def _checked(done: subprocess.CompletedProcess[str]) -> str:
     assert (done.returncode, done.stderr) == (0, ""), f"{done.returncode}\n{done.stderr}"
     return done.stdout
+
+
+class _Forks:
+    """A process whose forks run scripts, one at a time: ``tests/forking.py``."""
+
+    @staticmethod
+    @functools.cache
+    def with_threads(count: str | None) -> _Forks:
+        """The process with this OMP_NUM_THREADS, which torch reads when it is imported."""
+        return _Forks({} if count is None else {_THREADS: count})
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from tests.forking import next_script; exec(next_script())"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **variables},
+            start_new_session=True,
+        )
+        atexit.register(self._end)
+
+    def run(
+        self, script: str, arguments: Sequence[str], variables: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        requests, results = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert results is not None
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, name) for name in ("stdout", "stderr")]
+            request = {
+                "script": script,
+                "arguments": arguments,
+                "variables": {**os.environ, **variables},
+                "files": [os.devnull, *map(str, files)],
+            }
+            print(json.dumps(request), file=requests, flush=True)
+            if not select.select([results], [], [], _LIMIT)[0]:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(script, _LIMIT)
+            status = int(results.readline())
+            stdout, stderr = (file.read_text() for file in files)
+        return subprocess.CompletedProcess(script, status, stdout, without_greeting(stderr))
+
+    def _end(self) -> None:
+        self._process.communicate()
+
+
+def without_greeting(errors: str) -> str:
+    """What a process wrote on stderr, less what the CPU driver of release 2024.2 writes there.
+
+    It greets each processor newer than itself.
+    """
+    return errors.replace("SYCL CPU RT Warning: Unknown host CPU.\n", "")
 
 
 def in_fork(call: Callable[[], object]) -> None:

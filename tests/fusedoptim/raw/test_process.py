@@ -13,13 +13,12 @@ from fusedoptim.raw import RawKernel
 """
 
 
-def run(script: str, returncode: int = 0) -> subprocess.CompletedProcess[str]:
-    # C's standard output, too, at once
-    return run_script(PRELUDE + script, returncode=returncode, PYTHONUNBUFFERED="1")
+def run(script: str, returncode: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run_script(PRELUDE + script, returncode=returncode, **variables)
 
 
 def test_import_print_fork_and_exit() -> None:
-    done = run("""
+    script = """
 loaded = {"dpctl", "numba", "numba_dpex", "dpnp", "llvmlite"} & set(sys.modules)
 assert not loaded, loaded
 kernel = RawKernel('kernel void f(global int *x) { x[0] += 1; printf("x is %d\\\\n", x[0]); }')
@@ -38,7 +37,8 @@ if os.fork() == 0:
 os.wait()
 kernel(1, 1, (x,))
 kernel(1, 1, (torch.zeros(1, dtype=torch.int32),), wait=False)
-""")
+"""
+    done = run(script, PYTHONUNBUFFERED="1")  # C's standard output, too, at once
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert sorted(lines[:2]) == ["x is 1", "x is 1"]

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedoptim.launch import opencl
 from fusedoptim.raw import KernelCompileError, ReductionKernel
-from tests.fusedoptim.helpers import assert_within, run_script
+from tests.fusedoptim.helpers import assert_within
 from tests.optimizer_cases import FLOATS
-from tests.running import ONE_CORE
+from tests.running import ONE_CORE, run_fresh
 from tests.tolerances import ARITHMETIC, additions, unit_roundoff
 
 total = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", "total")
@@ -165,7 +165,7 @@ print(found)
 def test_same_bits_whatever_the_number_of_threads() -> None:
     namespace: dict[str, str] = {}
     exec(_SUMS, namespace)
-    assert run_script(ONE_CORE + _SUMS).stdout.strip() == namespace["found"]
+    assert run_fresh(ONE_CORE + _SUMS).stdout.strip() == namespace["found"]
 
 
 def test_several_threads_and_chunks() -> None:

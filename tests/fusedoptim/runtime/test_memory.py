@@ -17,7 +17,7 @@ import pytest
 from fusedoptim import runtime
 from fusedoptim.runtime import memory
 from tests.interrupts import InterruptAt
-from tests.running import check_script, in_fork, in_threads
+from tests.running import check_fresh, in_fork, in_threads
 
 TOOLS = """
 import ctypes, resource, threading
@@ -56,8 +56,8 @@ MANY, FEW = 10_000, 100
 
 
 def run(script: str, *arguments: str, **variables: str) -> list[str]:
-    """What a script that uses the tools prints, line by line."""
-    return check_script(TOOLS + textwrap.dedent(script), *arguments, **variables).splitlines()
+    """What a script that uses the tools prints, line by line; malloc is as it starts."""
+    return check_fresh(TOOLS + textwrap.dedent(script), *arguments, **variables).splitlines()
 
 
 def test_kept_memory_is_not_faulted_in_again() -> None:

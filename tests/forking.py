@@ -1,0 +1,45 @@
+"""Where scripts of tests begin: in forks of a process that has imported torch, which takes long.
+
+``tests/running.py`` starts ``exec(next_script())``, and writes one line of JSON for each script.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Sequence
+from types import CodeType
+
+import torch  # noqa: F401 (what the forks need not do)
+
+
+def next_script() -> CodeType:
+    """Fork for each line of the standard input, and print how the fork ended.
+
+    In a fork it returns the script. What calls it then goes on as a process that runs nothing else,
+    and ends as the interpreter ends.
+    """
+    gc.collect()
+    gc.freeze()  # or each fork would visit all of torch when it ends
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            return _entered(**json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    sys.exit()
+
+
+def _entered(
+    script: str, arguments: Sequence[str], variables: dict[str, str], files: Sequence[str]
+) -> CodeType:
+    """Make this process that of a script, with ``files`` for its three standard ones."""
+    os.environ.clear()
+    os.environ.update(variables)
+    for number, name in enumerate(files):
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.argv[1:] = arguments
+    return compile(script, "<string>", "exec")
