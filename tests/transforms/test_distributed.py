@@ -1,23 +1,21 @@
 """Wrapped models are refused with the cure, and the cure works: torch's own wrappers.
 
-Each test runs this file in a process of its own, with a process group of one process on the CPU.
+In a process of their own, with a process group of one process on the CPU.
 """
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
-import warnings
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fusedoptim import transforms
+from tests.fusedoptim.distributed.processes import on_processes
 from tests.transforms.models import small
 from transforms.rewrites import onednn_products
 
@@ -25,21 +23,7 @@ ROUNDINGS = 3 * 5 * 4
 """Three steps of a network of five layers, of whose roundings each counts a few times."""
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp2"])
-def test_wrapped(wrapper: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, wrapper, str(tmp_path / "store")],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def wrap(wrapper: str, model: nn.Module) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
     if wrapper == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if wrapper == "fsdp":
@@ -112,22 +96,25 @@ def check_cure(wrapper: str) -> None:
             assert type(optimizer) is torch.optim.SGD
 
 
-def main(wrapper: str, store: str) -> None:
-    warnings.filterwarnings("ignore", module="torch.*")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=0, world_size=1
-    )
+def check(wrapper: str) -> None:
     check_refused(wrapper)
     with (  # as for large products, on a processor for which the pass serves
         mock.patch.object(onednn_products, "objection", return_value=None),
         mock.patch.object(onednn_products, "LEAST_PRODUCTS", 1),
     ):
         check_cure(wrapper)
-    # The wrappers first, as they hold the group, with whose threads torch may abort at exit:
-    # pytorch issue 190489.
-    gc.collect()
-    torch.distributed.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+@on_processes(1)
+def test_ddp() -> None:
+    check("ddp")
+
+
+@on_processes(1)
+def test_fsdp() -> None:
+    check("fsdp")
+
+
+@on_processes(1)
+def test_fsdp2() -> None:
+    check("fsdp2")
