@@ -83,7 +83,7 @@ clean:
 
 .venv-jit/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-jit
-	$(JIT)/pip install $(PIP_OPTIONS) --editable '.[jit,dev]'
+	$(JIT)/pip install $(PIP_OPTIONS) --editable '.[jit,test]'
 	# It warns when it is compiled, which fails the test that imports it first.
 	$(JIT)/python -m compileall -q .venv-jit/lib/python*/site-packages/dpcpp_llvm_spirv
 	touch $@
