@@ -5,6 +5,7 @@ docs/distributed.md has the table. A cell works here, or its refusal is tested h
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from fusedoptim.offload import OffloadOptimizer
 from tests.fusedoptim.distributed.helpers import Block, flat_mesh, rank, size, whole
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.optimizer_cases import ADAMW, CASES, LAMB, WHOLE_CASES, OptimizerCase
-from tests.tolerances import assert_as_exact
+from tests.tolerances import Exact, assert_as_exact, computed_exactly
 
 with warnings.catch_warnings():  # of torch.jit, which it uses
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -73,8 +74,10 @@ def train(model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-def assert_trained(model: nn.Module, case: OptimizerCase, limit: float | None = None) -> None:
-    """As one process would train it with whole batches."""
+@functools.cache
+def trained_alone(name: str, limit: float | None) -> Exact:
+    """The weights to which one process trains with whole batches."""
+    (case,) = (case for case in WHOLE_CASES if case.name == name)
 
     def exact() -> list[Tensor]:
         model = new_model().double()
@@ -87,7 +90,13 @@ def assert_trained(model: nn.Module, case: OptimizerCase, limit: float | None = 
             optimizer.step()
         return [p.detach() for p in model.parameters()]
 
-    assert_as_exact([whole(p) for p in model.parameters()], exact, torch.float32)
+    return computed_exactly(exact, torch.float32)
+
+
+def assert_trained(model: nn.Module, case: OptimizerCase, limit: float | None = None) -> None:
+    """As one process would train it."""
+    weights = [whole(p) for p in model.parameters()]
+    assert_as_exact(weights, trained_alone(case.name, limit), torch.float32)
 
 
 def make(case: OptimizerCase, model: nn.Module) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,17 +18,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.fusedoptim.distributed.helpers import Block, size, square_mesh, whole
+from tests.fusedoptim.distributed.helpers import Block, cases, size, square_mesh, whole
 from tests.fusedoptim.distributed.processes import on_processes
-from tests.optimizer_cases import ADAMW, LAMB, WHOLE_CASES, OptimizerCase
-from tests.tolerances import assert_as_exact
+from tests.optimizer_cases import WHOLE_CASES, OptimizerCase
+from tests.tolerances import Exact, assert_as_exact, computed_exactly
 
 STEPS = 3
-
-
-def cases() -> tuple[OptimizerCase, ...]:
-    """Every class in two processes; in four, one that needs norms and one that does not."""
-    return WHOLE_CASES if size() == 2 else (ADAMW, LAMB)
 
 
 def divided(model: nn.Module, mesh: Any) -> nn.Module:
@@ -85,22 +81,30 @@ def train(
         optimizer.step()
 
 
-def check(
-    case: OptimizerCase,
-    wrap: Callable[[nn.Module], tuple[nn.Module, int, int]],
-    limit: float | None = None,
-) -> None:
-    """Train a sharded float32 model, and a whole one in float64."""
+@functools.cache
+def trained_alone(name: str, limit: float | None) -> Exact:
+    """The weights of a whole model, in float64."""
+    (case,) = (case for case in WHOLE_CASES if case.name == name)
 
     def exact() -> list[Tensor]:
         model = new_model()
         train(model, case.make_reference(model.parameters(), **case.kwargs[-1]), limit=limit)
         return [p.detach() for p in model.parameters()]
 
+    return computed_exactly(exact, torch.float32)
+
+
+def check(
+    case: OptimizerCase,
+    wrap: Callable[[nn.Module], tuple[nn.Module, int, int]],
+    limit: float | None = None,
+) -> None:
+    """Train a sharded float32 model, and compare."""
     model, part, parts = wrap(new_model().float())
     optimizer = case.make(model.parameters(), **case.kwargs[-1], max_grad_norm=limit)
     train(model, optimizer, part, parts)
-    assert_as_exact([whole(p) for p in model.parameters()], exact, torch.float32)
+    weights = [whole(p) for p in model.parameters()]
+    assert_as_exact(weights, trained_alone(case.name, limit), torch.float32)
 
 
 @on_processes(2, 4)
