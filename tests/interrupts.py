@@ -35,12 +35,8 @@ from tests.conftest import SEED
 Condition = Callable[[FrameType, str], bool]
 """Whether a traced event, such as a "call" or a "line", is the one that is looked for."""
 
-_POLLING = {
-    opcode.opmap[name]
-    for name in ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
-    if name in opcode.opmap
-}
-"""Opcodes after which CPython looks for signals; it also does when a function starts."""
+_POLLING = bytes(name in ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD") for name in opcode.opname)
+"""Whether CPython looks for signals after an opcode; it also does when a function starts."""
 
 
 class InterruptAt:
@@ -69,9 +65,9 @@ class InterruptAt:
         self._within = str(path.parent if path.name == "__init__.py" else path)
         self._left, self._places, self._since, self._error = n, places, since, error
         self._has_begun = since is None
-        # Whether the last opcode of each frame polls. Frames keep what they use: Python reports
-        # exceptions in callbacks of weak references, too.
-        self._has_polled: dict[FrameType, bool] = {}
+        self._polled: set[FrameType] = set()  # whose last opcode polls
+        # They keep what they use: Python reports exceptions in callbacks of weak references, too.
+        self._frames: list[FrameType] = []
         self.has_raised = False
 
     def __enter__(self) -> InterruptAt:
@@ -94,18 +90,26 @@ class InterruptAt:
         if is_polled and (code.co_name == "__del__" or code.co_flags & inspect.CO_GENERATOR):
             return None
         self._has_begun |= code.co_name == self._since
-        frame.f_trace_opcodes, frame.f_trace_lines = self._places != "calls", False
-        has_polled = self._has_polled
-        has_polled.pop(frame.f_back, None)  # type: ignore[arg-type]  # a call from Python
-        if self._places != "opcodes":
+        if self._places == "calls":
             self._pass()
-        instructions = code.co_code  # a copy each time
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._frames.append(frame)
+        polled = self._polled
+        polled.discard(frame.f_back)  # type: ignore[arg-type]  # a call from Python
+        if is_polled:
+            self._pass()
+        polls = code.co_code.translate(_POLLING)
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
-            if event == "opcode" and not self.has_raised:
-                if not is_polled or has_polled.get(frame, False):
+            if event == "opcode":  # of which there are thousands in a step
+                if not is_polled:
                     self._pass()
-                has_polled[frame] = instructions[frame.f_lasti] in _POLLING
+                elif frame in polled:
+                    polled.remove(frame)
+                    self._pass()
+                if polls[frame.f_lasti]:
+                    polled.add(frame)
             return trace
 
         return trace
@@ -113,10 +117,10 @@ class InterruptAt:
     def _pass(self) -> None:
         if not self._has_begun:
             return
-        if self._left == 0:
-            self.has_raised = True
-            raise self._error
         self._left -= 1
+        if self._left == -1:
+            self.has_raised = True
+            raise self._error  # which ends the tracing
 
 
 def interrupt() -> None:
