@@ -13,7 +13,7 @@ from torch import Tensor
 
 def nms(boxes: Tensor, scores: Tensor, threshold: Fraction) -> list[int]:
     """The indices of the boxes that are kept, exactly; of equal scores the first comes first."""
-    corners = [[Fraction(number) for number in box] for box in boxes.tolist()]
+    corners = _scaled(boxes)
     values = scores.tolist()
     kept: list[int] = []
     for j in sorted(range(len(corners)), key=lambda j: -values[j]):
@@ -22,9 +22,17 @@ def nms(boxes: Tensor, scores: Tensor, threshold: Fraction) -> list[int]:
     return kept
 
 
-def _overlaps(a: list[Fraction], b: list[Fraction], threshold: Fraction) -> bool:
+def _scaled(boxes: Tensor) -> list[list[int]]:
+    """The corners times the power of two that makes them whole numbers: overlaps are the same."""
+    ratios = [[number.as_integer_ratio() for number in box] for box in boxes.tolist()]
+    scale = max((divisor for box in ratios for _, divisor in box), default=1)
+    return [[number * (scale // divisor) for number, divisor in box] for box in ratios]
+
+
+def _overlaps(a: list[int], b: list[int], threshold: Fraction) -> bool:
     width = min(a[2], b[2]) - max(a[0], b[0])
     height = min(a[3], b[3]) - max(a[1], b[1])
-    shared = max(width, Fraction(0)) * max(height, Fraction(0))
+    shared = max(width, 0) * max(height, 0)
     union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared
-    return union != 0 and shared / union > threshold
+    # shared / union > threshold, whatever the sign of the union, and not of one of zero
+    return shared * union * threshold.denominator > threshold.numerator * union**2
