@@ -29,14 +29,16 @@ class Task(NamedTuple):
 
 def cnn(small: bool) -> Task:
     """ResNet-50 and an image, or a smaller one."""
-    depths, side = ([1, 1, 1, 1], 64) if small else ([3, 4, 6, 3], 224)
-    model = ResNetForImageClassification(ResNetConfig(depths=depths))
+    sizes = {"depths": [1] * 4, "hidden_sizes": [64, 128, 256, 512]} if small else {}
+    model = ResNetForImageClassification(ResNetConfig(**sizes))
+    side = 64 if small else 224
     return Task(model.eval(), {"pixel_values": torch.randn(1, 3, side, side)})
 
 
 def transformer(small: bool) -> Task:
-    """BERT-base and 128 words, or fewer layers of it."""
-    model = BertModel(BertConfig(num_hidden_layers=2 if small else 12))
+    """BERT-base and 128 words, or fewer and narrower layers of it."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
+    model = BertModel(BertConfig(num_hidden_layers=2, **sizes) if small else BertConfig())
     return Task(model.eval(), {"input_ids": torch.randint(1000, (1, 128))})
 
 
