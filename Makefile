@@ -36,8 +36,9 @@ test-packages: .venv/installed
 test-transforms: .venv/installed
 	$(BIN)/python -m pytest tests/transforms
 
+# Torch has a thread for each core in `make test`, and one here: the other way to launch kernels.
 test-jit: .venv-jit/installed  ## the tests of what runs on the pinned numba-dpex packages
-	$(JIT)/python -m pytest $(ONLY_NEWEST:%=--ignore=tests/%) -k 'not TestTracing'
+	OMP_NUM_THREADS=1 $(JIT)/python -m pytest $(ONLY_NEWEST:%=--ignore=tests/%) -k 'not TestTracing'
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
