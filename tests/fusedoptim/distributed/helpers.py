@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from fusedoptim.step.sharding import MeshSum
 from tests.fusedoptim.helpers import SideBySide, exact_values, params_of, random_like, widened
-from tests.optimizer_cases import ADAMW, LAMB, WHOLE_CASES, OptimizerCase
+from tests.optimizer_cases import OptimizerCase
 from tests.tolerances import ARITHMETIC, Bounded, clipping
 
 Placements = Sequence[Any]
@@ -26,11 +26,6 @@ def rank() -> int:
 
 def size() -> int:
     return torch.distributed.get_world_size()
-
-
-def cases() -> tuple[OptimizerCase, ...]:
-    """Every class in two processes; in four, one that needs norms and one that does not."""
-    return WHOLE_CASES if size() == 2 else (ADAMW, LAMB)
 
 
 def flat_mesh() -> DeviceMesh:
