@@ -46,9 +46,9 @@ each_layer = pytest.mark.parametrize("name", LAYERS)
 
 
 def quantized(layer: nn.Module, *batches: Tensor, **arguments: Any) -> Any:
-    return transforms.quantize(nn.Sequential(layer).eval(), batches, ranges="min-max", **arguments)[
-        0
-    ]
+    if not arguments.get("dynamic"):
+        arguments["ranges"] = "min-max"
+    return transforms.quantize(nn.Sequential(layer).eval(), batches, **arguments)[0]
 
 
 def grid_of(low: float, high: float) -> tuple[float, int]:
