@@ -37,6 +37,7 @@ from fusedoptim.kernels.language import (
     StateBf16,
     StateE4M3,
     StateE5M3,
+    fetch,
     fma,
     lane,
     lane_values,
@@ -155,7 +156,7 @@ def adam_bfloat16(
     gradient = param, grad, grad_factor, decay_factor, weight_decay
     numbers = beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, root_correction
     update = exp_avg, exp_avg_sq, gradient, numbers
-    for_each_element(update_bfloat16, update, 0, length, position, number, step)
+    for_each_element(update_bfloat16, update, 0, length, position, number, step, None)
 
 
 def update_bfloat16(
@@ -222,7 +223,9 @@ def adam_float8(
         exp_avg_scale[block] = scale
         exp_avg_sq_scale[block] = scale_sq
         update = kept, exp_avg, exp_avg_sq, scale, scale_sq, gradient, numbers
-        for_each_element(update_float8, update, first, end, position, number, step)
+        for_each_element(
+            update_float8, update, first, end, position, number, step, fetch_next_block
+        )
         first += BLOCK * lanes()
 
 
@@ -283,6 +286,27 @@ def update_float8(
         v = smallest
     theta, _ = penalized(i, *gradient)
     gradient[0][i] = updated(theta, m, v, *numbers)
+
+
+def fetch_next_block(
+    start: int,
+    kept: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    scale: float,
+    scale_sq: float,
+    gradient: Any,
+    numbers: Any,
+) -> None:
+    """Fetch what the next block has where this one has the elements from ``start`` on.
+
+    Its first pass would wait for it, and here memory has nothing to do.
+    """
+    place = start + BLOCK * lanes()
+    fetch(gradient[0], place, 64)
+    fetch(gradient[1], place, 64)
+    fetch(exp_avg, place, 64)
+    fetch(exp_avg_sq, place, 64)
 
 
 def penalized(

@@ -174,6 +174,7 @@ def for_each_element(
     position: int,
     number: int,
     step: float,
+    ahead: Any,
 ) -> None:
     """Call ``update(i, k, word, *arguments)`` for this lane's elements from ``first`` to ``end``.
 
@@ -190,6 +191,8 @@ def for_each_element(
         position: of the row's first element in the parameter.
         number: of the parameter.
         step: which one it is.
+        ahead: a function of the kernel's module, which is called as ``ahead(start, *arguments)``
+            after each four elements of all lanes, of a whole draw; None for none.
     """
     start, k = first, 0
     while start + DRAW * lanes() <= end:
@@ -200,6 +203,8 @@ def for_each_element(
             update(start + lanes() + lane(), k + 1, b, *arguments)
             update(start + 2 * lanes() + lane(), k + 2, c, *arguments)
             update(start + 3 * lanes() + lane(), k + 3, d, *arguments)
+            if ahead is not None:
+                ahead(start, *arguments)
             a, b, c, d, e, f, g = e, f, g, xor(a, b), xor(b, c), xor(c, d), xor(d, e)
             start += 4 * lanes()
             k += 4

@@ -198,7 +198,7 @@ def test_words_of_a_draw_are_independent_in_pairs(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(rounding, "philox", lambda *counter, drawn=drawn: drawn)
         added: list[int] = []
         keep = lambda i, k, word, added=added: added.append(word)  # noqa: E731
-        rounding.for_each_element(keep, (), 0, rounding.DRAW, 0, 0, 0.0)
+        rounding.for_each_element(keep, (), 0, rounding.DRAW, 0, 0, 0.0, None)
         words.append(added)
     rows = [
         [sum((words[k][n] >> bit & 1) << k for k in range(128)) for bit in range(20)]
@@ -243,7 +243,7 @@ def test_words_of_large_tensors(
     keep = lambda i, _, word: words.__setitem__(i, word)  # noqa: E731
     for lane in range(LANES):
         with language.as_lane(lane, LANES):
-            rounding.for_each_element(keep, (), 0, n, position, 0, 1.0)
+            rounding.for_each_element(keep, (), 0, n, position, 0, 1.0, None)
     assert torch.equal(values_of(optimizer, p)["exp_avg"] > p.grad[0], words >= 1 << 19)
 
 
