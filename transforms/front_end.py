@@ -249,9 +249,10 @@ def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[En
     """Run a pass, and undo it if it changes what the model returns for the sample."""
     undo = job.undo.enter_context(ExitStack())
     entries = each.run(job._replace(undo=undo))
-    if any(entry.done for entry in entries):
-        return_free_memory()  # of temporaries; the packed weights that follow may not fit there
-    if comparison is None or not each.keeps_outputs or not any(e.done for e in entries):
+    if not any(entry.done for entry in entries):
+        return entries
+    return_free_memory()  # of temporaries; the packed weights that follow may not fit there
+    if comparison is None or not each.keeps_outputs:
         return entries
     difference = comparison.difference()
     if difference is None:

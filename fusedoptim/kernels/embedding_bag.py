@@ -61,7 +61,7 @@ def embedding_bag(
     ``faults`` is set. Plain sums have a loop of their own: the fewer instructions to a row, the
     more rows a core fetches at once. So a bag of one index is a copy there, if sums are rounded.
     """
-    if has_fault(indices, offsets, bags, bags_left, count, table_rows, is_first):
+    if has_fault(indices, (offsets, bags_left, count), bags, table_rows, is_first):
         faults[0] = 1
         count = 0
         bags_left = 0
@@ -206,20 +206,12 @@ def sum_of(
     return total
 
 
-def has_fault(
-    indices: Indices,
-    offsets: Indices,
-    bags: int,
-    bags_left: int,
-    count: int,
-    table_rows: int,
-    is_first: int,
-) -> bool:
+def has_fault(indices: Indices, bounds: Any, bags: int, table_rows: int, is_first: int) -> bool:
     """Whether there is a wrong offset or index: a sign is left of any negative number."""
-    begin = count
-    signs = 0
+    _, bags_left, count = bounds
+    begin = begin_of(0, bounds)
+    signs: int = 0
     if bags_left > 0:
-        begin = offsets[0]
         signs = begin
         if is_first:
             signs |= -begin
@@ -227,9 +219,7 @@ def has_fault(
     stop = begin
     while bag < bags:
         last = stop
-        stop = count
-        if bag + 1 < bags_left:
-            stop = offsets[bag + 1]
+        stop = begin_of(bag + 1, bounds)
         signs |= stop - last
         bag += 1
     signs |= count - stop

@@ -147,8 +147,8 @@ class LaunchBlock:
     def do_meanwhile(self, action: Callable[[], object]) -> None:
         """Have each launch call ``action`` too, on its own thread and when it has begun.
 
-        ``action`` is to be a function in C that raises nothing, so that no interrupt can come
-        between the launch and it; on the CPU other threads run the kernel meanwhile.
+        ``action`` is to be a function in C that raises nothing. A launch in parts calls it in the
+        C call that runs them, so no interrupt can come between; other threads run on meanwhile.
         """
         self._frame.meanwhile = _ACTION(action)
 

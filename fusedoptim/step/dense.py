@@ -38,7 +38,7 @@ from fusedoptim.step.tensors import PARAM_DTYPES, State
 from fusedoptim.step.unchanged import RUN, TensorRun
 
 _MANY_WRITTEN = 256
-"""Tensors whose writes are counted while the kernel runs: each takes 0.2 us, and to begin 10."""
+"""Tensors from which on the launch counts their writes, which takes 0.2 us each, while it runs."""
 _grad_addresses = operator.attrgetter("grad_addresses")
 
 
