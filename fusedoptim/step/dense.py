@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 
 from torch import Tensor
 
@@ -42,8 +42,13 @@ _MANY_WRITTEN = 256
 _grad_addresses = operator.attrgetter("grad_addresses")
 
 
+def _names(role: Role, arguments: Iterable[tuple[str, Role]]) -> list[str]:
+    """Those of the arguments that have this role."""
+    return [name for name, its_role in arguments if its_role is role]
+
+
 def _uses_sums(kernel: Kernel) -> bool:
-    return any(role is Role.CHUNK_SUMS for _, role in kernel.layout.row)
+    return bool(_names(Role.CHUNK_SUMS, kernel.layout.row))
 
 
 class DenseRows:
@@ -74,9 +79,10 @@ class DenseRows:
         self._variant = variant_of(rule, first)
         built = [kernel_for(self._queue, name, self._variant) for name in kernels]
         arguments = dict.fromkeys(argument for kernel in built for argument in kernel.layout.row)
-        names = state_arguments(arguments)
-        has_steps = any(role is Role.ROW_SCALAR for _, role in arguments)
-        self._row_flags = [name for name, role in arguments if role is Role.ROW_FLAG]
+        self._row_flags = _names(Role.ROW_FLAG, arguments)
+        numbers = _names(Role.PARAM_NUMBER, arguments)
+        self._draws = bool(numbers)
+        """Whether the kernels draw random words, by the parameter and the step."""
 
         self._runs = [
             TensorRun(candidates[i : i + RUN], rule.sharded) for i in range(0, len(candidates), RUN)
@@ -84,65 +90,77 @@ class DenseRows:
         self.spread = spread_of(first)
         self.params = [p for run in self._runs for p in run.params]
         shards = [p for run in self._runs for p in run.locals]
-        self.written = self.params if self.spread is None else [*self.params, *shards]
-        held = [local_state(rule, c.name, c.param, names) for c in candidates]
         targets = [target for run in self._runs for target in run.targets]
+        self.written = self.params if self.spread is None else [*self.params, *shards]
         self._copied = [(p, t) for p, t in zip(shards, targets) if p is not t]
         self.copies = bool(self._copied)
+
+        roles = state_arguments(arguments)
+        self._held = [local_state(rule, c.name, c.param, roles) for c in candidates]
         self.fresh: Sequence[bool] | None = fresh or [
-            any(state.get(name) is None for name in names) for state in held
+            any(state.get(name) is None for name in roles) for state in self._held
         ]
-        needed = [name for name, role in names.items() if role is not Role.BLOCK_SCALES]
-        for candidate, state in zip(candidates, held):
-            check_state_whole(rule, candidate.name, state, [*needed, KEY] if has_steps else needed)
-        self._steps = StepCounts(held) if has_steps else None
-        self._draws = any(role is Role.PARAM_NUMBER for _, role in arguments)
-        """Whether the kernels draw random words, by the parameter and the step."""
-        self._check_steps()
-        self._held = held
+        has_steps = bool(_names(Role.ROW_SCALAR, arguments))
         # Scales belong to the memory of one process; other state is spread as its parameter is.
-        self._spread_names = [name for name, role in names.items() if role is not Role.BLOCK_SCALES]
-        dtype = PARAM_DTYPES[first.dtype]
+        self._spread_names = [name for name, role in roles.items() if role is not Role.BLOCK_SCALES]
+        needed = [*self._spread_names, KEY] if has_steps else self._spread_names
+        for candidate, state in zip(candidates, self._held):
+            check_state_whole(rule, candidate.name, state, needed)
+        self._steps = StepCounts(self._held) if has_steps else None
+        self._check_steps()
         made: list[State] = [
-            state_tensors(rule, candidate.name, names, state, target)
-            for candidate, state, target in zip(candidates, held, targets)
+            state_tensors(rule, candidate.name, roles, state, target)
+            for candidate, state, target in zip(candidates, self._held, targets)
         ]
         self._uncommitted: list[State] | None = made
+        watched = [*self._spread_names, *(name for name in roles if name not in self._spread_names)]
         for run, states in zip(self._runs, self._by_run(made)):
-            watched = sorted(names, key=lambda name: name not in self._spread_names)
             run.watch(states, watched, len(self._spread_names))
 
+        dtype = PARAM_DTYPES[first.dtype]
         self._arithmetic = dtype.arithmetic
+        self._width = first.element_size() // dtype.components
         numels = [dtype.components * target.numel() for target in targets]
         self._chunks = Chunks(numels, built[0].shape.chunk)
-        self._grad_width = param_width = first.element_size() // dtype.components
         self.is_joint = is_divided(self.spread) and any(map(_uses_sums, built))
         """Whether the update needs norms of whole parameters that are divided among processes."""
-        self.pipeline = pipeline = Pipeline(built, self._chunks, self._device, self.is_joint)
-        self._norm: Pipeline | None = None
-        self._read_gradients = [pipeline]
+        self.pipeline = Pipeline(built, self._chunks, self._device, self.is_joint)
+        self._read_gradients = [self.pipeline]
         """The pipelines that read the gradients."""
-        pipeline.write_addresses("param", list(map(Tensor.data_ptr, targets)), param_width)
-        pipeline.write_addresses("grad", self._all_grad_addresses(), param_width)
-        for name, role in names.items():
-            places = [state[name].data_ptr() for state in made]
-            if role is Role.BLOCK_SCALES:
-                pipeline.write_addresses(name, places, SCALES.itemsize, BLOCK)
-            else:
-                pipeline.write_addresses(name, places, state_width(role, first))
-        for flag in self._row_flags:
-            pipeline.write_integers(flag, self.fresh or ())
-        for name, role in arguments:
-            if role is Role.PARAM_NUMBER:
-                numbers = rule.param_numbers()
-                pipeline.write_integers(name, [numbers[p] for p in self.params])
-        count_writes = functools.partial(increment_version, self.written)
-        if len(self.written) >= _MANY_WRITTEN and pipeline.do_meanwhile(count_writes):
-            self.written = []
+        self._norm: Pipeline | None = None
         self._written: list[list[int]] = []
         """The gradients' addresses that the launch blocks hold; empty if unknown."""
         self._settings: Settings | None = None
         """What the head was written for, if it holds for more than a step."""
+        self._write_addresses(targets, roles, made)
+        self._write_integers(numbers)
+        self._count_writes_meanwhile()
+
+    def _write_addresses(
+        self, targets: Sequence[Tensor], roles: Mapping[str, Role], states: Sequence[State]
+    ) -> None:
+        pipeline = self.pipeline
+        pipeline.write_addresses("param", list(map(Tensor.data_ptr, targets)), self._width)
+        pipeline.write_addresses("grad", self._all_grad_addresses(), self._width)
+        for name, role in roles.items():
+            addresses = [state[name].data_ptr() for state in states]
+            if role is Role.BLOCK_SCALES:
+                pipeline.write_addresses(name, addresses, SCALES.itemsize, BLOCK)
+            else:
+                pipeline.write_addresses(name, addresses, state_width(role, self.params[0]))
+
+    def _write_integers(self, numbers: Sequence[str]) -> None:
+        for flag in self._row_flags:
+            self.pipeline.write_integers(flag, self.fresh or ())
+        for name in numbers:
+            number_of = self._rule.param_numbers()
+            self.pipeline.write_integers(name, [number_of[p] for p in self.params])
+
+    def _count_writes_meanwhile(self) -> None:
+        """Have the launch count the writes, where they are many and it can."""
+        count_writes = functools.partial(increment_version, self.written)
+        if len(self.written) >= _MANY_WRITTEN and self.pipeline.do_meanwhile(count_writes):
+            self.written = []
 
     def _check_steps(self) -> None:
         if self._draws and self._steps is not None:
@@ -171,7 +189,7 @@ class DenseRows:
             self._written = []
             addresses = list(itertools.chain.from_iterable(by_run))
             for pipeline in self._read_gradients:
-                pipeline.write_addresses("grad", addresses, self._grad_width)
+                pipeline.write_addresses("grad", addresses, self._width)
             self._written = by_run
         return True
 
@@ -181,7 +199,7 @@ class DenseRows:
         if norm is None:
             kernel = kernel_for(self._queue, "sum_of_squares", self._variant)
             norm = Pipeline([kernel], self._chunks, self._device)
-            norm.write_addresses("grad", self._all_grad_addresses(), self._grad_width)
+            norm.write_addresses("grad", self._all_grad_addresses(), self._width)
             self._written = []  # until it is known to get those of the next step
             self._read_gradients.append(norm)
             self._norm = norm
