@@ -171,30 +171,50 @@ def validate() -> list[str]:
     missing = [tool for tool in ("spirv-val", "ocloc") if shutil.which(tool) is None]
     if missing:
         return [f"not found: {', '.join(missing)} (apt install spirv-tools intel-opencl-icd)"]
+    modules = sorted(FOLDER.glob("*.spv"))
+    emulated = [(path, "dg2") for path in modules if path.stem.endswith("_f64")]
+    others = [(path, gpu) for path in modules for gpu in GPUS if (path, gpu) not in emulated]
     problems = []
-    for path in sorted(FOLDER.glob("*.spv")):
-        problems += _run(path.name, ["spirv-val", "--target-env", "opencl2.1", str(path)])
-        for gpu in GPUS:
-            problems += _compile_for(gpu, path)
+    for path in modules:
+        done = _run(["spirv-val", "--target-env", "opencl2.1", str(path)])
+        if done.returncode != 0:
+            problems.append(_problem(path.name, done))
+    # Arc has no float64 units: its driver emulates them, if asked to. Each operation becomes a
+    # hundred, which take long to optimize and to fit into 128 registers.
+    options = '-options "-cl-opt-disable -cl-intel-256-GRF-per-thread"'
+    problems += _compile_for_gpus(others)
+    problems += _compile_for_gpus(emulated, options, IGC_EnableDPEmulation="1")
     return problems
 
 
-def _compile_for(gpu: str, path: Path) -> list[str]:
-    command = ["ocloc", "compile", "-spirv_input", "-file", str(path), "-device", gpu]
-    environment = dict(os.environ)
-    if gpu == "dg2" and path.stem.endswith("_f64"):
-        # Arc has no float64 units: its driver emulates them, if asked to. Each operation becomes a
-        # hundred, which take long to optimize and to fit into 128 registers.
-        environment["IGC_EnableDPEmulation"] = "1"
-        command += ["-options", "-cl-opt-disable -cl-intel-256-GRF-per-thread"]
+def _compile_for_gpus(
+    builds: list[tuple[Path, str]], options: str = "", **variables: str
+) -> list[str]:
+    """What ocloc says against modules for GPUs.
+
+    One process compiles all, as it takes longer to start than to compile most of them. If one
+    fails, which may end the process, each is compiled for itself.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command += ["-output_no_suffix", "-output", str(Path(folder, "kernel"))]
-        return _run(f"{path.name} for {gpu}", command, environment)
+        lines = [f'-spirv_input -file "{path}" -device {gpu} {options}' for path, gpu in builds]
+        Path(folder, "builds.txt").write_text("\n".join(lines))
+        done = _run(["ocloc", "multi", "builds.txt"], cwd=folder, env={**os.environ, **variables})
+    if done.returncode == 0:
+        return []
+    if len(builds) == 1:
+        path, gpu = builds[0]
+        return [_problem(f"{path.name} for {gpu}", done)]
+    return [
+        problem for build in builds for problem in _compile_for_gpus([build], options, **variables)
+    ]
 
 
-def _run(what: str, command: list[str], env: Any = None) -> list[str]:
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    return [] if done.returncode == 0 else [f"{what}: {done.stdout}{done.stderr}".strip()]
+def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def _problem(what: str, done: subprocess.CompletedProcess[str]) -> str:
+    return f"{what}: {done.stdout}{done.stderr}".strip()
 
 
 def main() -> int:

@@ -6,10 +6,11 @@ versions give the same bytes, which ``make kernels-verify`` holds against the co
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -27,6 +28,7 @@ load_compiler()  # numba-dpex's wheels cannot find their own libraries
 import dpcpp_llvm_spirv  # noqa: E402
 import llvmlite.binding as llvm  # noqa: E402
 from numba.core import types  # noqa: E402
+from numba.core.base import BaseContext  # noqa: E402
 from numba.core.compiler_lock import global_compiler_lock  # noqa: E402
 from numba.core.target_extension import target_override  # noqa: E402
 from numba_dpex import device_func  # noqa: E402
@@ -34,6 +36,7 @@ from numba_dpex.kernel_api_impl.spirv.dispatcher import SPIRVKernelDispatcher  #
 from numba_dpex.kernel_api_impl.spirv.target import (  # noqa: E402
     SPIRV_TARGET_NAME,
     CompilationMode,
+    SPIRVTargetContext,
 )
 
 from fusedoptim.kernels import (  # noqa: E402
@@ -231,8 +234,12 @@ def _fetches(arguments: Sequence[Argument], layout: Layout) -> list[str]:
     return lines if len(lines) > 1 else []
 
 
+@functools.cache
 def _for_device(function: Callable[..., Any], real: Any) -> Any:
-    """``function`` for numba, with the functions that it calls, of its module or of another."""
+    """``function`` for numba, with the functions that it calls, of its module or of another.
+
+    It is compiled once for all kernels that call it.
+    """
     assert isinstance(function, FunctionType)
     lane_values = _lowering.lane_values(getattr(types, real.__name__))
     names: dict[str, Any] = {"real": real, "lane_values": lane_values}
@@ -269,6 +276,21 @@ def _loop(call: str, sums: int) -> list[str]:
     lines += [f"        {line}" for line in body]
     lines += [f"sums[{sums} * lane() + {k}] = {total}" for k, total in enumerate(totals)]
     return lines
+
+
+def _insert_new(context: Any, definitions: Iterable[Any]) -> None:
+    """Insert the implementations that numba's ``context`` does not have."""
+    inserted = vars(context).setdefault("_inserted", {})
+    new = {id(definition): definition for definition in definitions}
+    new = {key: definition for key, definition in new.items() if key not in inserted}
+    inserted |= new
+    BaseContext.insert_func_defn(context, new.values())
+
+
+# numba-dpex inserts all of its own again several times for each function that is compiled. The
+# search for an operator's implementation goes through all, so each kernel took longer than the
+# one before it.
+SPIRVTargetContext.insert_func_defn = _insert_new
 
 
 @global_compiler_lock  # type: ignore[untyped-decorator]

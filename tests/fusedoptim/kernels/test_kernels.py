@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import operator
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -270,6 +271,16 @@ class TestCompiler:
         assert modules == {
             name: entry for name, entry in manifest.items() if entry["source"] == "norm.py"
         }
+
+    def test_kernels_take_no_longer_for_those_before_them(self) -> None:
+        """Each has as many implementations of an operator to search through."""
+        from fusedoptim.kernels._compiler import SPIRVKernelDispatcher, compile_kernel
+
+        context, counts = SPIRVKernelDispatcher.targetdescr.target_context, []
+        for _ in range(2):
+            compile_kernel(norm.sum_of_squares, "f32", "kernel_f32")
+            counts.append(len(context._defns[operator.add].versions))
+        assert counts[0] == counts[1]
 
     def test_verify(self, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = build_tool.FOLDER
