@@ -109,9 +109,9 @@ class Fold:
         if not self._is_done:
             return
         kept, mean = self._feeder_tensors["weight"], self._norm_buffers["running_mean"]
-        weight = self._remainder.differences if self._remainder is not None else kept
+        plain = kept.shape if self._remainder is None else self._remainder.shape
         assert mean is not None
-        for name, shape in (("weight", weight.shape), ("bias", mean.shape)):
+        for name, shape in (("weight", plain), ("bias", mean.shape)):
             param = self._feeder._parameters.get(name)
             if param is None:
                 raise plain_tensors.changed(
@@ -125,7 +125,7 @@ class Fold:
         if self._is_done:
             for module in (self._feeder, self._norm):
                 yield from (t for t in self._kept_tensors(module).values() if t is not None)
-            yield from self._remainder or ()
+            yield from () if self._remainder is None else self._remainder.tensors
 
     def undo(self) -> None:
         """Make both modules plain, keeping what they have learnt since."""

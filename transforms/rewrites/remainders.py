@@ -1,12 +1,13 @@
-r"""The part of a plain weight that dividing the folded one by its scale loses, in a byte each.
+r"""The part of a plain weight that dividing the folded one by its scale loses, in two bits each.
 
-A folded weight is :math:`W' = \mathrm{round}(s W)`, so the quotient :math:`W' / s` is off by an
-ulp or two. The difference of the bit patterns,
+A folded weight is :math:`W' = \mathrm{round}(s W)`. Rounding moves it by half an ulp of its own,
+which in :math:`W' / s` is less than one of :math:`W`, and rounding the quotient by half of one. So
+the difference of the bit patterns,
 
 .. math::
     r = \mathrm{bits}(W) - \mathrm{bits}(\mathrm{round}(W' / s)),
 
-fits into an int8 but for channels with a scale near 0. Those values are stored whole.
+is -1, 0 or 1, but for channels with a scale near 0. Those values are stored whole.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from fusedoptim.split.pages import CHUNK
 
-_LEAST, _MOST = torch.iinfo(torch.int8).min, torch.iinfo(torch.int8).max
+_LEAST, _MOST = -1, 2
+"""The differences that two bits hold."""
+_PER_BYTE = 4
 _FEW = 16
 """At most one value in so many may be stored whole."""
 
@@ -27,14 +30,23 @@ _FEW = 16
 class Remainder(NamedTuple):
     """What :func:`join` needs besides the folded weight."""
 
+    shape: tuple[int, ...]
+    """Of the plain weight."""
+    strides: tuple[int, ...]
+    """Of the plain weight."""
     differences: Tensor
-    """int8, with the strides of the plain weight."""
+    """uint8: four to a byte, piece by piece."""
     scale: Tensor
     """float64: the factors, which broadcast to the weight."""
     exceptions: Tensor
     """int64, (dimensions, count): where the difference does not fit."""
     originals: Tensor
     """float32: the values there."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that takes memory."""
+        return self.differences, self.scale, self.exceptions, self.originals
 
 
 def split(plain: Tensor, folded: Tensor, scale: Tensor) -> Remainder | None:
@@ -52,19 +64,22 @@ def split(plain: Tensor, folded: Tensor, scale: Tensor) -> Remainder | None:
         >>> torch.equal(join(folded, split(plain, folded, scale)), plain)
         True
     """
-    differences = torch.empty_like(plain, dtype=torch.int8)
-    exceptions = []
+    differences, exceptions = [], []
     for rows in row_pieces(plain):
         quotient = _quotient(folded, scale, rows)
         distance = plain[rows].contiguous().view(torch.int32) - quotient.view(torch.int32)
-        differences[rows] = distance.to(torch.int8)
-        where = (differences[rows] != distance).nonzero().T
+        fits = distance.clamp(_LEAST, _MOST)
+        differences.append(_packed(fits))
+        where = (fits != distance).nonzero().T
         where[0] += rows.start
         exceptions.append(where)
     places = torch.cat(exceptions, 1)
     if places.shape[1] > plain.numel() // _FEW:
         return None
-    return Remainder(differences, scale, places, plain[tuple(places)])
+    return Remainder(
+        *(tuple(plain.shape), plain.stride(), torch.cat(differences)),
+        *(scale, places, plain[tuple(places)]),
+    )
 
 
 def join(folded: Tensor, remainder: Remainder) -> Tensor:
@@ -72,14 +87,38 @@ def join(folded: Tensor, remainder: Remainder) -> Tensor:
 
     Where it was written to since, the result is an arbitrary value.
     """
-    differences, scale, places, originals = remainder
     folded = folded.detach().cpu()
-    plain = torch.empty_like(differences, dtype=torch.float32)
+    plain = torch.empty_strided(remainder.shape, remainder.strides)
+    start = 0
     for rows in row_pieces(plain):
-        bits = _quotient(folded, scale, rows).view(torch.int32)
-        plain[rows] = bits.add_(differences[rows]).view(torch.float32)
-    plain[tuple(places)] = originals
+        quotient = _quotient(folded, remainder.scale, rows)
+        stop = start + _bytes_of(quotient.numel())
+        differences = _unpacked(remainder.differences[start:stop], quotient.shape)
+        plain[rows] = quotient.view(torch.int32).add_(differences).view(torch.float32)
+        start = stop
+    plain[tuple(remainder.exceptions)] = remainder.originals
     return plain
+
+
+def _shifts() -> Tensor:
+    return torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+
+
+def _bytes_of(count: int) -> int:
+    return -(-count // _PER_BYTE)
+
+
+def _packed(differences: Tensor) -> Tensor:
+    """Differences as bytes; the last one is filled up."""
+    count = differences.numel()
+    codes = torch.zeros(_bytes_of(count), _PER_BYTE, dtype=torch.uint8)
+    codes.view(-1)[:count] = (differences - _LEAST).view(-1)
+    return (codes << _shifts()).sum(1, dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor, shape: torch.Size) -> Tensor:
+    codes = packed[:, None] >> _shifts()
+    return (codes & 3).to(torch.int32).add_(_LEAST).view(-1)[: shape.numel()].view(shape)
 
 
 def _quotient(folded: Tensor, scale: Tensor, rows: slice) -> Tensor:

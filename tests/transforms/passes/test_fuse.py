@@ -254,5 +254,5 @@ def test_tracing_copies_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Conv2d(256, 256, 3), nn.BatchNorm2d(256), nn.ReLU()).eval()
     monkeypatch.setattr(torch.Tensor, "__deepcopy__", deepcopy)
     transforms.optimize(model, inplace=True)
-    assert transforms.report(model).kept_bytes > 256 * 256 * 9
+    assert transforms.report(model).kept_bytes > 256 * 256 * 9 // 4  # two bits of each
     assert not copied

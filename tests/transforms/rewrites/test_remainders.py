@@ -1,4 +1,4 @@
-"""A plain weight is had back, bit for bit, from the folded one and a byte for each element."""
+"""A plain weight is had back, bit for bit, from the folded one and two bits for each element."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_split_and_join(shape: tuple[int, ...], scale: float) -> None:
     joined = remainders.join(folded, remainder)
     assert joined.stride() == plain.stride()
     assert torch.equal(bits(joined), bits(plain))
-    assert remainder.differences.nbytes == plain.numel()
+    pieces = len(list(remainders.row_pieces(plain)))
+    assert remainder.differences.nbytes <= plain.numel() // 4 + pieces
 
 
 def test_values_that_do_not_fit_are_stored() -> None:
