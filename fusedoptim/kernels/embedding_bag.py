@@ -59,58 +59,64 @@ def embedding_bag(
     If one of them names no row of the table, or ends before it begins, or if the first of all,
     which a row with ``is_first`` has, does not begin at 0, all are zero, and the first of
     ``faults`` is set. Plain sums have a loop of their own: the fewer instructions to a row, the
-    more rows a core fetches at once. So a bag of one index is a copy there, if sums are rounded.
+    more rows a core fetches at once. So a plain bag of one index is a copy, if sums are rounded.
     """
     if has_fault(indices, (offsets, bags_left, count), bags, table_rows, is_first):
         faults[0] = 1
         count = 0
         bags_left = 0
-    is_plain = padding < 0 and not is_weighted and bags_left > 0
-    bounds = offsets, bags_left, count
+    bounds = offsets, bags_left, count  # with how many there are, and where the last bag ends
     terms = weights, is_weighted, padding, is_mean
-    if is_plain and width % (4 * lanes()) == 0:
-        add_plainly(table, indices, bounds, terms, output, bags, width, stride)
-    else:
-        add_terms(table, indices, bounds, terms, output, bags, width, stride)
-
-
-def add_plainly(
-    table: Input,
-    indices: Indices,
-    bounds: Any,
-    terms: Any,
-    output: Output,
-    bags: int,
-    width: int,
-    stride: int,
-) -> None:
-    """Bags without weights and padding, whose width is a multiple of four columns of each lane.
-
-    ``bounds`` are the offsets, how many there are, and where the last bag ends; ``terms`` are the
-    weights of the indices, whether there are any, the index that has no term, and whether bags are
-    means.
-    """
     last = begin_of(bags, bounds)
     stop = begin_of(0, bounds)
     bag = 0
     while bag < bags:
         begin = stop
         stop = begin_of(bag + 1, bounds)
+        run = begin, stop, last
         factor = factor_of(indices, begin, stop, terms)
+        place = bag * stride + lane()
         column = 0
-        while column < width:
-            place = bag * stride + column + lane()
-            if rounds(output) and stop - begin == 1:
-                fetch_ahead(table, indices, begin, last, width, column)
-                copy(table, indices[begin] * width + column + lane(), output, place)
-            else:
-                x0, x1, x2, x3 = sums(table, indices, begin, stop, last, width, column)
-                output[place] = x0 * factor
-                output[place + lanes()] = x1 * factor
-                output[place + 2 * lanes()] = x2 * factor
-                output[place + 3 * lanes()] = x3 * factor
+        while column + 4 * lanes() <= width:
+            add_four(table, indices, terms, run, output, place + column, factor, width, column)
             column += 4 * lanes()
+        while column < width:
+            fetch_run(table, indices, run, width, column)
+            if column + lane() < width:
+                total = sum_of(table, indices, terms, run, width, column)
+                output[place + column] = total * factor
+            column += lanes()
         bag += 1
+
+
+def add_four(
+    table: Input,
+    indices: Indices,
+    terms: Any,
+    run: Any,
+    output: Output,
+    place: int,
+    factor: float,
+    width: int,
+    column: int,
+) -> None:
+    """A bag's four columns of each lane.
+
+    ``terms`` are the weights of the indices, whether there are any, the index that has no term, and
+    whether bags are means; ``run`` is where the bag begins and ends, and where the last one ends.
+    """
+    _, is_weighted, padding, _ = terms
+    begin, stop, last = run
+    is_plain = padding < 0 and not is_weighted
+    if rounds(output) and is_plain and stop - begin == 1:
+        fetch_ahead(table, indices, begin, last, width, column, 4)
+        copy(table, indices[begin] * width + column + lane(), output, place)
+    else:
+        x0, x1, x2, x3 = sums(table, indices, terms, run, width, column)
+        output[place] = x0 * factor
+        output[place + lanes()] = x1 * factor
+        output[place + 2 * lanes()] = x2 * factor
+        output[place + 3 * lanes()] = x3 * factor
 
 
 def begin_of(bag: int, bounds: Any) -> int:
@@ -122,10 +128,16 @@ def begin_of(bag: int, bounds: Any) -> int:
     return place
 
 
-def fetch_ahead(table: Input, indices: Indices, k: int, last: int, width: int, column: int) -> None:
-    """Fetch a CPU's four columns of each lane, of the row of an index after the k-th."""
+def fetch_ahead(
+    table: Input, indices: Indices, k: int, last: int, width: int, column: int, each: int
+) -> None:
+    """Fetch a CPU's columns of each lane, four or one, of the row of an index after the k-th."""
     if k + AHEAD < last:
-        fetch(table, indices[k + AHEAD] * width + column, 64)
+        place = indices[k + AHEAD] * width + column
+        if each == 4:
+            fetch(table, place, 64)
+        else:
+            fetch(table, place, 16)
 
 
 def copy(table: Input, source: int, output: Output, target: int) -> None:
@@ -137,12 +149,26 @@ def copy(table: Input, source: int, output: Output, target: int) -> None:
 
 
 def sums(
-    table: Input, indices: Indices, k: int, stop: int, last: int, width: int, column: int
+    table: Input, indices: Indices, terms: Any, run: Any, width: int, column: int
 ) -> tuple[float, float, float, float]:
-    """The sums of a bag's rows in four columns of each lane."""
+    """The sums of a bag's rows in four columns of each lane; plain sums have their own loop."""
+    weights, is_weighted, padding, _ = terms
+    k, stop, last = run
     x0 = x1 = x2 = x3 = real(0)
+    if is_weighted or padding >= 0:
+        while k < stop:
+            fetch_ahead(table, indices, k, last, width, column, 4)
+            i = indices[k]
+            if i != padding:
+                weight = weights[k] if is_weighted else real(1)
+                place = i * width + column + lane()
+                x0 = fma(weight, table[place], x0)
+                x1 = fma(weight, table[place + lanes()], x1)
+                x2 = fma(weight, table[place + 2 * lanes()], x2)
+                x3 = fma(weight, table[place + 3 * lanes()], x3)
+            k += 1
     while k < stop:
-        fetch_ahead(table, indices, k, last, width, column)
+        fetch_ahead(table, indices, k, last, width, column, 4)
         place = indices[k] * width + column + lane()
         x0 += table[place]
         x1 += table[place + lanes()]
@@ -150,30 +176,6 @@ def sums(
         x3 += table[place + 3 * lanes()]
         k += 1
     return x0, x1, x2, x3
-
-
-def add_terms(
-    table: Input,
-    indices: Indices,
-    bounds: Any,
-    terms: Any,
-    output: Output,
-    bags: int,
-    width: int,
-    stride: int,
-) -> None:
-    """Any bags."""
-    bag = 0
-    while bag < bags:
-        begin, stop = begin_of(bag, bounds), begin_of(bag + 1, bounds)
-        factor = factor_of(indices, begin, stop, terms)
-        column = 0
-        while column < width:
-            if column + lane() < width:
-                total = sum_of(table, indices, terms, begin, stop, width, column + lane())
-                output[bag * stride + column + lane()] = total * factor
-            column += lanes()
-        bag += 1
 
 
 def factor_of(indices: Indices, k: int, stop: int, terms: Any) -> float:
@@ -191,17 +193,24 @@ def factor_of(indices: Indices, k: int, stop: int, terms: Any) -> float:
     return factor
 
 
-def sum_of(
-    table: Input, indices: Indices, terms: Any, k: int, stop: int, width: int, column: int
-) -> float:
-    """A bag's sum in one column."""
+def fetch_run(table: Input, indices: Indices, run: Any, width: int, column: int) -> None:
+    """Fetch one column of each lane for each index of a bag."""
+    k, stop, last = run
+    while k < stop:
+        fetch_ahead(table, indices, k, last, width, column, 1)
+        k += 1
+
+
+def sum_of(table: Input, indices: Indices, terms: Any, run: Any, width: int, column: int) -> float:
+    """A bag's sum in one column of each lane."""
     weights, is_weighted, padding, _ = terms
+    k, stop, _ = run
     total = real(0)
     while k < stop:
         i = indices[k]
         if i != padding:
             weight = weights[k] if is_weighted else real(1)
-            total = fma(weight, table[i * width + column], total)
+            total = fma(weight, table[i * width + column + lane()], total)
         k += 1
     return total
 

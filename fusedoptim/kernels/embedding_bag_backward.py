@@ -195,7 +195,7 @@ def rowwise_adagrad_rows(
         squares = spread(real(0))
         column = 0
         while column + 4 * VECTOR <= width:
-            fetch_ahead(fetch_with_sum, (param, sum), bags, i, stop, sorted_count, width, column)
+            fetch_ahead(fetch_with_sum, (param, sum), bags, i, stop, sorted_count, width, column, 4)
             g0, g1, g2, g3 = four_vectors(i, stop, column, bags)
             g0 = kept(g0, param, place, row_grad, column, weight_decay)
             g1 = kept(g1, param, place, row_grad, column + VECTOR, weight_decay)
@@ -205,10 +205,13 @@ def rowwise_adagrad_rows(
             squares = vector_fma(g2, g2, vector_fma(g3, g3, squares))
             column += 4 * VECTOR
         while column + VECTOR <= width:
+            fetch_ahead(fetch_with_sum, (param, sum), bags, i, stop, sorted_count, width, column, 1)
             g = vector_of(i, stop, column, bags)
             g = kept(g, param, place, row_grad, column, weight_decay)
             squares = vector_fma(g, g, squares)
             column += VECTOR
+        if column < width:
+            fetch_ahead(fetch_with_sum, (param, sum), bags, i, stop, sorted_count, width, column, 1)
         rest = real(0)
         while column < width:
             x = sum_of(i, stop, column, bags)
@@ -272,7 +275,7 @@ def for_each_row(
         place = (keys[i] >> 32) * width + lane()
         column = 0
         while column + 4 * lanes() <= width:
-            fetch_ahead(fetch_row, arguments, bags, i, stop, sorted_count, width, column)
+            fetch_ahead(fetch_row, arguments, bags, i, stop, sorted_count, width, column, 4)
             g0, g1, g2, g3 = sums(i, stop, column, bags)
             update(place + column, g0, *arguments)
             update(place + column + lanes(), g1, *arguments)
@@ -280,6 +283,7 @@ def for_each_row(
             update(place + column + 3 * lanes(), g3, *arguments)
             column += 4 * lanes()
         while column < width:
+            fetch_ahead(fetch_row, arguments, bags, i, stop, sorted_count, width, column, 1)
             if column + lane() < width:
                 g = sum_of(i, stop, column + lane(), bags)
                 update(place + column, g, *arguments)
@@ -287,21 +291,29 @@ def for_each_row(
         i = stop
 
 
-def fetch_one(row: int, place: int, values: Any, *_: Any) -> None:
-    """Fetch a CPU's four columns of each lane, of a row of what is updated."""
-    fetch(values, place, 64)
+def fetch_one(each: int, row: int, place: int, values: Any, *_: Any) -> None:
+    """Fetch a CPU's columns of each lane, four or one, of a row of what is updated."""
+    fetch_columns(values, place, each)
 
 
-def fetch_both(row: int, place: int, param: Param, state: State, *_: Any) -> None:
+def fetch_both(each: int, row: int, place: int, param: Param, state: State, *_: Any) -> None:
     """The same of a table and its state."""
-    fetch(param, place, 64)
-    fetch(state, place, 64)
+    fetch_columns(param, place, each)
+    fetch_columns(state, place, each)
 
 
-def fetch_with_sum(row: int, place: int, param: Param, state: State) -> None:
+def fetch_with_sum(each: int, row: int, place: int, param: Param, state: State) -> None:
     """The same of a table, and the one value of its state for the row."""
-    fetch(param, place, 64)
+    fetch_columns(param, place, each)
     fetch(state, row, 1)
+
+
+def fetch_columns(values: Any, place: int, each: int) -> None:
+    """Fetch four columns of each of a CPU's lanes, or one."""
+    if each == 4:
+        fetch(values, place, 64)
+    else:
+        fetch(values, place, 16)
 
 
 def fetch_ahead(
@@ -313,6 +325,7 @@ def fetch_ahead(
     sorted_count: int,
     width: int,
     column: int,
+    each: int,
 ) -> None:
     """Fetch what the keys need that come so much later, and what their rows do."""
     grad, keys, _, bags_of, stride, is_weighted, _ = bags
@@ -320,8 +333,8 @@ def fetch_ahead(
         key = keys[i + AHEAD]
         payload = key & _LOW
         bag = bags_of[payload] if is_weighted else payload
-        fetch_row(key >> 32, (key >> 32) * width + column, *arguments)
-        fetch(grad, bag * stride + column, 64)
+        fetch_row(each, key >> 32, (key >> 32) * width + column, *arguments)
+        fetch_columns(grad, bag * stride + column, each)
         i += 1
 
 

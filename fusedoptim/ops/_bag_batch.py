@@ -8,7 +8,6 @@ them is little, and apart.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,14 +17,13 @@ from torch import Tensor
 
 from fusedoptim.launch.block import Indices, as_int64
 from fusedoptim.launch.devices import BACKENDS
-from fusedoptim.ops._bag_sorting import LINE, Sorting, digits_of, work_of
-from fusedoptim.ops._bag_tables import Tables
+from fusedoptim.ops._bag_sorting import LINE, Sorting, digits_of, parts_of, work_of
+from fusedoptim.ops._bag_tables import Tables, are_read_directly
 
 _PART = 1 << 16
 """Elements of a part of a table's work, about."""
 MOST_KEPT = 256
 """Shapes of batches that are remembered."""
-_DTYPE = operator.attrgetter("dtype")
 _NONE = np.zeros(1, np.int64)
 """The address of what no kernel reads."""
 
@@ -37,7 +35,7 @@ def addresses_of(tensors: Sequence[Tensor]) -> Indices:
 
 def _as_read(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Integers as kernels read them."""
-    if set(map(_DTYPE, tensors)) == {torch.int64} and all(map(Tensor.is_contiguous, tensors)):
+    if are_read_directly(tensors):
         return tensors
     return [tensor.to(torch.int64).contiguous() for tensor in tensors]
 
@@ -56,9 +54,13 @@ class Batch:
         sample_weights: Sequence[Tensor],
         tables: int,
         has_last_offset: bool,
+        is_read_directly: bool = False,
     ) -> None:
+        """Read the bags; ``is_read_directly`` says that all integers are known to need no copy."""
         self.device = indices[0].device
-        self._indices, self._offsets = _as_read(indices), _as_read(offsets)
+        self._indices, self._offsets = indices, offsets
+        if not is_read_directly:
+            self._indices, self._offsets = _as_read(indices), _as_read(offsets)
         self.sample_weights = sample_weights
         self._counts, starts = (tuple(map(Tensor.numel, own)) for own in (indices, offsets))
         self.shape = _shape_of(len(indices), starts, tables, int(has_last_offset))
@@ -108,6 +110,8 @@ class Shape:
         """Which of them has the table's."""
         offsets = np.array(offset_counts)[self.tensor]
         self.bags = (offsets - last) // repeats
+        self.bags_of_tensor = [(count - last) // repeats for count in offset_counts]
+        """Of each table of a tensor."""
         self.before = np.arange(tables) * self.bags * self.is_joined
         """Offsets before the table's first, in the tensor of both."""
         self.bags_left = offsets - self.before
@@ -183,9 +187,12 @@ class Layout:
 class Places:
     """Where the keys of so many indices of each table lie, before and after they are sorted."""
 
-    def __init__(self, sizes: tuple[int, ...], table_rows: tuple[int, ...]) -> None:
+    def __init__(self, sizes: tuple[int, ...], table_rows: tuple[int, ...], threads: int) -> None:
         self.counts, self.sizes = sizes, np.array(sizes)
         """Indices of each table."""
+        parts = parts_of(self.sizes, threads)
+        self.parts = parts if parts.max(initial=1) > 1 else None
+        """Of each table, that work items sort; None if all have one."""
         self.room = max(sum(sizes), 1)
         """Integers for the keys of all tables."""
         self.unsorted = 8 * (np.cumsum(self.sizes) - self.sizes)
@@ -222,7 +229,8 @@ class Sorted:
         """
         device, is_weighted = batch.device, bool(batch.sample_weights)
         sizes = batch.sizes()
-        self.places = places = _places_of(sizes, table_rows)
+        threads = torch.get_num_threads() if BACKENDS[device.type].runs_on_host else 1
+        self.places = places = _places_of(sizes, table_rows, threads)
         options = tuple(paddings), tuple(means), is_weighted, device, real
         self.layout = layout = _layout_of(batch.shape, *options, work_of(places.room, len(sizes)))
         self._batch = batch
@@ -256,8 +264,7 @@ class Sorted:
             "bags_of": self.bags_of,
             "sorted_count": self.counts,
         }
-        threads = torch.get_num_threads() if BACKENDS[device.type].runs_on_host else 1
-        layout.sorting.run(places.sizes, places.digits, threads, columns)
+        layout.sorting.run(places.sizes, places.digits, places.parts, columns)
 
     def addresses(self, table: Indices) -> dict[str, Any]:
         """Those of rows of a launch that walk the keys of these tables."""

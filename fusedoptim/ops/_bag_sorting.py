@@ -86,18 +86,19 @@ class Sorting:
         self._device, self._variant, self._tables = device, VARIANT_OF[real], tables
         self._launch = TableLaunch("sort_indices", device, self._variant, tables)
 
-    def run(self, sizes: Indices, digits: Digits, threads: int, tables: Mapping[str, Any]) -> None:
+    def run(
+        self, sizes: Indices, digits: Digits, parts: Indices | None, tables: Mapping[str, Any]
+    ) -> None:
         """Sort.
 
         Args:
             sizes: indices of each table.
             digits: of its keys.
-            threads: those that may sort a table together.
+            parts: of each table, that work items sort; None if all have one.
             tables: the other arguments of the kernel, but for the room for counters.
         """
         tables = {**tables, "passes": digits.passes, "digit_bits": digits.bits}
-        parts = _parts_of(sizes, threads)
-        if parts.max(initial=1) > 1:
+        if parts is not None:
             tables = {**self._tables, **tables}
             _sort_in_parts(self._device, self._variant, sizes, parts, tables)
             return
@@ -112,7 +113,7 @@ def _before(sizes: Indices) -> Indices:
     return before
 
 
-def _parts_of(sizes: Indices, threads: int) -> Indices:
+def parts_of(sizes: Indices, threads: int) -> Indices:
     """The parts of each table that work items sort; one of each where that is quicker."""
     total = int(sizes.sum())
     # An index in a part is read once more for each digit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from fusedoptim.ops._launching import ARITHMETIC_OF, VARIANT_OF
 from fusedoptim.step.unchanged import tensor_guards
 
 _MOST_KEPT = 256
+_DTYPE = operator.attrgetter("dtype")
 _known: dict[Any, tuple[TensorGuards, Tables]] = {}
 """With a check that all is as it was, by the address of the first table, their number, and whether
 autocast is on, as the check takes that for another kind of tensor."""
@@ -31,20 +33,36 @@ class Tables:
         self.device, dtype = weights[0].device, weights[0].dtype
         self.itemsize = dtype.itemsize
         self.variant, self.real = VARIANT_OF[dtype], ARITHMETIC_OF[dtype]
-        self._guards: dict[int, TensorGuards] = {}
+        self._known: dict[int, Integers] = {}
 
-    def are_as_before(self, integers: Sequence[Tensor]) -> bool:
-        """Whether tensors are as earlier ones that :meth:`remember` got, but for their lengths."""
-        guards = self._guards.get(len(integers))
-        return guards is not None and bool(guards.check(*integers))
+    def known(self, integers: Sequence[Tensor]) -> Integers | None:
+        """What :meth:`remember` found of earlier tensors, if these are like them."""
+        found = self._known.get(len(integers))
+        return found if found is not None and found.guards.check(*integers) else None
 
-    def remember(self, integers: Sequence[Tensor]) -> None:
-        """Have :meth:`are_as_before` compare with these tensors of one dimension."""
-        any_length: Any = [[None]] * len(integers)
-        dense: Any = [[1]] * len(integers)
-        self._guards[len(integers)] = TensorGuards(
-            *integers, dynamic_dims_sizes=any_length, dynamic_dims_strides=dense
+    def remember(self, integers: Sequence[Tensor]) -> Integers:
+        """Have :meth:`known` compare with these tensors of one dimension, but for their lengths."""
+        self._known[len(integers)] = found = Integers(integers)
+        return found
+
+
+class Integers:
+    """What is the same of indices and offsets that differ in their lengths alone."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        any_length: Any = [[None]] * len(tensors)
+        dense: Any = [[1]] * len(tensors)
+        self.guards = TensorGuards(
+            *tensors, dynamic_dims_sizes=any_length, dynamic_dims_strides=dense
         )
+        self.are_read_directly = are_read_directly(tensors)
+        """Whether kernels read these tensors themselves."""
+
+
+def are_read_directly(integers: Sequence[Tensor]) -> bool:
+    """Whether integers are as kernels read them."""
+    are_int64 = set(map(_DTYPE, integers)) == {torch.int64}
+    return are_int64 and all(map(Tensor.is_contiguous, integers))
 
 
 def tables_of(weights: Sequence[Tensor]) -> Tables:

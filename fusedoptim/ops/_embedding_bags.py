@@ -119,10 +119,15 @@ def embedding_bags(
 
 
 def batch_of(
-    weights: Tensors, indices: Tensors, offsets: Tensors, samples: Tensors, last: bool
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    samples: Tensors,
+    last: bool,
+    is_read_directly: bool = False,
 ) -> Batch:
     real = [values.to(ARITHMETIC_OF[weights[0].dtype]).contiguous() for values in samples]
-    return Batch(indices, offsets, real, len(weights), last)
+    return Batch(indices, offsets, real, len(weights), last, is_read_directly)
 
 
 class _Sums:
@@ -180,12 +185,12 @@ def bags_and_batch(
 ) -> tuple[list[Tensor], Batch]:
     """The results, and what the backward pass needs of the bags."""
     tables, integers = tables_of(weights), [*indices, *offsets]
-    are_known = tables.are_as_before(integers)
-    check_batch(weights, indices, offsets, samples, means, last, are_known)
-    if not are_known:
-        tables.remember(integers)
-    outputs = _new_outputs(weights[0], tables.widths.tolist(), offsets, last)
-    batch = batch_of(weights, indices, offsets, samples, last)
+    known = tables.known(integers)
+    check_batch(weights, indices, offsets, samples, means, last, known is not None)
+    if known is None:
+        known = tables.remember(integers)
+    batch = batch_of(weights, indices, offsets, samples, last, known.are_read_directly)
+    outputs = _new_outputs(weights[0], tables.widths.tolist(), batch.shape.bags_of_tensor)
     is_on_host = BACKENDS[tables.device.type].runs_on_host  # a GPU would have to be waited for
     if not any(map(Tensor.numel, outputs)):
         if is_on_host:
@@ -231,14 +236,16 @@ def new_bags(
     """The results, uninitialized; raise if the operator does not take these arguments."""
     check_weights(weights)
     check_batch(weights, indices, offsets, samples, means, last)
-    return _new_outputs(weights[0], [weight.shape[1] for weight in weights], offsets, last)
+    repeats = len(weights) // len(offsets)
+    bags = [(starts.shape[0] - int(last)) // repeats for starts in offsets]
+    return _new_outputs(weights[0], [weight.shape[1] for weight in weights], bags)
 
 
-def _new_outputs(like: Tensor, widths: Sequence[int], offsets: Tensors, last: bool) -> list[Tensor]:
-    if len(offsets) < len(widths):
-        bags = (offsets[0].shape[0] - int(last)) // len(widths)
-        return [like.new_empty(bags, sum(widths))]
-    return [like.new_empty(starts.shape[0] - last, width) for width, starts in zip(widths, offsets)]
+def _new_outputs(like: Tensor, widths: Sequence[int], bags: Sequence[int]) -> list[Tensor]:
+    """A tensor for so many bags of each table, or one for those of all."""
+    if len(bags) < len(widths):
+        return [like.new_empty(bags[0], sum(widths))]
+    return [like.new_empty(count, width) for count, width in zip(bags, widths)]
 
 
 class _Walk:

@@ -13,6 +13,7 @@ import torch
 
 from fusedoptim._torch_private import (
     BelowAutograd,
+    TensorGuards,
     any_requires_grad,
     disable_dynamo,
     is_plain_execution,
@@ -27,6 +28,10 @@ _NO_LIST = -1
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _OTHERS = frozenset((list, tuple, bool, int, float, type(None)))
 """Types that torch's dispatcher would not treat in ways of their own: these and tensors."""
+_MOST_LISTS = 256
+_lists: dict[Any, TensorGuards] = {}
+"""Checks that lists are as earlier ones that were memory, in one call; to look at each of some tens
+of tensors takes several times as long."""
 _library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -138,12 +143,26 @@ def is_plain(*inputs: Any) -> bool:
 
 
 def _are_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    return (
+    first = tensors[0]
+    key = len(tensors), type(first), first.dtype, first.dim(), first.requires_grad
+    guards = _lists.get(key)
+    if guards is not None and guards.check(*tensors):
+        return True
+    are_memory = (
         _TENSORS.issuperset(map(type, tensors))
-        and tensors[0].device.type in DEVICES
+        and first.device.type in DEVICES
         and not any(map(torch.Tensor.is_neg, tensors))
         and not any(map(is_zero_tensor, tensors))
     )
+    if are_memory and guards is None and len(_lists) < _MOST_LISTS:
+        _lists[key] = _guards_of_kinds(tensors)
+    return are_memory
+
+
+def _guards_of_kinds(tensors: Sequence[torch.Tensor]) -> TensorGuards:
+    """A check that tensors are as these, but for sizes and strides."""
+    any_sizes: Any = [[None] * tensor.dim() for tensor in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=any_sizes, dynamic_dims_strides=any_sizes)
 
 
 def needed(ctx: Any) -> list[Any]:

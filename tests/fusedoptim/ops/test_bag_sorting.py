@@ -29,11 +29,11 @@ class Sorting(NamedTuple):
 @pytest.fixture(params=[False, True], ids=["one part", "parts"])
 def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whether tables are cut, however small they are."""
-    _bag_batch._layout_of.cache_clear()  # a layout knows its parts
+    _bag_batch._places_of.cache_clear()  # which know the parts
     if request.param:
-        monkeypatch.setattr(_bag_sorting, "_parts_of", lambda sizes, _: 1 + sizes // 7 % 20)
+        monkeypatch.setattr(_bag_batch, "parts_of", lambda sizes, _: 1 + sizes // 7 % 20)
     yield
-    _bag_batch._layout_of.cache_clear()
+    _bag_batch._places_of.cache_clear()
 
 
 def new_batch(counts: tuple[int, ...], weighted: bool = False, zipf: bool = False) -> Batch:
@@ -102,7 +102,7 @@ def test_large_tables_are_cut() -> None:
         ([], 8, []),
         ([0, 0], 8, [1, 1]),
     ):
-        assert _bag_sorting._parts_of(np.array(sizes, np.int64), threads).tolist() == parts
+        assert _bag_sorting.parts_of(np.array(sizes, np.int64), threads).tolist() == parts
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
