@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from transforms.graph import operators
 from transforms.graph.attention import split_attention
 from transforms.graph.batch_norms import fold_batch_norms
+from transforms.graph.bounds import CLAMPS, compare
 from transforms.graph.constants import constant_nodes, with_placeholders, worth_keeping
 from transforms.graph.in_place import overwrite
 from transforms.graph.operators import is_tensor, is_writing, value
@@ -88,7 +89,12 @@ def simplified(graph: Graph, sources: Sequence[int], folds: bool) -> Simplified:
     return Simplified(copy, constants, folded)
 
 
-def lowered(given: Simplified, layouts: Layouts | None, packs: bool = True) -> Lowered:
+def lowered(
+    given: Simplified,
+    layouts: Layouts | None,
+    packs: bool = True,
+    compared: Sequence[str] | None = None,
+) -> Lowered:
     """Pack the products, write in place, and separate the constants; ``given`` is used up.
 
     Args:
@@ -97,11 +103,15 @@ def lowered(given: Simplified, layouts: Layouts | None, packs: bool = True) -> L
             packed.
         packs: False for :mod:`transforms.graph.script`, which gives products and what follows them
             to oneDNN Graph.
+        compared: of :mod:`transforms.graph.bounds`. Their sizes are returned after the results.
     """
     graph, constants = given.graph, given.constants
+    is_finite = compared is not None
+    if compared is not None:
+        compare(graph, compared)
     before = given.products
     has_convolutions = any(each.is_convolution for each in before)
-    packing = _Packing(graph, constants, layouts)
+    packing = _Packing(graph, constants, layouts, is_finite)
     for node in [each.node for each in before]:
         current = product(node, constants)  # its input may have been replaced meanwhile
         if current is not None and packs:
@@ -114,7 +124,7 @@ def lowered(given: Simplified, layouts: Layouts | None, packs: bool = True) -> L
             return _stands_for(node, target, layouts)
         return not has_convolutions and same_strides(node, target)
 
-    in_place = overwrite(graph, constants, steady, None if packs else NOT_ONEDNN)
+    in_place = overwrite(graph, constants, steady, None if packs else _hidden(is_finite))
     kept = worth_keeping(graph, constants)
     result = with_placeholders(graph, kept)
     shorten(result)
@@ -122,8 +132,11 @@ def lowered(given: Simplified, layouts: Layouts | None, packs: bool = True) -> L
     return Lowered(result, kept, graph, counts)
 
 
-NOT_ONEDNN = ("relu", "relu6", "hardtanh", "hardsigmoid")
-"""Functions that oneDNN Graph is not given."""
+def _hidden(is_finite: bool) -> Sequence[str]:
+    """Functions that oneDNN Graph is not given, and that may write over their input."""
+    return ("hardsigmoid",) if is_finite else ("hardsigmoid", *CLAMPS)
+
+
 _BEFORE = "fusedoptim_before"
 """In the metadata of a packed product: the names of the nodes that it computes."""
 
@@ -136,7 +149,10 @@ def _stands_for(node: Node, target: Node, layouts: Layouts) -> bool:
 class _Packing:
     """Replaces products, and what follows them, by oneDNN's operators."""
 
-    def __init__(self, graph: Graph, constants: set[Node], layouts: Layouts | None) -> None:
+    def __init__(
+        self, graph: Graph, constants: set[Node], layouts: Layouts | None, is_finite: bool
+    ) -> None:
+        self._is_finite = is_finite
         self._graph = graph
         self._constants = constants
         self._layouts = layouts
@@ -157,22 +173,27 @@ class _Packing:
         self._packed += 1
         applied = self._activation(given)
         other = None if applied else self._addend(given)
-        last = next(iter(given.node.users)) if applied or other is not None else given.node
+        done = [given.node]  # what the operator computes
+        if applied or other is not None:
+            done += given.node.users
+        if other is not None:
+            applied = self._relu(done[-1], given)
+            done += done[-1].users if applied else ()
+        last = done[-1]
         with self._graph.inserting_before(last if other is not None else given.node):
             x, weight, bias = self._operands(given, shape)
             if other is None:
                 target, args = given.call(x, weight, bias, applied or NO_OP)
             else:
-                target, args = given.call_and_add(x, other, weight, bias)
+                target, args = given.call_and_add(x, other, weight, bias, applied or NO_OP)
             result = self._graph.call_function(target, args)
         result.meta["example_value"] = value(last)
-        result.meta[_BEFORE] = tuple({given.node.name, last.name})
+        result.meta[_BEFORE] = tuple(node.name for node in done)
         self._activations += applied is not None
         self._additions += other is not None
         last.replace_all_uses_with(result)
-        self._graph.erase_node(last)
-        if last is not given.node:
-            self._graph.erase_node(given.node)
+        for node in reversed(done):
+            self._graph.erase_node(node)
 
     def _operands(self, given: Product, shape: Sequence[int]) -> tuple[Any, Node, Any]:
         x, bias = given.x, given.bias
@@ -187,27 +208,33 @@ class _Packing:
             self._constants.add(bias)
         return x, weight, bias
 
-    def _user(self, given: Product) -> Node | None:
-        """The only function that uses a product, if what it returns has the same layout."""
-        node = given.node
+    def _user(self, node: Node, of: Product) -> Node | None:
+        """The only function that uses a product or its sum, if its result has the same layout."""
         if len(node.users) != 1:
             return None
         (user,) = node.users
-        if not is_tensor(user) or value(user).dtype != given.dtype or is_writing(user):
+        if not is_tensor(user) or value(user).dtype != of.dtype or is_writing(user):
             return None
-        if given.is_convolution:
+        if of.is_convolution:
             assert self._layouts is not None
             if (user.name, node.name) not in self._layouts.steady:
                 return None
         return user
 
     def _activation(self, given: Product) -> PostOp | None:
-        user = self._user(given)
-        return None if user is None else activation(user, given)
+        user = self._user(given.node, given)
+        return None if user is None else activation(user, given, self._is_finite)
+
+    def _relu(self, added: Node, of: Product) -> PostOp | None:
+        """The ReLU of a sum, which oneDNN applies as it does to the product alone."""
+        user = self._user(added, of)
+        if user is None or operators.name(user) != "relu":
+            return None
+        return activation(user, of, self._is_finite)
 
     def _addend(self, given: Product) -> Node | None:
         """What is added to a product, if nothing is written in between."""
-        user = self._user(given)
+        user = self._user(given.node, given)
         if user is None or not given.takes_addition or operators.name(user) != "add":
             return None
         if len(user.args) != 2 or user.kwargs:
@@ -219,7 +246,7 @@ class _Packing:
         if value(other).dtype != given.dtype or not same_shape(other, user):
             return None
         assert self._layouts is not None
-        if (user.name, other.name) not in self._layouts.steady:
+        if not _stands_for(user, other, self._layouts):
             return None
         node = given.node.next
         while node is not user:

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from transforms.graph.aliases import roots, written_roots
 from transforms.graph.batch_norms import NotFinite
-from transforms.graph.constants import Names, computed, inputs_of, positions
+from transforms.graph.bounds import are_as_assumed, values_to_compare
+from transforms.graph.constants import Evaluator, Names, computed, inputs_of, positions
 from transforms.graph.lowering import Counts, Lowered, lowered, simplified
 from transforms.graph.recording import Layouts, Recorder
 from transforms.graph.script import Script, can_be_scripted, script
@@ -36,6 +37,8 @@ class _LaidOut(NamedTuple):
     """Shapes and strides of the inputs."""
     variant: _Variant
     layouts: Layouts
+    compared: tuple[str, ...] | None
+    """Values whose sizes the function returns too; None if not all need be finite."""
 
 
 class _Kept:
@@ -51,6 +54,10 @@ class _Kept:
         """What computes in C++ in place of a variant; None if nothing can."""
         self.calls = 0
         """For which there was no script yet."""
+        self.is_examined = False
+        """Whether :attr:`compared` is known."""
+        self.compared: tuple[str, ...] | None = None
+        """The values that show whether all are finite; None if none do."""
 
 
 class Plan:
@@ -64,7 +71,7 @@ class Plan:
         self._captured = captured
         self._plain: Callable[..., Any] = captured.forward
         self._sources = list(sources)
-        self._folds = True
+        self._folds = self._examines = True
         self._names = Names()
         self._kept: _Kept | None = None
         self._is_steady = True
@@ -104,22 +111,56 @@ class Plan:
         if kept is None or self._overlaps(kept, args):
             return self._plain(*args)
         try:
-            variant = self._general
             if self._has_convolutions:
                 key, laid_out = self._key(args), self._laid_out
                 if laid_out is not None and laid_out.key == key:
-                    variant = laid_out.variant
-                    script = self._script(kept, laid_out, args)
-                    if script is not None:
-                        return script(args)
-                elif not self._is_passing(key):
-                    return self._record(key, args)
-            constants = kept.arguments.get(variant)
-            if constants is None:
-                constants = self._computed(kept, variant, args)
+                    return self._run_laid_out(kept, laid_out, args)
+                if not self._is_passing(key):
+                    return self._record(kept, key, args)
+            return self._run(kept, self._general, args)
         except NotFinite:
             return self._without_folding(args)
+
+    def _run(self, kept: _Kept, variant: _Variant, args: Sequence[Any]) -> Any:
+        constants = kept.arguments.get(variant)
+        if constants is None:
+            constants = self._computed(kept, variant, args)
         return variant.run(*args, *constants)
+
+    def _run_laid_out(self, kept: _Kept, laid_out: _LaidOut, args: Sequence[Any]) -> Any:
+        compared = self._compared(kept, args)
+        if laid_out.compared != compared:  # the weights are others now
+            laid_out = self._lay_out(kept, laid_out.key, laid_out.layouts, args)
+        script = self._script(kept, laid_out, args)
+        result = self._run(kept, laid_out.variant, args) if script is None else script(args)
+        if not compared:
+            return result
+        result, found = result[: -len(compared)], result[-len(compared) :]
+        if are_as_assumed(found):
+            return result
+        self._examines, kept.compared = False, None  # there may be more of the kind
+        return self._plain(*args)
+
+    def _compared(self, kept: _Kept, args: Sequence[Any]) -> tuple[str, ...] | None:
+        """The values that show whether all are finite, with the present weights."""
+        if not kept.is_examined:
+            kept.compared = self._examined(args) if self._examines else None
+            kept.is_examined = True
+        return kept.compared
+
+    @torch.no_grad()
+    def _examined(self, args: Sequence[Any]) -> tuple[str, ...] | None:
+        given = simplified(self._captured.graph, self._sources, self._folds)
+        watched = set(self._watched)
+
+        def evaluate(node: Node) -> Tensor | None:
+            if not watched.issuperset(inputs_of(given.graph, [node])):
+                return None
+            found: Tensor = Evaluator(given.graph, args).evaluate(node)
+            return found
+
+        with torch.inference_mode(False):
+            return values_to_compare(given.graph, given.constants, evaluate)
 
     def _current(self, args: Sequence[Any]) -> _Kept | None:
         """What is kept, if it is of the sources' current values.
@@ -160,11 +201,13 @@ class Plan:
         weights = {node for each in given.products for node in (each.weight, each.bias) if node}
         if not can_be_scripted(given.graph, given.products):
             return None
-        inner = lowered(given, laid_out.layouts, packs=False)
+        compared = laid_out.compared
+        inner = lowered(given, laid_out.layouts, packs=False, compared=compared)
         fixed = {i for node, i in positions(inner.source).items() if node in weights}
         values = [*args, *computed(inner.source, inner.kept, args)]
         fixed |= set(range(len(args), len(values)))
-        return script(self._captured, inner.graph, values, fixed, self._plain(*args))
+        expected = self._plain(*args)
+        return script(self._captured, inner.graph, values, fixed, expected, compared is not None)
 
     def _computed(self, kept: _Kept, variant: _Variant, args: Sequence[Any]) -> list[Tensor]:
         """The constants of a variant; those that none uses any more are dropped."""
@@ -190,25 +233,28 @@ class Plan:
         self._missed = key
         return is_passing
 
-    def _record(self, key: tuple[object, ...], args: Sequence[Any]) -> Any:
+    def _record(self, kept: _Kept, key: tuple[object, ...], args: Sequence[Any]) -> Any:
         """Run the graph once, and lower it for the layouts that occur."""
         given = simplified(self._captured.graph, self._sources, self._folds)
         recorder = Recorder(GraphModule(self._captured, given.graph), given.products)
         result = recorder.run(*args)
-        self._lay_out(key, recorder.layouts)
+        self._lay_out(kept, key, recorder.layouts, args)
         return result
 
-    def _lay_out(self, key: tuple[object, ...], layouts: Layouts) -> None:
+    def _lay_out(
+        self, kept: _Kept, key: tuple[object, ...], layouts: Layouts, args: Sequence[Any]
+    ) -> _LaidOut:
         given = simplified(self._captured.graph, self._sources, self._folds)
-        before = self._laid_out
-        variant = _Variant(self._captured, lowered(given, layouts), self._names)
-        self._laid_out = _LaidOut(key, variant, layouts)
-        kept = self._kept
-        if before is not None and kept is not None:
+        before, compared = self._laid_out, self._compared(kept, args)
+        made = lowered(given, layouts, compared=compared)
+        variant = _Variant(self._captured, made, self._names)
+        laid_out = self._laid_out = _LaidOut(key, variant, layouts, compared)
+        if before is not None:
             kept.arguments.pop(before.variant, None)
             kept.scripts.pop(before.variant, None)
             for number in set(before.variant.numbers) - {*variant.numbers, *self._general.numbers}:
                 kept.values.pop(number, None)
+        return laid_out
 
     def _overlaps(self, kept: _Kept, args: Sequence[Any]) -> bool:
         """Whether the graph may write into a source through another argument."""

@@ -2,7 +2,8 @@
 
 oneDNN applies an activation, or adds another tensor, to a product that is still in the cache. Only
 what keeps NaN and infinity as torch does is left to it: its ReLU, ReLU6 and Hardsigmoid return a
-number for NaN, and its GELU by erf does for an infinite result of a convolution.
+number for NaN, and its GELU by erf does for an infinite result of a convolution. Where a product is
+shown to be finite, so are ReLU, ReLU6 and Hardtanh.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from transforms.graph import operators
+from transforms.graph.bounds import CLAMPS
 from transforms.graph.operators import arguments, is_writing, value
 from transforms.rewrites.packed import LEAST_PRODUCTS, reorder_linear, supported_dtypes
-from transforms.rewrites.post_ops import OF_FUNCTIONS, PostOp, gelu, leaky_relu
+from transforms.rewrites.post_ops import NO_OP, OF_FUNCTIONS, RELU, PostOp, clamp, gelu, leaky_relu
 from transforms.rewrites.schemas import changed
 
 _OPS = torch.ops.mkldnn
@@ -92,9 +94,15 @@ class Product(NamedTuple):
         args = (x, weight, bias, *self.geometry, post.attribute, post.scalars, post.algorithm)
         return self._operator.default, args
 
-    def call_and_add(self, x: Any, other: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-        """The operator that adds ``other`` to a convolution, and its arguments."""
-        args = (x, other, weight, bias, *self.geometry, "add", None, None, [], None)
+    def call_and_add(
+        self, x: Any, other: Any, weight: Any, bias: Any, post: PostOp
+    ) -> tuple[Any, Any]:
+        """The operator that adds ``other`` to a convolution, and its arguments.
+
+        ``post`` is applied to the sum: ReLU or nothing.
+        """
+        unary = None if post is NO_OP else post.attribute
+        args = (x, other, weight, bias, *self.geometry, "add", None, unary, [], None)
         return _OPS._convolution_pointwise.binary, args
 
     @property
@@ -187,8 +195,14 @@ def _expanded(numbers: Any, count: int) -> list[int] | None:
     return list(numbers) * count if len(numbers) == 1 else list(numbers)
 
 
-def activation(node: Node, of: Product) -> PostOp | None:
-    """The activation of a node, if oneDNN's result for NaN and infinity is torch's."""
+def activation(node: Node, of: Product, is_finite: bool) -> PostOp | None:
+    """The activation of a node, if oneDNN computes it as torch does.
+
+    Args:
+        node: what uses the product.
+        of: the product.
+        is_finite: whether no value is NaN or infinite.
+    """
     called, given = operators.name(node), arguments(node)
     post = OF_FUNCTIONS.get(called or "")
     if called == "gelu":
@@ -197,7 +211,17 @@ def activation(node: Node, of: Product) -> PostOp | None:
     elif called == "leaky_relu":
         slope = given.get("negative_slope", 0.01)
         post = leaky_relu(slope) if isinstance(slope, float) else None
+    elif called in CLAMPS and is_finite:
+        post = clamp_of(node)
     return None if post is None or post.attribute is None else post
+
+
+def clamp_of(node: Node) -> PostOp:
+    """How oneDNN computes ReLU, ReLU6 or Hardtanh where no value is NaN."""
+    given = arguments(node)
+    limits = given.get("min_val", 0.0), given.get("max_val", 6.0)
+    post = RELU if operators.name(node) == "relu" else clamp(*limits)
+    return post._replace(attribute=post.of_numbers)
 
 
 def same_shape(a: Node, b: Node) -> bool:

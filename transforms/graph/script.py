@@ -8,16 +8,17 @@ them, once. torch ships it behind TorchScript only.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fusedoptim import _torch_private as private
 from fusedoptim.runtime.memory import return_free_memory
 from transforms.graph import operators
+from transforms.graph.bounds import CLAMPS, PRODUCTS
 from transforms.graph.operators import is_fresh, is_pure
 from transforms.graph.products import Product
 from transforms.inputs.sample import agrees
@@ -32,6 +33,7 @@ _RIGHT = frozenset(
     )
 )
 """What oneDNN Graph computes as torch does, NaN and infinity among it."""
+_RIGHT_IF_FINITE = _RIGHT | {f"aten::{name}" for name in CLAMPS}
 _WARM_UP = 3  # one to see shapes, one to compile, and one to pack the weights
 _compiling = threading.Lock()
 
@@ -71,6 +73,7 @@ def script(
     args: Sequence[Any],
     fixed: Container[int],
     expected: Any,
+    is_finite: bool,
 ) -> Script | None:
     """Compile a plan; None if oneDNN Graph does not take it, or would compute something else.
 
@@ -80,10 +83,11 @@ def script(
         args: the arguments of the graph, constants included.
         fixed: which of them are constants.
         expected: what the graph returns for them.
+        is_finite: whether no value is NaN or infinite, unless what it returns besides shows so.
     """
     if not _is_plain(expected) or torch.is_autocast_enabled("cpu"):
         return None
-    _hide(graph)
+    _hide(graph, is_finite)
     forward = GraphModule(module, graph, "Plan").forward
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = [
@@ -108,7 +112,10 @@ def script(
     except RuntimeError:  # of oneDNN Graph or TorchScript
         return None
     groups = list(_groups(found))
-    if not groups or not all(map(_is_right, groups)) or not _are_close(actual, expected):
+    right = _RIGHT_IF_FINITE if is_finite else _RIGHT
+    if not groups or not all(_is_right(group, right) for group in groups):
+        return None
+    if not _are_close(actual[: len(expected)], expected):
         return None
     return Script(found, inputs)
 
@@ -141,10 +148,10 @@ def _groups(found: Any) -> Iterator[set[str]]:
                 yield {kind for kind in kinds if kind.startswith("aten::")}
 
 
-def _is_right(group: set[str]) -> bool:
+def _is_right(group: set[str], right: Set[str]) -> bool:
     if "aten::gelu" in group and not group & _CONVOLUTIONS:
         group = group - {"aten::gelu"}
-    return group <= _RIGHT
+    return group <= right
 
 
 def _nodes(block: Any) -> Iterator[Any]:
@@ -240,8 +247,19 @@ _HIDDEN: dict[str, Callable[..., Tensor]] = {
 """Functions that oneDNN Graph would compute otherwise for NaN, as others that it does not know."""
 
 
-def _hide(graph: Graph) -> None:
+def _hide(graph: Graph, is_finite: bool) -> None:
     for node in graph.nodes:
-        hidden = _HIDDEN.get(operators.name(node) or "")
+        called = operators.name(node) or ""
+        if is_finite and called in CLAMPS and not _may_be_overwritten(node):
+            continue
+        hidden = _HIDDEN.get(called)
         if hidden is not None and operators.is_tensor(node):
             node.op, node.target = "call_function", hidden
+
+
+def _may_be_overwritten(node: Node) -> bool:
+    """Whether torch may write a sum over a value between two of its groups that is used later."""
+    *before, _ = users = sorted(node.users)
+    if any(map(operators.is_own, users)):  # then it is a tensor of torch's
+        return False
+    return any(operators.name(user) not in PRODUCTS for user in before)

@@ -29,7 +29,8 @@ class PostOp(NamedTuple):
     """oneDNN's name where no value is NaN, if there is no other."""
 
 
-def _clamp(least: float, most: float) -> PostOp:
+def clamp(least: float, most: float) -> PostOp:
+    """Hardtanh."""
     in_place = functools.partial(nn.functional.hardtanh_, min_val=least, max_val=most)
     return PostOp(None, [least, most], "", in_place, "hardtanh")
 
@@ -49,7 +50,8 @@ def gelu(approximate: str) -> PostOp:
 
 NO_OP = PostOp("none", [], "", lambda x: x)
 """No activation."""
-_RELU = PostOp(None, [], "", torch.relu_, "relu")
+RELU = PostOp(None, [], "", torch.relu_, "relu")
+"""ReLU."""
 _SILU = PostOp("swish", [], "", lambda x: nn.functional.silu(x, inplace=True))
 _HARDSWISH = PostOp("hardswish", [], "", lambda x: nn.functional.hardswish(x, inplace=True))
 _HARDSIGMOID = PostOp(None, [], "", lambda x: nn.functional.hardsigmoid(x, inplace=True))
@@ -64,9 +66,9 @@ OF_FUNCTIONS: Mapping[str, PostOp] = {
 }
 """By the names of torch's functions without options, those that oneDNN applies."""
 _OF_TORCH: Mapping[type[nn.Module], Callable[[Any], PostOp]] = {
-    nn.ReLU: lambda module: _RELU,
-    nn.ReLU6: lambda module: _clamp(0.0, 6.0),
-    nn.Hardtanh: lambda module: _clamp(module.min_val, module.max_val),
+    nn.ReLU: lambda module: RELU,
+    nn.ReLU6: lambda module: clamp(0.0, 6.0),
+    nn.Hardtanh: lambda module: clamp(module.min_val, module.max_val),
     nn.LeakyReLU: lambda module: leaky_relu(module.negative_slope),
     nn.GELU: lambda module: gelu(module.approximate),
     nn.SiLU: lambda module: _SILU,

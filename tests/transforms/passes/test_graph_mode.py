@@ -51,7 +51,8 @@ def test_right_reported_and_restored(dtype: torch.dtype | None) -> None:
     )
     assert ours is model
     (entry,) = transforms.report(ours).done(KNOB)
-    assert entry.what.startswith("1 graph; products packed: 4, additions fused: 2, ")
+    done = "1 graph; products packed: 4, activations fused: 4, additions fused: 2, "
+    assert entry.what.startswith(done)
     assert_same_state(ours.state_dict(), state)
     plain = randomise(Residual())
     plain.load_state_dict(state)
