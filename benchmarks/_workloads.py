@@ -75,7 +75,7 @@ class Bench:
         self._lists: dict[torch.dtype, _Parameters] = {}
         self._traffic = Traffic(self.params())
         self._traffic.read_gradients()
-        self._small_network = _forward_and_backward()
+        self._small_network = small_network()
 
     def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Return the parameters in ``dtype``, created on first use."""
@@ -125,7 +125,7 @@ class Bench:
             self._small_network()
 
 
-def _forward_and_backward() -> Callable[[], None]:
+def small_network() -> Callable[[], None]:
     """Return a forward and a backward pass of a network of 7,989 parameters.
 
     Run before each step as in training; otherwise the step would find every cache warm.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +35,21 @@ def test_shortest(
     monkeypatch.setattr(sys, "argv", [name, "--workload", workload, "--rounds", "1"])
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert workload in capsys.readouterr().out
+
+
+def test_versions() -> None:
+    """Of the same checkout, as if it were another one."""
+    command = [sys.executable, "-m", "benchmarks.versions", ".", "--rounds", "1"]
+    command += ["--optimizer", "FusedAdam", "--workload", "8192"]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+    assert "FusedAdam, 8192 (1 rounds)" in done.stdout
+
+
+def test_versions_of_what_is_no_checkout(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.versions", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert f"FOLDER={str(tmp_path)!r} has no package fusedoptim" in done.stderr
 
 
 def test_traffic_moves_every_byte() -> None:
