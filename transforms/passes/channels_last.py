@@ -33,7 +33,7 @@ _FORMATS = {
     nn.ConvTranspose3d: torch.channels_last_3d,
 }
 _STRIDES = "_fusedoptim_strides"
-_READS_STRIDES = {"view", "view_as", "as_strided", "is_contiguous"}
+_READS_STRIDES = {"view", "view_as", "as_strided", "is_contiguous", "parameters_to_vector"}
 _ROUNDS = 2
 
 Convolutions = list[tuple[str, Any, torch.memory_format]]

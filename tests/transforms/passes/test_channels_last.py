@@ -13,16 +13,23 @@ from tests.transforms.helpers import assert_right, randomise
 from tests.transforms.models import Net, images
 
 
-def test_code_that_depends_on_strides_is_left() -> None:
-    class Views(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            return x.view(x.shape[0], -1)
+class Views(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x.view(x.shape[0], -1)
 
-    model, x = Views(nn.Conv2d(3, 8, 3)).eval(), images()
+
+class FlatWeights(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * nn.utils.parameters_to_vector(self.parameters()).norm()
+
+
+@pytest.mark.parametrize(("cls", "name"), [(Views, "view"), (FlatWeights, "parameters_to_vector")])
+def test_code_that_depends_on_strides_is_left(cls: type[nn.Module], name: str) -> None:
+    model, x = cls(nn.Conv2d(3, 8, 3)).eval(), images()
     optimized = transforms.optimize(model)
     (left,) = transforms.report(optimized).left("auto_channels_last")
-    assert "Views.forward uses view" in left.what
+    assert f"{cls.__name__}.forward uses {name}" in left.what
     assert torch.equal(optimized(x), model(x))
 
 
