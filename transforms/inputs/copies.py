@@ -43,6 +43,8 @@ def _carry_tensors(model: nn.Module, copied: nn.Module, memo: Memo) -> None:
     """Copy what deepcopy omits from parameters: gradients, hooks and attributes."""
     for param, twin in zip(model.parameters(), copied.parameters(), strict=True):
         memo[id(param)] = twin  # a model with its own __deepcopy__ may not have recorded it
+        if param.is_leaf and not twin.is_leaf:  # torch copies a ScriptModule's under autograd
+            twin.detach_().requires_grad_(param.requires_grad)
         if param.grad is not None and twin.grad is None:
             twin.grad = copy.deepcopy(param.grad, memo)
         # Tensor's methods are not annotated.

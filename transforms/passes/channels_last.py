@@ -117,8 +117,10 @@ class ChannelsLast(Pass):
 def _undo(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         strides = vars(module).pop(_STRIDES, None)
+        if strides is None:
+            continue
         weight = module._parameters.get("weight")
-        if strides is not None and weight is not None and weight.dim() == len(strides):
+        if weight is not None and weight.dim() == len(strides):
             _put(weight, functools.partial(plain_tensors.with_strides, strides=strides))
 
 

@@ -144,6 +144,22 @@ def test_model_that_copies_itself() -> None:
     assert its.param_groups[0]["params"][0] is twin.weight
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning")
+def test_scripted_module() -> None:
+    """torch's copy of one has results of a clone for parameters, which no gradient reaches."""
+    model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Linear(4, 2)))
+    model[1].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    twin, its = copy_pair(model, optimizer)
+    assert its is not None
+    x = torch.randn(5, 3)
+    for each, stepping in ((model, optimizer), (twin, its)):
+        each(x).square().sum().backward()
+        stepping.step()
+    assert_same(dict(twin.state_dict()), dict(model.state_dict()))
+
+
 def _holds_a_result(model: Any, optimizer: Any) -> None:
     model.cached = model(torch.ones(3))
 
