@@ -65,8 +65,31 @@ def embedding_bag(
         faults[0] = 1
         count = 0
         bags_left = 0
-    bounds = offsets, bags_left, count  # with how many there are, and where the last bag ends
+    bounds = offsets, bags_left, count
     terms = weights, is_weighted, padding, is_mean
+    if padding < 0 and not is_weighted:
+        add_bags(add_plainly, table, indices, bounds, terms, output, bags, width, stride)
+    else:
+        add_bags(add_terms, table, indices, bounds, terms, output, bags, width, stride)
+
+
+def add_bags(
+    add_four: Any,
+    table: Input,
+    indices: Indices,
+    bounds: Any,
+    terms: Any,
+    output: Output,
+    bags: int,
+    width: int,
+    stride: int,
+) -> None:
+    """All bags, by a function that adds up a bag's four columns of each lane.
+
+    ``bounds`` are the offsets, how many there are, and where the last bag ends; ``terms`` are the
+    weights of the indices, whether there are any, the index that has no term, and whether bags are
+    means.
+    """
     last = begin_of(bags, bounds)
     stop = begin_of(0, bounds)
     bag = 0
@@ -89,7 +112,7 @@ def embedding_bag(
         bag += 1
 
 
-def add_four(
+def add_plainly(
     table: Input,
     indices: Indices,
     terms: Any,
@@ -100,23 +123,64 @@ def add_four(
     width: int,
     column: int,
 ) -> None:
-    """A bag's four columns of each lane.
+    """Four columns of a bag without weights and padding; ``run`` is where it begins and ends.
 
-    ``terms`` are the weights of the indices, whether there are any, the index that has no term, and
-    whether bags are means; ``run`` is where the bag begins and ends, and where the last one ends.
+    ``run`` also has where the last bag ends.
     """
-    _, is_weighted, padding, _ = terms
-    begin, stop, last = run
-    is_plain = padding < 0 and not is_weighted
-    if rounds(output) and is_plain and stop - begin == 1:
-        fetch_ahead(table, indices, begin, last, width, column, 4)
-        copy(table, indices[begin] * width + column + lane(), output, place)
+    k, stop, last = run
+    if rounds(output) and stop - k == 1:
+        fetch_ahead(table, indices, k, last, width, column, 4)
+        copy(table, indices[k] * width + column + lane(), output, place)
     else:
-        x0, x1, x2, x3 = sums(table, indices, terms, run, width, column)
-        output[place] = x0 * factor
-        output[place + lanes()] = x1 * factor
-        output[place + 2 * lanes()] = x2 * factor
-        output[place + 3 * lanes()] = x3 * factor
+        x0 = x1 = x2 = x3 = real(0)
+        while k < stop:
+            fetch_ahead(table, indices, k, last, width, column, 4)
+            source = indices[k] * width + column + lane()
+            x0 += table[source]
+            x1 += table[source + lanes()]
+            x2 += table[source + 2 * lanes()]
+            x3 += table[source + 3 * lanes()]
+            k += 1
+        store_four(x0, x1, x2, x3, output, place, factor)
+
+
+def add_terms(
+    table: Input,
+    indices: Indices,
+    terms: Any,
+    run: Any,
+    output: Output,
+    place: int,
+    factor: float,
+    width: int,
+    column: int,
+) -> None:
+    """The same of any bag."""
+    weights, is_weighted, padding, _ = terms
+    k, stop, last = run
+    x0 = x1 = x2 = x3 = real(0)
+    while k < stop:
+        fetch_ahead(table, indices, k, last, width, column, 4)
+        i = indices[k]
+        if i != padding:
+            weight = weights[k] if is_weighted else real(1)
+            source = i * width + column + lane()
+            x0 = fma(weight, table[source], x0)
+            x1 = fma(weight, table[source + lanes()], x1)
+            x2 = fma(weight, table[source + 2 * lanes()], x2)
+            x3 = fma(weight, table[source + 3 * lanes()], x3)
+        k += 1
+    store_four(x0, x1, x2, x3, output, place, factor)
+
+
+def store_four(
+    x0: float, x1: float, x2: float, x3: float, output: Output, place: int, factor: float
+) -> None:
+    """A bag's sums, times its factor."""
+    output[place] = x0 * factor
+    output[place + lanes()] = x1 * factor
+    output[place + 2 * lanes()] = x2 * factor
+    output[place + 3 * lanes()] = x3 * factor
 
 
 def begin_of(bag: int, bounds: Any) -> int:
@@ -146,36 +210,6 @@ def copy(table: Input, source: int, output: Output, target: int) -> None:
     output[target + lanes()] = table[source + lanes()]
     output[target + 2 * lanes()] = table[source + 2 * lanes()]
     output[target + 3 * lanes()] = table[source + 3 * lanes()]
-
-
-def sums(
-    table: Input, indices: Indices, terms: Any, run: Any, width: int, column: int
-) -> tuple[float, float, float, float]:
-    """The sums of a bag's rows in four columns of each lane; plain sums have their own loop."""
-    weights, is_weighted, padding, _ = terms
-    k, stop, last = run
-    x0 = x1 = x2 = x3 = real(0)
-    if is_weighted or padding >= 0:
-        while k < stop:
-            fetch_ahead(table, indices, k, last, width, column, 4)
-            i = indices[k]
-            if i != padding:
-                weight = weights[k] if is_weighted else real(1)
-                place = i * width + column + lane()
-                x0 = fma(weight, table[place], x0)
-                x1 = fma(weight, table[place + lanes()], x1)
-                x2 = fma(weight, table[place + 2 * lanes()], x2)
-                x3 = fma(weight, table[place + 3 * lanes()], x3)
-            k += 1
-    while k < stop:
-        fetch_ahead(table, indices, k, last, width, column, 4)
-        place = indices[k] * width + column + lane()
-        x0 += table[place]
-        x1 += table[place + lanes()]
-        x2 += table[place + 2 * lanes()]
-        x3 += table[place + 3 * lanes()]
-        k += 1
-    return x0, x1, x2, x3
 
 
 def factor_of(indices: Indices, k: int, stop: int, terms: Any) -> float:

@@ -8,13 +8,15 @@ r"""DLRM's interaction: the first of a sample's features, and the products of ea
 A launch's row is a run of samples, of ``count`` features of ``width`` numbers each. Feature f of
 sample s begins at element ``offsets[f] + s * strides[f]``, so that features may be tensors of their
 own. A sample is first copied to ``scratch``, in the arithmetic dtype and filled up with zeros, and
-then multiplied in blocks of four features.
+then multiplied in blocks of four features; meanwhile the next one is fetched.
 
 Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation
 Systems" (2019).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from fusedoptim.kernels.language import (
     VECTOR,
@@ -23,6 +25,7 @@ from fusedoptim.kernels.language import (
     Output,
     RowInteger,
     Values,
+    fetch,
     load_vector,
     quarter_sums,
     real,
@@ -62,6 +65,7 @@ def interaction(
         while f < count:
             start = offsets[f] + (first + sample) * strides[f]
             pack(features, start, width, scratch, (f >> 2) * 4 * padded_width + (f & 3) * 4)
+            fetch_ahead(features, start + strides[f], width)
             f += 1
         copy(features, offsets[0] + (first + sample) * strides[0], width, output, place)
         place += width
@@ -122,6 +126,14 @@ def copy(source: Input, start: int, length: int, target: Output, place: int) -> 
     while k < length:
         target[place + k] = source[start + k]
         k += 1
+
+
+def fetch_ahead(values: Any, start: int, width: int) -> None:
+    """Fetch a feature, which is that of the next sample."""
+    k = 0
+    while k < width:
+        fetch(values, start + k, 64)
+        k += 64
 
 
 def multiply_block(
@@ -193,6 +205,7 @@ def interaction_backward(
         while f < count:
             start = offsets[f] + (first + sample) * strides[f]
             copy(features, start, width, scratch, f * padded_width)
+            fetch_ahead(features, start + strides[f], width)
             f += 1
 
         of_first = place
@@ -221,6 +234,7 @@ def interaction_backward(
         while f < count:
             start = grad_offsets[f] + (first + sample) * grad_strides[f]
             copy(scratch, results + f * padded_width, width, grad_features, start)
+            fetch_ahead(grad_features, start + grad_strides[f], width)
             f += 1
         sample += 1
 

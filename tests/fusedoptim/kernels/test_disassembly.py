@@ -111,6 +111,11 @@ def test_rows_are_fetched_ahead(name: str, code: dict[str, str]) -> None:
     assert not re.search(r"\bcall", code[name])
 
 
+@pytest.mark.parametrize("name", [x for x in _MODULES if x.startswith("interaction")])
+def test_features_are_fetched_ahead(name: str, code: dict[str, str]) -> None:
+    assert re.search(r"\bprefetcht1\b", code[name])
+
+
 @pytest.mark.skipif(not AVX512, reason="the shares are those of AVX-512")
 class TestVectors:
     @pytest.mark.parametrize("name", _MODULES)
