@@ -24,6 +24,7 @@ from benchmarks._harness import Contender, Report, Timing
 from benchmarks._shapes import MODELS
 from benchmarks._workloads import LR, MOMENTUM, WORKLOADS, Workload, small_network
 
+_TODAY = Path(__file__).parents[1]
 _PACKAGES = ("fusedoptim", "allocator", "transforms")
 _OPTIMIZERS = ("FusedSGD", "SplitSGD", "FusedAdagrad", "FusedAdam", "FusedAdamW", "FusedLamb")
 _WORKLOADS = {
@@ -35,9 +36,9 @@ _WORKLOADS = {
 class _Version:
     """The packages in a folder."""
 
-    def __init__(self, name: str, folder: str) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         self.name = name
-        self._folder = folder
+        self._folder = folder.resolve()
         self._modules: dict[str, ModuleType] = {}
 
     def select(self) -> None:
@@ -45,13 +46,14 @@ class _Version:
         for name in _loaded():
             del sys.modules[name]
         sys.modules.update(self._modules)
-        sys.path[0] = self._folder
+        sys.path[0] = str(self._folder)
 
     def optimizer(self, name: str, params: list[Tensor]) -> torch.optim.Optimizer:
         """An optimizer that has made its first step."""
         self.select()
         options = {"momentum": MOMENTUM} if name.endswith("SGD") else {}
         package = importlib.import_module("fusedoptim")
+        assert Path(package.__path__[0]).parent == self._folder
         optimizer: torch.optim.Optimizer = getattr(package, name)(params, lr=LR, **options)
         optimizer.step()
         self._modules = _loaded()
@@ -69,7 +71,7 @@ def measure(folder: Path, name: str, workload: Workload, rounds: int | None) -> 
     Each version goes first in half of the rounds: the second of two equal ones takes up to 1.09
     times as long on 10,000 small tensors, as its tensors were made later.
     """
-    versions = _Version(str(folder), str(folder)), _Version("today", sys.path[0])
+    versions = _Version(str(folder), folder), _Version("today", _TODAY)
     half = math.ceil((rounds or workload.rounds) / 2)
     forth = _times(versions, name, workload, half)
     back = _times(versions[::-1], name, workload, half)[::-1]
@@ -92,7 +94,9 @@ def _times(
 
     make_gradients()
     optimizers = [v.optimizer(name, params) for v, params in zip(versions, lists)]
-    _share_state(*optimizers)
+    for theirs, own in zip(*lists):
+        state = optimizers[0].state[theirs].items()
+        optimizers[1].state[own].update({k: _alias(v) for k, v in state if k != "step"})
     runs_next = itertools.cycle([v for v in versions for _ in range(workload.lead + 1)])
     network = small_network()
 
@@ -109,12 +113,6 @@ def _times(
 def _alias(tensor: Tensor) -> Tensor:
     """The same memory, with a count of writes of its own."""
     return tensor.data.requires_grad_(tensor.requires_grad)
-
-
-def _share_state(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
-    """Give the second optimizer the memory of the first one's state, but for the step counts."""
-    for theirs, own in zip(first.state.values(), second.state.values()):
-        own.update({key: _alias(value) for key, value in theirs.items() if key != "step"})
 
 
 def main() -> None:

@@ -97,8 +97,6 @@ class Pipeline:
                 block.write(roles[Role.CHUNK_SUMS], row_addresses(self.sums)[chunks.first[tensors]])
         else:
             rows = np.arange(*np.searchsorted(chunks.owner, (tensors.start, tensors.stop)))
-            if Role.ROW_RESULT in roles:
-                rows = rows[::-1]  # what an earlier kernel read last is in the cache
             block = LaunchBlock(kernel, chunks.lengths[rows])
             for name, _ in kernel.layout.row:
                 self._with_column.setdefault(name, []).append((block, rows))
