@@ -44,6 +44,8 @@ RESNET50 = Workload("resnet50", 150)
 BERT_BASE = Workload("bert-base", 60)
 DLRM = Workload("dlrm", 100)
 MANY_SMALL = Workload("10000x1000", 30, new_gradients=True)
+LARGE = Workload("16.8M", 200)
+SMALL = Workload("8192", 1500, lead=4)
 WORKLOADS = (RESNET50, BERT_BASE, DLRM, MANY_SMALL)
 """The workloads of every optimizer."""
 

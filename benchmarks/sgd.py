@@ -19,11 +19,9 @@ from benchmarks._fresh import measured
 from benchmarks._harness import Absent, Contender, Report, Timing
 from benchmarks._output import Table
 from benchmarks._shapes import MODELS
-from benchmarks._workloads import LR, MOMENTUM, SGD_BYTES, WORKLOADS, Bench, Workload, timed
+from benchmarks._workloads import LARGE, LR, MOMENTUM, SGD_BYTES, SMALL, WORKLOADS, Bench, timed
 from fusedoptim import FusedSGD
 
-LARGE = Workload("16.8M", 200)
-SMALL = Workload("8192", 1500, lead=4)
 STARTUP, MEMORY = "startup", "memory"
 
 _MOST_COMPILED = 500  # tensors; compiling takes more than proportionally long beyond

@@ -22,15 +22,20 @@ from torch import Tensor
 from benchmarks import _harness, _output
 from benchmarks._harness import Contender, Report, Timing
 from benchmarks._shapes import MODELS
-from benchmarks._workloads import LR, MOMENTUM, WORKLOADS, Workload, small_network
+from benchmarks._workloads import (
+    LARGE,
+    LR,
+    MOMENTUM,
+    SMALL,
+    WORKLOADS,
+    Workload,
+    small_network,
+)
 
 _TODAY = Path(__file__).parents[1]
 _PACKAGES = ("fusedoptim", "allocator", "transforms")
 _OPTIMIZERS = ("FusedSGD", "SplitSGD", "FusedAdagrad", "FusedAdam", "FusedAdamW", "FusedLamb")
-_WORKLOADS = {
-    workload.name: workload
-    for workload in (Workload("8192", 300, lead=2), *WORKLOADS, Workload("16.8M", 40))
-}
+_WORKLOADS = {workload.name: workload for workload in (SMALL, *WORKLOADS, LARGE)}
 
 
 class _Version:

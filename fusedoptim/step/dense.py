@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from fusedoptim.step.scalars import Settings, grad_factor
 from fusedoptim.step.sharding import is_divided, like_param, spread_of
 from fusedoptim.step.state import (
     local_state,
+    names_of,
     state_arguments,
     state_tensors,
     state_width,
@@ -42,13 +43,8 @@ _MANY_WRITTEN = 256
 _grad_addresses = operator.attrgetter("grad_addresses")
 
 
-def _names(role: Role, arguments: Iterable[tuple[str, Role]]) -> list[str]:
-    """Those of the arguments that have this role."""
-    return [name for name, its_role in arguments if its_role is role]
-
-
 def _uses_sums(kernel: Kernel) -> bool:
-    return bool(_names(Role.CHUNK_SUMS, kernel.layout.row))
+    return bool(names_of(Role.CHUNK_SUMS, kernel.layout.row))
 
 
 class DenseRows:
@@ -79,8 +75,8 @@ class DenseRows:
         self._variant = variant_of(rule, first)
         built = [kernel_for(self._queue, name, self._variant) for name in kernels]
         arguments = dict.fromkeys(argument for kernel in built for argument in kernel.layout.row)
-        self._row_flags = _names(Role.ROW_FLAG, arguments)
-        numbers = _names(Role.PARAM_NUMBER, arguments)
+        self._row_flags = names_of(Role.ROW_FLAG, arguments)
+        numbers = names_of(Role.PARAM_NUMBER, arguments)
         self._draws = bool(numbers)
         """Whether the kernels draw random words, by the parameter and the step."""
 
@@ -100,7 +96,7 @@ class DenseRows:
         self.fresh: Sequence[bool] | None = fresh or [
             any(state.get(name) is None for name in roles) for state in self._held
         ]
-        has_steps = bool(_names(Role.ROW_SCALAR, arguments))
+        has_steps = bool(names_of(Role.ROW_SCALAR, arguments))
         # Scales belong to the memory of one process; other state is spread as its parameter is.
         self._spread_names = [name for name, role in roles.items() if role is not Role.BLOCK_SCALES]
         needed = [*self._spread_names, KEY] if has_steps else self._spread_names

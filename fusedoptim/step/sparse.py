@@ -23,7 +23,7 @@ from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings, grad_factor
 from fusedoptim.step.sharding import Spread
 from fusedoptim.step.sparse_gradient import SparseGradient, row_numbers
-from fusedoptim.step.state import state_arguments, state_tensors, variant_of
+from fusedoptim.step.state import names_of, state_arguments, state_tensors, variant_of
 from fusedoptim.step.step_counts import KEY, StepCounts
 from fusedoptim.step.tensors import PARAM_DTYPES, State, memory_of
 from fusedoptim.step.unchanged import tensor_guards
@@ -81,7 +81,7 @@ class SparseRows:
         row = self._kernel.layout.row
         names = state_arguments(row)
         self._held = held = rule.states.get(param, {})
-        has_steps = any(role is Role.ROW_SCALAR for _, role in row)
+        has_steps = bool(names_of(Role.ROW_SCALAR, row))
         check_state_whole(rule, candidate.name, held, [*names, KEY] if has_steps else list(names))
         self._steps = StepCounts([held]) if has_steps else None
         dense = {name: role for name, role in names.items() if name not in rule.sparse_state}
@@ -93,7 +93,7 @@ class SparseRows:
             if buffer is not None:
                 check_state_shape(rule, candidate.name, name, buffer, param.shape)
         self._dense_guards = tensor_guards(list(self._dense.values())) if self._dense else None
-        self._row_flags = [name for name, role in row if role is Role.ROW_FLAG]
+        self._row_flags = names_of(Role.ROW_FLAG, row)
         self._laid_out: _Block | None = None
         self.runs_on_host = self._kernel.backend.runs_on_host
         self._is_committed = False

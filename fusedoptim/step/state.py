@@ -36,6 +36,11 @@ _DTYPES = {Role.TRAIL: torch.int16, Role.STATE_BF16: torch.bfloat16}
 _STATE = (Role.STATE, *_DTYPES, *float8.DTYPES, Role.BLOCK_SCALES)
 
 
+def names_of(role: Role, arguments: Iterable[Argument]) -> list[str]:
+    """The arguments that have this role."""
+    return [name for name, its_role in arguments if its_role is role]
+
+
 def state_arguments(arguments: Iterable[Argument]) -> dict[str, Role]:
     """The state that kernels with these ``arguments`` update, by name."""
     return {name: role for name, role in arguments if role in _STATE}

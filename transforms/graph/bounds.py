@@ -221,4 +221,4 @@ def _largest_sum(weight: Tensor, called: str) -> float:
     # Of a transposed convolution, the channels with one number in all groups, together.
     channel = 1 if called == "addmm" or called.startswith("conv_transpose") else 0
     others = [i for i in range(weight.dim()) if i != channel]
-    return float(torch.linalg.vector_norm(weight.detach(), 1, others, dtype=torch.float32).amax())
+    return _largest(torch.linalg.vector_norm(weight.detach(), 1, others, dtype=torch.float32))
