@@ -27,7 +27,12 @@ from fusedoptim.launch.parts import CODE
 
 _HERE = Path(__file__).parent
 GPUS = ("skl", "dg2", "pvc")  # Gen9, Arc, Data Center Max
-_HELPERS = ("language.py", "philox.py", "rounding.py")  # no kernels, but what kernels use
+_HELPERS = (
+    "fetching.py",
+    "language.py",
+    "philox.py",
+    "rounding.py",
+)  # no kernels, but what kernels use
 _COMPILER_SOURCES = (
     *_HELPERS,
     *("_lowering.py", "_prefetching.py", "_rounding.py", "_vectors.py", "_compiler.py"),

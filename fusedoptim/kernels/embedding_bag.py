@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fusedoptim.kernels.fetching import AHEAD, fetch_columns
 from fusedoptim.kernels.language import (
     Indices,
     Input,
@@ -22,7 +23,6 @@ from fusedoptim.kernels.language import (
     RowFlag,
     RowInteger,
     Values,
-    fetch,
     fma,
     lane,
     lanes,
@@ -31,9 +31,6 @@ from fusedoptim.kernels.language import (
 )
 
 __all__ = ["embedding_bag"]
-
-AHEAD = 32
-"""Indices between one that is added and one whose row is fetched."""
 
 
 def embedding_bag(
@@ -197,11 +194,7 @@ def fetch_ahead(
 ) -> None:
     """Fetch a CPU's columns of each lane, four or one, of the row of an index after the k-th."""
     if k + AHEAD < last:
-        place = indices[k + AHEAD] * width + column
-        if each == 4:
-            fetch(table, place, 64)
-        else:
-            fetch(table, place, 16)
+        fetch_columns(table, indices[k + AHEAD] * width + column, each)
 
 
 def copy(table: Input, source: int, output: Output, target: int) -> None:

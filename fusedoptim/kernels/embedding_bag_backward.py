@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from fusedoptim.kernels.fetching import AHEAD, fetch_columns
 from fusedoptim.kernels.language import (
     VECTOR,
     Grad,
@@ -59,8 +60,6 @@ __all__ = [
     "sum_rows",
 ]
 
-AHEAD = 32
-"""Keys between one that is added and one whose rows are fetched."""
 _LOW = 0xFFFFFFFF
 
 
@@ -306,14 +305,6 @@ def fetch_with_sum(each: int, row: int, place: int, param: Param, state: State) 
     """The same of a table, and the one value of its state for the row."""
     fetch_columns(param, place, each)
     fetch(state, row, 1)
-
-
-def fetch_columns(values: Any, place: int, each: int) -> None:
-    """Fetch four columns of each of a CPU's lanes, or one."""
-    if each == 4:
-        fetch(values, place, 64)
-    else:
-        fetch(values, place, 16)
 
 
 def fetch_ahead(
