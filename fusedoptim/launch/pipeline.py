@@ -59,6 +59,8 @@ class Pipeline:
         self._is_few = len(chunks.owner) <= _FEW
         self._few_words: dict[str, list[tuple[LaunchBlock, list[tuple[int, int, int]]]]] = {}
         """For each column, in each block: word, tensor and element of every chunk."""
+        self._few_reals: dict[str, list[tuple[LaunchBlock, memoryview[float], list[int]]]] = {}
+        """For each column, in each block: where its numbers are."""
         real = getattr(torch, kernels[0].module.arithmetic)
         self.sums: Tensor | None = None
         """What each lane has summed over each chunk: (chunks and an unused one, lanes, values)."""
@@ -78,6 +80,13 @@ class Pipeline:
                 self._add(kernel, tensors)
         if self._is_few:
             self._few_words = {column: self._words_of(column) for column in self._with_column}
+            self._few_reals = {
+                column: [
+                    (block, block.reals, [word * block.reals_per_word for word, _, _ in chunks])
+                    for block, chunks in found
+                ]
+                for column, found in self._few_words.items()
+            }
         self.stages: list[Stage] = [block for block in self._blocks if block.rows]
         """What is submitted, in order."""
         self.summing = int(bool(self._blocks[0].rows))
@@ -127,12 +136,11 @@ class Pipeline:
         """Set RowScalars of every chunk: to a number for each tensor, or to one number for all."""
         for column, values in columns.items():
             if self._is_few and isinstance(values, float):
-                for block, chunks in self._few_words[column]:
+                for block, reals, places in self._few_reals[column]:
                     if block.pending:
                         block.wait()
-                    reals, per_word = block.reals, block.reals_per_word
-                    for word, _, _ in chunks:
-                        reals[word * per_word] = values
+                    for place in places:
+                        reals[place] = values
             else:
                 by_chunk = None if isinstance(values, float) else values[self._chunks.owner]
                 for block, rows in self._with_column[column]:

@@ -103,7 +103,8 @@ class DenseRows:
         for candidate, state in zip(candidates, self._held):
             check_state_whole(rule, candidate.name, state, needed)
         self._steps = StepCounts(self._held) if has_steps else None
-        self._check_steps()
+        if self._draws:
+            self._check_steps()
         made: list[State] = [
             state_tensors(rule, candidate.name, roles, state, target)
             for candidate, state, target in zip(candidates, self._held, targets)
@@ -159,7 +160,7 @@ class DenseRows:
             self.written = []
 
     def _check_steps(self) -> None:
-        if self._draws and self._steps is not None:
+        if self._steps is not None:
             self._steps.check_next_differs(self._rule.optimizer_name)
 
     def _by_run(self, states: Sequence[State]) -> Iterator[Sequence[State]]:
@@ -176,7 +177,8 @@ class DenseRows:
             return False  # torch's current stream is another one now
         if self._steps is not None and not self._steps.are_held_by(self._held):
             return False
-        self._check_steps()
+        if self._draws:
+            self._check_steps()
         for run in self._runs:
             if not run.refresh():
                 return False
