@@ -6,11 +6,11 @@ import threading
 from typing import Any
 
 from allocator.exchange.buffers import Buffered, bytes_of
-from allocator.exchange.dlpack import KDL_CPU, KDL_ONEAPI, VERSION, Imported, View
+from allocator.exchange.devices import KDL_ONEAPI, TAKEN, is_host_accessible
+from allocator.exchange.dlpack import VERSION, Imported, View
 from allocator.exchange.exports import Exporter
 from allocator.exchange.memory import Array
 from allocator.pool.sizes import contiguous_strides, extent
-from allocator.runtime.libraries import load_dpctl
 
 exporter = Exporter()
 """exports of other libraries' memory."""
@@ -38,8 +38,7 @@ class Borrowed:
         self.address = tensor.address
         self.nbytes = nbytes
         self.is_read_only = tensor.is_read_only
-        kind, number = tensor.device
-        if kind == KDL_CPU or any(d.is_cpu for d in load_dpctl().get_devices()[number:][:1]):
+        if is_host_accessible(tensor.device):
             self.__class__ = _HostBorrowed
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -87,7 +86,7 @@ def from_dlpack(obj: Any) -> Array:
         raise TypeError(f"{type(obj).__name__} has no __dlpack__; pass a tensor or an array")
     _sweep()
     kind, _ = obj.__dlpack_device__()
-    if kind not in (KDL_CPU, KDL_ONEAPI):
+    if kind not in TAKEN:
         raise BufferError(f"a tensor on DLPack device {kind} is not on the host or a oneAPI device")
     if kind == KDL_ONEAPI and hasattr(obj, "sycl_queue"):
         obj.sycl_queue.wait()  # for pending writes

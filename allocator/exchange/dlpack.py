@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from allocator.exchange.dtypes import DType, dtype_of_code
 from allocator.pool.sizes import MOST_DIMS
 
-KDL_CPU, KDL_ONEAPI = 1, 14
 READ_ONLY, IS_COPIED = 1, 2  # flags of a versioned capsule
 VERSION = (1, 0)
 """Version of the structs that we write; consumers compare the major version only."""

@@ -8,14 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from allocator.exchange.buffers import Buffered, Lender, bytes_of
-from allocator.exchange.dlpack import (
-    IS_COPIED,
-    KDL_CPU,
-    KDL_ONEAPI,
-    READ_ONLY,
-    View,
-    as_pair,
-)
+from allocator.exchange.devices import HOST, KDL_CPU, KDL_ONEAPI, TAKEN
+from allocator.exchange.dlpack import IS_COPIED, READ_ONLY, View, as_pair
 from allocator.exchange.dtypes import DType, as_dtype
 from allocator.pool.allocation import Allocation
 from allocator.pool.core import Core
@@ -335,12 +329,12 @@ class Array:
         self._check()
         own = self.__dlpack_device__()
         target = own if dl_device is None else as_pair(dl_device, "dl_device")
-        if target[0] not in (own[0], KDL_CPU, KDL_ONEAPI):
+        if target[0] not in (own[0], *TAKEN):
             raise BufferError(f"dl_device={dl_device!r} cannot read memory of device {own}")
         as_usm = target[0] == KDL_ONEAPI and own[0] == KDL_CPU
         if target[0] == KDL_ONEAPI:
             self._check_default_context(target)
-        as_host = target == (KDL_CPU, 0) and isinstance(self.memory, Buffered)
+        as_host = target == HOST and isinstance(self.memory, Buffered)
         moves = target != own and not as_usm and not as_host
         if moves and copy is False:
             raise BufferError(f"copy=False, but from device {own} to {target} is a copy")

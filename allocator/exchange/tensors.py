@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from allocator.exchange.dlpack import KDL_CPU, VERSIONED_NAME, View, is_valid
+from allocator.exchange.devices import KDL_ONEAPI, torch_name
+from allocator.exchange.dlpack import VERSIONED_NAME, View, is_valid
 from allocator.exchange.dtypes import as_dtype
 from allocator.exchange.exports import Export
 from allocator.exchange.reuse import Entry
@@ -42,7 +43,7 @@ class TensorFactory:
         import torch
 
         if self.from_dlpack is _torch_not_loaded:
-            if self._device[0] != KDL_CPU and not torch.xpu._is_compiled():
+            if self._device[0] == KDL_ONEAPI and not torch.xpu._is_compiled():
                 raise RuntimeError(
                     f"torch was built without XPU, so it has no tensors on {self._core.name}; "
                     "install torch's XPU build, or use array() with dpnp"
@@ -91,7 +92,7 @@ class TensorFactory:
         nbytes = checked_nbytes(extent(shape, strides) * kind.itemsize, shape)
         if nbytes == 0:
             core.check_usable()
-            device = "cpu" if self._device[0] == KDL_CPU else f"xpu:{self._device[1]}"
+            device = torch_name(self._device)
             empty: Tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             return empty
         allocation = core.acquire(nbytes)

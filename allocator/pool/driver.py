@@ -6,7 +6,7 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from allocator.exchange.dlpack import KDL_CPU, KDL_ONEAPI
+from allocator.exchange.devices import HOST, oneapi_device
 from allocator.runtime.fork import check_not_forked, note_driver_runs
 from allocator.runtime.libraries import load_dpctl
 
@@ -65,9 +65,7 @@ class UsmDriver:
         self._new = getattr(dpctl.memory, f"MemoryUSM{kind.capitalize()}")
         self._error = dpctl.memory.USMAllocationError
         self.is_host_accessible = device.is_cpu or kind != "device"
-        self.dlpack_device = (
-            (KDL_CPU, 0) if self.is_host_accessible else (KDL_ONEAPI, root_device_id(device))
-        )
+        self.dlpack_device = HOST if self.is_host_accessible else oneapi_device(device)
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:
         """The address of new memory, and the object that keeps it; raises MemoryError."""
@@ -121,10 +119,3 @@ class UsmDriver:
         }
         view = SimpleNamespace(__sycl_usm_array_interface__=interface)
         return load_dpctl().memory.as_usm_memory(view)
-
-
-def root_device_id(device: Any) -> int:
-    """The device's number among DLPack's oneAPI devices; a sub-device has that of its parent."""
-    while device.parent_device is not None:
-        device = device.parent_device
-    return int(load_dpctl().get_devices().index(device))

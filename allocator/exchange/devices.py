@@ -1,0 +1,34 @@
+"""Devices as DLPack numbers them and torch names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allocator.runtime.libraries import load_dpctl
+
+KDL_CPU, KDL_ONEAPI = 1, 14
+HOST = (KDL_CPU, 0)
+_TORCH_TYPES = {KDL_CPU: "cpu", KDL_ONEAPI: "xpu"}
+"""The ``torch.device.type`` of each that pools have memory of and :func:`from_dlpack` takes."""
+TAKEN = _TORCH_TYPES.keys()
+
+
+def oneapi_device(sycl_device: Any) -> tuple[int, int]:
+    """DLPack's device of SYCL's; a sub-device is that of its parent."""
+    while sycl_device.parent_device is not None:
+        sycl_device = sycl_device.parent_device
+    return KDL_ONEAPI, int(load_dpctl().get_devices().index(sycl_device))
+
+
+def is_host_accessible(device: tuple[int, int]) -> bool:
+    """Whether Python may read the memory: the host's, or that of a CPU as a SYCL device."""
+    kind, number = device
+    if kind == KDL_ONEAPI:
+        return any(d.is_cpu for d in load_dpctl().get_devices()[number:][:1])
+    return kind == KDL_CPU
+
+
+def torch_name(device: tuple[int, int]) -> str:
+    """What ``torch.device`` takes."""
+    kind, number = device
+    return f"{_TORCH_TYPES[kind]}:{number}"

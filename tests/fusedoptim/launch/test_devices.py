@@ -1,0 +1,75 @@
+"""A kind of device that SYCL drives is one class: whatever launches kernels asks it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from fusedoptim import allocator, ops
+from fusedoptim.launch import devices
+from fusedoptim.launch.backend import Backend, Compiler, LaunchShape
+from fusedoptim.launch.sycl import SyclCompiler, SyclKernel
+from tests.fusedoptim.helpers import SideBySide, assert_within, each_case, make_params
+from tests.optimizer_cases import OptimizerCase
+from tests.tolerances import cross_entropy_errors
+
+
+class Accelerator(Backend):
+    """A CPU as another kind of device would be: SYCL, and a queue and a launch shape of its own."""
+
+    torch_type = "cpu"
+    shape = LaunchShape(lanes=32, chunk=4096, elements_per_group=512)
+    runs_on_host = True
+
+    def __init__(self) -> None:
+        # Programs are kept by queue: those of the CPU's own kind stay out of it.
+        device = allocator.queue("cpu").sycl_device
+        self.own_queue = allocator.load_dpctl().SyclQueue(device, property="in_order")
+
+    def drives(self, sycl_device: Any) -> bool:
+        return bool(sycl_device.is_cpu)
+
+    def devices(self) -> Sequence[torch.device]:
+        return [torch.device("cpu")]
+
+    def queue(self, device: torch.device) -> Any:
+        return self.own_queue
+
+    def compiler(self, queue: Any, by_sycl: bool = False) -> Compiler:
+        return SyclCompiler.of(queue, is_ordered=True)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[SyclKernel]:
+    """What was launched by the new kind, which is the only one."""
+    kind = Accelerator()
+    monkeypatch.setattr(devices, "_BACKENDS", (kind,))
+    monkeypatch.setitem(devices.BACKENDS, "cpu", kind)
+    launched: list[SyclKernel] = []
+    submit = SyclKernel.submit
+
+    def noted(self: SyclKernel, *args: Any) -> bool:
+        launched.append(self)
+        return submit(self, *args)
+
+    monkeypatch.setattr(SyclKernel, "submit", noted)
+    return launched
+
+
+@each_case
+def test_optimizers_follow_torch(case: OptimizerCase, launched: list[SyclKernel]) -> None:
+    pair = SideBySide(case, {}, make_params(torch.float32))
+    pair.train(steps=2)
+    assert launched
+
+
+def test_operators_follow_torch(launched: list[SyclKernel]) -> None:
+    logits, target = torch.randn(5, 1000, dtype=torch.float32), torch.randint(1000, (5,))
+    loss, _ = ops.cross_entropy(logits, target)
+    exact = torch.nn.functional.cross_entropy(logits.double(), target, reduction="none")
+    allowed, _ = cross_entropy_errors(logits.double(), target, 0.0, torch.float32)
+    assert launched
+    assert_within(loss, exact, allowed, "loss")
