@@ -56,7 +56,7 @@ _STATE_ELEMENTS = {
     Role.STATE_E5M3: "u8",
     Role.BLOCK_SCALES: "bf16",
 }
-# Of these a kernel gets the value, and no address.
+# For these a kernel gets the value instead of the address.
 _VALUES = (Role.DEVICE_SCALAR, Role.DEVICE_INT, Role.ROW_INT, Role.ROW_RESULT)
 _LANE_FUNCTIONS = ("lane", "lanes", "uniform", "barrier", "group_sum", "group_max")
 # Variables of the generated loops.
@@ -84,7 +84,7 @@ class Signature(NamedTuple):
 
 
 def is_serial(kernel: Callable[..., Any]) -> bool:
-    """Whether a kernel that walks a row by itself, or what it calls, knows of no lanes."""
+    """Whether neither a kernel that walks a row itself nor any function it calls uses lanes."""
     if signature(kernel, "f32").is_element_kernel:
         return False
     return not any(
@@ -93,7 +93,7 @@ def is_serial(kernel: Callable[..., Any]) -> bool:
 
 
 def _called(function: Callable[..., Any]) -> Iterator[FunctionType]:
-    """The plain functions that a function calls, those that they call included."""
+    """The plain functions that a function calls, directly or indirectly."""
     assert isinstance(function, FunctionType)
     for name in function.__code__.co_names:
         used = function.__globals__.get(name)
@@ -172,7 +172,7 @@ def _numba_type(role: Role, variant: str) -> types.Type:
 def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], None]:
     """A function of the first row's address that calls ``kernel`` for each row of a group's run.
 
-    What belongs to the launch is read once for a run.
+    The arguments of the launch are read once for a run.
     """
     shape = signature(kernel, variant)
     layout = Layout(shape.arguments)

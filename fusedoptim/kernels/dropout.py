@@ -5,7 +5,7 @@ r"""Dropout: each element is kept with probability :math:`1-p`, and divided by i
 
 :math:`w_i` is a word of Philox, whose key is the seed and whose counter depends on the element's
 position alone: the backward pass draws the same words again. A word serves two elements, the second
-with its halves swapped: each has a number of 32 bits, and the two are all but independent. A work
+with its halves swapped: each gets 32 bits, and the two numbers are almost independent. A work
 item draws four words at a time, for elements as far apart as there are lanes, so that loads and
 stores are those of whole vectors.
 

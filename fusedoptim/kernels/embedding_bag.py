@@ -51,12 +51,12 @@ def embedding_bag(
     is_weighted: RowFlag,
     is_mean: RowFlag,
 ) -> None:
-    """The first ``bags`` of the ``bags_left`` that ``offsets`` has; the last one ends at ``count``.
+    """Compute ``bags`` bags. ``offsets`` has ``bags_left`` entries; the last bag ends at ``count``.
 
-    If one of them names no row of the table, or ends before it begins, or if the first of all,
-    which a row with ``is_first`` has, does not begin at 0, all are zero, and the first of
-    ``faults`` is set. Plain sums have a loop of their own: the fewer instructions to a row, the
-    more rows a core fetches at once. So a plain bag of one index is a copy, if sums are rounded.
+    The kernel writes zeros and sets ``faults[0]`` if an index is no row of the table, if a bag ends
+    before it begins, or if the first offset of the table, which the row with ``is_first`` has, is
+    not 0. Plain sums have a loop of their own: with fewer instructions for each row, a core fetches
+    more rows at once. For the same reason a plain bag of one index is copied if sums are rounded.
     """
     if has_fault(indices, (offsets, bags_left, count), bags, table_rows, is_first):
         faults[0] = 1
@@ -81,11 +81,10 @@ def add_bags(
     width: int,
     stride: int,
 ) -> None:
-    """All bags, by a function that adds up a bag's four columns of each lane.
+    """Compute all bags; ``add_four`` sums four columns of a bag for each lane.
 
-    ``bounds`` are the offsets, how many there are, and where the last bag ends; ``terms`` are the
-    weights of the indices, whether there are any, the index that has no term, and whether bags are
-    means.
+    ``bounds`` are the offsets, their number, and where the last bag ends. ``terms`` are the weights
+    of the indices, whether there are any, the padding index, and whether bags are means.
     """
     last = begin_of(bags, bounds)
     stop = begin_of(0, bounds)
@@ -120,9 +119,9 @@ def add_plainly(
     width: int,
     column: int,
 ) -> None:
-    """Four columns of a bag without weights and padding; ``run`` is where it begins and ends.
+    """Sum four columns of a bag without weights or padding, for each lane.
 
-    ``run`` also has where the last bag ends.
+    ``run`` is where the bag begins, where it ends, and where the last bag ends.
     """
     k, stop, last = run
     if rounds(output) and stop - k == 1:
@@ -152,7 +151,7 @@ def add_terms(
     width: int,
     column: int,
 ) -> None:
-    """The same of any bag."""
+    """Sum four columns of any bag, for each lane."""
     weights, is_weighted, padding, _ = terms
     k, stop, last = run
     x0 = x1 = x2 = x3 = real(0)
@@ -173,7 +172,7 @@ def add_terms(
 def store_four(
     x0: float, x1: float, x2: float, x3: float, output: Output, place: int, factor: float
 ) -> None:
-    """A bag's sums, times its factor."""
+    """Store a bag's sums, times its factor."""
     output[place] = x0 * factor
     output[place + lanes()] = x1 * factor
     output[place + 2 * lanes()] = x2 * factor
@@ -192,13 +191,13 @@ def begin_of(bag: int, bounds: Any) -> int:
 def fetch_ahead(
     table: Input, indices: Indices, k: int, last: int, width: int, column: int, each: int
 ) -> None:
-    """Fetch a CPU's columns of each lane, four or one, of the row of an index after the k-th."""
+    """Prefetch the row of an index after the k-th: one column or four of each of a CPU's lanes."""
     if k + AHEAD < last:
         fetch_columns(table, indices[k + AHEAD] * width + column, each)
 
 
 def copy(table: Input, source: int, output: Output, target: int) -> None:
-    """A row's four columns of each lane."""
+    """Copy four columns of a row for each lane."""
     output[target] = table[source]
     output[target + lanes()] = table[source + lanes()]
     output[target + 2 * lanes()] = table[source + 2 * lanes()]
@@ -221,7 +220,7 @@ def factor_of(indices: Indices, k: int, stop: int, terms: Any) -> float:
 
 
 def fetch_run(table: Input, indices: Indices, run: Any, width: int, column: int) -> None:
-    """Fetch one column of each lane for each index of a bag."""
+    """Prefetch one column of each lane for each index of a bag."""
     k, stop, last = run
     while k < stop:
         fetch_ahead(table, indices, k, last, width, column, 1)
@@ -229,7 +228,7 @@ def fetch_run(table: Input, indices: Indices, run: Any, width: int, column: int)
 
 
 def sum_of(table: Input, indices: Indices, terms: Any, run: Any, width: int, column: int) -> float:
-    """A bag's sum in one column of each lane."""
+    """The sum of one column of a bag, for each lane."""
     weights, is_weighted, padding, _ = terms
     k, stop, _ = run
     total = real(0)
@@ -243,7 +242,7 @@ def sum_of(table: Input, indices: Indices, terms: Any, run: Any, width: int, col
 
 
 def has_fault(indices: Indices, bounds: Any, bags: int, table_rows: int, is_first: int) -> bool:
-    """Whether there is a wrong offset or index: a sign is left of any negative number."""
+    """Whether an offset or index is wrong: the sign bit of any negative number tells."""
     _, bags_left, count = bounds
     begin = begin_of(0, bounds)
     signs: int = 0

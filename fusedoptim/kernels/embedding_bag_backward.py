@@ -1,4 +1,4 @@
-r"""Gradients of embedding bags, row by row of the table, and the updates that they make at once.
+r"""The gradients of embedding bags, row by row of the table, and the updates made with them.
 
 .. math::
     g_r = \sum_{k : i_k = r} f_k\,\nabla y_{b(k)}
@@ -77,13 +77,13 @@ def sum_rows(
     is_weighted: RowFlag,
     is_mean: RowFlag,
 ) -> None:
-    """The gradient of each row that occurs, written to ``result``, which has all rows."""
+    """Write the gradient of each row that occurs to ``result``, which has all rows."""
     bags = grad, keys, factors, bags_of, stride, is_weighted, is_mean
     for_each_row(store, fetch_one, (result,), bags, first, last, sorted_count, width)
 
 
 def store(place: int, g: float, result: Output) -> None:
-    """One column of each lane."""
+    """Store one column for each lane."""
     result[place] = g
 
 
@@ -103,14 +103,14 @@ def sgd_rows(
     lr: Scalar,
     weight_decay: Scalar,
 ) -> None:
-    """A step of SGD for each row that occurs."""
+    """Make a step of SGD for each row that occurs."""
     bags = grad, keys, factors, bags_of, stride, is_weighted, is_mean
     step = param, lr, weight_decay
     for_each_row(sgd_step, fetch_one, step, bags, first, last, sorted_count, width)
 
 
 def sgd_step(place: int, g: float, param: Param, lr: float, weight_decay: float) -> None:
-    """Update one column of each lane."""
+    """Update one column for each lane."""
     theta = param[place]
     if weight_decay != 0:
         g = fma(weight_decay, theta, g)
@@ -135,7 +135,7 @@ def adagrad_rows(
     weight_decay: Scalar,
     eps: Scalar,
 ) -> None:
-    """A step of Adagrad for each row that occurs."""
+    """Make a step of Adagrad for each row that occurs."""
     bags = grad, keys, factors, bags_of, stride, is_weighted, is_mean
     step = param, sum, lr, weight_decay, eps
     for_each_row(adagrad_step, fetch_both, step, bags, first, last, sorted_count, width)
@@ -150,7 +150,7 @@ def adagrad_step(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """Update one column of each lane."""
+    """Update one column for each lane."""
     theta = param[place]
     if weight_decay != 0:
         g = fma(weight_decay, theta, g)
@@ -179,7 +179,7 @@ def rowwise_adagrad_rows(
     weight_decay: Scalar,
     eps: Scalar,
 ) -> None:
-    """A step of Adagrad, with one sum for a row, for each row that occurs.
+    """Make a step of Adagrad, with one sum for each row, for each row that occurs.
 
     ``row_grad`` is room for the gradient of a row. The kernel computes with vectors, as lanes would
     wait for each other at each row's sum of squares.
@@ -238,7 +238,7 @@ def rowwise_adagrad_rows(
 def kept(
     g: Vector, param: Param, place: int, row_grad: Values, column: int, weight_decay: float
 ) -> Vector:
-    """The gradient of some columns, with weight decay, which ``row_grad`` keeps."""
+    """The gradient of some columns, with weight decay; also store it in ``row_grad``."""
     if weight_decay != 0:
         g = vector_fma(spread(weight_decay), load_vector(param, place + column), g)
     store_vector(row_grad, column, g)
@@ -291,18 +291,18 @@ def for_each_row(
 
 
 def fetch_one(each: int, row: int, place: int, values: Any, *_: Any) -> None:
-    """Fetch a CPU's columns of each lane, four or one, of a row of what is updated."""
+    """Prefetch a row of the table: one column or four of each of a CPU's lanes."""
     fetch_columns(values, place, each)
 
 
 def fetch_both(each: int, row: int, place: int, param: Param, state: State, *_: Any) -> None:
-    """The same of a table and its state."""
+    """Prefetch a row of the table and of its state."""
     fetch_columns(param, place, each)
     fetch_columns(state, place, each)
 
 
 def fetch_with_sum(each: int, row: int, place: int, param: Param, state: State) -> None:
-    """The same of a table, and the one value of its state for the row."""
+    """Prefetch a row of the table and its one value of state."""
     fetch_columns(param, place, each)
     fetch(state, row, 1)
 
@@ -318,7 +318,7 @@ def fetch_ahead(
     column: int,
     each: int,
 ) -> None:
-    """Fetch what the keys need that come so much later, and what their rows do."""
+    """Prefetch the gradients and rows that later keys need."""
     grad, keys, _, bags_of, stride, is_weighted, _ = bags
     while i < stop and i + AHEAD < sorted_count:
         key = keys[i + AHEAD]
@@ -330,7 +330,7 @@ def fetch_ahead(
 
 
 def first_row(keys: Indices, first: int, last: int, sorted_count: int) -> int:
-    """Where the first row begins whose indices begin in this part."""
+    """The key at which the first row of this part begins."""
     i = first
     while i > 0 and i < last and i < sorted_count and keys[i] >> 32 == keys[i - 1] >> 32:
         i += 1
@@ -338,7 +338,7 @@ def first_row(keys: Indices, first: int, last: int, sorted_count: int) -> int:
 
 
 def next_row_after(keys: Indices, i: int, sorted_count: int) -> int:
-    """Where the indices of a row end, of which the first is ``i``."""
+    """The key after the last one of the row whose first key is ``i``."""
     stop = i + 1
     while stop < sorted_count and keys[stop] >> 32 == keys[i] >> 32:
         stop += 1
@@ -346,7 +346,7 @@ def next_row_after(keys: Indices, i: int, sorted_count: int) -> int:
 
 
 def sums(i: int, stop: int, column: int, bags: Any) -> tuple[float, float, float, float]:
-    """A row's gradient in four columns of each lane; plain sums have a loop of their own."""
+    """The gradient of four columns of a row, for each lane; plain sums have their own loop."""
     grad, keys, factors, bags_of, stride, is_weighted, is_mean = bags
     g0 = g1 = g2 = g3 = real(0)
     if is_weighted or is_mean:
@@ -371,7 +371,7 @@ def sums(i: int, stop: int, column: int, bags: Any) -> tuple[float, float, float
 
 
 def sum_of(i: int, stop: int, column: int, bags: Any) -> float:
-    """A row's gradient in one column."""
+    """The gradient of one column of a row, for each lane."""
     grad, keys, factors, bags_of, stride, is_weighted, is_mean = bags
     g = real(0)
     while i < stop:
@@ -384,7 +384,7 @@ def sum_of(i: int, stop: int, column: int, bags: Any) -> float:
 
 
 def vector_of(i: int, stop: int, column: int, bags: Any) -> Vector:
-    """A row's gradient in as many columns as a vector has."""
+    """The gradient of one vector of columns of a row."""
     grad, keys, factors, bags_of, stride, is_weighted, is_mean = bags
     g = spread(real(0))
     while i < stop:
@@ -399,7 +399,7 @@ def vector_of(i: int, stop: int, column: int, bags: Any) -> Vector:
 def four_vectors(
     i: int, stop: int, column: int, bags: Any
 ) -> tuple[Vector, Vector, Vector, Vector]:
-    """A row's gradient in the columns of four vectors."""
+    """The gradient of four vectors of columns of a row."""
     grad, keys, factors, bags_of, stride, is_weighted, is_mean = bags
     g0 = g1 = g2 = g3 = spread(real(0))
     while i < stop:

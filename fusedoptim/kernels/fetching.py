@@ -1,4 +1,4 @@
-"""How far ahead the kernels of embedding bags fetch rows, and how much at a time."""
+"""How far ahead the kernels of embedding bags prefetch rows, and how much at a time."""
 
 from __future__ import annotations
 

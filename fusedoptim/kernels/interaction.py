@@ -1,4 +1,4 @@
-r"""DLRM's interaction: the first of a sample's features, and the products of each two of them.
+r"""DLRM's interaction: the first feature of a sample, and the dot product of each pair of features.
 
 .. math::
     y &= (x_0,\; x_1 \cdot x_0,\; x_2 \cdot x_0,\; x_2 \cdot x_1,\; x_3 \cdot x_0, \dots) \\
@@ -6,9 +6,9 @@ r"""DLRM's interaction: the first of a sample's features, and the products of ea
 
 :math:`g_{ij}` is the gradient of the product of features i and j, :math:`g_0` that of :math:`x_0`.
 A launch's row is a run of samples, of ``count`` features of ``width`` numbers each. Feature f of
-sample s begins at element ``offsets[f] + s * strides[f]``, so that features may be tensors of their
-own. A sample is first copied to ``scratch``, in the arithmetic dtype and filled up with zeros, and
-then multiplied in blocks of four features; meanwhile the next one is fetched.
+sample s begins at element ``offsets[f] + s * strides[f]``: features may be separate tensors. Each
+sample is copied to ``scratch``, in the arithmetic dtype and padded with zeros, and multiplied in
+blocks of four features, while the next one is prefetched.
 
 Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation
 Systems" (2019).
