@@ -15,18 +15,18 @@ from fusedoptim.ops._launching import VARIANT_OF, TableLaunch, launch_table
 _WORK = 64
 """Sorting an index takes about as long as adding so many elements."""
 _LEAST_DIGIT_BITS, _MOST_DIGIT_BITS = 3, 11
-"""Of the radix sort. Its counters fill a cache line, as work items that run at once share none, and
-stay in the first-level cache."""
+"""Of the radix sort. Its counters fill a cache line, as concurrent work items must not share one,
+and stay in the first-level cache."""
 _MOST_BITS = [min(max(bits - 1, 4), _MOST_DIGIT_BITS) for bits in range(65)]
-"""Of a digit, at most, by the bits of the number of indices."""
+"""The most bits of a digit, by the bit length of the number of indices."""
 _MOST_KEPT = 256
 """Choices of digits that are remembered."""
 LINE = 64 // 8
-"""Integers of a cache line: what work items write at once shares none."""
+"""Integers of a cache line: work items that write concurrently must not share one."""
 _LAUNCHES = 96 * 1024
-"""Launches of parts take about as long as to sort so many indices."""
+"""Launches of parts take about as long as sorting so many indices."""
 _END = 1 << 62
-"""More than all indices."""
+"""More than the number of indices."""
 _OF_BAGS = ("indices", "offsets", "bags", "bags_left", "count", "factors", "bags_of")
 _OF_PART = ("length", "first", "last", "part", "counters", "keys", "digit_bits")
 _COLUMNS = {
@@ -49,7 +49,7 @@ class Digits:
         self.passes = -(-bits // most)
         """Digits of a key."""
         self.bits = np.maximum(-(-bits // self.passes), _LEAST_DIGIT_BITS)
-        """Of a digit."""
+        """Bits of a digit."""
         self.are_moved_back = self.passes % 2 == 0
         """Whether the sorted keys are where they were written."""
         counters = self.passes << self.bits
@@ -65,9 +65,9 @@ def digits_of(sizes: Sequence[int], table_rows: tuple[int, ...]) -> Digits:
 
 
 def work_of(size: int, tables: int) -> int:
-    """The work of sorting a table, about, of some that have so many indices together.
+    """The approximate work of sorting one of several tables with so many indices together.
 
-    A power of two, so that batches of about the same size have the same.
+    It is a power of two, so that batches of about the same size have the same.
     """
     return 1 << (size * _WORK // tables).bit_length()
 
@@ -81,7 +81,7 @@ class Sorting:
         Args:
             device: of all memory.
             real: the dtype of factors.
-            tables: the arguments of the kernel that all sorts have alike, of each table or of all.
+            tables: the kernel's arguments that are the same in all sorts, for each table or all.
         """
         self._device, self._variant, self._tables = device, VARIANT_OF[real], tables
         self._launch = TableLaunch("sort_indices", device, self._variant, tables)
@@ -93,9 +93,9 @@ class Sorting:
 
         Args:
             sizes: indices of each table.
-            digits: of its keys.
-            parts: of each table, that work items sort; None if all have one.
-            tables: the other arguments of the kernel, but for the room for counters.
+            digits: of each table's keys.
+            parts: the number of parts of each table that work items sort; None if it is 1 for all.
+            tables: the other arguments of the kernel, except the room for counters.
         """
         tables = {**tables, "passes": digits.passes, "digit_bits": digits.bits}
         if parts is not None:
@@ -108,13 +108,13 @@ class Sorting:
 
 
 def _before(sizes: Indices) -> Indices:
-    """Bytes before each of some rooms of so many integers."""
+    """Bytes before each of several rooms with so many integers each."""
     before: Indices = 8 * (np.cumsum(sizes) - sizes)
     return before
 
 
 def parts_of(sizes: Indices, threads: int) -> Indices:
-    """The parts of each table that work items sort; one of each where that is quicker."""
+    """The number of parts of each table that work items sort; 1 for all if that is quicker."""
     total = int(sizes.sum())
     # An index in a part is read once more for each digit.
     if int(sizes.max(initial=0)) < _LAUNCHES + 5 * total // (4 * threads):
@@ -135,7 +135,7 @@ def _sort_in_parts(
     parts: Indices,
     tables: Mapping[str, Any],
 ) -> None:
-    """Sort by work items that each count the digits of a part, and move it in a launch later."""
+    """Sort with work items that each count the digits of a part, and move it a launch later."""
     of = np.repeat(np.arange(len(sizes)), parts)
     before = np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
     first, last = sizes[of] * before // parts[of], sizes[of] * (before + 1) // parts[of]
