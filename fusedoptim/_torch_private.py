@@ -144,10 +144,10 @@ transform_level = torch._C._functorch.maybe_current_level
 """The number of the innermost active torch.func transform, or None."""
 
 BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
-"""A context manager in which operators do not record gradients: those of torch.library use it."""
+"""A context manager in which operators do not record gradients; torch.library's use it."""
 
 keys_after_autograd: Any = torch._C._after_autograd_keyset
-"""The dispatch keys that come after those of autograd."""
+"""The dispatch keys that come after autograd's."""
 
 any_requires_grad: Any = torch._C._any_requires_grad
 """Whether one of several arguments is a tensor that requires grad."""

@@ -22,7 +22,7 @@ class LaunchShape(NamedTuple):
     lanes: int
     """Work items in a work-group."""
     chunk: int
-    """The most elements in a row: a multiple of what the lanes have in one block of 8-bit state."""
+    """The most elements in a row: a multiple of those in ``lanes`` blocks of 8-bit state."""
     elements_per_group: int
     """Elements that a work-group walks: several rows, if they are shorter than that."""
 

@@ -49,7 +49,7 @@ from fusedoptim.launch.parts import Parts, parts_of, team
 _STACK = 64 << 10
 """Bytes that a kernel may take of the calling thread's stack."""
 _SHORT = 250_000
-"""Up to so many elements, a launch is so short that other Python threads may wait."""
+"""Up to this many elements, a launch is so short that other Python threads may wait."""
 _SETTINGS = "CL_CONFIG_"
 """Prefix of the environment variables that the driver reads; some make it print its output."""
 _call = operator.methodcaller("__call__")
@@ -157,7 +157,7 @@ class Driver:
         return binary.raw
 
     def expect(self, elements: int) -> None:
-        """Make way for a kernel that goes through about so many elements, if that is many.
+        """Make way for a kernel that goes through about ``elements`` elements, if that is many.
 
         Call this before it is submitted to ``queue``, on the thread that then waits for it.
         """
@@ -327,7 +327,7 @@ class OpenCLKernel:
         return True
 
     def _how(self, frame: Frame, sizes: _Sizes, elements: int, threads: int) -> _How:
-        """How to run a launch of this frame on so many threads."""
+        """How to run a launch of this frame on ``threads`` threads."""
         of = sizes, elements, threads
         team_, parts = team(), frame.parts
         if not self._is_divisible or team_ is None:

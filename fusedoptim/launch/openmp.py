@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 WORTH_SLEEPING = 250_000
-"""Elements from which on free cores gain a launch more than putting threads to sleep costs."""
+"""From this many elements on, a launch gains more from free cores than it costs to free them."""
 _Lock = ctypes.c_int64 * 7
 """POSIX's read-write lock; zeros are one that nobody has."""
 _Mutex = ctypes.c_int32 * 10

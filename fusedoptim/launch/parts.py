@@ -66,7 +66,7 @@ class Team(NamedTuple):
 
 
 def parts_of(groups: int, elements: int, threads: int) -> int:
-    """The number of parts for a launch of so many groups over about so many elements."""
+    """The number of parts for a launch of ``groups`` groups over about ``elements`` elements."""
     if threads == 1:
         return 1
     one_each = min(elements // _LEAST, threads)

@@ -151,7 +151,7 @@ class Pipeline:
     ) -> None:
         """Point one argument of every chunk to its values of ``width`` bytes, by tensor.
 
-        One value serves so many ``elements``.
+        One value serves ``elements`` elements.
         """
         if not self._is_few:
             places = (

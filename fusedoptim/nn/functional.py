@@ -16,7 +16,7 @@ __all__ = ["cross_entropy", "dropout", "gelu", "scaled_dot_product_attention"]
 
 _REDUCTIONS = ("none", "mean", "sum")
 MIN_FUSED = 1 << 20
-"""From so many logits on, a kernel is quicker than torch, although its launch costs time."""
+"""From this many logits on, a kernel is quicker than torch, although its launch costs time."""
 MIN_ACTIVATED = 1 << 17
 """The same for GELU, in elements."""
 

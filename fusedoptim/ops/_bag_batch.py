@@ -141,7 +141,7 @@ class Cut(NamedTuple):
 
 @functools.lru_cache(MOST_KEPT)
 def cut_of(tables: Tables, sizes: tuple[int, ...]) -> Cut:
-    """How to cut the work of adding the rows of so many indices of each table."""
+    """How to cut the work of adding up rows, for ``sizes`` indices of each table."""
     elements = np.array(sizes) * tables.widths
     # Powers of two, so that batches of about the same size share what is remembered.
     parts = 1 << max(int(elements.max()) // _PART, 1).bit_length() - 1
@@ -185,7 +185,7 @@ class Layout:
 
 
 class Places:
-    """Where the keys of so many indices of each table lie, before and after they are sorted."""
+    """Where the keys of each table's indices lie, before and after they are sorted."""
 
     def __init__(self, sizes: tuple[int, ...], table_rows: tuple[int, ...], threads: int) -> None:
         self.counts, self.sizes = sizes, np.array(sizes)

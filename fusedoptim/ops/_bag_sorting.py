@@ -13,7 +13,7 @@ from fusedoptim.launch.block import Indices, as_int64
 from fusedoptim.ops._launching import VARIANT_OF, TableLaunch, launch_table
 
 _WORK = 64
-"""Sorting an index takes about as long as adding so many elements."""
+"""Sorting an index takes about as long as adding this many elements."""
 _LEAST_DIGIT_BITS, _MOST_DIGIT_BITS = 3, 11
 """Of the radix sort. Its counters fill a cache line, as concurrent work items must not share one,
 and stay in the first-level cache."""
@@ -24,7 +24,7 @@ _MOST_KEPT = 256
 LINE = 64 // 8
 """Integers of a cache line: work items that write concurrently must not share one."""
 _LAUNCHES = 96 * 1024
-"""Launches of parts take about as long as sorting so many indices."""
+"""Launches of parts take about as long as sorting this many indices."""
 _END = 1 << 62
 """More than the number of indices."""
 _OF_BAGS = ("indices", "offsets", "bags", "bags_left", "count", "factors", "bags_of")
@@ -44,7 +44,7 @@ class Digits:
     """The digits of each table's keys: few counters for few indices."""
 
     def __init__(self, most: tuple[int, ...], table_rows: tuple[int, ...]) -> None:
-        """Choose digits of so many bits at most."""
+        """Choose digits of at most ``most`` bits, for each table."""
         bits = np.array([max(rows - 1, 1).bit_length() for rows in table_rows])
         self.passes = -(-bits // most)
         """Digits of a key."""
@@ -60,12 +60,12 @@ _digits_of = functools.lru_cache(_MOST_KEPT)(Digits)
 
 
 def digits_of(sizes: Sequence[int], table_rows: tuple[int, ...]) -> Digits:
-    """The digits for so many indices of each table."""
+    """The digits for ``sizes`` indices of each table."""
     return _digits_of(tuple([_MOST_BITS[size.bit_length()] for size in sizes]), table_rows)
 
 
 def work_of(size: int, tables: int) -> int:
-    """The approximate work of sorting one of several tables with so many indices together.
+    """The approximate work of sorting one of ``tables`` tables with ``size`` indices in all.
 
     It is a power of two, so that batches of about the same size have the same.
     """
@@ -108,7 +108,7 @@ class Sorting:
 
 
 def _before(sizes: Indices) -> Indices:
-    """Bytes before each of several rooms with so many integers each."""
+    """Bytes before each of several rooms for ``sizes`` integers."""
     before: Indices = 8 * (np.cumsum(sizes) - sizes)
     return before
 
@@ -123,7 +123,7 @@ def parts_of(sizes: Indices, threads: int) -> Indices:
 
 
 def _rooms(sizes: Indices, device: torch.device) -> tuple[Indices, torch.Tensor]:
-    """The addresses of so many integers each, and their memory."""
+    """The addresses of rooms for ``sizes`` integers, and their memory."""
     memory = torch.empty(int(sizes.sum()), dtype=torch.int64, device=device)
     return as_int64([memory.data_ptr()]) + _before(sizes), memory
 

@@ -244,7 +244,7 @@ def new_bags(
 
 
 def _new_outputs(like: Tensor, widths: Sequence[int], bags: Sequence[int]) -> list[Tensor]:
-    """A tensor for so many bags of each table, or one for those of all."""
+    """A tensor for the bags of each table, or one for those of all."""
     if len(bags) < len(widths):
         return [like.new_empty(bags[0], sum(widths))]
     return [like.new_empty(count, width) for count, width in zip(bags, widths)]

@@ -16,8 +16,8 @@ from fusedoptim._torch_private import transform_level
 from fusedoptim.ops._registering import needed, register
 
 LEAST_COLUMNS = 1024
-"""Of the larger factor of a weight's gradient: from so many on, oneDNN gains more than copying the
-smaller factor takes."""
+"""Of the larger factor of a weight's gradient: from this many on, oneDNN gains more than copying
+the smaller factor takes."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -23,8 +23,8 @@ __all__ = ["batched_nms", "nms"]
 _TILE = 32
 """Elements of working memory that the kernel needs."""
 _FEW = {"cpu": 4000}
-"""Up to so many coordinates, all classes are one launch; on other devices, up to 100,000. Both are
-torchvision's limits."""
+"""Up to this many coordinates, all classes are one launch; on other devices, up to 100,000. Both
+are torchvision's limits."""
 
 
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:

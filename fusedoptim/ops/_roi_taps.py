@@ -159,7 +159,7 @@ def is_channels_last(maps: Tensor) -> bool:
 
 
 def are_few(boxes: int, grid: Grid, pixels: int) -> bool:
-    """Whether so many boxes read less of maps than changing the maps' layout does."""
+    """Whether ``boxes`` boxes read less of maps than changing the maps' layout does."""
     return boxes * grid.bins * TAPS < pixels
 
 

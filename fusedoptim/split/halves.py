@@ -287,7 +287,7 @@ class Halves:
         self._trails.pop(param, None)
         state = self._state.get(param, {})
         state.pop(TRAIL, None)
-        if not state:  # torch's classes take any state for that of an earlier step
+        if not state:  # torch's classes assume that any state is of an earlier step
             self._state.pop(param, None)
 
     def _read_state(self) -> None:

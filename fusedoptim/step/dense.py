@@ -39,7 +39,7 @@ from fusedoptim.step.tensors import PARAM_DTYPES, State
 from fusedoptim.step.unchanged import RUN, TensorRun
 
 _MANY_WRITTEN = 256
-"""From so many tensors on, their writes are counted (0.2 us each) while the launch runs."""
+"""From this many tensors on, their writes are counted (0.2 us each) while the launch runs."""
 _grad_addresses = operator.attrgetter("grad_addresses")
 
 

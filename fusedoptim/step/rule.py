@@ -62,7 +62,8 @@ class UpdateDefinition(Optimizer):
     def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
         """The scalars that depend on how many ``steps`` a parameter has taken, this one included.
 
-        ``numbers`` are those of :meth:`_numbers`. Kernels without a RowScalar, as SGD's, need none.
+        ``numbers`` are those of :meth:`_numbers`. Kernels without a RowScalar, such as SGD's, need
+        none.
         """
         raise NotImplementedError
 
