@@ -1,8 +1,8 @@
 """Fused PyTorch optimizers for Intel GPUs and x86 CPUs.
 
-Each optimizer is a drop-in for its ``torch.optim`` namesake whose step is one launch of a kernel
-written in Python. Importing the package touches no device, and loads torch when a class is first
-asked for: ``python -m fusedoptim`` works where torch does not.
+Each optimizer is a drop-in for its ``torch.optim`` namesake. Its step is one launch of a kernel
+written in Python. Importing the package touches no device. torch is loaded when a class is first
+accessed, so ``python -m fusedoptim`` works where torch does not.
 """
 
 from __future__ import annotations

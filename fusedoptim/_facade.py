@@ -1,8 +1,8 @@
 """Import a package of this distribution by its bare name, or name the file that shadows it.
 
-``allocator`` and ``transforms`` are names that others use too: a user's own transforms.py
-beside a training script wins over ours, and PyPI has a package of each name whose files would
-replace ours. Either way a wrong module would be imported without a word.
+``allocator`` and ``transforms`` are names that others use too. A user's own transforms.py next to a
+training script takes precedence over ours, and PyPI has a package of each name whose files would
+replace ours. Either way, the wrong module would be imported silently.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def import_own(name: str) -> ModuleType:
-    """Import our package ``name``, having made sure that it is ours before its code runs.
+    """Import our package ``name``, after checking that the name leads to our file.
 
     Raises:
-        ImportError: the name leads to another file, or to other code in our file's place.
+        ImportError: the name leads to another file, or another package has overwritten our file.
     """
     path = own_file(name)
     module = importlib.import_module(name)
@@ -54,7 +54,7 @@ def own_file(name: str) -> Path:
 
 
 def overwritten(name: str, path: Path, marker: str | None) -> str:
-    """What to say of a package in our package's place, which ``marker`` tells apart."""
+    """The error for a package that was installed over ours, as its ``marker`` shows."""
     return (
         f"{path} is not that of fusedoptim {__version__} (its mark is {marker!r}): "
         f"another distribution named {name!r} was installed over it; uninstall that one, "

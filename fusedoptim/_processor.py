@@ -1,4 +1,4 @@
-"""What the system says of the processor."""
+"""What Linux reports about the processor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def processor_facts() -> dict[str, str]:
     """The fields of the first processor, such as "vendor_id" and "flags".
 
     Raises:
-        OSError: the system does not say.
+        OSError: Linux does not report it.
     """
     first = PROCESSORS.read_text().split("\n\n")[0]
     return dict(re.findall(r"^(.+?)\s*: (.*)$", first, re.MULTILINE))

@@ -53,13 +53,14 @@ __all__ = [
     "without_dynamo",
 ]
 
-# profiler_enabled: torch.optim wraps every step in a profiler range; ours only while one records.
-# TensorGuards: torch.compile's guard compares class, dtype, device, shape, strides and the
+# profiler_enabled: torch.optim wraps every step in a profiler range; we do so only while a profiler
+#     records.
+# TensorGuards: torch.compile's guard, which compares class, dtype, device, shape, strides and the
 #     conjugate and negative bits of a list of tensors in one call.
 # global_pre_hooks, global_post_hooks: what register_optimizer_step_pre_hook has registered.
 
 disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # torch does not export it
-"""What torch.optim decorates its steps with; torch.compiler.disable imports all of dynamo."""
+"""torch.optim's own decorator of its steps; torch.compiler.disable would import all of dynamo."""
 
 _UNTRACED: dict[Any, Any] = {
     method: getattr(method, "__wrapped__", method)
@@ -70,15 +71,15 @@ _UNTRACED: dict[Any, Any] = {
         Optimizer.zero_grad,
     )
 }
-"""Methods that ``disable_dynamo`` decorates, and what is inside."""
+"""Methods that torch decorates with ``disable_dynamo``, and the undecorated functions."""
 
 
 def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of torch.optim.Optimizer without its decorator, while nothing can be traced.
 
-    The decorator imports torch._dynamo, which takes five times as long as the first step of a
-    process, to tell it not to trace the method. Until something else imports that, there is nothing
-    to tell.
+    The decorator imports torch._dynamo to tell it not to trace the method. The import takes five
+    times as long as the first step of a process. As long as nothing else has imported
+    torch._dynamo, nothing can trace, and the decorator is not needed.
     """
     untraced = _UNTRACED.get(getattr(method, "__func__", None))
     if untraced is None or "torch._dynamo" in sys.modules:
@@ -97,7 +98,7 @@ storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors share a storage, by its address; None if this torch cannot tell."""
 
 count_modes = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes of the user's are active."""
+"""How many of the user's dispatch modes are active."""
 
 count_function_modes = torch._C._len_torch_function_stack
 """How many modes of ``__torch_function__`` are active."""
@@ -109,18 +110,18 @@ tracing_state = torch._C._get_tracing_state
 """What torch.jit.trace records into, or None."""
 
 traced_graph: Any = getattr(torch._C, "_create_graph_by_tracing", None)
-"""Makes a graph of TorchScript of a function, the only way to oneDNN Graph; None where torch lacks
-one of these four. torch.jit.trace does the same, but warns that it is deprecated, and what it makes
-is never freed."""
+"""Traces a function into a TorchScript graph, the only way to oneDNN Graph; None where torch lacks
+one of these four names. torch.jit.trace does the same, but warns that it is deprecated, and its
+result is never freed."""
 
 graph_function: Any = getattr(torch._C, "_create_function_from_graph", None)
-"""Makes a graph of TorchScript a function, which owns it."""
+"""Makes a function from a TorchScript graph, which the function then owns."""
 
 has_onednn_graph: Any = getattr(torch._C, "_jit_llga_enabled", None)
 """Whether TorchScript uses oneDNN Graph: torch.jit.onednn_fusion_enabled."""
 
 use_onednn_graph: Any = getattr(torch._C, "_jit_set_llga_enabled", None)
-"""Switches that: torch.jit.enable_onednn_fusion."""
+"""Turns oneDNN Graph on or off: torch.jit.enable_onednn_fusion."""
 if graph_function is None or has_onednn_graph is None or use_onednn_graph is None:
     traced_graph = None
 
@@ -129,23 +130,24 @@ softmax_backward = torch._softmax_backward_data
 sums 16-bit numbers in float32, and is differentiable."""
 
 has_bfloat16_products: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""Whether this CPU has a matrix product of bfloat16; torch's other one goes element by element."""
+"""Whether oneDNN multiplies bfloat16 matrices on this CPU; torch's own product goes element by
+element."""
 
 local_tensor = operator.attrgetter("_local_tensor")
-"""A DTensor's local shard, in one C call: ``to_local()`` makes a view of a parameter's, and records
-it for autograd."""
+"""A DTensor's local shard, in one C call. For a parameter, ``to_local()`` would make a view and
+record it for autograd."""
 
 shard_spec = operator.attrgetter("_spec")
-"""A DTensor's mesh, placements, shape, strides and dtype in one object, which compares them."""
+"""A DTensor's mesh, placements, shape, strides and dtype as one object, compared by ``==``."""
 
 transform_level = torch._C._functorch.maybe_current_level
 """The number of the innermost active torch.func transform, or None."""
 
 BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
-"""A context manager in which operators do not record gradients: those of torch.library use it."""
+"""A context manager in which operators do not record gradients; torch.library's use it."""
 
 keys_after_autograd: Any = torch._C._after_autograd_keyset
-"""The dispatch keys that come after those of autograd."""
+"""The dispatch keys that come after autograd's."""
 
 any_requires_grad: Any = torch._C._any_requires_grad
 """Whether one of several arguments is a tensor that requires grad."""
@@ -154,12 +156,12 @@ BypassModes = torch._C._DisableTorchDispatch
 """A context manager in C, which an interrupt cannot leave half done."""
 
 BypassSubclasses = torch._C.DisableTorchFunctionSubclass
-"""A context manager in C: inside it torch does not look for ``__torch_function__`` in the class of
-each tensor whose ``grad``, version or address is read, which takes twice as long as the reading."""
+"""A context manager in C. Inside it, torch reads a tensor's ``grad``, version or address without
+looking for ``__torch_function__`` in its class. That look-up takes twice as long as the read."""
 
 
 def is_plain_execution() -> bool:
-    """Whether torch runs operators now, and neither compiles, traces, transforms nor hands on."""
+    """Whether torch runs operators itself: no compiler, tracer, transform or mode is active."""
     return (
         not torch.compiler.is_compiling()
         and tracing_state() is None
@@ -171,7 +173,7 @@ def is_plain_execution() -> bool:
 
 
 def is_flattened(param: torch.Tensor) -> bool:
-    """Whether a parameter is of FullyShardedDataParallel: the piece of a flat one that is here."""
+    """Whether a parameter is this process's piece of a FullyShardedDataParallel flat parameter."""
     return getattr(param, "_fsdp_flattened", False)
 
 

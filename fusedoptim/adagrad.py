@@ -31,7 +31,7 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
         params: tensors, (name, tensor) pairs, or dicts of groups, as torch.optim takes them.
         lr: learning rate :math:`\gamma`, a number or a one-element tensor.
         lr_decay: :math:`\eta`.
-        weight_decay: L2 penalty :math:`\lambda`; sparse gradients refuse it.
+        weight_decay: L2 penalty :math:`\lambda`; not allowed with sparse gradients.
         initial_accumulator_value: the first :math:`s`.
         eps: :math:`\epsilon`, which keeps the divisor from zero.
         foreach: None or False.
@@ -39,7 +39,7 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
         differentiable: False.
         fused: None or True.
         max_grad_norm: clip the gradients' norm, over all parameters, to this first, as
-            :func:`torch.nn.utils.clip_grad_norm_` would; the gradients themselves stay.
+            :func:`torch.nn.utils.clip_grad_norm_` would. The gradients themselves stay unchanged.
         split: keep float32 values in two halves, as :class:`SplitSGD` does.
 
     Raises:
@@ -55,9 +55,9 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
         >>> model(torch.ones(2, 3)).sum().backward()
         >>> optimizer.step()
 
-    Semantics, signature and state are those of torch 2.13's Adagrad; a state_dict moves both ways.
-    Source: Duchi et al., "Adaptive Subgradient Methods for Online Learning and Stochastic
-    Optimization" (2011).
+    Semantics, signature and state are those of torch 2.13's Adagrad; each class loads the other's
+    state_dict. Source: Duchi et al., "Adaptive Subgradient Methods for Online Learning and
+    Stochastic Optimization" (2011).
     """
 
     _saved_options = frozenset(

@@ -26,7 +26,7 @@ _KERNELS: dict[Any, str] = {
 
 
 class _Adam(FusedOptimizer):
-    """What Adam and AdamW ask of their kernel; a group says which of the two it is."""
+    """What Adam and AdamW have in common; an option of the group says which of the two it is."""
 
     state_dtype: torch.dtype | str = torch.float32
     """The dtype of both moments."""
@@ -120,21 +120,21 @@ class FusedAdam(_Adam, torch.optim.Adam):
         betas: :math:`\beta_1` and :math:`\beta_2`, numbers or one-element tensors.
         eps: :math:`\epsilon`, which keeps the divisor from zero.
         weight_decay: L2 penalty :math:`\lambda`.
-        amsgrad: divide by the largest :math:`v` met.
+        amsgrad: divide by the largest :math:`v` so far.
         foreach: None or False.
         maximize: ascend instead.
         capturable: False.
         differentiable: False.
         fused: None or True.
-        decoupled_weight_decay: shrink :math:`\theta` by :math:`1-\gamma\lambda` instead of the
-            penalty, as AdamW does.
+        decoupled_weight_decay: multiply :math:`\theta` by :math:`1-\gamma\lambda` instead of
+            adding the penalty, as AdamW does.
         max_grad_norm: clip the gradients' norm, over all parameters, to this first, as
-            :func:`torch.nn.utils.clip_grad_norm_` would; the gradients themselves stay.
+            :func:`torch.nn.utils.clip_grad_norm_` would. The gradients themselves stay unchanged.
         split: keep float32 values in two halves, as :class:`SplitSGD` does.
-        state_dtype: of :math:`m` and :math:`v` of parameters of at most 32 bits. torch.float32;
-            torch.bfloat16; or "float8", 8-bit floating point with a scale for each block. The
-            latter two are rounded stochastically, and take no ``amsgrad`` and no float64 or complex
-            parameters.
+        state_dtype: of :math:`m` and :math:`v`, for parameters of at most 32 bits: torch.float32,
+            torch.bfloat16, or "float8" (8-bit floating point with a scale for each block). The
+            latter two are rounded stochastically. They allow neither ``amsgrad`` nor float64 or
+            complex parameters.
 
     Raises:
         ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.
@@ -151,9 +151,9 @@ class FusedAdam(_Adam, torch.optim.Adam):
         >>> model(torch.ones(2, 3)).sum().backward()
         >>> optimizer.step()
 
-    Semantics, signature and state are those of torch 2.13's Adam; a state_dict moves both ways.
-    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); ``amsgrad``: Reddi
-    et al., "On the Convergence of Adam and Beyond" (2018).
+    Semantics, signature and state are those of torch 2.13's Adam; each class loads the other's
+    state_dict. Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015);
+    ``amsgrad``: Reddi et al., "On the Convergence of Adam and Beyond" (2018).
     """
 
     def __init__(
@@ -214,19 +214,19 @@ class FusedAdamW(_Adam, torch.optim.AdamW):
         betas: :math:`\beta_1` and :math:`\beta_2`, numbers or one-element tensors.
         eps: :math:`\epsilon`, which keeps the divisor from zero.
         weight_decay: decoupled decay :math:`\lambda`.
-        amsgrad: divide by the largest :math:`v` met.
+        amsgrad: divide by the largest :math:`v` so far.
         maximize: ascend instead.
         foreach: None or False.
         capturable: False.
         differentiable: False.
         fused: None or True.
         max_grad_norm: clip the gradients' norm, over all parameters, to this first, as
-            :func:`torch.nn.utils.clip_grad_norm_` would; the gradients themselves stay.
+            :func:`torch.nn.utils.clip_grad_norm_` would. The gradients themselves stay unchanged.
         split: keep float32 values in two halves, as :class:`SplitSGD` does.
-        state_dtype: of :math:`m` and :math:`v` of parameters of at most 32 bits. torch.float32;
-            torch.bfloat16; or "float8", 8-bit floating point with a scale for each block. The
-            latter two are rounded stochastically, and take no ``amsgrad`` and no float64 or complex
-            parameters.
+        state_dtype: of :math:`m` and :math:`v`, for parameters of at most 32 bits: torch.float32,
+            torch.bfloat16, or "float8" (8-bit floating point with a scale for each block). The
+            latter two are rounded stochastically. They allow neither ``amsgrad`` nor float64 or
+            complex parameters.
 
     Raises:
         ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.
@@ -243,8 +243,8 @@ class FusedAdamW(_Adam, torch.optim.AdamW):
         >>> model(torch.ones(2, 3)).sum().backward()
         >>> optimizer.step()
 
-    Semantics, signature and state are those of torch 2.13's AdamW; a state_dict moves both ways.
-    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
+    Semantics, signature and state are those of torch 2.13's AdamW; each class loads the other's
+    state_dict. Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
     """
 
     def __init__(

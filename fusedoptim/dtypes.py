@@ -1,4 +1,4 @@
-"""The types of numbers that kernels read and write, and the variants of kernels that follow.
+"""The element types that kernels read and write, and the kernel variants that follow from them.
 
 Every kernel is compiled once for each :class:`Variant`. Dtypes are named by strings, so that the
 tables can be read where torch cannot be imported.
@@ -13,13 +13,13 @@ class Element(NamedTuple):
     """The type of a number in a device's memory."""
 
     name: str
-    """As signatures of kernels give it, such as "f32"."""
+    """The name in kernel signatures, such as "f32"."""
     dtype: str
     """The name that torch and numpy share; numpy has no bfloat16."""
     c: str
     """OpenCL C's name. It has no bfloat16, but kernels may give this name to a ushort."""
     code: str
-    """Of :mod:`struct`, "" where it has none."""
+    """The format character of :mod:`struct`; "" where it has none."""
     size: int
     """Bytes."""
     fraction: int = 0
@@ -38,7 +38,7 @@ class Element(NamedTuple):
 
     @property
     def arithmetic(self) -> str:
-        """The name of the element that kernels compute it in."""
+        """The name of the element type in which kernels compute."""
         return "f32" if self.is_float and self.size < 4 else self.name
 
 
@@ -65,11 +65,11 @@ class Variant(NamedTuple):
     """One variant of every kernel."""
 
     name: str
-    """As in the names of compiled kernels, such as "adam_bf16"."""
+    """The suffix in the names of compiled kernels, such as "adam_bf16"."""
     params: tuple[str, ...]
-    """torch's dtypes of the parameters it updates."""
+    """The torch dtypes of the parameters that it updates."""
     element: str
-    """The :class:`Element` that values of the parameter's dtype are in memory."""
+    """The name of the :class:`Element` that holds the parameter's values in memory."""
 
     @property
     def arithmetic(self) -> str:
@@ -78,7 +78,7 @@ class Variant(NamedTuple):
 
     @property
     def real(self) -> str:
-        """The same as an element's name."""
+        """The dtype of arithmetic, as an :class:`Element`'s name."""
         return ELEMENTS[self.element].arithmetic
 
 

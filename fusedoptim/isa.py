@@ -9,8 +9,8 @@ kernels spell out each fused multiply-add, and the driver may not fuse others. T
 that Lamb and ``max_grad_norm`` need is taken in an order that the vector width decides, so its last
 bits can differ between levels.
 
-The variable concerns this package's kernels and the user's raw ones. Operators of torch have
-``ATEN_CPU_CAPABILITY``, oneDNN's have ``ONEDNN_MAX_CPU_ISA``; neither changes anything here.
+The variable affects this package's kernels and the user's raw kernels. torch's operators have
+``ATEN_CPU_CAPABILITY`` and oneDNN's have ``ONEDNN_MAX_CPU_ISA``; neither changes anything here.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ fused multiply-add is a function call, and a step takes some 30 to 70 times as l
 
 
 def level() -> str:
-    """The level for which kernels are compiled in this process; starts the driver if need be.
+    """The level for which kernels are compiled in this process; starts the driver if needed.
 
     Returns:
-        one of :data:`LEVELS`, read off what the driver has loaded.
+        one of :data:`LEVELS`, read from what the driver has loaded.
 
     Raises:
         ValueError: ``FUSEDOPTIM_ISA`` is no level, is above the machine's, or contradicts
             ``CL_CONFIG_CPU_TARGET_ARCH``.
         RuntimeError: ``FUSEDOPTIM_ISA`` was set after the driver had started; or the machine's
-            CPU driver is not Intel's, which alone is known to tell.
+            CPU driver is not Intel's, the only one known to show its level.
         fusedoptim.allocator.DeviceNotFoundError: there is no CPU driver.
 
     Example:

@@ -37,11 +37,11 @@ class FusedLamb(FusedOptimizer):
         bias_correction: divide :math:`m` and :math:`v` by :math:`1-\beta^t`.
         grad_averaging: False adds :math:`g` itself to :math:`m`, instead of
             :math:`(1-\beta_1)\,g`.
-        trust_clip: let the ratio be at most 1.
-        max_param_norm: take :math:`\lVert\theta\rVert` for at most this in the ratio; None does
-            not bound it.
+        trust_clip: limit the ratio to at most 1.
+        max_param_norm: an upper bound for :math:`\lVert\theta\rVert` in the ratio; None for no
+            bound.
         always_adapt: False uses the ratio only in groups with weight decay, as timm does.
-        decoupled_decay: shrink :math:`\theta` by :math:`1-\gamma\lambda` first, instead of
+        decoupled_decay: multiply :math:`\theta` by :math:`1-\gamma\lambda` first, instead of
             adding :math:`\lambda\,\theta` to :math:`u`.
         maximize: ascend instead.
         foreach: None or False.
@@ -49,7 +49,7 @@ class FusedLamb(FusedOptimizer):
         differentiable: False.
         fused: None or True.
         max_grad_norm: clip the gradients' norm, over all parameters, to this first, as
-            :func:`torch.nn.utils.clip_grad_norm_` would; the gradients themselves stay.
+            :func:`torch.nn.utils.clip_grad_norm_` would. The gradients themselves stay unchanged.
         split: keep float32 values in two halves, as :class:`SplitSGD` does.
 
     Raises:

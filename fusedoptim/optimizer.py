@@ -37,7 +37,7 @@ from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
 
 
 def _numbers(state_dict: dict[str, Any]) -> list[Any]:
-    """What a state_dict has for the parameters, in their order."""
+    """The numbers that a state_dict gives the parameters, in their order."""
     return [i for group in state_dict["param_groups"] for i in group["params"]]
 
 
@@ -62,7 +62,7 @@ class FusedOptimizer(UpdateDefinition):
     _clip_eps = CLIP_EPS
     """Added to the norm that ``max_grad_norm`` is divided by."""
     _to_restore: Sequence[tuple[Tensor, Group, Tensor | None]] = ()
-    """While a checkpoint is loaded: each parameter's state in it, and the trail that it has."""
+    """While a checkpoint is loaded: each parameter, its state there, and its present trail."""
     _before_launch: Callable[[], None] | None = None
     """What a subclass does once all checks have passed, before anything is launched."""
     _plan: StepPlan
@@ -84,7 +84,7 @@ class FusedOptimizer(UpdateDefinition):
         self._is_complete = True
 
     def _set_up(self, max_grad_norm: float | None, split: bool) -> None:
-        """Give an object what ours has beyond torch's: at first, or when it becomes ours."""
+        """Set what ours has beyond torch's, in a new object or in one that becomes ours."""
         self._lock = threading.RLock()
         self._forget_plans()
         self.max_grad_norm = max_grad_norm
@@ -185,7 +185,7 @@ class FusedOptimizer(UpdateDefinition):
                 check_param(describe(type(self).__name__, Candidate(p, p, name)), p)
 
     def _check_options(self, group: Group) -> None:
-        """Raise if ``group`` asks for another implementation of the step than the fused one."""
+        """Raise if ``group`` asks for an implementation of the step other than the fused one."""
         peers = [cls for cls in type(self).__mro__ if cls.__module__.startswith("torch.optim.")]
         instead = f"use torch.optim.{peers[0].__name__} for that"
         if peers[0] is Optimizer:
@@ -196,7 +196,7 @@ class FusedOptimizer(UpdateDefinition):
         """Add a group of parameters, as ``torch.optim.Optimizer.add_param_group`` does.
 
         Args:
-            param_group: a dict with ``params`` and what is to differ from the defaults.
+            param_group: a dict with ``params`` and the options that differ from the defaults.
 
         Raises:
             RuntimeError: the group asks for ``foreach``, ``differentiable``, ``capturable`` or
@@ -211,7 +211,7 @@ class FusedOptimizer(UpdateDefinition):
         before = len(self.param_groups)
         try:
             without_dynamo(super().add_param_group)(param_group)
-            self._check_options(self.param_groups[-1])  # of which the parameters are a list now
+            self._check_options(self.param_groups[-1])  # its parameters are a list now
             if self.split:
                 check_splittable(type(self).__name__, self._params())
             if self._is_complete:
@@ -244,7 +244,7 @@ class FusedOptimizer(UpdateDefinition):
         """Whether a parameter is the upper half of float32 values.
 
         Args:
-            param: of this optimizer.
+            param: a parameter of this optimizer.
         """
         return self.split or param in self.halves
 
@@ -252,8 +252,9 @@ class FusedOptimizer(UpdateDefinition):
         """Keep some parameters in two halves from now on, as ``split=True`` keeps all.
 
         Args:
-            params: of this optimizer, float32, or bfloat16, whose lower halves begin at zero; the
-                same objects become bfloat16. Those that are split already stay as they are.
+            params: parameters of this optimizer. Float32 ones become bfloat16, and stay the same
+                objects. The lower halves of bfloat16 ones begin at zero. Those already split stay
+                unchanged.
 
         Raises:
             ValueError: a parameter is not of this optimizer.
@@ -288,10 +289,11 @@ class FusedOptimizer(UpdateDefinition):
         """Make split parameters float32 again, without losing a bit; the inverse of a split.
 
         Args:
-            params: that :meth:`split_params` has split; the same objects become float32.
+            params: parameters that :meth:`split_params` has split. They become float32, and stay
+                the same objects.
 
         Raises:
-            ValueError: a parameter is not split, or was made so by ``split=True``, which holds for
+            ValueError: a parameter is not split; or ``split=True`` has split it, which holds for
                 the whole optimizer; or its lower half is lost.
             TypeError: a parameter is sharded.
             RuntimeError: the call is inside a tracing mode. Nothing was converted then.
@@ -314,7 +316,7 @@ class FusedOptimizer(UpdateDefinition):
             self.halves.merge_all(chosen)
 
     def master_params(self) -> Iterator[Tensor]:
-        """The parameters' exact values, as float32 copies of the split ones; in order of groups.
+        """Copies of the parameters' exact values, float32 for split ones, in the groups' order.
 
         Example:
             >>> import torch
@@ -336,7 +338,7 @@ class FusedOptimizer(UpdateDefinition):
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for p, saved, trail in self._to_restore:  # before it is the optimizer's
+        for p, saved, trail in self._to_restore:  # before torch's class takes the state over
             restore_state(state["state"], p, saved, trail)
         # torch's classes assume that a parameter with any state has taken a step.
         unstepped = {p: s for p, s in state["state"].items() if s.keys() == {TRAIL}}
@@ -344,7 +346,7 @@ class FusedOptimizer(UpdateDefinition):
             del state["state"][p]
         super().__setstate__(state)
         self.state.update(unstepped)
-        if not hasattr(self, "_lock"):  # a copy, or out of a file
+        if not hasattr(self, "_lock"):  # copied or unpickled
             halves = self.halves
             self._set_up(self.max_grad_norm, self.split)
             self.halves = halves
@@ -355,15 +357,15 @@ class FusedOptimizer(UpdateDefinition):
             for option in OPTIONS:
                 if option in self.defaults:
                     group[option] = self.defaults[option]
-            # The class of the checkpoint may not have all of ours.
+            # The checkpoint's class may lack some of our options.
             for name in self.defaults.keys() - set(OPTIONS):
                 group.setdefault(name, self.defaults[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's; without the lower halves where a model's state_dict has the values.
+        """As torch.optim's, but without lower halves if a model's state_dict has the exact values.
 
-        State in 8 bits is bfloat16 there, which has all its values exactly. The lower halves of
-        sharded parameters are int32, as processes exchange no 16-bit integers.
+        8-bit state is saved as bfloat16, which represents all its values exactly. The lower halves
+        of sharded parameters are saved as int32, because processes cannot exchange 16-bit integers.
         """
         unsaved = self._unsaved_state()
 
@@ -392,11 +394,11 @@ class FusedOptimizer(UpdateDefinition):
         return {TRAIL} if self.halves.in_model else set()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state_dict of this class or of the torch.optim class that it stands for.
+        """Load a state_dict of this class or of the torch.optim class that it replaces.
 
-        torch.optim casts the state to the parameter's dtype; ours is float32 for 16-bit parameters,
-        and a float32 checkpoint is loaded without losing a bit. Split parameters keep their lower
-        halves where the checkpoint, one of torch's, has none.
+        torch.optim casts the state to the parameter's dtype. Here, the state of 16-bit parameters
+        is float32, and a float32 checkpoint loads without losing a bit. If the checkpoint is
+        torch's and has no lower halves, split parameters keep theirs.
 
         Args:
             state_dict: what :meth:`state_dict` of either class returned.

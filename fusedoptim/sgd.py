@@ -41,7 +41,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         differentiable: False.
         fused: None or True.
         max_grad_norm: clip the gradients' norm, over all parameters, to this first, as
-            :func:`torch.nn.utils.clip_grad_norm_` would; the gradients themselves stay.
+            :func:`torch.nn.utils.clip_grad_norm_` would. The gradients themselves stay unchanged.
         split: keep float32 values in two halves, as :class:`SplitSGD` does.
 
     Raises:
@@ -59,9 +59,9 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         >>> optimizer.step()
         >>> optimizer.zero_grad()
 
-    Semantics, signature and state are those of torch 2.13's SGD; a state_dict moves both ways.
-    Source: Sutskever et al., "On the importance of initialization and momentum in deep learning"
-    (2013), with torch's placement of the learning rate.
+    Semantics, signature and state are those of torch 2.13's SGD; each class loads the other's
+    state_dict. Source: Sutskever et al., "On the importance of initialization and momentum in deep
+    learning" (2013), with torch's placement of the learning rate.
     """
 
     _sparse_state = ("momentum_buffer",)

@@ -23,12 +23,12 @@ class SplitSGD(FusedSGD):
     A parameter is the upper half of a float32 value :math:`\theta`; the lower half is the state
     ``trail``. Forward and backward passes use the bfloat16 half. A step joins the halves, updates
     :math:`\theta` in float32 as :class:`FusedSGD` does, and splits it again, so that updates too
-    small for bfloat16 add up in the trail. 4 bytes for each weight, where a bfloat16 parameter
-    with a float32 master copy takes 6.
+    small for bfloat16 add up in the trail. A weight takes 4 bytes; a bfloat16 parameter with a
+    float32 master copy takes 6.
 
     Args:
-        params: bfloat16 parameters, whose trail begins at zero, or float32 ones, which are
-            converted in place, the same Parameter objects, without losing a bit.
+        params: bfloat16 parameters, whose trail begins at zero, or float32 ones. The latter are
+            converted in place, without losing a bit; the Parameter objects stay the same.
         lr: learning rate :math:`\gamma`, a number or a one-element tensor.
         momentum: factor :math:`\mu` of the momentum, which is float32.
         dampening: :math:`\tau`; from a parameter's second step on.
@@ -55,8 +55,8 @@ class SplitSGD(FusedSGD):
         >>> [p.dtype for p in optimizer.master_params()]
         [torch.float32, torch.float32]
 
-    A state_dict of torch.optim.SGD loads exactly, and keeps the trails as they are. Writing to a
-    parameter by other means changes its upper half only.
+    A state_dict of torch.optim.SGD loads exactly, and leaves the trails unchanged. Writing to a
+    parameter by other means changes only its upper half.
 
     Source: the split of IPEX's ``split_master_weight_for_bf16``.
     """

@@ -28,7 +28,10 @@ class Packing:
     """How one kernel's arguments lie in a :class:`Frame`: a table of addresses, then the values."""
 
     def __init__(self, formats: Sequence[str | None], local: Collection[int] = ()) -> None:
-        """``formats`` are :mod:`struct`'s, None for a pointer; ``local`` are indices."""
+        """``formats`` are :mod:`struct`'s, None for a pointer.
+
+        ``local`` are the indices of arguments that are memory of the work-group.
+        """
         self.count = len(formats)
         self.pointers = tuple([i for i, code in enumerate(formats) if code is None])
         self.values: list[Value] = []
@@ -71,17 +74,17 @@ class Frame:
         self.buffer = ctypes.create_string_buffer(max(size, 1))
         base = ctypes.addressof(self.buffer)
         self.table = [0 if place is None else base + place for place in places]
-        """What each argument's address is; a pointer's is set for each launch."""
+        """The address of each argument's value; pointers are set for each launch."""
         self.owner: Any = None
         """The kernel that ``kernel`` belongs to."""
         self.kernel: Any = None
         """OpenCL's handle, which keeps the arguments that it was given."""
         self.parts: Any = None
-        """What a launch of ``kernel`` in parts takes."""
+        """What a launch of ``kernel`` in parts needs."""
         self.how: Any = None
-        """How the last launch of ``kernel`` ran that was not put into a queue."""
+        """How ``kernel`` last ran without being put into a queue."""
         self.given: bytes | None = None
-        """The contents of the buffer when they were given."""
+        """The contents of the buffer when ``kernel`` was last given its arguments."""
         self.meanwhile: Any = None
         """A C function without arguments or a result, which a launch calls when it has begun."""
         self.passed: Frame | None = None
@@ -95,7 +98,7 @@ class Frame:
 
 
 ONE_ADDRESS = Packing(["q"])
-"""Of a kernel whose one argument is an address, passed as an int64."""
+"""For a kernel whose one argument is an address, passed as an int64."""
 
 
 def frame_of(address: int) -> Frame:

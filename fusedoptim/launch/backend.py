@@ -1,7 +1,7 @@
 """The interface of a kind of device.
 
-A new kind of device is launched by one file with a subclass of :class:`Backend`, and one line in
-:mod:`fusedoptim.launch.devices`. CONTRIBUTING.md has what else it takes.
+Launching on a new kind of device takes one file with a subclass of :class:`Backend`, and one line
+in :mod:`fusedoptim.launch.devices`. CONTRIBUTING.md says what else it takes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class LaunchShape(NamedTuple):
     lanes: int
     """Work items in a work-group."""
     chunk: int
-    """The most elements in a row: a multiple of what the lanes have in one block of 8-bit state."""
+    """The most elements in a row: a multiple of those in ``lanes`` blocks of 8-bit state."""
     elements_per_group: int
-    """Elements that a work-group walks: it takes several rows that are shorter than that."""
+    """Elements that a work-group walks: several rows, if they are shorter than that."""
 
 
 class BuildError(Exception):
@@ -41,12 +41,12 @@ class LaunchError(RuntimeError):
 
 
 class Limits(NamedTuple):
-    """A device's properties of one kernel."""
+    """The limits of one kernel on a device."""
 
     work_group_size: int
     """The most work items in a group."""
     preferred_work_group_size_multiple: int
-    """What a group's size is best a multiple of."""
+    """A group's size should be a multiple of this."""
     private_mem_size: int
     """Bytes that each work item needs."""
 
@@ -59,19 +59,19 @@ class DeviceKernel(Protocol):
         """What the device allows this kernel."""
 
     def sizes(self, items: tuple[int, ...], group: tuple[int, ...] | None) -> Any:
-        """The sizes of a launch of so many work items, in all and in a group, for :meth:`submit`.
+        """The sizes of a launch for :meth:`submit`: the work items in all, and in a group.
 
-        They have 1 to 3 dimensions. Without a group's, the driver chooses.
+        Both have 1 to 3 dimensions. If ``group`` is None, the driver chooses.
         """
 
     def prepare(self, frame: Frame) -> None:
         """Take over the arguments in ``frame``, to be called whenever they have changed."""
 
     def at_once(self, frame: Frame, sizes: Any, elements: int) -> Callable[[], int] | None:
-        """What runs the kernel to its end on the calling thread and torch's, if it may run there.
+        """A function that runs the kernel to its end on the calling thread and torch's threads.
 
-        To be called at once, as long as the arguments are those of :meth:`submit`; for
-        :meth:`check` it returns a number. None if the kernel must be submitted.
+        None if the kernel must be submitted. Call the function at once, while the arguments, those
+        of :meth:`submit`, still hold. It returns a status for :meth:`check`.
         """
 
     def check(self, status: int, frame: Frame) -> None:
@@ -100,7 +100,7 @@ class DeviceKernel(Protocol):
 
 
 class Traits(NamedTuple):
-    """What is known of a kernel's source."""
+    """What is known about a kernel's source."""
 
     is_short: bool = False
     """Whether one group runs for some microseconds only and needs little memory of its own, so that
@@ -109,13 +109,13 @@ class Traits(NamedTuple):
     """Whether a launch may be cut into parts: the kernel has one dimension, and a group's number is
     ``get_group_id(0) + get_global_offset(1)``."""
     takes_frame: bool = False
-    """Whether the kernel has one parameter, the address of the :class:`Frame` with its arguments:
-    an argument costs the driver time in each launch, and more in one that changes it. A launch must
-    be waited for then."""
+    """Whether the kernel has one parameter, the address of the :class:`Frame` with its arguments.
+    This saves time: every argument costs the driver time in each launch, and more if it has
+    changed. The launch must then be waited for."""
 
 
 NO_TRAITS = Traits()
-"""Of a user's kernel."""
+"""Those of a user's kernel."""
 
 
 class Program(Protocol):
@@ -141,8 +141,9 @@ class Backend(abc.ABC):
     """Its ``torch.device.type``."""
     shape: LaunchShape
     batch_bytes: int = 0
-    """The least bytes of tensors that pass through all kernels of an update before others do; 0 has
-    each kernel go through all tensors. docs/design/element-kernels.md has the measurements."""
+    """The least bytes of tensors in a batch, which passes through all kernels of an update before
+    the next batch does. With 0, each kernel goes through all tensors.
+    docs/design/element-kernels.md has the measurements."""
     runs_on_host: bool
     """Whether kernels use the host's memory, so that a step waits for their end."""
 
@@ -164,6 +165,6 @@ class Backend(abc.ABC):
 
         Args:
             queue: on which kernels will run.
-            by_sycl: whether kernels must be launched by SYCL: their launches are not waited for
-                and others wait for the queue, or they share variables with such kernels.
+            by_sycl: whether SYCL must launch the kernels: their launches are not waited for, and
+                others wait for the queue; or they share variables with such kernels.
         """

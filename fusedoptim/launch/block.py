@@ -75,7 +75,7 @@ class LaunchBlock:
         self.pending: Sequence[Any] = ()
         """Events of launches, of which the last may not have ended; empty if all have."""
         self.known: object = None
-        """Whose arguments the rows have, as far as whoever writes them keeps count."""
+        """Whose arguments the rows have, if whoever writes them keeps track."""
         self._head_values: list[float] = []
         layout = kernel.layout
         head, columns = layout.head_bytes, layout.row_words
@@ -134,7 +134,7 @@ class LaunchBlock:
         self._column[column][:rows] = values
 
     def select(self, rows: int) -> None:
-        """Have launches walk the first ``rows`` only; all, if this was never called."""
+        """Make launches walk only the first ``rows``; if never called, they walk all."""
         if rows != self._selected:
             self.wait()
             self._header[self.kernel.layout.head_word["rows"]] = rows
@@ -145,10 +145,10 @@ class LaunchBlock:
             self._selected = rows
 
     def do_meanwhile(self, action: Callable[[], object]) -> None:
-        """Have each launch call ``action`` too, on its own thread and when it has begun.
+        """Make each launch call ``action`` too, on the launching thread, once it has begun.
 
-        ``action`` is to be a function in C that raises nothing. A launch in parts calls it in the
-        C call that runs them, so no interrupt can come between; other threads run on meanwhile.
+        ``action`` must be a C function that raises nothing. A launch in parts calls it within the
+        C call that runs the parts, so no interrupt can come in between; other threads run on.
         """
         self._frame.meanwhile = _ACTION(action)
 

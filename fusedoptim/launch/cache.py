@@ -1,8 +1,8 @@
-"""The disk cache of compiled kernels: raw ones' SPIR-V, and the CPU driver's machine code of all.
+"""The disk cache of compiled kernels: SPIR-V of raw kernels, the CPU driver's machine code of all.
 
 A file holds a line about itself, then the module. Its name is the hash of all that the module
-depends on. It is written whole or not at all, and read only if it is what was written, by this user
-or by root: what is read here is run. See docs/design/kept-programs.md.
+depends on. It is written whole or not at all. It is read only if its content is what was written,
+by this user or by root, because what is read here is run. See docs/design/kept-programs.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusedoptim._version import __version__
 from fusedoptim._warn import warn
 
 LIMIT = 256 << 20
-"""Bytes that the files may take; those that were used longest ago go first."""
+"""Bytes that the files may take; the least recently used are deleted first."""
 _MAGIC = b"fusedoptim kernel 1 "
 _SUFFIX, _UNFINISHED = ".spvcache", ".tmp"
 _ABANDONED = 3600  # seconds after which nobody is writing an unfinished file any more
@@ -43,7 +43,7 @@ def folder() -> Path | None:
 
 
 def is_named_by_user() -> bool:
-    """Whether the folder may have other uses, as ``/tmp`` has: the user named it."""
+    """Whether the user named the folder, which may then have other uses, as ``/tmp`` has."""
     return _VARIABLE in os.environ
 
 
@@ -147,7 +147,7 @@ def _write(place: Path, name: str, module: bytes) -> None:
                 file.write(_head(module) + b"\n" + module)
             os.replace(temporary, name, src_dir_fd=inside, dst_dir_fd=inside)
         except BaseException:
-            with contextlib.suppress(OSError):  # an interrupt may come after the exchange
+            with contextlib.suppress(OSError):  # an interrupt may come after the replacement
                 os.unlink(temporary, dir_fd=inside)
             raise
         _drop_oldest(inside, LIMIT)
@@ -173,7 +173,7 @@ def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator
 
 @contextlib.contextmanager
 def _opened_folder(place: Path) -> Iterator[int]:
-    """A descriptor of the folder: what is then checked and what is then used are the same."""
+    """A descriptor of the folder, so that the folder checked is the folder used."""
     with _opened(place, os.O_RDONLY | os.O_DIRECTORY) as inside:
         if not is_named_by_user():
             _make_private(place, inside)
@@ -184,17 +184,17 @@ def _opened_folder(place: Path) -> Iterator[int]:
 
 
 def _make_private(place: Path, inside: int) -> None:
-    """Take from others the right to write to a folder of ours; version 0.1 followed the umask."""
+    """Stop other users from writing to a folder of ours; version 0.1 followed the umask."""
     found = os.fstat(inside)
     is_ours = found.st_uid == os.geteuid() and not place.is_symlink()
     if is_ours and found.st_mode & _WRITABLE_BY_OTHERS:
         with contextlib.suppress(OSError):
             os.fchmod(inside, stat.S_IRWXU)
-            _drop_oldest(inside, 0)  # others may have exchanged one file for another
+            _drop_oldest(inside, 0)  # others may have replaced files
 
 
 def _danger(*found: os.stat_result) -> str | None:
-    """What lets another user than root put something there, or None."""
+    """What would let a user other than this one and root put something there, or None."""
     user = os.geteuid()
     for one in found:
         if one.st_uid not in (0, user):
@@ -205,7 +205,7 @@ def _danger(*found: os.stat_result) -> str | None:
 
 
 def _drop_oldest(inside: int, limit: int) -> None:
-    """Delete the files used longest ago, until the rest take no more than ``limit`` bytes.
+    """Delete the least recently used files, until the rest take no more than ``limit`` bytes.
 
     Files that a killed process left unfinished go as well.
     """

@@ -1,4 +1,4 @@
-"""x86 CPUs, by OpenCL's C interface where the driver has one, else by SYCL."""
+"""x86 CPUs, through OpenCL's C interface where the driver has one, else through SYCL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CPU(Backend):
 
     @functools.cached_property
     def batch_bytes(self) -> int:  # type: ignore[override]
-        """Half of the third-level cache, or 0 if that is little for each core."""
+        """Half of the third-level cache, or 0 if that is too little for each core."""
         cores = os.sched_getaffinity(0)
         share = _third_level_cache(cores) // 2
         return share if share >= _LEAST_FOR_CORE * len(cores) else 0
@@ -71,6 +71,6 @@ def _third_level_cache(cores: Collection[int]) -> int:
 
 
 def _is_shared(queue: Any) -> bool:
-    """Whether the allocator made it: other work on a user's own queue is ordered by SYCL alone."""
+    """Whether the allocator made it: only SYCL can order other work on a user's own queue."""
     names = "cpu", queue.sycl_device.filter_string
     return any(queue is shared_queue(name) for name in names)

@@ -28,7 +28,7 @@ class ModuleError(RuntimeError):
 
 
 class Module(NamedTuple):
-    """One compiled kernel for one variant, or several that compile alike."""
+    """One compiled kernel, for one variant or for several that compile alike."""
 
     name: str
     """Name of the entry point, such as "sgd_momentum_f32"."""
@@ -60,7 +60,8 @@ _CURE = "reinstall the package: pip install --force-reinstall --no-deps fusedopt
 def load_module(kernel: str, variant: str) -> Module:
     """The module of a variant of ``kernel``, checked against the manifest.
 
-    One that touches no parameter, such as the ratio of two norms, serves all of one arithmetic.
+    A kernel that touches no parameter, such as the ratio of two norms, has one module for all
+    variants of one arithmetic.
     """
     name = _serving().get((kernel, variant))
     if name is None:

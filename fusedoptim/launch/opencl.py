@@ -1,8 +1,8 @@
-"""The CPU driver by OpenCL's C interface, which hands out what the driver has compiled.
+"""The CPU driver through OpenCL's C interface, which gives access to compiled programs.
 
-SYCL gives no access to a compiled program. So on the CPU, kernels are built, cached on the disk and
-launched here; a launch is quicker too (docs/design/kept-programs.md). Only addresses are passed, so
-SYCL's memory and torch's are alike.
+SYCL gives no such access. So on the CPU, kernels are built, cached on the disk and launched here; a
+launch is quicker too (docs/design/kept-programs.md). Only addresses are passed, so memory of SYCL
+and of torch is treated alike.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from fusedoptim.launch.parts import Parts, parts_of, team
 _STACK = 64 << 10
 """Bytes that a kernel may take of the calling thread's stack."""
 _SHORT = 250_000
-"""Elements that take so little time that other Python threads may wait."""
+"""Up to this many elements, a launch is so short that other Python threads may wait."""
 _SETTINGS = "CL_CONFIG_"
-"""Begins the environment variables that the driver reads; some have it print what it compiles."""
+"""Prefix of the environment variables that the driver reads; some make it print its output."""
 _call = operator.methodcaller("__call__")
 _lock = threading.RLock()  # a finalizer or a signal handler may take a step in the middle of a call
 
@@ -74,18 +74,18 @@ class Driver:
     """A device with a context and an in-order queue of its own."""
 
     def __init__(self, opencl: OpenCL, device: ctypes.c_void_p, identity: tuple[str, ...]) -> None:
-        """``identity``, of the driver and the machine, names what compiled programs depend on."""
+        """``identity`` names what compiled programs depend on: the driver and the machine."""
         self.opencl = opencl
         self._device = device
         self._identity = identity
         self._context = opencl.make("clCreateContext", None, 1, ctypes.byref(device), None, None)
         self.queue = self._new_queue(0)
         self.progress = Progress()
-        """Of ``queue``."""
+        """That of ``queue``."""
         self._elements = 0  # of launches whose end is not known yet
         self._finish = functools.partial(opencl.finish, self.queue)
         self.own_thread: ctypes.c_void_p | None
-        """A queue whose kernels run at once on the calling thread, if the driver has such."""
+        """A queue whose kernels run at once on the calling thread, if the driver has one."""
         try:
             self.own_thread = self._new_queue(ON_CALLING_THREAD | OUT_OF_ORDER)
         except RuntimeError:
@@ -113,7 +113,7 @@ class Driver:
         if not made:
             try:
                 return self._read(binary, options)
-            except BuildError:  # of another driver, which calls itself the same
+            except BuildError:  # made by another driver that has the same name
                 keep(rebuild=True)
         return made[0]
 
@@ -157,16 +157,16 @@ class Driver:
         return binary.raw
 
     def expect(self, elements: int) -> None:
-        """Make way for a kernel that goes through about so many elements, if that is many.
+        """Make way for a kernel that goes through about ``elements`` elements, if that is many.
 
-        To be called before it is submitted to ``queue``, by the thread that then waits for it.
+        Call this before it is submitted to ``queue``, on the thread that then waits for it.
         """
         if self._elements < WORTH_SLEEPING <= self._elements + elements:
             put_to_sleep()
         self._elements += elements
 
     def finish(self) -> None:
-        """Return when all has ended that was submitted to ``queue``."""
+        """Return when all that was submitted to ``queue`` has ended."""
         self._elements = 0
         if status := call_and_wake(self._finish):
             check(status, "clFinish")
@@ -208,7 +208,7 @@ class _How(NamedTuple):
 
 
 class OpenCLKernel:
-    """A kernel on a driver's queue. Each frame has a handle, and so arguments, of its own."""
+    """A kernel on a driver's queue. Each frame has its own handle, and so its own arguments."""
 
     def __init__(self, program: OpenCLProgram, name: str, packing: Packing, traits: Traits) -> None:
         self.program = program
@@ -256,14 +256,14 @@ class OpenCLKernel:
                 queue=self._driver.own_thread,
                 kernel=frame.kernel.handle,
             )
-            frame.owner = self  # last: whatever interrupts this, the next call makes all of it
+            frame.owner = self  # last: after an interrupt, the next call makes all of it
         now, before = frame.buffer.raw, frame.given
         if now == before:
             return
         frame.given = None  # the handle may have any arguments if this is interrupted
         opencl, kernel, end = self._opencl, frame.kernel.handle, WORD * self._packing.count
         table, pointers = frame.table, self._packing.pointers
-        if before is not None:  # a call of the driver takes longer than to find what has changed
+        if before is not None:  # calling the driver takes longer than finding what has changed
             old = self._addresses.unpack_from(before)
             pointers = tuple([i for i in pointers if table[i] != old[i]])
         handle = itertools.repeat(kernel)
@@ -327,7 +327,7 @@ class OpenCLKernel:
         return True
 
     def _how(self, frame: Frame, sizes: _Sizes, elements: int, threads: int) -> _How:
-        """How to run a launch of this frame on so many threads."""
+        """How to run a launch of this frame on ``threads`` threads."""
         of = sizes, elements, threads
         team_, parts = team(), frame.parts
         if not self._is_divisible or team_ is None:
@@ -357,13 +357,13 @@ class OpenCLKernel:
         )
 
     def wait(self, event: Any) -> None:
-        """Return when the kernel has ended, and all that were submitted before."""
+        """Return when the kernel has ended, and all kernels submitted before it."""
         if not self._driver.progress.wait(self._driver.finish):
             wake()  # another thread has seen the end
 
 
 def build_log(device: Any, spirv: bytes, options: str) -> str:
-    """What the driver says against a module that it refuses, if OpenCL has the device, or ""."""
+    """The driver's log about a module that it refuses; "" if OpenCL does not have the device."""
     driver = driver_of(device)
     try:
         if driver is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fusedoptim.allocator import is_forked
 
-# Of OpenCL's headers, the same in all its versions.
+# From OpenCL's headers, the same in all versions.
 SUCCESS = 0
 ALL_DEVICES = ctypes.c_uint64(0xFFFFFFFF)
 PLATFORM_NAME, DEVICE_NAME, DRIVER_VERSION = 0x0902, 0x102B, 0x102D
@@ -23,7 +23,7 @@ class OpenCL:
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
-        # These return at once: releasing Python's lock would take longer than they do.
+        # These return at once: releasing the GIL would take longer than they do.
         short = ctypes.PyDLL(path)
         pointer, count = ctypes.c_void_p, ctypes.c_uint
         self.set_argument = short.clSetKernelArg
@@ -33,7 +33,7 @@ class OpenCL:
         # Its arguments are objects of ctypes, None and small numbers: these need no types.
         self.enqueue = short.clEnqueueNDRangeKernel
         self.enqueue_long = self._library.clEnqueueNDRangeKernel
-        """The same, without Python's lock: for long kernels on the calling thread."""
+        """The same, without the GIL: for long kernels on the calling thread."""
         self.enqueue_address = ctypes.cast(self.enqueue, ctypes.c_void_p).value
         """For machine code that calls it."""
         self.finish = self._library.clFinish
@@ -57,7 +57,7 @@ class OpenCL:
         return Handle(handle)
 
     def text(self, function: str, *arguments: Any) -> str:
-        """What a function of the kind of ``clGetDeviceInfo`` tells."""
+        """The text that a function such as ``clGetDeviceInfo`` returns."""
         size = ctypes.c_size_t()
         self.call(function, *arguments, ctypes.c_size_t(), None, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
@@ -87,7 +87,7 @@ def check(status: int, function: str) -> None:
 
 
 def failure(status: int, function: str) -> str:
-    """What to say of a function that has failed."""
+    """The message about a function that has failed."""
     return f"the CPU driver's {function} failed with OpenCL's error {status}"
 
 

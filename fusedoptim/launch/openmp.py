@@ -1,10 +1,10 @@
 """Keeps torch's OpenMP threads asleep while a kernel runs.
 
 After a parallel region OpenMP's threads spin for milliseconds, so that the next region starts at
-once. A kernel that runs meanwhile shares its cores with them, and theirs is the larger share of
-each core that they are on. So a thread opens a parallel region of its own before it launches, in
-which the others sleep on a lock, and closes it when the kernel has ended. They spin again then for
-the next region. docs/design/sleeping-threads.md has what that gains.
+once. A kernel that runs meanwhile shares its cores with them, and they get the larger share of
+each core that they are on. So before it launches, a thread opens a parallel region of its own, in
+which the others sleep on a lock. It closes the region when the kernel has ended. The others then
+spin again, for the next region. docs/design/sleeping-threads.md says what that gains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 WORTH_SLEEPING = 250_000
-"""Elements from which a launch gains more by free cores than putting the threads to sleep costs."""
+"""From this many elements on, a launch gains more from free cores than it costs to free them."""
 _Lock = ctypes.c_int64 * 7
 """POSIX's read-write lock; zeros are one that nobody has."""
 _Mutex = ctypes.c_int32 * 10
@@ -38,7 +38,7 @@ class _Functions(NamedTuple):
 
 
 class _Worker:
-    """One of a thread's OpenMP threads, of which all do the same."""
+    """One of a thread's OpenMP threads; all of them do the same."""
 
     def __init__(self, thread: int) -> None:
         self._clock = ~thread << 3 | 6  # of its processor time, as Linux numbers clocks
@@ -49,7 +49,7 @@ class _Worker:
             os.close(self._stat)
 
     def spins(self) -> bool:
-        """Whether it spins, or sleeps; an OSError if it has ended."""
+        """Whether it spins, rather than sleeps; an OSError if it has ended."""
         if time.clock_gettime_ns(self._clock) != time.clock_gettime_ns(self._clock):
             return True
         # It sleeps, or another has its core. The clock is asked first as that is quicker.
@@ -63,7 +63,7 @@ class _Team(threading.local):
         self.worker: _Worker | None = None
         """One of them, once it is known."""
         self.lock = _Lock()
-        """That on which they sleep, or last slept."""
+        """The lock on which they sleep, or last slept."""
         self.asleep: list[Any] = []
         """Not empty while they sleep."""
 
@@ -73,8 +73,8 @@ _team = _Team()
 
 @functools.cache
 def _functions() -> _Functions | None:
-    # The process has what torch calls, also where a preloaded runtime takes over. PyDLL keeps
-    # Python's lock: if other threads want it, a call that releases it waits to get it back.
+    # The process has the runtime that torch calls, even if a preloaded one takes over. PyDLL keeps
+    # the GIL: if other threads want it, a call that releases it waits to get it back.
     process = ctypes.PyDLL(None)
     try:
         start, end = process.GOMP_parallel_start, process.GOMP_parallel_end
@@ -91,10 +91,10 @@ def _functions() -> _Functions | None:
 
 
 def put_to_sleep() -> None:
-    """Have the calling thread's OpenMP threads sleep until :func:`wake`, if they spin.
+    """Put the calling thread's OpenMP threads to sleep until :func:`wake`, if they spin.
 
-    To be called before the launch, when no kernel has the cores that the threads need to fall
-    asleep. Those that sleep by themselves are left alone, as waking them takes time.
+    Call this before the launch, while no kernel has the cores that the threads need to fall asleep.
+    Threads that already sleep are left alone, as waking them takes time.
     """
     functions = _functions()
     if functions is None or _team.asleep or (threads := functions.threads()) == 1:
@@ -109,7 +109,7 @@ def put_to_sleep() -> None:
     _team.lock = _Lock()  # a new one, as the threads do not unlock it
     lock = ctypes.byref(_team.lock)
     start = functools.partial(functions.start_region, functions.share, lock, threads)
-    # In one call of C: no interrupt comes between a region's start and the note of it.
+    # In one C call: no interrupt can come between a region's start and the note of it.
     _team.asleep.extend(map(_call, (functools.partial(functions.lock, lock), start)))
 
 
@@ -123,14 +123,14 @@ def _one_of(functions: _Functions, threads: int) -> _Worker | None:
 
 
 def wake() -> None:
-    """Wake the threads that :func:`put_to_sleep` has put to sleep, if it has."""
+    """Wake the threads that :func:`put_to_sleep` has put to sleep, if any."""
     call_and_wake(int)
 
 
 def call_and_wake(function: Callable[[], int]) -> int:
     """Call a function, then wake the calling thread's OpenMP threads if they were put to sleep.
 
-    It is a function of C that raises no error, so that no interrupt comes in between.
+    It must be a C function that raises no error, so that no interrupt comes in between.
     """
     functions = _functions() if _team.asleep else None
     if functions is None:

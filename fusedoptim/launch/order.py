@@ -2,9 +2,9 @@
 
 Other launches wait for it, and the memory that it uses is kept until it has ended.
 
-A driver need not be asked: to wait for an idle queue costs more than a small kernel (see
-docs/design/kept-programs.md). Threads submit meanwhile, and an interrupt may come
-anywhere: what is not known to have ended counts as running.
+This is tracked without asking the driver: waiting for an idle queue costs more than a small kernel
+(see docs/design/kept-programs.md). Other threads may submit meanwhile, and an interrupt may come
+anywhere, so what is not known to have ended counts as running.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ class Progress:
     """Marks the latest submission to a queue and the latest one that is known to have ended.
 
     Whoever submits sets :attr:`latest` to a new object just before and again just after. Once is
-    too little: between the mark and the submission another thread may see the end of all before it.
+    not enough: between the mark and the submission, another thread may wait until all earlier
+    submissions have ended, and take the mark for ended too.
     """
 
     def __init__(self) -> None:
         self.latest = self.ended = object()
 
     def wait(self, by: Callable[[], object]) -> bool:
-        """Have ``by`` wait for all that was submitted until now; False if all has ended."""
+        """Let ``by`` wait for all that was submitted until now; False if it had ended already."""
         latest = self.latest
         if latest is self.ended:
             return False
@@ -54,8 +55,8 @@ _elsewhere: dict[Any, InFlight] = {}
 class InFlight:
     """Launches on one SYCL queue that nobody waits for, and the memory that they use.
 
-    There is one object for a queue (:func:`in_flight_on`). Whoever waits for the queue by it frees
-    that memory. Where the user waits for the queue itself, the next launch on it does.
+    There is one object for a queue (:func:`in_flight_on`). Waiting for the queue through it frees
+    that memory. If the user waits for the queue directly, the next launch on it frees the memory.
     """
 
     def __init__(self, queue: Any, is_ordered: bool) -> None:
@@ -68,7 +69,7 @@ class InFlight:
         """For each launch, by its event: the owners of the memory that it uses."""
 
     def submit(self, events: Iterable[Any], owners: Any) -> None:
-        """Take one event from an iterator that submits the launch, and keep ``owners`` until then.
+        """Take one event from an iterator that submits the launch; keep ``owners`` until it ends.
 
         One C call submits the launch and notes it, so an interrupt comes before both or after both.
         """
@@ -77,7 +78,7 @@ class InFlight:
         self._register[self._queue] = self  # again: another thread may have waited meanwhile
 
     def drop_ended(self) -> None:
-        """Free the memory of the first launches, those that have ended."""
+        """Free the memory of launches that have ended, up to the first that still runs."""
         for event in list(self.owners):
             if not event.has_ended:
                 return
@@ -107,7 +108,7 @@ def in_flight_on(queue: Any, is_ordered: bool) -> InFlight:
 
 
 def wait_for_host(but_for: InFlight | None = None) -> None:
-    """Return when no kernel that nobody waits for uses host memory, but for those of one queue."""
+    """Wait for the kernels that use host memory and that nobody waits for, except one queue's."""
     for in_flight in list(on_host.values()):
         if in_flight is not but_for:
             in_flight.wait()
@@ -119,4 +120,4 @@ def _wait_for_all() -> None:
             in_flight.wait()
 
 
-atexit.register(_wait_for_all)  # before the memory that they use goes
+atexit.register(_wait_for_all)  # before the memory that they use is freed

@@ -1,10 +1,10 @@
 """Runs a launch in parts on torch's own threads, as torch runs its operations.
 
-A queue of the driver's runs a kernel on the thread that enqueues it. So a launch is an OpenMP
-parallel region whose threads each enqueue parts of it: first that of the thread's own number, as
-its core may have those elements in its cache since the last launch, then others until none is
-left. The driver's threads, which would share the cores with torch's, stay out of it.
-docs/design/torch-threads.md has what that gains.
+One of the driver's queues runs a kernel on the thread that enqueues it. So a launch is an OpenMP
+parallel region whose threads each enqueue parts of it. A thread begins with the part of its own
+number, as its core may have those elements in its cache since the last launch. Then it takes others
+until none is left. The driver's threads stay out of it: they would share the cores with torch's.
+docs/design/torch-threads.md says what that gains.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fusedoptim.launch.modules import check_code
 CODE = Path(__file__).with_name("run_parts.x86_64")
 """Machine code, written by ``make kernels``. It begins with what runs a launch."""
 _LEAST = 32 * 1024
-"""Elements of a part, so that a thread has more to do than it costs to wake it."""
+"""Elements of a part at least, so that its work takes longer than waking a thread."""
 _MANY, _PARTS_EACH = 2 << 20, 8
-"""Elements for each of which a thread gets another part, up to so many: threads that are done take
-over those of threads whose cores have other work. To enqueue a part costs microseconds."""
+"""A thread gets one part for each ``_MANY`` elements, at most ``_PARTS_EACH``: threads that are
+done take over parts of threads whose cores have other work. Enqueuing a part costs microseconds."""
 
 
 class Parts(ctypes.Structure):
@@ -59,14 +59,14 @@ class Team(NamedTuple):
     thread_number: int
     """Address of ``omp_get_thread_num``: which of the threads the calling one is."""
     run: Callable[[int], int]
-    """Run the launch whose :class:`Parts` are at an address; the driver's answer. One argument, as
-    ctypes takes longer for several than OpenMP for a region."""
+    """Run the launch whose :class:`Parts` are at an address, and return the driver's answer. There
+    is one argument because several take ctypes longer than a region takes OpenMP."""
     run_short: Callable[[int], int]
-    """The same for some microseconds, while other Python threads wait."""
+    """The same for launches of some microseconds: other Python threads wait meanwhile."""
 
 
 def parts_of(groups: int, elements: int, threads: int) -> int:
-    """The number of parts for a launch of so many groups over about so many elements."""
+    """The number of parts for a launch of ``groups`` groups over about ``elements`` elements."""
     if threads == 1:
         return 1
     one_each = min(elements // _LEAST, threads)
@@ -104,4 +104,4 @@ def _code_address() -> int:
 
 
 _mapped: list[mmap.mmap] = []
-"""For as long as the process lives."""
+"""What is mapped stays for as long as the process lives."""

@@ -18,13 +18,13 @@ from fusedoptim.kernels.language import Role
 from fusedoptim.launch.block import Chunks, Indices, LaunchBlock, as_int64, row_addresses
 from fusedoptim.launch.kernel import Kernel
 
-# Up to as many chunks, addresses are written one by one: a call of numpy costs more than they do.
+# Up to this many chunks, addresses are written one by one: a numpy call costs more.
 _FEW = 16
 _ARRAYS = (Role.PARAM, Role.GRAD, Role.STATE)
 
 
 class Stage(Protocol):
-    """What an update submits in its turn: a kernel, or a reduction of what one has summed."""
+    """One thing that an update submits: a kernel, or a reduction of what a kernel has summed."""
 
     @property
     def pending(self) -> Sequence[Any]:
@@ -49,8 +49,8 @@ class Pipeline:
     ) -> None:
         """Lay out the rows of ``kernels``, in order, for the chunks of tensors on ``device``.
 
-        With ``sums_elsewhere``, other processes sum over other parts of the tensors: kernels that
-        use sums find them in :attr:`totals`, which must be written in between.
+        With ``sums_elsewhere``, other processes sum over other parts of the tensors. Kernels that
+        use sums then find them in :attr:`totals`, which must be written in between.
         """
         self._blocks: list[LaunchBlock] = []
         self._with_column: dict[str, list[tuple[LaunchBlock, Indices]]] = {}
@@ -151,7 +151,7 @@ class Pipeline:
     ) -> None:
         """Point one argument of every chunk to its values of ``width`` bytes, by tensor.
 
-        One value is for so many ``elements``.
+        One value serves ``elements`` elements.
         """
         if not self._is_few:
             places = (
@@ -191,7 +191,7 @@ class Pipeline:
         """Launch the kernels, and add up what they have summed over all chunks: a 0-d tensor."""
         self.run()
         assert self.sums is not None
-        # torch divides a sum to one number among its threads, a sum over rows it does not.
+        # torch divides a sum to one number among its threads, but not a sum over rows.
         return self.sums[:-1].sum(0).sum()
 
     def sums_by_tensor(self) -> Tensor:

@@ -1,8 +1,8 @@
-"""Kernels built and launched by SYCL, through the C library that dpctl is made of.
+"""Kernels built and launched by SYCL, through the C library under dpctl.
 
-dpctl's Python passes no host pointer to a kernel, which the CPU device reads like any other, and
-``dpctl.program.create_program_from_spirv`` keeps all other threads waiting while the driver
-compiles.
+dpctl's Python interface passes no host pointer to a kernel, although the CPU device reads one like
+any other. And its ``dpctl.program.create_program_from_spirv`` makes all other threads wait while
+the driver compiles.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fusedoptim.launch.backend import NO_TRAITS, BuildError, LaunchError, Limits
 from fusedoptim.launch.opencl import build_log
 from fusedoptim.launch.order import InFlight, in_flight_on, on_host, wait_for_host
 
-# Of the enumeration DPCTLKernelArgType, the same in dpctl 0.17 to 0.22. What is passed by value is
-# bytes to the driver, so the type says no more than how many.
+# Of the enumeration DPCTLKernelArgType, the same in dpctl 0.17 to 0.22. To the driver, a value is
+# only bytes, so the type says only how many.
 _BY_SIZE = {1: 1, 2: 3, 4: 5, 8: 7}
 _POINTER, _LOCAL_MEMORY = 10, 11
 _ANY_SIZE = 13  # a raw kernel argument, of dpctl 0.21 and newer
@@ -116,7 +116,7 @@ class SyclCompiler(NamedTuple):
         delete = dpctl_function("DPCTLKernelBundle_Delete", None, pointer)
         context, device = self.context.addressof_ref(), self.device.addressof_ref()
         bundle = create(context, device, spirv, len(spirv), options.encode())
-        if bundle is None:  # dpctl keeps the driver's log to itself
+        if bundle is None:  # dpctl does not return the driver's log
             log = build_log(self.device, spirv, options)
             raise BuildError(log or "the driver gives no reason", log)
         try:
@@ -188,7 +188,7 @@ class SyclKernel:
         """A submission takes the arguments itself."""
 
     def at_once(self, frame: Frame, sizes: Any, elements: int) -> None:
-        """A queue of SYCL's always takes it."""
+        """None: a SYCL queue always takes the kernel."""
 
     def check(self, status: int, frame: Frame) -> None:
         """There is nothing to check."""
@@ -239,7 +239,7 @@ class SyclKernel:
             self._in_flight.drop_ended()
 
     def _make_any_size(self, frame: Frame) -> list[int]:
-        """Make what dpctl has for values of any size, and put it into the frame."""
+        """Make dpctl's arguments for values of any size, and put them into the frame."""
         make = _functions().raw_argument
         made: list[int] = []
         for value in self._of_any_size:
@@ -264,7 +264,7 @@ class ArgumentError(RuntimeError):
     def __init__(self, index: int, message: str) -> None:
         super().__init__(message)
         self.index = index
-        """Of the argument."""
+        """The argument's index."""
 
 
 def _delete_any_size(made: Sequence[int]) -> None:

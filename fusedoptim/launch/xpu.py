@@ -1,4 +1,4 @@
-"""Intel GPUs, by SYCL on torch's own stream. Never run: no Intel GPU was at hand."""
+"""Intel GPUs, through SYCL on torch's own stream. Never run: no Intel GPU was available."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class XPU(Backend):
-    """A GPU, whose stream keeps the order of torch's work and ours."""
+    """A GPU, whose stream keeps torch's work and ours in order."""
 
     torch_type = "xpu"
     shape = LaunchShape(lanes=256, chunk=64 * 1024, elements_per_group=1)  # not measured

@@ -1,4 +1,4 @@
-"""Modules over :mod:`fusedoptim.ops`: drop-ins for their namesakes of ``torch.nn``."""
+"""Modules built on :mod:`fusedoptim.ops`: drop-ins for their namesakes in ``torch.nn``."""
 
 from fusedoptim.nn import functional
 from fusedoptim.nn.activation import GELU

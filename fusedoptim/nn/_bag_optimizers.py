@@ -28,11 +28,11 @@ class BagOptimizer(FusedOptimizer):
     """What the optimizers of merged embedding bags have in common."""
 
     kernel: str
-    """Updates the rows that occur."""
+    """The kernel that updates the rows that occur."""
     _hyper_parameters: tuple[str, ...]
-    """What the kernel gets of them."""
+    """Those that the kernel gets."""
     number: int
-    """By which the operator finds this object."""
+    """The number by which the operator finds this object."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,9 +40,9 @@ class BagOptimizer(FusedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not hasattr(self, "number"):  # a copy, or out of a file
+        if not hasattr(self, "number"):  # copied or unpickled
             self.number = numbered(self)
-        for own in self.state.values():  # a checkpoint's may have strides, and kernels take none
+        for own in self.state.values():  # a checkpoint's may be strided; kernels read no strides
             own.update({name: own[name].contiguous() for name in (_SUM, TRAIL) if name in own})
 
     def _check_checkpoint(self, state_dict: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class BagOptimizer(FusedOptimizer):
         return {name: number(group[name]) for name in self._hyper_parameters}
 
     def state_lists(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Adagrad's sums and the lower halves of split tables, as far as there are any."""
+        """Adagrad's sums and the lower halves of split tables, if there are any."""
         states = [self.state[weight] for weight in weights]
         sums = [state[_SUM] for state in states] if _SUM in self._saved_state else []
         return sums, [state[TRAIL] for state in states] if self.split else []
@@ -130,7 +130,7 @@ class InBackwardRowwiseAdagrad(BagOptimizer):
     _saved_options, _saved_state = FusedAdagrad._saved_options, FusedAdagrad._saved_state
 
     def __init__(self, params: Sequence[Tensor], *, split: bool, **options: Any) -> None:
-        # For its defaults and checks; of the tables it would make a sum for each element.
+        # For its defaults and checks. Given the tables, it would make a sum for each element.
         adagrad = FusedAdagrad([torch.empty(0)], **options)
         super().__init__(params, adagrad.defaults, split=split)
         for weight in params:
@@ -149,7 +149,7 @@ OPTIMIZERS: Mapping[str, type[BagOptimizer]] = {
 def new_optimizer(
     name: str, weights: Sequence[Tensor], split: bool, options: Mapping[str, float]
 ) -> BagOptimizer:
-    """An optimizer of tables; raises if it does not take the options, or their memory."""
+    """An optimizer of tables; raises if it does not accept the options or the tables' memory."""
     _check_options(name, options)
     _check_memory(weights)
     return OPTIMIZERS[name](list(weights), **{"lr": _LR, **options}, split=split)

@@ -1,4 +1,4 @@
-"""GELU by a kernel forward and one backward."""
+"""GELU with one kernel forward and one backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["GELU"]
 
 
 class GELU(torch.nn.GELU):
-    """``torch.nn.GELU`` whose approximation by a hyperbolic tangent is a kernel each way.
+    """``torch.nn.GELU`` whose tanh approximation is one kernel forward and one backward.
 
     Args:
         approximate: "tanh", or "none" for torch's own exact function.

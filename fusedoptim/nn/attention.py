@@ -18,8 +18,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     In training on the CPU with ``dropout > 0``, weights are dropped by
     :func:`~fusedoptim.nn.functional.dropout`, inside
     :func:`~fusedoptim.nn.functional.scaled_dot_product_attention` unless the caller needs them.
-    Anything else is torch's: other devices, eval mode, ``add_bias_kv``, ``add_zero_attn``, and
-    inputs without a batch.
+    torch's own code handles everything else: other devices, eval mode, ``add_bias_kv``,
+    ``add_zero_attn``, and inputs without a batch.
 
     Args:
         embed_dim: the width of queries and outputs.
@@ -59,12 +59,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; the result has the weights after dropout too, unless ``need_weights`` is False.
+        """Attend; the result includes the weights after dropout, unless ``need_weights`` is False.
 
         Args:
-            query: the inputs of which queries are made.
-            key: the inputs of which keys are made.
-            value: the inputs of which values are made.
+            query: the inputs from which queries are made.
+            key: the inputs from which keys are made.
+            value: the inputs from which values are made.
             key_padding_mask: (N, S): true where a key is left out, or numbers that are added.
             need_weights: whether to return the weights.
             attn_mask: (L, S) or (N * num_heads, L, S): the same for pairs of query and key.
@@ -125,7 +125,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> bool:
-        """Whether torch's module takes the masks without a word."""
+        """Whether torch's module accepts the masks without an error or a warning."""
         if is_causal and attn_mask is None:
             return False
         dtypes = {mask.dtype for mask in (key_padding_mask, attn_mask) if mask is not None}

@@ -11,11 +11,11 @@ __all__ = ["Dropout"]
 
 
 class Dropout(torch.nn.Dropout):
-    """``torch.nn.Dropout`` by a kernel that draws random numbers on all cores.
+    """``torch.nn.Dropout`` with a kernel that draws random numbers on all cores.
 
-    The random numbers are those of Philox-4x32-10 with a seed from torch's default generator: the
-    same after ``torch.manual_seed``, but other than torch's. No mask is kept for the backward pass,
-    which draws it again.
+    The random numbers are those of Philox-4x32-10 with a seed from torch's default generator. They
+    are the same after ``torch.manual_seed``, but differ from torch's. No mask is kept for the
+    backward pass, which draws it again.
 
     Args:
         p: the probability of zeroing an element.

@@ -20,10 +20,10 @@ _MODES = ("sum", "mean")
 
 
 class MergedEmbeddingBag(torch.nn.Module):
-    r"""Several ``torch.nn.EmbeddingBag`` whose bags are computed at once, as a DLRM's are.
+    r"""Several ``torch.nn.EmbeddingBag`` modules whose bags are computed at once, as in DLRM.
 
-    With ``optimizer``, the backward pass updates the rows of the batch, and there are no gradients
-    of the tables:
+    With ``optimizer``, the backward pass updates the rows of the batch, and the tables get no
+    gradients:
 
     .. math::
         g &\leftarrow \nabla f(w_r) + \lambda\,w_r \\
@@ -33,9 +33,9 @@ class MergedEmbeddingBag(torch.nn.Module):
             w_r - \gamma\,\frac{g}{\sqrt{s} + \epsilon}
 
     The bags are submodules named "0", "1" and so on, so a state_dict is that of a ``ModuleList`` of
-    them. Gradients are summed in the order of the indices: the same bits on any number of threads.
-    With an optimizer, a bag that is called by itself in training mode, with gradients enabled,
-    would learn nothing, and raises RuntimeError.
+    them. Gradients are summed in the order of the indices, so they have the same bits on any number
+    of threads. With an optimizer, a bag that is called on its own in training mode, with gradients
+    enabled, would learn nothing, and raises RuntimeError.
 
     Args:
         tables: an ``EmbeddingBag``, or its number of rows and its width, for each table. The
@@ -44,14 +44,15 @@ class MergedEmbeddingBag(torch.nn.Module):
         lr: learning rate :math:`\gamma`; by default 0.01.
         weight_decay: L2 penalty :math:`\lambda` of the rows in a batch; by default 0.
         eps: :math:`\epsilon` of Adagrad; by default 1e-10.
-        split: whether the tables are kept as bfloat16 with the lower 16 bits of float32 apart, so
-            that the update is exact in float32; it needs an optimizer.
+        split: whether the tables are kept as bfloat16, with the lower 16 bits of float32 stored
+            separately, so that the update is exact in float32. This needs an optimizer.
 
     Raises:
         ValueError: an unknown optimizer or mode, a number out of range, an option without effect,
-            or tables that differ in what all must have alike; with an optimizer, tables that share
-            memory.
-        TypeError: tables that are no list, a table that is none, or tables of different dtypes.
+            or tables that differ in an option that must be the same for all; with an optimizer,
+            tables that share memory.
+        TypeError: ``tables`` is not a list, an entry is not a table, or tables have different
+            dtypes.
 
     Example:
         >>> import torch
@@ -63,8 +64,8 @@ class MergedEmbeddingBag(torch.nn.Module):
         >>> (first.sum() + second.sum()).backward()  # updates rows 0 and 3 of both tables
         >>> scheduler = torch.optim.lr_scheduler.StepLR(bags.optimizer(), 1)
 
-    Semantics: ``torch.nn.EmbeddingBag`` of torch 2.13, with the sparse gradients of which its
-    ``SGD`` and ``Adagrad`` take a step.
+    Semantics: ``torch.nn.EmbeddingBag`` of torch 2.13, and a step of torch's ``SGD`` or ``Adagrad``
+    with its sparse gradients.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class MergedEmbeddingBag(torch.nn.Module):
         bags = [_as_bag(t, table) for t, table in enumerate(tables)]
         _check_alike(bags)
         self.include_last_offset = bags[0].include_last_offset
-        """As torch's, of all tables."""
+        """As torch's, for all tables."""
         self.sparse = bags[0].sparse
-        """Whether the gradients of the tables are sparse; none with an optimizer."""
+        """Whether the gradients of the tables are sparse; with an optimizer there are none."""
         self._means = [bag.mode == "mean" for bag in bags]
         self._paddings = [-1 if bag.padding_idx is None else bag.padding_idx for bag in bags]
         options = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
@@ -92,7 +93,7 @@ class MergedEmbeddingBag(torch.nn.Module):
         self._optimizer: BagOptimizer | None = None
         self._anchor: Tensor | None = None
         self._refusals: list[RemovableHandle] = []
-        """Of the hooks of :func:`refuse_calls`."""
+        """The handles of the hooks of :func:`refuse_calls`."""
         for t, bag in enumerate(bags):
             self.add_module(str(t), bag)
         if optimizer is not None:
@@ -109,11 +110,11 @@ class MergedEmbeddingBag(torch.nn.Module):
     def from_embedding_bags(
         cls, bags: Sequence[torch.nn.EmbeddingBag], **options: Any
     ) -> MergedEmbeddingBag:
-        """The module of some bags, whose parameters it shares.
+        """A module of the given bags, which shares their parameters.
 
         Args:
             bags: such as a ``ModuleList`` of them.
-            options: ``optimizer`` and what else the class takes.
+            options: ``optimizer`` and the other arguments of the class.
 
         Example:
             >>> import torch
@@ -134,18 +135,18 @@ class MergedEmbeddingBag(torch.nn.Module):
         return (self[t] for t in range(len(self)))
 
     def _update_by(self, optimizer: BagOptimizer) -> None:
-        """Have the backward pass update the tables, and nothing else."""
+        """Let the backward pass, and nothing else, update the tables."""
         self._optimizer = optimizer
-        # What makes autograd run the backward pass; no parameter, as nothing is learned.
+        # It makes autograd run the backward pass. It is no parameter, as it learns nothing.
         self._anchor = torch.zeros((), requires_grad=True)
         for bag in self:
             bag.weight.requires_grad_(False)
         refuse_calls(self, "MergedEmbeddingBag", "merged(indices, offsets)")
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """What updates the tables: for schedulers, which change its learning rate, and checkpoints.
+        """The optimizer of the tables, for learning-rate schedulers and for checkpoints.
 
-        Its ``step`` updates nothing, as the backward pass has.
+        Its ``step`` updates no table, as the backward pass has already done so.
 
         Raises:
             RuntimeError: the module has none.
@@ -166,26 +167,28 @@ class MergedEmbeddingBag(torch.nn.Module):
         """The bags of all tables.
 
         Args:
-            input: int32 or int64 indices: for each table a tensor, or one tensor with those of all
-                tables, one table after the other. A tensor of a table may have two dimensions, a
-                bag in each row; then there are no offsets.
-            offsets: int32 or int64: for each table where its bags begin; or one tensor with as many
-                for each table, one table after the other, all counted from the beginning of
+            input: int32 or int64 indices: a tensor for each table, or one tensor with the indices
+                of all tables, one table after another. A table's tensor may have two dimensions,
+                with a bag in each row; then there are no offsets.
+            offsets: int32 or int64: for each table, where its bags begin. Or one tensor with as
+                many for each table, one table after another, all counted from the beginning of
                 ``input``. With ``include_last_offset`` there is one more at the end of each tensor.
-            per_sample_weights: what to multiply each index's row by, as ``input``; not for means.
+            per_sample_weights: factors of the rows, one for each index, in the form of ``input``;
+                not for means.
 
         Returns:
             for each table a tensor (bags, width); or, for one tensor of indices, one tensor (bags,
             sum of widths).
 
         Raises:
-            IndexError: on the CPU, an index is no row of its table; nothing has been written then.
-                On a GPU nothing is raised, and the backward pass writes beside the table: check
-                indices that may be wrong before.
-            RuntimeError: on the CPU, an offset does not fit: the first is 0, none is less than the
-                one before, nor more than there are indices. On a GPU it is as a wrong index.
+            IndexError: on the CPU, an index is not a row of its table; nothing has been written
+                then. On a GPU nothing is raised, and the backward pass writes outside the table:
+                check indices that may be wrong beforehand.
+            RuntimeError: on the CPU, an offset does not fit. The first must be 0, and none may be
+                less than the previous one or more than the number of indices. On a GPU, a wrong
+                offset acts like a wrong index.
             ValueError: a shape does not fit.
-            TypeError: a dtype does not.
+            TypeError: a dtype does not fit.
         """
         is_joined = isinstance(input, Tensor)
         indices, starts, samples = _in_lists(
@@ -221,26 +224,26 @@ class MergedEmbeddingBag(torch.nn.Module):
 
     def _weights(self) -> list[Tensor]:
         bags: Any = self._modules.values()
-        try:  # what ``bag.weight`` finds at last, by a function of Python
+        try:  # ``bag.weight`` finds the same, but calls a Python function for it
             return [bag._parameters["weight"] for bag in bags]
         except KeyError:  # a parametrization computes it
             return [bag.weight for bag in bags]
 
     def extra_repr(self) -> str:
-        """What the module has beside its bags."""
+        """The module's optimizer, if it has one."""
         return "" if self._optimizer is None else f"optimizer={type(self._optimizer).__name__}"
 
 
 class MergedEmbeddingBagWithSGD(MergedEmbeddingBag):
-    """:class:`MergedEmbeddingBag` with SGD, by the name that IPEX gave it.
+    """:class:`MergedEmbeddingBag` with SGD, under the name that IPEX gave it.
 
     Args:
-        tables: as there.
+        tables: as for :class:`MergedEmbeddingBag`.
         lr: learning rate.
         weight_decay: L2 penalty of the rows in a batch.
 
     Raises:
-        ValueError: as there.
+        ValueError: as :class:`MergedEmbeddingBag`.
 
     Example:
         >>> import torch
@@ -263,7 +266,7 @@ class MergedEmbeddingBagWithSGD(MergedEmbeddingBag):
     def from_embeddingbag_list(
         cls, tables: Sequence[torch.nn.EmbeddingBag], lr: float = 0.01, weight_decay: float = 0.0
     ) -> MergedEmbeddingBagWithSGD:
-        """The module of some bags, whose parameters it shares.
+        """A module of the given bags, which shares their parameters.
 
         Args:
             tables: such as a ``ModuleList`` of bags.
@@ -274,15 +277,15 @@ class MergedEmbeddingBagWithSGD(MergedEmbeddingBag):
 
 
 class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
-    """:class:`MergedEmbeddingBag` with Adagrad, by the name that IPEX gave it.
+    """:class:`MergedEmbeddingBag` with Adagrad, under the name that IPEX gave it.
 
     Args:
-        tables: as there.
+        tables: as for :class:`MergedEmbeddingBag`.
         lr: learning rate.
         eps: what keeps the divisor from zero.
 
     Raises:
-        ValueError: as there.
+        ValueError: as :class:`MergedEmbeddingBag`.
 
     Example:
         >>> import torch
@@ -304,7 +307,7 @@ class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
     def from_embeddingbag_list(
         cls, tables: Sequence[torch.nn.EmbeddingBag], lr: float = 0.01, eps: float = 1e-10
     ) -> MergedEmbeddingBagWithAdagrad:
-        """The module of some bags, whose parameters it shares.
+        """A module of the given bags, which shares their parameters.
 
         Args:
             tables: such as a ``ModuleList`` of bags.
@@ -315,15 +318,15 @@ class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
 
 
 def refuse_calls(merged: MergedEmbeddingBag, name: str, call: str) -> Sequence[RemovableHandle]:
-    """Have the bags of a module refuse to be called by themselves for training.
+    """Make the bags of a module refuse to be called on their own for training.
 
     Args:
         merged: the module, which updates them.
         name: what errors call it.
-        call: how they say it is called.
+        call: how errors say to call it.
 
     Returns:
-        what removes the hooks again.
+        the handles, which remove the hooks again.
     """
     for handle in merged._refusals:
         handle.remove()
@@ -333,12 +336,12 @@ def refuse_calls(merged: MergedEmbeddingBag, name: str, call: str) -> Sequence[R
 
 
 def optimizer_of(merged: MergedEmbeddingBag) -> BagOptimizer | None:
-    """What updates the tables of a module, if something does."""
+    """The optimizer that updates the tables of a module, if it has one."""
     return merged._optimizer
 
 
 def _refuse_training(name: str, call: str, bag: torch.nn.Module, args: object) -> None:
-    """Raise if a bag that the merged module alone updates is called by itself for training."""
+    """Raise if a bag that only the merged module updates is called on its own for training."""
     if bag.training and torch.is_grad_enabled():
         raise RuntimeError(
             f"a bag of {name} was called by itself, and would learn nothing: its table is updated "

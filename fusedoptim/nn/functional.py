@@ -1,4 +1,4 @@
-"""Functions over :mod:`fusedoptim.ops`: drop-ins for their namesakes of ``torch.nn.functional``."""
+"""Functions built on :mod:`fusedoptim.ops`: drop-ins for those of ``torch.nn.functional``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["cross_entropy", "dropout", "gelu", "scaled_dot_product_attention"]
 
 _REDUCTIONS = ("none", "mean", "sum")
 MIN_FUSED = 1 << 20
-"""Logits from which a kernel is quicker than torch, in spite of what its launch costs."""
+"""From this many logits on, a kernel is quicker than torch, although its launch costs time."""
 MIN_ACTIVATED = 1 << 17
-"""Elements from which that is so of GELU."""
+"""The same for GELU, in elements."""
 
 
 def _new_seed(device: torch.device) -> Tensor:
-    """A random number of torch's default generator."""
+    """A random number from torch's default generator."""
     return torch.randint(2**63 - 1, (), device=device)
 
 
 def is_ours(tensor: Tensor) -> bool:
-    """Whether an operator takes the tensor.
+    """Whether an operator accepts the tensor.
 
     torch has no rules for a library's operators in ``torch.func`` and forward-mode differentiation.
     """
@@ -52,23 +52,24 @@ def cross_entropy(
         \ell_i = -(1-\epsilon) \log p_{i t_i} - \frac{\epsilon}{C} \sum_j \log p_{ij},
         \qquad p_i = \operatorname{softmax}(x_i)
 
-    Forward and backward are a kernel each, and no probabilities are kept between them. Under
-    ``torch.autocast`` the kernels read 16-bit logits as they are and compute in float32, where
-    torch first copies them to float32; the result is float32 as torch's is.
+    Forward and backward are one kernel each, and no probabilities are kept between them. Under
+    ``torch.autocast`` the kernels read 16-bit logits directly and compute in float32, whereas torch
+    first copies them to float32. The result is float32, as torch's is.
 
-    Class weights, probabilities as targets, inputs of more than two dimensions, calls inside a
-    ``torch.func`` transform or forward-mode differentiation, and fewer than a million logits, for
-    which a launch costs more than the kernel gains, go to torch's own function.
+    Some calls go to torch's own function: those with class weights, with probabilities as targets,
+    with inputs of more than two dimensions, inside a ``torch.func`` transform or forward-mode
+    differentiation, and with fewer than a million logits, for which a launch costs more than the
+    kernel gains.
 
     Args:
         input: the logits x, (N, C) or (C,).
         target: the classes t, (N,) or (), int64.
         weight: of each class, (C,).
         size_average: deprecated in torch, in favour of ``reduction``.
-        ignore_index: the target of rows that count for nothing.
+        ignore_index: the target of rows that are ignored.
         reduce: deprecated in torch, in favour of ``reduction``.
         reduction: "mean" (over the rows that count), "sum" or "none".
-        label_smoothing: :math:`\epsilon`, from 0 to 1. As in torch, one below 0 and NaN are 0.
+        label_smoothing: :math:`\epsilon`, from 0 to 1. As in torch, values below 0 and NaN are 0.
 
     Returns:
         a 0-d tensor, or the loss of each row without a reduction.
@@ -76,7 +77,7 @@ def cross_entropy(
     Raises:
         ValueError: shapes do not fit, or a reduction that does not exist.
         RuntimeError: label_smoothing is greater than 1.
-        IndexError: on the CPU, a target is no class. On a GPU the result is NaN.
+        IndexError: on the CPU, a target is not a class. On a GPU the result is NaN.
 
     Example:
         >>> import torch
@@ -151,14 +152,15 @@ def gelu(
     input: Tensor,  # noqa: A002 (torch's name)
     approximate: str = "none",
 ) -> Tensor:
-    r"""GELU, by a kernel forward and one backward if it is approximate.
+    r"""GELU; the tanh approximation is one kernel forward and one backward.
 
     .. math::
         y = \tfrac12 x \Big(1 + \tanh\big(\sqrt{2/\pi}\,(x + 0.044715\,x^3)\big)\Big)
 
-    16-bit values are computed in float32 and rounded once. The exact function, fewer than 131,072
-    elements, for which a launch costs more than the kernel gains, and calls inside a ``torch.func``
-    transform or forward-mode differentiation go to torch's own function.
+    16-bit values are computed in float32 and rounded once. Some calls go to torch's own function:
+    those of the exact GELU, those inside a ``torch.func`` transform or forward-mode
+    differentiation, and those with fewer than 131,072 elements, for which a launch costs more than
+    the kernel gains.
 
     Args:
         input: x, of any shape.
@@ -197,14 +199,15 @@ def scaled_dot_product_attention(
     .. math::
         y = \operatorname{dropout}\big(\operatorname{softmax}(s\,q k^T + m)\big)\, v
 
-    For ``dropout_p > 0`` torch leaves its fast kernels on the CPU for a path of single operations,
-    which draws the dropout's mask on one thread and multiplies 16-bit matrices in float32. Here the
-    mask is that of :func:`dropout`. Scores and their softmax are float32 (float64 for float64); for
-    bfloat16, weights and gradients are multiplied in bfloat16, as in torch's fast kernels.
+    With ``dropout_p > 0`` on the CPU, torch does not use its fast kernels, but a path of single
+    operations that draws the dropout mask on one thread and multiplies 16-bit matrices in float32.
+    Here the mask is that of :func:`dropout`. Scores and their softmax are float32 (float64 for
+    float64). For bfloat16, weights and gradients are multiplied in bfloat16, as in torch's fast
+    kernels.
 
-    Anything else goes to torch's own function: no dropout, other devices than the CPU, batches that
-    broadcast, empty or nested tensors, and calls inside a ``torch.func`` transform or forward-mode
-    differentiation.
+    All other calls go to torch's own function: those without dropout, on devices other than the
+    CPU, with batches that broadcast, with empty or nested tensors, and inside a ``torch.func``
+    transform or forward-mode differentiation.
 
     Args:
         query: q, of shape (..., L, E): float32, float64, bfloat16 or float16.
@@ -213,7 +216,7 @@ def scaled_dot_product_attention(
         attn_mask: m, which broadcasts to (..., L, S): numbers that are added, or a bool tensor
             that is true where a weight takes part.
         dropout_p: the probability of zeroing a weight.
-        is_causal: whether row i has weights for the first i + 1 columns only; without attn_mask.
+        is_causal: whether row i has weights only for the first i + 1 columns; not with attn_mask.
         scale: s; :math:`1/\sqrt{E}` if None.
         enable_gqa: whether key and value may have fewer heads, in dimension -3: each serves several
             of the query's.
@@ -249,7 +252,7 @@ def scaled_dot_product_attention(
 
 
 def additive_mask(left_out: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to scores where those that are ``left_out``, a bool tensor, must not count."""
+    """What to add to scores so that those ``left_out``, a bool tensor, do not count."""
     return torch.zeros_like(left_out, dtype=dtype).masked_fill_(left_out, -math.inf)
 
 
@@ -271,7 +274,7 @@ def _has_groups(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _is_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> bool:
-    """Whether our attention takes these arguments."""
+    """Whether our attention accepts these arguments."""
     tensors, batch = (query, key, value), query.shape[:-2]
     if not all(t.device.type == "cpu" and t.dim() >= 3 and is_ours(t) for t in tensors):
         return False

@@ -1,4 +1,4 @@
-"""Losses whose forward and backward pass are a kernel each."""
+"""Losses whose forward and backward pass are one kernel each."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["CrossEntropyLoss"]
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss`` without a matrix of probabilities.
 
-    For class indices without class weights, forward and backward are a kernel each, which reads
-    16-bit logits as they are; for anything else the module is torch's.
+    For class indices without class weights, forward and backward are one kernel each, which reads
+    16-bit logits directly. For anything else, torch's own code runs.
 
     Args:
         weight: of each class, (C,).
         size_average: deprecated in torch, in favour of ``reduction``.
-        ignore_index: the target of rows that count for nothing.
+        ignore_index: the target of rows that are ignored.
         reduce: deprecated in torch, in favour of ``reduction``.
         reduction: "mean" (over the rows that count), "sum" or "none".
         label_smoothing: the share of the target that is spread over all classes, from 0 to 1. As in
-            torch, one below 0 and NaN are 0.
+            torch, values below 0 and NaN are 0.
 
     Raises:
         RuntimeError: label_smoothing is greater than 1, in the call.

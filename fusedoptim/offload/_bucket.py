@@ -18,7 +18,7 @@ MakeOptimizer = Callable[[list[Group]], Optimizer]
 
 
 class Bucket:
-    """Parameters of a device, their copies on the host, and the optimizer of these.
+    """Parameters of a device, their copies on the host, and the optimizer of the copies.
 
     A copy of a gradient is valid while the parameter's gradient is the same tensor with the same
     version: a step copies again what has changed since, whether by another backward pass or by
@@ -37,11 +37,11 @@ class Bucket:
         """Copy the parameters to the host.
 
         Args:
-            link: to their device.
-            group: number of their group.
+            link: the link to their device.
+            group: the number of their group.
             positions: their numbers in the group.
             params: the parameters, of one device and one dtype.
-            options: of the group, without its parameters.
+            options: the group's, without its parameters.
             make: makes the host's optimizer.
         """
         self.link = link
@@ -57,7 +57,7 @@ class Bucket:
         self._grads = link.buffer(0, self._weights.dtype)
         self._grad_views: list[Tensor] = []
         self._fetched: list[tuple[Tensor, int] | None] = [None] * len(params)
-        """The gradients of which the host has a copy, or will have, and their versions."""
+        """The gradients that the host has copied or is copying, and their versions."""
         self._known: list[tuple[int, int, torch.Size]] = []
         """Version, address and shape of each parameter when the host last had its values."""
         self._arrived: set[int] = set()
@@ -66,7 +66,7 @@ class Bucket:
         self._end_of_send: Any = None
 
     def attach(self) -> None:
-        """Give the device's parameters the dtype that the host's have, which a split changes."""
+        """Give the device's parameters the dtype of the host's, which a split changes."""
         for p, h in zip(self.params, self.host):
             if p.dtype != h.dtype:
                 grad = p.grad
@@ -102,11 +102,11 @@ class Bucket:
         self._end_of_fetch = self.link.mark()
 
     def distrust_copies(self) -> None:
-        """Have the next step copy all gradients again."""
+        """Make the next step copy all gradients again."""
         self._drop_fetched(range(len(self.params)))
 
     def _drop_fetched(self, chosen: Sequence[int]) -> None:
-        """Drop gradients of which the host has a copy, when it is complete.
+        """Drop gradients that the host has copied, once their copies are complete.
 
         The device may then reuse their memory.
         """
@@ -119,7 +119,7 @@ class Bucket:
         """Begin to copy what the host lacks; return whether there is anything to update.
 
         Raises:
-            RuntimeError: a parameter is on another device than at first, or has another dtype or
+            RuntimeError: a parameter is no longer on its first device, or has another dtype or
                 shape.
         """
         self._arrived.clear()
@@ -145,7 +145,7 @@ class Bucket:
         return bool(self._with_grad)
 
     def take_weights(self) -> None:
-        """Copy weights to the host that something else than a step has written."""
+        """Copy to the host the weights that something other than a step has written."""
         for p, h, known in zip(self.params, self.host, self._known):
             if known != _written(p):
                 if p.device != self.link.device or p.dtype != h.dtype or p.shape != h.shape:
@@ -173,7 +173,7 @@ class Bucket:
         """Take the step on the host.
 
         Args:
-            options: the present ones of the group.
+            options: the group's current ones.
             grad_scale: what gradients are divided by, or None.
         """
         self.link.wait(self._end_of_send)
@@ -218,7 +218,7 @@ class Bucket:
 
 
 def own_options(group: Group) -> Group:
-    """The options of a group, without what is said of its parameters one by one."""
+    """The options of a group, without the entries that list its parameters."""
     return {name: v for name, v in group.items() if name not in ("params", "param_names")}
 
 

@@ -20,8 +20,8 @@ def _side_stream(device: torch.device) -> torch.Stream | None:
 class Link:
     """Copies flat host buffers to tensors of a device, and back.
 
-    What :meth:`fetch` and :meth:`send` were given must stay alive and unchanged until ``wait`` of a
-    later :meth:`mark` has returned, or, for tensors of the device, until the device has passed
+    Tensors given to :meth:`fetch` and :meth:`send` must stay alive and unchanged until :meth:`wait`
+    for a later :meth:`mark` has returned or, for tensors of the device, until the device has passed
     :meth:`finish`.
     """
 
@@ -30,16 +30,16 @@ class Link:
         self._stream = _side_stream(device)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory on the host, pinned if copies are to run beside other work."""
+        """Memory on the host, pinned if copies run concurrently with other work."""
         return torch.empty(numel, dtype=dtype, pin_memory=self._stream is not None)
 
     def begin(self) -> None:
-        """Let later copies wait for all work that the device has been given."""
+        """Make later copies wait for all work submitted to the device so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self.device))
 
     def finish(self) -> None:
-        """Let the device's later work wait for all copies."""
+        """Make the device's later work wait for all copies."""
         if self._stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 

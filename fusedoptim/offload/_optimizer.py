@@ -26,26 +26,27 @@ __all__ = ["OffloadOptimizer"]
 
 
 class OffloadOptimizer(Optimizer):
-    r"""An optimizer of parameters on a device, whose state and step are on the host.
+    r"""An optimizer for parameters on a device, with its state and its step on the host.
 
     The host has a copy of each parameter, and an ordinary optimizer of these copies. Gradients are
-    copied to it while backward makes the others; a step updates bucket after bucket, and the
-    weights of one are copied back while the next is updated. A gradient and a weight cross the bus
-    once in a step, in the parameter's dtype.
+    copied to the host while backward computes the others. A step updates one bucket after another,
+    and copies the weights of one back while it updates the next. Each gradient and each weight
+    crosses the bus once a step, in the parameter's dtype.
 
     With ``split=True`` and bfloat16 parameters, the device has the upper halves of float32 weights,
     and the host the lower ones: 2 bytes a weight go each way, and no update is rounded.
 
     Args:
-        params: on any device that torch has, also on several. Those on the CPU are copied too.
+        params: on any device that torch has, or on several. Those on the CPU are copied too.
         optimizer_class: any of this package, or one of torch.optim that works on the CPU.
         max_grad_norm: clip the gradients' norm, over all parameters, to this first. It is computed
             on the device.
         bucket_cap_mb: MiB of weights that are copied at once; a larger parameter is copied whole.
-        copy_in_backward: copy gradients as backward makes them. False copies them in ``step()``:
-            where something changes them after backward, as DistributedDataParallel does. May be
-            changed at any time, as for all but the last of several backward passes.
-        **kwargs: of ``optimizer_class``.
+        copy_in_backward: copy gradients as backward makes them. False copies them in ``step()``,
+            for when something changes them after backward, as DistributedDataParallel does. May be
+            changed at any time, for example to False for all but the last of several backward
+            passes.
+        **kwargs: arguments of ``optimizer_class``.
 
     Raises:
         TypeError: a parameter is sharded (DTensor) or has no memory, or ``optimizer_class`` does
@@ -66,8 +67,8 @@ class OffloadOptimizer(Optimizer):
         >>> optimizer.state[model.weight]["exp_avg"].device
         device(type='cpu')
 
-    ``param_groups`` has the device's parameters, and its options hold for the next step. A
-    state_dict is that of ``optimizer_class``, and moves both ways.
+    ``param_groups`` has the device's parameters; changed options take effect at the next step. A
+    state_dict has the form of ``optimizer_class``'s, and each class loads the other's.
     """
 
     _step_supports_amp_scaling = True
@@ -106,7 +107,7 @@ class OffloadOptimizer(Optimizer):
         """Add a group of parameters, as ``torch.optim.Optimizer.add_param_group`` does.
 
         Args:
-            param_group: a dict with ``params`` and what is to differ from the defaults.
+            param_group: a dict with ``params`` and the options that differ from the defaults.
 
         Raises:
             TypeError, ValueError, RuntimeError: as the constructor. Nothing was added then.
@@ -176,7 +177,9 @@ class OffloadOptimizer(Optimizer):
 
     @with_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step on the host; the device's later work waits for the weights, not this call.
+        """Take a step on the host.
+
+        The device's later work waits for the new weights; this call does not.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -185,8 +188,8 @@ class OffloadOptimizer(Optimizer):
             what ``closure`` returned.
 
         Raises:
-            RuntimeError: a parameter was moved or converted, or an earlier call failed halfway, so
-                that weights may be of two different steps.
+            RuntimeError: a parameter was moved or converted; or an earlier call failed halfway,
+                so weights may be of two different steps.
         """
         loss = None
         if closure is not None:
@@ -221,7 +224,7 @@ class OffloadOptimizer(Optimizer):
                 updated += 1
                 bucket.send()
         except BaseException as error:
-            # An interrupt of the first may have come before it or after it.
+            # An interrupt in the first update may have come before or after the update itself.
             if updated or not isinstance(error, Exception):
                 self._torn = (
                     f"OffloadOptimizer: step() failed after {updated} of {len(active)} buckets "
@@ -263,11 +266,11 @@ class OffloadOptimizer(Optimizer):
                 self.state.update(bucket.states())
 
     def state_dict(self) -> dict[str, Any]:
-        """That of ``optimizer_class`` with these groups, with all state on the host."""
+        """The state_dict of ``optimizer_class`` for these groups, with all state on the host."""
         return super().state_dict()  # _with_states adds the state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state_dict of this class, of ``optimizer_class``, or what that class can load.
+        """Load a state_dict of this class, or any that ``optimizer_class`` can load.
 
         Args:
             state_dict: from :meth:`state_dict`; load the model's too.
@@ -289,14 +292,14 @@ class OffloadOptimizer(Optimizer):
                 raise
             finally:
                 handle.remove()
-            for bucket in self._buckets:  # a class has its own choice of some options
+            for bucket in self._buckets:  # a class sets some options itself
                 options = own_options(bucket.optimizer.param_groups[0])
                 self.param_groups[bucket.group].update(options)
             self._torn = None
             self._show_state()
 
     def master_params(self) -> Iterator[Tensor]:
-        """The parameters' exact values, on the host, float32 where split; in order of groups."""
+        """The parameters' exact values, on the host, float32 if split, in the groups' order."""
         found: dict[Tensor, Tensor] = {}
         for bucket in self._buckets:
             bucket.take_weights()

@@ -1,8 +1,8 @@
 """Operators whose kernels are written in Python, registered with torch as ``torch.ops.fusedoptim``.
 
 They work under autograd, ``torch.autocast``, fake tensors and ``torch.compile(fullgraph=True)``,
-for tensors on the CPU and on Intel GPUs. Neither ``torch.func`` transforms nor forward-mode
-differentiation take them, as torch has no rules for either. Modules over them are in
+for tensors on the CPU and on Intel GPUs. They do not work in ``torch.func`` transforms and in
+forward-mode differentiation, as torch has no rules for either. Modules built on them are in
 :mod:`fusedoptim.nn`.
 """
 

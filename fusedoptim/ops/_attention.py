@@ -1,4 +1,4 @@
-"""Attention with dropout: its gradients, computed from what the forward pass keeps.
+"""Attention with dropout, whose gradients are computed from what the forward pass keeps.
 
 The formulas are those of torch's math path. Matrices of weights are kept in the dtype of the
 values, and the scores are float32 at least, as in torch's flash kernels.
@@ -29,7 +29,7 @@ def attention(
 ) -> Tensor:
     """``dropout(softmax(scale * query @ key.mT + mask)) @ value``, of one dtype and batch.
 
-    ``mask`` is a float tensor that broadcasts to the scores. A row of which it leaves nothing gets
+    ``mask`` is a float tensor that broadcasts to the scores. A row that it masks entirely gets
     zeros.
     """
     batch, scores = query.shape[:-2], (query.shape[-2], key.shape[-2])
@@ -58,7 +58,7 @@ def _without_autocast() -> torch.autocast:
 
 
 class _Attention(torch.autograd.Function):
-    """Of matrices (N, L, E), (N, S, E) and (N, S, V), with a mask of (..., L, S)."""
+    """Attention of matrices (N, L, E), (N, S, E) and (N, S, V), with a mask of (..., L, S)."""
 
     @staticmethod
     def forward(

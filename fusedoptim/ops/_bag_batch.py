@@ -1,8 +1,8 @@
 """Where the indices of each table of a batch lie, and the work of sorting and reading them.
 
-What follows from the tables and the numbers of bags is remembered, as numpy takes longer than many
-kernels. Bags vary in length, so the numbers of indices may be new in each batch: what follows from
-them is little, and apart.
+What depends on the tables and the numbers of bags is remembered, as numpy takes longer than many
+kernels. Bags vary in length, so the numbers of indices may be new in each batch. What depends on
+them is little, and is kept separately.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fusedoptim.ops._bag_sorting import LINE, Sorting, digits_of, parts_of, work
 from fusedoptim.ops._bag_tables import Tables, are_read_directly
 
 _PART = 1 << 16
-"""Elements of a part of a table's work, about."""
+"""Elements of a part of a table's work, approximately."""
 MOST_KEPT = 256
 """Shapes of batches that are remembered."""
 _NONE = np.zeros(1, np.int64)
-"""The address of what no kernel reads."""
+"""The address of something that no kernel reads."""
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> Indices:
@@ -34,7 +34,7 @@ def addresses_of(tensors: Sequence[Tensor]) -> Indices:
 
 
 def _as_read(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Integers as kernels read them."""
+    """Integers in the form in which kernels read them."""
     if are_read_directly(tensors):
         return tensors
     return [tensor.to(torch.int64).contiguous() for tensor in tensors]
@@ -43,8 +43,8 @@ def _as_read(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 class Batch:
     """The bags of all tables, as lists of a tensor for each table, or of one tensor for all.
 
-    In one tensor for all, the offsets of each table follow those of the table before, and all count
-    from the beginning of the indices.
+    In one tensor for all, the offsets of each table follow those of the previous table, and all
+    count from the beginning of the indices.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Batch:
         """Where each table's last bag ends, counted as its offsets are."""
 
     def addresses(self, tensor: Indices) -> dict[str, Indices]:
-        """Those of rows of a launch that read from these of the batch's tensors."""
+        """The addresses for rows of a launch that read from these of the batch's tensors."""
         addresses = {
             "indices": addresses_of(self._indices)[tensor],
             "offsets": addresses_of(self._offsets)[tensor],
@@ -98,7 +98,7 @@ class Batch:
 
 
 class Shape:
-    """What the numbers of offsets say of each table."""
+    """What the numbers of offsets say about each table."""
 
     def __init__(
         self, tensors: int, offset_counts: tuple[int, ...], tables: int, last: int
@@ -107,13 +107,13 @@ class Shape:
         self.is_joined = tensors < tables
         """Whether one tensor has the indices of all tables."""
         self.tensor = np.repeat(np.arange(tensors), repeats)
-        """Which of them has the table's."""
+        """The tensor that has the table's indices."""
         offsets = np.array(offset_counts)[self.tensor]
         self.bags = (offsets - last) // repeats
         self.bags_of_tensor = [(count - last) // repeats for count in offset_counts]
-        """Of each table of a tensor."""
+        """For each tensor, the bags of each of its tables."""
         self.before = np.arange(tables) * self.bags * self.is_joined
-        """Offsets before the table's first, in the tensor of both."""
+        """Offsets before the table's first in the same tensor."""
         self.bags_left = offsets - self.before
         """Offsets from the table's first on."""
 
@@ -125,12 +125,12 @@ class Cut(NamedTuple):
     """About equal parts of tables, for a launch with a row for each part."""
 
     parts: int
-    """Of each table."""
+    """The number of parts of each table."""
     length: int
-    """Elements of a part, about."""
+    """Elements of a part, approximately."""
 
     def tables(self, tables: int) -> Indices:
-        """That of each part."""
+        """The table of each part."""
         return np.repeat(np.arange(tables), self.parts)
 
     def bounds(self, sizes: Indices) -> tuple[Indices, Indices]:
@@ -141,7 +141,7 @@ class Cut(NamedTuple):
 
 @functools.lru_cache(MOST_KEPT)
 def cut_of(tables: Tables, sizes: tuple[int, ...]) -> Cut:
-    """How to cut the work of adding the rows of so many indices of each table."""
+    """How to cut the work of adding up rows, for ``sizes`` indices of each table."""
     elements = np.array(sizes) * tables.widths
     # Powers of two, so that batches of about the same size share what is remembered.
     parts = 1 << max(int(elements.max()) // _PART, 1).bit_length() - 1
@@ -150,7 +150,7 @@ def cut_of(tables: Tables, sizes: tuple[int, ...]) -> Cut:
 
 
 class Layout:
-    """What sorts of about as much work, of batches of the same shape and options, have alike."""
+    """What sorts of about equal work have in common, for batches of the same shape and options."""
 
     def __init__(
         self,
@@ -167,12 +167,12 @@ class Layout:
         self.is_weighted = int(is_weighted)
         self.tensor, self.is_joined = shape.tensor, shape.is_joined
         self.before = 8 * shape.before
-        """Bytes before the table's offsets, in the tensor of both."""
+        """Bytes before the table's offsets in their tensor."""
         self.count = 8 * LINE * np.arange(len(means))
-        """Bytes before the number of its sorted keys."""
+        """Bytes before the table's number of sorted keys."""
         bags_before = np.cumsum(shape.bags) - shape.bags
         self.factors, self.factor = int(shape.bags.sum()) + 1, real.itemsize * bags_before
-        """Factors of all tables, and bytes before this one's."""
+        """The number of factors of all tables, and the bytes before each table's."""
         columns = {
             "length": np.full(len(means), work),
             "bags": shape.bags,
@@ -185,14 +185,14 @@ class Layout:
 
 
 class Places:
-    """Where the keys of so many indices of each table lie, before and after they are sorted."""
+    """Where the keys of each table's indices lie, before and after they are sorted."""
 
     def __init__(self, sizes: tuple[int, ...], table_rows: tuple[int, ...], threads: int) -> None:
         self.counts, self.sizes = sizes, np.array(sizes)
         """Indices of each table."""
         parts = parts_of(self.sizes, threads)
         self.parts = parts if parts.max(initial=1) > 1 else None
-        """Of each table, that work items sort; None if all have one."""
+        """The number of parts of each table that work items sort; None if it is 1 for all."""
         self.room = max(sum(sizes), 1)
         """Integers for the keys of all tables."""
         self.unsorted = 8 * (np.cumsum(self.sizes) - self.sizes)
@@ -223,7 +223,7 @@ class Sorted:
         Args:
             batch: whose indices are sorted.
             table_rows: rows of each table.
-            paddings: the index of each table that counts for nothing, or -1.
+            paddings: the index of each table that is ignored, or -1.
             means: whether each table's bags are means.
             real: the dtype of factors.
         """
@@ -244,7 +244,7 @@ class Sorted:
         self.factors = columns.pop("weights", _NONE)
         """The addresses of each table's factors, or 0."""
         self.bags_of = _NONE
-        """Where the bags are of the positions that a weighted table's keys have, or 0."""
+        """Addresses of the bags by position, as a weighted table's keys have positions; or 0."""
         self.counts = counts + layout.count
         """The address of the number of each table's keys, without padding."""
         if is_weighted:
@@ -267,7 +267,7 @@ class Sorted:
         layout.sorting.run(places.sizes, places.digits, places.parts, columns)
 
     def addresses(self, table: Indices) -> dict[str, Any]:
-        """Those of rows of a launch that walk the keys of these tables."""
+        """The addresses for rows of a launch that walk the keys of these tables."""
         found = {"keys": self.keys[table], "sorted_count": self.counts[table]}
         for name, places in (("factors", self.factors), ("bags_of", self.bags_of)):
             found[name] = places if places is _NONE else places[table]

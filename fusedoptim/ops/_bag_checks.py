@@ -1,4 +1,4 @@
-"""What embedding bags do not take, and which index or offset was wrong."""
+"""Checks of what embedding bags accept, and of which index or offset was wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusedoptim.ops._bag_gradients import by_table
 from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF
 
 _MOST_ROWS = 1 << 31
-"""Of a table: the upper half of a key that is sorted."""
+"""Of a table: a row is the upper half of a sorted key."""
 _INTEGERS = (torch.int32, torch.int64)
 
 Tensors = Sequence[Tensor]
@@ -26,7 +26,7 @@ def check_batch(
     last: bool,
     have_known_kinds: bool = False,
 ) -> None:
-    """Raise if the operator does not take these bags, whose values are not read, of the tables.
+    """Raise if the operator does not accept these bags of the tables; no values are read.
 
     ``have_known_kinds`` says that devices, dtypes and dimensions of integers need no check.
     """
@@ -53,7 +53,7 @@ def check_batch(
 
 
 def check_options(weights: Tensors, means: Sequence[bool], paddings: Sequence[int | None]) -> None:
-    """Raise unless each table has a mode and a padding, or none, that is a row of it."""
+    """Raise unless each table has a mode, and a padding that is one of its rows, or None."""
     for name, options in (("mean", means), ("padding_idx", paddings)):
         if len(options) != len(weights):
             raise ValueError(
@@ -70,7 +70,7 @@ def check_options(weights: Tensors, means: Sequence[bool], paddings: Sequence[in
 
 
 def check_weights(weights: Tensors) -> None:
-    """Raise if the operators do not take these tables."""
+    """Raise if the operators do not accept these tables."""
     if not weights:
         raise ValueError("embedding_bags: there are no tables; pass at least one weight")
     first = weights[0]
@@ -149,7 +149,7 @@ def _check_samples(
 
 
 def check_values(weights: Tensors, indices: Tensors, offsets: Tensors, last: bool) -> None:
-    """Raise the error of the first wrong offset or index, if there is one; for those of the CPU."""
+    """Raise for the first wrong offset or index, if there is one; all must be on the CPU."""
     for t, starts in enumerate(offsets):
         limit = len(indices[t])
         if len(starts) and starts[0] != 0:

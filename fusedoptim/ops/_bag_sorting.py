@@ -13,20 +13,20 @@ from fusedoptim.launch.block import Indices, as_int64
 from fusedoptim.ops._launching import VARIANT_OF, TableLaunch, launch_table
 
 _WORK = 64
-"""Sorting an index takes about as long as adding so many elements."""
+"""Sorting an index takes about as long as adding this many elements."""
 _LEAST_DIGIT_BITS, _MOST_DIGIT_BITS = 3, 11
-"""Of the radix sort. Its counters fill a cache line, as work items that run at once share none, and
-stay in the first-level cache."""
+"""Of the radix sort. Its counters fill a cache line, as concurrent work items must not share one,
+and stay in the first-level cache."""
 _MOST_BITS = [min(max(bits - 1, 4), _MOST_DIGIT_BITS) for bits in range(65)]
-"""Of a digit, at most, by the bits of the number of indices."""
+"""The most bits of a digit, by the bit length of the number of indices."""
 _MOST_KEPT = 256
 """Choices of digits that are remembered."""
 LINE = 64 // 8
-"""Integers of a cache line: what work items write at once shares none."""
+"""Integers of a cache line: work items that write concurrently must not share one."""
 _LAUNCHES = 96 * 1024
-"""Launches of parts take about as long as to sort so many indices."""
+"""Launches of parts take about as long as sorting this many indices."""
 _END = 1 << 62
-"""More than all indices."""
+"""More than the number of indices."""
 _OF_BAGS = ("indices", "offsets", "bags", "bags_left", "count", "factors", "bags_of")
 _OF_PART = ("length", "first", "last", "part", "counters", "keys", "digit_bits")
 _COLUMNS = {
@@ -44,12 +44,12 @@ class Digits:
     """The digits of each table's keys: few counters for few indices."""
 
     def __init__(self, most: tuple[int, ...], table_rows: tuple[int, ...]) -> None:
-        """Choose digits of so many bits at most."""
+        """Choose digits of at most ``most`` bits, for each table."""
         bits = np.array([max(rows - 1, 1).bit_length() for rows in table_rows])
         self.passes = -(-bits // most)
         """Digits of a key."""
         self.bits = np.maximum(-(-bits // self.passes), _LEAST_DIGIT_BITS)
-        """Of a digit."""
+        """Bits of a digit."""
         self.are_moved_back = self.passes % 2 == 0
         """Whether the sorted keys are where they were written."""
         counters = self.passes << self.bits
@@ -60,14 +60,14 @@ _digits_of = functools.lru_cache(_MOST_KEPT)(Digits)
 
 
 def digits_of(sizes: Sequence[int], table_rows: tuple[int, ...]) -> Digits:
-    """The digits for so many indices of each table."""
+    """The digits for ``sizes`` indices of each table."""
     return _digits_of(tuple([_MOST_BITS[size.bit_length()] for size in sizes]), table_rows)
 
 
 def work_of(size: int, tables: int) -> int:
-    """The work of sorting a table, about, of some that have so many indices together.
+    """The approximate work of sorting one of ``tables`` tables with ``size`` indices in all.
 
-    A power of two, so that batches of about the same size have the same.
+    It is a power of two, so that batches of about the same size have the same.
     """
     return 1 << (size * _WORK // tables).bit_length()
 
@@ -81,7 +81,7 @@ class Sorting:
         Args:
             device: of all memory.
             real: the dtype of factors.
-            tables: the arguments of the kernel that all sorts have alike, of each table or of all.
+            tables: the kernel's arguments that are the same in all sorts, for each table or all.
         """
         self._device, self._variant, self._tables = device, VARIANT_OF[real], tables
         self._launch = TableLaunch("sort_indices", device, self._variant, tables)
@@ -93,9 +93,9 @@ class Sorting:
 
         Args:
             sizes: indices of each table.
-            digits: of its keys.
-            parts: of each table, that work items sort; None if all have one.
-            tables: the other arguments of the kernel, but for the room for counters.
+            digits: of each table's keys.
+            parts: the number of parts of each table that work items sort; None if it is 1 for all.
+            tables: the other arguments of the kernel, except the room for counters.
         """
         tables = {**tables, "passes": digits.passes, "digit_bits": digits.bits}
         if parts is not None:
@@ -108,13 +108,13 @@ class Sorting:
 
 
 def _before(sizes: Indices) -> Indices:
-    """Bytes before each of some rooms of so many integers."""
+    """Bytes before each of several rooms for ``sizes`` integers."""
     before: Indices = 8 * (np.cumsum(sizes) - sizes)
     return before
 
 
 def parts_of(sizes: Indices, threads: int) -> Indices:
-    """The parts of each table that work items sort; one of each where that is quicker."""
+    """The number of parts of each table that work items sort; 1 for all if that is quicker."""
     total = int(sizes.sum())
     # An index in a part is read once more for each digit.
     if int(sizes.max(initial=0)) < _LAUNCHES + 5 * total // (4 * threads):
@@ -123,7 +123,7 @@ def parts_of(sizes: Indices, threads: int) -> Indices:
 
 
 def _rooms(sizes: Indices, device: torch.device) -> tuple[Indices, torch.Tensor]:
-    """The addresses of so many integers each, and their memory."""
+    """The addresses of rooms for ``sizes`` integers, and their memory."""
     memory = torch.empty(int(sizes.sum()), dtype=torch.int64, device=device)
     return as_int64([memory.data_ptr()]) + _before(sizes), memory
 
@@ -135,7 +135,7 @@ def _sort_in_parts(
     parts: Indices,
     tables: Mapping[str, Any],
 ) -> None:
-    """Sort by work items that each count the digits of a part, and move it in a launch later."""
+    """Sort with work items that each count the digits of a part, and move it a launch later."""
     of = np.repeat(np.arange(len(sizes)), parts)
     before = np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
     first, last = sizes[of] * before // parts[of], sizes[of] * (before + 1) // parts[of]

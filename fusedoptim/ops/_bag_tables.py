@@ -1,4 +1,4 @@
-"""The shapes of embedding tables, checked once for as long as the tables stay as they are."""
+"""The shapes of embedding tables, checked once for as long as the tables stay unchanged."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fusedoptim.step.unchanged import tensor_guards
 _MOST_KEPT = 256
 _DTYPE = operator.attrgetter("dtype")
 _known: dict[Any, tuple[TensorGuards, Tables]] = {}
-"""With a check that all is as it was, by the address of the first table, their number, and whether
-autocast is on, as the check takes that for another kind of tensor."""
+"""Known tables, each with a check that all is unchanged. The key is the address of the first table,
+the number of tables, and whether autocast is on, as that changes what the check compares."""
 
 
 class Tables:
-    """What is the same in each call for some tables."""
+    """What is the same in every call with the same tables."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         check_weights(weights)
@@ -36,18 +36,18 @@ class Tables:
         self._known: dict[int, Integers] = {}
 
     def known(self, integers: Sequence[Tensor]) -> Integers | None:
-        """What :meth:`remember` found of earlier tensors, if these are like them."""
+        """What :meth:`remember` found for earlier tensors, if these are like them."""
         found = self._known.get(len(integers))
         return found if found is not None and found.guards.check(*integers) else None
 
     def remember(self, integers: Sequence[Tensor]) -> Integers:
-        """Have :meth:`known` compare with these tensors of one dimension, but for their lengths."""
+        """Make :meth:`known` compare with these one-dimensional tensors, except for lengths."""
         self._known[len(integers)] = found = Integers(integers)
         return found
 
 
 class Integers:
-    """What is the same of indices and offsets that differ in their lengths alone."""
+    """What is the same for indices and offsets that differ only in their lengths."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         any_length: Any = [[None]] * len(tensors)
@@ -56,24 +56,24 @@ class Integers:
             *tensors, dynamic_dims_sizes=any_length, dynamic_dims_strides=dense
         )
         self.are_read_directly = are_read_directly(tensors)
-        """Whether kernels read these tensors themselves."""
+        """Whether kernels read these tensors without a copy."""
 
 
 def are_read_directly(integers: Sequence[Tensor]) -> bool:
-    """Whether integers are as kernels read them."""
+    """Whether kernels read integers without a copy."""
     are_int64 = set(map(_DTYPE, integers)) == {torch.int64}
     return are_int64 and all(map(Tensor.is_contiguous, integers))
 
 
 def tables_of(weights: Sequence[Tensor]) -> Tables:
-    """The shapes of tables; raise if the operators do not take them.
+    """The shapes of tables; raise if the operators do not accept them.
 
-    To look at each of some tens of tables takes as long as a small batch's kernels do.
+    Looking at each of some tens of tables takes as long as the kernels of a small batch.
     """
     address = weights[0].data_ptr() if weights else 0
     key = address, len(weights), torch.is_autocast_enabled("cpu")
     found = _known.get(key)
-    with BelowAutograd():  # the check takes a pass without autograd for another kind of tensor
+    with BelowAutograd():  # always, as autograd too changes what the check compares
         if found is not None and found[0].check(*weights):
             return found[1]
         tables = Tables(weights)

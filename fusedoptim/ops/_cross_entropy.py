@@ -46,7 +46,7 @@ def cross_entropy(
     Raises:
         TypeError: logits have a dtype that no kernel computes with, or targets are not int64.
         ValueError: a shape or device does not fit, or label_smoothing is not between 0 and 1.
-        IndexError: on the CPU, a target is no class. On a GPU its loss is NaN.
+        IndexError: on the CPU, a target is not a class. On a GPU its loss is NaN.
 
     Example:
         >>> import torch
@@ -84,7 +84,7 @@ def _cross_entropy(
 def _like(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """The outputs, uninitialized; raise if the operator does not take these arguments."""
+    """The outputs, uninitialized; raise if the operator does not accept these arguments."""
     if logits.dtype not in VARIANT_OF:
         raise TypeError(
             f"cross_entropy: logits have dtype {logits.dtype}, and kernels compute with "
@@ -167,7 +167,7 @@ def _backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 def _differentiable_gradient(
     grad_loss: Tensor, logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int
 ) -> Tensor:
-    """The same by torch's operations, which have gradients themselves."""
+    """The same by torch's operations, which are differentiable."""
     kept = target != ignore_index
     classes = logits.shape[1]
     one_hot = torch.nn.functional.one_hot(torch.where(kept, target, 0), classes)

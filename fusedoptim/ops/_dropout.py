@@ -30,7 +30,7 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     Args:
         x: float32, float64, bfloat16 or float16, of any shape. The result has its strides, or dense
             ones in the same order.
-        seed: an int64 of x's device; any value. ``torch.randint(2**63 - 1, ())`` follows
+        seed: an int64 on x's device; any value. ``torch.randint(2**63 - 1, ())`` follows
             ``torch.manual_seed``.
         p: the probability of zeroing an element; rounded to a multiple of :math:`2^{-32}`.
 
@@ -70,7 +70,7 @@ def _direct(_: Any, x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 def _like(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    """The output, uninitialized; raise if the operator does not take these arguments."""
+    """The output, uninitialized; raise if the operator does not accept these arguments."""
     if x.dtype not in VARIANT_OF:
         raise TypeError(
             f"dropout: x has dtype {x.dtype}, and kernels compute with {DTYPE_NAMES}; convert "
@@ -96,7 +96,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tenso
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (seed,) = ctx.saved_tensors
-    if grad.stride() != ctx.strides:  # the mask goes by the order in memory
+    if grad.stride() != ctx.strides:  # the mask follows the order in memory
         grad = grad.new_empty_strided(grad.shape, ctx.strides).copy_(grad)
     return _dropout(grad, seed, ctx.p), None, None
 

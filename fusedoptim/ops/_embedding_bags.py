@@ -33,7 +33,7 @@ __all__ = ["embedding_bags"]
 ROWWISE = "rowwise_adagrad_rows"
 """The kernel that needs room for a row."""
 _LINE = 16
-"""Elements that fill a cache line, or more."""
+"""Elements that fill at least a cache line."""
 
 Tensors = Sequence[Tensor]
 
@@ -54,22 +54,23 @@ def embedding_bags(
     .. math::
         y_{tb} = \sum_{k = o_{tb}}^{o_{t,b+1} - 1} v_{tk}\,w_{t,i_{tk}}
 
-    For a mean, the sum is divided by the number of its terms; a bag without any is zero.
+    For a mean, the sum is divided by the number of its terms; a bag without terms is zero.
 
     Args:
         weights: :math:`w`, the tables: float32, float64, bfloat16 or float16, all of one dtype, of
             shape (rows, width).
-        indices: :math:`i`, int32 or int64: for each table those of all its bags. Or one tensor with
-            those of all tables, one table after the other.
-        offsets: :math:`o`, int32 or int64: for each table where its bags begin in its indices. Or
-            one tensor with as many bags for each table, one table after the other, which all count
-            from the beginning of the indices.
-        per_sample_weights: :math:`v`, of the weights' dtype: as ``indices``; 1 if left out.
+        indices: :math:`i`, int32 or int64: for each table, the indices of all its bags. Or one
+            tensor with those of all tables, one table after another.
+        offsets: :math:`o`, int32 or int64: for each table, where its bags begin in its indices. Or
+            one tensor with equally many bags for each table, one table after another, which all
+            count from the beginning of the indices.
+        per_sample_weights: :math:`v`, of the weights' dtype, in the form of ``indices``; 1 if left
+            out.
         mean: whether the bags of each table, or of all, are means.
-        padding_idx: of each table the index that counts for nothing, or None. One below 0 counts
-            from the table's end.
+        padding_idx: for each table, the index that is ignored, or None. A negative one counts from
+            the table's end.
         include_last_offset: whether each tensor of ``offsets`` has one more, where the last bag
-            ends, instead of at the end of the indices.
+            ends. Otherwise that bag ends at the end of the indices.
         sparse: whether the gradients of the tables are sparse.
 
     Returns:
@@ -77,15 +78,16 @@ def embedding_bags(
         tensor of shape (bags, sum of the widths).
 
     Raises:
-        IndexError: on the CPU, an index is no row of its table. A GPU would have to be waited for:
-            there nothing is raised, bags near the index are zero, and the backward pass reads and
-            writes beside the table. Check indices that may be wrong before.
-        RuntimeError: a ``padding_idx`` is no row of its table; on the CPU, the first offset is not
-            0, or an offset falls or is more than there are indices. On a GPU a wrong offset is as a
-            wrong index.
-        ValueError: a shape or a device does not fit, or ``mean`` or ``padding_idx`` has not one
-            for each table.
-        TypeError: a dtype that no kernel takes, or two that differ.
+        IndexError: on the CPU, an index is not a row of its table. On a GPU, a check would have to
+            wait for the device, so nothing is raised: bags near the index are zero, and the
+            backward pass reads and writes outside the table. Check indices that may be wrong
+            beforehand.
+        RuntimeError: a ``padding_idx`` is not a row of its table; on the CPU, the first offset is
+            not 0, or an offset is less than the previous one or more than the number of indices.
+            On a GPU, a wrong offset acts like a wrong index.
+        ValueError: a shape or a device does not fit, or ``mean`` or ``padding_idx`` does not have
+            one entry for each table.
+        TypeError: a dtype that no kernel takes, or dtypes that differ.
 
     Example:
         >>> import torch
@@ -100,7 +102,7 @@ def embedding_bags(
                 [1., 1., 1.]])
 
     Semantics: ``torch.nn.functional.embedding_bag`` of torch 2.13, for each table. Gradients are
-    summed in the order of the indices: the same bits with any number of threads.
+    summed in the order of the indices, so they have the same bits on any number of threads.
     """
     means = [mean] * len(weights) if isinstance(mean, bool) else list(mean)
     paddings = [None] * len(weights) if padding_idx is None else list(padding_idx)
@@ -144,15 +146,15 @@ class _Sums:
     ) -> None:
         widths, (begin, end) = tables.widths, cut.bounds(shape.bags)
         self.table = of = cut.tables(len(widths))
-        """That of each row of the launch."""
+        """The table of each row of the launch."""
         self.tensor = shape.tensor[of]
-        """That which has its indices."""
+        """The tensor with the row's indices."""
         self.offset = 8 * (shape.before[of] + begin)
-        """Bytes before its offsets, in their tensor."""
+        """Bytes before the row's offsets in their tensor."""
         strides = np.full(len(widths), widths.sum()) if shape.is_joined else widths
         self.output = _columns_before(widths, shape.is_joined)[of] + begin * strides[of]
         self.output *= tables.itemsize
-        """Bytes before its bags, in their tensor."""
+        """Bytes before the row's bags in their tensor."""
         columns = {
             "length": np.full(len(of), cut.length),
             "bags": end - begin,
@@ -183,7 +185,7 @@ def bags_and_batch(
     last: bool,
     *_: Any,
 ) -> tuple[list[Tensor], Batch]:
-    """The results, and what the backward pass needs of the bags."""
+    """The results, and what the backward pass needs to know about the bags."""
     tables, integers = tables_of(weights), [*indices, *offsets]
     known = tables.known(integers)
     check_batch(weights, indices, offsets, samples, means, last, known is not None)
@@ -213,12 +215,12 @@ def bags_and_batch(
 
 
 def compute_bags(*inputs: Any) -> list[Tensor]:
-    """The results of :func:`bags_and_batch` alone."""
+    """Only the results of :func:`bags_and_batch`."""
     return bags_and_batch(*inputs)[0]
 
 
 def _columns_before(widths: Indices, is_joined: bool) -> Indices:
-    """Columns before those of each table, in the tensor with its bags."""
+    """Columns before each table's in the tensor with its bags."""
     before: Indices = (np.cumsum(widths) - widths) * is_joined
     return before
 
@@ -233,7 +235,7 @@ def new_bags(
     last: bool,
     *_: Any,
 ) -> list[Tensor]:
-    """The results, uninitialized; raise if the operator does not take these arguments."""
+    """The results, uninitialized; raise if the operator does not accept these arguments."""
     check_weights(weights)
     check_batch(weights, indices, offsets, samples, means, last)
     repeats = len(weights) // len(offsets)
@@ -242,7 +244,7 @@ def new_bags(
 
 
 def _new_outputs(like: Tensor, widths: Sequence[int], bags: Sequence[int]) -> list[Tensor]:
-    """A tensor for so many bags of each table, or one for those of all."""
+    """A tensor for the bags of each table, or one for those of all."""
     if len(bags) < len(widths):
         return [like.new_empty(bags[0], sum(widths))]
     return [like.new_empty(count, width) for count, width in zip(bags, widths)]
@@ -254,12 +256,12 @@ class _Walk:
     def __init__(self, layout: Layout, cut: Cut, tables: Tables, name: str, variant: str) -> None:
         widths = tables.widths
         self.table = of = cut.tables(len(widths))
-        """That of each row of the launch."""
+        """The table of each row of the launch."""
         self.tensor = layout.tensor[of]
-        """That which has the gradients of its bags."""
+        """The tensor with the gradients of the table's bags."""
         columns = _columns_before(widths, layout.is_joined)
         self.grad = columns[of] * tables.itemsize
-        """Bytes before those, in their tensor."""
+        """Bytes before these gradients in their tensor."""
         fixed = {
             "length": np.full(len(of), cut.length),
             "width": widths[of],
@@ -314,7 +316,7 @@ class Gradient:
 
 
 def _with_rows(grads: Tensors) -> Tensors:
-    """Gradients of which each row is consecutive elements."""
+    """Gradients whose rows are consecutive elements each."""
     if {strides[1] for strides in map(Tensor.stride, grads)} == {1}:
         return grads
     return [x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in grads]
@@ -393,7 +395,7 @@ def tables_with_gradient(grads: Sequence[Tensor | None], tables: int) -> list[in
 
 
 def chosen_of(chosen: Sequence[int], tables: int, *lists: Sequence[Any]) -> list[list[Any]]:
-    """What lists with an entry for each table have for some; of other lists, all."""
+    """The chosen entries of lists with one for each table; all entries of other lists."""
     if len(chosen) == tables:
         return list(map(list, lists))
     return [[x[t] for t in chosen] if len(x) == tables else list(x) for x in lists]

@@ -1,4 +1,4 @@
-r"""GELU by its approximation with a hyperbolic tangent: a kernel forward, one backward."""
+r"""GELU, approximated with a hyperbolic tangent: one kernel forward, one backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["gelu_tanh"]
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    r"""GELU by its approximation with a hyperbolic tangent.
+    r"""GELU, approximated with a hyperbolic tangent.
 
     .. math::
         y_i = \tfrac12 x_i \Big(1 + \tanh\big(\sqrt{2/\pi}\,(x_i + 0.044715\,x_i^3)\big)\Big)
@@ -49,7 +49,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 @_gelu.register_fake
 def _like(x: Tensor) -> Tensor:
-    """The output, uninitialized; raise if the operator does not take this input."""
+    """The output, uninitialized; raise if the operator does not accept this input."""
     if x.dtype not in VARIANT_OF:
         raise TypeError(
             f"gelu_tanh: x has dtype {x.dtype}, and kernels compute with {DTYPE_NAMES}; convert it"

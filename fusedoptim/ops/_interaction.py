@@ -1,4 +1,4 @@
-"""DLRM's interaction of features, a kernel each way, of tensors that need not lie together."""
+"""DLRM's feature interaction, one kernel forward and one backward; features may lie apart."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _MOST_ROWS = 1024  # each has such a part
 
 
 def interaction(*features: Tensor) -> Tensor:
-    r"""The first of each sample's features, and the dot products of each two of them, as in DLRM.
+    r"""The first of each sample's features, and the dot products of all pairs, as in DLRM.
 
     .. math::
         y = (x_0,\; x_1 \cdot x_0,\; x_2 \cdot x_0,\; x_2 \cdot x_1,\; x_3 \cdot x_0, \dots)
 
     Args:
         features: float32, float64, bfloat16 or float16. The first is :math:`x_0` of each sample,
-            (B, d), as of the bottom MLP. Each other is the next, (B, d), or the next k, (B, k d)
-            or (B, k, d), as of merged embedding bags. Features of different dtypes are converted
-            to the widest of them, and under ``torch.autocast`` to its dtype. Sums of 16-bit
-            products are float32.
+            (B, d), such as the bottom MLP's output. Each other tensor is the next feature, (B, d),
+            or the next k features, (B, k d) or (B, k, d), such as the output of merged embedding
+            bags. Features of different dtypes are converted to the widest of them, and under
+            ``torch.autocast`` to its dtype. Sums of 16-bit products are float32.
 
     Returns:
         a new tensor, (B, d + n (n - 1) / 2) for n features, of their dtype.
 
     Raises:
-        TypeError: features have a dtype that no kernel computes with; there are none.
+        TypeError: features have a dtype that no kernel computes with, or there are none.
         ValueError: a shape or device does not fit that of the first.
 
     Example:
@@ -68,7 +68,7 @@ def _of_one_dtype(features: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Shape(NamedTuple):
-    """What a call is about: samples of so many features, of so many numbers each."""
+    """The sizes of a call: samples, features of a sample, and numbers in a feature."""
 
     samples: int
     features: int
@@ -76,12 +76,12 @@ class _Shape(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the output."""
+        """Columns of the output."""
         return self.width + self.features * (self.features - 1) // 2
 
 
 def _checked(features: Sequence[Tensor]) -> _Shape:
-    """The shape; raise if the operator does not take these arguments."""
+    """The shape; raise if the operator does not accept these arguments."""
     first = features[0]
     if first.dtype not in VARIANT_OF:
         raise TypeError(
@@ -154,11 +154,11 @@ class _Places(NamedTuple):
     columns: dict[str, int]
     """Addresses, by the names of the arguments."""
     tensors: Sequence[Tensor]
-    """What has the memory, which lives until the launch has ended."""
+    """The tensors with that memory, kept until the launch has ended."""
 
 
 def _places(features: Sequence[Tensor], width: int, prefix: str = "") -> _Places:
-    """Where features are: the address of the first, and of each its distance from there.
+    """Where features are: the address of the first, and the distance of each from there.
 
     Distances, and those between the samples of a feature, are in elements.
     """
@@ -199,10 +199,10 @@ def _launch(
     Args:
         name: of the kernel.
         shape: of the call.
-        tensors: by the names of arguments of which each run has its own part.
+        tensors: by the names of arguments; each run has its own part of them.
         places: of features and their gradients, the same for all runs.
-        width_step: what the kernel fills the features' width up to a multiple of.
-        copies: of the features, in the kernel's scratch memory.
+        width_step: the kernel pads the features' width to a multiple of this.
+        copies: copies of the features in the kernel's scratch memory.
     """
     each = max(_LEAST_SAMPLES, -(-shape.samples // _MOST_ROWS))
     firsts = np.arange(0, shape.samples, each)
@@ -241,7 +241,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor]]:
 
 
 def _differentiable_gradients(grad: Tensor, features: Sequence[Tensor]) -> list[Tensor]:
-    """The same by torch's operations, which have gradients themselves."""
+    """The same by torch's operations, which are differentiable."""
     samples, count, width = _checked(features)
     counts = [feature.shape[1:].numel() // width for feature in features]
     stacks = [feature.reshape(samples, k, width) for k, feature in zip(counts, features)]

@@ -29,20 +29,20 @@ _DEVICES = (*DEVICES, "meta")
 _MOST_IDLE = 256
 
 _idle: dict[Any, list[Pipeline]] = {}
-"""Pipelines that no call uses, by all that their rows depend on but addresses."""
+"""Pipelines that no call uses, by all that their rows depend on except addresses."""
 _idle_blocks: dict[Any, list[LaunchBlock]] = {}
-"""The same of launches over tables."""
+"""The same for launches over tables."""
 
 
 def is_served(tensor: Tensor) -> bool:
-    """Whether operators take the tensor."""
+    """Whether operators accept the tensor."""
     is_wrapper = hasattr(tensor, "__tensor_flatten__")  # of other tensors, such as a DTensor
     is_plain = tensor.layout is torch.strided and not tensor.is_nested and not is_wrapper
     return is_plain and tensor.dtype in VARIANT_OF and tensor.device.type in _DEVICES
 
 
 def in_order_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """The values of a tensor, in the order in memory of another."""
+    """The values of a tensor, in the memory order of another."""
     return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)
 
 
@@ -53,7 +53,7 @@ def launch(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, float
         name: of the kernel.
         tensors: by the names of its Inputs and Outputs: dense, not empty, of one device, dtype,
             shape and strides.
-        numbers: by the names of the arguments of the launch; of those computed on the device, the
+        numbers: by the names of the launch's arguments; for those computed on the device, the
             address.
     """
     first = next(iter(tensors.values()))
@@ -76,7 +76,7 @@ def launch_rows(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, 
 
 
 class TableLaunch:
-    """A kernel over rows with arguments of their own, some of which stay from launch to launch."""
+    """A kernel over rows with their own arguments, some of which are the same in all launches."""
 
     def __init__(
         self, name: str, device: torch.device, variant: str, columns: Mapping[str, Any]
@@ -87,14 +87,14 @@ class TableLaunch:
             name: of the kernel.
             device: of all memory.
             variant: of :data:`fusedoptim.dtypes.VARIANTS`.
-            columns: by the names of the row's arguments, an integer for all rows or one for each:
-                what all launches have alike; "length" has one for each, about proportional to the
-                row's work.
+            columns: what is the same in all launches: by the names of the row's arguments, an
+                integer for all rows or one for each. "length" has one for each, about proportional
+                to the row's work.
         """
         self._columns = columns
         self._lengths = np.asarray(columns["length"], dtype=np.int64)
         self._device = device
-        # How many short rows a group takes depends on their sum, if roughly.
+        # How many short rows a group takes depends roughly on the sum of their lengths.
         work = int(self._lengths.sum()).bit_length()
         self._kernel, self._size = (name, variant), (len(self._lengths), work)
 
@@ -111,7 +111,7 @@ class TableLaunch:
             block = _idle_blocks[key].pop()
         except LookupError:
             block = LaunchBlock(kernel_for(queue, *self._kernel), self._lengths)
-        if block.known is not self._columns:  # it was of other launches
+        if block.known is not self._columns:  # it has served other launches
             for column, values in self._columns.items():
                 block.write(column, values)
             block.known = self._columns
@@ -131,7 +131,7 @@ def launch_table(
     columns: Mapping[str, Any],
     numbers: Mapping[str, float],
 ) -> None:
-    """Run a kernel once over rows of which each has its own arguments.
+    """Run a kernel once over rows that each have their own arguments.
 
     The arguments are those of :class:`TableLaunch` and its ``run``.
     """
@@ -139,7 +139,7 @@ def launch_table(
 
 
 def _keep(idle: dict[Any, list[Any]], key: Any, launched: Any) -> None:
-    """Reuse what has run; not if a call was interrupted, as its kernel may still run."""
+    """Keep what has run for reuse. Interrupted calls skip this: their kernel may still run."""
     if len(idle) >= _MOST_IDLE:
         idle.clear()
     idle.setdefault(key, []).append(launched)
@@ -155,7 +155,7 @@ def _launch(
 ) -> None:
     """Run a kernel over rows of equal length at these addresses.
 
-    ``shape`` is the number of rows and their elements; ``is_cut`` says whether one is cut into
+    ``shape`` is the number of rows and their elements; ``is_cut`` says whether a row is cut into
     chunks.
     """
     queue = BACKENDS[first.device.type].queue(first.device)

@@ -1,7 +1,7 @@
 """The product of a Linear by oneDNN, whose gradients are products by the same operator.
 
-torch computes products of float32 matrices by MKL, and ships oneDNN's beside it, without a
-gradient: docs/design/float32-products.md has what each takes.
+torch computes products of float32 matrices with MKL. It ships oneDNN's product too, but without a
+gradient. docs/design/float32-products.md says how long each takes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fusedoptim._torch_private import transform_level
 from fusedoptim.ops._registering import needed, register
 
 LEAST_COLUMNS = 1024
-"""Of the larger factor of a weight's gradient, from which oneDNN gains more than a copy of the
-smaller one takes."""
+"""Of the larger factor of a weight's gradient: from this many on, oneDNN gains more than copying
+the smaller factor takes."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -36,10 +36,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not (x.numel() and weight.numel()):  # oneDNN describes no product of nothing
+    if not (x.numel() and weight.numel()):  # oneDNN takes no empty matrices
         return torch.nn.functional.linear(x, weight, bias)
     if bias is not None:
-        bias = bias.contiguous()  # whose strides oneDNN's operator does not look at
+        bias = bias.contiguous()  # oneDNN's operator ignores its strides
     result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return result
 
@@ -51,7 +51,7 @@ def _like(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
     x, weight, _ = inputs
     needs_x, needs_weight, _ = needed(ctx)
-    # As torch does: what a frozen weight's gradient would need is not kept.
+    # As in torch, what a frozen weight's gradient would need is not kept.
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
     ctx.is_transposed = not weight.is_contiguous()
 
@@ -64,7 +64,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Ten
         of_x = _product(rows, weight.t()).view(*grad.shape[:-1], weight.size(1))
     if x is not None:
         inputs = _matrix(x)
-        if ctx.is_transposed:  # so is the gradient then, or torch would copy it
+        if ctx.is_transposed:  # the gradient must be too, or torch would copy it
             of_weight = _transposed_product(inputs, rows).t()
         else:
             of_weight = _transposed_product(rows, inputs)
@@ -77,8 +77,8 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
     """:math:`A^T B`, contiguous."""
-    # oneDNN's operator copies its first factor where that is transposed, and torch's product does
-    # not: the copy must be small beside the product.
+    # oneDNN's operator copies a transposed first factor, and torch's product does not. So the copy
+    # must be small compared with the product.
     if a.size(1) < b.size(1) >= LEAST_COLUMNS:
         return _product(a.t(), b.t())
     return a.t().mm(b)

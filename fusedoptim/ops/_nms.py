@@ -1,7 +1,7 @@
-r"""Non-maximum suppression: the boxes that overlap none of a higher score which is kept itself.
+r"""Non-maximum suppression: the boxes that do not overlap a kept box with a higher score.
 
-The results are torchvision's, box by box: the kernel does its arithmetic, and equal scores come in
-the order that they have there.
+The results are torchvision's, box by box: the kernel does torchvision's arithmetic, and equal
+scores come in torchvision's order.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ __all__ = ["batched_nms", "nms"]
 _TILE = 32
 """Elements of working memory that the kernel needs."""
 _FEW = {"cpu": 4000}
-"""Coordinates up to which all classes are one launch; of other devices, 100,000: torchvision's."""
+"""Up to this many coordinates, all classes are one launch; on other devices, up to 100,000. Both
+are torchvision's limits."""
 
 
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    r"""The boxes that overlap none of a higher score which is kept itself.
+    r"""The boxes that do not overlap a kept box with a higher score.
 
     .. math::
         \mathrm{IoU}(a, b) = \frac{|a \cap b|}{|a| + |b| - |a \cap b|}
@@ -35,12 +36,12 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     Args:
         boxes: of shape (N, 4): corners x1, y1, x2, y2; float32 or float64.
         scores: of shape (N,), in the same dtype.
-        iou_threshold: a box goes if its IoU with one that is kept is larger.
+        iou_threshold: a box is removed if its IoU with a kept box is larger.
 
     Returns:
-        the int64 indices of the boxes that are kept, by falling score; of equal scores the first
-        comes first. The IoU of two boxes without area is NaN, which is larger than nothing, as is
-        that of a box with NaN.
+        the int64 indices of the kept boxes, by descending score; of equal scores the first comes
+        first. The IoU of two boxes without area is NaN, and so is that of a box with NaN. NaN is
+        not larger than any threshold.
 
     Raises:
         TypeError: boxes are neither float32 nor float64, or scores have another dtype.
@@ -63,7 +64,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 
 
 def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
-    """The boxes of several classes, each suppressed by those of its own class alone.
+    """The boxes of several classes, each suppressed only by those of its own class.
 
     Args:
         boxes: of shape (N, 4), as :func:`nms` takes them.
@@ -72,8 +73,8 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
         iou_threshold: as of :func:`nms`.
 
     Returns:
-        the int64 indices of the boxes that are kept, by falling score, NaN first. Of more than
-        1,000 boxes, equal scores come as ``torch.sort`` puts them, which is not stable.
+        the int64 indices of the kept boxes, by descending score, NaN first. With more than 1,000
+        boxes, equal scores come in the order of ``torch.sort``, which is not stable.
 
     Raises:
         TypeError: as :func:`nms`.
@@ -85,8 +86,8 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
         >>> batched_nms(boxes, torch.tensor([0.5, 0.9, 0.7]), torch.tensor([3, 4, 4]), 0.5)
         tensor([1, 2, 0])
 
-    Semantics: ``torchvision.ops.batched_nms`` of torchvision 0.28. Up to 1,000 boxes, it moves the
-    classes apart by an offset, which rounds the coordinates; so does this.
+    Semantics: ``torchvision.ops.batched_nms`` of torchvision 0.28. Up to 1,000 boxes, both move the
+    classes apart by an offset, which rounds the coordinates.
     """
     check_tensors("batched_nms", boxes=boxes, scores=scores, idxs=idxs)
     threshold = as_real("batched_nms", "iou_threshold", iou_threshold)
@@ -143,7 +144,7 @@ def _check_shapes(boxes: Tensor, **of_boxes: Tensor) -> None:
 
 
 def _kept(boxes: Tensor, sizes: list[int], iou_threshold: float) -> Tensor:
-    """The indices of what is kept of runs of boxes, each by falling score and on its own."""
+    """The indices of the kept boxes; runs of these sizes are independent, by descending score."""
     with_areas = boxes.new_empty(len(boxes), 5)
     with_areas[:, :4] = boxes
     sides = boxes[:, 2:] - boxes[:, :2]
@@ -172,7 +173,7 @@ def _kept(boxes: Tensor, sizes: list[int], iou_threshold: float) -> Tensor:
 
 
 def _least_above(threshold: float, dtype: torch.dtype) -> float:
-    """The smallest number of ``dtype`` that is larger than a number."""
+    """The smallest number of ``dtype`` that is larger than ``threshold``."""
     real = np.float64 if dtype == torch.float64 else np.float32
     with np.errstate(over="ignore"):
         nearest = real(threshold)

@@ -1,7 +1,7 @@
 """Registers an operator and its gradient with torch, for calls of few elements.
 
 ``torch.library.custom_op`` does the same with wrappers that look at all arguments and results in
-each call: docs/design/dropout.md has what they cost.
+each call. docs/design/dropout.md says what they cost.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NAMESPACE = "fusedoptim"
 _NO_LIST = -1
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _OTHERS = frozenset((list, tuple, bool, int, float, type(None)))
-"""Types that torch's dispatcher would not treat in ways of their own: these and tensors."""
+"""Types, besides tensors, that torch's dispatcher does not treat specially."""
 _MOST_LISTS = 256
 _lists: dict[Any, TensorGuards] = {}
-"""Checks that lists are as earlier ones that were memory, in one call; to look at each of some tens
-of tensors takes several times as long."""
+"""Checks, in one call, that a list is like an earlier one whose tensors were memory. Looking at
+each of some tens of tensors takes several times as long."""
 _library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -54,17 +54,17 @@ def register(
             (:func:`is_plain`) go around torch's dispatcher, which takes longer than a short kernel.
         fake: its implementation without values.
         setup_context: as :func:`torch.library.register_autograd` has it.
-        backward: the gradients of all arguments, of a list of tensors a list, or None if none of
-            them requires grad; also as there. Results that nobody used have None for a gradient.
+        backward: the gradients of all arguments, also as there: for a list of tensors a list, or
+            None if none of them requires grad. The gradient of an unused result is None.
             :func:`needed` says what to compute.
         tags: of the operator.
-        direct: what plain calls run in place of ``kernel``. Its first argument is the context of
-            the backward pass, for what that may use again, or None. It runs where autograd records
-            no gradients, but does note views: its results must be none, or be made within
-            :data:`BelowAutograd`, which takes longer than a small tensor is made.
+        direct: what plain calls run instead of ``kernel``. Its first argument is the context of the
+            backward pass, to keep what that can reuse, or None. Autograd records no gradients
+            there, but does track views: results must not be views, or must be made within
+            :data:`BelowAutograd`, which takes longer than making a small tensor.
 
     Returns:
-        what calls the operator or its kernel.
+        a function that calls the operator or its kernel.
     """
     operator = register_without_gradient(schema, kernel, fake, tags)
     name = schema.partition("(")[0]
@@ -123,7 +123,7 @@ def register(
 def is_plain(*inputs: Any) -> bool:
     """Whether torch would only record gradients and run the kernel, on tensors that are memory.
 
-    Of a list of tensors, all must be of one device.
+    All tensors of a list must be on one device.
     """
     if not is_plain_execution() or profiler_enabled():
         return False
@@ -160,13 +160,13 @@ def _are_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _guards_of_kinds(tensors: Sequence[torch.Tensor]) -> TensorGuards:
-    """A check that tensors are as these, but for sizes and strides."""
+    """A check that tensors are like these, except for sizes and strides."""
     any_sizes: Any = [[None] * tensor.dim() for tensor in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=any_sizes, dynamic_dims_strides=any_sizes)
 
 
 def needed(ctx: Any) -> list[Any]:
-    """Whether each argument needs a gradient; of a list a list, or False if none of it does."""
+    """Whether each argument needs a gradient; for a list a list, or False if none of it does."""
     are_needed = ctx.needs_input_grad[2:]
     return list(are_needed) if ctx.sizes is None else _in_lists(are_needed, ctx.sizes)
 

@@ -1,8 +1,8 @@
 r"""ROIAlign, forward and backward: boxes of maps averaged over a grid of bins.
 
-Channels last is the layout that the kernels read and write as whole vectors. A map of another
-layout is copied to it, in memory of the pool, unless the boxes are so few that they touch little of
-it. docs/design/detection.md has what that costs.
+Channels last is the layout that the kernels read and write as whole vectors. A map in another
+layout is copied to this one, in memory of the pool, unless the boxes are so few that they touch
+little of the map. docs/design/detection.md says what that costs.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ def roi_align(
 
     Args:
         input: the maps :math:`m`, of shape (N, C, H, W), contiguous or channels last: float32,
-            float64, bfloat16 or float16. Arithmetic is float32, of float64 float64.
-        boxes: of shape (K, 5), rows of the index of a map and the corners x1, y1, x2, y2; or for
-            each map a tensor of shape (L, 4). In ``input``'s dtype, or in float32 if that has 16
-            bits. They have no gradient.
+            float64, bfloat16 or float16. Arithmetic is float32, or float64 for float64.
+        boxes: of shape (K, 5), with the index of a map and the corners x1, y1, x2, y2 in each row;
+            or for each map a tensor of shape (L, 4). In ``input``'s dtype, or in float32 if that
+            has 16 bits. They have no gradient.
         output_size: height and width of the result, in bins; an integer for both.
-        spatial_scale: what turns coordinates of boxes into those of the maps.
-        sampling_ratio: samples of a bin in each direction; if it is not positive, one for each
-            pixel that the bin is high or wide, rounded up.
-        aligned: shift boxes by half a pixel, and take those smaller than a pixel as they are.
+        spatial_scale: the factor from coordinates of boxes to those of the maps.
+        sampling_ratio: samples of a bin in each direction. If it is not positive, there is one for
+            each pixel of the bin's height or width, rounded up.
+        aligned: shift boxes by half a pixel, and do not enlarge those smaller than a pixel.
 
     Returns:
         (K, C, height, width), contiguous, in ``input``'s dtype. The gradient has the layout of
-        ``input``, and the same bits whatever the number of threads. Bins of boxes that are not
-        finite, and without area if ``aligned``, have no samples, and are 0, if ``sampling_ratio``
-        is not positive.
+        ``input``, and the same bits on any number of threads. If ``sampling_ratio`` is not
+        positive, bins of boxes that are not finite have no samples and are 0. With ``aligned``, so
+        are bins of boxes without area.
 
     Raises:
-        TypeError: a dtype is not one of these, output_size or sampling_ratio is no integer, or
-            spatial_scale is no number.
+        TypeError: a dtype is not one of these, output_size or sampling_ratio is not an integer, or
+            spatial_scale is not a number.
         ValueError: a shape does not fit, or a box is not finite and ``sampling_ratio`` is positive.
-        IndexError: a box is of a map that ``input`` does not have.
+        IndexError: a box belongs to a map that ``input`` does not have.
 
     Example:
         >>> import torch
@@ -79,7 +79,7 @@ def roi_align(
         tensor([[[[2.5000, 3.5000],
                   [6.5000, 7.5000]]]])
 
-    Semantics: ``torchvision.ops.roi_align`` of torchvision 0.28, which takes no bfloat16.
+    Semantics: ``torchvision.ops.roi_align`` of torchvision 0.28, which does not accept bfloat16.
     """
     check_tensors("roi_align", input=input)
     height, width = _pair(output_size)
@@ -124,7 +124,7 @@ def _like(
     sampling_ratio: int,
     aligned: bool,
 ) -> Tensor:
-    """The output, uninitialized; raise if the operator does not take these arguments."""
+    """The output, uninitialized; raise if the operator does not accept these arguments."""
     if input.dtype not in VARIANT_OF:
         raise TypeError(
             f"roi_align: input has dtype {input.dtype}, and kernels compute with {DTYPE_NAMES}; "
@@ -169,7 +169,7 @@ def _average(input: Tensor, rois: Tensor, *numbers: Any) -> Tensor:  # noqa: A00
         "output": row_addresses(output),
         **taps.columns(),
     }
-    # In the order of their height, boxes that overlap are near each other in time.
+    # Sorted by vertical position, overlapping boxes are processed at about the same time.
     order = np.argsort(taps.sides[0].start, kind="stable")
     columns = {name: values[order] for name, values in columns.items()}
     name = "roi_align" if is_last else "roi_align_strided"
@@ -178,7 +178,7 @@ def _average(input: Tensor, rois: Tensor, *numbers: Any) -> Tensor:  # noqa: A00
 
 
 def _copied(input: Tensor) -> Tensor:  # noqa: A002
-    """The maps, channels last, in memory of the pool, which has it again for the next call."""
+    """The maps, channels last, in memory of the pool, which gets it back for the next call."""
     maps, channels, height, width = input.shape
     pool = current_pool(queue_of(input.device))
     copy = pool.empty((maps, height, width, channels), input.dtype).permute(0, 3, 1, 2)

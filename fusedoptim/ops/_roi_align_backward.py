@@ -1,7 +1,7 @@
 """The gradient of ROIAlign, by bands of rows that each add up what boxes pass on to them.
 
-No two work items write to one pixel, so there are no atomic additions, and the order of each sum is
-that of the boxes: the same bits for any number of threads (docs/design/detection.md).
+No two work items write to one pixel, so there are no atomic additions. The order of each sum is
+that of the boxes, which gives the same bits on any number of threads (docs/design/detection.md).
 """
 
 from __future__ import annotations

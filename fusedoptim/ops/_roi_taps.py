@@ -1,7 +1,7 @@
 """The taps of boxes for ROIAlign: the rows and columns of a map that each bin reads, weighted.
 
-See :mod:`fusedoptim.kernels.roi_align`. The boxes are read on the host: how many samples a bin has
-may depend on them, and so does who gets which part of the work.
+See :mod:`fusedoptim.kernels.roi_align`. The boxes are read on the host: the number of samples in a
+bin may depend on them, and so does the division of the work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusedoptim.launch.block import row_addresses
 from fusedoptim.ops._launching import ARITHMETIC_OF, VARIANT_OF, launch_table
 
 TAPS = 8
-"""Pixels that a bin reads, or thereabouts."""
+"""Pixels that a bin reads, approximately."""
 _WORK = 16
 """Elements of an update that take as long as one sample."""
 
@@ -47,7 +47,7 @@ class Side(NamedTuple):
     extent: Reals
     """The size of a bin."""
     samples: Integers
-    """How many each bin has."""
+    """How many samples each bin has."""
 
     def reach(self, bins: int, size: int) -> tuple[Integers, Integers]:
         """A first and a last pixel of each box, between which all of its taps are."""
@@ -83,7 +83,7 @@ def sides_of(rois: Reals, grid: Grid) -> tuple[Side, Side]:
 
     Args:
         rois: (K, 5), float32 or float64. The arithmetic is torchvision's, operation by operation,
-            so that as many samples are taken.
+            so that the same number of samples is taken.
         grid: what the boxes share.
     """
     real = rois.dtype.type
@@ -101,7 +101,7 @@ def sides_of(rois: Reals, grid: Grid) -> tuple[Side, Side]:
 
 
 class BoxTaps:
-    """The taps of boxes of maps, in the layout of these."""
+    """The taps of boxes of maps, in the layout of the maps."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class BoxTaps:
             grid: what the boxes share.
             sizes: height and width of a map.
             channels: of a map.
-            is_last: whether these are the last dimension of a map, or the first.
+            is_last: whether channels are the last dimension of a map, or the first.
             device: where the taps are computed.
         """
         self.maps: Integers = boxes[:, 0].astype(np.int64)
@@ -142,7 +142,7 @@ class BoxTaps:
         return {**self._y.columns("y"), **self._x.columns("x")}
 
     def numbers(self) -> dict[str, float]:
-        """The kernels' arguments of the launch; only those named strided read the last."""
+        """The launch's arguments; only the kernels named strided read the last one."""
         return {
             "y_bins": self._grid.y_bins,
             "x_bins": self._grid.x_bins,
@@ -159,7 +159,7 @@ def is_channels_last(maps: Tensor) -> bool:
 
 
 def are_few(boxes: int, grid: Grid, pixels: int) -> bool:
-    """Whether so many boxes read less of maps than a change of their layout does."""
+    """Whether ``boxes`` boxes read less of maps than changing the maps' layout does."""
     return boxes * grid.bins * TAPS < pixels
 
 

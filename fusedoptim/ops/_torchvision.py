@@ -1,7 +1,7 @@
-"""Has torchvision's operators run on our kernels, until it is undone.
+"""Makes torchvision's operators run on our kernels, until that is undone.
 
-torchvision's functions and models call operators by name, so the kernels of these are replaced, on
-the CPU alone: nothing of torchvision's is written to, and models need no change.
+torchvision's functions and models call operators by name, so the kernels of these operators are
+replaced, only on the CPU. torchvision's own objects stay unchanged, and models need no change.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Replacement:
         return self._library is not None
 
     def restore(self) -> None:
-        """Have torchvision's operators run on its own kernels again; twice is as good as once."""
+        """Make torchvision's operators use its own kernels again; a second call does nothing."""
         global _current
         with _lock:
             if self._library is not None:
@@ -68,11 +68,12 @@ _current: Replacement | None = None
 
 
 def replace_torchvision() -> Replacement:
-    """Have torchvision's roi_align and nms run on our kernels on the CPU, for all of the process.
+    """Make torchvision's roi_align and nms run on our kernels on the CPU, in the whole process.
 
-    Whatever calls ``torchvision.ops.roi_align``, ``nms``, ``batched_nms`` and
-    ``MultiScaleRoIAlign`` gets them, so do all of torchvision's detection models, and bfloat16 maps
-    are taken. On other devices, and for quantized tensors, torchvision's own kernels stay.
+    All callers of ``torchvision.ops.roi_align``, ``nms``, ``batched_nms`` and
+    ``MultiScaleRoIAlign`` get our kernels, and so do all of torchvision's detection models. Our
+    kernels accept bfloat16 maps too. On other devices, and for quantized tensors, torchvision's own
+    kernels stay.
 
     Returns:
         a ``Replacement``; call its ``restore()``, or use it as a context manager. While one is
@@ -86,7 +87,7 @@ def replace_torchvision() -> Replacement:
         >>> replaced = fusedoptim.ops.replace_torchvision()  # doctest: +SKIP
         >>> replaced.restore()  # doctest: +SKIP
 
-    Semantics: of the operators, :func:`roi_align` and :func:`nms`.
+    Semantics: those of the operators :func:`roi_align` and :func:`nms`.
     """
     global _current
     try:
@@ -145,7 +146,7 @@ def _roi_align_backward(
 
 _KERNELS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     ("roi_align", _roi_align, "CPU"),
-    # With a gradient of its own, which has the layout of the maps.
+    # With our own gradient, which has the layout of the maps.
     ("roi_align", _roi_align, "AutogradCPU"),
     ("_roi_align_backward", _roi_align_backward, "CPU"),
     ("nms", nms, "CPU"),

@@ -36,7 +36,7 @@ class Rule(Protocol):
         """The name of the kernel."""
 
     def numbers(self) -> Mapping[str, float]:
-        """The hyper-parameters that it gets, as they are now."""
+        """The current hyper-parameters that the kernel gets."""
 
 
 _rules: weakref.WeakValueDictionary[int, Rule] = weakref.WeakValueDictionary()
@@ -46,7 +46,7 @@ _next_number = itertools.count()
 def numbered(rule: Rule) -> int:
     """A number by which the operator finds a rule for as long as it exists.
 
-    A compiled graph holds the number, where it would hold the hyper-parameters of its first call.
+    A compiled graph holds this number; it would hold hyper-parameters as of its first call.
     """
     number = next(_next_number)
     _rules[number] = rule
@@ -177,9 +177,9 @@ def updated_embedding_bags(
         offsets: as there.
         samples: the sample weights, as there.
         means: whether each table's bags are means.
-        paddings: the index of each table that counts for nothing, or -1.
+        paddings: the index of each table that is ignored, or -1.
         last: whether offsets have one more.
-        rule: the number of what updates the tables (:func:`numbered`).
+        rule: the number of the rule that updates the tables (:func:`numbered`).
     """
     result: list[Tensor] = _updated_bags(
         anchor, weights, sums, trails, indices, offsets, samples, means, paddings, last, rule

@@ -1,4 +1,4 @@
-"""Settings of the process in which a model runs, each of them made by an explicit call only.
+"""Settings of the process in which a model runs, each changed only by an explicit call.
 
 Importing this changes nothing, loads no compiler and touches no device.
 """

@@ -12,7 +12,7 @@ _NODES = Path("/sys/devices/system/node")
 _CORES = Path("/sys/devices/system/cpu")
 
 unpinned: dict[int, frozenset[int]] = {}
-"""The cores of a pinned thread outside of all its pins, by the thread's identifier."""
+"""The cores that a pinned thread has outside of all its pins, by the thread's identifier."""
 
 
 def process_cores() -> frozenset[int]:
@@ -31,7 +31,7 @@ def nodes() -> dict[int, frozenset[int]]:
 
 
 def one_of_each(cores: Iterable[int]) -> frozenset[int]:
-    """One of the hardware threads of each physical core, the one with the lowest number."""
+    """One hardware thread of each physical core: the one with the lowest number."""
     allowed = frozenset(cores)
     return frozenset(core for core in allowed if core == min(_siblings(core) & allowed))
 
@@ -43,7 +43,7 @@ def _siblings(core: int) -> frozenset[int]:
 
 
 def parsed(text: str) -> frozenset[int]:
-    """The numbers in a list of the kernel's, such as ``0-3,8``."""
+    """The numbers in a list as the Linux kernel writes it, such as ``0-3,8``."""
     found: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         found.update(range(int(first), int(last or first) + 1))
@@ -51,7 +51,7 @@ def parsed(text: str) -> frozenset[int]:
 
 
 def listed(cores: Iterable[int]) -> str:
-    """Numbers as such a list, which ``taskset -c`` takes."""
+    """Numbers as such a list, which ``taskset -c`` accepts."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""What a thread has of cores and of OpenMP threads, on which torch runs its operations.
+"""A thread's cores and its OpenMP threads, on which torch runs its operations.
 
 See docs/design/pinned-threads.md.
 """
@@ -19,7 +19,7 @@ from fusedoptim.runtime._cores import listed
 
 _TASKS = "/proc/self/task"
 _forked: list[int] = []
-"""The thread that this process was forked by, whose OpenMP threads have not survived."""
+"""The thread that forked this process; its OpenMP threads have not survived."""
 
 
 class _OpenMP(NamedTuple):
@@ -29,7 +29,7 @@ class _OpenMP(NamedTuple):
     """How many threads its next parallel region gets."""
     set_threads: Callable[[int], None]
     set_mkl_threads: Callable[[int], int]
-    """Sets those of MKL's functions, 0 for OpenMP's number, and returns what was set before."""
+    """Sets the number for MKL's functions (0: OpenMP's number), and returns the previous one."""
     region: Callable[..., None]
     """``GOMP_parallel``: have each thread call a function with an argument, and wait for them."""
 
@@ -57,9 +57,9 @@ def _openmp() -> _OpenMP:
 
 
 def _team(count: int) -> list[int]:
-    """Linux's numbers of the calling thread's OpenMP threads; those that lack are started."""
+    """Linux's numbers of the calling thread's OpenMP threads; missing ones are started."""
     ids: list[int] = []
-    # It runs in C alone: an interrupt in a function that OpenMP calls would be lost.
+    # It runs only C code: an interrupt in a Python function that OpenMP calls would be lost.
     calls = itertools.starmap(threading.get_native_id, itertools.repeat(()))
     note = ctypes.CFUNCTYPE(None)(functools.partial(next, map(ids.append, calls)))
     _openmp().region(note, None, count, 0)
@@ -67,12 +67,12 @@ def _team(count: int) -> list[int]:
 
 
 def _others(count: int) -> list[int]:
-    """The calling thread's OpenMP threads but for itself."""
+    """The calling thread's OpenMP threads, except itself."""
     return [thread for thread in _team(count) if thread != threading.get_native_id()]
 
 
 def _set_cores(thread: int, cores: frozenset[int]) -> None:
-    """Set those of a thread of this process, unless it has ended: its number may be another's."""
+    """Set a thread's cores, unless it has ended: another process may then have its number."""
     if os.path.exists(f"{_TASKS}/{thread}"):
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(thread, cores)
@@ -85,15 +85,15 @@ class Settings:
         import torch
 
         self.cores = frozenset(os.sched_getaffinity(0))
-        self.threads = torch.get_num_threads()  # also has torch set them, before this does
+        self.threads = torch.get_num_threads()  # makes torch set them too, before we do
         self.mkl_threads: list[int] = []
         """MKL's number, once it was changed."""
         self.team: dict[int, frozenset[int] | None] = {}
-        """The cores that each OpenMP thread is to have again, by Linux's number of the thread; None
-        if it was started since: it gets those of the calling thread."""
+        """The cores to restore for each OpenMP thread, by Linux's number of the thread; None for a
+        thread that was started since, which gets the calling thread's cores."""
 
     def change(self, cores: frozenset[int]) -> None:
-        """Pin the calling thread and its OpenMP threads, of which there are as many as cores.
+        """Pin the calling thread and its OpenMP threads, one for each core.
 
         Raises:
             RuntimeError: the thread's OpenMP threads have not survived a fork.
@@ -106,7 +106,7 @@ class Settings:
                 "forked, and those of its parent have not survived that; call the pool's submit(), "
                 "pin to one core, or start processes by the method 'spawn'"
             )
-        with contextlib.suppress(OSError):  # it has none of them, as is said below
+        with contextlib.suppress(OSError):  # it may use none of them: the error below says so
             os.sched_setaffinity(0, cores)
         if lost := cores - os.sched_getaffinity(0):
             raise ValueError(

@@ -27,8 +27,9 @@ class CPUPool(Executor):
 
     It is a :class:`concurrent.futures.Executor` with one thread, which the first :meth:`submit`
     starts. The thread runs one call after another. It stays on the pool's cores, with as many
-    OpenMP threads as there are cores, as in ``with pin(pool)``. So several pools run as many calls
-    at once, each on its own cores. Pools may share cores, whose time their threads then share.
+    OpenMP threads as there are cores, as in ``with pin(pool)``. Several pools thus run several
+    calls at once, one each, on their own cores. Pools may share cores; their threads then share the
+    cores' time.
 
     A thread has settings of its own: call :func:`torch.no_grad`, :func:`torch.inference_mode` and
     :class:`torch.autocast` within the function that is submitted. What a call sets for its thread,
@@ -37,13 +38,13 @@ class CPUPool(Executor):
     Args:
         core_ids: numbers of cores, as Linux counts them: a list, a range or another iterable.
             None for all that the process may use.
-        node_id: number of a NUMA node, whose cores to take: of each physical core one hardware
-            thread, of those that the process may use.
+        node_id: number of a NUMA node. The pool gets one hardware thread of each of its physical
+            cores, among those that the process may use.
 
     Raises:
-        TypeError: ``core_ids`` is no iterable of integers, or ``node_id`` no integer.
-        ValueError: a core is not the process's (``os.sched_getaffinity``) or is named twice, there
-            is none, the machine has no such node, or both arguments are given.
+        TypeError: ``core_ids`` is not an iterable of integers, or ``node_id`` is not an integer.
+        ValueError: the process may not use a core (``os.sched_getaffinity``), a core is named
+            twice, there is none, the machine has no such node, or both arguments are given.
 
     Example:
         >>> import os, torch
@@ -73,7 +74,7 @@ class CPUPool(Executor):
         return f"CPUPool(core_ids={list(self.core_ids)})"
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Have the pool's thread call ``fn(*args, **kwargs)`` after the calls submitted before.
+        """Make the pool's thread call ``fn(*args, **kwargs)``, after the calls submitted earlier.
 
         Args:
             fn: a function, a module or another callable.
@@ -85,7 +86,7 @@ class CPUPool(Executor):
             cancels a call that has not begun.
 
         Raises:
-            TypeError: ``fn`` is no callable.
+            TypeError: ``fn`` is not callable.
             RuntimeError: the pool is shut down, or the interpreter is.
 
         Example:
@@ -100,7 +101,7 @@ class CPUPool(Executor):
         return self._thread.submit(_call_pinned, frozenset(self.core_ids), fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the pool's thread once it has run what was submitted; :func:`pin` still takes it.
+        """End the pool's thread after the submitted calls; :func:`pin` still accepts the pool.
 
         Leaving ``with CPUPool(...) as pool`` calls this, and so does the interpreter's exit.
 
@@ -116,7 +117,7 @@ class CPUPool(Executor):
         self._thread.shutdown(wait, cancel_futures=cancel_futures)
 
     def _renew(self) -> None:
-        """Get a thread anew in a forked process, which has those of its parent no longer."""
+        """Make a new thread in a forked process, where the parent's threads do not exist."""
         self._thread = _new_thread()
         if self._is_shut_down:
             self._thread.shutdown()

@@ -1,4 +1,4 @@
-"""Has glibc's malloc keep freed memory for the next allocation.
+"""Makes glibc's malloc keep freed memory for the next allocation.
 
 See docs/design/kept-memory.md.
 """
@@ -21,8 +21,8 @@ __all__ = ["keep_memory", "release_memory"]
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _LARGEST_INT = 2**31 - 1
 _NEVER = -1  # M_TRIM_THRESHOLD counts in size_t
-# glibc's defaults, in malloc.c: of both thresholds, of the mapping threshold at the end of its
-# adaptation, and of the number of mappings.
+# glibc's defaults, from malloc.c: both thresholds, the mapping threshold at the end of its
+# adaptation, and the number of mappings.
 _STATIC, _DYNAMIC_MAXIMUM, _MAPPINGS = 128 << 10, 32 << 20, 65536
 _ARENAS_PER_CORE = 8  # NARENAS_FROM_NCORES in arena.c
 _VARIABLES = {
@@ -49,7 +49,7 @@ class _Settings(NamedTuple):
 
 
 def keep_memory() -> bool:
-    """Have malloc keep freed memory, so that each training iteration does not map it anew.
+    """Make malloc keep freed memory, so that training iterations do not map it again.
 
     glibc returns large blocks, such as activations and gradients, to the system as soon as they
     are freed. The next iteration then gets new pages, and the system clears each of them on first
@@ -58,7 +58,8 @@ def keep_memory() -> bool:
     it. Further calls change nothing.
 
     Threads that start afterwards share the main thread's heap. Threads that have allocated before
-    keep theirs, which later ones may take over, and of which glibc still returns what is empty.
+    keep their own heaps. Later threads may take these over, and glibc still returns their empty
+    memory.
 
     Returns:
         whether memory is kept. False, with a warning, where another library serves malloc
@@ -97,10 +98,10 @@ def release_memory() -> None:
     """Undo :func:`keep_memory`, and return what is free to the system.
 
     The values that environment variables (``MALLOC_MMAP_MAX_``, ``GLIBC_TUNABLES``, ...) gave
-    malloc at the start are restored. Without any, glibc maps a block from a size that it raises to
-    that of the blocks that are freed, up to 32 MiB. It stops adapting once a program sets a
-    parameter, so that size is 32 MiB afterwards. If a thread was started while memory was kept,
-    later threads share existing heaps. Does nothing if memory is not kept.
+    malloc at the start are restored. Without any, glibc maps blocks from a certain size on, and
+    raises that size to the size of freed blocks, up to 32 MiB. It stops adapting once a program
+    sets a parameter, so the size is 32 MiB afterwards. If a thread was started while memory was
+    kept, later threads share existing heaps. Does nothing if memory is not kept.
 
     Raises:
         RuntimeError: glibc refuses a setting.
@@ -123,9 +124,9 @@ def release_memory() -> None:
 
 
 def return_free_memory() -> None:
-    """Return the pages that malloc has free to the system, unless memory is kept.
+    """Return malloc's free pages to the system, unless memory is kept.
 
-    glibc returns by itself what lies at the end of the heap only.
+    On its own, glibc returns only what lies at the end of the heap.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None and not _is_kept:
@@ -133,7 +134,7 @@ def return_free_memory() -> None:
 
 
 def _set(name: str, parameter: int, value: int) -> None:
-    """Set one of malloc's parameters, for which mallopt takes an int."""
+    """Set one of malloc's parameters; mallopt takes an int."""
     if not ctypes.CDLL(None).mallopt(parameter, value if value <= _LARGEST_INT else _NEVER):
         raise RuntimeError(f"glibc's mallopt refuses {name}={value}")
 
@@ -161,7 +162,7 @@ def other_malloc() -> str | None:
 
 
 def is_kept() -> bool:
-    """Whether glibc keeps freed memory, by :func:`keep_memory` or the variables at the start."""
+    """Whether glibc keeps freed memory, by :func:`keep_memory` or by the initial variables."""
     if other_malloc() is not None:
         return False
     return _is_kept or _initial_settings(_initial_environment()).mmap_max == 0
@@ -181,9 +182,9 @@ def _initial_environment() -> dict[str, str]:
 
 
 def _initial_settings(environment: Mapping[str, str]) -> _Settings:
-    """The settings that malloc reaches when it starts with these variables."""
+    """The settings of a malloc that started with these variables, once it has adapted."""
     texts = {name: environment.get(variable, "") for name, variable in _VARIABLES.items()}
-    for tunable in environment.get("GLIBC_TUNABLES", "").split(":"):  # stronger
+    for tunable in environment.get("GLIBC_TUNABLES", "").split(":"):  # they take precedence
         name, _, text = tunable.removeprefix("glibc.malloc.").partition("=")
         if name in texts:
             texts[name] = text

@@ -17,26 +17,26 @@ from fusedoptim.runtime.cpu_pool import CPUPool
 __all__ = ["pin"]
 
 
-class pin(contextlib.ContextDecorator):  # written as torch.no_grad
+class pin(contextlib.ContextDecorator):  # in lower case, like torch.no_grad
     """Run the calling thread on the cores of a pool, with as many OpenMP threads as cores.
 
-    A context manager, and a decorator of functions. It holds for the calling thread and for the
-    OpenMP threads on which torch runs that thread's operations, and this package its kernels.
-    Leaving it restores what was before: the cores of each thread, and the number of threads, also
-    if ``torch.set_num_threads`` was called within. Other threads stay as they are. Pins may be
-    nested: the innermost counts. Threads and processes that start within inherit the cores.
+    A context manager, and a decorator of functions. It holds for the calling thread and its OpenMP
+    threads, on which torch runs that thread's operations and this package its kernels. Leaving it
+    restores the previous cores of each thread and the previous number of threads, even if
+    ``torch.set_num_threads`` was called within. Other threads are not affected. Pins may be nested:
+    the innermost counts. Threads and processes that start within inherit the cores.
 
-    The threads of the CPU driver run nothing but kernels of :class:`fusedoptim.raw.RawKernel`. All
-    of the process shares them, on the cores that the process had when the driver started.
+    The threads of the CPU driver run only kernels of :class:`fusedoptim.raw.RawKernel`. The whole
+    process shares them, on the cores that the process had when the driver started.
 
     Args:
-        pool: a :class:`CPUPool`, of which only the cores are used: no thread of it is started.
+        pool: a :class:`CPUPool`. Only its cores are used; its thread is not started.
 
     Raises:
-        TypeError: ``pool`` is no CPUPool.
-        ValueError: on entering it, a core is no longer this process's.
+        TypeError: ``pool`` is not a CPUPool.
+        ValueError: on entering it, this process may no longer use a core.
         RuntimeError: on entering it with several cores, the process was forked, and the OpenMP
-            threads of the thread that did that have not survived; or torch has no OpenMP.
+            threads of the forking thread have not survived; or torch has no OpenMP.
 
     Example:
         >>> import os, torch
@@ -95,7 +95,7 @@ _entered = _Pins()
 
 
 def _leave(entered: _Entered) -> None:
-    """Restore what was before a thread's innermost pin; a second call changes nothing."""
+    """Restore the state before a thread's innermost pin; a second call changes nothing."""
     entered.before.restore()
     pins = _entered.pins
     if entered in pins:
@@ -108,7 +108,7 @@ def _leave(entered: _Entered) -> None:
 
 
 def _insist(function: Callable[[_Entered], None], entered: _Entered) -> None:
-    """Call a function, again if it is interrupted."""
+    """Call a function, and once more if it is interrupted."""
     try:
         function(entered)
     except BaseException:

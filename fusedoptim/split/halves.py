@@ -2,7 +2,7 @@
 
 The upper half is the float32 value truncated, not rounded, so the pair is exactly that value.
 Forward and backward passes see the bfloat16 half; an update reads and writes both. A weight takes
-four bytes, where bfloat16 with a float32 master copy takes six.
+four bytes; bfloat16 with a float32 master copy takes six.
 """
 
 from __future__ import annotations
@@ -147,14 +147,13 @@ def _words(values: Tensor) -> Tensor:
 class Halves:
     """The parameters that an optimizer keeps in two halves.
 
-    The trails are in the optimizer's state. That of a sharded parameter goes there with the other
-    state, at its first step: torch.distributed.checkpoint takes a parameter with any state for one
-    with all of it, and would save and load no other.
+    The trails are in the optimizer's state. A sharded parameter's trail goes there at its first
+    step, with the rest of its state: torch.distributed.checkpoint assumes that a parameter with any
+    state has all of it, and would save and load no other.
 
-    A model whose state_dict has the exact values holds the Halves of its optimizer. Where there is
-    no optimizer, as in a copy of the model alone or once the optimizer is deleted, the Halves hold
-    the trails. A model and an optimizer that are copied
-    or pickled together share one Halves again.
+    A model whose state_dict has the exact values holds the Halves of its optimizer. If there is no
+    optimizer, as in a copy of the model alone or once the optimizer is deleted, the Halves hold the
+    trails. A model and an optimizer that are copied or pickled together share one Halves again.
     """
 
     in_model: bool = False
@@ -260,7 +259,7 @@ class Halves:
             raise
 
     def split_all(self, params: Iterable[Tensor]) -> None:
-        """Split all that are not split yet; after an error or an interrupt, none of them."""
+        """Split all that are not split yet; an error or an interrupt leaves none of them split."""
         chosen = [p for p in dict.fromkeys(params) if p not in self]
         whole = {p for p in chosen if p.dtype == torch.float32}
         try:
@@ -275,7 +274,7 @@ class Halves:
             raise
 
     def merge_all(self, params: Sequence[Tensor]) -> None:
-        """Merge all; after an error or an interrupt, none of them."""
+        """Merge all; an error or an interrupt leaves all of them split."""
         try:
             for p in params:
                 self.merge(p)
@@ -288,7 +287,7 @@ class Halves:
         self._trails.pop(param, None)
         state = self._state.get(param, {})
         state.pop(TRAIL, None)
-        if not state:  # torch's classes take any state for that of an earlier step
+        if not state:  # torch's classes assume that any state is of an earlier step
             self._state.pop(param, None)
 
     def _read_state(self) -> None:
@@ -306,7 +305,7 @@ class Halves:
         return trail
 
     def before_first_step(self, param: Tensor) -> Tensor | None:
-        """The trail of a sharded parameter that has taken no step; None of another."""
+        """The trail of a sharded parameter that has taken no step; None for any other."""
         return None if param not in self or self._find(param) is None else self._trails[param]
 
     def trail(self, param: Tensor) -> Tensor:

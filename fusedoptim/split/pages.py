@@ -1,6 +1,6 @@
 """Frees a tensor's memory piece by piece while its values are converted.
 
-Converting a large tensor needs memory for both forms; one table of embeddings may be a fifth of a
+Converting a large tensor needs memory for both forms, and one embedding table may be a fifth of a
 model. If nothing else refers to the memory of the old form, each piece of it can be freed as soon
 as it is converted.
 """
@@ -64,7 +64,7 @@ def _madvise() -> Callable[..., int] | None:
 def release_pages(piece: Tensor) -> None:
     """Free the pages that lie wholly within ``piece``, whose values are lost.
 
-    It is contiguous, and part of a tensor for which :func:`has_sole_owner` is true.
+    ``piece`` is contiguous, and part of a tensor for which :func:`has_sole_owner` is true.
     """
     madvise = _madvise()
     assert madvise is not None

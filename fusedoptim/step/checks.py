@@ -30,7 +30,7 @@ from fusedoptim.step.tensors import (
 OPTIONS = ("foreach", "differentiable", "capturable", "fused")
 """Options of a group that choose an implementation of the step."""
 _KINDS = {"dampening": "SGD", "lr_decay": "Adagrad", "amsgrad": "Adam", "trust_clip": "Lamb"}
-"""Kinds of optimizer, by a hyper-parameter that others do not have."""
+"""Kinds of optimizer, by a hyper-parameter that no other kind has."""
 
 
 def named_params(groups: Sequence[Group], group: Group) -> Iterator[tuple[Tensor, str]]:
@@ -50,7 +50,10 @@ def describe(optimizer: str, candidate: Candidate) -> str:
 
 
 def check_options(optimizer: str, group: Group, instead: str) -> None:
-    """Raise if ``group`` asks for another implementation than the fused one: use ``instead``."""
+    """Raise if ``group`` asks for an implementation other than the fused one.
+
+    The error ends with ``instead``, the advice.
+    """
     refused = (
         ("differentiable", True, "opaque to autograd"),
         ("foreach", True, "always fused"),
@@ -72,7 +75,7 @@ def check_numbers(
         optimizer: what errors call it.
         group: of the optimizer.
         defaults: the optimizer's; a hyper-parameter whose default is a number must be one.
-        largest: number of the kernels' arithmetic.
+        largest: the largest number of the kernels' arithmetic.
     """
     for name, value in group.items():
         default = (defaults or {}).get(name)
@@ -107,7 +110,7 @@ def check_norm(max_grad_norm: float | None) -> None:
 def _as_number(value: Any) -> float | None:
     try:
         return None if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # it is none, or it has several elements
+    except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor of several elements
         return None
 
 
@@ -122,7 +125,7 @@ def check_saved_options(optimizer: str, groups: Iterable[Group], needed: Set[str
 
 
 def _kind(group: Group) -> str:
-    """What kind of optimizer has saved ``group``."""
+    """The kind of optimizer that has saved ``group``."""
     kind = next((kind for name, kind in _KINDS.items() if name in group), "another class")
     return "AdamW" if kind == "Adam" and group.get("decoupled_weight_decay") else kind
 
@@ -134,7 +137,7 @@ def check_saved_state(
 
     Args:
         optimizer: what errors call it.
-        saved: of each parameter its number, itself, and its state in the checkpoint.
+        saved: for each parameter its number, itself, and its state in the checkpoint.
         needed: names of the state.
     """
     for i, p, state in saved:
@@ -259,7 +262,7 @@ def check_state_place(
 
 
 def check_state_whole(rule: UpdateRule, owner: str, state: State, names: Sequence[str]) -> None:
-    """Raise if only a part of the state of these names is missing, or if some has no memory."""
+    """Raise if some but not all state of these names is missing, or if some has no memory."""
     needed = set(names) - {TRAIL}
     lost = sorted(needed - state.keys() - rule.optional_state)
     if lost and not needed.isdisjoint(state):

@@ -1,15 +1,15 @@
 """A step as a transaction: every launch happens once or not at all, whatever interrupts it.
 
 A KeyboardInterrupt, or an exception from a signal handler, may be raised between any two Python
-instructions. This module decides what becomes of a step then; those that
-it calls note a change only when it is complete:
+instructions. This module decides what happens to a step in that case. The modules that it calls
+note a change only when it is complete:
 
 - A launch counts as made when its event is in a list, to which the C call that submits the kernel
   appends it. Python raises interrupts before that call or after it, never inside.
 - What was submitted is committed, that is, waited for and added to the optimizer's state, even if
   an interrupt arrives meanwhile. Every commit may be repeated.
-- What an interrupt has kept from being submitted, of an update of several kernels, is submitted
-  before its commit.
+- If an interrupt comes between the kernels of one update, the rest of them are submitted before the
+  update is committed.
 
 docs/design/sections-and-interrupts.md has the whole argument.
 """
@@ -28,7 +28,7 @@ from fusedoptim.step.scalars import Settings
 from fusedoptim.step.tensors import State
 
 _Begun: TypeAlias = "tuple[Update, Sequence[Stage], list[Any]]"
-"""What is updated, by which stages, and the events of those that were submitted so far."""
+"""An update, its stages, and the events of the stages that were submitted so far."""
 
 
 class Plan(Protocol):
@@ -38,7 +38,7 @@ class Plan(Protocol):
 
     @property
     def updates(self) -> Sequence[tuple[Update, Callable[[], Rows] | None]]:
-        """In order. The rows of one that starts when all before it are committed are made then."""
+        """In order. If there is a function, it makes the rows once all before it are committed."""
 
 
 def run(
@@ -75,7 +75,7 @@ def run(
 
 
 def _commit_all(begun: list[_Begun], states: MutableMapping[Tensor, State]) -> None:
-    """Commit everything, whatever happens to one of them, and take it from ``begun``."""
+    """Commit all updates, even if one of them fails, and remove them from ``begun``."""
     error: BaseException | None = None
     for update in begun.copy():
         rows, stages, events = update

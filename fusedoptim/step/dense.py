@@ -1,8 +1,8 @@
 """Parameters of one group, device and dtype, with strided gradients: all of them in one launch.
 
-The rows are laid out from tensors that were checked one by one, and serve every step that finds
-them unchanged. Gradients are new tensors at every step: their addresses are read each time, and
-written where they differ.
+The rows are laid out from tensors that were checked one by one, and serve every step in which the
+tensors are unchanged. Gradients are new tensors at every step, so their addresses are read each
+time, and written where they differ.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fusedoptim.step.tensors import PARAM_DTYPES, State
 from fusedoptim.step.unchanged import RUN, TensorRun
 
 _MANY_WRITTEN = 256
-"""Tensors from which on the launch counts their writes, which takes 0.2 us each, while it runs."""
+"""From this many tensors on, their writes are counted (0.2 us each) while the launch runs."""
 _grad_addresses = operator.attrgetter("grad_addresses")
 
 
@@ -60,10 +60,10 @@ class DenseRows:
         """Lay out the launches; nothing that the user holds is written to.
 
         Args:
-            rule: of the group. State that its parameters lack is made now, and added to its
-                ``states`` when the launch has written it.
+            rule: of the group. State that its parameters lack is made now, and added to the
+                rule's ``states`` when the launch has written it.
             candidates: parameters of one device and dtype that passed their checks.
-            kernels: names of those that make an update, in order.
+            kernels: names of the kernels of an update, in order.
             fresh: for each candidate, whether its state counts as just made; None to look it up.
         """
         first = candidates[0].param
@@ -78,7 +78,7 @@ class DenseRows:
         self._row_flags = names_of(Role.ROW_FLAG, arguments)
         numbers = names_of(Role.PARAM_NUMBER, arguments)
         self._draws = bool(numbers)
-        """Whether the kernels draw random words, by the parameter and the step."""
+        """Whether the kernels draw random words, which depend on the parameter and the step."""
 
         self._runs = [
             TensorRun(candidates[i : i + RUN], rule.sharded) for i in range(0, len(candidates), RUN)
@@ -97,7 +97,7 @@ class DenseRows:
             any(state.get(name) is None for name in roles) for state in self._held
         ]
         has_steps = bool(names_of(Role.ROW_SCALAR, arguments))
-        # Scales belong to the memory of one process; other state is spread as its parameter is.
+        # Scales belong to the memory of one process; other state is spread like its parameter.
         self._spread_names = [name for name, role in roles.items() if role is not Role.BLOCK_SCALES]
         needed = [*self._spread_names, KEY] if has_steps else self._spread_names
         for candidate, state in zip(candidates, self._held):
@@ -154,7 +154,7 @@ class DenseRows:
             self.pipeline.write_integers(name, [number_of[p] for p in self.params])
 
     def _count_writes_meanwhile(self) -> None:
-        """Have the launch count the writes, where they are many and it can."""
+        """Let the launch count the writes, if they are many and it can."""
         count_writes = functools.partial(increment_version, self.written)
         if len(self.written) >= _MANY_WRITTEN and self.pipeline.do_meanwhile(count_writes):
             self.written = []
@@ -174,7 +174,7 @@ class DenseRows:
         if self._uncommitted is not None:  # its launch never happened
             return False
         if not self.runs_on_host and self._backend.queue(self._device) is not self._queue:
-            return False  # torch's current stream is another one now
+            return False  # torch's current stream has changed
         if self._steps is not None and not self._steps.are_held_by(self._held):
             return False
         if self._draws:
@@ -198,7 +198,7 @@ class DenseRows:
             kernel = kernel_for(self._queue, "sum_of_squares", self._variant)
             norm = Pipeline([kernel], self._chunks, self._device)
             norm.write_addresses("grad", self._all_grad_addresses(), self._width)
-            self._written = []  # until it is known to get those of the next step
+            self._written = []  # so that the next step writes its addresses to this one too
             self._read_gradients.append(norm)
             self._norm = norm
         return norm.launch_and_sum()

@@ -1,11 +1,11 @@
-"""State in 8 bits, with a scale for each block: made from float32 values, and read again.
+"""8-bit state, with a scale for each block: encoding float32 values, and decoding them.
 
 The numbers are those of :mod:`fusedoptim.kernels.rounding`. The state ``name`` of a parameter is
-its codes, laid out like the parameter, and the state ``name`` with SUFFIX its scales. In memory
-order the elements are cut into tiles of BLOCK elements for each lane of the device's work-groups.
-A block is what one lane walks: every element of a tile whose index leaves the same rest.
+its codes, laid out like the parameter; the state ``name`` plus SUFFIX is its scales. In memory
+order, the elements are cut into tiles of BLOCK elements for each lane of the device's work-groups.
+A block is what one lane walks: the elements of a tile whose index modulo the lanes is the same.
 
-What is read is exact, and is made again without rounding: the values alone are a checkpoint.
+Decoded values are exact, and encode again without rounding, so a checkpoint needs only the values.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def encoded(values: Tensor, dtype: torch.dtype, lanes: int) -> tuple[Tensor, Ten
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
-    """The values, laid out like ``codes``, as bfloat16: it has them all, exactly."""
+    """The values, laid out like ``codes``, as bfloat16, which represents all of them exactly."""
     tiles, lanes = scales.shape
     flat = codes.new_zeros(tiles * BLOCK * lanes, dtype=torch.uint8)
     flat[: codes.numel()] = _in_memory_order(codes.view(torch.uint8))
@@ -113,7 +113,7 @@ def _decoded_state(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def readable(state: State) -> State:
-    """A parameter's ``state`` as a checkpoint has it: the values in place of codes and scales."""
+    """A parameter's ``state`` as a checkpoint has it: values instead of codes and scales."""
     return {
         name: _decoded_state(value, state[name + SUFFIX]) if is_encoded(state, name) else value
         for name, value in state.items()

@@ -22,11 +22,12 @@ _Step = TypeVar("_Step", bound=Callable[..., Any])
 def with_hooks(step: _Step) -> _Step:
     """Put torch's hooks and profiler range around ``step``, when there are any.
 
-    torch wraps every ``step`` so, and for an optimizer of one small tensor its profiler range would
-    take half as long as our step. ``hooked`` tells torch that this one is wrapped already.
+    torch wraps every ``step`` this way. For an optimizer of one small tensor, torch's profiler
+    range would take half as long as our step. ``hooked`` tells torch that this step is wrapped
+    already.
 
-    torch.compile must not trace into a step: it would take the addresses for constants. It
-    recognizes the question by its full name only.
+    torch.compile must not trace into a step: it would treat the addresses as constants. It
+    recognizes ``torch.compiler.is_dynamo_compiling()`` only by its full name.
     """
     hooked = Optimizer.profile_hook_step(step)
     untraced = disable_dynamo(hooked)
@@ -47,5 +48,5 @@ def with_hooks(step: _Step) -> _Step:
             return step(self, *args, **kwargs)
         return step(self)  # unpacking nothing is measurable in a small step
 
-    wrapper.hooked = True  # type: ignore[attr-defined]  # functions have no such one to mypy
+    wrapper.hooked = True  # type: ignore[attr-defined]  # to mypy, functions have no such attribute
     return cast(_Step, wrapper)

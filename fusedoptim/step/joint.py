@@ -1,9 +1,9 @@
 """Updates that need norms of sharded parameters: those of all groups, around one reduction.
 
-First run the kernels that sum, then the processes of each mesh add up the sums, then run the
-kernels that use them. A process that left out a collective, or took it twice, would leave the
-others waiting: all groups' updates are one for :mod:`fusedoptim.step.commit`, which submits the
-rest of an update that has begun, and a collective that was started is not started again.
+First the kernels that sum run, then the processes of each mesh add up the sums, then the kernels
+that use them run. A process that skipped a collective, or started one twice, would leave the others
+waiting. Therefore all groups' updates are a single one for :mod:`fusedoptim.step.commit`, which
+submits the rest of an update that has begun, and a collective is never started twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class JointUpdate:
     """The rows of all groups whose update needs norms of sharded parameters."""
 
     settings = Settings({}, 1.0)
-    """None for all: each row has its group's."""
+    """Empty, as each part has its group's settings."""
 
     def __init__(
         self, parts: Sequence[tuple[_Plan, DenseRows]], sums: Sequence[MeshSum], width: int
@@ -39,9 +39,9 @@ class JointUpdate:
 
         Args:
             parts: the plans, and their rows.
-            sums: over all parameters that may need norms, whether or not they have a gradient:
-                the same on all processes.
-            width: values that are summed for each parameter.
+            sums: over all parameters that may need norms, whether or not they have a gradient.
+                They are the same on all processes.
+            width: the number of values summed for each parameter.
         """
         self._parts = parts
         self.written = [tensor for _, rows in parts for tensor in rows.written]
@@ -96,7 +96,7 @@ class _Reduction:
         self._works = []
 
     def launch(self, events: list[Any]) -> None:
-        """Add up the sums, and have the kernels that follow read them."""
+        """Add up the sums, where the kernels that follow read them."""
         if not self._works:  # else an interrupt came after the collective was started
             self._values.zero_()
             for pipeline, places in self._own:
@@ -105,7 +105,7 @@ class _Reduction:
         self._sum.add_up(self._values, self._works)
         for pipeline, places in self._parts:
             pipeline.totals.copy_(self._values[places])
-        # It is counted; a block that waits for the last event waits for the last kernel.
+        # Events count the stages. A block that waits for the last event waits for the last kernel.
         events.append(events[-1] if events else None)
 
     def wait(self) -> None:

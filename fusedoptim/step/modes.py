@@ -1,8 +1,8 @@
-"""What torch may have put around a step: tracing, transforms, and other dispatch modes.
+"""What may be active in torch around a step: tracing, transforms, and other dispatch modes.
 
-A step works on memory. Tracing and functorch's transforms hand out tensors that have none, and
-record operations: of a step they would see nothing, so it refuses to run there. Any other dispatch
-mode may exchange what an operation returns; a step's own operations bypass it.
+A step works on memory. Tracing and functorch's transforms hand out tensors without memory, and
+record operations. They would not see what a step does, so it refuses to run there. Any other
+dispatch mode may replace what an operation returns; a step's own operations bypass it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 def on_memory(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate what works on tensors' memory: without autograd, outside of dispatch modes."""
+    """Decorate a function that works on tensors' memory: no autograd, and no dispatch modes."""
 
     @functools.wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -38,8 +38,8 @@ def on_memory(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def check_not_traced(what: str) -> None:
     """Raise if torch traces or transforms the code that calls ``what``, as errors name it.
 
-    torch.optim's own classes have no common behaviour to follow there: inside FakeTensorMode, they
-    update real parameters, or raise halfway, or leave fake state behind, by class and by step.
+    torch.optim's own classes have no common behaviour to follow there. Inside FakeTensorMode they
+    update real parameters, raise halfway, or leave fake state behind, depending on class and step.
     """
     found = [type(mode).__name__ for mode in active_modes()]
     if transform_level() is not None:

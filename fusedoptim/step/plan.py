@@ -1,7 +1,7 @@
 """Which parameters an optimizer updates, by which launches, in which order.
 
 A plan is made at one step and used for as long as it fits: the optimizer holds the same groups,
-parameters and state, and the tensors are what they were.
+parameters and state, and the tensors are unchanged.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ PIECES = (
     "model's own clip_grad_norm_()"
 )
 _END = object()
-"""Ends what a plan has seen, so that what it compares with has as many objects."""
+"""Ends what a plan has seen, so that a comparison also notices a different number of objects."""
 _UNCHANGING = (float, int, str, type(None))  # bool is an int
 
 
 class _Alike(NamedTuple):
-    """What parameters have in common that one launch can update."""
+    """What the parameters of one launch have in common."""
 
     turn: int
-    """How many updates of others that share their memory come first."""
+    """How many updates of other parameters that share their memory come first."""
     is_repeated: bool
     """Whether the parameter was given before, in this group or another."""
     is_known: bool
-    """Whether a group before this one has it."""
+    """Whether an earlier group has it."""
     sparse_number: int
-    """Of a parameter with a sparse gradient, which is updated by itself; -1 if it is dense."""
+    """Different for each parameter with a sparse gradient, which is updated alone; -1 if dense."""
     device: torch.device
     dtype: torch.dtype
     is_split: bool
@@ -86,7 +86,7 @@ class GroupPlan:
     """The updates of one group."""
 
     settings: Settings
-    """A new object where it may differ from the last step's."""
+    """A new object if it may differ from the last step's."""
     is_final: bool
     """Whether the plan fits for as long as the group and the state hold the same objects."""
 
@@ -97,7 +97,7 @@ class GroupPlan:
         Args:
             rule: of the group.
             groups: of the optimizer.
-            given_before: ids of the group's parameters that a group before it has too.
+            given_before: ids of the group's parameters that an earlier group has too.
         """
         rule.check_options()
         self._rule = rule
@@ -111,8 +111,8 @@ class GroupPlan:
         self.rows: list[Rows] = []
         """Those that can be updated in any order."""
         self._deferred: list[tuple[Rows, Callable[[], Rows]]] = []
-        """Those that share memory with some that are updated before them, in their order: what
-        would update them now, and what makes that from the state that they have then."""
+        """Those that share memory with parameters updated before them, in order: their rows as of
+        now, and a function that makes the rows from the state that they will have."""
         self._without_repeated: list[Rows] = []
         self._lay_out(candidates, given_before)
         self.joint: list[DenseRows] = [
@@ -121,14 +121,14 @@ class GroupPlan:
         """Those whose update needs norms of sharded parameters."""
         self._has_pieces = any(map(is_piece, self._params))
         self.sums = {p: _sums_over(rule, p) for p in dtensors(self._params)}
-        """Of each sharded parameter, how many values are summed over it for its update."""
+        """For each sharded parameter, how many values are summed over it for its update."""
         not_joint = [rows for rows in self.rows if rows not in self.joint]
         self.updates: list[tuple[Update, Callable[[], Rows] | None]] = [
             *((rows, None) for rows in not_joint if not rows.copies),
             *((rows, functools.partial(_itself, rows)) for rows in not_joint if rows.copies),
             *self._deferred,
         ]
-        """In order. The rows of one that starts when all before it are committed are made then."""
+        """See :attr:`fusedoptim.step.commit.Plan.updates`."""
         arithmetic = {PARAM_DTYPES[candidate.param.dtype].arithmetic for candidate in candidates}
         self._largest = min((torch.finfo(dtype).max for dtype in arithmetic), default=math.inf)
         self._read_numbers()
@@ -149,7 +149,7 @@ class GroupPlan:
                 self._without_repeated.append(rows)
 
     def fits(self, rule: UpdateRule) -> bool:
-        """Read the group's numbers; False if the plan does not fit the group as it is."""
+        """Read the group's numbers; False if the plan does not fit the group any more."""
         if self._deferred or _implementation(rule) != self._implementation:
             return False
         if not are_same_objects(rule.group["params"], self._params):
@@ -196,7 +196,7 @@ class StepPlan:
         """There is none yet."""
         self.groups: list[GroupPlan] = []
         self.all: Sequence[Plan] = []
-        """Of all updates: those of the groups, and that which groups have in common."""
+        """Those of all updates: of the groups, and of what groups have in common."""
         self.mesh_sums: list[MeshSum] = []
         """Over the sharded parameters, for norms of all gradients."""
         self._sharded: ShardedGradients | None = None
@@ -207,9 +207,9 @@ class StepPlan:
         """The state's and the groups' contents when the plans last fitted; empty if a value among
         them may change in place."""
         self._joined: list[GroupPlan] = []
-        """Those for which ``all`` was made."""
+        """The plans for which ``all`` was made."""
         self._refreshes: list[Callable[[], bool]] = []
-        """Of all groups, while ``_seen`` is not empty; what each returns must be true."""
+        """Those of all groups, while ``_seen`` is not empty; each must return true."""
 
     def update(
         self,
@@ -217,7 +217,7 @@ class StepPlan:
         groups: Sequence[Group],
         rule_of: Callable[[Group], UpdateRule],
     ) -> None:
-        """Make the plans fit the optimizer as it is now; no tensor of the user's is written.
+        """Make the plans fit the optimizer's present contents; no tensor of the user's is written.
 
         Args:
             state: of the optimizer.
@@ -227,8 +227,8 @@ class StepPlan:
         parts: list[Iterable[object]] = [state, state.values()]
         for group in groups:
             parts += group.values(), group["params"]
-        # In one pass that keeps no object: each further pass over thousands of tensors takes them
-        # from memory again.
+        # In one pass that keeps no object: each further pass over thousands of tensors would read
+        # them from memory again.
         seen = self._seen
         is_same = bool(seen) and all(
             map(operator.is_, chain(chain.from_iterable(parts), (_END,)), seen)
@@ -271,7 +271,7 @@ class StepPlan:
         groups: Sequence[Group],
         rule_of: Callable[[Group], UpdateRule],
     ) -> bool:
-        """Replace those plans that do not fit; False if there were any, as they make state."""
+        """Replace the plans that do not fit; False if there were any, as new ones make state."""
         if not are_same_objects([*state, *state.values()], self.state_seen):
             self.groups, self.state_seen = [], []
         all_fit = True
@@ -285,7 +285,7 @@ class StepPlan:
                 self.state_seen = []  # the step will make state
                 given_before = given_before or _given_before(groups)
                 self.groups[i : i + 1] = [GroupPlan(rule, groups, given_before[i])]
-                if any(given_before):  # perhaps by this group now
+                if any(given_before):  # perhaps because this group has changed
                     del self.groups[i + 1 :]
         del self.groups[len(groups) :]
         return all_fit
@@ -305,9 +305,9 @@ class StepPlan:
 
 
 def _given_before(groups: Sequence[Group]) -> list[set[int]]:
-    """For each group, the ids of its parameters that a group before it has too.
+    """For each group, the ids of its parameters that an earlier group has too.
 
-    torch refuses to make such groups, but they may be edited.
+    torch refuses to make such groups, but users may edit groups.
     """
     met: set[int] = set()
     repeated = []
@@ -330,7 +330,7 @@ def _itself(rows: Rows) -> Rows:
 def _alike(
     rule: UpdateRule, candidates: Sequence[Candidate], given_before: set[int]
 ) -> dict[_Alike, list[Candidate]]:
-    """The candidates by what one launch can update.
+    """The candidates, sorted into those that one launch can update.
 
     Raises:
         RuntimeError: a sharded parameter cannot be updated.
@@ -387,7 +387,7 @@ def _rows(
     kernels: tuple[str, ...],
     fresh: Sequence[bool] | None = None,
 ) -> Rows:
-    """What updates parameters that one launch can update, if their memory allows it."""
+    """The rows of parameters that one launch can update, if their memory allows it."""
     if candidates[0].grad.layout is torch.strided:
         return DenseRows(rule, candidates, kernels, fresh)
     (candidate,) = candidates
@@ -403,7 +403,7 @@ def _candidates(rule: UpdateRule, groups: Sequence[Group]) -> list[Candidate]:
 
 
 def _checked(rule: UpdateRule, candidate: Candidate) -> Candidate:
-    """The candidate, its gradient made dense if its state is.
+    """The candidate, with its gradient made dense if its state is dense.
 
     Raises:
         TypeError, RuntimeError, ValueError: it cannot be updated.
@@ -434,13 +434,13 @@ def _sums_over(rule: UpdateRule, param: Tensor) -> int:
 
 
 def _implementation(rule: UpdateRule) -> tuple[Any, ...]:
-    """The options and kernels by which a plan was made."""
+    """The options and kernels from which a plan is made."""
     options = map(rule.group.get, OPTIONS)
     return (*options, *rule.kernels(one_row=True), *rule.kernels(one_row=False))
 
 
 def _is_unchanging(value: object) -> bool:
-    """Whether a hyper-parameter is the same while it is the same object: a tensor is not."""
+    """Whether a hyper-parameter's value is fixed as long as the object is; a tensor's is not."""
     if isinstance(value, tuple):
         return all(map(_is_unchanging, value))
     return isinstance(value, _UNCHANGING)

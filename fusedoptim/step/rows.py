@@ -17,7 +17,7 @@ class Update(Protocol):
     """What is submitted and committed together."""
 
     written: list[Tensor]
-    """The parameters, of sharded ones the local shards too, whose writes no launch counts."""
+    """The parameters, and the local shards of sharded ones, whose writes no launch counts."""
     runs_on_host: bool
     """Whether a commit must wait until the kernels have ended."""
 
@@ -25,7 +25,7 @@ class Update(Protocol):
         """Write the step's numbers, and return what is to be submitted, in order.
 
         Args:
-            settings: of the group; the same object as long as they are the same.
+            settings: of the group; the same object as long as their values are the same.
             common: the factor of all the optimizer's gradients; None is 1.
         """
 
@@ -37,14 +37,14 @@ class Rows(Update, Protocol):
     """Parameters that are updated together: dense ones, or one with a sparse gradient."""
 
     spread: Spread | None
-    """How the parameters are spread over processes, all of them alike."""
+    """How the parameters are spread over processes; all of them alike."""
     copies: bool
     """Whether an update works on copies of parameters, made when it begins."""
     fresh: Sequence[bool] | None
     """For each parameter, whether its state counts as just made; None if it must be looked up."""
 
     def refresh(self) -> bool:
-        """Take this step's gradients; False if any tensor is not what it was when checked."""
+        """Take this step's gradients; False if any tensor has changed since it was checked."""
 
     def sum_of_squares(self) -> Tensor:
         """The squares of all gradients' elements, summed: a 0-d tensor."""

@@ -1,4 +1,4 @@
-"""What a step needs to know of an optimizer, and nothing else."""
+"""What a step needs to know about an optimizer, and nothing else."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class UpdateDefinition(Optimizer):
     """What a class of optimizers defines: its kernels, their numbers, and its state."""
 
     _sparse_state: tuple[str, ...] = ()
-    """Names of the state that a sparse gradient makes, and that is sparse then, as torch's."""
+    """Names of the state that a sparse gradient creates and that is then sparse, as in torch."""
     _optional_state: frozenset[str] = frozenset()
-    """Names of the state that a parameter may lack though it has other state of earlier steps."""
+    """Names of state that a parameter may lack even if it has other state of earlier steps."""
     _saved_options: frozenset[str] = frozenset()
     """Hyper-parameters that each group has in a checkpoint of any version of the class."""
     _saved_state: frozenset[str] = frozenset()
-    """Names of the state, the optional aside, that a parameter has in a checkpoint if any."""
+    """Names of the state, except optional, that a parameter has in a checkpoint if it has any."""
     _number_attributes: ClassVar[tuple[str, ...]] = ()
     """Attributes of the optimizer on which its numbers depend."""
 
@@ -50,19 +50,20 @@ class UpdateDefinition(Optimizer):
     def _sharded_kernels(self, group: Group) -> tuple[str, ...]:
         """The same for tensors that are divided among processes.
 
-        Of several kernels, the first is followed by a collective, and must write nothing but sums:
-        a step whose collective fails has changed nothing then.
+        If there are several kernels, a collective follows the first, which must write nothing but
+        sums, so that a step whose collective fails has changed nothing.
         """
         return self._kernels(group, one_row=False)
 
     def _numbers(self, group: Group) -> Numbers:
-        """The kernels' scalars and flags for the present hyper-parameters of ``group``."""
+        """The kernels' scalars and flags for the current hyper-parameters of ``group``."""
         raise NotImplementedError
 
     def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
         """The scalars that depend on how many ``steps`` a parameter has taken, this one included.
 
-        ``numbers`` are those of :meth:`_numbers`. Kernels without a RowScalar, as SGD's, need none.
+        ``numbers`` are those of :meth:`_numbers`. Kernels without a RowScalar, such as SGD's, need
+        none.
         """
         raise NotImplementedError
 
@@ -71,7 +72,7 @@ class UpdateDefinition(Optimizer):
         return new_state(target, dtype).zero_()
 
     def _check_options(self, group: Group) -> None:
-        """Raise if ``group`` asks for another implementation of the step than the fused one."""
+        """Raise if ``group`` asks for an implementation of the step other than the fused one."""
         raise NotImplementedError
 
     def _check_sparse(self, group: Group, candidate: Candidate) -> None:
@@ -83,7 +84,7 @@ class UpdateRule:
     """How an optimizer updates one of its groups."""
 
     def __init__(self, optimizer: UpdateDefinition, group: Group) -> None:
-        # Weak, as plans keep rules: an optimizer is freed when its last user drops it.
+        # Weak, because plans keep rules, and an optimizer must go when its last user drops it.
         self._reference = weakref.ref(optimizer)
         self.group = group
         self.optimizer_name = type(optimizer).__name__
@@ -119,31 +120,31 @@ class UpdateRule:
         return {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
 
     def kernels(self, one_row: bool) -> tuple[str, ...]:
-        """See :class:`UpdateDefinition`, as for all that follow."""
+        """See :class:`UpdateDefinition`, also for the methods below."""
         return self._owner()._kernels(self.group, one_row)
 
     def sharded_kernels(self) -> tuple[str, ...]:
-        """Of the group."""
+        """The kernels for tensors of the group that are divided among processes."""
         return self._owner()._sharded_kernels(self.group)
 
     def numbers(self) -> Numbers:
-        """Of a launch."""
+        """The scalars and flags of a launch."""
         return self._owner()._numbers(self.group)
 
     def row_numbers(self, numbers: Numbers, steps: Steps) -> Mapping[str, Steps]:
-        """Of a row."""
+        """The scalars of rows."""
         owner = self._reference()  # without the call of _owner(): this one is in every step
         assert owner is not None
         return owner._row_numbers(self.group, numbers, steps)
 
     def initial_state(self, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of one parameter."""
+        """The initial state of one parameter."""
         return self._owner()._initial_state(self.group, name, target, dtype)
 
     def check_options(self) -> None:
-        """Of the group."""
+        """Check the options of the group."""
         self._owner()._check_options(self.group)
 
     def check_sparse(self, candidate: Candidate) -> None:
-        """Of the group."""
+        """Check a sparse gradient against the options of the group."""
         self._owner()._check_sparse(self.group, candidate)

@@ -1,6 +1,6 @@
 """The numbers of a step: hyper-parameters, and what gradients are multiplied by.
 
-Sign, loss scale and clipping are one factor, which the kernels read from the device's memory.
+Sign, loss scale and clipping form one factor, which the kernels read from the device's memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Settings(NamedTuple):
     numbers: Numbers
     """The kernels' scalars and flags."""
     sign: float
-    """Of the gradients: -1 to ascend."""
+    """The sign of the gradients: -1 to ascend."""
 
 
 @functools.cache
@@ -41,9 +41,9 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 def grad_factor(
     sign: float, common: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What gradients are multiplied by: ``sign``, and ``common``, a factor of all of them.
+    """The factor of a group's gradients: ``sign`` times ``common``, the factor of all gradients.
 
-    Where ``common`` is None, it is the same tensor every time, which nobody writes to.
+    If ``common`` is None, the result is the same tensor every time; nobody writes to it.
     """
     if common is None:
         return _constant(sign, dtype, device)

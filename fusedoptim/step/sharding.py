@@ -23,7 +23,7 @@ _GRAD = operator.attrgetter("grad")
 
 
 def _dtensor_class() -> Any:
-    """The class DTensor; no class at all if nobody has imported it, which takes long."""
+    """The class DTensor; () if nobody has imported it yet, as the import is slow."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
@@ -33,7 +33,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this process has of a DTensor; another tensor itself."""
+    """This process's shard of a DTensor; any other tensor itself."""
     if not is_dtensor(tensor):
         return tensor
     local: Tensor = local_tensor(tensor)
@@ -42,9 +42,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def like_param(local: Tensor, param: Tensor, known: object = None) -> Tensor:
-    """A tensor of ``param``'s mesh and placements with this ``local`` shard.
+    """A tensor with ``param``'s mesh and placements, and with this ``local`` shard.
 
-    It is ``local`` itself if ``param`` is no DTensor, and ``known`` if that has this very shard.
+    It is ``local`` itself if ``param`` is not a DTensor, and ``known`` if that has this very shard.
     """
     if not is_dtensor(param):
         return local
@@ -79,7 +79,7 @@ def same_place(a: Tensor, b: Tensor) -> bool:
 
 
 def is_partial(tensor: Tensor) -> bool:
-    """Whether the values are the sums, not made yet, of what several processes have."""
+    """Whether the values are sums of several processes' parts that are not yet added up."""
     return is_dtensor(tensor) and any(p.is_partial() for p in place_of(tensor)[1])
 
 
@@ -106,21 +106,21 @@ def dtensors(params: Iterable[Tensor]) -> list[Tensor]:
 class ShardedGradients:
     """The gradients of an optimizer's DTensors, which each step reads once.
 
-    Those whose placements are not their parameters', as the partial sums of replicated parameters
-    between sequence-parallel layers, are brought into these. All processes find the same ones, in
-    the same order, whatever else they find: each takes a collective.
+    Gradients whose placements differ from their parameters' are redistributed to these; examples
+    are the partial sums of replicated parameters between sequence-parallel layers. All processes
+    find the same ones, in the same order, whatever else they find, because each takes a collective.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         """Nothing is read yet."""
         self.params = params
         self.grads: list[Tensor | None] = []
-        """Of this step, while it reads them."""
+        """This step's, while it reads them."""
         self.are_placed = True
-        """Whether those that are DTensors are placed as their parameters are."""
+        """Whether those that are DTensors are placed like their parameters."""
         self._specs = list(map(shard_spec, params))
         self._fitting = self._specs
-        """Those of gradients, when last all were placed as their parameters are."""
+        """The gradients' specs when all of them were last placed like their parameters."""
         self._index = {p: i for i, p in enumerate(params)}
 
     def read(self) -> None:
@@ -130,7 +130,7 @@ class ShardedGradients:
         self.grads = grads
         try:
             given = list(map(shard_spec, grads))
-        except AttributeError:  # none, or a plain one, which is refused later
+        except AttributeError:  # no gradient, or a plain one, which is refused later
             given = list(map(getattr, grads, itertools.repeat("_spec"), self._specs))
         self.are_placed = is_fitting = True
         if given != self._fitting:  # one call in C if they are the same objects, as FSDP2's are
@@ -149,7 +149,7 @@ class ShardedGradients:
         self.grads = []
 
     def of(self, param: Tensor) -> Tensor | None:
-        """This step's gradient of a parameter, which may be any."""
+        """This step's gradient of any parameter, DTensor or not."""
         place = self._index.get(param)
         return param.grad if place is None else self.grads[place]
 
@@ -169,11 +169,11 @@ class Spread(NamedTuple):
     mesh: Any
     """A DeviceMesh."""
     dims: tuple[int, ...]
-    """The dimensions of the mesh over which elements are divided; over others they are equal."""
+    """The mesh dimensions over which elements are divided; over others they are replicated."""
 
 
 def spread_of(tensor: Tensor) -> Spread | None:
-    """How ``tensor`` is spread; None if it is no DTensor."""
+    """How ``tensor`` is spread; None if it is not a DTensor."""
     if not is_dtensor(tensor):
         return None
     mesh, placements = place_of(tensor)
@@ -182,15 +182,15 @@ def spread_of(tensor: Tensor) -> Spread | None:
 
 
 def is_divided(spread: Spread | None) -> bool:
-    """Whether no process has a whole parameter."""
+    """Whether no process has the whole parameter."""
     return spread is not None and bool(spread.dims)
 
 
 class MeshSum:
     """Sums over the parameters on one mesh, which its processes add up in one collective.
 
-    There are as many collectives as divided dimensions on a mesh of several dimensions that is a
-    part of all processes.
+    A mesh of several dimensions that covers only some of the processes takes one collective for
+    each divided dimension.
     """
 
     def __init__(self, mesh: Any, params: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -198,18 +198,18 @@ class MeshSum:
         self.params = params
         """The same ones on all processes, whether or not they have a gradient."""
         self.dtype = dtype
-        """Of the sums."""
+        """The dtype of the sums."""
         self.device = local_of(params[0]).device
-        """Of the sums."""
+        """The device of the sums."""
         self._is_checked = False
         self._dims = sorted({dim for p in params for dim in _spread(p).dims})
 
     def includes(self, spread: Spread | None) -> bool:
-        """Whether it adds up the parts that processes have of such a parameter."""
+        """Whether it adds up the processes' parts of such a parameter."""
         return spread is not None and is_divided(spread) and spread.mesh == self.mesh
 
     def contributes(self, spread: Spread) -> bool:
-        """Whether this process adds its part: of several with the same part, the first does."""
+        """Whether this process adds its part: of several with the same part, only the first."""
         place = self.mesh.get_coordinate()
         if place is None:
             return False
@@ -218,11 +218,11 @@ class MeshSum:
     def add_up(self, values: Tensor, works: list[Any]) -> None:
         """Replace ``values`` by their sum over the processes.
 
-        The C call that starts a collective appends it to ``works``. What an interrupt cut off goes
-        on in another call with the same arguments, and no collective is started twice.
+        The C call that starts a collective appends it to ``works``. After an interrupt, another
+        call with the same arguments goes on, and starts no collective twice.
 
         Raises:
-            RuntimeError: not all processes took part, or there are none any more.
+            RuntimeError: not all processes took part, or the process group is gone.
         """
         try:
             for group in self._groups()[len(works) :]:
@@ -239,9 +239,9 @@ class MeshSum:
             ) from error
 
     def check_count(self, total: Tensor) -> None:
-        """Raise unless all processes hold as many parameters; ``total`` is the sum of how many."""
+        """Raise unless all processes hold equally many parameters, ``total`` of them together."""
         if not self._is_checked and self.mesh.get_coordinate() is not None:
-            # Once, as this waits for the device.
+            # Only once, as this waits for the device.
             sizes = map(self.mesh.size, self._dims)
             if total != len(self.params) * math.prod(sizes):
                 raise RuntimeError(
@@ -271,7 +271,7 @@ def _spread(param: Tensor) -> Spread:
 
 
 def mesh_sums(params: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[MeshSum]:
-    """For each mesh over which parameters are divided, their sum; in the order of parameters.
+    """A sum for each mesh over which parameters are divided, in the order of parameters.
 
     Args:
         params: DTensors.
@@ -295,7 +295,7 @@ def over_meshes(
     squares: Sequence[tuple[Spread | None, Tensor]],
     found_inf: Tensor | None,
 ) -> tuple[list[tuple[Spread | None, Tensor]], Tensor | None]:
-    """Numbers of this process's gradients made those of all gradients.
+    """Turn numbers about this process's gradients into numbers about all gradients.
 
     Args:
         sums: of the optimizer.
@@ -303,7 +303,7 @@ def over_meshes(
         found_inf: whether there are infinities, a number for each process; None if not asked for.
 
     Returns:
-        squares whose sum is that of all gradients, and whether any process has an infinity.
+        squares whose sum is the sum over all gradients, and whether any process has an infinity.
     """
     whole = [own for own in squares if not any(each.includes(own[0]) for each in sums)]
     for each in sums:

@@ -28,8 +28,8 @@ from fusedoptim.step.step_counts import KEY, StepCounts
 from fusedoptim.step.tensors import PARAM_DTYPES, State, memory_of
 from fusedoptim.step.unchanged import tensor_guards
 
-# A launch block is made for twice the rows that are needed first: making one is expensive, and the
-# next gradient seldom touches as many rows as this one.
+# A launch block is made for twice the rows that are needed at first: making one is expensive, and
+# the next gradient seldom touches the same number of rows.
 _GROWTH = 2
 
 
@@ -153,7 +153,7 @@ class SparseRows:
         return [block] if count else []
 
     def _gather_sparse_state(self) -> bool:
-        """Find the rows of the gradient and of the sparse state; True if that is made now."""
+        """Find the rows of the gradient and of the sparse state; True if the state is new."""
         fresh = False
         self._rows = self._grad.rows
         self._new: dict[str, Tensor] = {}
@@ -168,7 +168,7 @@ class SparseRows:
         return fresh
 
     def _write_rows(self) -> tuple[LaunchBlock, int]:
-        """Write addresses to the block; return it, and how many of its rows count."""
+        """Write addresses to the block; return it, and how many of its rows are in use."""
         rows, grad = self._rows, self._grad
         self._no_grad = grad.values.new_zeros(grad.values.shape[1:])
         grad_addresses = grad.addresses

@@ -14,8 +14,8 @@ from fusedoptim.launch.block import Indices, row_addresses
 class SparseGradient:
     """A sparse COO gradient, with one address for each row that it touches.
 
-    Rows in rising order, as those of a coalesced gradient, are used where they lie. So are rows
-    that occur once. Only rows that occur again are summed: cheaper than coalescing them all.
+    Rows in rising order, such as those of a coalesced gradient, are used where they lie. So are
+    rows that occur once. Only repeated rows are summed, which is cheaper than coalescing all.
     """
 
     def __init__(self, grad: Tensor) -> None:
@@ -29,7 +29,7 @@ class SparseGradient:
             self.rows = numbers
             """Numbers of the rows, in rising order."""
             self.addresses = row_addresses(self.values)
-            """Of each row's gradient."""
+            """The address of each row's gradient."""
             return
         order = stable_order(numbers)
         numbers = numbers[order]

@@ -32,7 +32,7 @@ def variant_of(rule: UpdateRule, param: Tensor) -> str:
 
 
 _DTYPES = {Role.TRAIL: torch.int16, Role.STATE_BF16: torch.bfloat16}
-"""The dtypes of state that has not the parameter's own."""
+"""The dtypes of state whose dtype is not the parameter's."""
 _STATE = (Role.STATE, *_DTYPES, *float8.DTYPES, Role.BLOCK_SCALES)
 
 
@@ -47,7 +47,7 @@ def state_arguments(arguments: Iterable[Argument]) -> dict[str, Role]:
 
 
 def local_state(rule: UpdateRule, owner: str, param: Tensor, names: Mapping[str, Role]) -> State:
-    """The state of a parameter, with what this process has of that which is sharded like it."""
+    """The state of a parameter, with this process's shards of state that is sharded like it."""
     state = rule.states.get(param, {})
     if not is_dtensor(param):
         return state
@@ -71,7 +71,7 @@ def state_tensors(
         rule: of the group.
         owner: what errors call the parameter.
         names: of the state, with the roles of the kernels' arguments.
-        state: of the parameter; what it lacks is made.
+        state: of the parameter; what is missing is made.
         target: the parameter's memory.
     """
     made: State = {}
@@ -125,7 +125,7 @@ def _state_tensor(
         rule: of the group.
         owner: what errors call the parameter.
         name: of the state.
-        state: of the parameter; what it lacks is made.
+        state: of the parameter; what is missing is made.
         target: the parameter's memory.
         dtype: of the state.
     """
@@ -145,9 +145,9 @@ def _state_tensor(
 
 
 def as_saved_value(name: str, value: Any) -> Any:
-    """What a checkpoint has for the state ``name``.
+    """The value that a checkpoint has for the state ``name``.
 
-    Neither gloo nor NCCL sends int16: that of sharded parameters is widened.
+    Neither gloo nor NCCL sends int16, so the trails of sharded parameters are widened.
     """
     if name != TRAIL or not is_dtensor(value):
         return value
@@ -161,8 +161,8 @@ def _is_empty(value: Any) -> bool:
 def without_gaps(saved: Any) -> Any:
     """A parameter's state in a checkpoint, without names that have no value.
 
-    torch.distributed.checkpoint makes an empty dict of what a flat checkpoint lacks, as the scales
-    of 8-bit state.
+    torch.distributed.checkpoint makes an empty dict for what a flat checkpoint lacks, such as the
+    scales of 8-bit state.
     """
     if not isinstance(saved, dict):
         return saved
@@ -172,9 +172,9 @@ def without_gaps(saved: Any) -> Any:
 def restore_state(
     states: MutableMapping[Tensor, State], param: Tensor, saved: State, trail: Tensor | None
 ) -> None:
-    """Put back from a checkpoint what torch's load has cast to the parameter's dtype.
+    """Restore from a checkpoint the values that torch's load has cast to the parameter's dtype.
 
-    The parameter keeps its ``trail`` if the state that was ``saved`` has none.
+    The parameter keeps its ``trail`` if the ``saved`` state has none.
     """
     if trail is not None and TRAIL not in saved:
         states[param][TRAIL] = trail

@@ -1,7 +1,7 @@
 """The step counts of parameters that are updated together, held in one tensor.
 
-torch.optim keeps ``state["step"]`` as a 0-d tensor for each parameter. As views of one tensor, any
-number of them is read, and counted up, in one operation.
+torch.optim keeps ``state["step"]`` as a 0-d tensor for each parameter. Here they are views of one
+tensor, so one operation reads any number of them, and one counts them up.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fusedoptim.step.tensors import State
 
 KEY = "step"
 Steps = np.ndarray[Any, np.dtype[np.float64]] | float
-"""Counts of several parameters, or one for all: arithmetic with a float is quicker."""
+"""Counts of several parameters, or one float for all, with which arithmetic is quicker."""
 
 MOST_STEPS = 2**24
-"""The largest count that float32 holds with all those below it; adding 1 to it changes nothing."""
+"""float32 holds all counts up to this one; adding 1 to it changes nothing."""
 
 _COUNT = operator.itemgetter(KEY)
 
@@ -38,13 +38,13 @@ class StepCounts:
         self._find_memory()
 
     def _find_memory(self) -> None:
-        """Take note of where the counts are: share_memory_() of a view moves all of them."""
+        """Note where the counts are: share_memory_() of one view moves all of them."""
         self._array = self._packed.numpy()
         start, size = self._packed.data_ptr(), self._packed.element_size()
         self._addresses = list(range(start, start + len(self.views) * size, size))
 
     def are_held_by(self, states: Sequence[State]) -> bool:
-        """Whether each state's count still is in the memory that is counted up here."""
+        """Whether each state's count is still in the memory that is counted up here."""
         if self._packed.data_ptr() != self._addresses[0]:
             self._find_memory()
         try:
@@ -53,7 +53,7 @@ class StepCounts:
             return False
 
     def check_next_differs(self, optimizer: str) -> None:
-        """Raise if float32 cannot tell the coming step from the one before.
+        """Raise if float32 cannot tell the coming step from the previous one.
 
         Args:
             optimizer: what errors call it.
@@ -70,7 +70,7 @@ class StepCounts:
             )
 
     def next(self) -> Steps:
-        """The counts after the coming step; one for all, where they are equal."""
+        """The counts after the coming step; one for all if they are equal."""
         counts = self._array
         first: float = counts.item(0)
         if len(counts) == 1 or (counts == first).all():
@@ -80,5 +80,5 @@ class StepCounts:
         return self._next
 
     def count_up(self) -> None:
-        """Count the step that :meth:`next` was asked about; calling it again changes nothing."""
+        """Store the counts that :meth:`next` has returned; calling it again changes nothing."""
         self._array[...] = self._next

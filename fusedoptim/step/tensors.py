@@ -1,4 +1,4 @@
-"""Facts about tensors on which kernels rely: dtype, layout, memory."""
+"""Facts about tensors that kernels rely on: dtype, layout, memory."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def new_state(target: Tensor, dtype: torch.dtype) -> Tensor:
 def has_memory(tensor: Tensor) -> bool:
     """Whether the elements, if there are any, lie in memory that the tensor itself holds.
 
-    Those of DTensors and other wrappers around tensors, of fake tensors, and of functorch's do not;
-    the local shard of a DTensor may.
+    Those of DTensors and other wrappers, of fake tensors and of functorch's tensors do not. Those
+    of a DTensor's local shard may.
     """
     try:
         if tensor.layout is torch.sparse_coo:
             return has_memory(tensor._values())
         storage = tensor.untyped_storage()
-        is_meta = storage.device.type == "meta"  # a fake tensor's too, which warns of data_ptr()
+        is_meta = storage.device.type == "meta"  # also of a fake one, whose data_ptr() warns
         return not is_meta and (tensor.numel() == 0 or storage.data_ptr() != 0)
     except RuntimeError:  # it has no storage, or one whose address must not be taken
         return False
@@ -120,14 +120,14 @@ def memory_of(
 ) -> Tensor:
     """The tensor whose memory kernels use for a parameter, its gradient or its state.
 
-    Only this function chooses it. It is ``tensor`` itself, the local shard of a DTensor, or a copy
-    where its memory has gaps or another order, or where it holds the conjugates or negatives of its
+    Only this function chooses it. It is ``tensor`` itself, or the local shard of a DTensor. It is a
+    copy if the memory has gaps or another order, or holds the conjugates or negatives of the
     values. A step writes the copy of a parameter back.
 
     Args:
         tensor: of any strides.
-        order: of the elements in memory: ``torch.contiguous_format``, any that has no gaps, or that
-            of a tensor, the parameter's memory.
+        order: of the elements in memory: ``torch.contiguous_format``; ``torch.preserve_format`` for
+            any order without gaps; or a tensor, the parameter's memory, for its order.
     """
     tensor = local_of(tensor)
     if isinstance(order, Tensor) and order.shape == tensor.shape:
@@ -146,7 +146,7 @@ def memory_of(
 def update_order(params: Sequence[Tensor]) -> list[int]:
     """For each parameter, how many updates of others that share its memory must come first.
 
-    torch updates one parameter after the other, and one launch updates all its rows at once.
+    torch updates one parameter after the other, whereas one launch updates all its rows at once.
     """
     ranges = [_byte_range(p) for p in params]
     result = [0] * len(params)

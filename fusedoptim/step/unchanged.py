@@ -1,8 +1,8 @@
-"""Whether tensors and objects still are what they were at the last step.
+"""Whether tensors and objects are unchanged since the last step.
 
-Between two steps a user may replace a gradient, swap a parameter's storage, load or move state.
-A launch writes through raw addresses, so all of that must be noticed, at every step, before
-anything is written.
+Between two steps a user may replace a gradient, swap a parameter's storage, or load or move state.
+A launch writes through raw addresses, so every step must notice all of that before anything is
+written.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from fusedoptim.step.sharding import ShardedGradients, is_dtensor, local_of
 from fusedoptim.step.tensors import State, memory_of
 
 RUN = 150
-"""Parameters that are read together. A pass over a list takes one fact from each tensor; with a few
-hundred tensors, gradients and state included, they stay in the second-level cache from pass to
-pass."""
+"""Parameters that are read together. A pass over a list reads one fact of each tensor. A few
+hundred tensors, gradients and state included, stay in the second-level cache from pass to pass."""
 
 _GRAD = operator.attrgetter("grad")
 
@@ -31,7 +30,7 @@ def are_same_objects(some: Collection[object], others: Collection[object]) -> bo
 
 
 def tensor_guards(tensors: Sequence[Tensor]) -> TensorGuards:
-    """A check that tensors keep all that a kernel relies on, except for their addresses."""
+    """A check that all a kernel relies on is unchanged in tensors, except for their addresses."""
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
@@ -39,15 +38,16 @@ class _Shards:
     """DTensors of one run, replaced by their local shards."""
 
     def __init__(self, params: Sequence[Tensor], gradients: ShardedGradients) -> None:
-        """Find where ``gradients`` has those of the parameters."""
+        """Find the parameters' gradients in ``gradients``."""
         self._params = params
         self._gradients = gradients
         self._own_gradients = gradients.of_each(params)
 
     def locals_of(self, states: Sequence[Tensor]) -> list[Tensor] | None:
-        """Of parameters, gradients and ``states``; None if a gradient is placed otherwise.
+        """The shards of parameters, gradients and ``states``; None if a gradient does not fit.
 
-        Placements of state are not read again: state that is placed otherwise has other memory.
+        A gradient must have its parameter's placements. Those of state are not read again: state
+        with other placements has other memory.
         """
         if not self._gradients.are_placed:
             return None
@@ -57,12 +57,12 @@ class _Shards:
                 *map(local_tensor, self._own_gradients()),
                 *map(local_tensor, states),
             ]
-        except AttributeError:  # a tensor that is no DTensor, or no gradient
+        except AttributeError:  # a tensor is not a DTensor, or there is no gradient
             return None
 
 
 class TensorRun:
-    """At most RUN parameters of one device and dtype, with what was true of them when checked."""
+    """At most RUN parameters of one device and dtype, with facts noted when they were checked."""
 
     def __init__(self, candidates: Sequence[Candidate], sharded: ShardedGradients | None) -> None:
         """Record tensors that have passed their checks; their state follows in :meth:`watch`.
@@ -71,7 +71,7 @@ class TensorRun:
         """
         self.params = [candidate.param for candidate in candidates]
         self.locals = list(map(local_of, self.params))
-        """What this process has of the parameters."""
+        """The parameters, or this process's shards of them."""
         self._shards: _Shards | None = None
         if sharded is not None and is_dtensor(self.params[0]):
             self._shards = _Shards(self.params, sharded)
@@ -81,18 +81,18 @@ class TensorRun:
         self.held = list(map(memory_of, self._grads, self.targets))
         """This step's tensors until its kernel has ended, as another thread may drop them."""
         self.grad_addresses = list(map(Tensor.data_ptr, self.held))
-        """Of this step; a new list where one of them may differ from the last step's."""
+        """This step's; a new list if one of them may differ from the last step's."""
         self._empty = [p.numel() for p in self.locals].count(0)
         self._grad_slice = slice(len(candidates), 2 * len(candidates))  # in a list of all tensors
 
     def watch(self, states: Sequence[State], names: Sequence[str], spread: int) -> None:
-        """Have :meth:`refresh` compare with the present, before anything is dropped.
+        """Make :meth:`refresh` compare with the present tensors, before any of them is dropped.
 
         Args:
             states: of the parameters, in order; of DTensors, their local shards.
             names: of the tensors in them that a kernel updates.
-            spread: how many of the names, the first ones, are spread over processes as parameters
-                are.
+            spread: how many of the names, from the first on, are spread over processes like their
+                parameters.
         """
         self._wrapped = spread * len(self.params)
         self.states = states
@@ -106,8 +106,8 @@ class TensorRun:
             for i, (tensor, known) in enumerate(zip(used, memory), start=len(self.params))
             if tensor is not known
         ]
-        """Tensors that kernels do not use where torch has them: places in a list of all tensors,
-        and the parameters' memory."""
+        """Tensors of which kernels use a copy: their places in a list of all tensors, and the
+        parameters' memory."""
         self._guards = tensor_guards([*self.locals, *used])
         self._addresses = list(map(Tensor.data_ptr, [*self.locals, *memory]))
         self.held = [*used, *memory]
@@ -115,7 +115,7 @@ class TensorRun:
 
     def refresh(self) -> bool:
         """Take this step's gradients; False if any tensor differs from when it was watched."""
-        # One list of all tensors: a pass over a short list costs more than its items.
+        # One list of all tensors: a pass costs more than the items of a short list.
         tensors: list[Tensor] = []
         if self._shards is None:
             tensors += self.params
