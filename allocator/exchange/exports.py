@@ -58,7 +58,7 @@ NOT_RELEASED = IN_USE, IDLE
 _DROPPED = 2**64 - 1
 """A time that has not come yet, written as if the deleter had been called."""
 
-# From the C library itself: a preloaded library, such as one that fakes the date, may define it too.
+# From the C library itself: a preloaded library, such as one that fakes the date, may have its own.
 _DELETER: Any = ctypes.cast(ctypes.CDLL("libc.so.6").time, ctypes.c_void_p).value
 
 
