@@ -189,7 +189,7 @@ class Export:
         self.words[self.first] = _DROPPED
 
     def settle(self) -> bool:
-        """Make a released export idle; False if it was not released, or already made idle."""
+        """Make a released export idle; False if it was not released, or another thread did so."""
         words, first, armed, slot = self.words, self.first, self._armed, self._slot
         is_back = False
         # On one line, as a debugger may let other threads run between two.

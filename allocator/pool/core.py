@@ -142,7 +142,7 @@ class Core:
     def add_hook(self, hook: Hook) -> None:
         """Call a hook from now on."""
         with self.lock, self.reentrancy as is_outermost:
-            self.cache.by_dtype.clear()  # from now on no tensor is reused without its hooks
+            self.cache.by_dtype.clear()  # from now on no reuse bypasses the hooks
             if is_outermost:
                 self.flush_cache()
             self.hooks.add(hook)

@@ -21,7 +21,8 @@ from transforms.rewrites.packed import supported_dtypes
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _LEAST_SCORES, _MOST_KEYS = 1 << 17, 512
-"""The products are faster than torch's kernel with at least so many scores, and so many keys."""
+"""The products are faster than torch's kernel for at least so many scores and at most so many keys.
+"""
 
 
 @operators.own

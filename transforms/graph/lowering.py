@@ -134,7 +134,7 @@ def lowered(
 
 
 def _hidden(is_finite: bool) -> Sequence[str]:
-    """Functions that are not passed to oneDNN Graph, so that they may write over their input."""
+    """Functions that are not passed to oneDNN Graph, and that may write over their input."""
     return ("hardsigmoid",) if is_finite else ("hardsigmoid", *CLAMPS)
 
 

@@ -221,7 +221,7 @@ def _check_loader(loader: Any) -> None:
 
 
 def _check_max_error(max_error: Any, loader: Any) -> None:
-    """Raise unless ``max_error`` is valid, and a loader allows to find errors."""
+    """Raise unless ``max_error`` is valid, and there is a loader to find errors with."""
     is_number = isinstance(max_error, numbers.Real) and not isinstance(max_error, bool)
     if not is_number:
         raise TypeError(f"max_error={max_error!r} is not a number")

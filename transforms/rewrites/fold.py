@@ -35,7 +35,7 @@ class Fold:
         self._feeder_tensors: dict[str, Any]
         """The plain weight, or None if the remainder replaces it, and the plain bias."""
         self._remainder: remainders.Remainder | None = None
-        """What the plain weight is computed from, if nobody else held that."""
+        """The plain weight is computed from this, unless someone else held that weight."""
         self._norm_parameters: dict[str, Parameter | None]
         self._norm_buffers: dict[str, Tensor | None]
         self._digest: bytes
@@ -152,7 +152,7 @@ class Fold:
         self._is_done = False
 
     def redo(self) -> None:
-        """Fold; both modules stay plain if a folded value would be infinite, or without values."""
+        """Fold; both stay plain if a folded value would be infinite, or if there are no values."""
         feeder, norm = self._feeder, self._norm
         if self._is_done:
             return
@@ -182,7 +182,7 @@ class Fold:
         self._requires_grad = {name: p.requires_grad for name, p in folds.items()}
         norm._parameters.clear()
         norm._buffers.clear()
-        # A BatchNorm1d normalizes dimension 1. Only with this number of dimensions was it folded.
+        # A BatchNorm1d normalizes dimension 1, which is the folded one only with so many dimensions.
         dimensions = 2 if isinstance(feeder, nn.Linear) else 3
         stand_in(norm, FoldedBatchNorm, dimensions if isinstance(norm, nn.BatchNorm1d) else 0)
         self._is_done = True

@@ -97,7 +97,7 @@ def fuse(optimizer: Optimizer) -> None:
 
 
 def unfuse(optimizer: Optimizer) -> None:
-    """Restore a converted optimizer's own class and step, and keep its state.
+    """Restore a converted optimizer's own class and step, and keep its state; ignore others.
 
     Raises:
         RuntimeError: parameters are split into two halves. Nothing is changed in that case.

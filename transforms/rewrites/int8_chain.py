@@ -24,7 +24,7 @@ _EIGHT_BITS = 255
 
 
 class Passed(NamedTuple):
-    """What the codes that one layer hands to the next stand for."""
+    """The meaning of the codes that one layer hands to the next."""
 
     grid: Grid
     dtype: torch.dtype
@@ -62,5 +62,5 @@ def mark(codes: Any, passed: Passed) -> None:
 
 
 def passed(x: Any) -> Passed | None:
-    """What a tensor of codes stands for; None for any other tensor."""
+    """The meaning of a tensor of codes; None for any other tensor."""
     return getattr(x, _MARK, None)
