@@ -182,7 +182,7 @@ class Fold:
         self._requires_grad = {name: p.requires_grad for name, p in folds.items()}
         norm._parameters.clear()
         norm._buffers.clear()
-        # A BatchNorm1d normalizes dimension 1, which is the folded one only with so many dimensions.
+        # A BatchNorm1d normalizes dimension 1: the folded one only with this number of dimensions.
         dimensions = 2 if isinstance(feeder, nn.Linear) else 3
         stand_in(norm, FoldedBatchNorm, dimensions if isinstance(norm, nn.BatchNorm1d) else 0)
         self._is_done = True
