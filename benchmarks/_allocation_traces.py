@@ -28,8 +28,9 @@ _BATCHES, _LENGTHS, _IMAGES = (4, 16), (32, 192), (64, 224)  # the smallest and 
 def random_trace(seed: int) -> Trace:
     """The random workload of RMM's benchmark ``random_allocations``, with sizes up to 64 MiB.
 
-    20,000 times, allocate with a probability of 73% as long as the sum stays below 16,000 MiB and
-    at most 10,000 blocks were allocated; otherwise release a random block. Sizes are uniform.
+    There are 20,000 steps. Each allocates with a probability of 73%, as long as the sum stays below
+    16,000 MiB and at most 10,000 blocks were allocated; otherwise it releases a random block. Sizes
+    are uniform.
     """
     count, largest, most_used, probability = 10_000, 64 * MIB, 16_000 * MIB, 0.73
     choose = random.Random(seed)
@@ -126,8 +127,8 @@ def _train_convolutions(seed: int) -> None:
 
 
 def _recorded(train: Callable[[], None]) -> Trace:
-    """Record what ``train`` allocates on the CPU, on one thread so that it is reproducible."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints when it starts and stops
+    """Record the CPU allocations of ``train``, on one thread so that they are reproducible."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints when it starts and stops
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""What only moves the bytes of AdamW's step: the least time that the step can take."""
+"""A kernel that only moves the bytes of AdamW's step: the least time that the step can take."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _KERNELS = {
         "adam_float8_bytes",
     ),
 }
-"""By the dtype that moments are kept in."""
+"""The kernels, by the dtype of the moments."""
 
 
 class BytesOfAdamW:
-    """Reads weights, gradients and two moments, and writes all but gradients, in a launch.
+    """Reads weights, gradients and two moments, and writes all but gradients, in one launch.
 
-    Its arrays are as long as all parameters together. It looks like an optimizer, so that what
-    times optimizers can time it.
+    Its arrays are as long as all parameters together. It has an optimizer's interface, so that the
+    code that times optimizers can time it.
     """
 
     def __init__(self, params: Sequence[Tensor], lr: float, moments: str = "float32") -> None:
         """Allocate the arrays; there is no update, and so no ``lr``.
 
-        ``moments`` is the dtype that they are kept in: "float32", or "uint8" as those of "float8"
-        state without its scales, which are another 0.06 bytes a weight.
+        ``moments`` is the dtype of the moments: "float32", or "uint8" for those of "float8" state.
+        The scales of that state, another 0.06 bytes a weight, are left out.
         """
         del lr
         count = sum(p.numel() for p in params)

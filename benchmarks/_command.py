@@ -20,7 +20,7 @@ def run(name: str, description: str | None, workloads: Mapping[str, Measure]) ->
     Args:
         name: name of the benchmark and of its results file.
         description: text for ``--help``.
-        workloads: what to measure, by name.
+        workloads: the functions that measure, by name.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -1,4 +1,4 @@
-"""Steps beside what only moves their bytes, in one process: ``_fresh`` starts it for cores.py."""
+"""Times steps and kernels that only move their bytes, in a process started for cores.py."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fusedoptim import FusedAdamW, FusedSGD
 from fusedoptim.raw import ElementwiseKernel
 
 TRAFFIC, ADAM_TRAFFIC, OPERATIONS = "pure traffic", "Adam's traffic", "torch's operations"
-"""What steps are compared with: kernels that move the bytes of SGD with momentum and of Adam, and
-operations of torch's that move those of SGD."""
+"""Steps are compared with these: kernels that move the bytes of SGD with momentum and of Adam, and
+torch operations that move those of SGD."""
 _ROUNDS, _LIMIT = 60, 6.0
 
 
 def times(workload: str) -> dict[str, list[float]]:
-    """Seconds of each contender's steps, in turn."""
+    """Seconds of each contender's steps, interleaved."""
     params = [torch.randn(shape).requires_grad_() for shape in MODELS[workload]()]
     for p in params:
         p.grad = torch.randn_like(p)
@@ -56,7 +56,7 @@ def _adam_traffic(params: list[torch.Tensor]) -> Callable[[], None]:
 
 
 def _operations(params: list[torch.Tensor]) -> Callable[[], None]:
-    """Two operations of torch's on each parameter, 20 bytes an element together."""
+    """Two torch operations on each parameter, together 20 bytes an element."""
     buffers = [torch.zeros_like(p, requires_grad=False) for p in params]
     triples = [(p.detach(), p.grad, b) for p, b in zip(params, buffers) if p.grad is not None]
 

@@ -1,4 +1,4 @@
-"""Tables of embedding bags, their workloads, and how torch, we and peers update them.
+"""Tables of embedding bags, their workloads, and how torch, fusedoptim and peers update them.
 
 Only torch is imported at the start, as the Pythons of peers have no fusedoptim.
 """
@@ -19,13 +19,13 @@ _EPS = 1e-10
 
 
 class Workload(NamedTuple):
-    """What the bags of a step are, and what it does."""
+    """The bags of a step, and what the step does with them."""
 
     optimizer: str
     width: int = 64
     batch: int = 2048
     indices: int = 1
-    """Of each bag, or on average."""
+    """The number of indices of each bag, or the average number."""
     varying: bool = False
     """Whether each bag has another number of indices, up to twice the average."""
     split: bool = False
@@ -50,7 +50,7 @@ WORKLOADS = {
 
 
 class Bags:
-    """Tables of torch's, the indices of a round and the gradients of its bags."""
+    """torch's tables, the indices of a round, and the gradients of its bags."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -66,7 +66,7 @@ class Bags:
         self.draw()
 
     def draw(self) -> None:
-        """New indices."""
+        """Draw new indices."""
         lengths = [self._lengths() for _ in range(TABLES)]
         self.indices = [torch.randint(ROWS, (int(own.sum()),)) for own in lengths]
         self.offsets = [own.cumsum(0) - own for own in lengths]
@@ -81,7 +81,7 @@ class Bags:
         return torch.full((workload.batch,), workload.indices)
 
     def step(self) -> None:
-        """A step of torch's."""
+        """A step of torch."""
         outputs = [
             table(*own)
             for table, own in zip(self.tables, zip(self.indices, self.offsets), strict=True)
@@ -93,7 +93,7 @@ class Bags:
 
 
 def ours(bags: Bags) -> Callable[[], None]:
-    """A step of the merged bags of the same tables."""
+    """A step of merged bags with the same tables."""
     from fusedoptim.nn import MergedEmbeddingBag
 
     workload = bags.workload
@@ -158,11 +158,11 @@ def _ipex(bags: Bags) -> Callable[[], None]:
 
 
 CONTENDERS = {"fusedoptim": ours, "fbgemm": _fbgemm, "IPEX": _ipex}
-"""How others than torch take a step; each in an environment that has it."""
+"""How contenders other than torch take a step, each in its own environment."""
 
 
 def seconds_of(workload: str, contender: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the steps of torch and of another, in turn."""
+    """Seconds of the steps of torch and of another contender, interleaved."""
     bags = Bags(WORKLOADS[workload])
     other = Contender(contender, CONTENDERS[contender](bags))
     timings = time_interleaved([Contender("torch", bags.step), other], rounds, bags.draw)

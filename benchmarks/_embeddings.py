@@ -15,7 +15,7 @@ _WARM_UP, _STEPS = 5, 30
 
 
 def step(rows_a_bag: int, is_kept: bool) -> dict[str, object]:
-    """Seconds of forward and backward, and of the update, and MiB that lie in huge pages."""
+    """Seconds of forward and backward and of the update, and MiB in huge pages."""
     if is_kept:
         keep_memory()
     tables = [
@@ -44,7 +44,7 @@ def step(rows_a_bag: int, is_kept: bool) -> dict[str, object]:
 
 
 def _huge_pages() -> float:
-    """MiB of this process that lie in huge pages."""
+    """MiB of this process in huge pages."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     (huge,) = (line.split()[1] for line in lines if line.startswith("AnonHugePages:"))
     return int(huge) / 1024

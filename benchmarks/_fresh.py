@@ -2,8 +2,8 @@
 
 ``measured_by_ranks`` starts one for each rank of a process group.
 
-Only torch is imported here at the start: the functions import what they measure. Memory is that of
-the process, so Linux only.
+Only torch is imported here at the start: the functions import what they measure. Memory is measured
+for the whole process, which works on Linux only.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def measured(
 
     Args:
         function: name of the function.
-        arguments: of the function.
+        arguments: the function's arguments.
         python: the Python that runs it.
-        variables: of the process's environment, besides those of this one.
+        variables: environment variables of the process, besides those of this one.
     """
     command = [python, "-m", "benchmarks._fresh", function, *arguments]
     environment = {**os.environ, **variables}
@@ -58,9 +58,10 @@ def measured_by_ranks(ranks: int, threads: int, function: str, *arguments: str) 
 
     Args:
         ranks: number of processes.
-        threads: of each, in OMP_NUM_THREADS, which torchrun sets to 1 unless the user sets it.
+        threads: threads of each process, in OMP_NUM_THREADS, which torchrun sets to 1 unless the
+            user sets it.
         function: name of the function.
-        arguments: of the function.
+        arguments: the function's arguments.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks._fresh", "on_rank", f"file://{folder}/store"]
@@ -151,8 +152,8 @@ def step_memory(optimizer: str, model: str) -> int:
 def split_memory(way: str, model: str) -> dict[str, float]:
     """Bytes per weight of SplitSGD ("split") or of a float32 copy ("master"), after two steps.
 
-    "weights" is the value itself, "tensors" all tensors that live from step to step, and "peak" the
-    rise of the resident memory over a process without the model.
+    "weights" counts only the weights, "tensors" all tensors that live from step to step. "peak" is
+    the rise of the resident memory compared with a process without the model.
     """
     from benchmarks._peers import MasterSGD
     from benchmarks._workloads import LR, MOMENTUM
@@ -185,8 +186,8 @@ def split_memory(way: str, model: str) -> dict[str, float]:
 def optimize_memory(purpose: str, dtype: str) -> dict[str, float]:
     """Time and memory of ``optimize(inplace=True)`` on BERT-base, for inference or training.
 
-    Memory is a multiple of the plain model's: at its peak, and afterwards. The optimizer of a
-    training is an AdamW without state.
+    Memory is a multiple of the plain model's: at its peak, and afterwards. For training, the
+    optimizer is an AdamW without state.
     """
     from benchmarks._models import bert_base
     from fusedoptim import transforms
@@ -198,7 +199,7 @@ def optimize_memory(purpose: str, dtype: str) -> dict[str, float]:
 
     options = {"dtype": getattr(torch, dtype)}
     small = pair(nn.Sequential(nn.Linear(2000, 2000), nn.Dropout()))
-    transforms.optimize(*small, **options)  # loads what the first call loads
+    transforms.optimize(*small, **options)  # imports and loads everything that the first call needs
     model = bert_base()
     rewritten = pair(model)
     size = sum(p.nbytes for p in model.parameters())
@@ -215,10 +216,10 @@ def timed_step(optimizer: str, arguments: str, model: str, dtype: str) -> dict[s
     """Seconds of the first step and, for two seconds, of later ones; bytes of state for a weight.
 
     Args:
-        optimizer: its path, such as "torch.optim:AdamW".
-        arguments: of it, as JSON; "torch.bfloat16" is that dtype.
+        optimizer: the path of its class, such as "torch.optim:AdamW".
+        arguments: its arguments, as JSON; "torch.bfloat16" is that dtype.
         model: name of the shapes.
-        dtype: of the parameters.
+        dtype: the dtype of the parameters.
     """
     given = {
         k: torch.bfloat16 if v == "torch.bfloat16" else v for k, v in json.loads(arguments).items()
@@ -236,21 +237,21 @@ def timed_step(optimizer: str, arguments: str, model: str, dtype: str) -> dict[s
 
 
 def _held(value: Any) -> int:
-    """Bytes of a tensor, or of those that a subclass wraps."""
+    """Bytes of a tensor, or of the tensors that a subclass wraps."""
     if hasattr(value, "__tensor_flatten__"):
         return sum(_held(getattr(value, name)) for name in value.__tensor_flatten__()[0])
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
 def training(model: str, configuration: str) -> dict[str, Any]:
-    """What a training of :mod:`benchmarks._training` took, and the peak of the resident memory."""
+    """Times of a training of :mod:`benchmarks._training`, and the peak of the resident memory."""
     from benchmarks._training import train
 
     return train(model, configuration)._asdict() | {"peak": _peak()}
 
 
 def inference(model: str, batch: str, dtype: str, configuration: str) -> dict[str, Any]:
-    """What inferences of :mod:`benchmarks._inference` took, their peak memory, and how exact."""
+    """Times of inferences of :mod:`benchmarks._inference`, their peak memory and deviation."""
     from benchmarks._inference import deviation, infer, new_task
 
     task = new_task(model, int(batch))
@@ -271,7 +272,7 @@ def products(model: str, configuration: str) -> list[float]:
 def varied(workload: str, kept: str, seed: str) -> dict[str, float]:
     """Seconds, system time and page faults of an iteration, and the peak of the resident memory.
 
-    All but the peak are of the second half of a workload of :mod:`benchmarks._varied`.
+    All except the peak are measured in the second half of a workload of :mod:`benchmarks._varied`.
     """
     from benchmarks._varied import WORKLOADS
     from fusedoptim.runtime import keep_memory

@@ -89,9 +89,9 @@ def time_interleaved(
     lead: int = 0,
     limit: float = math.inf,
 ) -> list[Timing]:
-    """Time the contenders in turn, round after round.
+    """Time the contenders interleaved, round after round.
 
-    A disturbance, such as another job, then slows all of them. Each contender finds the caches and
+    Other load, such as another job, then slows all of them. Each contender finds the caches and
     torch's threads in the state that the previous one left.
 
     Args:

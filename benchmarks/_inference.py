@@ -1,4 +1,4 @@
-"""Real models with random weights, what they are given, and the ways to run them.
+"""Real models with random weights, their inputs, and the ways to run them.
 
 Only torch is imported at the start, as the Python of :data:`PEERS` has no fusedoptim.
 """
@@ -20,7 +20,7 @@ from benchmarks import _models
 DTYPES = ("float32", "bfloat16")
 Inputs = tuple[Tensor, ...]
 Infer = Callable[[], Any]
-"""Runs a model once, and returns what it returns."""
+"""Runs a model once, and returns its output."""
 
 _WARM_UP, _LEAST, _LEAST_SECONDS = 3, 10, 2.0
 
@@ -33,12 +33,12 @@ class Task(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one process measured, in seconds."""
+    """The measurements of one process, in seconds."""
 
     first: float
-    """From before the model was converted or compiled to its first output."""
+    """Time from before the model's conversion or compilation to its first output."""
     seconds: list[float]
-    """Of each later inference, but for a few of the first."""
+    """Times of the later inferences, without a few of the first."""
 
 
 def _classifier(new_model: Callable[[], nn.Module], batch: int) -> Task:
@@ -47,11 +47,14 @@ def _classifier(new_model: Callable[[], nn.Module], batch: int) -> Task:
 
 
 def _convolutional(new_model: Callable[[], nn.Module], batch: int) -> Task:
-    """The same, where BatchNorms keep activations of ordinary size, as in a trained network."""
+    """Like :func:`_classifier`, with BatchNorms that keep activations at an ordinary size.
+
+    A trained network does so too.
+    """
     model = new_model()
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     for norm in norms:
-        norm.momentum = None  # the statistics are those of the next batch alone
+        norm.momentum = None  # the statistics become those of the next batch alone
     with torch.no_grad():
         model.train()(torch.randn(8, 3, 224, 224))
     for norm in norms:
@@ -90,7 +93,7 @@ def _encoder(new_model: Callable[[], nn.Module], batch: int) -> Task:
 
 
 def _dlrm(batch: int) -> Task:
-    """Samples with one row of each of 26 tables of 20,000 rows of 64."""
+    """Samples with one row from each of 26 tables of 20,000 rows of 64."""
     tables, rows = 26, 20_000
     model = _models.DLRM([rows] * tables, width=64)
     return Task(model.eval(), (torch.randn(batch, 13), torch.randint(rows, (tables, batch))))
@@ -116,13 +119,13 @@ WORKLOADS = {
 
 
 def new_task(model: str, batch: int) -> Task:
-    """The same in each process."""
+    """A model and its arguments, the same in each process."""
     torch.manual_seed(0)
     return WORKLOADS[model].make(batch)
 
 
 def _eager(task: Task, dtype: torch.dtype) -> Infer:
-    """The model as it is, in bfloat16 by autocast."""
+    """The unchanged model, in bfloat16 under autocast."""
 
     def infer() -> Any:
         with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
@@ -132,7 +135,7 @@ def _eager(task: Task, dtype: torch.dtype) -> Infer:
 
 
 def _cast(task: Task, dtype: torch.dtype) -> Infer:
-    """The model and what it is given in the dtype."""
+    """The model and its inputs, cast to the dtype."""
     inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in task.inputs)
     return _eager(Task(task.model.to(dtype), inputs), torch.float32)
 
@@ -197,7 +200,7 @@ def _onnx_runtime(task: Task, _: torch.dtype) -> Infer:
 
 
 class Configuration(NamedTuple):
-    """A way to run a model: what prepares it, for which dtypes, and from which batch on."""
+    """A way to run a model: the function that prepares it, its dtypes, and the least batch."""
 
     start: Callable[[Task, torch.dtype], Infer]
     dtypes: tuple[str, ...] = DTYPES
@@ -209,7 +212,7 @@ PEERS = {
     "OpenVINO": Configuration(_openvino),
     "ONNX Runtime": Configuration(_onnx_runtime, ("float32",)),
 }
-"""Those of an environment of their own, without fusedoptim."""
+"""Configurations that have their own environment, without fusedoptim."""
 CONFIGURATIONS = {
     EAGER: Configuration(_eager),
     "eager, all in bfloat16": Configuration(_cast, ("bfloat16",)),
@@ -242,7 +245,7 @@ def infer(task: Task, dtype: str, configuration: str) -> tuple[Record, Tensor]:
 
 
 def deviation(output: Tensor, task: Task) -> float:
-    """Distance of an output from that of the plain model in float32, over the latter's norm."""
+    """Distance of an output from the plain model's in float32, relative to the latter's norm."""
     expected = _first_tensor(_eager(task, torch.float32)())
     norm = torch.linalg.vector_norm
     return float(norm(output.double() - expected) / norm(expected.double()))

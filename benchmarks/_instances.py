@@ -1,4 +1,4 @@
-"""Several instances of a model in one process or in several: ``_fresh`` starts one for each figure.
+"""Several instances of a model in one process or in several; each figure is from a fresh process.
 
 An instance has a share of the cores, which its threads are pinned to.
 """
@@ -25,7 +25,7 @@ _WARM_UP, _SECONDS = 5, 4.0
 
 
 class Served(NamedTuple):
-    """What one instance has done, while all of them ran."""
+    """The work that one instance did while all of them ran."""
 
     batches: int
     seconds: float
@@ -51,7 +51,7 @@ MODELS = ("ResNet-50", "BERT-tiny")
 
 
 def serve(model: str, batch: int, instances: int, by: str) -> float:
-    """The samples a second of all instances, which are threads of this process or processes."""
+    """Samples per second of all instances, which are threads of this process, or processes."""
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[i::instances] for i in range(instances)]
     run = _by_threads if by == THREADS else _by_processes
@@ -60,7 +60,7 @@ def serve(model: str, batch: int, instances: int, by: str) -> float:
 
 
 def _by_threads(model: str, batch: int, shares: Sequence[Sequence[int]]) -> list[Served]:
-    """They share one model."""
+    """Run the instances as threads, which share one model."""
     task = _task(model, batch)
     wait = threading.Barrier(len(shares)).wait
     pools = [CPUPool(share) for share in shares]
@@ -69,7 +69,7 @@ def _by_threads(model: str, batch: int, shares: Sequence[Sequence[int]]) -> list
 
 
 def _by_processes(model: str, batch: int, shares: Sequence[Sequence[int]]) -> list[Served]:
-    """Each has a model of its own."""
+    """Run the instances as processes, each with its own model."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(shares))
     with ProcessPoolExecutor(
@@ -83,7 +83,7 @@ _barrier: Any = None
 
 
 def _set_barrier(barrier: Any) -> None:
-    """That of all processes, which can only be handed over when one starts."""
+    """Set the barrier of all processes, which can only be handed over when a process starts."""
     global _barrier
     _barrier = barrier
 
@@ -94,7 +94,7 @@ def _in_process(model: str, batch: int, share: Sequence[int]) -> Served:
 
 
 def _serve(task: Task, wait: Callable[[], object]) -> Served:
-    """Run batch after batch, from when all instances are ready; those of others go on longer."""
+    """Run batch after batch once all instances are ready; some batches of others run longer."""
     model, inputs = task
     with torch.inference_mode():
         for _ in range(_WARM_UP):

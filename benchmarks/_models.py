@@ -57,7 +57,7 @@ def resnet50() -> nn.Module:
 
 
 class _SqueezeExcite(nn.Module):
-    """Scales each channel by what a small network makes of the means of all channels."""
+    """Scales each channel by a factor that a small network computes from all channels' means."""
 
     def __init__(
         self, width: int, squeezed: int, activation: type[nn.Module], gate: type[nn.Module]
@@ -76,7 +76,7 @@ class _SqueezeExcite(nn.Module):
 
 
 class _InvertedResidual(nn.Module):
-    """Expands the channels, convolves each by itself, and projects them to fewer."""
+    """Expands the channels, convolves each channel separately, and projects them to fewer."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A transformer whose optimizer is on the host, and what its copies and updates take."""
+"""A transformer whose optimizer is on the host, and the cost of its copies and updates."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, words)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The loss of predicting each word from all."""
+        """The loss of predicting each word from all words."""
         logits = self.head(self.layers(self.words(tokens)))
         return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 def new_model(size: str, device: torch.device, dtype: torch.dtype = BF16) -> Transformer:
-    """A model with weights that are the same each time."""
+    """A model with the same weights each time."""
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -60,7 +60,7 @@ class Counted:
         self.reset()
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Restart all counts at zero."""
         self.fetched = self.sent = 0
         self.waited = self.updated = 0.0
 

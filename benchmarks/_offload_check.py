@@ -1,4 +1,4 @@
-"""Compares weights of OffloadOptimizer with those of a step on the host, bit for bit."""
+"""Compares the weights of OffloadOptimizer with those of a step on the host, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES: tuple[tuple[str, torch.dtype, Callable[..., Optimizer], dict[str, Any]], 
 
 @contextlib.contextmanager
 def delays(device: torch.device, optimizer: OffloadOptimizer) -> Iterator[None]:
-    """Keep the device and its copies busy, so that whoever does not wait reads old values."""
+    """Keep the device and its copies busy, so that code that does not wait reads old values."""
     if device.type == "cuda":
         torch.cuda._sleep(20_000_000)
         yield
@@ -80,7 +80,7 @@ def check_classes(device: torch.device) -> None:
 
 
 def check_beside_cpu(device: torch.device) -> None:
-    """Raise unless parameters on the CPU are updated beside those on ``device``."""
+    """Raise unless parameters on the CPU are updated together with those on ``device``."""
     there = torch.ones(1000, device=device, requires_grad=True)
     params = [there, torch.ones(1000, requires_grad=True)]
     optimizer = OffloadOptimizer(params, FusedAdamW, lr=0.1, max_grad_norm=1.0)
@@ -94,7 +94,7 @@ def check_beside_cpu(device: torch.device) -> None:
 
 
 def check_clipping(device: torch.device) -> None:
-    """Raise unless ``max_grad_norm`` does what it does on the host, up to rounding."""
+    """Raise unless ``max_grad_norm`` has the same effect as on the host, up to rounding."""
     model = new_model("tiny", device, torch.float32)
     params = list(model.parameters())
     host = [p.detach().cpu().clone().requires_grad_() for p in params]
@@ -111,7 +111,7 @@ def check_clipping(device: torch.device) -> None:
 
 
 class Alternating(nn.Module):
-    """Layers on several devices in turn, as in a model that is too large for one."""
+    """Layers on several devices alternately, as in a model that is too large for one."""
 
     def __init__(self, devices: list[torch.device]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Alternating(nn.Module):
 
 
 def check_devices(devices: list[torch.device]) -> None:
-    """Raise unless a model on several devices is updated as one on the host is."""
+    """Raise unless a model on several devices is updated like one on the host."""
     model = Alternating(devices).to(BF16)
     params = list(model.parameters())
     host = [p.detach().cpu().clone().requires_grad_() for p in params]
@@ -181,7 +181,7 @@ def follow(params: list[Any], host: list[Any], expected: Optimizer, *where: obje
 
 
 def main(device: torch.device) -> None:
-    """Check all that this machine and this process allow."""
+    """Run all checks that are possible on this machine and in this process."""
     if "RANK" in os.environ:  # under torchrun
         if device.type != "cpu":
             device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))

@@ -36,7 +36,7 @@ _FIELDS = (
 def replace_rows(
     path: Path, fields: Sequence[str], key: Sequence[str], rows: Iterable[Mapping[str, str]]
 ) -> None:
-    """Write rows to a CSV file in the place of those with an equal key, or after all others."""
+    """Write rows to a CSV file: each replaces the row with an equal key, or is appended."""
     kept: dict[tuple[str, ...], Mapping[str, str]] = {}
     if path.exists():
         with path.open(encoding="utf-8", newline="") as file:
@@ -58,7 +58,7 @@ class Table(NamedTuple):
 
 @functools.cache
 def machine() -> dict[str, str]:
-    """Return what results depend on besides the code."""
+    """Return the facts that results depend on besides the code."""
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": _cpu_model(),

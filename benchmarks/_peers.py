@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class ForeachLamb:
-    """FusedLamb's update in torch's foreach functions, each of which passes over all tensors."""
+    """FusedLamb's update with torch's foreach functions, each of which passes over all tensors."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What each rank of a process group measures; ``_fresh.measured_by_ranks`` starts the ranks.
+"""Measurements on each rank of a process group; ``_fresh.measured_by_ranks`` starts the ranks.
 
 All ranks begin each step together, as after a collective: they share the memory's bandwidth.
 """
@@ -24,17 +24,17 @@ from benchmarks._workloads import LR
 from fusedoptim import FusedAdamW, FusedLamb
 
 Spans = list[tuple[float, float]]
-"""When each step began and ended, by the clock that all processes have."""
+"""When each step began and ended, by a clock that all processes share."""
 _STEPS, _WARM_UP = 20, 3
 _LAYERS = 8
-"""Of a sharded model: what FSDP2 gathers together."""
+"""The layers of a sharded model; FSDP2 gathers each as a whole."""
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "FusedAdamW": FusedAdamW,
     "FusedLamb": FusedLamb,
     "torch fused AdamW": lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True),
 }
 TINY = "300x1000"
-"""A list for which what a DTensor costs shows."""
+"""A list of shapes for which the cost of a DTensor shows."""
 
 
 class _Parameters(nn.Module):
@@ -49,7 +49,7 @@ class _Parameters(nn.Module):
 
 
 def ddp_step(optimizer: str, model: str, wrapped: str) -> Spans:
-    """Steps whose gradients are DDP's, or, if ``wrapped`` is "no", the rank's own."""
+    """Times of steps with DDP's gradients, or, if ``wrapped`` is "no", with the rank's own."""
     module: nn.Module = _Parameters(_shapes(model))
     if wrapped == "yes":
         module = DistributedDataParallel(module, gradient_as_bucket_view=True)
@@ -58,7 +58,7 @@ def ddp_step(optimizer: str, model: str, wrapped: str) -> Spans:
 
 
 def sharded_step(optimizer: str, model: str, wrapped: str) -> Spans:
-    """Steps of FSDP2's parameters; if ``wrapped`` is "no", of plain copies of shards."""
+    """Times of steps of FSDP2's parameters; if ``wrapped`` is "no", of plain copies of shards."""
     module = fully_shard(_Parameters(_shapes(model)), mesh=_mesh())
     module(torch.ones(())).backward()  # its gradients have the specifications of its parameters
     params = list(module.parameters())
@@ -71,13 +71,13 @@ def sharded_step(optimizer: str, model: str, wrapped: str) -> Spans:
 
 
 def all_reduce(elements: str) -> Spans:
-    """A sum over the ranks of so many float32."""
+    """Times of a sum over the ranks of so many float32."""
     values = torch.ones(int(elements))
     return _timed(lambda: distributed.all_reduce(values))
 
 
 def state_memory(model: str, wrapped: str) -> dict[str, int]:
-    """Bytes of Adam's state, and by which its first step raises the resident memory.
+    """Bytes of Adam's state, and the rise of the resident memory in its first step.
 
     If ``wrapped`` is "yes", ZeroRedundancyOptimizer divides the state.
     """
@@ -103,7 +103,7 @@ def state_memory(model: str, wrapped: str) -> dict[str, int]:
 
 
 def sent(way: str, is_split: str) -> int:
-    """Bytes that a training iteration gives to its collectives: FSDP2's, or DDP's."""
+    """Bytes that a training iteration passes to its collectives: FSDP2's, or DDP's."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if is_split == "yes" else torch.float32
     layers = [nn.Linear(256, 256).to(dtype) for _ in range(_LAYERS)]
@@ -120,7 +120,7 @@ def sent(way: str, is_split: str) -> int:
             buckets.append(bucket.buffer().nbytes)
             return default_hooks.allreduce_hook(distributed.group.WORLD, bucket)
 
-        # A lambda has no annotations, which torch would compare with strings.
+        # A lambda, as it has no annotations: torch would compare them with strings.
         model.register_comm_hook(None, lambda state, bucket: counted(bucket))
     optimizer = FusedAdamW(model.parameters(), lr=LR, split=is_split == "yes")
     with _counted_collectives() as counts:
@@ -148,7 +148,7 @@ def _counted_collectives() -> Iterator[list[int]]:
 
 
 def _mesh() -> DeviceMesh:
-    """All ranks, on the CPU also where there is a GPU."""
+    """The mesh of all ranks, on the CPU even if there is a GPU."""
     return init_device_mesh("cpu", (distributed.get_world_size(),))
 
 

@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks._models import DLRM, digits_network, resnet50
 
 LR = 1e-5
-"""Small, so that hundreds of iterations on one batch leave the weights of ordinary size."""
+"""Small, so that weights keep an ordinary size in hundreds of iterations on one batch."""
 
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 
 
 class Task(NamedTuple):
-    """A model, and the loss of a batch by a function that computes cross-entropies."""
+    """A model, and a function that computes a batch's loss, given a cross-entropy function."""
 
     model: nn.Module
     loss: Callable[[nn.Module, CrossEntropy], Tensor]
@@ -45,7 +45,7 @@ class Training(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one process measured; times in seconds, one for each iteration, memory in bytes."""
+    """The measurements of one process: seconds of each iteration, memory in bytes."""
 
     first: float
     """Time from before the optimizer's construction to the end of the first iteration."""
@@ -128,7 +128,7 @@ def _classifier(model: nn.Module, images: Tensor, classes: int) -> Task:
 
 
 def dlrm() -> Task:
-    """DLRM with 26 tables of 20,000 rows of 64; 2,048 samples with one row of each table."""
+    """DLRM with 26 tables of 20,000 rows of 64; 2,048 samples with one row from each table."""
     tables, rows, batch = 26, 20_000, 2048
     dense, clicked = torch.randn(batch, 13), torch.randint(2, (batch, 1)).float()
     indices = torch.randint(rows, (tables, batch))
@@ -191,7 +191,7 @@ def _fusedoptim(model: nn.Module, dtype: torch.dtype | None) -> Training:
 
 
 def _memory_kept(training: Training) -> Training:
-    """The same, where malloc keeps freed memory from now on."""
+    """The same training; from now on malloc keeps freed memory."""
     from fusedoptim.runtime import keep_memory
 
     keep_memory()
@@ -207,7 +207,7 @@ def _ipex(model: nn.Module) -> Training:
 
 
 IPEX = "IPEX, bfloat16"
-"""Needs torch 2.8, and so an environment of its own, without fusedoptim."""
+"""Needs torch 2.8, and so its own environment, without fusedoptim."""
 CONFIGURATIONS: dict[str, Callable[[nn.Module], Training]] = {
     "torch, float32": _torch,
     "torch fused, float32": lambda model: _torch(model, fused=True),
@@ -223,7 +223,7 @@ CONFIGURATIONS: dict[str, Callable[[nn.Module], Training]] = {
 
 
 def train(model: str, configuration: str) -> Record:
-    """Time a workload's iterations after the first two, which make state and caches."""
+    """Time a workload's iterations after the first two, which create state and fill caches."""
     torch.manual_seed(0)
     workload = WORKLOADS[model]
     task = workload.make()
@@ -257,7 +257,7 @@ class _Products(TorchDispatchMode):
 
 
 def products(model: str, configuration: str) -> list[float]:
-    """Seconds of the products alone of an iteration, by torch's own operators, again and again."""
+    """Seconds of only an iteration's products, by torch's own operators, for each repetition."""
     torch.manual_seed(0)
     workload = WORKLOADS[model]
     task = workload.make()

@@ -1,4 +1,4 @@
-"""Optimizers whose steps are timed in processes of their own, which take turns."""
+"""Optimizers whose steps are timed each in its own processes; the processes alternate."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Contender(NamedTuple):
     """An optimizer."""
 
     path: str
-    """Such as "torch.optim:AdamW"."""
+    """The path of its class, such as "torch.optim:AdamW"."""
     arguments: dict[str, Any]
     package: str | None = None
-    """One of others, which another Python has."""
+    """The peer's package, which another Python has; None for this Python."""
 
 
 def parser(module: str, description: str | None, packages: Mapping[str, str], rounds: int) -> Any:
-    """A parser of ``--rounds``, and of an option for each package, by names of both."""
+    """A parser with ``--rounds`` and with an option for each package."""
     result = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     result.formatter_class = argparse.RawDescriptionHelpFormatter
     result.add_argument("--rounds", type=int, default=rounds, help="processes of each optimizer")
@@ -38,7 +38,7 @@ def parser(module: str, description: str | None, packages: Mapping[str, str], ro
 def table(
     contenders: Mapping[str, Contender], args: argparse.Namespace, model: str, dtype: str
 ) -> Table:
-    """Step each in ``args.rounds`` processes; the base is the first that is compared with."""
+    """Step each contender in ``args.rounds`` processes; the first one is the base."""
     chosen = {
         name: (contender, python)
         for name, contender in contenders.items()

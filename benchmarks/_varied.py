@@ -1,4 +1,4 @@
-"""Workloads of which malloc's behaviour is measured; the shapes of most change all the time."""
+"""Workloads to measure malloc's behaviour; in most of them shapes change all the time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _trained_gpt(model: nn.Module, words: int, most: int, shapes: random.Random)
 
 
 class _Images(Dataset[tuple[Tensor, int]]):
-    """Random images, scaled to a size by whoever loads them; an index is (number, size)."""
+    """Random images, scaled to a size while they are loaded; an index is (number, size)."""
 
     def __getitem__(self, index: tuple[int, int]) -> tuple[Tensor, int]:
         number, size = index
@@ -95,7 +95,7 @@ def inference(_: int) -> Iterator[None]:
 
 
 class Workload(NamedTuple):
-    """What to run, with shapes from a seed and without an end, and how many iterations of it."""
+    """An endless run with shapes from a seed, and how many of its iterations to measure."""
 
     run: Callable[[int], Iterator[None]]
     iterations: int

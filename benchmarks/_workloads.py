@@ -22,7 +22,7 @@ SGD_BYTES = 20
 BASE = "torch fused SGD"
 TRAFFIC = "pure traffic"
 
-# Seconds for each workload: torch's steps become 100 times slower while another job has a core,
+# Seconds for each workload. While another job uses a core, torch's steps become 100 times slower,
 # because torch's threads spin at a barrier for each tensor.
 _TIME_LIMIT = 100
 
@@ -130,7 +130,7 @@ class Bench:
 def small_network() -> Callable[[], None]:
     """Return a forward and a backward pass of a network of 7,989 parameters.
 
-    Run before each step as in training; otherwise the step would find every cache warm.
+    It runs before each step, as in training; otherwise the step would find every cache warm.
     """
     network = torch.nn.Sequential(torch.nn.Linear(90, 79), torch.nn.ReLU(), torch.nn.Linear(79, 10))
     batch = torch.randn(32, 90)

@@ -1,7 +1,7 @@
 """Times FusedAdam and FusedAdamW against torch's: ``python -m benchmarks.adam [--save]``.
 
-In float32; FusedAdamW also with its moments in bfloat16 and in 8 bits. torchao's optimizers with
-8-bit state are in :mod:`benchmarks.adam_8bit`.
+All are in float32; FusedAdamW is also timed with its moments in bfloat16 and in 8 bits. torchao's
+optimizers with 8-bit state are in :mod:`benchmarks.adam_8bit`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATES: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("float8 state", {"state_dtype": "float8"}, 16),
     ("split, float8 state", {"state_dtype": "float8", "split": True}, 14),
 )
-"""What FusedAdamW is compared with, its arguments, and the bytes that it moves."""
+"""Variants of FusedAdamW: their names, arguments, and the bytes that they move."""
 
 
 def contenders(bench: Bench) -> Iterator[Contender]:

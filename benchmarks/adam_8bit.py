@@ -1,8 +1,8 @@
-"""Times AdamW with small state beside torchao's: ``python -m benchmarks.adam_8bit``.
+"""Times AdamW with small state against torchao's: ``python -m benchmarks.adam_8bit``.
 
-Each optimizer is a process of its own, and they take turns. ``--torchao`` is the Python of an
-environment with torchao, whose optimizers need torch.compile and a C++ compiler. Where they end is
-in ``examples/state_dtype.py --torchao``.
+Each optimizer runs in its own process, and the processes alternate. ``--torchao`` is the Python of
+an environment with torchao, whose optimizers need torch.compile and a C++ compiler. Final losses
+are compared by ``examples/state_dtype.py --torchao``.
 """
 
 from __future__ import annotations

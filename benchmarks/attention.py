@@ -1,8 +1,9 @@
-"""Times attention with dropout, both ways: ``python -m benchmarks.attention [--save]``.
+"""Times attention with dropout, forward and backward: ``python -m benchmarks.attention [--save]``.
 
-Each workload is the attention of one layer with p=0.1: torch's, the base, ours, and torch's without
-dropout, which is another kernel. Heads are views of projections, as in models. Under
-``torch.autocast`` where the name ends in bfloat16. ``small``: 100 times.
+Each workload is the attention of one layer with p=0.1. Contenders are torch's, which is the base,
+ours, and torch's without dropout, which is another kernel. Heads are views of projections, as in
+models. Workloads whose name ends in bfloat16 run under ``torch.autocast``. ``small`` runs 100
+times.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Times steps on 1, 2, 4 ... cores beside pure traffic: ``python -m benchmarks.cores``.
+"""Times steps on 1, 2, 4 ... cores against pure traffic: ``python -m benchmarks.cores``.
 
-A step cannot gain more from cores than what moves the same bytes. Each number of threads, up to
-that of the cores, is a process of its own, and they take turns; within one, the step takes turns
-with kernels that only move the bytes of SGD and of Adam, and with two operations of torch's that
-move SGD's.
+A step cannot gain more from cores than a kernel that moves the same bytes. Each number of threads,
+up to the number of cores, has its own process, and the processes alternate. Within a process, the
+step alternates with kernels that only move the bytes of SGD and of Adam, and with two torch
+operations that move SGD's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Times cross-entropy, forward and backward: ``python -m benchmarks.cross_entropy [--save]``.
 
-Each workload is a number of rows and of classes and a dtype: torch's function, the base, ours, and
-a copy of the logits, which moves two thirds of the bytes. 16-bit logits run under autocast, where
-torch's function copies them to float32 first.
+Each workload is a number of rows, a number of classes and a dtype. Contenders are torch's function,
+which is the base, ours, and a copy of the logits, which moves two thirds of the bytes. 16-bit
+logits run under autocast, where torch's function copies them to float32 first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Times ROIAlign and NMS beside torchvision's: ``python -m benchmarks.detection [--save]``.
+"""Times ROIAlign and NMS against torchvision's: ``python -m benchmarks.detection [--save]``.
 
-ROIAlign: boxes of 16 to 224 pixels on maps of a quarter of an image of 800 x 1088, 7 x 7 bins of
-2 x 2 samples, by the layout of the maps. The outputs of torchvision and ours are contiguous. NMS:
-boxes of 16 to 512 pixels with a threshold of 0.7; 1,000 boxes ten times. "frozen-batch-norm" is
-torchvision's module beside ``batch_norm``. Needs a torchvision whose operators load.
+ROIAlign has boxes of 16 to 224 pixels on maps of a quarter of an image of 800 x 1088, and 7 x 7
+bins of 2 x 2 samples; its workloads differ in the layout of the maps. The outputs of torchvision
+and ours are contiguous. NMS has boxes of 16 to 512 pixels and a threshold of 0.7; with 1,000 boxes
+it runs ten times. "frozen-batch-norm" compares torchvision's module with ``batch_norm``. All need a
+torchvision whose operators load.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _GRID = (7, 0.25, 2)
 
 
 def _boxes(count: int, least: float, most: float) -> Tensor:
-    """Boxes within an image, whose sides are equally many of each octave."""
+    """Boxes within an image; side lengths are log-uniform."""
     sides = torch.empty(count, 2).uniform_(math.log(least), math.log(most)).exp()
     corners = torch.rand(count, 2) * (torch.tensor(_IMAGE) - sides)
     return torch.cat([corners, corners + sides], 1)

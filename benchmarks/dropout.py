@@ -1,8 +1,8 @@
 """Times dropout, forward and backward: ``python -m benchmarks.dropout [--save]``.
 
-Each workload is one shape, layout and dtype with p=0.1: torch's dropout, the base, ours, and a copy
-of the same tensor twice, which moves as many bytes. Results are new tensors, as in training.
-``small``: 100 times.
+Each workload is one shape, layout and dtype with p=0.1. Contenders are torch's dropout, which is
+the base, ours, and two copies of the same tensor, which move as many bytes. Results are new
+tensors, as in training. ``small`` runs 100 times.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Times ElementwiseKernel and ReductionKernel: ``python -m benchmarks.elementwise [--save]``.
 
-Each workload is an operation in torch, the base, and in fusedoptim, on 16.8 M float32 elements if
-its name does not say otherwise. Outputs are reused. ``small``: 1,024 elements, 100 times.
-``sums-...``: sums and norms of 1,000 to 16 Mi elements into an output that is passed, each up to
-100 times; times are totals. A sum of 16 elements, as often, shows what a call takes.
+Each workload is an operation in torch, the base, and in fusedoptim, on 16.8 M float32 elements
+unless its name says otherwise. Outputs are reused. ``small`` has 1,024 elements and runs 100 times.
+``sums-...`` are sums and norms of 1,000 to 16 Mi elements into an output that is passed, each up to
+100 times; times are totals. A sum of 16 elements, repeated as often, shows the cost of a call.
 """
 
 from __future__ import annotations

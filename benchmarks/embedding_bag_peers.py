@@ -1,9 +1,9 @@
-"""Times merged embedding bags beside fbgemm's and IPEX's, each in processes of its own.
+"""Times merged embedding bags against fbgemm's and IPEX's, each in its own processes.
 
-``python -m benchmarks.embedding_bag_peers [--fbgemm PYTHON] [--ipex PYTHON]``. The processes take
-turns. In each, torch's bags are timed in turn with the other's, so that figures are ratios to torch
-there: IPEX 2.8 needs an older torch. fbgemm's Python needs fbgemm-gpu-cpu, IPEX's
-intel-extension-for-pytorch. malloc keeps freed memory in all.
+``python -m benchmarks.embedding_bag_peers [--fbgemm PYTHON] [--ipex PYTHON]``. The processes
+alternate. In each, torch's bags are timed interleaved with the contender's. Figures are ratios to
+torch in the same process, because IPEX 2.8 needs an older torch. fbgemm's Python needs
+fbgemm-gpu-cpu, IPEX's needs intel-extension-for-pytorch. malloc keeps freed memory in all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks._embedding_bags import WORKLOADS
 from benchmarks._output import Table
 
 _KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Freed memory is not given back to Linux."""
+"""Freed memory is not returned to Linux."""
 _ROUNDS = 15
 _OF_IPEX = ("sgd", "adagrad")
 """The optimizers that it has."""

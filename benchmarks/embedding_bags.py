@@ -1,10 +1,10 @@
 """Times merged embedding bags: ``python -m benchmarks.embedding_bags [--save]``.
 
-26 tables of 100,000 rows, as a DLRM has, with new indices in each round; "varying" bags have
-another number of them each. An iteration is forward, backward and the update of the tables; the
-base is 26 ``EmbeddingBag(sparse=True)`` and an optimizer of torch's. "forward" is without a
-backward pass, but recorded for one. "touched" reads and writes each row that the round's indices
-name, once, by torch's index_select and index_copy_. All with freed memory kept.
+There are 26 tables of 100,000 rows, as in a DLRM, with new indices in each round. "varying" bags
+differ in their number of indices. An iteration is forward, backward and the update of the tables.
+The base is 26 ``EmbeddingBag(sparse=True)`` and a torch optimizer. "forward" has no backward pass,
+but is recorded for one. "touched" reads and writes each row that the round's indices name, once, by
+torch's index_select and index_copy_. Freed memory is kept in all.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ROUNDS = 20
 
 
 class _Bags(Bags):
-    """Those of a workload, and the rows that a round's indices name."""
+    """The bags of a workload, and the rows that a round's indices name."""
 
     def draw(self) -> None:
-        """New indices."""
+        """Draw new indices."""
         super().draw()
         self._distinct = [i.unique() for i in self.indices]
 

@@ -2,8 +2,9 @@
 
 Replays allocations of random sizes and of recorded trainings on a simulated upstream; no memory is
 touched, and nothing is timed. "ours" is the pool's own code. The others are reimplementations of
-published rules: the sizes that they round to, what they split, how much they request from upstream.
-Each round has another seed, and so another trace; a column "worst" has the worst round.
+published rules: the sizes that they round to, the blocks that they split, and how much they request
+from upstream. Each round has another seed, and so another trace. A column "worst" shows the worst
+round.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ class Outcome(NamedTuple):
     """Result of replaying a trace on a pool."""
 
     ratio: float
-    """Peak reserved over peak live."""
+    """Peak of reserved bytes, divided by the peak of live bytes."""
     hits: float
     """Share of the allocations that made no upstream call."""
     upstream_calls: int

@@ -1,9 +1,9 @@
-"""Times AdamW where parameters are offloaded to: ``python -m benchmarks.host_adam``.
+"""Times AdamW on the host, for offloaded parameters: ``python -m benchmarks.host_adam``.
 
-The step on the host alone, on lists of parameters whose gradients are there. Each contender runs in
-processes of its own, in turn. DeepSpeed's needs ``--deepspeed``, a Python that has it and torch; it
-compiles its step when it is first used. "The bytes alone" moves what FusedAdamW with float32 state
-moves, "those of float8 state" what it moves with that.
+Only the host's step is timed, on lists of parameters whose gradients are there. Each contender runs
+in its own processes, and the processes alternate. DeepSpeed's needs ``--deepspeed``, a Python with
+DeepSpeed and torch; it compiles its step when it is first used. "The bytes alone" moves the bytes
+that FusedAdamW moves with float32 state, "those of float8 state" the bytes it moves with that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Embedding tables in huge pages: ``python -m benchmarks.huge_pages``.
 
-26 ``torch.nn.EmbeddingBag(sparse=True)`` of 200,000 rows of 64, batch 2048, and torch's SGD, with
-torch's ``THP_MEM_ALLOC_ENABLE=1`` and without, memory kept and not. Each run is a process of its
-own, and the ways take turns. Where Linux gives huge pages always or never, the variable changes
-nothing; the last column shows what lies in them.
+Trains 26 ``torch.nn.EmbeddingBag(sparse=True)`` of 200,000 rows of 64, batch 2048, with torch's
+SGD: with and without torch's ``THP_MEM_ALLOC_ENABLE=1``, and with freed memory kept or not. Each
+run is its own process, and the ways alternate. Where Linux gives huge pages always or never, the
+variable changes nothing; the last column shows how much memory lies in them.
 """
 
 from __future__ import annotations

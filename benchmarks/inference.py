@@ -1,9 +1,9 @@
 """Times whole inferences: ``python -m benchmarks.inference [--peers PYTHON] [--save]``.
 
-Each way to run a model is a process of its own, and the ways take turns: threads and memory of one
-would change the time of another. All have as many threads as torch takes by itself. The caches on
-disk are empty at first, and each way keeps its own from process to process. ``--save`` replaces the
-measured rows in ``results/inference.csv``.
+Each way to run a model has its own processes, because its threads and memory would change the time
+of another; the ways alternate. All have torch's default number of threads. The caches on disk are
+empty at first, and each way keeps its own from process to process. ``--save`` replaces the measured
+rows in ``results/inference.csv``.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _FIELDS = (
 )
 _KEY = ("model", "batch", "dtype", "configuration")
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "FUSEDOPTIM_CACHE_DIR")
-"""Variables that name the folders of what was compiled."""
+"""Environment variables with the folders of compiled code."""
 
 
 class Run(NamedTuple):
-    """What one process measured: times in seconds, memory in bytes."""
+    """The measurements of one process: times in seconds, memory in bytes."""
 
     first: float
-    """From before the model was converted or compiled to its first output."""
+    """Time from before the model's conversion or compilation to its first output."""
     seconds: list[float]
-    """Of later inferences."""
+    """Times of the later inferences."""
     peak: int
     """Largest resident memory since before the conversion."""
     deviation: float
-    """Distance from the plain model's output in float32, over the latter's norm."""
+    """Distance from the plain model's output in float32, relative to the latter's norm."""
 
 
 class Case(NamedTuple):
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     dtype: str
 
     def configurations(self, chosen: Sequence[str]) -> list[str]:
-        """Those that have this dtype and this batch."""
+        """The chosen configurations that support this dtype and this batch."""
         return [
             name
             for name in chosen
@@ -63,11 +63,11 @@ class Case(NamedTuple):
 
 
 Runs = dict[str, list[Run]]
-"""The processes of each configuration; none of one that failed."""
+"""The processes of each configuration; none for a configuration that failed."""
 
 
 def measure(case: Case, configurations: Sequence[str], rounds: int, peers: str) -> Runs:
-    """Run in each configuration in turn, ``rounds`` times; ``peers`` is the peers' Python."""
+    """Run the configurations alternately, ``rounds`` times; ``peers`` is the peers' Python."""
     runs: Runs = {name: [] for name in configurations}
     failed: set[str] = set()
     with tempfile.TemporaryDirectory() as caches:
@@ -76,7 +76,7 @@ def measure(case: Case, configurations: Sequence[str], rounds: int, peers: str) 
                 continue
             python = peers if name in PEERS else sys.executable
             given = case.model, str(case.batch), case.dtype, name
-            folder = Path(caches, str(configurations.index(name)))  # compilers take no blanks
+            folder = Path(caches, str(configurations.index(name)))  # compilers do not accept blanks
             own = {variable: str(folder / variable) for variable in _CACHES}
             try:
                 found = _fresh.measured("inference", *given, python=python, variables=own)
@@ -89,7 +89,7 @@ def measure(case: Case, configurations: Sequence[str], rounds: int, peers: str) 
 
 
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
-    """What is printed and saved of the processes of one configuration."""
+    """The figures to print and save for the processes of one configuration."""
     seconds = [t for run in runs for t in run.seconds]
     first, *later = (run.first for run in runs)
     return {
@@ -103,7 +103,7 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def table(case: Case, runs: Runs) -> Table:
-    """A row for each configuration, and how often its median fits into eager's."""
+    """A row for each configuration, with the ratio of eager's median to its own."""
     header = ["", "median", "min", "first s", "later s", "peak MiB", "deviation", "eager over it"]
     found = {name: figures(its) for name, its in runs.items() if its}
     rows = [
@@ -121,7 +121,7 @@ def table(case: Case, runs: Runs) -> Table:
 
 
 def _ratio(eager: Mapping[str, str] | None, row: Mapping[str, str]) -> str:
-    """The median of eager over another."""
+    """The median of eager, divided by that of ``row``."""
     return f"{float(eager['median_ms']) / float(row['median_ms']):.2f}" if eager else ""
 
 

@@ -1,7 +1,7 @@
 """Inference by one instance of a model or by several: ``python -m benchmarks.instances``.
 
-One instance has all cores; several share them, as threads of one process by CPUPool.submit, or as
-processes. Each figure is of a fresh process, and the ways take turns.
+One instance has all cores. Several share them, as threads of one process by CPUPool.submit, or as
+processes. Each figure is from a fresh process, and the ways alternate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROUNDS = 3
 
 
 def table(model: str, batch: int, rounds: int | None) -> Table:
-    """Run each number of instances in each way, ``rounds`` times in turn."""
+    """Run each number of instances in each way, alternately, ``rounds`` times."""
     cores = len(os.sched_getaffinity(0))
     one = (1, THREADS)
     counts = [count for count in powers_up_to(cores) if count > 1]

@@ -1,7 +1,7 @@
 """Times models in float32 and in INT8: ``python -m benchmarks.int8 [--save]``.
 
-ResNet-50 on random images, and BERT-base on 128 random tokens a sentence, both with random weights,
-which are calibrated on inputs of the same kind. The process keeps its memory
+The models are ResNet-50 on random images, and BERT-base on 128 random tokens a sentence. Both have
+random weights, and are calibrated on inputs of the same kind. The process keeps its memory
 (``runtime.keep_memory``), so that no contender pays for page faults.
 """
 

@@ -1,8 +1,9 @@
-"""Times DLRM's interaction, both ways: ``python -m benchmarks.interaction [--save]``.
+"""Times DLRM's interaction, forward and backward: ``python -m benchmarks.interaction [--save]``.
 
-2,048 samples of 27 features, of a tensor each as of the embedding bags of a DLRM, or in two as of
-merged bags: torch's operations as in Facebook's DLRM, the base, ours, and ours forward alone.
-``small``: 128 samples, 20 times.
+There are 2,048 samples of 27 features. Each feature is a tensor, as from the embedding bags of a
+DLRM, or all are in two tensors, as from merged bags. Contenders are torch's operations as in
+Facebook's DLRM, which are the base, ours, and our forward pass alone. ``small`` has 128 samples and
+runs 20 times.
 """
 
 from __future__ import annotations

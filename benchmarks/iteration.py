@@ -1,9 +1,9 @@
 """Times whole training iterations: ``python -m benchmarks.iteration [--save]``.
 
-Forward, backward and AdamW's step of real models, in each of the ways to train them. Each training
-is a process of its own, and the ways take turns: threads and memory of one would change the time
-of another. ``--save`` replaces the measured rows in ``results/iterations.csv``, from which the
-README's picture is drawn.
+An iteration is forward, backward and AdamW's step of a real model, in each of the ways to train it.
+Each training has its own process, because its threads and memory would change the time of another;
+the ways alternate. ``--save`` replaces the measured rows in ``results/iterations.csv``, from which
+the README's picture is drawn.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from benchmarks._training import CONFIGURATIONS, IPEX, WORKLOADS, Record
 FIGURES = RESULTS / "iterations.csv"
 _FIELDS = ("cpu", "cores", "model", "batch", "configuration", "iteration_ms", "step_ms")
 OURS, TORCH = "FusedAdamW alone, float32", "torch fused, float32"
-"""The same training but for the step."""
+"""The same training except for the step."""
 LIMITED = {
     "fusedoptim, float32": "torch.compile, float32",
     "fusedoptim, bfloat16": "torch fused, bfloat16",
 }
-"""Whose products ``--products`` times, and what they are compared with."""
+"""Configurations whose products ``--products`` times, and those that they are compared with."""
 
 Records = dict[str, list[Record]]
 """The processes of each configuration."""
 
 
 def measure(model: str, configurations: Sequence[str], rounds: int, ipex: str) -> Records:
-    """Train in each configuration in turn, ``rounds`` times; ``ipex`` is the Python that has it."""
+    """Train the configurations alternately, ``rounds`` times; ``ipex`` is the Python with IPEX."""
     records: Records = {name: [] for name in configurations}
     for _, name in itertools.product(range(rounds), configurations):
         python = ipex if name == IPEX else sys.executable
@@ -67,7 +67,7 @@ def table(model: str, records: Records) -> Table:
 
 
 def presence(records: Records) -> str:
-    """What our step costs the rest of an iteration, beside what torch's costs it."""
+    """How our step changes the rest of an iteration, compared with torch's step."""
     ratios = [
         statistic(_all(records[OURS], "rest")) / statistic(_all(records[TORCH], "rest"))
         for statistic in (min, statistics.median)
@@ -78,7 +78,7 @@ def presence(records: Records) -> str:
 
 
 def limit(model: str, rounds: int) -> Table:
-    """What an iteration would take if all but its products and convolutions took no time."""
+    """The time of an iteration if everything except products and convolutions took no time."""
     rows = []
     for ours, base in LIMITED.items():
         alone: list[float] = []

@@ -13,7 +13,7 @@ from benchmarks._peers import ForeachLamb
 from benchmarks._workloads import LR, WORKLOADS, Bench, timed
 from fusedoptim import FusedLamb
 
-# As Adam, if the second pass finds everything in the cache; 40 if it finds nothing there.
+# As for Adam, if the second pass finds everything in the cache; 40 if it finds nothing there.
 BYTES = 28
 WEIGHT_DECAY = 0.01
 

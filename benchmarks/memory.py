@@ -1,8 +1,8 @@
 """Page faults and memory with and without keep_memory: ``python -m benchmarks.memory``.
 
-Each run is a process of its own, and each round has other shapes; the last column has the ratio of
-the peaks of each round. The peak is the largest memory that was resident, in a
-DataLoader's workers too.
+Each run is its own process, and each round has other shapes; the last column has the ratio of the
+peaks in each round. The peak is the largest resident memory, including that of a DataLoader's
+workers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ WAYS = (FREED, "kept")
 
 
 def table(workload: str, rounds: int | None) -> Table:
-    """Run a workload in each way in turn: 3 processes of each, or as many as ``rounds`` says.
+    """Run a workload in both ways alternately: 3 processes of each, or as many as ``rounds`` says.
 
-    The shapes of a round are the same for each way, and others than in the round before.
+    The shapes of a round are the same for each way, and differ from the round before.
     """
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for seed in range(rounds or 3):

@@ -1,10 +1,10 @@
 """Times training with the optimizer on the host: ``python -m benchmarks.offload [--check]``.
 
-A transformer with bfloat16 weights on an accelerator; its optimizer there, or on the host, with
-copies that overlap or not. ``--check`` instead compares the weights after each step, bit for bit,
-with those of an ordinary optimizer on the host that gets the same gradients; under torchrun, those
-of DistributedDataParallel. Without an accelerator all run with ``--device cpu``, where nothing
-overlaps.
+A transformer with bfloat16 weights trains on an accelerator. Its optimizer runs there, or on the
+host, with copies that overlap or not. ``--check`` instead compares the weights after each step, bit
+for bit, with those of an ordinary optimizer on the host that gets the same gradients; under
+torchrun it checks DistributedDataParallel. Without an accelerator, use ``--device cpu``, where
+nothing overlaps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def naive(params: list[Tensor]) -> tuple[Callable[[], None], Optimizer]:
-    """FusedAdamW on the host as written without this package's help: copy, step, copy."""
+    """FusedAdamW on the host, written without OffloadOptimizer: copy, step, copy."""
     host = [p.detach().cpu().requires_grad_() for p in params]
     optimizer = FusedAdamW(host, lr=LR, split=True)
 
@@ -50,7 +50,7 @@ def naive(params: list[Tensor]) -> tuple[Callable[[], None], Optimizer]:
 
 
 def offloaded(cls: Callable[..., Optimizer], **options: Any) -> Callable[[list[Tensor]], Any]:
-    """Make a step with its optimizer on the host."""
+    """A function that makes a step whose optimizer is on the host."""
 
     def make(params: list[Tensor]) -> tuple[Callable[[], Any], Optimizer]:
         optimizer = OffloadOptimizer(params, cls, lr=LR, **options)
@@ -60,7 +60,7 @@ def offloaded(cls: Callable[..., Optimizer], **options: Any) -> Callable[[list[T
 
 
 def on_device(params: list[Tensor]) -> tuple[Callable[[], Any], Optimizer]:
-    """AdamW of torch on the device."""
+    """AdamW from torch, on the device."""
     optimizer = AdamW(params, lr=LR, fused=True)
     return optimizer.step, optimizer
 
@@ -107,7 +107,7 @@ def time_one(
     step, _optimizer = make(params)
     iterations, steps = [], []
     for i in range(rounds + 2):
-        if i == 2:  # the first iterations make state and buffers
+        if i == 2:  # the first iterations create state and buffers
             counted.reset()
         synchronize(device)
         start = time.perf_counter()
@@ -126,7 +126,7 @@ def time_one(
 
 
 def host_alone(size: str, rounds: int) -> None:
-    """Print the time of the host's step alone: no device, ordinary memory."""
+    """Print the time of the host's step alone, without a device and in ordinary memory."""
     for name, cls, options in (
         ("FusedAdamW split", FusedAdamW, {"split": True}),
         ("FusedAdamW split, float8 state", FusedAdamW, {"split": True, "state_dtype": "float8"}),

@@ -1,6 +1,6 @@
 """Draws docs/iterations.svg, the README's picture, from ``results/iterations.csv``.
 
-``python -m benchmarks.picture build|check``: write the picture, or fail if it differs from the
+``python -m benchmarks.picture build`` writes the picture; ``check`` fails if it differs from the
 figures. The SVG has no background, and mid-tone colours that are readable on light and dark pages.
 """
 

@@ -1,9 +1,9 @@
 """Times the pool against torch's allocator and raw USM: ``python -m benchmarks.pool [--save]``.
 
-``hit``: allocates and releases a tensor of 1,024 float32 elements 1,000 times; times are totals.
-``64 MiB``: one tensor, filled and released. ``SGD``, ``Adam``: our step on one parameter of 8.4 M
-elements, with state from torch, where all arrays share an address modulo 4 KiB, and with state from
-the pool, which staggers addresses.
+``hit`` allocates and releases a tensor of 1,024 float32 elements 1,000 times; times are totals.
+``64 MiB`` fills and releases one tensor. ``SGD`` and ``Adam`` time our step on one parameter of
+8.4 M elements: with state from torch, where all arrays have the same address modulo 4 KiB, and with
+state from the pool, which staggers addresses.
 """
 
 from __future__ import annotations

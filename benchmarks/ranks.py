@@ -1,15 +1,15 @@
 """Times steps in several processes on this machine: ``python -m benchmarks.ranks [--save]``.
 
-Each rank of a process group of gloo is a process, and each side of a comparison has processes of
-its own; the sides take turns. A step lasts until the last rank has taken it.
+Each rank of a gloo process group is a process, and each side of a comparison has its own processes;
+the sides alternate. A step lasts until the last rank has taken it.
 
 ddp-N        torch's fused AdamW and ours with DDP's gradients on N ranks, each with one thread, as
              torchrun sets it, and with its part of the cores
-in-ddp       the step with DDP's gradients over that of the same parameters without DDP
-fsdp-...     the step of FSDP2's parameters on 4 ranks over that of the same shards as plain
-             tensors, and what one collective takes
-zero         Adam's state on each of 2 ranks with ZeroRedundancyOptimizer, over the whole
-wire         bytes of the collectives of an iteration with split weights, over float32
+in-ddp       the step with DDP's gradients, as a ratio to the same parameters without DDP
+fsdp-...     the step of FSDP2's parameters on 4 ranks, as a ratio to the same shards as plain
+             tensors, and the time of one collective
+zero         Adam's state on each of 2 ranks with ZeroRedundancyOptimizer, as a share of the whole
+wire         bytes of an iteration's collectives with split weights, as a ratio to float32
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Side(NamedTuple):
     peer: str | None
     threads: int
     function: str
-    """Of :mod:`benchmarks._ranks`."""
+    """The name of a function of :mod:`benchmarks._ranks`."""
     arguments: tuple[str, ...]
 
 
 def compared(workload: str, ranks: int, sides: Sequence[Side], rounds: int | None) -> Report:
-    """From the first rank's beginning of a step to the last one's end, in so many processes."""
+    """Times from the first rank's start of a step to the last rank's end, on ``ranks`` ranks."""
     seconds: list[list[float]] = [[] for _ in sides]
     for _, (side, found) in itertools.product(range(rounds or _ROUNDS), zip(sides, seconds)):
         by_rank = measured_by_ranks(ranks, side.threads, side.function, *side.arguments)
@@ -86,7 +86,7 @@ def fsdp(model: str, rounds: int | None) -> Report:
 
 
 def zero(rounds: int | None) -> Table:
-    """Further rounds would be identical."""
+    """Measure the state of each rank; further rounds would be identical."""
     del rounds
     rows = []
     for model in (_LARGE, "bert-base"):
@@ -100,7 +100,7 @@ def zero(rounds: int | None) -> Table:
 
 
 def wire(rounds: int | None) -> Table:
-    """Further rounds would be identical."""
+    """Count the bytes of the collectives; further rounds would be identical."""
     del rounds
     rows = []
     for way in ("DDP", "FSDP2"):

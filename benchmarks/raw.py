@@ -1,11 +1,12 @@
 """Times raw kernels: ``python -m benchmarks.raw [--save]``.
 
-``launch``: launches a kernel with four arguments on 1,024 elements and waits for it, 100 times;
+``launch`` launches a kernel with four arguments on 1,024 elements and waits for it, 100 times;
 times are totals. The base is dpctl's ``queue.submit_async`` of the same kernel on USM memory, and
 the wait for its event. "By turns" alternates between two pairs of tensors.
-``SAXPY``: ``y += a x`` over 64 M elements, 12 bytes each, in four shapes: a work item for each
-element, in groups of the driver's choice or of 16, and groups of 16 work items that walk a chunk of
-64 Ki. Also torch's ``add``, and pure traffic of as many bytes, of which it reads 12 of 20.
+``SAXPY`` computes ``y += a x`` over 64 M elements, 12 bytes each, in four shapes: a work item for
+each element, in groups of the driver's choice or of 16, and groups of 16 work items that walk a
+chunk of 64 Ki. It also times torch's ``add``, and pure traffic of as many bytes, of which it reads
+12 of 20.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ kernel void saxpy(ulong n, float a, global const float *restrict x, global float
         y[i] += a * x[i];
 }
 """
-# Two places of each array at once, so that a core has more loads in flight.
+# Reads two places of each array at once, so that a core has more loads in flight.
 HALVES = """
 kernel void saxpy(ulong n, float a, global const float *restrict x, global float *restrict y) {
     size_t start = get_group_id(0) * CHUNK, half_way = CHUNK / 2;

@@ -15,7 +15,7 @@ from benchmarks._output import RESULTS
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 RANKS = (8, 64, 1024)
 MEASURED = 109_482_240
-"""Parameters of BERT-base, of which the steps were measured."""
+"""Parameters of BERT-base, whose steps were measured."""
 LATENCY = 10e-6
 """Seconds of each of the log2(ranks) exchanges of a collective: an assumption."""
 NETWORKS = {"25 Gbit/s": 25e9 / 8, "400 Gbit/s": 400e9 / 8}
@@ -23,11 +23,11 @@ NETWORKS = {"25 Gbit/s": 25e9 / 8, "400 Gbit/s": 400e9 / 8}
 LINK = 25e9
 """Bytes per second each way between an accelerator and its host: an assumption."""
 SPLIT_BYTES, WHOLE_BYTES = 26, 28
-"""What AdamW's step moves for each weight: split weights, and float32 ones."""
+"""Bytes that AdamW's step moves for each weight: with split weights, and with float32 weights."""
 
 
 class Model(NamedTuple):
-    """What is trained."""
+    """A model to train."""
 
     name: str
     weights: float
@@ -72,7 +72,7 @@ def collective(ranks: int, size: float, bandwidth: float, passes: int) -> float:
 
 
 def steps() -> Iterator[list[str]]:
-    """What a step takes on one rank."""
+    """The time of a step on one rank."""
     yield ["", "torch, ms", "ours, ms", "saved, ns a weight"]
     for name, pair in STEPS.items():
         theirs, ours = (step.seconds(MEASURED) for step in pair)
@@ -81,7 +81,7 @@ def steps() -> Iterator[list[str]]:
 
 
 def compared(model: Model, is_sharded: bool) -> Iterator[list[str]]:
-    """What an iteration spends on step and collectives, and what each part of ours saves."""
+    """The time of step and collectives in an iteration, and what each part of ours saves."""
     yield [
         "ranks",
         "network",
@@ -110,7 +110,7 @@ def compared(model: Model, is_sharded: bool) -> Iterator[list[str]]:
 
 
 def offloaded() -> Iterator[list[str]]:
-    """What crosses the link to the host in an iteration, and the host's step."""
+    """The bytes that cross the link to the host in an iteration, and the host's step."""
     yield [
         "ranks",
         "float32 over the link",
@@ -136,14 +136,14 @@ def milliseconds(seconds: float) -> str:
 
 
 def table(rows: Iterator[list[str]]) -> str:
-    """In Markdown."""
+    """The rows as a table in Markdown."""
     header, *body = rows
     lines = [header, ["---"] * len(header), *body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def tables() -> dict[str, str]:
-    """Each of the page's, by what it is about."""
+    """The page's tables, by topic."""
     return {
         "steps": table(steps()),
         "DDP": table(compared(BERT, is_sharded=False)),

@@ -24,7 +24,7 @@ from fusedoptim import FusedSGD
 
 STARTUP, MEMORY = "startup", "memory"
 
-_MOST_COMPILED = 500  # tensors; compiling takes more than proportionally long beyond
+_MOST_COMPILED = 500  # tensors; beyond this, compile time grows faster than their number
 _COMPILE_LIMIT = 100  # seconds
 _STARTUPS = 5
 
@@ -82,7 +82,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def startup(rounds: int | None) -> Report:
-    """Time import and first step, in fresh processes by turns."""
+    """Time import and first step in fresh processes, alternately."""
     classes = {"torch.optim.SGD": "torch.optim:SGD", "FusedSGD": "fusedoptim:FusedSGD"}
     seconds: dict[str, list[float]] = {name: [] for name in classes}
     for _ in range(rounds or _STARTUPS):

@@ -1,8 +1,8 @@
 """Times sparse gradients against torch's optimizers: ``python -m benchmarks.sparse [--save]``.
 
-10,000 random rows of a table of a million rows of 64, with other rows and a new gradient in each
-step. The base only reads and writes those rows. SGD is without momentum, which would update every
-row that was ever touched.
+The gradients are for 10,000 random rows of a table of a million rows of 64, with other rows and a
+new gradient in each step. The base only reads and writes those rows. SGD has no momentum, which
+would update every row that was ever touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusedoptim import FusedAdagrad, FusedSGD, SplitSGD
 ROWS, WIDTH, TOUCHED = 1_000_000, 64, 10_000
 READ_AND_WRITTEN = "rows read and written"
 REPEATS = {"unique": 1, "duplicates": 2}
-"""How often a gradient contains each of its rows, by workload; once means coalesced."""
+"""How often a gradient contains each of its rows, by workload; 1 means coalesced."""
 
 _ROUNDS = 100
 _TIME_LIMIT = 60  # seconds

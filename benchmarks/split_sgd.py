@@ -1,7 +1,7 @@
 """Times SplitSGD and shows its memory: ``python -m benchmarks.split_sgd [--save]``.
 
-With momentum, on bfloat16 parameters and gradients; the base uses float32. torch.optim has no such
-optimizer: the peer is torch's fused SGD on a float32 master copy.
+Steps have momentum, on bfloat16 parameters and gradients; the base uses float32. torch.optim has no
+such optimizer: the peer is torch's fused SGD on a float32 master copy.
 """
 
 from __future__ import annotations

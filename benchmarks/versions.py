@@ -1,8 +1,9 @@
-"""Times the steps of another version beside today's: ``python -m benchmarks.versions FOLDER``.
+"""Times the steps of another version against today's: ``python -m benchmarks.versions FOLDER``.
 
-FOLDER is a checkout of the other version, as ``git worktree add --detach FOLDER COMMIT`` makes it.
-Both run in one process, in turn, over the same parameters, gradients and state: from one process to
-the next, a step of large tensors may take 1.6 times as long, as their pages lie elsewhere.
+FOLDER is a checkout of the other version, made by ``git worktree add --detach FOLDER COMMIT``. Both
+versions run in one process, interleaved, over the same parameters, gradients and state. In separate
+processes, a step of large tensors may take 1.6 times as long in one as in the other, because their
+pages lie elsewhere.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Version:
         self._modules: dict[str, ModuleType] = {}
 
     def select(self) -> None:
-        """Let imports, those within functions too, find these packages."""
+        """Make imports find these packages, including imports within functions."""
         for name in _loaded():
             del sys.modules[name]
         sys.modules.update(self._modules)
@@ -73,8 +74,8 @@ def _loaded() -> dict[str, ModuleType]:
 def measure(folder: Path, name: str, workload: Workload, rounds: int | None) -> Report:
     """Time the steps of one optimizer on one list.
 
-    Each version goes first in half of the rounds: the second of two equal ones takes up to 1.09
-    times as long on 10,000 small tensors, as its tensors were made later.
+    Each version goes first in half of the rounds. On 10,000 small tensors the second of two equal
+    versions takes up to 1.09 times as long, because its tensors were made later.
     """
     versions = _Version(str(folder), folder), _Version("today", _TODAY)
     half = math.ceil((rounds or workload.rounds) / 2)
@@ -116,7 +117,7 @@ def _times(
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory, with a count of writes of its own."""
+    """A tensor over the same memory, with its own count of writes."""
     return tensor.data.requires_grad_(tensor.requires_grad)
 
 

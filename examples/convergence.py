@@ -2,21 +2,23 @@
 
 Run ``python examples/convergence.py``; it takes about a minute. docs/benchmarks.md has the results.
 
-Each fused optimizer trains beside its torch counterpart, from the same weights on the same batches:
+Each fused optimizer is compared with its torch counterpart. Both train from the same weights on the
+same batches:
 
 * on handwritten digits, with a network;
 * on diabetes data, with a linear model of 10 weights. The problem is ill-conditioned, but least
   squares finds its minimum in float64, so each training is also compared with the exact solution.
-  SGD and Adam reach it. AdamW decays the weights, and Adagrad's steps shrink: both end beside it.
+  SGD and Adam reach it. AdamW decays the weights, and Adagrad's steps shrink: both miss it.
   Lamb's step has the length of the weights times the rate, however small the gradient, so near a
-  minimum it moves chaotically; its rate is so small that the training ends before.
+  minimum it moves chaotically. Its rate is so small that the training ends before.
 
 torch has no Lamb; FusedLamb's counterpart is the class below.
 
 Then three trainings on the digits compute outputs and gradients in bfloat16, with a learning rate
-that soon drops to a fiftieth: float32 weights under autocast; plain bfloat16 weights, which lose an
-update below half a unit in the last place; and SplitSGD. Only the arithmetic of the update differs,
-except that SplitSGD's network sees weights truncated to bfloat16 where autocast rounds them.
+that soon drops to a fiftieth: with float32 weights under autocast; with plain bfloat16 weights,
+which lose an update below half a unit in the last place; and with SplitSGD. Only the arithmetic of
+the update differs, except that SplitSGD's network sees weights truncated to bfloat16 where autocast
+rounds them.
 """
 
 from __future__ import annotations
@@ -234,7 +236,8 @@ def drop(done: float) -> float:
 def judge(task: Task, model: nn.Module, autocast: bool) -> tuple[float, float]:
     """Return the loss over all training data and the score on the test data.
 
-    Computed in bfloat16 if the training is, otherwise in float64, so as to compare weights only.
+    They are computed in bfloat16 if the training is, otherwise in float64, so that only weights
+    matter.
     """
     if not autocast and next(model.parameters()).dtype == torch.float32:
         model = copy.deepcopy(model).double()
@@ -270,7 +273,7 @@ def train(
     step_seconds: list[float] = []
     moving = unmoved = 0
     name = f"{task.name}: {label}"
-    # A bar only in a terminal, and none that stays.
+    # A bar is shown only in a terminal, and disappears at the end.
     for epoch in tqdm(range(task.epochs), name, unit="epoch", leave=False, disable=None):
         is_last = epoch == task.epochs - 1
         for batch in torch.split(torch.randperm(len(task.train_inputs)), task.batch):

@@ -23,7 +23,7 @@ from fusedoptim import ops, transforms
 
 CLASSES = 5
 FEW = {f"rpn_{when}_nms_top_n_{mode}": 60 for when in ("pre", "post") for mode in ("train", "test")}
-"""Boxes that a small model looks at."""
+"""Options that limit the boxes that a small model looks at."""
 
 
 def detector(small: bool) -> nn.Module:
@@ -40,7 +40,7 @@ def detector(small: bool) -> nn.Module:
 
 
 def batch(small: bool, count: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Noise with bright rectangles, and where they are."""
+    """Images of noise with bright rectangles, and the rectangles' positions."""
     height, width = (128, 160) if small else (600, 800)
     images, targets = [], []
     for _ in range(count):
@@ -56,7 +56,7 @@ def batch(small: bool, count: int) -> tuple[list[Tensor], list[dict[str, Tensor]
 
 
 def in_turn(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The fastest run of each, in seconds, after one that is not counted."""
+    """The fastest run of each, in seconds, after an uncounted one; the calls are interleaved."""
     fastest = dict.fromkeys(calls, float("inf"))
     for k in range(rounds + 1):
         for name, call in calls.items():
@@ -68,7 +68,7 @@ def in_turn(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float
 
 
 def infer(model: nn.Module, images: list[Tensor], ours: bool) -> list[dict[str, Tensor]]:
-    """What the model finds."""
+    """The model's detections."""
     with ops.replace_torchvision() if ours else contextlib.nullcontext(), torch.inference_mode():
         found: list[dict[str, Tensor]] = model(images)
     return found

@@ -1,11 +1,11 @@
 """Trains a recommendation model (DLRM) on clicks, with torch's operators and with ours.
 
-Run ``python examples/dlrm.py``, with ``--small`` for a few seconds. The clicks are made from a
-seed: indices of 26 tables, few of which are frequent, and numbers, of which a hidden model makes
-the probability of a click. Both models start from the same weights and take turns on the same
-batches, as other load on the machine varies. "AUC" is the probability that a click of new samples
-gets a higher score than what was not clicked; the hidden model's own is the most that can be
-reached.
+Run ``python examples/dlrm.py``, with ``--small`` for a few seconds. The data is generated from a
+seed. It consists of indices into 26 tables, few of which are frequent, and of numbers. From both, a
+hidden model computes the probability of a click. Both models start from the same weights, and
+alternate on the same batches, as other load on the machine varies. "AUC" is the probability that in
+new samples a clicked one gets a higher score than one that was not clicked. The hidden model's AUC
+is the highest that can be reached.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TABLES, DENSE, LR = 26, 13, 0.02
 
 
 class Size(NamedTuple):
-    """Of the model and its training."""
+    """The size of the model and its training."""
 
     rows: int
     width: int
@@ -51,10 +51,10 @@ class Batch(NamedTuple):
 
     dense: Tensor
     indices: Tensor
-    """A row of each table for each sample: (tables, batch)."""
+    """The index of one row of each table for each sample: (tables, batch)."""
     clicked: Tensor
     chances: Tensor
-    """What the hidden model says."""
+    """The hidden model's logits."""
 
 
 class Clicks:
@@ -83,7 +83,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 class DLRM(nn.Module):
-    """With torch's operators; a table looks up one row for each sample."""
+    """The model with torch's operators; a table looks up one row for each sample."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Training:
         self.seconds: list[float] = []
 
     def iteration(self, batch: Batch) -> float:
-        """One step; the loss before it."""
+        """Take one step; return the loss before it."""
         start = time.perf_counter()
         self.optimizer.zero_grad()
         logits = self.model(batch.dense, batch.indices)
@@ -147,7 +147,7 @@ class Training:
 
     @torch.no_grad()
     def auc(self, batch: Batch) -> float:
-        """Of the model on these samples."""
+        """The AUC of the model on these samples."""
         parts = zip(batch.dense.split(1000), batch.indices.split(1000, 1))
         return auc(torch.cat([self.model(*part) for part in parts]), batch.clicked)
 
@@ -162,11 +162,11 @@ def auc(scores: Tensor, clicked: Tensor) -> float:
 
 
 def trainings(size: Size) -> list[Training]:
-    """Of torch and of ours, with the same weights."""
+    """The trainings with torch's operators and with ours, from the same weights."""
     plain = DLRM(size)
     merged = MergedDLRM(size, plain)
     mlps = [*merged.bottom.parameters(), *merged.top.parameters()]
-    # A fused step, and on some processors quicker products.
+    # A fused step, and on some processors faster products.
     merged, fused = transforms.optimize(merged, Adagrad(mlps, lr=LR), inplace=True)
     return [
         Training("torch", plain, Adagrad(plain.parameters(), lr=LR)),
@@ -196,7 +196,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     keep_memory()
-    # Else torch warns of its own sparse gradients.
+    # Otherwise torch warns about its own sparse gradients.
     torch.sparse.check_sparse_tensor_invariants.disable()
     size = SMALL if args.small else FULL
     clicks = Clicks(size.rows)

@@ -1,7 +1,7 @@
 """Optimizes a convolutional network and a transformer for inference, and compares times.
 
-Run ``python examples/inference.py``, with ``--small`` for a few seconds. Weights are random, as no
-model is downloaded: times do not depend on them.
+Run ``python examples/inference.py``, with ``--small`` for a few seconds. No model is downloaded.
+Weights are random, which does not affect times.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TASKS = {"cnn": cnn, "transformer": transformer}
 
 
 def in_turn(calls: dict[str, Any], rounds: int) -> dict[str, float]:
-    """The fastest run of each, in seconds; they take turns, as other load on the machine varies."""
+    """The fastest run of each, in seconds; they are interleaved, as other load varies."""
     fastest = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
         for name, call in calls.items():

@@ -1,8 +1,8 @@
 """Trains a convolutional network on handwritten digits, quantizes it, and compares the two.
 
 Run ``python examples/quantize.py``; it takes well under a minute. The ranges of activations are
-found on training images. Accuracy, agreement and time are those of test images, and the agreement
-is also that of all images.
+found on training images. Accuracy, agreement and time are measured on test images, and agreement
+also on all images.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Trains with AdamW's moments in float32, in bfloat16 and in 8 bits, and compares where they end.
+"""Trains with AdamW's moments in float32, in bfloat16 and in 8 bits, and compares the last losses.
 
 Run ``python examples/state_dtype.py``; it takes some minutes. docs/benchmarks.md has the results.
 
 Three networks train from five seeds each, with the same weights and batches for each state_dtype:
-one on handwritten digits, a small convolutional one on the same, and a small GPT on the help texts
-of Python's own pydoc, character by character. The last loss is the mean over the last tenth of the
-steps. A state_dtype passes if its mean over the seeds is within the spread of float32's: at most
-two standard deviations away. With ``--torchao``, torchao's optimizers with 8-bit state train too;
-they need torch.compile and a C++ compiler, and compile for some minutes.
+one on handwritten digits, a small convolutional one on the same digits, and a small GPT on the help
+texts of Python's own pydoc, character by character. The last loss is the mean over the last tenth
+of the steps. A state_dtype passes if its mean over the seeds is at most two standard deviations
+away from float32's. With ``--torchao``, torchao's optimizers with 8-bit state train too; they need
+torch.compile and a C++ compiler, and compile for some minutes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Batches = Callable[[torch.Generator], tuple[Tensor, Tensor]]
 
 
 class Task(NamedTuple):
-    """A network, what it trains on, and for how long."""
+    """A network, its data, and the length of its training."""
 
     name: str
     make_network: Callable[[], nn.Module]
@@ -164,7 +164,7 @@ def save_picture(path: Path, curves: dict[str, dict[Any, list[list[float]]]]) ->
 
 
 def main() -> None:
-    """Train, show the results, and exit with an error if one ends elsewhere."""
+    """Train, show the results, and exit with an error if a state_dtype does not pass."""
     description = "Train with AdamW's moments in float32, bfloat16 and 8 bits."
     parser = argument_parser(description, "out/state_dtype.png")
     parser.add_argument("--torchao", action="store_true", help="train with torchao's too")

@@ -1,10 +1,10 @@
 """Rewrites a model for inference, or a model and its optimizer for training.
 
 :func:`optimize` folds BatchNorms, removes Dropouts, casts to 16 bits and chooses the memory format.
-In graph mode it computes what torch.compile captures of the model, as :func:`graph_backend` does.
+In graph mode it runs the graphs that torch.compile captures, as :func:`graph_backend` does.
 For training it fuses the optimizer's step and splits weights into bfloat16 halves. :func:`report`
-lists what it did and why; :func:`restore` undoes it. :func:`quantize` has convolutions and Linears
-compute in INT8, and :func:`merge_embedding_bags` has embedding bags compute at once.
+lists what it did and why; :func:`restore` undoes it. :func:`quantize` makes convolutions and
+Linears compute in INT8, and :func:`merge_embedding_bags` merges embedding bags into one module.
 """
 
 from transforms.embedding_bags import merge_embedding_bags
@@ -15,7 +15,7 @@ from transforms.quantization.front_end import quantize
 from transforms.reports import Entry, NoEffectWarning, Report, report
 from transforms.undo import finalize, restore
 
-__fusedoptim__ = "0.1.0"  # what `fusedoptim.transforms` knows us by, should the name be shadowed
+__fusedoptim__ = "0.1.0"  # by which `fusedoptim.transforms` recognizes this package
 
 __all__ = [
     "Entry",

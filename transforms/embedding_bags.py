@@ -1,4 +1,4 @@
-"""``merge_embedding_bags``: has one module compute a model's embedding bags."""
+"""``merge_embedding_bags``: one module that computes all embedding bags of a list."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ def merge_embedding_bags(
 ) -> _Model:
     """Replace a list of embedding bags in a model by one :class:`fusedoptim.nn.MergedEmbeddingBag`.
 
-    The merged module has the bags, by the same names in ``state_dict()``, and indexing and
-    iteration give them. A forward that loops over them computes what it did, and is not faster:
+    The merged module contains the bags under the same names in ``state_dict()``, and can be indexed
+    and iterated over. A forward that loops over the bags gives the same results, but is not faster:
     call the merged module instead, as ``self.tables(indices, offsets)`` with lists, which returns a
-    list. :func:`transforms.restore` undoes it, and keeps what the tables learnt.
+    list. :func:`transforms.restore` undoes the merge, and keeps what the tables learnt.
 
-    With ``optimizer``, the backward pass of the merged module updates the tables, which have no
-    gradients: leave them out of the optimizer of the model. A bag that is called by itself in
-    training mode, with gradients enabled, would learn nothing, and raises.
+    With ``optimizer``, the backward pass of the merged module updates the tables. They have no
+    gradients, so leave them out of the optimizer of the model. Calling a single bag in training
+    mode with gradients enabled raises, as that bag would learn nothing.
 
     Args:
         model: a module on one device.
-        name: of a ``torch.nn.ModuleList`` in the model, or of an attribute that is a list or tuple,
-            of plain ``torch.nn.EmbeddingBag``, such as "tables" or "sparse.tables".
+        name: the name of a ``torch.nn.ModuleList`` in the model, or of an attribute that is a list
+            or tuple, such as "tables" or "sparse.tables". It holds plain ``torch.nn.EmbeddingBag``.
         optimizer: None, "sgd", "adagrad" or "rowwise_adagrad".
         lr: learning rate; by default 0.01.
         weight_decay: L2 penalty of the rows in a batch; by default 0.
-        eps: what keeps Adagrad's divisor from zero; by default 1e-10.
-        split: whether the tables are kept as two halves of 16 bits, which needs an optimizer.
+        eps: added to Adagrad's divisor, to keep it from zero; by default 1e-10.
+        split: keep the tables as two halves of 16 bits; needs an optimizer.
         inplace: rewrite the given model. Otherwise it is copied: make optimizers for the copy.
 
     Returns:
@@ -77,12 +77,11 @@ def merge_embedding_bags(
 
     Raises:
         AttributeError: the model has nothing of that name.
-        TypeError: what has the name is no list of plain embedding bags, or their dtypes differ; a
-            model that cannot be rewritten or copied.
-        ValueError: bags with ``max_norm``, ``scale_grad_by_freq``, hooks, a computed weight or
-            another mode than "sum" and "mean"; with an optimizer, tables that are frozen, or that
-            something else uses; or an option without effect. Whatever is raised, nothing was
-            changed.
+        TypeError: the name is not that of a list of plain embedding bags, or their dtypes differ;
+            or the model cannot be rewritten or copied.
+        ValueError: a bag has ``max_norm``, ``scale_grad_by_freq``, hooks, a computed weight or a
+            mode other than "sum" and "mean"; with an optimizer, a table is frozen, or used by
+            something else; or an option has no effect. Whatever is raised, nothing was changed.
 
     Example:
         >>> import torch
@@ -106,7 +105,7 @@ def merge_embedding_bags(
         'ModuleList'
 
     Semantics: ``torch.nn.EmbeddingBag`` of torch 2.13. IPEX's ``from_embeddingbag_list`` made such
-    a module, and left it to the user to put it into the model.
+    a module, but the user had to put it into the model.
     """
     check_model(model)
     if optimizer is not None:
@@ -160,7 +159,7 @@ def _attach(model: nn.Module, entries: Sequence[Entry]) -> None:
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has what is named, and its name there."""
+    """The module that holds the named container, and the container's name there."""
     if not isinstance(name, str):
         raise TypeError(f"name={name!r} is a {type(name).__name__}; pass a name, such as 'tables'")
     path, _, attribute = name.rpartition(".")
@@ -179,9 +178,9 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _check_bags(model: nn.Module, name: str, is_trained: bool) -> None:
-    """Raise unless what is named is a list of plain bags, which may be trained if they are to be.
+    """Raise unless ``name`` is a list of plain bags, which can be trained if ``is_trained``.
 
-    What the bags must have alike is checked by :class:`MergedEmbeddingBag`.
+    :class:`MergedEmbeddingBag` checks what all bags must have in common.
     """
     parent, attribute = _place(model, name)
     container: Any = getattr(parent, attribute)
@@ -206,7 +205,7 @@ def _check_bags(model: nn.Module, name: str, is_trained: bool) -> None:
         _check_bag(where, bag)
         if is_trained:
             _check_trainable(where, bag, sharers.get(id(bag.weight), []))
-    if is_trained:  # here, as a copy of the model may no longer share it
+    if is_trained:  # checked before copying: a copy of the model may no longer share the weight
         turns = update_order([bag.weight for bag in container])
         if any(turns):
             t = next(t for t, turn in enumerate(turns) if turn)

@@ -33,7 +33,7 @@ from transforms.rewrites.split import merge_copies
 __all__ = ["optimize"]
 
 
-@torch.inference_mode(False)  # else weights that are copied could not be tracked
+@torch.inference_mode(False)  # otherwise changes of copied weights could not be tracked
 def optimize(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -58,19 +58,20 @@ def optimize(
 ) -> Any:
     """Rewrite a model for inference, or a model and its optimizer for training.
 
-    A model in eval mode is optimized for inference, a model in training mode, with its optimizer,
-    for training. What is not safe is left unchanged; :func:`transforms.report` lists what was done,
-    what was not, and why. The model keeps its class, hooks and names. Its ``state_dict()`` equals
-    the plain model's, and each loads into the other. :func:`transforms.restore` undoes the rewrite.
-    A model that is moved afterwards (``to``, ``half``, ``share_memory``) saves, and is restored to,
-    what the plain model would be after that move.
+    A model in eval mode is optimized for inference. A model in training mode is optimized for
+    training, together with its optimizer. Anything that would not be safe to rewrite is left
+    unchanged; :func:`transforms.report` lists what was done, what was not, and why. The model keeps
+    its class, hooks and names. Its ``state_dict()`` equals the plain model's, and each loads into
+    the other. :func:`transforms.restore` undoes the rewrite. If the model is moved afterwards
+    (``to``, ``half``, ``share_memory``), it saves, and is restored to, the plain model after the
+    same move.
 
-    A model optimized for inference keeps what it learns in eval mode, and what is written into its
-    parameters: ``state_dict()`` and ``restore`` give a plain model that computes the same. What a
-    folded weight learnt is divided by the BatchNorm's scale, and what its bias learnt goes to the
-    BatchNorm's bias; values that did not change keep every bit. In training mode a folded BatchNorm
-    raises: restore the model first. Write through ``load_state_dict``, not into the tensors of
-    ``state_dict()``, which the model does not compute with.
+    A model optimized for inference keeps everything that it learns in eval mode, and all writes
+    into its parameters: ``state_dict()`` and ``restore`` give a plain model that computes the same.
+    For a folded layer, the learnt weight is divided by the BatchNorm's scale, and a change of the
+    bias goes to the BatchNorm's bias; values that did not change keep every bit. In training mode a
+    folded BatchNorm raises: restore the model first. To write new values, use ``load_state_dict``:
+    the model does not compute with the tensors of ``state_dict()``.
 
     For each knob, None means the level's default, True turns it on, and False turns it off.
 
@@ -80,49 +81,48 @@ def optimize(
         dtype: torch.bfloat16 or, for inference, torch.float16: casts the weights of convolutions,
             Linears and embeddings. Run the model under ``torch.autocast`` with the same dtype. None
             and torch.float32 cast nothing.
-        level: "O1" does all that is safe, "O0" only what is asked for.
+        level: "O1" does everything that is safe, "O0" only what is asked for.
         inplace: rewrite the given model and optimizer. Otherwise they are copied; schedulers stay
             with the given optimizer, so create new ones for the copy.
         conv_bn_folding: in eval mode, fold each BatchNorm into the convolution before it.
         linear_bn_folding: in eval mode, fold each BatchNorm into the Linear before it.
         replace_dropout_with_identity: in eval mode, remove Dropouts of all kinds.
-        split_master_weight_for_bf16: in training with bfloat16, which requires it: split weights
-            into two halves, and keep the lower ones in the optimizer.
+        split_master_weight_for_bf16: in training, required with bfloat16: split weights into two
+            halves, and keep the lower halves in the optimizer.
         fuse_update_step: in training, run the optimizer's step in one kernel. None, at level "O1":
             if its class is SGD, Adagrad, Adam, AdamW or a known Lamb.
         parallel_dropout: in training, draw the masks of each ``torch.nn.Dropout`` and
             ``torch.nn.MultiheadAttention``, and of the "sdpa" attention of transformers' models, on
-            all cores. The random numbers follow ``torch.manual_seed``, but are others than torch's.
+            all cores. The random numbers follow ``torch.manual_seed``, but differ from torch's.
         fuse_gelu: in training, compute ``torch.nn.GELU("tanh")``, and the modules of transformers
-            that compute the same, by a kernel forward and one backward.
+            that compute the same, with one kernel forward and one backward.
         fuse_frozen_batch_norm: in training, compute each FrozenBatchNorm2d of torchvision and
             detectron2 by ``torch.nn.functional.batch_norm``. In eval mode the two folding passes
-            take them.
-        onednn_products: in training, compute large float32 products of Linears, and of Conv1Ds of
-            transformers, by oneDNN, forward and backward, on processors for which torch's own
-            library is slower.
+            fold them.
+        onednn_products: in training, compute large float32 products of Linears, and of
+            transformers' Conv1Ds, with oneDNN, forward and backward. Only on processors where
+            torch's own library is slower.
         auto_channels_last: lay out the weights of convolutions in channels_last. None, at level
             "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
             a ``sample_input``, if that is faster. True: always.
         weights_prepack: in eval mode, compute convolutions, Linears and LSTMs on the CPU with a
-            copy of their weight in oneDNN's layout, made at the first call. It takes the memory of
-            the weight again. Where a gradient is recorded, torch's own operators compute: call the
-            model under ``torch.no_grad()`` or ``torch.inference_mode()``. Writes into the weight
-            are seen, but not those through a NumPy array of it. None, at level "O1": undone if a
-            ``sample_input`` is given and is not faster with it.
-        fuse: in eval mode, have convolutions and Linears with packed weights apply the activation
-            after them, if nothing else gets their output: GELU, SiLU, hardswish, sigmoid, tanh and
-            LeakyReLU by oneDNN; ReLU, ReLU6, Hardtanh and hardsigmoid in place.
-        graph_mode: in eval mode, capture the model by ``torch.compile`` and compute it by one plan
-            of calls, as the backend :func:`transforms.graph_backend` does. The first call, and the
-            first with other shapes or another gradient mode, takes seconds. Copies and pickles of
-            the model compute without it. Off at both levels. With a ``sample_input`` the model is
-            called once, and the report says what was captured.
-        sample_input: in eval mode, a tensor, a tuple of arguments or a dict of keyword arguments:
-            the model is called with it before and after folding and dropping. A pass that changes
+            copy of their weight in oneDNN's layout, made at the first call. The copy takes as much
+            memory as the weight. Where a gradient is recorded, torch's own operators compute: call
+            the model under ``torch.no_grad()`` or ``torch.inference_mode()``. Writes into the
+            weight are noticed, except through a NumPy array of it. None, at level "O1": undone if
+            a ``sample_input`` is given and packing does not make it faster.
+        fuse: in eval mode, let convolutions and Linears with packed weights apply the activation
+            after them, if nothing else uses their output: GELU, SiLU, hardswish, sigmoid, tanh and
+            LeakyReLU in oneDNN; ReLU, ReLU6, Hardtanh and hardsigmoid in place.
+        graph_mode: in eval mode, capture the model with ``torch.compile`` and compute it by one
+            plan of calls, as the backend :func:`transforms.graph_backend` does. The first call, and
+            the first with other shapes or another gradient mode, takes seconds. Copies and pickles
+            of the model compute without it. Off at both levels. With a ``sample_input`` the model
+            is called once, and the report says what was captured.
+        sample_input: in eval mode, a tensor, a tuple of arguments or a dict of keyword arguments.
+            The model is called with it before and after folding and dropping. A pass that changes
             the output by more than rounding is undone, and the report says so. The model is also
-            timed with it in both layouts, and before and with packed weights; the report has these
-            times.
+            timed with it in both layouts, and before and after packing; the report has these times.
 
     Returns:
         the model; with an optimizer, a tuple of the model and the optimizer.
@@ -133,8 +133,8 @@ def optimize(
             sample_input of another type.
         ValueError: an unknown level or dtype, a knob of the other mode, training mode without an
             optimizer or eval mode with one, an optimizer of other parameters, several devices; a
-            model that is optimized for the other mode or with another optimizer; a sample_input for
-            training, or one with which the model fails.
+            model that was optimized for the other mode or with another optimizer; a sample_input
+            for training, or one with which the model fails.
         RuntimeError: an optimizer that overrides its step, if the call needs a fused one. Whatever
             is raised, nothing was changed.
 
@@ -203,7 +203,7 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
     comparison = Comparison(job.model, job.sample_input) if is_compared else None
     times = {"plain": _seconds(job)} if comparison is not None else {}
     done: dict[str, Sequence[Entry]] = {}
-    latest: float | None = None  # the time of the model as it is, if it is known
+    latest: float | None = None  # the time of the model in its present state, if known
     for must_pay, group in itertools.groupby(chosen, key=lambda each: each.must_pay):
         if must_pay and comparison is not None:
             entries, latest = _run_and_time(list(group), job, comparison, times)
@@ -212,7 +212,7 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
         for each in group:
             done[each.knob] = _run_one(each, job, comparison)
             latest = None
-            if comparison is not None and each.knob == DTYPE:  # what follows keeps the cast outputs
+            if comparison is not None and each.knob == DTYPE:  # later passes keep the cast outputs
                 comparison = Comparison(job.model, job.sample_input, job.options.dtype)
     if times:
         times["optimized"] = _seconds(job) if latest is None else latest
@@ -226,10 +226,10 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
 def _run_and_time(
     passes: Sequence[Pass], job: Job, comparison: Comparison, times: dict[str, float]
 ) -> tuple[dict[str, Sequence[Entry]], float]:
-    """Run passes; undo them if all together do not pay, and the call asks for none by name.
+    """Run passes; undo all if they do not pay together and the call asks for none by name.
 
     Returns:
-        their entries, and the time of the model that they leave.
+        their entries, and the time of the resulting model.
     """
     names = " and ".join(each.knob for each in passes)
     before = times[f"before {names}"] = _seconds(job)
@@ -251,7 +251,7 @@ def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[En
     entries = each.run(job._replace(undo=undo))
     if not any(entry.done for entry in entries):
         return entries
-    return_free_memory()  # of temporaries; the packed weights that follow may not fit there
+    return_free_memory()  # of temporaries: the packed weights that follow may not fit into it
     if comparison is None or not each.keeps_outputs:
         return entries
     difference = comparison.difference()
@@ -274,7 +274,7 @@ def _seconds(job: Job) -> float:
 
 
 def _warn_of_no_effect(job: Job, report: Report) -> None:
-    """Warn about passes that were asked for by name and changed nothing, now or before."""
+    """Warn about passes that were asked for by name and changed nothing, now or earlier."""
     asked = job.options.explicit | ({DTYPE, SPLIT} if job.options.dtype is not None else set())
     for knob in report.passes:
         if knob in asked and not report.done(knob):

@@ -17,7 +17,7 @@ _ATTRIBUTE = "_fusedoptim_report"
 _GRAPH = "graph_mode"
 _LOST = "a copy computes without it: call transforms.optimize(model, graph_mode=True, inplace=True)"
 _NAMES_SHOWN = 4
-_LINES_SHOWN = 3  # of the changes; all that was left is shown
+_LINES_SHOWN = 3  # of the changes; lines about things left unchanged are all shown
 
 
 class NoEffectWarning(UserWarning):
@@ -36,8 +36,8 @@ class Entry(NamedTuple):
     bytes_saved: int = 0
     """Bytes that a forward pass or a step no longer reads from memory."""
     error: float | None = None
-    """Of a layer in INT8: the norm of the difference that this makes to its output in calibration,
-    over the norm of the output."""
+    """The relative error of a layer in INT8: the norm of the change of its output in calibration,
+    divided by the norm of the output."""
 
 
 class Report(NamedTuple):
@@ -55,8 +55,8 @@ class Report(NamedTuple):
     is_final: bool = False
     """Whether ``finalize`` has freed that memory."""
     seconds: Mapping[str, float] = {}
-    """With a ``sample_input`` for inference: the time of a forward pass with it, in seconds, plain,
-    before and with passes that must pay, and optimized."""
+    """With a ``sample_input`` for inference: the seconds of a forward pass with it, of the plain
+    model, before and with passes that must pay, and of the optimized model."""
 
     def done(self, knob: str) -> list[Entry]:
         """The changes of a pass; empty if it was off.

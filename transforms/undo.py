@@ -22,8 +22,8 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     """Undo all that :func:`transforms.optimize` and :func:`transforms.quantize` did, bit for bit.
 
-    Also what :func:`transforms.merge_embedding_bags` did. Values that were loaded,
-    written or trained since are kept.
+    This also undoes :func:`transforms.merge_embedding_bags`. Values that were loaded, written or
+    trained since are kept.
 
     Args:
         model: the model that ``optimize`` returned.
@@ -33,9 +33,10 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         the model; with an optimizer, a tuple of the model and the optimizer.
 
     Raises:
-        TypeError: the model is no module, or the optimizer is none.
-        ValueError: the model was not optimized, or has been finalized; the optimizer is of another
-            model; or weights are split, and the optimizer with their lower halves is not given.
+        TypeError: ``model`` is no module, or ``optimizer`` is no optimizer.
+        ValueError: the model was not optimized, or has been finalized; the optimizer belongs to
+            another model; or weights are split, and the optimizer with their lower halves is not
+            given.
         RuntimeError: a folded or rounded weight was pruned, parametrized or given another shape
             since. Whatever is raised, nothing was changed.
 
@@ -50,7 +51,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         (True, 'BatchNorm1d')
     """
     check_optimizer(optimizer)
-    # A converted optimizer may be the second of this model, which has no report any more.
+    # The model may have lost its report when it was restored with another optimizer.
     if optimizer is None or not is_converted(optimizer):
         report_of(model)
     if (report := find(model)) is not None and report.is_final:
@@ -69,7 +70,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
 
 
 def finalize(model: _Model) -> _Model:
-    """Free the tensors that are kept of the plain model for :func:`restore` and ``state_dict()``.
+    """Free the plain model's tensors that are kept for :func:`restore` and ``state_dict()``.
 
     Afterwards the model saves and loads the tensors that it computes with: folded, in 16 bits,
     without the BatchNorms.

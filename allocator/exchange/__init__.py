@@ -1,1 +1,1 @@
-"""What a pool hands out, and how other libraries take it: tensors, arrays, DLPack."""
+"""The tensors and arrays that a pool returns, and how other libraries read them: DLPack."""

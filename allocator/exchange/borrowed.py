@@ -54,7 +54,7 @@ class Borrowed:
 
     @property
     def readable_bytes(self) -> int:
-        """Bytes that a buffer may have."""
+        """The number of bytes that a buffer may have."""
         return self.nbytes
 
 

@@ -1,9 +1,9 @@
 """The buffer protocol for classes written in Python.
 
-From Python 3.12 on a class may define ``__buffer__``. Before, only a C type has a buffer, so one is
-made here with CPython's public ``PyType_FromSpec``; its only slot is a ctypes function. That
-function cannot raise an exception of its own: before 3.12 a refused request is a ``SystemError``,
-without a reason. So only classes whose objects have a buffer derive from it.
+From Python 3.12 on a class may define ``__buffer__``. In older versions only a C type has a buffer,
+so one is made here with CPython's public ``PyType_FromSpec``; its only slot is a ctypes function.
+That function cannot raise an exception of its own: before 3.12 a refused request is a
+``SystemError``, without a reason. So only classes whose objects have a buffer derive from it.
 
 The buffer that a reader gets belongs to a numpy array, so that numpy releases it in C. A Python
 function might be called while an exception is pending, and ctypes would clear that exception.

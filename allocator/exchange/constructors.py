@@ -26,7 +26,7 @@ class Constructors:
             dtype: torch's default dtype if None.
 
         Raises:
-            TypeError: the shape has other than integers, or DLPack lacks the dtype.
+            TypeError: an element of the shape is no integer, or DLPack lacks the dtype.
             ValueError: a negative dimension, or more than 2^63 - 1 elements.
             OutOfMemoryError: there is no room.
             RuntimeError: the pool was closed, or belongs to another process.
@@ -43,7 +43,7 @@ class Constructors:
         try:
             entry = tensors.by_dtype[kind][shape]
         except (KeyError, TypeError):
-            entry = None  # not handled here: later errors are not caused by this one
+            entry = None  # not handled here: this error is not the cause of later ones
         if entry is None:
             return tensors.empty(shape, kind)
         # In a loop, the next tensor replaces the last one unchanged. There is no lock: no other

@@ -9,12 +9,12 @@ from allocator.runtime.libraries import load_dpctl
 KDL_CPU, KDL_ONEAPI = 1, 14
 HOST = (KDL_CPU, 0)
 _TORCH_TYPES = {KDL_CPU: "cpu", KDL_ONEAPI: "xpu"}
-"""The ``torch.device.type`` of each that pools have memory of and :func:`from_dlpack` takes."""
+"""The ``torch.device.type`` of devices whose memory pools hold and :func:`from_dlpack` takes."""
 TAKEN = _TORCH_TYPES.keys()
 
 
 def oneapi_device(sycl_device: Any) -> tuple[int, int]:
-    """DLPack's device of SYCL's; a sub-device is that of its parent."""
+    """DLPack's type and id of a SYCL device; a sub-device has those of its parent."""
     while sycl_device.parent_device is not None:
         sycl_device = sycl_device.parent_device
     return KDL_ONEAPI, int(load_dpctl().get_devices().index(sycl_device))
@@ -29,6 +29,6 @@ def is_host_accessible(device: tuple[int, int]) -> bool:
 
 
 def torch_name(device: tuple[int, int]) -> str:
-    """What ``torch.device`` takes."""
+    """The name for ``torch.device``."""
     kind, number = device
     return f"{_TORCH_TYPES[kind]}:{number}"

@@ -22,7 +22,7 @@ class DType(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """The number of bytes of an element."""
         return self.bits * self.lanes // 8
 
 

@@ -1,19 +1,20 @@
 """Exports: the DLPack structs that consumers of our memory hold, and how their release is noticed.
 
-A consumer calls an export's deleter when its last tensor is freed: in any thread, with or without
-the GIL, from the garbage collector in the middle of a pool's own call, with an exception pending,
-in a forked process, while the interpreter exits. No Python function survives all of these: ctypes
-takes a pending exception for the function's own, clears it, and the interpreter crashes later
-(``torch.add(pool.empty(8), 1 / 0)``).
+A consumer calls an export's deleter when its last tensor is freed. This may happen in any thread,
+with or without the GIL, from the garbage collector in the middle of a pool's own call, with an
+exception pending, in a forked process, or while the interpreter exits. No Python function survives
+all of these: ctypes takes a pending exception for the function's own, clears it, and the
+interpreter crashes later (``torch.add(pool.empty(8), 1 / 0)``).
 
 So the deleter is ``time`` of the C library, whose argument says where to write the time: into the
 first word of the struct. Nothing else happens, whatever state the process is in. To find released
 exports, a pool compares the first words of all of them with their previous values. See
 docs/design/dlpack-deleter.md.
 
-Besides the deleter, only Python code changes a word. Where it must compare the word first, both are
-on one line without a call, so that no other thread and no signal handler comes in between: the
-interpreter lets them run only at calls and at backward jumps; with a debugger, also between lines.
+Besides the deleter, only Python code changes a word. Where it must compare the word first, both
+operations are on one line without a call. So no other thread and no signal handler comes in
+between: the interpreter lets them run only at calls and at backward jumps; with a debugger, also
+between lines.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ _WORD = ctypes.sizeof(ctypes.c_uint64)
 _SLOT = max(ctypes.sizeof(Versioned), ctypes.sizeof(Legacy)) // _WORD  # words of an export
 _FIRST_SLAB = 256
 _GROWTH = 4
-"""How many times more exports each slab has than the one before."""
+"""The factor by which each slab is larger than the one before."""
 
 _SEEN_ALWAYS = 2
 """The first slabs, of 1,280 exports together, are checked in every call."""
 _RANGE = 1024
-"""Of the other slabs a call checks this many exports, in turn: checking thousands is slow."""
+"""So many exports of the other slabs are checked in each call, and the next ones in the next call:
+checking thousands is slow."""
 
 IDLE = 0
 IN_USE = VERSION[0] | VERSION[1] << 32
@@ -54,7 +56,7 @@ IN_USE = VERSION[0] | VERSION[1] << 32
 NOT_RELEASED = IN_USE, IDLE
 """First words of versioned structs whose deleter was not called; any other is a time."""
 _DROPPED = 2**64 - 1
-"""As if the deleter had been called; a time that has not come yet."""
+"""A time that has not come yet, written as if the deleter had been called."""
 
 # From the C library itself: a preloaded library, such as one that fakes the date, may have its own.
 _DELETER: Any = ctypes.cast(ctypes.CDLL("libc.so.6").time, ctypes.c_void_p).value
@@ -167,7 +169,7 @@ class Export:
             self._given = view.address
 
     def full_capsule(self) -> Any:
-        """A capsule of the struct for torch, which leaves the capsule to us when it consumed it."""
+        """A capsule of the struct for torch, which leaves the consumed capsule to us."""
         if REUSES_CAPSULES and self.capsule is not None:
             self.capsule_name[0] = NAME_ADDRESS
         else:
@@ -183,11 +185,11 @@ class Export:
         self.words[self.first] = self._armed[self._slot] = self._given
 
     def drop(self) -> None:
-        """Do what the deleter does: no consumer took it."""
+        """Do what the deleter does, as no consumer took the export."""
         self.words[self.first] = _DROPPED
 
     def settle(self) -> bool:
-        """Make a released export idle; False if it was not released, or another thread did it."""
+        """Make a released export idle; False if it was not released, or another thread did so."""
         words, first, armed, slot = self.words, self.first, self._armed, self._slot
         is_back = False
         # On one line, as a debugger may let other threads run between two.
@@ -262,7 +264,7 @@ class Exporter:
         """The exports that were released since the last call, now idle, with their owners.
 
         Args:
-            everything: check all exports; otherwise some thousand, and the others in turn.
+            everything: check all exports; otherwise some thousand in each call, round robin.
         """
         for export, capsule in list(self._public.items()):
             # The count first: with no other reference, no other thread can consume it.
@@ -270,7 +272,7 @@ class Exporter:
             if not is_valid(capsule, export.name):
                 self._public.pop(export, None)  # consumed
             elif is_ours:
-                export.drop()  # first: after an interrupt in between it is dropped again
+                export.drop()  # first: if an interrupt comes in between, it is dropped again
                 self._public.pop(export, None)
         found = []
         for slab, start, stop in self._ranges(everything):

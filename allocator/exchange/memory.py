@@ -28,7 +28,7 @@ _shared_pool: Callable[[Any, str], Any]
 
 
 def copy_into(shared_pool: Callable[[Any, str], Any]) -> None:
-    """Have copies of memory made in the shared pool of a queue or device, and a kind."""
+    """Set the function that returns a shared pool, by queue or device and kind, for copies."""
     global _shared_pool
     _shared_pool = shared_pool
 
@@ -194,7 +194,7 @@ class Memory:
 
     @property
     def readable_bytes(self) -> int:
-        """Bytes that a buffer may have: 0 if it was released while one was being made."""
+        """Bytes that a buffer may have: 0 if the memory was released while one was being made."""
         return 0 if self.allocation is None else self.nbytes
 
     def capsule(self, view: View, versioned: bool, flags: int) -> Any:
@@ -314,11 +314,12 @@ class Array:
         """A capsule for ``from_dlpack`` of another library.
 
         Args:
-            stream: the consumer's ``dpctl.SyclQueue``, which will wait for the pool's queue; if it
-                is None, as where the host reads the memory, this call waits.
+            stream: the consumer's ``dpctl.SyclQueue``, which will wait for the pool's queue. If it
+                is None, for example where the host reads the memory, this call waits.
             max_version: newest version that the consumer supports; None or a major version below 1
                 gives a legacy capsule.
-            dl_device: device that the consumer wants; host memory of another device is a copy.
+            dl_device: device that the consumer wants; the host gets a copy of another device's
+                memory.
             copy: True makes a copy, False forbids it.
 
         Raises:

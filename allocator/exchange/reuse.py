@@ -72,7 +72,7 @@ class Entry:
         self.before_last, self.last = self.last, export
 
     def reuse(self) -> Export | None:
-        """Hand out one that was released; no lock is needed."""
+        """Hand out a tensor that was released; no lock is needed."""
         for export in self.recent:
             words, first, is_taken = export.words, export.first, False
             if self.is_closed:  # another thread ran when the loop jumped back
@@ -88,12 +88,12 @@ class Entry:
         return None
 
     def close(self) -> None:
-        """Hand out nothing any more; the pool frees what is cached."""
+        """Hand out no more tensors; the pool frees the cached ones."""
         self.is_closed = True
         self.recent, self.last, self.before_last = [], _NEVER, _NEVER
 
     def fits(self, allocation: Allocation) -> bool:
-        """Whether its blocks are of this size; a reservation's may be smaller."""
+        """Whether its blocks have this allocation's size; in a reservation they may be smaller."""
         return (self.size, self.is_small) == (allocation.size, allocation.is_small)
 
     def forget(self, export: Export) -> None:

@@ -24,7 +24,7 @@ _NO_DTYPE = type(None)  # the reuse cache has no tensor of it
 class TensorFactory:
     """Makes tensors of a pool: released ones of the reuse cache where possible, else new ones.
 
-    The quickest way, for a tensor that replaces the one released last, is in
+    The fastest path, for a tensor that replaces the one released last, is in
     :meth:`allocator.Pool.empty` itself.
     """
 
@@ -65,7 +65,7 @@ class TensorFactory:
             raise
 
     def empty(self, shape: Any, dtype: torch.dtype | None) -> Tensor:
-        """A tensor when none of this shape and dtype was released just now."""
+        """A tensor, if none of this shape and dtype was released just now."""
         kind = self.load_torch().get_default_dtype() if dtype is None else dtype
         sizes = as_shape(shape)
         entry = self._core.cache.find(sizes, kind)
@@ -127,7 +127,7 @@ class TensorFactory:
             export = core.cache.take(entry)
             if export is None:
                 return None
-            allocation, export.owner = export.owner, None  # so that it is missed if we fail
+            allocation, export.owner = export.owner, None  # so that it counts as lost if we fail
             core.store.uncache(core.pool(), allocation)
             entry.add_recent(export)
         return self._tensor_of(export, allocation)
@@ -135,7 +135,7 @@ class TensorFactory:
     def _make_reusable(
         self, export: Export, shape: tuple[int, ...], dtype: Any, allocation: Allocation
     ) -> None:
-        """Have the export handed out again, once released, for the same shape and dtype."""
+        """Let the export be handed out again, once released, for the same shape and dtype."""
         core = self._core
         with core.lock, core.reentrancy as is_outermost:
             # Checked with the lock held, as another thread may add a hook.
@@ -147,7 +147,7 @@ class TensorFactory:
 
 
 def _cure(torch: Any, shape: tuple[int, ...], dtype: Any) -> str:
-    """What was probably meant by a dtype that is none."""
+    """The advice for a dtype argument that is no dtype: what was probably meant."""
     if isinstance(dtype, int):
         return f"; a shape of several dimensions is a tuple, such as {(*shape, dtype)}"
     name = getattr(dtype, "__name__", str(dtype))  # of a class of NumPy's, too

@@ -1,1 +1,1 @@
-"""What a pool reports: hooks, histories, statistics, traces."""
+"""The reports of a pool: hooks, histories, statistics, traces."""

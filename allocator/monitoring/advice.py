@@ -66,7 +66,7 @@ class Advice:
 
     @property
     def limit(self) -> int:
-        """For ``Pool(limit=...)``: what the best rules reserve, and a sixteenth more."""
+        """For ``Pool(limit=...)``: the bytes that the best rules reserve, plus one sixteenth."""
         peak = self.best.replay.peak_reserved
         return -(-(peak + peak // _MARGIN) // _MIB) * _MIB
 
@@ -86,7 +86,7 @@ class Advice:
         return map(self._row, chain([self.default], others))
 
     def _frontier(self) -> Iterator[Candidate]:
-        """Candidates that no other beats in both memory and hits, the least memory first."""
+        """Candidates that no other beats in both memory and hits, least memory first."""
         most_hits = -1
         for candidate in sorted(self.tried, key=lambda c: (c.replay.peak_reserved, -c.replay.hits)):
             if candidate.replay.hits > most_hits:
@@ -160,7 +160,7 @@ def advise(trace: Trace, *, hit_rate: float | None = None) -> Advice:
 def _search(trace: Trace, default: Candidate, hit_rate: float) -> list[Candidate]:
     """The candidates of a greedy search."""
     replays = {default.rules: default.replay}
-    # A search for fewer hits occasionally ends at more memory than one for more hits.
+    # A search for a lower hit rate occasionally ends at more memory than one for a higher rate.
     for aim in sorted({0.0, hit_rate, 1.0}):
         tried = [default]
         for knob, values in _KNOBS.items():

@@ -1,7 +1,7 @@
 """The memory statistics of ``torch.xpu``, by the same names, for a device's default pool.
 
 torch has one allocator for each device, whose statistics cover all of its memory. Here each pool
-has its own statistics: other pools than the default one have methods of the same names.
+has its own statistics. Pools other than the default one have them as methods of the same names.
 """
 
 from __future__ import annotations

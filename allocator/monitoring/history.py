@@ -85,7 +85,7 @@ class History(Hook):
     def released(self, pool: Any, allocation: Allocation) -> None:
         """See :class:`Hook`."""
         self._complete_finished()
-        # It is taken back in the pool's next call, whose stack tells nothing about it.
+        # The pool takes it back in its next call, whose stack says nothing about the release.
         nbytes, stream = allocation.nbytes, allocation.stream
         self._add("free_requested", _start(allocation), nbytes, stream, _NO_FRAMES)
         if allocation.queues:

@@ -51,7 +51,7 @@ class Hook:
         """Called when memory is released; errors go to :data:`sys.unraisablehook`.
 
         Args:
-            pool: the :class:`Pool` that has it back.
+            pool: the :class:`Pool` that took it back.
             allocation: the released allocation, its fields unchanged.
         """
 

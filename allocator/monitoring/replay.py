@@ -56,8 +56,8 @@ def replay(trace: Trace, target: Any = None, *, touch: bool = False) -> Replay:
 
     Args:
         trace: events to repeat.
-        target: a :class:`Pool` that nothing else uses meanwhile, whose figures include what it held
-            before; or :class:`Rules`, to simulate a pool without device or memory. The default
+        target: a :class:`Pool` that nothing else uses meanwhile; the figures include memory that it
+            held before. Or :class:`Rules`, to simulate a pool without device or memory. The default
             rules if None.
         touch: write to all memory, as programs do; for pools only.
 

@@ -1,4 +1,4 @@
-"""Scopes: statistics of what a block of code allocates, of all pools."""
+"""Scopes: statistics of the allocations of a block of code, in all pools."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class _Counter:
 class Scope(Hook):
     """Counts the allocations of its ``with`` block.
 
-    Made by :func:`statistics`.
-    Allocations of other threads are not counted; releases are, in any thread.
+    Made by :func:`statistics`. Allocations of other threads are not counted, but releases in any
+    thread are.
     """
 
     def __init__(self, name: str, where: str) -> None:
@@ -157,7 +157,7 @@ def statistics(name: str | None = None) -> Scope:
     Blocks may be nested; the outer one includes the inner one's allocations.
 
     Args:
-        name: name in :func:`statistics_report`; that of the enclosing function if None.
+        name: name in :func:`statistics_report`; if None, the name of the enclosing function.
 
     Example:
         >>> from allocator import Pool, statistics
@@ -205,7 +205,7 @@ def reset_statistics_report() -> None:
 
 
 def register(core: Core) -> None:
-    """Have open and later scopes count a pool's allocations."""
+    """Make open and later scopes count a pool's allocations."""
     with _lock:
         _cores.add(core)
         scopes = list(_open)

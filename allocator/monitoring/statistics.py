@@ -159,7 +159,7 @@ def memory_stats_as_nested_dict(counters: Counters, free: FreeMemory) -> dict[st
 
 
 def memory_stats(counters: Counters, free: FreeMemory) -> OrderedDict[str, Any]:
-    """The same as a flat dict, such as "allocated_bytes.all.peak", sorted by name."""
+    """The same counters in a flat dict, sorted by name, such as "allocated_bytes.all.peak"."""
     return OrderedDict(sorted(_flat("", memory_stats_as_nested_dict(counters, free))))
 
 

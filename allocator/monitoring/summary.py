@@ -19,7 +19,7 @@ _TABLE_STYLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
 
 
 def summary(title: str, counters: Counters, *, abbreviated: bool) -> str:
-    """The counters as a table of plain text; only of all blocks together if abbreviated."""
+    """The counters as a table of plain text; if abbreviated, only for all blocks together."""
     lines = [title, f"{'metric':<28}" + "".join(f"{fact:>14}" for fact in FACTS)]
     for metric in sorted(METRICS, key=lambda metric: not metric.endswith("bytes")):
         text = size_text if metric.endswith("bytes") else str

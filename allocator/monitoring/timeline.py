@@ -140,7 +140,7 @@ class Timeline(Hook):
 
 
 def _steps(rows: list[Row], name: str, last: float, top: int) -> str:
-    """An SVG path: the least and the most of each column of pixels, so that no peak is lost."""
+    """An SVG path with the minimum and maximum in each column of pixels, so no peak is lost."""
     columns: dict[int, list[int]] = {}
     for row in rows:
         columns.setdefault(round(row.seconds / last * _WIDTH), []).append(getattr(row, name))

@@ -32,7 +32,7 @@ class Event(NamedTuple):
     """One event of a trace."""
 
     thread: int
-    """id of the calling thread; of a release, of the thread in which the pool noticed it."""
+    """id of the calling thread; for a release, of the thread in which the pool noticed it."""
     time: int
     """time in microseconds; only differences mean anything."""
     action: Action
@@ -54,7 +54,7 @@ class Trace(Sequence[Event]):
         events: events in order.
 
     Raises:
-        ValueError: events contradict each other: memory is freed that was not allocated.
+        ValueError: events contradict each other, for example free memory that was not allocated.
 
     Example:
         >>> trace = Trace([Event(1, 0, "allocate", 512, 100, 0), Event(1, 9, "free", 512, 100, 0)])
@@ -100,7 +100,7 @@ class Trace(Sequence[Event]):
     def from_profiler(cls, profiler: torch.profiler.profile) -> Trace:
         """The CPU allocations of torch that a profiler recorded.
 
-        If an address is allocated again and the profiler missed the release, it is assumed.
+        If an address is allocated again, a release that the profiler missed is assumed before it.
 
         Args:
             profiler: a finished ``torch.profiler.profile(profile_memory=True)``.

@@ -1,4 +1,4 @@
-"""Budgets: limits on what one part of a program may hold of a pool."""
+"""Budgets: limits on how much of a pool one part of a program may hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from allocator.runtime.formatting import size_text
 
 
 class _Charge:
-    """What an allocation takes of a budget, open or not, until its release."""
+    """An allocation's share of a budget, open or not, until its release."""
 
     __slots__ = ("_budget", "size")
 
@@ -26,7 +26,7 @@ class _Charge:
         self.size = 0
 
     def credit(self) -> None:
-        """Take it off the budget; after an interrupt this may run twice."""
+        """Subtract it from the budget; after an interrupt this may run twice."""
         self._budget._used -= self.size
         self.size = 0
 
@@ -34,8 +34,8 @@ class _Charge:
 class Budget(Hook):
     """A limit on the bytes that allocations made in a ``with`` block may hold at once.
 
-    Each allocation counts with its size rounded up to 512 bytes, until its release in the block or
-    after it, for all budgets that are open. Other threads and tasks are not counted, unless they
+    Each allocation counts with its size rounded up to 512 bytes, for all budgets that are open,
+    until its release in the block or after it. Other threads and tasks do not count, unless they
     were started in the block with its context, as asyncio starts tasks.
 
     Made by :meth:`Pool.budget`.
@@ -110,7 +110,7 @@ class Budget(Hook):
         return f"<{self._text}: {size_text(self._used)} in use>"
 
     def before_allocate(self, pool: Any, nbytes: int) -> None:
-        """Refuse what does not fit, once nothing more can be freed for it."""
+        """Refuse an allocation that does not fit, once nothing more can be freed for it."""
         if self not in _open.get() or self._has_room(nbytes):
             return
         self._core.update()

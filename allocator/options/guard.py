@@ -75,7 +75,7 @@ class MemoryCorruptionError(RuntimeError):
 
 
 class _Life:
-    """What an error tells about an allocation, also after its end."""
+    """The facts that an error reports about an allocation, also after its end."""
 
     def __init__(self, allocation: Allocation, number: int, allocated_at: Frames) -> None:
         self.address = allocation.address
@@ -104,8 +104,8 @@ class Guard(Hook):
     """Fills a pool's memory with patterns, and checks them later.
 
     For host-accessible memory only. It is the pool's first hook, so it sees all allocations and
-    releases; released blocks stay in quarantine for a while. Problems are kept until
-    :meth:`raise_found`, as most are found where nothing can be raised.
+    releases. Released blocks stay in quarantine for a while. Problems are kept until
+    :meth:`raise_found`, as most are found in places that cannot raise.
     """
 
     def __init__(self, store: Store) -> None:
@@ -124,7 +124,7 @@ class Guard(Hook):
 
     @classmethod
     def attach(cls, core: Core) -> None:
-        """Turn a pool's debug mode on; its last findings are written when the process exits."""
+        """Turn a pool's debug mode on; when the process exits, the last findings are written."""
         if not core.store.source.driver.is_host_accessible:
             raise RuntimeError(
                 f"debug=True, but Python cannot read and fill the memory of {core.name}; use "

@@ -16,7 +16,7 @@ from allocator.pool.sizes import as_number
 from allocator.pool.store import Store
 
 _CHECKS = 4
-"""Checks within the time that memory may stay: it stays at most 1/4 longer."""
+"""Checks within the time that memory may stay unused; it stays at most 1/4 longer."""
 
 
 def checked_seconds(seconds: Any) -> float:
@@ -101,7 +101,7 @@ _decays: set[Decay] = set()
 
 @atexit.register
 def _end_all() -> None:
-    """Let no thread run in the driver while the interpreter exits."""
+    """End all threads, so that none runs in the driver while the interpreter exits."""
     decays = list(_decays)
     for decay in decays:
         decay.stop()

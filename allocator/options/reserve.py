@@ -14,11 +14,11 @@ from allocator.runtime.formatting import size_text
 
 
 class Reservation:
-    """Memory of a pool for the allocations in a ``with`` block alone.
+    """Memory of a pool that only the allocations in a ``with`` block may use.
 
-    It holds one block of the pool's heap and splits allocations off its end; they are ordinary
-    blocks from then on, and stay valid when the ``with`` block ends. Other threads and tasks get
-    nothing of it, unless they were started in the block with its context, as asyncio starts tasks.
+    It holds one block of the pool's heap and splits allocations off its end. These are ordinary
+    blocks from then on, and stay valid when the ``with`` block ends. Other threads and tasks get no
+    part of it, unless they were started in the block with its context, as asyncio starts tasks.
 
     Made by :meth:`Pool.reserve`.
 
@@ -82,13 +82,13 @@ class Reservation:
         return f"<reservation of {size_text(self.nbytes)}: {size_text(self.left)} left>"
 
     def give_back(self) -> None:
-        """Free the rest; in the outermost call."""
+        """Free the remaining memory; in the outermost call."""
         block = self._held
         if block is not None:
             self.heap.free(block)
 
     def take(self, nbytes: int, alignment: int) -> Allocation | None:
-        """An allocation from the end of the rest, if it fits.
+        """An allocation from the end of the remaining memory, if it fits.
 
         Args:
             nbytes: bytes asked for.

@@ -21,7 +21,7 @@ _ONE_SEGMENT: dict[str, Any] = {
     "small_limit": 0,  # for all sizes
     "over_reserve": 0.0,  # no larger than asked for
     "slack": 0,
-    "replace_limit": sys.maxsize,  # and never replaced
+    "replace_limit": sys.maxsize,  # free segments are never replaced
 }
 
 
@@ -31,7 +31,7 @@ class _Arena(Heap):
     def __init__(self, upstream: Upstream, rules: Rules, nbytes: int) -> None:
         super().__init__(upstream, rules)
         self.nbytes = nbytes
-        self.free(super().allocate(nbytes))  # which is all of the segment
+        self.free(super().allocate(nbytes))  # this block is the whole segment
         self.misses = self.peak_live = 0
         (segment,) = self.segments
         self.address = segment.address

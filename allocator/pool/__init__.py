@@ -1,1 +1,1 @@
-"""The pool: blocks, where they come from, and who gets them."""
+"""The pool: its blocks, the segments they come from, and the allocations that get them."""

@@ -33,7 +33,7 @@ class Allocation:
     def __init__(
         self, pool: Any, address: int, nbytes: int, in_use: dict[int, Allocation] | None = None
     ) -> None:
-        """A record; ``in_use`` has it by its address while it is in use."""
+        """A record; the dict ``in_use`` contains it, by address, while it is in use."""
         self.pool = pool
         """the :class:`Pool` it belongs to, kept alive by it; None once released."""
         self.address = address
@@ -53,7 +53,7 @@ class Allocation:
         self.is_announced = True
         """whether hooks are told of the release."""
         self.notes: dict[Any, Any] | None = None
-        """what hooks stored with :meth:`note`."""
+        """objects that hooks stored with :meth:`note`."""
         self.charges: tuple[Callable[[], None], ...] = ()
         """calls that credit the budgets it was charged to; a second call changes nothing."""
         self._in_use = in_use

@@ -4,10 +4,10 @@ A heap takes segments from upstream and splits them into blocks. The policy:
 
 - Sizes are rounded up to 512 bytes. Small requests have segments of their own, so that a small
   block never keeps a large segment from being returned.
-- Best fit: a free block of exactly the size, else the smallest that is large enough; among equals
-  the one in the oldest segment at the lowest offset. Addresses are not compared, so the same calls
-  give the same offsets in every process. The remainder is split off, and free neighbours are merged
-  at once. A wholly free segment is split only if nothing else fits.
+- Best fit: a free block of exactly the size, else the smallest that is large enough. Among equal
+  blocks it takes the one in the oldest segment at the lowest offset. Addresses are not compared, so
+  the same calls give the same offsets in every process. The remainder is split off, and free
+  neighbours are merged at once. A wholly free segment is split only if nothing else fits.
 - Bounded over-reserve: a heap that must grow first returns its wholly free segments, and then takes
   one segment as large as the bound allows. The bound is 3% and 8 MiB above the peak of live bytes;
   only fragmentation can keep a heap above it.
@@ -160,9 +160,9 @@ class Block:
 
 
 def split(block: Block, size: int) -> Block:
-    """Shrink a block to this size; returns the rest, a block that is free if the first one is.
+    """Shrink a block to this size; returns the rest as a block, free if the given one is free.
 
-    An interrupt before the store into ``block.next`` leaves all unchanged; after it,
+    An interrupt before the store into ``block.next`` leaves everything unchanged; after it,
     :meth:`Heap.repair` finds both blocks.
     """
     rest = Block(block.segment, block.address + size, block.size - size)
@@ -317,7 +317,7 @@ class Heap:
         self._add_free(block)
 
     def trim(self, target: int = 0) -> int:
-        """Return free segments, the largest first, until ``reserved <= target``; counts bytes."""
+        """Return free segments, largest first, until ``reserved <= target``; result in bytes."""
         before = self.reserved
         for block in sorted(self._whole_blocks(), key=lambda b: (-b.size, b.segment.ordinal)):
             if self.reserved <= target:
@@ -329,7 +329,7 @@ class Heap:
         """Return the segment that consists of this free block."""
         segment = block.segment
         self._remove_free(block)
-        # Removed from the chains before upstream has it: memory that is not ours must not be used.
+        # Removed from the chains first: memory that upstream owns again must not be used.
         del self._segments[segment.ordinal]
         self.reserved -= segment.size
         self.upstream_calls += 1
@@ -371,7 +371,7 @@ class Heap:
         """A request's block size, the smallest segment for it, and whether it is small."""
         rules = self._rules
         size = -(-nbytes // rules.rounding) * rules.rounding
-        skipped = max(alignment - GRAIN, 0)  # at most, wherever the segment begins
+        skipped = max(alignment - GRAIN, 0)  # at most, wherever a segment begins
         needed = size + -(-skipped // rules.rounding) * rules.rounding
         return size, needed, needed <= rules.small_limit
 

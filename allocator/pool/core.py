@@ -51,7 +51,7 @@ open_reserves: contextvars.ContextVar[tuple[weakref.ref[Reserve], ...]] = contex
 
 
 class Debugger(Protocol):
-    """The debug mode of a pool, as its core calls it. What it finds is raised later."""
+    """The debug mode of a pool, as its core calls it. Its findings are raised later."""
 
     def ended(self, export: int, allocation: Allocation | None) -> None:
         """A consumer called the deleter of the export at this address."""
@@ -118,7 +118,7 @@ class Core:
         return not REUSES_CAPSULES or bool(self.hooks.all) or self.store.origin is not None
 
     def check_usable(self) -> None:
-        """Raise if the pool cannot allocate, or if the debug mode found something."""
+        """Raise if the pool cannot allocate, or if the debug mode has found a problem."""
         if self.is_closed:
             raise RuntimeError(f"{self.name} was closed")
         self.check_process()
@@ -134,7 +134,7 @@ class Core:
             )
 
     def raise_corruption(self) -> None:
-        """Raise what the debug mode has found, which a deleter cannot."""
+        """Raise the findings of the debug mode, as a deleter cannot raise them."""
         if self.debugger is not None:
             self.update()  # checks what was released
             self.debugger.raise_found()
@@ -142,7 +142,7 @@ class Core:
     def add_hook(self, hook: Hook) -> None:
         """Call a hook from now on."""
         with self.lock, self.reentrancy as is_outermost:
-            self.cache.by_dtype.clear()  # tensors are no longer reused unseen
+            self.cache.by_dtype.clear()  # from now on no reuse bypasses the hooks
             if is_outermost:
                 self.flush_cache()
             self.hooks.add(hook)
@@ -155,7 +155,7 @@ class Core:
     # ------------------------------------------------------------------ allocation
 
     def acquire(self, nbytes: int, alignment: int = GRAIN, queue: Any = None) -> Allocation:
-        """Allocate for a queue, or for the pool's own; 0 bytes take no memory.
+        """Allocate for a queue, the pool's own if None; 0 bytes take no memory.
 
         Raises:
             OutOfMemoryError: there is no room.
@@ -242,7 +242,7 @@ class Core:
     # ------------------------------------------------------------------ release
 
     def drain(self, *, everything: bool = True) -> None:
-        """Take back released memory, all of it or what is found quickly; in the outermost call."""
+        """Take back released memory, all or the part found quickly; in the outermost call."""
         if self._process != os.getpid():
             return
         for export in self.exporter.take_released(everything=everything):
@@ -320,7 +320,7 @@ class Core:
     # ------------------------------------------------------------------ the reuse cache
 
     def _cache(self, export: Export) -> bool:
-        """Put a released tensor into the reuse cache, if it may and can be there."""
+        """Put a released tensor into the reuse cache, if that is allowed and possible."""
         allocation = export.owner
         if allocation.__class__ is not Allocation or allocation.queues:
             return False
@@ -373,7 +373,7 @@ class Core:
         self.exporter.recover()
 
     def close(self) -> None:
-        """Allocate nothing more, and return to the driver what is free and what will be."""
+        """Stop allocating, and return free memory to the driver, now and after later releases."""
         self.is_closed = self.store.is_closed = True  # before trim() empties the cache
         self.cache.by_dtype.clear()  # trim() does nothing within one of our own calls
 

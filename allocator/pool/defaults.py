@@ -46,7 +46,7 @@ def default_pool(device: Any = "cpu", kind: str = "device") -> Pool:
 
 
 def named_pool(name: str, device: Any = "cpu", kind: str = "device", **options: Any) -> Pool:
-    """The pool of this name, made by the first call with the other arguments.
+    """The pool of this name; the first call makes it with the other arguments.
 
     Args:
         name: name of the pool, also in reports.

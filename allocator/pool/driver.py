@@ -85,8 +85,8 @@ class UsmDriver:
     def release(self, handle: Any) -> None:
         """Return memory once nothing on the queue uses it.
 
-        ``sycl::free`` does not wait for commands, so this does. The memory is freed with its last
-        reference; dpctl and dpnp hold one for each of their views.
+        ``sycl::free`` does not wait for commands, so this method does. The memory is freed with its
+        last reference; dpctl and dpnp hold one for each of their views.
         """
         self.queue.wait()
 

@@ -1,4 +1,4 @@
-"""What happens to pools when garbage is collected, the process forks, or it exits."""
+"""What happens to pools when garbage is collected, and when the process forks or exits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _of_the_parent: list[Core] = []
 
 
 def register(core: Core) -> None:
-    """Include a pool in what is done at collections, forks and exit."""
+    """Let a pool take part in the work at collections, forks and exit."""
     _cores[id(core)] = core
 
 

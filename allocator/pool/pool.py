@@ -44,8 +44,8 @@ class Pool(Constructors, Reports):
     """A caching memory pool of one SYCL device and USM kind.
 
     A request is rounded up to 512 bytes and gets the smallest free block that fits; if there is
-    none, a new segment is taken from the driver. A tensor's memory is free again, from the pool's
-    next call on, once nothing refers to it.
+    none, a new segment is taken from the driver. Once nothing refers to a tensor, its memory is
+    free again from the pool's next call on.
 
     Args:
         device: a SYCL filter string such as "cpu" or "gpu", or a ``dpctl.SyclQueue``.
@@ -167,7 +167,7 @@ class Pool(Constructors, Reports):
             strides: strides in elements; contiguous by default.
 
         Raises:
-            TypeError: the shape has other than integers, or the dtype is unknown.
+            TypeError: an element of the shape is no integer, or the dtype is unknown.
             ValueError: a negative dimension, or elements that would share memory.
             OutOfMemoryError: there is no room.
             RuntimeError: the pool was closed, or belongs to another process.
@@ -259,7 +259,7 @@ class Pool(Constructors, Reports):
         name: str | None = None,
         on_exceed: Callable[[Budget, int], bool] | None = None,
     ) -> Budget:
-        """Limit what the allocations of a ``with`` block hold at once; see :class:`Budget`.
+        """Limit the bytes that allocations of a ``with`` block hold at once; see :class:`Budget`.
 
         An allocation that would pass the limit raises OutOfMemoryError.
 
@@ -278,9 +278,9 @@ class Pool(Constructors, Reports):
     def reserve(self, nbytes: int | str) -> Reservation:
         """Put memory aside for the allocations of a ``with`` block; see :class:`Reservation`.
 
-        Allocations up to that size in total, each rounded up to 512 bytes, cannot fail; the block
-        raises OutOfMemoryError at its start or not at all. Larger demands are served by the pool as
-        usual. With ``debug=True`` each allocation takes its redzones too.
+        Allocations up to that size in total, each rounded up to 512 bytes, cannot fail: the block
+        raises OutOfMemoryError at its start or not at all. Beyond that size the pool allocates as
+        usual. With ``debug=True`` each allocation also takes its redzones from the reservation.
 
         Args:
             nbytes: bytes, as 4096 or "64MiB".
@@ -398,7 +398,7 @@ class Pool(Constructors, Reports):
         """Return all memory to the driver; the pool allocates nothing more.
 
         Args:
-            force: close even if memory is in use; that stays valid until it is released.
+            force: close even if memory is in use; such memory stays valid until it is released.
 
         Raises:
             RuntimeError: memory is in use, and ``force`` is False.

@@ -1,4 +1,4 @@
-"""Tells a call whether it is the outermost of nested ones; has interrupted work repaired."""
+"""Tells a call whether it is the outermost of nested ones, and repairs interrupted work."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class ReentrancyGuard:
     see and change records in an inconsistent state. ``with lock, guard as is_outermost`` tells the
     inner call to do only what is safe then.
 
-    The lock is separate: only a lock written in C is released whatever exception arrives between
-    two instructions, such as KeyboardInterrupt, which Python may raise before the first line of an
-    ``__exit__``.
+    The lock is separate, because only a lock written in C is released whatever exception arrives
+    between two instructions. KeyboardInterrupt, for example, may be raised before the first line of
+    an ``__exit__`` in Python.
     """
 
     def __init__(self, recover: Callable[[], None]) -> None:
-        """``recover``, a bound method, mends what an asynchronous exception left inconsistent.
+        """``recover``, a bound method, repairs records that an asynchronous exception interrupted.
 
         It may itself be interrupted, and then runs again. It is held weakly, so that its object is
         freed without a garbage collection.

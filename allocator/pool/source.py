@@ -21,7 +21,7 @@ class Source:
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether more is held than a limit that was lowered allows."""
+        """Whether more is held than the limit allows, after it was lowered."""
         return self.limit is not None and self.reserved > self.limit
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:
@@ -44,7 +44,7 @@ class Source:
 
 
 def limit_of(limit: int | str | None, fraction: float | None, capacity: int) -> int | None:
-    """A limit in bytes, given as such or as a fraction of a device's capacity."""
+    """The limit in bytes, from a size or a fraction of a device's capacity."""
     if limit is not None and fraction is not None:
         raise ValueError(f"limit={limit!r} and fraction={fraction!r} exclude each other")
     if fraction is not None:

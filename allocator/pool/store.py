@@ -1,6 +1,6 @@
-"""A pool's block records: what is free, what is in use, and what came from the driver.
+"""A pool's block records: free memory, memory in use, and segments from the driver.
 
-Used by one thread at a time; the pool's lock sees to that.
+Used by one thread at a time, which the pool's lock ensures.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Store:
         self.leaving: Callable[[Allocation], Iterable[Allocation]] = lambda ended: (ended,)
         """the allocations to free when one ends: itself, or none if it is quarantined."""
         self.is_closed = False
-        """whether nothing is cached any more."""
+        """whether the store has stopped caching."""
         self.awaiting: list[tuple[Allocation, list[Any]]] = []
         """released allocations, and the events of other queues that still use them."""
         self._stagger = 0
@@ -62,13 +62,13 @@ class Store:
     def room_for(self, nbytes: int, alignment: int) -> int:
         """The size of the block for a request."""
         # A kernel that reads one array and writes another is slow if both have the same address
-        # modulo the page size, so large allocations start at different offsets. All get the same
-        # room, so that their blocks are interchangeable. See docs/design/staggered-addresses.md.
+        # modulo the page size, so large allocations start at different offsets. All blocks have
+        # the same room, so that they are interchangeable. See docs/design/staggered-addresses.md.
         stagger = _PAGE - GRAIN if _is_staggered(nbytes, alignment) else 0
         return self.bare_room_for(nbytes, alignment) + stagger
 
     def bare_room_for(self, nbytes: int, alignment: int) -> int:
-        """The same for an allocation that is not staggered."""
+        """The size of the block for a request that is not staggered."""
         return self._front(alignment) + nbytes + self.margin
 
     def fits(self, nbytes: int, alignment: int, queue: Any) -> bool:
@@ -128,8 +128,8 @@ class Store:
             self.free_cached(allocation)
         elif self.in_use.get(allocation.address) is allocation:
             if allocation.queues:
-                # First: without the barriers, or in no record for a moment, the block would be
-                # allocated again while a queue uses it.
+                # First: a block without barriers, or in no record for a moment, might be allocated
+                # again while a queue uses it.
                 events = [queue.submit_barrier() for queue in allocation.queues]
                 self.awaiting.append((allocation, events))
             self._remove_in_use(allocation)
@@ -248,7 +248,7 @@ class Store:
         return None
 
     def unclaimed(self) -> list[Allocation]:
-        """Allocations that no caller holds: an asynchronous exception arrived before one did."""
+        """Allocations that never reached a caller, because of an asynchronous exception."""
         return [
             allocation
             for allocation, count in _referenced(self.in_use)

@@ -14,7 +14,7 @@ def check_not_forked() -> None:
     """Raise in a process forked from one whose driver was running: its threads do not exist here.
 
     Raises:
-        RuntimeError: the process was forked so; the message says what to do instead.
+        RuntimeError: it is such a process; the message says what to do instead.
 
     Example:
         >>> check_not_forked()

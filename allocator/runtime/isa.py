@@ -48,7 +48,7 @@ _loaded: str | None = None
 
 
 def processor_features() -> str:
-    """What the processor has and the system lets programs use; "" where that is not known.
+    """The processor features that the system lets programs use; "" where they are not known.
 
     Example:
         >>> " sse4_2 " in processor_features()
@@ -66,7 +66,7 @@ def highest_isa() -> str:
     """The highest of :data:`ISA_LEVELS` that the processor and the operating system support.
 
     Raises:
-        RuntimeError: they support none: the CPU driver needs SSE4.2.
+        RuntimeError: they support none of them: the CPU driver needs SSE4.2.
 
     Example:
         >>> highest_isa() in ISA_LEVELS

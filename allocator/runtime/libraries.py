@@ -85,8 +85,8 @@ def cpu_driver() -> Path | None:
 def _misjudges_processors() -> bool:
     """Whether the CPU driver is of a release that does not recognize newer processors.
 
-    Release 2024.2 calls a Zen 5 an "unknown host CPU" and compiles wrong code for it, of exp for
-    one, unless it is told the instruction set.
+    Release 2024.2 calls a Zen 5 an "unknown host CPU" and, unless it is told the instruction set,
+    compiles wrong code for it, for example for exp.
     """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         release = importlib.metadata.version("intel-opencl-rt")
@@ -99,9 +99,10 @@ def cpu_driver_registered() -> Iterator[None]:
     """Tell the OpenCL loader where the CPU driver is, and the driver its instruction set.
 
     The loader adds ``OCL_ICD_FILENAMES`` to the drivers that the system registers, so GPUs stay
-    visible. Both read their variables once, when the first device and the first context are made.
-    A value that the user set is kept. The variables are restored afterwards, as a child process may
-    run another environment with another driver; so are the signal handlers.
+    visible. The loader and the driver read their variables once, when the first device and the
+    first context are made. A value that the user set is kept. The variables are restored
+    afterwards, as a child process may run another environment with another driver. The signal
+    handlers are restored too.
 
     Raises:
         ValueError: this machine does not support the level of FUSEDOPTIM_ISA.

@@ -131,9 +131,9 @@ def _cure(device: str, limits: list[str]) -> str:
 
 
 def _found(device: str) -> Any:
-    """The device of a filter string; of several CPU drivers Intel's.
+    """The device of a filter string; if several drivers serve the CPU, Intel's.
 
-    SYCL may rank another OpenCL driver of the system higher, such as PoCL, which does not build the
+    SYCL may rank another OpenCL driver of the system higher, such as PoCL, which cannot build the
     kernels.
     """
     dpctl = load_dpctl()

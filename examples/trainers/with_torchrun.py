@@ -5,9 +5,9 @@ Run::
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 \
         --max-restarts 3 examples/trainers/with_torchrun.py
 
-and kill one of its two processes with ``kill -9``: torchrun starts both again, and the weights at
-the end are those of a training that nobody killed. Without the variable, torchrun keeps the store
-in which processes find each other, and the new ones look for those that were killed
+and kill one of its two processes with ``kill -9``. torchrun starts both again, and the final
+weights are those of a training that nobody killed. Without the variable, torchrun keeps the store
+through which processes find each other, and the new processes look for the killed ones
 (https://github.com/pytorch/pytorch/issues/135712).
 """
 

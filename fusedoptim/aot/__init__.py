@@ -1,7 +1,7 @@
 """Kernels compiled ahead of time, in bundles that load where no compiler is installed.
 
-``python -m fusedoptim aot build lion.cl -o lion.fob`` compiles; :func:`load` gives the kernels;
-:func:`warmup` has the driver compile before the first step.
+``python -m fusedoptim aot build lion.cl -o lion.fob`` compiles them. :func:`load` returns the
+kernels. :func:`warmup` makes the driver compile before the first step.
 """
 
 from fusedoptim.aot._bundle import Bundle, BundleError, load

@@ -1,7 +1,7 @@
 """The bundle's file: SPIR-V modules, device binaries and a manifest in one zip archive.
 
-Entries are stored uncompressed, in a fixed order and with a fixed date, so that the same modules
-make the same bytes at any time and with any version of zlib.
+Entries are stored uncompressed, in a fixed order and with a fixed date. So the same modules make
+the same bytes at any time and with any version of zlib.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Module(NamedTuple):
 
     @property
     def driver_options(self) -> tuple[str, ...]:
-        """The options that the device's driver takes too."""
+        """The options that the device's driver accepts too."""
         return tuple(option for option in self.options if option in DRIVER_OPTIONS)
 
 
@@ -206,8 +206,8 @@ def load(path: str | os.PathLike[str], *, device: Any = "cpu") -> Bundle:
     """Load a bundle's kernels, which needs no compiler of Python or OpenCL C.
 
     Args:
-        path: of the file.
-        device: on which launches run whose arguments have no device, as of
+        path: path of the file.
+        device: where launches run if their arguments have no device, as for
             :class:`fusedoptim.raw.RawKernel`.
 
     Returns:
@@ -216,7 +216,7 @@ def load(path: str | os.PathLike[str], *, device: Any = "cpu") -> Bundle:
 
     Raises:
         BundleError: the file is not a bundle, is truncated or altered, or has another ABI.
-        OSError: it cannot be read, for the reason that ``open`` gives: FileNotFoundError,
+        OSError: it cannot be read; the error is that of ``open``: FileNotFoundError,
             IsADirectoryError, PermissionError.
 
     Example:

@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _reporting_errors(run: Callable[[Any], int], arguments: Any) -> int:
-    """Run a command; print what it raises because of its input."""
+    """Run a command; print the errors that its input causes."""
     try:
         return run(arguments)
     except (RuntimeError, ValueError, OSError, ImportError, TypeError) as error:

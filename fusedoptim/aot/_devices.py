@@ -23,7 +23,7 @@ class DeviceError(RuntimeError):
 
 
 def parse_devices(devices: str | Sequence[str]) -> tuple[str, ...]:
-    """The names in "skl,dg2,pvc" or a sequence, which may be ranges: "dg1:acm-g10", "dg1:", ":dg1".
+    """The names in "skl,dg2,pvc" or a sequence; ranges are allowed: "dg1:acm-g10", "dg1:", ":dg1".
 
     Raises:
         DeviceError: ocloc does not know one, or is not installed.
@@ -80,7 +80,7 @@ def compile_for(device: str, spirv: bytes, options: Sequence[str]) -> bytes:
     binaries = [file for file in files if file.startswith((_ELF, _AR))]
     if done.returncode or len(binaries) != 1:
         lines = (line for line in (done.stdout + done.stderr).splitlines() if line.strip())
-        log = "\n".join(dict.fromkeys(lines))  # it repeats itself
+        log = "\n".join(dict.fromkeys(lines))  # ocloc repeats lines
         cure = f"\n{_EMULATE}" if _NO_DOUBLE in log else ""
         raise DeviceError(f"ocloc cannot compile the module for {device!r}:\n{log}{cure}")
     return binaries[0]

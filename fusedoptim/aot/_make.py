@@ -39,16 +39,16 @@ def build(
         sources: each a ``.cl`` file of OpenCL C, a ``.spv`` file, or a Python function, as
             ``module.py:function`` or ``package.module:function`` (``[jit]``).
         output: the bundle to write, a ``.fob`` file.
-        options: for the compiler of every source, as of :class:`fusedoptim.raw.RawKernel`.
-        devices: Intel GPUs for which to compile too, by ocloc's names: "skl,dg2,pvc". A name may be
-            of a family, "gen9", or of a range, "dg1:acm-g10".
+        options: for the compiler of every source, as for :class:`fusedoptim.raw.RawKernel`.
+        devices: Intel GPUs to compile for too, by ocloc's names: "skl,dg2,pvc". A name may be that
+            of a family, "gen9", or a range, "dg1:acm-g10".
 
     Returns:
         the compilations, each with its size and time.
 
     Raises:
-        ValueError: a source of no known kind, one kernel's name in two sources, or options that a
-            source does not take.
+        ValueError: a source of an unknown kind, one kernel name in two sources, or options that a
+            source does not accept.
         FileNotFoundError: a source or the folder of ``output`` does not exist.
         ImportError: a Python source or the compiler cannot be imported.
         fusedoptim.raw.KernelCompileError: a source does not compile.

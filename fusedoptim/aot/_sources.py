@@ -33,9 +33,9 @@ def compile_source(source: str | os.PathLike[str], options: Sequence[str]) -> Mo
     """Compile one source.
 
     Raises:
-        ValueError: the source is of no known kind, or takes no such options.
+        ValueError: the source is of an unknown kind, or does not accept the options.
         FileNotFoundError: there is no such file.
-        ImportError: of Python: the module or the compiler cannot be imported.
+        ImportError: the Python module or the compiler cannot be imported.
         fusedoptim.raw.KernelCompileError: the source does not compile.
         fusedoptim.raw.InvalidModuleError: the file is not SPIR-V with kernels.
     """
@@ -89,7 +89,7 @@ def _read(source: str) -> _Source:
 
 
 def _module_of_file(path: Path) -> Any:
-    """Import a file, which may import modules of its folder, as a script may."""
+    """Import a file. Like a script, it may import modules of its folder."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)

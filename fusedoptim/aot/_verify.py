@@ -21,8 +21,8 @@ def verify(path: str | os.PathLike[str], *, device: Any = "cpu") -> list[str]:
     installed (apt install spirv-tools).
 
     Args:
-        path: of the bundle.
-        device: that builds the kernels, as of :class:`fusedoptim.raw.RawKernel`.
+        path: path of the bundle.
+        device: the device that builds the kernels, as for :class:`fusedoptim.raw.RawKernel`.
 
     Raises:
         OSError: the file cannot be read; if there is none, FileNotFoundError.

@@ -26,19 +26,19 @@ class Warmed(NamedTuple):
 def warmup(
     bundle: Bundle | str | os.PathLike[str] | None = None, *, device: str | None = None
 ) -> list[Warmed]:
-    """Have the driver compile kernels now rather than at their first launch in this process.
+    """Make the driver compile kernels now rather than at their first launch in this process.
 
     The CPU driver's programs are cached on disk, so later processes find them compiled.
 
     Args:
-        bundle: that has the kernels; None for those of this package's optimizers, in all dtypes
-            that the device has.
-        device: that compiles: "cpu" if None, or the one for which the :class:`Bundle` was loaded;
-            "xpu" is torch's current stream.
+        bundle: the bundle with the kernels; None for the kernels of this package's optimizers, in
+            all dtypes that the device has.
+        device: the device to compile for. None is "cpu", or the device for which the
+            :class:`Bundle` was loaded; "xpu" is torch's current stream.
 
     Returns:
-        the time of each kernel in the order of compilation, nearly none for one that was compiled
-        already, by this process or with another kernel of its module.
+        the time of each kernel in the order of compilation. It is nearly zero for a kernel that was
+        compiled already, by this process or with another kernel of its module.
 
     Raises:
         BundleError: the file is not a bundle, is damaged, or has another ABI.

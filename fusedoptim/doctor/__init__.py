@@ -27,12 +27,12 @@ def examine(device: str | None = None) -> Report:
     """Examine the machine, its drivers and devices, and run every shipped kernel on each device.
 
     Each kernel runs on random inputs, and its results are compared with those of its source, run as
-    plain Python in float64. All that uses a driver, which may crash, happens in processes of its
-    own, so a notebook's process may call this at any time.
+    plain Python in float64. Everything that uses a driver runs in separate processes, as drivers
+    may crash. So a notebook's process may call this at any time.
 
     Args:
         device: a SYCL filter string such as "cpu", "gpu" or "level_zero:gpu:1", to run the
-            kernels there alone; None for all devices.
+            kernels only there; None for all devices.
 
     Returns:
         a report that prints as a page, in a terminal and in a notebook.

@@ -23,7 +23,7 @@ _WRONG = (
 
 
 def sections(workers: Workers) -> Iterator[Section]:
-    """The workers' findings, when they have ended."""
+    """The workers' findings, once the workers have ended."""
     outcomes = workers.outcomes()
     yield describe_devices(outcomes, len(intel_gpus()))
     yield describe_kernels(outcomes)
@@ -35,7 +35,7 @@ def describe_devices(outcomes: Sequence[Outcome], gpus: int) -> Section:
     """The devices and the libraries that serve them, or why there is none.
 
     Args:
-        outcomes: of the workers.
+        outcomes: the outcomes of the workers.
         gpus: how many Intel GPUs the system has.
     """
     facts: dict[str, Any] = {}
@@ -135,7 +135,7 @@ def describe_kernels(outcomes: Sequence[Outcome]) -> Section:
         }
         wrong: dict[str, list[str]] = {}
         for line in lines:
-            if line["problem"]:  # said of one kernel
+            if line["problem"]:  # reported about one kernel
                 reason = line["problem"].replace(f" {line['tested']};", ";")
                 wrong.setdefault(reason, []).append(line["tested"])
         for problem, names in wrong.items():

@@ -21,7 +21,7 @@ INSTALL_CPU = "pip install --force-reinstall intel-opencl-rt"
 INSTALL_GPU = (
     "install its driver (Debian and Ubuntu: apt install intel-opencl-icd libze1 libze-intel-gpu1)"
 )
-# What setvars.sh of oneAPI puts in front of the libraries that pip installed.
+# Libraries of oneAPI that its setvars.sh puts in front of those that pip installed.
 _RUNTIME = ("libsycl.so.*", "libur_loader.so.*", "libOpenCL.so.*", "libintelocl.so", "libtbb.so.*")
 
 
@@ -58,7 +58,7 @@ def _system_file(pattern: str) -> Path | None:
 
 
 def _is_missing(library: str) -> bool:
-    """Whether a library is named by its path, which does not exist."""
+    """Whether a library is given as a path that does not exist."""
     return os.path.isabs(library) and not os.path.exists(library)
 
 

@@ -1,4 +1,4 @@
-"""Environment variables that change what runs: which are set, and what each does."""
+"""Environment variables that change what runs: which ones are set, and what each does."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check() -> Section:
 
 
 def meaning(name: str) -> str:
-    """What the variable does here."""
+    """What the variable does in this package."""
     return _MEANINGS[max(filter(name.startswith, _MEANINGS), key=len)]
 
 

@@ -48,7 +48,7 @@ def check() -> Section:
 
 
 def _processor() -> tuple[str, list[str]]:
-    """Its name, and the instruction sets that matter here."""
+    """The processor's name, and the instruction sets that matter here."""
     facts = processor_facts()
     flags = facts.get("flags", "").split()
     return facts.get("model name", "unknown"), sorted(filter(_INSTRUCTIONS.fullmatch, flags))
@@ -68,7 +68,7 @@ def _processor_problems(instructions: list[str]) -> Iterator[Problem]:
 
 
 def cpu_limit() -> float | None:
-    """The processors' worth of time that the control groups allow, or None."""
+    """The processor time that the control groups allow, in processors; None without a limit."""
     limits = []
     for folder in _control_groups():
         file = folder / "cpu.max"  # the root of a machine has none
@@ -79,7 +79,7 @@ def cpu_limit() -> float | None:
 
 
 def _control_groups() -> Iterator[Path]:
-    """The folders of this process's group and of all above it; version 1 of them is not read."""
+    """The folders of this process's group and its ancestors; groups of version 1 are not read."""
     own = re.search(r"^0::/(.*)$", _MEMBERSHIP.read_text(), re.MULTILINE)
     folder = _CGROUPS / (own[1] if own else "")
     return (f for f in (folder, *folder.parents) if f == _CGROUPS or _CGROUPS in f.parents)

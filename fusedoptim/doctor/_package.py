@@ -80,7 +80,7 @@ def _cache_problems(folder: Path | None) -> Iterator[Problem]:
 
 
 def check_names() -> Section:
-    """Where our packages' names lead, and other distributions that have them."""
+    """Where imports of our packages' names lead, and other distributions with these names."""
     facts: dict[str, Any] = {"fusedoptim": str(Path(__file__).parents[1])}
     problems: list[Problem] = []
     for name in _NAMES:

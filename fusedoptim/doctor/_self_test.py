@@ -1,12 +1,14 @@
 r"""Compares a shipped kernel on a device with its source, run as plain Python in float64.
 
 Inputs are random and new in each run: values in :math:`\pm[1/2, 2]`, optimizer state in
-:math:`[1/2, 2]`, scalars in :math:`[1/4, 3/4]`. So no term exceeds 32, and little cancels. The
-tolerance is 64 units roundoff of the arithmetic, relative to the result or to 1 if that is larger,
-plus one of the element for a stored 16-bit value: a kernel rounds fewer than 40 times on the way to
-a result, and the relative error of a sum over ``_LENGTHS`` is below that of 32 additions. State
-that is rounded stochastically may be one step of its format off, and a scale by a factor of 2. A
-wrong instruction, inexact arithmetic and a write to a wrong place are off by far more.
+:math:`[1/2, 2]`, scalars in :math:`[1/4, 3/4]`. So no term exceeds 32, and little cancels.
+
+The tolerance is 64 units roundoff of the arithmetic, relative to the result or to 1 if that is
+larger. For a stored 16-bit value it is larger by one unit roundoff of the element. This suffices: a
+kernel rounds fewer than 40 times on the way to a result, and the relative error of a sum over
+``_LENGTHS`` is below that of 32 additions. State that is rounded stochastically may be off by one
+step of its format, and a scale by a factor of 2. A wrong instruction, inexact arithmetic and a
+write to a wrong place are off by far more.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _UNITS = 64
 _SIGNED = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT, Role.VALUES)
 # State may be squares.
 _DECODERS = {Role.STATE_E4M3: e4m3_value, Role.STATE_E5M3: e5m3_value}
-"""What reads a code of state in 8 bits."""
+"""The functions that decode state in 8 bits."""
 _ARRAYS = (*_SIGNED, Role.INDICES, Role.STATE, Role.STATE_BF16, *_DECODERS, Role.BLOCK_SCALES)
 _VALUE_OF_ROW = (Role.ROW_RESULT, Role.ROW_INT)
 _NUMBER_OF_ROW = (
@@ -53,11 +55,11 @@ _CHUNK_STEP = 1 << 12  # elements: a chunk begins at a multiple of it
 
 
 class Rows(NamedTuple):
-    """What a launch walks."""
+    """The rows of a launch."""
 
     lengths: Integers
     sizes: Mapping[str, Integers]
-    """The elements of each array that belong to each row; a value of the launch belongs to all."""
+    """How many elements of each array belong to each row; a value of the launch belongs to all."""
 
 
 def _rows(module: Module, lanes: int, example: Example | None) -> Rows:
@@ -112,9 +114,9 @@ class _Array:
 
 
 def _encode(values: Reals, storage: str) -> Any:
-    """Values in [1/2, 2], either sign, truncated to an element's bits.
+    """Values in [1/2, 2], of either sign, truncated to an element's bits.
 
-    "trail" is any 16 bits, "i64" any 64, and "u8" the integers themselves.
+    For "trail" any 16 bits are used, for "i64" any 64, and for "u8" the integers themselves.
     """
     if storage == "i64":
         return values.view(np.int64)
@@ -142,7 +144,7 @@ def _decode(bits: Any, storage: str) -> Reals:
     bits = bits.astype(np.uint64)
     fraction = (bits & np.uint64((1 << element.fraction) - 1)) * 2.0**-element.fraction
     biased = (bits >> np.uint64(element.fraction)).astype(np.int64) & (2 * _bias(element) + 1)
-    exponent = np.maximum(biased, 1) - _bias(element)  # subnormal numbers have that of 1
+    exponent = np.maximum(biased, 1) - _bias(element)  # subnormal numbers use exponent 1
     with np.errstate(over="ignore"):
         values = np.ldexp(fraction + (biased > 0), exponent)
     special = np.where(fraction == 0, np.inf, np.nan)
@@ -164,10 +166,10 @@ class _Trial:
         """Lay everything out.
 
         Args:
-            queue: of the device.
-            kernel: its name.
-            variant: of :data:`fusedoptim.dtypes.VARIANTS`.
-            options: what flags are; without, weight decay is 0 and norms are not bounded.
+            queue: the device's queue.
+            kernel: the kernel's name.
+            variant: one of :data:`fusedoptim.dtypes.VARIANTS`.
+            options: the values of flags; without, weight decay is 0 and norms are not bounded.
             in_usm: whether the arrays are in the driver's memory.
         """
         self._queue, self._options, self._in_usm = queue, options, in_usm
@@ -244,7 +246,7 @@ class _Trial:
         return values
 
     def _with_codes_read(self, values: dict[str, Reals]) -> dict[str, Reals]:
-        """The same with the values of 8-bit codes in place of the codes."""
+        """``values`` with 8-bit codes replaced by the values that they stand for."""
         read = dict(values)
         lanes = self._kernel.shape.lanes
         sizes = _row_sizes(Role.BLOCK_SCALES, 0, lanes)
@@ -335,9 +337,10 @@ def in_float64(
     Args:
         function: a kernel.
         module: its compiled form.
-        values: of each argument but the row's length: an array, or a number.
-        rows: of the launch.
-        lanes: of a group, for kernels of which each call is that of one lane and needs no other.
+        values: an array or a number for each argument except the row's length.
+        rows: the rows of the launch.
+        lanes: the lanes of a group, for kernels in which each call is one lane, independent of the
+            others.
     """
     roles = dict(module.arguments)
     names = list(inspect.signature(function).parameters)
@@ -385,9 +388,9 @@ def kernel_problem(queue: Any, name: str, *, in_usm: bool) -> str:
 
     Args:
         queue: a dpctl.SyclQueue.
-        name: of a kernel in the manifest.
+        name: the name of a kernel in the manifest.
         in_usm: whether its arrays are in the driver's memory, as a GPU requires, or in any memory
-            of this process, as torch's tensors on the CPU.
+            of this process, like torch's tensors on the CPU.
 
     Returns:
         a sentence, or "" if its results are right.

@@ -1,4 +1,4 @@
-"""Threads, cores, malloc and huge pages as they are, and which settings may pay. Changes none."""
+"""The settings of threads, cores, malloc and huge pages, and which may pay. Changes none."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _OF_TORCH = "THP_MEM_ALLOC_ENABLE"
 
 
 class _Found(NamedTuple):
-    """What decides which settings may pay."""
+    """The facts that decide which settings may pay."""
 
     cores: frozenset[int]
     nodes: Mapping[int, frozenset[int]]
-    """The process's cores on each NUMA node, but for nodes without."""
+    """The process's cores on each NUMA node, without nodes that have none of them."""
     threads: int | None
-    """torch's, or None if it cannot be imported."""
+    """torch's threads, or None if torch cannot be imported."""
     malloc: str | None
     """The library that serves malloc, or None if that is glibc."""
     is_kept: bool
@@ -36,10 +36,10 @@ class _Found(NamedTuple):
 
 
 def sections(outcomes: Sequence[Outcome]) -> Iterator[Section]:
-    """What is set, and what this would set.
+    """The present settings, and the recommended ones.
 
     Args:
-        outcomes: of the workers, which know how many threads there are.
+        outcomes: the outcomes of the workers, which know how many threads there are.
     """
     found = _found(outcomes)
     by_driver = [device["units"] for device in _said(outcomes, "devices") if device["on_host"]]
@@ -71,7 +71,7 @@ def _found(outcomes: Sequence[Outcome]) -> _Found:
 
 
 def _said(outcomes: Sequence[Outcome], key: str) -> list[Any]:
-    """What the workers report by this key; of a list, its members."""
+    """The values that the workers report under this key, with lists flattened."""
     values = [line[key] for outcome in outcomes for line in outcome.said if key in line]
     return [part for v in values for part in (v if isinstance(v, list) else [v])]
 
@@ -82,7 +82,7 @@ def _chosen(text: str) -> str:
 
 
 def _too_many(found: _Found) -> Iterator[Problem]:
-    """Threads that wait for each other's cores."""
+    """A warning if threads wait for each other's cores."""
     if found.threads is not None and found.threads > len(found.cores):
         name = "OMP_NUM_THREADS"
         yield warning(

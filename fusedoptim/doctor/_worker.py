@@ -1,6 +1,6 @@
 """The program of the doctor's worker processes, which report by lines of JSON and may crash.
 
-Whatever is raised is a finding: it is reported, and the examination goes on.
+Every exception is a finding: it is reported, and the examination goes on.
 
 Run as ``python -c "from fusedoptim.doctor._worker import main; main(...)"`` by
 :mod:`fusedoptim.doctor._workers`.
@@ -23,9 +23,9 @@ def main(device: str | None, claims: int, with_torch: bool) -> None:
 
     Args:
         device: a SYCL filter string, or None for all devices.
-        claims: file descriptor of a pipe that holds the kernels' indices, 2 bytes each. Whoever
-            reads one tests that kernel, so that quick workers do more and the others' kernels are
-            tested when one has crashed.
+        claims: file descriptor of a pipe that holds the kernels' indices, 2 bytes each. The worker
+            that reads an index tests that kernel. So fast workers test more kernels, and if one
+            crashes, the others test the remaining kernels.
         with_torch: whether this worker examines torch.
     """
     # Drivers and runtimes print to standard output.
@@ -101,7 +101,7 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
 
 
 def _used(backends: Mapping[str, Any]) -> list[str]:
-    """The devices that optimizers use: of several drivers for the host, one is preferred."""
+    """The devices that optimizers use: if several drivers serve the host, one is preferred."""
     from fusedoptim.launch.devices import named_queue
 
     hosts = {backend.torch_type for backend in backends.values() if backend.runs_on_host}
@@ -137,7 +137,7 @@ def _try_torch(lines: TextIO) -> None:
 def _update_problem(device: Any) -> str:
     """What is wrong with FusedSGD's launch on torch's memory and stream, or "".
 
-    Making an optimizer would have torch import its compiler, which takes a second.
+    Making an optimizer would make torch import its compiler, which takes a second.
     """
     import numpy as np
     import torch

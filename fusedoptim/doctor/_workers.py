@@ -1,8 +1,9 @@
 """The processes that examine the devices.
 
-A driver may crash its process, and reads its settings and looks for devices only once in a process.
-So each examination starts new processes. There are several, which divide the kernels among them,
-because a driver compiles one kernel at a time in a process. One of them imports torch first.
+A driver may crash its process, and it reads its settings and looks for devices only once in a
+process. So each examination starts new processes. Several of them divide the kernels among
+themselves, because in one process a driver compiles one kernel at a time. One of them imports torch
+first.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Outcome(NamedTuple):
 
     @property
     def at(self) -> str:
-        """What it last said that it was about to do."""
+        """The last action that it announced."""
         at = [line["at"] for line in self.said if "at" in line]
         return at[-1] if at else "examines the devices"
 
@@ -56,7 +57,7 @@ class Workers:
     def _start(self, *, with_torch: bool) -> subprocess.Popen[str]:
         script = (
             "import gc, sys\n"
-            "gc.disable()\n"  # importing torch is quicker
+            "gc.disable()\n"  # importing torch is faster so
             f"sys.path[:] = {sys.path!r}\n"  # it must find what this process finds
             "from fusedoptim.doctor._worker import main\n"
             f"main({self._device!r}, {self._claims}, {with_torch})"

@@ -1,7 +1,7 @@
-"""Kernels of the user's own, on torch tensors, numpy arrays and SYCL memory, without copies.
+"""The user's own kernels, on torch tensors, numpy arrays and SYCL memory, without copies.
 
-The conventions are CuPy's; docs/writing-kernels.md lists what differs. Importing this loads no
-compiler and touches no device.
+The conventions are CuPy's; docs/writing-kernels.md lists the differences. Importing this module
+loads no compiler and touches no device.
 """
 
 from fusedoptim.raw._arguments import LocalMemory

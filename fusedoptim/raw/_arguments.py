@@ -14,7 +14,7 @@ from fusedoptim.raw._recent import Recent
 from fusedoptim.raw._scalars import scalar
 from fusedoptim.raw._spirv import Parameter
 
-_BYTE_TYPE = 1  # of the elements of memory of a work-group
+_BYTE_TYPE = 1  # of the elements of a work-group's memory
 _MOST_BYTES = 1 << 63
 
 
@@ -22,7 +22,7 @@ class LocalMemory:
     """Memory that the work items of a group share, for a ``local`` pointer of a kernel.
 
     Args:
-        nbytes: that each group has; what is there at first is undefined.
+        nbytes: the bytes that each group has; their initial values are undefined.
 
     Raises:
         TypeError: ``nbytes`` is no integer.
@@ -48,7 +48,7 @@ class LocalMemory:
 
 
 class _Known(NamedTuple):
-    """What was found out about the pointers of an earlier call, all tensors."""
+    """The facts about the pointers of an earlier call, all of them tensors."""
 
     uses: Uses
     needs_no_grad: bool
@@ -68,7 +68,7 @@ class Signature:
         self.count = len(self.parameters)
         self._pointers: list[tuple[int, Any]] = []  # index, and what takes it
         self.values: list[tuple[int, Any]] = []
-        """Index of each argument that is passed by value, and what converts it."""
+        """Index of each argument that is passed by value, and the function that converts it."""
         formats: list[str | None] = []
         local = []
         for i, parameter in enumerate(self.parameters):
@@ -100,7 +100,7 @@ class Signature:
             TypeError: there are too many or too few, or one is of a wrong type.
             ValueError: one is a wrong value.
             OverflowError: a number does not fit.
-            RuntimeError: a tensor on a wrong device, or one that requires grad.
+            RuntimeError: a tensor is on a wrong device, or requires grad.
         """
         if type(arguments) is not tuple and type(arguments) is not list:
             raise TypeError(
@@ -126,7 +126,7 @@ class Signature:
         return frame, uses
 
     def _remembered(self, pointed: Sequence[Any]) -> tuple[Uses, list[int]] | None:
-        """What the pointers use and their addresses, if such tensors were checked before."""
+        """The memory that the pointers use and their addresses, if such tensors were checked."""
         known = self._recent.find(pointed)
         if known is None or (known.needs_no_grad and torch.is_grad_enabled()):
             return None
@@ -138,7 +138,7 @@ class Signature:
         return known.uses, addresses
 
     def _checked(self, pointed: Sequence[Any]) -> tuple[Uses, list[int]]:
-        """What the pointers use, and their addresses."""
+        """The memory that the pointers use, and their addresses."""
         uses = Uses()
         addresses = []
         for value, (i, accept) in zip(pointed, self._pointers):
@@ -151,7 +151,7 @@ class Signature:
         return uses, addresses
 
     def _known(self, pointed: Sequence[torch.Tensor], uses: Uses) -> _Known:
-        """What was found out about these arguments."""
+        """The facts to remember about these arguments."""
         written = [t for t, (i, _) in zip(pointed, self._pointers) if i in uses.written]
         return _Known(uses, any(tensor.requires_grad for tensor in written))
 

@@ -28,7 +28,7 @@ from fusedoptim.raw._spirv import ModuleFacts, read_module
 
 Size = int | Sequence[int]
 _MOST_SHAPES = 1024  # sizes that are remembered
-_LARGEST = 1 << 31  # work items in all, from where SYCL refuses a launch
+_LARGEST = 1 << 31  # SYCL refuses launches of at least so many work items in all
 # SPIR-V capabilities that some devices lack: the aspect in SYCL, the feature, and what to do.
 _ASPECTS = {
     9: ("fp16", "float16 arithmetic", "compute in float, with vload_half and vstore_half"),
@@ -59,16 +59,16 @@ class Program:
 
         Args:
             queue: where the kernel runs.
-            name: of the kernel.
-            packing: of its arguments.
+            name: the kernel's name.
+            packing: the packing of its arguments.
             by_sycl: whether SYCL must launch it.
-            traits: of its source.
+            traits: the traits of its source.
 
         Raises:
-            InvalidModuleError: the module needs what the device lacks.
+            InvalidModuleError: the module needs a capability that the device lacks.
             KernelCompileError: the driver refuses it; the message has the driver's log.
         """
-        # All launches must share the variables that outlive one.
+        # All launches must share the variables that keep their values between launches.
         by_sycl = by_sycl or self.facts.has_globals
         compiler = backend_of(queue).compiler(queue, by_sycl)
         with self._lock:
@@ -99,7 +99,7 @@ class Shape(NamedTuple):
 
     is_empty: bool
     waited: Any
-    """The sizes in the form that a launch which is waited for takes."""
+    """The sizes in the form for launches that are waited for."""
     items: tuple[int, ...]
     group: tuple[int, ...] | None
 
@@ -133,7 +133,7 @@ class Built:
         self._shapes: dict[tuple[tuple[int, ...], tuple[int, ...] | None], Shape] = {}
 
     def shape(self, global_size: Any, local_size: Any) -> Shape:
-        """The sizes, checked against what the device and the kernel allow.
+        """The sizes, checked against the limits of the device and the kernel.
 
         Raises:
             TypeError: a size is neither an integer nor a sequence of integers.
@@ -199,7 +199,7 @@ class Built:
 
     @functools.cached_property
     def unwaited(self) -> SyclKernel:
-        """The kernel for launches that are not waited for, in order with the queue's other work."""
+        """The kernel for launches without waiting, in order with the queue's other work."""
         if isinstance(self.waited, SyclKernel):
             return self.waited
         packing = self._signature.packing
@@ -224,14 +224,14 @@ class Built:
             raise RuntimeError(f"{self._signature.what(error.index)}: {error}") from error
 
     def prepared(self, frame: Frame) -> Frame:
-        """What :meth:`run` takes, with the arguments in ``frame``."""
+        """The frame to pass to :meth:`run`, with the arguments in ``frame``."""
         if self._takes_frame:
             frame = frame.as_argument()
         self.waited.prepare(frame)
         return frame
 
     def check(self, status: int, frame: Frame) -> None:
-        """Raise if what the kernel's ``at_once`` gave has failed."""
+        """Raise if ``status``, the result of the kernel's ``at_once``, is a failure."""
         try:
             self.waited.check(status, frame)
         except LaunchError as error:
@@ -240,7 +240,7 @@ class Built:
     def run(self, shape: Shape, frame: Frame, uses: Uses) -> None:
         """Submit the kernel, and wait for its end."""
         kernel = self.waited
-        if uses.queues:  # others may have submitted work to them
+        if uses.queues:  # other code may have submitted work to them
             self.queue.wait()
         events: list[Any] = []
         try:

@@ -1,4 +1,4 @@
-"""What kernels from expressions share: parsed declarations, planned calls, generated C."""
+"""Common parts of kernels from expressions: parsed declarations, planned calls, generated C."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fusedoptim.raw.kernel import RawKernel, RawModule, untraced
 
 _MOST_PLANS = 512
 _REPEATED = PLAIN | {bool, int, float}
-"""Types of arguments of which a call may be repeated without all checks."""
+"""Types of arguments with which a call may be repeated without all checks."""
 NUMBERS = Parameter("numbers_", "pointer", "i64", 8, True)
 """The first parameter of each kernel: sizes and strides."""
 _MIN_CHUNK = 4 * 1024  # elements, so that starting a group costs little
@@ -49,7 +49,7 @@ class NewOutput(NamedTuple):
 
 
 class GeneratedKernel(RawKernel):
-    """A kernel whose source says which group it is in a launch that is cut into parts."""
+    """A kernel whose source tells which group it is, so a launch may be cut into parts."""
 
     def __init__(
         self,
@@ -74,16 +74,16 @@ class GeneratedKernel(RawKernel):
 
 
 class Plan(NamedTuple):
-    """All that a call needs besides its tensors, for arguments of given types and shapes."""
+    """Everything that a call needs besides its tensors, for arguments of given types and shapes."""
 
     outputs: tuple[NewOutput, ...]
     kernel: GeneratedKernel | None = None
     """None if there is nothing to compute."""
     arguments: tuple[Tensor, ...] = ()
-    """The kernel's first arguments: its sizes and strides, and if need be a second one."""
+    """The kernel's first arguments: its sizes and strides, and if needed a second one."""
     zeros: int = 0
-    """Bytes of a tensor of zeros that is its next argument, and that are zeros again after it; 0 if
-    there is none."""
+    """Bytes of a tensor of zeros, its next argument, which the kernel leaves as zeros; 0 if there
+    is none."""
     groups: int = 0
     lanes: int = 0
     strided: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ class Plan(NamedTuple):
         return arguments
 
     def repeat(self, arguments: Sequence[Any]) -> Repeat | None:
-        """What repeats a launch on these arguments; None if it cannot go without their checks."""
+        """A repeatable launch on these arguments; None if their checks cannot be omitted."""
         assert self.kernel is not None
         if any(isinstance(value, Tensor) and value.requires_grad for value in arguments):
             return None  # to be refused where gradients are enabled
@@ -113,10 +113,10 @@ class Plan(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """What a call needs whose tensors are of the same forms as in an earlier one."""
+    """The data for a call whose tensors have the same forms as in an earlier call."""
 
     outputs: tuple[NewOutput, ...]
-    """Those that the call creates."""
+    """The outputs that the call creates."""
     repeat: Repeat
 
 
@@ -154,7 +154,7 @@ class ExpressionKernel(abc.ABC):
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _repeated(self, args: tuple[Any, ...], options: object) -> tuple[Any, ...] | None:
-        """The outputs of a call like an earlier one; None if it is to be checked."""
+        """The outputs of a call like an earlier one; None if its arguments must be checked."""
         recent = self._recent.get(len(args))
         again = None if recent is None else recent.find(args, options)
         if again is None:
@@ -164,7 +164,7 @@ class ExpressionKernel(abc.ABC):
                 return None
         if again.outputs:
             created = [output.create() for output in again.outputs]
-            if not PLAIN.issuperset(map(type, created)):  # in a mode of torch's, such as a fake one
+            if not PLAIN.issuperset(map(type, created)):  # in a torch mode, such as a fake one
                 return None
             args = *args, *created
         outputs = args[self._input_count :]
@@ -253,12 +253,12 @@ class ExpressionKernel(abc.ABC):
         """The plan of a call that launches the kernel in ``source``.
 
         Args:
-            outputs: that the call creates.
+            outputs: the outputs that the call creates.
             source: OpenCL C.
-            parameters: of the kernel.
+            parameters: the kernel's parameters.
             numbers: the sizes and strides that the kernel reads from its first argument.
-            operands: its last arguments.
-            device: of all of them.
+            operands: the kernel's last arguments.
+            device: the device of all of them.
             groups: the number of work-groups.
             zeros: bytes of zeros that the kernel takes in between; None if it has no such
                 parameter, 0 if it does not use it.
@@ -281,7 +281,7 @@ class ExpressionKernel(abc.ABC):
 
 
 def check_text(**texts: Any) -> None:
-    """Raise TypeError unless all of these arguments are strings."""
+    """Raise TypeError unless all these arguments are strings."""
     for name, text in texts.items():
         if not isinstance(text, str):
             raise TypeError(f"{name}={text!r} is a {type(text).__name__}; pass a str")
@@ -303,8 +303,8 @@ def chunk_of(n: int, device: torch.device, most_on_caller: int) -> int:
     Args:
         n: the number of elements.
         device: where the kernel runs.
-        most_on_caller: the most elements that one group walks on the host. It uses the calling
-            thread there, and waking other threads takes longer than a short kernel.
+        most_on_caller: the most elements that one group walks on the host. One group runs on the
+            calling thread there, and waking other threads takes longer than a short kernel.
     """
     if n <= most_on_caller and BACKENDS[device.type].runs_on_host:
         return max(n, 1)

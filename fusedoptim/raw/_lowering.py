@@ -96,7 +96,7 @@ def _setitem_overload(pointer: Any, index: Any, value: Any) -> Any:
 
 
 def _give_meaning(function: Callable[..., int], mangled: str) -> None:
-    """Make ``function`` of the language the OpenCL C built-in with this mangled name."""
+    """Map ``function`` of the language to the OpenCL C built-in with this mangled name."""
 
     @device_intrinsic
     def built_in(context: Any, dimension: types.Type) -> Any:
@@ -126,10 +126,11 @@ def _barrier_overload() -> Any:
 
 
 def _mix(mixed: Callable[..., Any]) -> None:
-    """Have an operator take an integer and a float32 as C does, in float32; numba's is float64.
+    """Make an operator on an integer and a float32 compute in float32, as in C, not in float64.
 
-    Whatever is compiled later in the process sees this. The package's own kernels mix no types in
-    arithmetic, and so stay the same; they compare with the number 0, so comparing is left alone.
+    This affects everything that is compiled later in the process. The package's own kernels mix no
+    types in arithmetic, and so stay the same. They do compare with the number 0, so comparisons are
+    not changed.
     """
 
     @overload(mixed, strict=False, target=SPIRV_TARGET_NAME)  # type: ignore[untyped-decorator]

@@ -21,9 +21,9 @@ from fusedoptim.raw._errors import KernelCompileError, KernelCompileWarning
 
 # Positions in the result's table of functions.
 _SIZE, _BYTES, _LOG, _RELEASE = 0, 1, 4, 5
-_VERSION = b"200"  # of OpenCL C, for want of a -cl-std; the compiler says 1.2 whatever it is
+_VERSION = b"200"  # of OpenCL C, without a -cl-std; the compiler reports 1.2 in any case
 
-# What devices of today have. The driver refuses a kernel that uses what its device lacks.
+# Extensions of today's devices. The driver refuses a kernel that uses one that its device lacks.
 _EXTENSIONS = """
     cl_khr_fp64 cl_khr_fp16 cl_khr_byte_addressable_store cl_khr_3d_image_writes
     cl_khr_depth_images cl_khr_int64_base_atomics cl_khr_int64_extended_atomics
@@ -42,9 +42,9 @@ _EXTENSIONS = """
     __opencl_c_ext_fp32_global_atomic_add __opencl_c_ext_fp32_local_atomic_add
     __opencl_c_ext_fp64_global_atomic_add __opencl_c_ext_fp32_global_atomic_min_max
 """
-# Extensions of SPIR-V that a kernel gets by asking for them: the compiler ends the process where
-# one is needed and missing. With all of them it would use some, such as untyped pointers, in every
-# kernel, which older drivers do not know.
+# Extensions of SPIR-V that a kernel may use. The compiler ends the process if one is needed and
+# missing here. With all of them enabled it would use some, such as untyped pointers, in every
+# kernel; older drivers do not know those.
 _SPIRV_EXTENSIONS = """
     SPV_INTEL_subgroups SPV_INTEL_media_block_io SPV_KHR_subgroup_rotate
     SPV_KHR_uniform_group_instructions SPV_KHR_integer_dot_product SPV_KHR_bit_instructions
@@ -56,7 +56,7 @@ _SPIRV_EXTENSIONS = """
     SPV_INTEL_unstructured_loop_controls SPV_KHR_linkonce_odr
 """
 
-# The options of OpenCL's specification: the compiler passes over any that it does not know.
+# The options of OpenCL's specification: the compiler ignores options that it does not know.
 DRIVER_OPTIONS = (
     "-cl-denorms-are-zero",
     "-cl-fp32-correctly-rounded-divide-sqrt",
@@ -74,7 +74,8 @@ _STANDARDS = ("CL1.0", "CL1.1", "CL1.2", "CL2.0", "CL3.0")
 
 _NATIVE = ("exp", "log", "sin", "cos", "tan")
 _FUNCTIONS = (*_NATIVE, "sqrt", "rsqrt", "pow", "tanh", "erf", "fabs", "fmax", "fmin", "floor")
-"""Functions that CUDA has for float by the name with an f; the native ones also as intrinsics."""
+"""Functions that CUDA has for float under the name with an f; the native ones also as intrinsics.
+"""
 _INSTEAD = {
     'extern "C"': 'nothing for extern "C"',
     "__global__": "kernel for __global__, and global float * for a float * of its parameters",
@@ -106,7 +107,7 @@ def check_options(options: Sequence[str]) -> tuple[str, ...]:
 
 
 def as_options(options: Sequence[str]) -> tuple[str, ...]:
-    """``options`` as a tuple of strings; TypeError if they are no such sequence."""
+    """``options`` as a tuple of strings; TypeError unless they are a sequence of strings."""
     if isinstance(options, str):
         raise TypeError(f"options={options!r} is one string; pass a tuple, ({options!r},)")
     options = tuple(options)
@@ -196,7 +197,7 @@ def _extra_options() -> list[str]:
     ]
     choice = "-spirv-ext=-all,+" + ",+".join(_SPIRV_EXTENSIONS.split())
     status, _, _ = _compile("", [], [*common, choice])
-    return common if status else [*common, choice]  # that of 2024 has no such option
+    return common if status else [*common, choice]  # the compiler of 2024 has no such option
 
 
 def _compile(source: str, options: Sequence[str], extra: Sequence[str]) -> tuple[int, bytes, str]:

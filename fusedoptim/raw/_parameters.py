@@ -233,7 +233,7 @@ def _bind_tensor(kernel: str, param: Param, dtype: torch.dtype, found: dict[str,
 def read(
     kernel: str, args: Sequence[Any], inputs: int
 ) -> tuple[list[Tensor | Scalar], tuple[Any, ...]]:
-    """The arguments, and of each all that the plan of a call depends on.
+    """The arguments, and for each everything that the plan of a call depends on.
 
     Args:
         kernel: its name, for errors.
@@ -242,8 +242,8 @@ def read(
 
     Raises:
         RuntimeError: one requires a gradient.
-        TypeError: an array that is masked, or of a dtype that torch does not have.
-        ValueError: one is sparse, or an array that torch does not take or that cannot be written.
+        TypeError: an array is masked, or of a dtype that torch does not have.
+        ValueError: one is sparse, or an array that torch does not accept or that is read-only.
     """
     values: list[Any] = []
     forms: list[Any] = []
@@ -284,7 +284,7 @@ def _tensor_over(kernel: str, array: NDArray[Any], is_input: bool) -> Tensor:
 
 
 class _Writable:
-    """A read-only array without that mark, as torch warns of it; a kernel only reads its inputs."""
+    """A read-only array without that mark, to avoid torch's warning; inputs are only read."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         interface = array.__array_interface__
@@ -293,7 +293,7 @@ class _Writable:
 
 
 def check_count(kernel: str, inputs: int, outputs: int, values: Sequence[Any]) -> None:
-    """Raise unless each input and all outputs or none have arguments, on one known device."""
+    """Raise unless each input and all or no outputs have arguments, on one known device."""
     if len(values) not in (inputs, inputs + outputs):
         raise TypeError(
             f"{kernel} takes {inputs} inputs and then its {outputs} outputs or none; "
@@ -352,9 +352,9 @@ def output_dtype(kernel: str, param: Param, found: dict[str, Dtype]) -> Dtype:
 def head(n: int, found: dict[str, Dtype]) -> str:
     """C that begins a kernel over ``n`` elements: index types, conversions, types by letter.
 
-    An index has 64 bits. A narrower one may wrap, so the CPU driver could not tell that
-    neighbouring work items access neighbouring elements, and would gather them. Divisions use 32
-    bits if possible, because those of 64 bits are slow.
+    An index has 64 bits. As a narrower one may wrap, the CPU driver could not tell that
+    neighbouring work items access neighbouring elements, and would use gathers. Divisions use 32
+    bits if possible, because 64-bit divisions are slow.
     """
     narrow = "uint" if n < 2**32 else "ulong"
     letters = sorted(found.keys() - DTYPES.keys())
@@ -365,15 +365,15 @@ def head(n: int, found: dict[str, Dtype]) -> str:
 def of_kernel(
     first: Sequence[Parameter], operands: Sequence[Operand], outputs: Sequence[Param]
 ) -> tuple[Parameter, ...]:
-    """A kernel's parameters: the ``first`` ones, and those of operands, of which it writes some."""
+    """A kernel's parameters: the ``first`` ones, then those of operands, some of them written."""
     return (*first, *[operand.parameter(operand.param not in outputs) for operand in operands])
 
 
 def opening(kernel: str, parameters: Sequence[Parameter], takes_frame: bool) -> str:
     """C that begins a kernel with these parameters.
 
-    One that takes a frame finds in it a word for each: the value of a pointer, or the address of
-    another value.
+    A kernel that takes a frame finds in it one word for each parameter: the value of a pointer, or
+    the address of any other value.
     """
     if not takes_frame:
         return f"kernel void {kernel}({', '.join(map(_declaration, parameters))}) {{"
@@ -412,7 +412,7 @@ def declared(
         outputs: the parameters that the kernel writes.
 
     Returns:
-        "numbers", which reads the array; and for functions that the kernel calls, "parameters" for
+        "numbers": C that reads the array. For functions that the kernel calls: "parameters", for
         both the numbers and the operands, and their "names".
     """
     declarations = map(_declaration, of_kernel((), operands, outputs))

@@ -73,11 +73,11 @@ class Uses:
 
 Accept = Callable[[Any, Uses], int]
 """Checks a caller's argument and returns its address; TypeError, ValueError and RuntimeError say
-what is wrong and how to mend it."""
+what is wrong and how to fix it."""
 
 
 def pointer(parameter: Parameter, index: int) -> Accept:
-    """What checks the arguments for a pointer parameter.
+    """The function that checks the arguments for a pointer parameter.
 
     Args:
         parameter: the pointer.
@@ -163,7 +163,7 @@ def pointer(parameter: Parameter, index: int) -> Accept:
 def owners(arguments: Sequence[Any]) -> list[Any]:
     """The objects that own the arguments' memory.
 
-    Of a tensor it is the storage, because the caller may give the tensor another one.
+    For a tensor it is the storage, because the caller may give the tensor another storage.
     """
     return [
         _plain(value).untyped_storage() if isinstance(value, Tensor) else value
@@ -172,7 +172,7 @@ def owners(arguments: Sequence[Any]) -> list[Any]:
 
 
 def alignment(parameter: Parameter) -> int:
-    """What an address must be a multiple of; vector instructions fault at other addresses."""
+    """The alignment that an address must have; vector instructions fault at other addresses."""
     return parameter.size if "x" in parameter.dtype else 1
 
 
@@ -183,7 +183,7 @@ def _accepted(target: str) -> tuple[str, ...] | None:
 
 
 def _memory(value: Any, index: int, uses: Uses) -> tuple[int, str | None, bool]:
-    """The address of what is not a tensor, its dtype if it has one, and whether it is read-only."""
+    """For an argument that is no tensor: address, dtype if any, and whether it is read-only."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(MASKED)
     if isinstance(value, np.ndarray):
@@ -197,7 +197,7 @@ def _memory(value: Any, index: int, uses: Uses) -> tuple[int, str | None, bool]:
         return address, _NUMPY.get(value.dtype) or value.dtype.str, is_read_only
     if isinstance(value, Array):  # has dtypes that an array interface cannot express
         return _array(value, index, uses)
-    if isinstance(value, Memory):  # whose interface marks the memory as exported
+    if isinstance(value, Memory):  # its interface would mark the memory as exported
         if value.is_released:
             raise RuntimeError("the memory was released; allocate it again")
         _add_memory(value, index, uses)

@@ -34,12 +34,12 @@ _SOURCES = (
 _LANGUAGES = (language.__name__, fusedoptim.kernels.language.__name__)
 _NUMBERS = (bool, int, float, str, type(None), np.generic)
 _BUILTINS = {"abs", "bool", "divmod", "float", "int", "max", "min", "pow", "range", "round"}
-# The module then says the arguments' types in OpenCL C's words: SPIR-V's have no signs.
+# The module then has the arguments' types in OpenCL C too: SPIR-V's integers have no signs.
 _KEEP_TYPES = "--preserve-ocl-kernel-arg-type-metadata-through-string"
 
 
 class Argument(NamedTuple):
-    """One argument of a kernel, as its annotation says."""
+    """One argument of a kernel, from its annotation."""
 
     name: str
     element: str
@@ -54,9 +54,9 @@ class Argument(NamedTuple):
 
 
 def identity(function: Callable[..., None]) -> bytes:
-    """A hash of all that decides what ``function`` compiles to.
+    """A hash of everything that decides what ``function`` compiles to.
 
-    That is its code and annotations, the numbers and functions that it uses, and the versions of
+    This is its code and annotations, the numbers and functions that it uses, and the versions of
     the tools.
 
     Raises:
@@ -85,7 +85,7 @@ def compile_python(function: Callable[..., None], options: Sequence[str] = ()) -
         raise ValueError(f"a kernel written in Python takes no options, and got {list(options)!r}")
     function = _plain(function)
     found = arguments(function)
-    _description(function, ())  # refuses what numba would explain less well, or pass over
+    _description(function, ())  # refuses what numba would explain less well, or ignore
     _tools()
     # numba takes seconds to import.
     from numba.core.errors import NumbaError
@@ -100,7 +100,7 @@ def compile_python(function: Callable[..., None], options: Sequence[str] = ()) -
     ]
     real = np.float64 if any(a.element == "f64" for a in found) else np.float32
     try:
-        # numpy's: a division by zero is no error, which nobody would see.
+        # As in numpy, a division by zero is no error: nobody would see it.
         kernel = _prepared(function, real)
         module = llvm_module(kernel, types, function.__name__, error_model="numpy")
         return to_spirv(_with_arguments(module, function.__name__, found), _KEEP_TYPES)
@@ -111,7 +111,7 @@ def compile_python(function: Callable[..., None], options: Sequence[str] = ()) -
 
 
 def arguments(function: FunctionType) -> tuple[Argument, ...]:
-    """What the annotations of ``function`` say.
+    """The arguments of ``function``, from its annotations.
 
     Raises:
         TypeError: an argument has no type of the language, or one that it cannot have.
@@ -175,7 +175,7 @@ def _plain(function: Any) -> FunctionType:
 
 @functools.cache
 def _tools() -> tuple[str, ...]:
-    """The versions of all that compiles."""
+    """The versions of all tools that compile."""
     try:
         versions = [importlib.metadata.version(tool) for tool in _TOOLS]
     except importlib.metadata.PackageNotFoundError as error:
@@ -203,7 +203,7 @@ def _operands(code: CodeType, *operations: str) -> set[str]:
 
 
 def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> Any:
-    """What ``function`` is, in a form whose repr is the same in every process.
+    """A description of ``function`` whose repr is the same in every process.
 
     Raises:
         TypeError: it uses something that a kernel cannot.
@@ -249,10 +249,10 @@ def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> A
 
 
 def _prepared(function: FunctionType, real: type[np.floating[Any]]) -> FunctionType:
-    """``function`` with its real numbers as ``real``, and the functions it calls compiled with it.
+    """``function`` with its real numbers as ``real``, and the functions that it calls.
 
-    A bare literal would be a float64, and make what it meets one: slow, and impossible on a GPU
-    without float64 units.
+    A bare literal would be a float64, and turn every operation with it into float64: slow, and
+    impossible on a GPU without float64 units.
     """
     from numba_dpex import device_func
 

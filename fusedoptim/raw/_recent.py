@@ -1,4 +1,4 @@
-"""What was found out about the tensors of the last few calls."""
+"""Remembers facts about the tensors of the last few calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fusedoptim.step.unchanged import tensor_guards
 
 Fact = TypeVar("Fact")
 _MOST_KNOWN = 8
-_PATIENCE = 32  # calls with new shapes, after which they are remembered one time in so many
+_PATIENCE = 32  # after so many calls with new shapes, only one in so many is remembered
 
 
 class _Known(NamedTuple, Generic[Fact]):
@@ -23,20 +23,20 @@ class _Known(NamedTuple, Generic[Fact]):
 class Recent(Generic[Fact]):
     """A fact about each of the last few lists of arguments, which have the same length.
 
-    To compare a tensor, in C, with one that was checked before is quicker than to check it.
+    Comparing a tensor, in C, with one that was checked before is faster than checking it.
     """
 
     def __init__(self, places: Sequence[int] | None = None) -> None:
-        """``places`` are those of the arguments that are compared, tensors; None is all."""
+        """``places`` are the positions of the tensors that are compared; None is all arguments."""
         self._places = places
         self._known: list[_Known[Fact]] = []
         self._misses = 0
 
     def __reduce__(self) -> Any:
-        return Recent, (self._places,)  # a copy, in another process as well, knows nothing yet
+        return Recent, (self._places,)  # a copy knows nothing yet, in another process too
 
     def find(self, arguments: Sequence[Any], options: object = None) -> Fact | None:
-        """What was remembered of such arguments with equal options."""
+        """The fact remembered about such arguments with equal options."""
         tensors = arguments if self._places is None else [arguments[i] for i in self._places]
         for is_same, known_options, fact in self._known:
             if known_options == options and is_same(*tensors):
@@ -47,9 +47,9 @@ class Recent(Generic[Fact]):
     def remember(
         self, arguments: Sequence[Any], find_out: Callable[[], Fact | None], options: object = None
     ) -> None:
-        """Remember what ``find_out`` returns, unless that is None or one is no plain tensor.
+        """Remember the result of ``find_out``, unless it is None or an argument is no plain tensor.
 
-        This takes longer than a check, and is no use if each call has other shapes.
+        This takes longer than a check, and is of no use if each call has other shapes.
         """
         self._misses += 1
         if self._misses >= _PATIENCE and self._misses % _PATIENCE:
@@ -67,7 +67,7 @@ def _comparison(tensors: Sequence[Any]) -> Callable[..., bool]:
     first = {id(tensor): i for i, tensor in reversed([*enumerate(tensors)])}
     if len(first) == len(tensors):
         return tensor_guards(tensors).check
-    # Torch's guards refuse a tensor that is there twice.
+    # Torch's guards refuse a tensor that occurs twice.
     places = sorted(first.values())
     again = [(i, first[id(tensor)]) for i, tensor in enumerate(tensors) if i not in places]
     check = tensor_guards([tensors[i] for i in places]).check

@@ -1,4 +1,4 @@
-"""A launch on the CPU that is made again with other arguments of the same forms."""
+"""A launch on the CPU that is repeated with other arguments of the same forms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Slot:
         self.scratch = scratch
         """Owns memory that the frame has an address of."""
         self.addresses: list[int] = []
-        """Those of the caller's tensors that the frame has."""
+        """The addresses of the caller's tensors in the frame."""
 
 
 class Repeat:
@@ -50,12 +50,12 @@ class Repeat:
 
         Args:
             built: the kernel.
-            shape: of the launch.
-            signature: of the kernel.
-            uses: what the tensors are.
+            shape: the sizes of the launch.
+            signature: the kernel's signature.
+            uses: the memory that the tensors use.
             first: the first arguments, the same in each launch.
-            zeros: bytes of zeros that are the next argument, and that a launch leaves as zeros;
-                0 if there is none.
+            zeros: bytes of zeros, the next argument, which a launch leaves as zeros; 0 if there is
+                none.
         """
         self._built = built
         self._shape = shape
@@ -77,7 +77,7 @@ class Repeat:
         """Launch the kernel and wait for its end.
 
         Returns:
-            whether it has run; it has not if the arguments must be refused, or be checked again.
+            whether it ran; False if the arguments must be refused or checked again.
         """
         values: list[Any] = []
         if self._values:
@@ -101,11 +101,11 @@ class Repeat:
             self._built.run(self._shape, slot.passed, self._uses)
         elif status := run():
             self._built.check(status, slot.passed)
-        self._free.append(slot)  # not after an error, which may leave other numbers than zeros
+        self._free.append(slot)  # not after an error, which may leave other values than zeros
         return True
 
     def _write(self, slot: _Slot, addresses: list[int], values: Sequence[Any]) -> None:
-        """Have the launches of a slot take these arguments."""
+        """Write these arguments into a slot, for its next launch."""
         frame = slot.frame
         table = frame.table
         for i, address in zip(self._pointers, addresses):

@@ -1,4 +1,4 @@
-"""Values of a kernel's parameters that are passed by value, checked and as bytes of a launch."""
+"""Arguments that are passed by value: checked, and converted to the bytes of a launch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fusedoptim.dtypes import ELEMENTS, Element
 from fusedoptim.raw._spirv import Parameter
 
 Convert = Callable[[Any], Any]
-"""From what a caller passes to what :mod:`struct` packs; TypeError, ValueError or OverflowError
-with what is wrong and the cure."""
+"""Converts a caller's argument to a value that :mod:`struct` packs; TypeError, ValueError or
+OverflowError say what is wrong, and the cure."""
 
 _VECTOR = re.compile(r"(\w+?)x(\d+)")
 
 
 def scalar(parameter: Parameter) -> tuple[str, Convert]:
-    """How :mod:`struct` packs a parameter that is passed by value, and what converts to it."""
+    """The format in which :mod:`struct` packs a parameter, and the function that converts to it."""
     dtype = parameter.dtype
     element = ELEMENTS.get(dtype)
     if element is not None and element.is_float and element.code:
@@ -69,7 +69,7 @@ def _real(element: Element) -> Convert:
 
     def convert(value: Any) -> float:
         number: float = value if type(value) is float else _as_float(value, name)
-        if -most <= number <= most or number - number != 0:  # infinities and NaN are in any
+        if -most <= number <= most or number - number != 0:  # each format has infinities and NaN
             return number
         raise OverflowError(f"{number} is larger than any {element.c}")
 
@@ -85,7 +85,7 @@ def _as_float(value: Any, name: str) -> float:
             f"pass float(value) or numpy.{name}(value)"
         )
     if isinstance(value, (float, int)):
-        return float(value)  # OverflowError: an integer too large for any
+        return float(value)  # OverflowError: an integer too large for any float
     raise TypeError(f"{_kind(value)}, where {name} is wanted")
 
 
@@ -99,7 +99,7 @@ def _kind(value: Any) -> str:
 
 
 def _bytes(parameter: Parameter) -> Convert:
-    """Of a vector or a struct: bytes, or what has them, or a vector's numbers."""
+    """For a vector or a struct: from bytes, an object with a buffer, or a vector's numbers."""
     size = parameter.size
     match = _VECTOR.fullmatch(parameter.dtype)
 
@@ -125,4 +125,4 @@ def _vector(parameter: Parameter, dtype: str, count: int, values: Any) -> bytes:
         raise ValueError(f"{len(values)} numbers, where {count} are wanted")
     code, convert = scalar(Parameter("", "scalar", dtype, 0, False))
     data = struct.pack(f"<{count}{code}", *map(convert, values))
-    return data.ljust(parameter.size, b"\0")  # three take the room of four
+    return data.ljust(parameter.size, b"\0")  # three elements take the room of four

@@ -23,7 +23,7 @@ Source = str | bytes | Path | Callable[..., Any]
 
 
 class _Identified(NamedTuple):
-    """A Python function, equal to all that compile to the same module."""
+    """A Python function; functions that compile to the same module are equal."""
 
     identity: bytes
     function: Callable[..., Any]
@@ -87,7 +87,7 @@ def read_source(source: Any) -> tuple[str, Any]:
 
 
 def check_source_options(kind: str, options: Sequence[str]) -> tuple[str, ...]:
-    """The options as a tuple; TypeError or ValueError if a source of this kind has no such."""
+    """The options as a tuple; TypeError or ValueError if a source of this kind has none such."""
     if kind == "OpenCL C":
         return check_options(options)
     known = DRIVER_OPTIONS if kind == "SPIR-V" else ()

@@ -1,4 +1,4 @@
-"""Reads from a SPIR-V module its kernels' parameters and what they require of a device."""
+"""Reads the kernels' parameters and device requirements from a SPIR-V module."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Parameter(NamedTuple):
     value), or "opaque" (images, samplers and others, which cannot be passed)."""
     dtype: str
     """"f32", "f64", "f16", "bf16", "i8" to "i64", "u8" to "u64"; "int8" to "int64" for an integer
-    whose signedness the module does not state; "f32x4" for a vector; "" for other types. That of
-    the target if it is a pointer."""
+    whose signedness the module does not state; "f32x4" for a vector; "" for other types. For a
+    pointer, the type of the target."""
     size: int
-    """Size in bytes, of the target if it is a pointer; 0 if that is void or unknown."""
+    """Size in bytes; for a pointer, that of the target; 0 if the target is void or unknown."""
     is_const: bool
     """Whether it is a pointer through which the kernel only reads."""
 
@@ -292,7 +292,7 @@ class _Reader:
 def _recorded_target(text: str) -> tuple[str, int]:
     """The dtype and size of a pointer's target, from what clang recorded about the pointer.
 
-    The pointer's type in the module is that of the first access, or char without any.
+    The pointer's type in the module is that of the first access, or char if there is no access.
     """
     match = _TARGET.fullmatch(text)
     if match is None:

@@ -1,4 +1,4 @@
-"""How generated C finds the elements of tensors of any strides from one running index."""
+"""How generated C finds the elements of tensors with any strides from one running index."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def walk(
     """The walk over tensors of ``shape`` in as few dimensions as possible.
 
     Args:
-        shape: of the elements.
-        strides: of each tensor.
-        order_of: a tensor whose order in memory the walk follows; None keeps the order of
-            ``shape``.
+        shape: the shape of the elements.
+        strides: the strides of each tensor.
+        order_of: the index of a tensor whose order in memory the walk follows; None keeps the order
+            of ``shape``.
     """
     dims = [d for d in range(len(shape)) if shape[d] != 1]
     if order_of is not None:

@@ -28,7 +28,7 @@ from fusedoptim.raw._walk import Walk, walk
 __all__ = ["ElementwiseKernel"]
 
 # A row is a run of elements at equal distances in each tensor. A group walks a chunk of a row, or
-# several short rows. The offsets at which a row begins are the same for all work items.
+# several short rows. The offset at which a row begins is the same for all work items.
 _SOURCE = """
 static inline void {name}_element(const index_t i, const index_t j_{parameters}{offsets}) {{
 {loads}
@@ -61,19 +61,19 @@ class ElementwiseKernel(ExpressionKernel):
     """A kernel that computes each element of its outputs from those of its inputs.
 
     ``operation`` is OpenCL C in which a parameter's name is one element; ``i`` is the element's
-    index, ``n`` the number of elements. Inputs are broadcast as torch's operators do. A parameter
+    index, ``n`` the number of elements. Inputs are broadcast as in torch's operators. A parameter
     declared ``raw`` is a pointer to a contiguous tensor, which the operation indexes. A capital
     letter is a type that the call determines, in declarations and in the operation. bfloat16 and
-    float16 are float32 in the operation (a raw bfloat16: ``from_bfloat16(x[i])``). An output may be
-    an input, element for element; memory that overlaps otherwise gives any result.
+    float16 are float32 in the operation (a raw bfloat16: ``from_bfloat16(x[i])``). An output may
+    have exactly the memory of an input; with any other overlap the results are undefined.
 
     Args:
-        in_params: such as ``"float32 x, raw T y, int64 k"``; types as torch names them.
-        out_params: likewise.
-        operation: a statement, or several.
-        name: of the kernel.
+        in_params: the inputs, such as ``"float32 x, raw T y, int64 k"``; types as torch names them.
+        out_params: the outputs, in the same form.
+        operation: one or several statements.
+        name: the kernel's name.
         preamble: OpenCL C before the kernel, such as functions.
-        options: of the compiler; see :class:`fusedoptim.raw.RawKernel`.
+        options: the compiler's options; see :class:`fusedoptim.raw.RawKernel`.
 
     Raises:
         TypeError: an argument is not a str, or ``options`` not a sequence of them.
@@ -110,12 +110,12 @@ class ElementwiseKernel(ExpressionKernel):
 
         Args:
             args: the inputs: torch tensors of one device, numpy arrays as tensors of the CPU, or
-                numbers. Then the outputs, or none of them, to have them created.
-            size: the number of elements, where every tensor is raw.
+                numbers. Then all outputs, or none of them: the call then creates them.
+            size: the number of elements, if every tensor is raw.
 
         Returns:
-            the output, or a tuple of them if there are several. Those that are created are torch
-            tensors.
+            the output, or a tuple of them if there are several. Outputs that the call creates are
+            torch tensors.
 
         Raises:
             TypeError: too few or too many arguments, or one of another type.
@@ -176,7 +176,7 @@ class ElementwiseKernel(ExpressionKernel):
         return shape, device
 
     def _strides(self, operands: Sequence[Operand], shape: torch.Size) -> tuple[int, ...]:
-        """The strides of new outputs: those of the first input of their shape."""
+        """The strides of new outputs: those of the first input with their shape."""
         for param in self._outputs:
             if param.raw:
                 raise ValueError(f"{self.name}: the raw output {param.name!r} must be passed")

@@ -1,4 +1,4 @@
-"""Kernels of the user's own, launched on torch tensors: RawKernel and RawModule.
+"""The user's own kernels, launched on torch tensors: RawKernel and RawModule.
 
 OpenCL C text, SPIR-V, or a Python function (``[jit]``) becomes SPIR-V, and the device's driver
 compiles that. The conventions are CuPy's: ``kernel(global_size, local_size, args)``.
@@ -35,22 +35,23 @@ class RawModule:
         source: OpenCL C text, SPIR-V bytes, a :class:`pathlib.Path` of a ``.cl`` or ``.spv`` file,
             or a Python function in the language of :mod:`fusedoptim.raw.language`, which needs the
             ``[jit]`` extra.
-        options: of OpenCL C: ``-DNAME=value``, ``-I/folder``, ``-cl-std=CL2.0`` (1.2 if none is
-            named), ``-cl-fast-relaxed-math`` and so on; of SPIR-V: those that its driver takes; of
-            a Python function: none.
-        device: where launches run whose arguments do not say: a SYCL filter string such as "cpu",
-            "gpu", or "level_zero:gpu:1"; "xpu", for torch's current stream; or a
+        options: for OpenCL C: ``-DNAME=value``, ``-I/folder``, ``-cl-std=CL2.0`` (1.2 if none is
+            named), ``-cl-fast-relaxed-math`` and so on; for SPIR-V: those that its driver accepts;
+            for a Python function: none.
+        device: where launches run if their arguments do not decide it: a SYCL filter string such as
+            "cpu", "gpu", or "level_zero:gpu:1"; "xpu", for torch's current stream; or a
             ``dpctl.SyclQueue``.
 
     Nothing is compiled before a kernel is called or one of its properties is read. Text is compiled
-    to SPIR-V, and SPIR-V by the device's driver, each in some tens of milliseconds and 0.2 s at a
-    process's first. Both results are cached on the disk, in the folder ``FUSEDOPTIM_CACHE_DIR``
-    (default: ``~/.cache/fusedoptim``; empty: no cache). Not cached are text that includes other
-    files, and what the driver compiles for ``wait=False`` or for a ``dpctl.SyclQueue`` of your own.
+    to SPIR-V, and SPIR-V by the device's driver. Each takes some tens of milliseconds, and 0.2 s
+    for the first in a process. Both results are cached on disk, in the folder
+    ``FUSEDOPTIM_CACHE_DIR`` (default: ``~/.cache/fusedoptim``; empty: no cache). Two things are not
+    cached: text that includes other files, and the driver's results for ``wait=False`` or for your
+    own ``dpctl.SyclQueue``.
 
     Raises:
         TypeError: ``source`` or ``options`` is of another type.
-        ValueError: a string that is a file's name, a file of another kind, an option unknown.
+        ValueError: a string that is a file's name, a file of another kind, or an unknown option.
 
     Example:
         >>> import torch
@@ -88,17 +89,17 @@ class RawModule:
 
     @property
     def spirv(self) -> bytes:
-        """The module that the device's driver gets."""
+        """The module that is passed to the device's driver."""
         return self._program.spirv
 
     def get_function(self, name: str) -> RawKernel:
         """The kernel ``name``.
 
         Args:
-            name: in the source.
+            name: its name in the source.
 
         Raises:
-            KeyError: there is none of this name; the message lists those that there are.
+            KeyError: there is no kernel of this name; the message lists the existing ones.
         """
         return RawKernel(self, name)
 
@@ -123,17 +124,17 @@ class RawModule:
 
 
 class RawKernel:
-    """A kernel of the user's own: ``kernel(global_size, local_size, args)``.
+    """The user's own kernel: ``kernel(global_size, local_size, args)``.
 
     Args:
-        source: as of :class:`RawModule`, or such a module.
-        name: of the kernel; may be left out where there is only one.
-        options: as of :class:`RawModule`.
-        device: as of :class:`RawModule`.
+        source: as for :class:`RawModule`, or such a module.
+        name: the kernel's name; may be omitted if there is only one.
+        options: as for :class:`RawModule`.
+        device: as for :class:`RawModule`.
 
     Raises:
         TypeError: ``source`` or ``options`` is of another type.
-        ValueError: a string that is a file's name, a file of another kind, an option unknown.
+        ValueError: a string that is a file's name, a file of another kind, or an unknown option.
 
     Errors of compilation are raised when the kernel is first called, or at :meth:`compile`.
 
@@ -186,36 +187,37 @@ class RawKernel:
 
         It runs where its arguments are: torch XPU tensors on torch's current stream, arrays in SYCL
         memory on their queue, the host's memory on the CPU device. Tensors and arrays are passed as
-        the address of their first element, without a copy, and what the kernel writes is in them.
+        the address of their first element, without a copy, and the kernel writes into them.
         Autograd is told that they changed, but not how: no gradient flows through a kernel.
 
-        What a kernel does wrong is not undone. On the CPU, one that reads or writes outside of its
-        arguments ends the process where there is no memory, and hits other data where there is; an
+        Nothing protects against errors in a kernel. On the CPU, an access outside of its arguments
+        ends the process if there is no memory at that address, and hits other data if there is. An
         integer divided by zero is some number, or ends the process. On a GPU the SYCL runtime
-        reports a fault where the kernel's end is waited for; dpctl then ends the process.
+        reports a fault when the kernel's end is waited for; dpctl then ends the process.
 
         Args:
             global_size: work items in all, in 1 to 3 dimensions; the first is that of
                 ``get_global_id(0)``. Zero launches nothing.
-            local_size: of them in a work-group, which the global size must be a multiple of; None
+            local_size: work items of a work-group; the global size must be a multiple of it. None
                 lets the driver choose.
-            args: a value for each parameter. Of a pointer: a torch tensor, a numpy array, an array
-                or memory of a pool, of dpctl or dpnp, contiguous and of the dtype it points to, or
-                None. Of a ``local`` pointer: :class:`LocalMemory`. Else a number, or bytes.
-            wait: for the kernel's end; None is to wait on the CPU device, whose results are the
-                host's memory, and to return at once elsewhere, where torch's stream keeps order.
-                After False on the CPU, ``allocator.queue("cpu").wait()`` waits, as does any later
-                call without False: launches run in order. Until then the kernel keeps its
+            args: a value for each parameter. For a pointer: a torch tensor, a numpy array, or an
+                array or memory of a pool, of dpctl or dpnp, contiguous and of the dtype that it
+                points to, or None. For a ``local`` pointer: :class:`LocalMemory`. Else a number, or
+                bytes.
+            wait: whether to wait for the kernel's end. None waits on the CPU device, whose results
+                are in the host's memory, and returns at once elsewhere, where torch's stream keeps
+                the order. After False on the CPU, ``allocator.queue("cpu").wait()`` waits, as does
+                any later call without False: launches run in order. Until then the kernel keeps its
                 arguments' memory alive, so the caller may drop them, but must not free or move that
-                memory: by ``resize_`` of a tensor or its storage, or ``release`` of a pool's.
+                memory: by ``resize_`` of a tensor or its storage, or ``release`` of pool memory.
 
         Raises:
             KernelCompileError: the source does not compile, at the first call.
             TypeError: a wrong number of arguments, or one of a wrong type or dtype.
             ValueError: sizes that cannot be launched, or an argument that cannot be passed.
             OverflowError: an integer that does not fit its parameter.
-            RuntimeError: tensors of two devices, or one that requires grad and may be written; a
-                call in a process that was forked after its parent used a device.
+            RuntimeError: tensors of two devices, or a tensor that requires grad and may be written;
+                a call in a process that was forked after its parent used a device.
         """
         if torch.compiler.is_compiling():
             untraced(self, global_size, local_size, args, wait=wait)
@@ -254,7 +256,7 @@ class RawKernel:
         Raises:
             KernelCompileError: the source does not compile.
             KeyError: it has no kernel of this name.
-            ValueError: no name was given, and it has several kernels.
+            ValueError: no name was given, and the source has several kernels.
         """
         self._own()
         return self
@@ -281,7 +283,7 @@ class RawKernel:
 
     @property
     def spirv(self) -> bytes:
-        """The module that the device's driver gets."""
+        """The module that is passed to the device's driver."""
         return self._module.spirv
 
     @property
@@ -359,14 +361,14 @@ class RawKernel:
     def _repeat(
         self, items: int, group: int, args: Sequence[Any], first: int, zeros: int
     ) -> Repeat | None:
-        """What launches the kernel again, if it runs on the CPU's shared queue.
+        """A repeatable launch of the kernel, if it runs on the CPU's shared queue.
 
         Args:
             items: work items in all.
-            group: of them in a work-group.
-            args: of a launch that was made.
-            first: how many of them, the first ones, are the same in each launch.
-            zeros: bytes of the next one, a tensor of zeros; 0 if there is none.
+            group: work items of a work-group.
+            args: the arguments of an earlier launch.
+            first: how many of the first arguments are the same in each launch.
+            zeros: bytes of the next argument, a tensor of zeros; 0 if there is none.
         """
         built = self._on_cpu
         if built is None or not built.in_order or not self._traits.takes_frame:
@@ -450,7 +452,7 @@ def _type_text(parameter: Parameter) -> str:
 
 @disable_dynamo  # type: ignore[untyped-decorator]
 def untraced(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """A call out of a function that torch.compile traces."""
+    """A call that torch.compile does not trace, out of a function that it traces."""
     return call(*args, **options)
 
 

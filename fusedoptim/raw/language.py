@@ -1,4 +1,4 @@
-"""What a raw kernel that is written in Python may say.
+"""The language of raw kernels that are written in Python.
 
 Each argument is annotated with what the caller passes:
 
@@ -14,16 +14,16 @@ Float32, Float64                           a real number
 Float16 and BFloat16 are types of memory only: a load gives a float32, a store rounds to nearest
 even. Indices are not checked, and a negative one does not count from the end.
 
-The function runs once for each work item, which finds itself by :func:`global_id`. It may use
+The function runs once for each work item, whose index is :func:`global_id`. It may use
 ``if``, ``for``, ``while``, arithmetic, ``abs``, ``min``, ``max``, the functions of ``math``,
 numbers of its module and closure, and plain functions, which are compiled with it. It returns
 nothing and raises nothing. A number such as ``0.5`` is a float32 unless an argument of the kernel
 is Float64, and ``+``, ``-``, ``*`` and ``/`` of an integer and a float32 give a float32. The other
 conversions are numba's: a quotient of integers, ``float(i)``, ``math.sqrt(i)`` and comparing a
 variable integer with a float32 are float64 (write ``numpy.float32(i)``). A division by zero gives
-infinity or NaN, of integers by ``//`` and ``%`` 0.
+infinity or NaN; ``//`` and ``%`` of integers give 0.
 
-A kernel in it (to launch it takes the ``[jit]`` extra)::
+A kernel in this language (launching it needs the ``[jit]`` extra)::
 
     def saxpy(n: Int64, a: Float32, x: Global[Float32], y: Global[Float32]) -> None:
         i = global_id(0)
@@ -116,7 +116,7 @@ class Global(_Memory[Number]):
 
 
 class Local(_Memory[Number]):
-    """Numbers that the work items of one group share; between a store and a load, a barrier."""
+    """Numbers that the work items of one group share; a store and a load need a barrier between."""
 
 
 def global_id(dimension: int = 0) -> int:
@@ -165,7 +165,7 @@ def local_size(dimension: int = 0) -> int:
 
 
 def barrier() -> None:
-    """Wait for all work items of the group, and see what they stored; all must come here."""
+    """Wait for all work items of the group, which must all call this, and see their stores."""
     _on_device_only()
 
 

@@ -28,9 +28,10 @@ from fusedoptim.raw._walk import Walk, walk
 
 __all__ = ["ReductionKernel"]
 
-# Several groups reduce the chunks of one result. The last one to finish combines what all of them
-# have stored, in the order of the chunks. Its increment of the counter makes those values visible:
-# device scope, AcquireRelease and CrossWorkgroupMemory, for which OpenCL C 1.2 has no function.
+# Several groups reduce the chunks of one result. The last one to finish combines the values that
+# all have stored, in the order of the chunks. Its increment of the counter makes those values
+# visible: device scope, AcquireRelease and CrossWorkgroupMemory, for which OpenCL C 1.2 has no
+# function.
 _SOURCE = """
 uint __attribute__((overloadable)) __spirv_AtomicIIncrement(
     volatile global uint *counter, uint scope, uint semantics);
@@ -70,9 +71,9 @@ static inline void {name}_store(const index_t o_, const reduced_t a{parameters})
 }}
 """
 _SCRATCH = Parameter("scratch_", "pointer", "u8", 1, False)
-_COUNTER = 8  # bytes for a counter of finished groups, so that all that follows is aligned
-# The work items of a group walk a chunk of the elements of one result side by side. Four partial
-# results for each of them: additions to a single one would wait for each other.
+_COUNTER = 8  # bytes for a counter of finished groups, so that everything after it is aligned
+# The work items of a group walk a chunk of the elements of one result side by side. Each has four
+# partial results: additions to a single one would wait for each other.
 _SIDE_BY_SIDE = """
     index_t start_ = first_;
     reduced_t b = {identity}, c_ = {identity}, d_ = {identity};
@@ -99,7 +100,7 @@ _ALONG = f"""
     if (lane_ != 0) return;
     for (index_t k = 1; k < {{lanes}}; k++) a = {{name}}_reduce(a, of_lanes_[k]);
 """
-# A group reduces several results whole. Then a work item combines what all have of one result.
+# A group reduces several whole results. Then one work item combines all partial values of a result.
 _ALONG_SEVERAL = f"""
     const index_t begin_ = group_ * results_, this_ = 0, first_ = 0, end_ = n;
     const index_t own_ = count_ - begin_ < results_ ? count_ - begin_ : results_;
@@ -117,8 +118,8 @@ _ALONG_SEVERAL = f"""
     for (index_t k = 1; k < {{lanes}}; k++)
         a = {{name}}_reduce(a, of_lanes_[lane_ * {{lanes}} + k]);
 """
-# Each work item has a result of its own, and those of a group read side by side. Consecutive groups
-# read the same rows of memory.
+# Each work item has its own result, and the work items of a group read side by side. Consecutive
+# groups read the same rows of memory.
 _ACROSS = """
     const index_t strips_ = (count_ + {lanes} - 1) / {lanes}, this_ = group_ / strips_;
     const index_t o_ = group_ % strips_ * {lanes} + lane_, first_ = this_ * chunk_;
@@ -145,16 +146,16 @@ class ReductionKernel(ExpressionKernel):
     run, whatever the number of threads.
 
     Args:
-        in_params: such as ``"T x, float32 k"``.
+        in_params: the inputs, such as ``"T x, float32 k"``.
         out_params: the results, such as ``"T y"``.
-        map_expr: what is reduced, such as ``"x * x"``.
-        reduce_expr: of ``a`` and ``b``, such as ``"a + b"``; in any order and grouping.
-        post_map_expr: such as ``"y = sqrt(a)"``.
+        map_expr: the value to reduce, such as ``"x * x"``.
+        reduce_expr: combines ``a`` and ``b``, such as ``"a + b"``; in any order and grouping.
+        post_map_expr: computes the outputs, such as ``"y = sqrt(a)"``.
         identity: the neutral element of ``reduce_expr``, such as ``"0"``.
-        name: of the kernel.
-        reduce_type: of ``a`` and ``b``, a torch type's name; default: the first output's.
+        name: the kernel's name.
+        reduce_type: the type of ``a`` and ``b``, by torch's name; default: the first output's.
         preamble: OpenCL C before the kernel, such as functions.
-        options: of the compiler; see :class:`fusedoptim.raw.RawKernel`.
+        options: the compiler's options; see :class:`fusedoptim.raw.RawKernel`.
 
     Raises:
         TypeError: an argument is not a str, or ``options`` not a sequence of them.
@@ -210,14 +211,14 @@ class ReductionKernel(ExpressionKernel):
 
         Args:
             args: the inputs: torch tensors of one device, numpy arrays as tensors of the CPU, or
-                numbers. Then the outputs, or none of them, to have them created.
+                numbers. Then all outputs, or none of them: the call then creates them.
             axis: the dimension or dimensions to reduce; None is all.
-            keepdims: whether the results keep them, with size 1.
+            keepdims: whether the results keep the reduced dimensions, with size 1.
             out: the output, or a tuple of several, if they are not among ``args``.
 
         Returns:
-            the output, or a tuple of them if there are several. Those that are created are torch
-            tensors.
+            the output, or a tuple of them if there are several. Outputs that the call creates are
+            torch tensors.
 
         Raises:
             TypeError: too few or too many arguments, or one of another type.
@@ -281,7 +282,7 @@ class ReductionKernel(ExpressionKernel):
         kept: Sequence[int],
         keepdims: bool,
     ) -> tuple[Walk, Walk]:
-        """The walk over what is reduced to one result, and that over the results."""
+        """The walk over the elements of one result, and the walk over the results."""
         inner, outer = [], []
         for operand in elements:
             if operand.param in self._outputs:
@@ -340,7 +341,7 @@ def _results_of_group(n: int, count: int, chunks: int, device: torch.device) -> 
 
 
 def _axes(kernel: str, axis: Any, dims: int) -> list[int]:
-    """The dimensions that are reduced, from 0 on."""
+    """The dimensions that are reduced, counted from 0."""
     given = range(dims) if axis is None else axis if isinstance(axis, (tuple, list)) else (axis,)
     for one in given:
         if isinstance(one, bool) or not isinstance(one, int) or not -dims <= one < dims:

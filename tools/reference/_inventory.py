@@ -61,7 +61,7 @@ def _public_modules(module: griffe.Object) -> Iterator[griffe.Module]:
     if module.path in _NOT_AN_INTERFACE:
         return
     if module.is_subpackage and module.exports is None:
-        return  # a folder that says nothing of what is public is internal, and so are its modules
+        return  # a folder that does not say what is public is internal, and so are its modules
     yield module
     for name, child in module.modules.items():
         if not name.startswith("_") and not child.is_alias:

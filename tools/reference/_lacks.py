@@ -15,7 +15,7 @@ from tools.reference._inventory import (
     parameters,
 )
 
-# The names of the kernel language only make sense in a kernel, which the module's docstring shows.
+# The names of the kernel language make sense only in a kernel; the module's docstring shows one.
 _SHOWN_TOGETHER = ("fusedoptim.raw.language",)
 
 

@@ -1,1 +1,1 @@
-"""Graph mode: what torch.compile captures of a model, computed by one plan of calls."""
+"""Graph mode: the graphs that torch.compile captures, each computed by one plan of calls."""

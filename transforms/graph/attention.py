@@ -1,9 +1,9 @@
 """Attention in 16 bits as two products of oneDNN and a softmax, where that is faster.
 
-torch's kernel of attention for CPUs multiplies block by block, which makes little use of a
-processor's 16-bit products. The scores are rounded to 16 bits here, as where a model computes
-attention by single operations. With an infinite key torch's kernel for 16 bits returns numbers, and
-its kernel for float32 NaN, as this does.
+torch's attention kernel for CPUs multiplies block by block, which makes little use of a processor's
+16-bit instructions. Here the scores are rounded to 16 bits, as in a model that computes attention
+by single operations. With an infinite key, torch's kernel for 16 bits returns numbers. This module
+returns NaN, as torch's kernel for float32 does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from transforms.rewrites.packed import supported_dtypes
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _LEAST_SCORES, _MOST_KEYS = 1 << 17, 512
-"""Between which the products are faster than torch's kernel."""
+"""The products are faster than torch's kernel for at least so many scores and at most so many keys.
+"""
 
 
 @operators.own
@@ -32,7 +33,7 @@ def attention(query: Tensor, key: Tensor, values: Tensor, scale: float) -> Tenso
         query: (batch, heads, queries, width).
         key: (batch, heads, keys, width).
         values: (batch, heads, keys, width).
-        scale: of the scores.
+        scale: the factor of the scores.
     """
     batch, heads, rows, width = query.shape
     q, k, v = (t.flatten(0, 1) for t in (query, key, values))
@@ -44,7 +45,7 @@ def attention(query: Tensor, key: Tensor, values: Tensor, scale: float) -> Tenso
 
 
 def split_attention(graph: Graph) -> int:
-    """Replace attention in 16 bits by products; return how many were."""
+    """Replace calls of attention in 16 bits by products; return how many were replaced."""
     count = 0
     for node in list(graph.nodes):
         if operators.name(node) == "scaled_dot_product_attention":

@@ -27,15 +27,15 @@ def graph_backend(
 ) -> Callable[..., Any]:
     """Compile a graph for inference on the CPU: the backend "fusedoptim" of ``torch.compile``.
 
-    It needs no C++ compiler. Convolutions and Linears compute with packed weights, which also
-    take the activation or addition that follows; BatchNorms are folded; what depends on parameters
-    and buffers alone is computed once; results are written over values that are no longer needed.
+    It needs no C++ compiler. Convolutions and Linears compute with packed weights, and also apply
+    the activation or addition that follows. BatchNorms are folded. Values that depend on parameters
+    and buffers alone are computed once. Results are written over values that are no longer needed.
     float32 graphs with convolutions run in C++, by oneDNN Graph. All other operators are torch's.
-    Where gradients are recorded, the graph runs as it is. Changes of the parameters are seen before
-    the next call, except through NumPy arrays of them.
+    Where gradients are recorded, the graph runs unchanged. Changes of the parameters are noticed
+    before the next call, except those through NumPy arrays of them.
 
     Args:
-        graph: what torch.compile captured.
+        graph: the graph that torch.compile captured.
         example_inputs: its inputs.
         **options: ``mode`` and ``options`` of ``torch.compile``, which this backend does not have.
 
@@ -74,7 +74,7 @@ def why_absent() -> str | None:
 
 
 def plan(graph: GraphModule, example_inputs: Sequence[Any]) -> Plan | None:
-    """A plan for a captured graph; None if the graph has to run as it is."""
+    """A plan for a captured graph; None if the graph has to run unchanged."""
     if any(records_gradients(node) or _is_unsized(node) for node in graph.graph.nodes):
         return None
     tensors = [each for each in example_inputs if isinstance(each, Tensor)]
@@ -92,7 +92,7 @@ def plan(graph: GraphModule, example_inputs: Sequence[Any]) -> Plan | None:
 
 
 def _is_unsized(node: Node) -> bool:
-    """Whether a shape depends on values, so that it is not known from the inputs' shapes."""
+    """Whether a shape depends on values, and so cannot be told from the inputs' shapes."""
     result = value(node)
     sizes = result.shape if isinstance(result, Tensor) else (result,)
     if not any(isinstance(size, torch.SymInt) for size in sizes):
@@ -104,5 +104,5 @@ def _is_unsized(node: Node) -> bool:
 
 
 def _is_owned(node: Node) -> bool:
-    """Whether an input is a parameter or buffer of a module, as dynamo says."""
+    """Whether dynamo marks an input as a parameter or buffer of a module."""
     return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})

@@ -19,18 +19,18 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class NotFinite(Exception):
-    """A folded weight or bias is infinite or NaN, where the plain ones need not be."""
+    """A folded weight or bias is infinite or NaN; the plain ones may be finite."""
 
 
 @operators.own
 def folded_weight(*pair: Any) -> Tensor:
-    """The weight of a product and the BatchNorm after it: the fields of a PlainPair."""
+    """The folded weight of a product and the BatchNorm after it, from a PlainPair's fields."""
     return _finite(folded(PlainPair(*pair))[0], pair[0].dtype)
 
 
 @operators.own
 def folded_bias(*pair: Any) -> Tensor:
-    """The bias of a product and the BatchNorm after it: the fields of a PlainPair."""
+    """The folded bias of a product and the BatchNorm after it, from a PlainPair's fields."""
     return _finite(folded(PlainPair(*pair))[1], pair[0].dtype)
 
 
@@ -45,7 +45,7 @@ def fold_batch_norms(graph: Graph, constants: set[Node]) -> int:
     """Fold BatchNorms whose product feeds nothing else; return how many were folded.
 
     Args:
-        graph: is rewritten.
+        graph: the graph, rewritten in place.
         constants: the nodes that depend on parameters, buffers and literals only.
     """
     count = 0
@@ -67,7 +67,7 @@ def _fold(graph: Graph, norm: Node, constants: set[Node]) -> bool:
         return False
     if any(pair[i] is None for i in (0, 2, 3)):
         return False
-    if not all(p is None or p < product for p in pair):  # a literal that is made only later
+    if not all(p is None or p < product for p in pair):  # a literal that is computed only later
         return False
     if not isinstance(of_norm["eps"], float):  # with dynamic=True it is a value of the graph
         return False

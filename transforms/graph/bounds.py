@@ -1,14 +1,14 @@
 r"""Shows that no infinity can arise in a graph, so that none of its values is NaN.
 
-oneDNN's maximum turns NaN into a number, so ReLU and its like are left to it only where there is no
-NaN. NaN arises from infinity or NaN alone. So each value gets a bound of its magnitude. That of a
-product :math:`y_i = \sum_j w_{ij} x_j + b_i`, and of its partial sums, is
+oneDNN's maximum turns NaN into a number, so it may compute ReLU, ReLU6 and Hardtanh only where
+there is no NaN. NaN arises from infinity or NaN alone. So each value gets a bound of its magnitude.
+The bound of a product :math:`y_i = \sum_j w_{ij} x_j + b_i`, and of its partial sums, is
 
 .. math::
     \max_i \sum_j |w_{ij}| \max_j |x_j| + \max_i |b_i|.
 
-The bounds begin at the inputs, and anew where they become too large. What is assumed there is
-compared with the values of each call.
+The inputs start with an assumed bound. Where a bound becomes too large, a new assumption starts.
+Each call compares its values with what was assumed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from transforms.graph import operators
 from transforms.graph.operators import arguments, is_tensor, value
 
 _ASSUMED = 1e6
-"""The largest norm of what is compared in each call."""
+"""The largest norm of the values that are compared in each call."""
 _MOST = 1e37
 _ROUNDING = 1.01
-"""How much larger than in exact arithmetic what a function returns is at most."""
+"""By what factor a function's rounded result may exceed the exact one."""
 _MOST_COMPARED = 8
 CLAMPS = ("relu", "relu6", "hardtanh")
-"""What oneDNN computes as torch does where no value is NaN."""
+"""Functions that oneDNN computes as torch does if no value is NaN."""
 Evaluate = Callable[[Node], Tensor | None]
 """Computes a constant of a graph; None for one that may change unseen."""
 _ACTIVATIONS = (
@@ -56,32 +56,32 @@ PRODUCTS = (
 
 @operators.own
 def size(x: Tensor) -> Tensor:
-    """The norm, which no magnitude exceeds; NaN or infinite if an element is."""
+    """A norm that bounds all magnitudes; NaN or infinite if an element is."""
     result: Tensor = torch.linalg.vector_norm(x)
     return result
 
 
 def are_as_assumed(sizes: Sequence[Tensor]) -> bool:
-    """Whether none is larger than was assumed."""
+    """Whether no size exceeds the assumed bound."""
     return all(float(each) <= _ASSUMED for each in sizes)
 
 
 def values_to_compare(
     graph: Graph, constants: set[Node], evaluate: Evaluate
 ) -> tuple[str, ...] | None:
-    """The names of the values which show that all are finite if they are as small as assumed.
+    """The names of values which, if as small as assumed, show that all values are finite.
 
-    All are those up to the last clamp. None if that cannot be shown, or does not matter.
+    Only values up to the last clamp count. None if it cannot be shown, or does not matter.
 
     Args:
         graph: the graph.
         constants: the nodes that depend on parameters, buffers and literals only.
-        evaluate: computes one of them; None for one whose changes are not seen.
+        evaluate: computes one of these; returns None for one whose changes are not noticed.
     """
     nodes = list(graph.nodes)
-    if not isinstance(nodes[-1].args[0], tuple | list):  # more can be returned beside several
+    if not isinstance(nodes[-1].args[0], tuple | list):  # values can be added to a tuple only
         return None
-    while nodes and operators.name(nodes[-1]) not in CLAMPS:  # what follows need not be finite
+    while nodes and operators.name(nodes[-1]) not in CLAMPS:  # later values need not be finite
         nodes.pop()
     values = [node for node in nodes if node not in constants and _is_real(node)]
     if not values or any(map(operators.is_writing, nodes)) or not all(map(_is_wide, values)):
@@ -108,7 +108,7 @@ def values_to_compare(
 
 
 def compare(graph: Graph, names: Container[str]) -> None:
-    """Let a graph return the sizes of some of its values, after its results."""
+    """Make a graph return the sizes of some of its values, after its results."""
     *nodes, output = graph.nodes
     added = []
     for node in nodes:
@@ -127,8 +127,8 @@ def _is_wide(node: Node) -> bool:
 
 
 def _is_plain(node: Node, first: Any) -> bool:
-    """Whether a function neither looks at bits nor fills up with infinity."""
-    if operators.name(node) == "max_pool2d":  # a window may lie between the elements
+    """Whether a function neither reinterprets bits nor pads with infinity."""
+    if operators.name(node) == "max_pool2d":  # a dilated window may miss all elements
         dilation = node.kwargs.get("dilation", node.args[4] if len(node.args) > 4 else 1)
         return dilation in (1, (1, 1), [1, 1])
     is_cast = operators.name(node) == "to"
@@ -136,9 +136,10 @@ def _is_plain(node: Node, first: Any) -> bool:
 
 
 def _cuts(graph: Graph, values: Sequence[Node]) -> list[int]:
-    """Which of the values are all that the rest of the graph uses of those before.
+    """The positions of cuts: values that are the only ones the rest of the graph still uses.
 
-    What an activation follows is none, as a product that something else uses cannot apply it.
+    A value that goes to an activation is no cut: comparing it is a second use, and a product with
+    a second use cannot apply the activation.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     found, used = [], -1
@@ -161,11 +162,11 @@ class _Rules:
         self._sums: dict[Node, float] = {}
 
     def assume(self, node: Node) -> None:
-        """Take for a node's bound what is compared with it in each call."""
+        """Give a node the bound that each call compares it with."""
         self._known[node] = _ASSUMED * _ROUNDING
 
     def bound(self, node: Node) -> float:
-        """The bound of a node, which is kept; infinity if none is known."""
+        """The bound of a node, which is remembered; infinity if none is known."""
         self._known[node] = self._bound(node) * _ROUNDING
         return self._known[node]
 
@@ -217,8 +218,8 @@ def _largest(values: Tensor) -> float:
 
 
 def _largest_sum(weight: Tensor, called: str) -> float:
-    """Of the magnitudes by which an element of a product is computed."""
-    # Of a transposed convolution, the channels with one number in all groups, together.
+    """The largest sum of weight magnitudes that contribute to one element of a product."""
+    # In a transposed convolution this adds up the channels of the same number in all groups.
     channel = 1 if called == "addmm" or called.startswith("conv_transpose") else 0
     others = [i for i in range(weight.dim()) if i != channel]
     return _largest(torch.linalg.vector_norm(weight.detach(), 1, others, dtype=torch.float32))

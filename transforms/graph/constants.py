@@ -1,4 +1,4 @@
-"""Finds what a graph computes of parameters, buffers and literals alone, and computes it once."""
+"""Finds what a graph computes from parameters, buffers and literals alone; computes it once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transforms.graph.aliases import returned_roots, roots, written_roots
 from transforms.graph.operators import is_pure, value
 
 _MOST_BYTES = 1 << 24
-"""Of a constant that is no weight: a larger one is not worth its memory."""
+"""The most bytes of a constant that is no weight: a larger one is not worth its memory."""
 
 
 def constant_nodes(graph: Graph, sources: Iterable[Node]) -> set[Node]:
@@ -49,9 +49,9 @@ def _is_small(node: Node) -> bool:
 
 
 def worth_keeping(graph: Graph, constants: set[Node]) -> list[Node]:
-    """The constants that the rest of the graph uses, and that share no memory with anyone else.
+    """The constants used by the rest of the graph that share no memory with an input or result.
 
-    ``constants`` loses the others that the rest uses.
+    The other constants that the rest uses are removed from ``constants``.
     """
     of = roots(graph)
     returned = returned_roots(graph, of)
@@ -71,7 +71,7 @@ def worth_keeping(graph: Graph, constants: set[Node]) -> list[Node]:
 
 
 def with_placeholders(graph: Graph, kept: Sequence[Node]) -> Graph:
-    """The graph with further arguments in place of the constants, and without what made them."""
+    """The graph with arguments instead of the constants, and without the nodes that made them."""
     result = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -89,13 +89,13 @@ def _acts(node: Node) -> bool:
 
 
 def positions(graph: Graph) -> dict[Node, int]:
-    """Which argument each placeholder is."""
+    """The position of each placeholder among the arguments."""
     placeholders = (node for node in graph.nodes if node.op == "placeholder")
     return {node: i for i, node in enumerate(placeholders)}
 
 
 def inputs_of(graph: Graph, nodes: Iterable[Node]) -> list[int]:
-    """The arguments of a graph on which some of its nodes depend."""
+    """The positions of the arguments on which some nodes of a graph depend."""
     pending = list(nodes)
     seen: set[Node] = set()
     while pending:
@@ -107,7 +107,7 @@ def inputs_of(graph: Graph, nodes: Iterable[Node]) -> list[int]:
 
 
 class Evaluator:
-    """Computes constants of one set of arguments, each shared part once."""
+    """Computes constants from one set of arguments, each shared part once."""
 
     def __init__(self, graph: Graph, args: Sequence[Any]) -> None:
         self._done: dict[Node, Any] = {node: args[i] for node, i in positions(graph).items()}
@@ -126,7 +126,7 @@ class Evaluator:
 
 
 class Names:
-    """Numbers for constants, equal for those that several graphs compute in the same way."""
+    """Numbers for constants; constants that several graphs compute alike get equal numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}

@@ -1,4 +1,4 @@
-"""Writes results over values that nothing else needs, which saves memory and its page faults."""
+"""Writes results over values that nothing else needs, to save memory and page faults."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ Steady = Callable[[Node, Node], bool]
 def overwrite(
     graph: Graph, constants: set[Node], steady: Steady, only: Container[str] | None = None
 ) -> int:
-    """Let functions write over an input that they alone use; return how many do.
+    """Let functions write over an input that only they use; return how many do.
 
     Args:
         graph: the graph.
         constants: its constants, over which nothing writes.
-        steady: whether strides stay.
-        only: the names of the functions that may; None for all.
+        steady: whether the result has the strides of the input.
+        only: the names of the functions that may do so; None for all.
     """
     count = 0
-    for node in reversed(graph.nodes):  # what writes over its input returns nothing fresh
+    for node in reversed(graph.nodes):  # a result written over an input is not fresh
         called = operators.name(node)
         if only is not None and called not in only:
             continue

@@ -1,4 +1,4 @@
-"""From a captured graph to the calls of its plan."""
+"""Lowers a captured graph to the calls of its plan."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Counts(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """A graph whose constants are arguments, after those of the captured one."""
+    """A graph that takes its constants as arguments, after those of the captured graph."""
 
     graph: Graph
     kept: list[Node]
-    """The constants, in :attr:`source`."""
+    """The nodes of the constants, in :attr:`source`."""
     source: Graph
     """The graph that computes them."""
     counts: Counts
@@ -99,11 +99,12 @@ def lowered(
 
     Args:
         given: the graph.
-        layouts: what was recorded for the shape of its inputs; without it, no convolution is
+        layouts: the layouts recorded for the shape of its inputs; without it, no convolution is
             packed.
-        packs: False for :mod:`transforms.graph.script`, which gives products and what follows them
-            to oneDNN Graph.
-        compared: of :mod:`transforms.graph.bounds`. Their sizes are returned after the results.
+        packs: False for :mod:`transforms.graph.script`, where oneDNN Graph computes products and
+            what follows them.
+        compared: values from :mod:`transforms.graph.bounds`; their sizes are returned after the
+            results.
     """
     graph, constants = given.graph, given.constants
     is_finite = compared is not None
@@ -113,7 +114,7 @@ def lowered(
     has_convolutions = any(each.is_convolution for each in before)
     packing = _Packing(graph, constants, layouts, is_finite)
     for node in [each.node for each in before]:
-        current = product(node, constants)  # its input may have been replaced meanwhile
+        current = product(node, constants)  # read again: its input may have been replaced
         if current is not None and packs:
             packing.pack(current)
 
@@ -133,7 +134,7 @@ def lowered(
 
 
 def _hidden(is_finite: bool) -> Sequence[str]:
-    """Functions that oneDNN Graph is not given, and that may write over their input."""
+    """Functions that are not passed to oneDNN Graph, and that may write over their input."""
     return ("hardsigmoid",) if is_finite else ("hardsigmoid", *CLAMPS)
 
 
@@ -173,7 +174,7 @@ class _Packing:
         self._packed += 1
         applied = self._activation(given)
         other = None if applied else self._addend(given)
-        done = [given.node]  # what the operator computes
+        done = [given.node]  # the nodes that the operator computes
         if applied or other is not None:
             done += given.node.users
         if other is not None:
@@ -233,7 +234,7 @@ class _Packing:
         return activation(user, of, self._is_finite)
 
     def _addend(self, given: Product) -> Node | None:
-        """What is added to a product, if nothing is written in between."""
+        """The tensor that is added to a product, if nothing is written in between."""
         user = self._user(given.node, given)
         if user is None or not given.takes_addition or operators.name(user) != "add":
             return None

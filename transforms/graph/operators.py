@@ -1,6 +1,6 @@
-"""What a node of a captured graph calls, what it may write into, and what its result may share.
+"""What a node of a captured graph calls, what it may write into, and what its result may alias.
 
-A function that is not known is assumed to write into all its inputs and to return a part of them.
+An unknown function is assumed to write into all its inputs and to return a part of them.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ PARAMETERS["conv_transpose3d"] = PARAMETERS["conv_transpose2d"]
 
 
 def own(function: _Function) -> _Function:
-    """Register a function of ours: its result is fresh, and no context changes it."""
+    """Register a function of this package: its result is fresh, and no context changes it."""
     _OWN.add(function)
     return function
 
 
 def is_own(node: Node) -> bool:
-    """Whether a node calls a function of ours."""
+    """Whether a node calls a registered function of this package."""
     return node.op == "call_function" and node.target in _OWN
 
 
@@ -127,7 +127,7 @@ def name(node: Node) -> str | None:
 
 @functools.cache
 def _functions() -> dict[Any, str]:
-    """The functions of torch by object."""
+    """The names of torch's functions, by function object."""
     kinds = (types.FunctionType, types.BuiltinFunctionType)
     found: dict[Any, str] = {}
     for namespace in (_F, torch, _NN):
@@ -168,7 +168,7 @@ def _is_functional(node: Node) -> bool:
 
 
 def value(node: Any) -> Any:
-    """What a node returned while it was captured: a fake tensor, a number, or None."""
+    """The value of a node during capture: a fake tensor, a number, or None."""
     return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
@@ -212,7 +212,7 @@ def is_pure(node: Node) -> bool:
 
 
 def is_writing(node: Node) -> bool:
-    """Whether a node may write into a tensor that exists before."""
+    """Whether a node may write into a tensor that existed before."""
     return any(True for _ in written(node))
 
 
@@ -236,7 +236,7 @@ def _is_number(node: Node) -> bool:
 
 
 def _writes_more(node: Node, called: str) -> bool:
-    """Whether a function of torch may write into more than its first argument, or into another."""
+    """Whether a function of torch may write into arguments other than the first."""
     given = arguments(node)
     return (
         node.kwargs.get("out") is not None

@@ -1,4 +1,4 @@
-"""What computes a captured graph: one function, and constants that are kept between calls."""
+"""The plan of a captured graph: one function, and constants that are kept between calls."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from transforms.rewrites.packed import is_plain_call
 
 
 class _Variant:
-    """The function for inputs of one shape, or of any."""
+    """The function for inputs of one shape, or of any shape."""
 
     def __init__(self, captured: GraphModule, lowered: Lowered, names: Names) -> None:
         self.run: Callable[..., Any] = GraphModule(captured, lowered.graph, "Plan").forward
         self.lowered = lowered
         self.numbers = names.numbers(lowered.source, lowered.kept)
-        """Of its constants, which follow the captured graph's arguments."""
+        """The numbers of its constants, which follow the captured graph's arguments."""
 
 
 class _LaidOut(NamedTuple):
@@ -42,7 +42,7 @@ class _LaidOut(NamedTuple):
 
 
 class _Kept:
-    """What was computed from the sources in one state."""
+    """Everything that was computed from one state of the sources."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
@@ -51,9 +51,9 @@ class _Kept:
         self.arguments: dict[_Variant, list[Tensor]] = {}
         """The constants of each variant, in order."""
         self.scripts: dict[_Variant, Script | None] = {}
-        """What computes in C++ in place of a variant; None if nothing can."""
+        """The C++ script that replaces each variant; None if there can be none."""
         self.calls = 0
-        """For which there was no script yet."""
+        """The calls so far without a script."""
         self.is_examined = False
         """Whether :attr:`compared` is known."""
         self.compared: tuple[str, ...] | None = None
@@ -63,8 +63,8 @@ class _Kept:
 class Plan:
     """Computes what a captured graph does, for inference, with constants kept between calls.
 
-    Wherever that may not be the same, the captured graph itself runs: where a gradient is
-    recorded, where someone may write into a parameter unseen, and under ``torch.func``.
+    Wherever the result might differ, the captured graph itself runs: if a gradient is recorded, if
+    a parameter may be written to unnoticed, and under ``torch.func``.
     """
 
     def __init__(self, captured: GraphModule, sources: Sequence[int]) -> None:
@@ -86,7 +86,7 @@ class Plan:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Lower the graph for inputs of any shape; one for the shape that comes may follow."""
+        """Lower the graph for inputs of any shape; a variant for one shape may follow later."""
         given = simplified(self._captured.graph, self._sources, self._folds)
         convolutions = [each for each in given.products if each.is_convolution]
         self._has_convolutions = bool(convolutions)
@@ -94,12 +94,12 @@ class Plan:
         self._general = _Variant(self._captured, general, self._names)
         weights = [node for each in convolutions for node in (each.weight, each.bias) if node]
         self._watched = inputs_of(general.source, [*general.kept, *weights])
-        """The sources that constants are computed of, now or for the shape that comes."""
+        """The sources that constants are computed from, in this variant or a later one."""
         self._laid_out: _LaidOut | None = None  # replaced as a whole: threads may call one model
 
     @property
     def counts(self) -> Counts:
-        """What was rewritten, for the shape of the inputs that came last."""
+        """What was rewritten, for the shape of the latest inputs."""
         last = self._general if self._laid_out is None else self._laid_out.variant
         return last.lowered.counts
 
@@ -129,7 +129,7 @@ class Plan:
 
     def _run_laid_out(self, kept: _Kept, laid_out: _LaidOut, args: Sequence[Any]) -> Any:
         compared = self._compared(kept, args)
-        if laid_out.compared != compared:  # the weights are others now
+        if laid_out.compared != compared:  # the weights have changed
             laid_out = self._lay_out(kept, laid_out.key, laid_out.layouts, args)
         script = self._script(kept, laid_out, args)
         result = self._run(kept, laid_out.variant, args) if script is None else script(args)
@@ -138,11 +138,11 @@ class Plan:
         result, found = result[: -len(compared)], result[-len(compared) :]
         if are_as_assumed(found):
             return result
-        self._examines, kept.compared = False, None  # there may be more of the kind
+        self._examines, kept.compared = False, None  # further calls may exceed the bounds too
         return self._plain(*args)
 
     def _compared(self, kept: _Kept, args: Sequence[Any]) -> tuple[str, ...] | None:
-        """The values that show whether all are finite, with the present weights."""
+        """The values that show, with the present weights, whether all are finite."""
         if not kept.is_examined:
             kept.compared = self._examined(args) if self._examines else None
             kept.is_examined = True
@@ -163,9 +163,9 @@ class Plan:
             return values_to_compare(given.graph, given.constants, evaluate)
 
     def _current(self, args: Sequence[Any]) -> _Kept | None:
-        """What is kept, if it is of the sources' current values.
+        """The kept results, if they belong to the sources' current values.
 
-        After a change it is computed anew, but not at every call if they change before each.
+        After a change they are computed again, but not in each call if each follows a change.
         """
         kept = self._kept
         if kept is not None and kept.snapshot.matches(args):
@@ -181,9 +181,10 @@ class Plan:
         return kept if was_steady else None
 
     def _script(self, kept: _Kept, laid_out: _LaidOut, args: Sequence[Any]) -> Script | None:
-        """What computes a variant in C++, if anything does.
+        """The C++ script of a variant, if there is one.
 
-        To compile takes longer than many calls. So each time more calls must come before it.
+        Compiling takes longer than many calls, so each compilation waits for more calls than the
+        one before.
         """
         variant = laid_out.variant
         if variant in kept.scripts:
@@ -220,7 +221,7 @@ class Plan:
         return result
 
     def _key(self, args: Sequence[Any]) -> tuple[object, ...]:
-        """What the layouts of the convolutions' inputs depend on."""
+        """Everything that the layouts of the convolutions' inputs depend on."""
         key: list[object] = [torch.get_num_threads()]
         for i in self._inputs:
             given = args[i]
@@ -228,7 +229,7 @@ class Plan:
         return tuple(key)
 
     def _is_passing(self, key: tuple[object, ...]) -> bool:
-        """Whether an input's shape is new: then it must come twice in a row before it counts."""
+        """Whether an input's shape is new: it is ignored until it comes twice in a row."""
         is_passing = self._laid_out is not None and key != self._missed
         self._missed = key
         return is_passing
@@ -263,7 +264,7 @@ class Plan:
         )
 
     def _without_folding(self, args: Sequence[Any]) -> Any:
-        """Run the captured graph, and do not fold its BatchNorms any more."""
+        """Run the captured graph, and stop folding its BatchNorms."""
         self._folds, self._kept = False, None
         self._prepare()
         return self._plain(*args)

@@ -1,9 +1,9 @@
 """Convolutions and Linears of a graph, as oneDNN's operators with packed weights.
 
-oneDNN applies an activation, or adds another tensor, to a product that is still in the cache. Only
-what keeps NaN and infinity as torch does is left to it: its ReLU, ReLU6 and Hardsigmoid return a
-number for NaN, and its GELU by erf does for an infinite result of a convolution. Where a product is
-shown to be finite, so are ReLU, ReLU6 and Hardtanh.
+oneDNN applies an activation, or adds another tensor, to a product that is still in the cache. It is
+used only where it treats NaN and infinity as torch does. Its ReLU, ReLU6 and Hardsigmoid return a
+number for NaN, and its GELU by erf returns one for an infinite result of a convolution. Where a
+product is shown to be finite, oneDNN also computes ReLU, ReLU6 and Hardtanh.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DIMENSIONS = {"conv2d": 2, "conv3d": 3, "conv_transpose2d": 2}
 
 @operators.own
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in a dtype; of a vector with a stride, a contiguous one."""
+    """A copy in another dtype; contiguous if the tensor is a strided vector."""
     return tensor.detach().to(dtype, copy=True)
 
 
@@ -46,14 +46,17 @@ def pack_columns(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 @operators.own
 def pack_convolution(weight: Tensor, dtype: torch.dtype, *geometry: Any) -> Tensor:
-    """The weight of a convolution: for padding, stride, dilation, groups and an input's shape."""
+    """The weight of a convolution, packed for its geometry.
+
+    The geometry is: padding, stride, dilation, groups and an input's shape.
+    """
     result: Tensor = _OPS._reorder_convolution_weight(weight.detach().to(dtype), *geometry)
     return result
 
 
 @operators.own
 def pack_transposed(weight: Tensor, dtype: torch.dtype, *geometry: Any) -> Tensor:
-    """The same for a transposed one, with the padding of the output after that of the input."""
+    """The weight of a transposed convolution; the output's padding follows the input's."""
     weight = weight.detach().to(dtype)
     result: Tensor = _OPS._reorder_convolution_transpose_weight(weight, *geometry)
     return result
@@ -76,7 +79,7 @@ class Product(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is computed: autocast's, or the inputs'."""
+        """The dtype in which it is computed: autocast's, or the inputs'."""
         result: torch.dtype = value(self.node).dtype
         return result
 
@@ -90,7 +93,7 @@ class Product(NamedTuple):
         return function, (weight, self.dtype, *self.geometry, list(shape))
 
     def call(self, x: Any, weight: Any, bias: Any, post: PostOp) -> tuple[Any, Any]:
-        """The operator for a packed weight, and its arguments."""
+        """The operator that takes a packed weight, and its arguments."""
         args = (x, weight, bias, *self.geometry, post.attribute, post.scalars, post.algorithm)
         return self._operator.default, args
 
@@ -107,7 +110,7 @@ class Product(NamedTuple):
 
     @property
     def takes_addition(self) -> bool:
-        """Whether oneDNN adds to it: it does to Linears too, but slowly."""
+        """Whether oneDNN adds to it; oneDNN could for Linears too, but slowly."""
         return operators.name(self.node) in ("conv2d", "conv3d")
 
     @property
@@ -120,13 +123,13 @@ class Product(NamedTuple):
 
 
 def products(graph: Graph, constants: set[Node]) -> list[Product]:
-    """The products of a graph whose weight is constant, and which gain from a packed one."""
+    """The products of a graph that have a constant weight and gain from packing it."""
     found = (product(node, constants) for node in graph.nodes)
     return [each for each in found if each is not None]
 
 
 def product(node: Node, constants: set[Node]) -> Product | None:
-    """The product that a node computes, if it is one of those."""
+    """The product that a node computes, if its weight is constant and worth packing."""
     called = operators.name(node)
     if called not in ("linear", "addmm", *_DIMENSIONS) or is_writing(node):
         return None
@@ -156,7 +159,7 @@ def product(node: Node, constants: set[Node]) -> Product | None:
 
 
 def _pays(called: str, x: Node, weight: Node, bias: Node | None) -> bool:
-    """Whether a matrix product is a Linear's, and large enough for oneDNN."""
+    """Whether a matrix product is that of a Linear, and large enough for oneDNN."""
     if value(weight).dim() != 2 or (bias is not None and value(bias).dim() != 1):
         return False
     columns = int(value(weight).shape[1 if called == "linear" else 0])
@@ -167,7 +170,7 @@ def _pays(called: str, x: Node, weight: Node, bias: Node | None) -> bool:
 
 
 def _likely(size: Any) -> int:
-    """A size, or that of the input with which the graph was captured."""
+    """A size; if it is symbolic, its value when the graph was captured."""
     return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
@@ -199,7 +202,7 @@ def activation(node: Node, of: Product, is_finite: bool) -> PostOp | None:
     """The activation of a node, if oneDNN computes it as torch does.
 
     Args:
-        node: what uses the product.
+        node: the node that uses the product.
         of: the product.
         is_finite: whether no value is NaN or infinite.
     """
@@ -230,7 +233,7 @@ def same_shape(a: Node, b: Node) -> bool:
 
 
 def same_strides(a: Node, b: Node) -> bool:
-    """Whether two tensors had the same strides when the graph was captured, for every input."""
+    """Whether two tensors had the same strides in the capture, for every input."""
     return _are_equal(value(a).stride(), value(b).stride())
 
 
@@ -242,7 +245,7 @@ def _are_equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def absent_operators() -> list[str]:
-    """The operators beside those of :mod:`packed` that this torch lacks or has otherwise."""
+    """The operators, besides those of :mod:`packed`, that are absent or different in this torch."""
     return changed("mkldnn", {"_convolution_pointwise.binary": _BINARY})
 
 

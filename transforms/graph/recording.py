@@ -1,7 +1,7 @@
 """Runs a graph once, and records the strides that its plan must keep.
 
-What oneDNN and functions that write over their input return may have other strides than what torch
-returns, and code that follows may depend on them.
+Results of oneDNN, and of functions that write over their input, may have other strides than torch's
+results, and later code may depend on strides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transforms.rewrites.post_ops import NO_OP
 
 
 class Layouts(NamedTuple):
-    """What was recorded for one shape of the inputs."""
+    """The layouts recorded for one shape of the inputs."""
 
     shapes: dict[str, tuple[int, ...]]
     """By the name of each convolution that may be packed, the shape of its input."""
@@ -26,7 +26,7 @@ class Layouts(NamedTuple):
 
 
 class Recorder(fx.Interpreter):
-    """Runs a graph as it is."""
+    """Runs a graph unchanged, and records shapes and strides."""
 
     def __init__(self, graph: GraphModule, products: Sequence[Product]) -> None:
         super().__init__(graph)
@@ -36,7 +36,7 @@ class Recorder(fx.Interpreter):
 
     @property
     def layouts(self) -> Layouts:
-        """What the run showed."""
+        """The layouts that the run showed."""
         return Layouts(self._shapes, frozenset(self._steady))
 
     def run_node(self, n: Node) -> Any:

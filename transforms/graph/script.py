@@ -1,8 +1,8 @@
-"""Runs the plan of one shape in C++: TorchScript, in which oneDNN Graph computes convolutions.
+"""Runs the plan of one shape in C++: in TorchScript, with convolutions computed by oneDNN Graph.
 
-Called through torch, an operator of oneDNN describes its tensors anew in each call, which takes
-longer than a small convolution. oneDNN Graph compiles each chain of convolutions, and what follows
-them, once. torch ships it behind TorchScript only.
+torch's oneDNN operators describe their tensors again in each call, which takes longer than a small
+convolution. oneDNN Graph compiles each chain of convolutions, with the operations that follow them,
+once. torch makes it available through TorchScript only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RIGHT = frozenset(
         *("add", "mul", "sigmoid", "tanh", "hardswish", "leaky_relu"),
     )
 )
-"""What oneDNN Graph computes as torch does, NaN and infinity among it."""
+"""Functions that oneDNN Graph computes as torch does, including NaN and infinity."""
 _RIGHT_IF_FINITE = _RIGHT | {f"aten::{name}" for name in CLAMPS}
 _WARM_UP = 3  # one to see shapes, one to compile, and one to pack the weights
 _compiling = threading.Lock()
@@ -43,20 +43,20 @@ class Script(NamedTuple):
 
     run: Callable[..., Any]
     inputs: list[int]
-    """Which arguments of the captured graph it takes; the others are part of it."""
+    """Positions of the captured graph's arguments that it takes; the others are part of it."""
 
     def __call__(self, args: Sequence[Any]) -> Any:
-        """Compute what the captured graph does."""
+        """Compute what the captured graph computes."""
         return self.run(*[_detached(args[i]) for i in self.inputs])
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    # TorchScript would prepare for gradients of a parameter.
+    # For a parameter, TorchScript would prepare for gradients.
     return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
 
 
 def can_be_scripted(graph: Graph, products: Sequence[Product]) -> bool:
-    """Whether a graph may run in C++: its functions are known, write nothing, and draw nothing."""
+    """Whether a graph may run in C++: its functions are known, and none writes or is random."""
     return (
         private.traced_graph is not None
         and all(each.dtype == torch.float32 for each in products)
@@ -78,12 +78,13 @@ def script(
     """Compile a plan; None if oneDNN Graph does not take it, or would compute something else.
 
     Args:
-        module: what was captured.
-        graph: of the plan, whose constants are its last arguments; it is changed.
+        module: the captured module.
+        graph: the plan's graph, with constants as its last arguments; it is changed.
         args: the arguments of the graph, constants included.
         fixed: which of them are constants.
         expected: what the graph returns for them.
-        is_finite: whether no value is NaN or infinite, unless what it returns besides shows so.
+        is_finite: whether all values are finite unless the graph's additional results, the sizes,
+            show otherwise.
     """
     if not _is_plain(expected) or torch.is_autocast_enabled("cpu"):
         return None
@@ -121,18 +122,18 @@ def script(
 
 
 def _compiled(function: Callable[..., Any], given: Sequence[Tensor]) -> Any:
-    """TorchScript of a function, for inputs like these."""
+    """A function compiled by TorchScript, for inputs like these."""
     names = [f"input_{i}" for i in range(len(given))]
     unknown: Callable[[Any], str] = lambda _: ""  # noqa: E731  # names of values
     with torch.no_grad(), _compiling:
-        # It is run once to be traced: nothing that it is given is written to.
+        # Tracing runs the function once, which writes to none of the inputs.
         graph, _ = private.traced_graph(function, tuple(given), unknown, False, False, None, names)
         found = private.graph_function("plan", graph)
         was_on = private.has_onednn_graph()
         private.use_onednn_graph(True)
         try:
             for _ in range(_WARM_UP):
-                return_free_memory()  # of activations; the packed weights may not fit there
+                return_free_memory()  # of activations: the packed weights may not fit into it
                 found(*given)
         finally:
             private.use_onednn_graph(was_on)
@@ -258,8 +259,8 @@ def _hide(graph: Graph, is_finite: bool) -> None:
 
 
 def _may_be_overwritten(node: Node) -> bool:
-    """Whether torch may write a sum over a value between two of its groups that is used later."""
+    """Whether torch, between two of its groups, may write a sum over a value that is used later."""
     *before, _ = users = sorted(node.users)
-    if any(map(operators.is_own, users)):  # then it is a tensor of torch's
+    if any(map(operators.is_own, users)):  # then the value is an ordinary torch tensor
         return False
     return any(operators.name(user) not in PRODUCTS for user in before)

@@ -49,9 +49,9 @@ def drop_dropouts(graph: Graph) -> None:
 
 
 def purify(graph: Graph) -> None:
-    """Compute a new result where one is written over a value that nothing else can see.
+    """Replace in-place functions by pure ones where nothing else can see the overwritten value.
 
-    What remains to write is what order matters for.
+    The remaining writes are those whose order matters.
     """
     for node in list(graph.nodes):
         called = operators.name(node)
@@ -100,7 +100,7 @@ def _layer_norm(a: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _embedding(a: dict[str, Any]) -> tuple[Any, ...]:
-    none = -1  # what padding_idx is counts for gradients only
+    none = -1  # padding_idx matters for gradients only
     options = (none, a["scale_grad_by_freq"], a["sparse"])
     return torch.embedding, a["weight"], a["input"], *options
 

@@ -1,7 +1,7 @@
 """Notices every change of the parameters and buffers that constants were computed from.
 
-Parameters are watched, as those of packed modules are. A buffer has no class of its own by which to
-watch it, so it is compared with a copy, bit for bit; only small ones are.
+Parameters are watched, like those of packed modules. A buffer has no class of its own that could
+watch it, so it is compared with a copy, bit for bit. Only small buffers are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transforms.rewrites.packed import is_shared
 from transforms.rewrites.watched_parameter import WatchedParameter, exposures, settle, uses, watch
 
 _MOST_BYTES = 1 << 16
-"""Of a buffer that is compared."""
+"""The most bytes of a buffer that is compared."""
 _version = attrgetter("_version")
 _address = Tensor.data_ptr
 _compare = ctypes.CDLL(None).memcmp
@@ -40,7 +40,7 @@ def can_be_source(tensor: Any) -> bool:
 
 
 class Snapshot:
-    """The state of the sources among the arguments of a graph at one time."""
+    """The state, at one time, of the sources among the arguments of a graph."""
 
     def __init__(self, positions: Sequence[int], args: Sequence[Any]) -> None:
         """Raise CannotWatch if a later change could be missed."""
@@ -60,10 +60,10 @@ class Snapshot:
         self.storages = {args[i].untyped_storage().data_ptr() for i in positions}
 
     def _died(self, _: object) -> None:
-        self._is_alive = False  # another may get its id
+        self._is_alive = False  # another object may get its id
 
     def matches(self, args: Sequence[Any]) -> bool:
-        """Whether all sources are as they were."""
+        """Whether all sources are unchanged."""
         found = self._get(args)
         if self._exposures != exposures():
             now = exposures()
@@ -88,7 +88,7 @@ def _states(params: Sequence[Tensor]) -> tuple[list[int], list[int]]:
 
 
 class CannotWatch(Exception):
-    """Someone may write into a source unseen."""
+    """A source may be written to unnoticed."""
 
 
 def _getter(positions: Sequence[int]) -> Any:

@@ -1,1 +1,1 @@
-"""What a call of :func:`transforms.optimize` is given: checked, copied, defaults filled in."""
+"""The inputs of a call of :func:`transforms.optimize`: checked, copied, defaults filled in."""

@@ -57,7 +57,7 @@ def check_model(model: Any) -> None:
 
 
 def _check_not_wrapped(name: str, module: nn.Module) -> None:
-    # Only torch.compile imports this module, which takes seconds.
+    # The import takes seconds, and only torch.compile does it.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     is_compiled = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     has_call = module._compiled_call_impl is not None and not compiled_call.is_entered(module)
@@ -132,7 +132,7 @@ def check_not_for_inference(model: nn.Module) -> None:
 
 
 def check_halves(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Raise if another optimizer holds the lower halves of weights that are to be rewritten."""
+    """Raise if another optimizer holds the lower halves of weights to be rewritten."""
     own = getattr(optimizer, "halves", None)
     updated = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
     for halves in split.halves_in(model):
@@ -155,7 +155,7 @@ def check_no_copied_halves(model: nn.Module) -> None:
 
 
 def refuse_replaced_methods(optimizer: Optimizer) -> None:
-    """Raise if a method was replaced on the object itself, except by a scheduler."""
+    """Raise if a method was replaced on the optimizer object itself, except by a scheduler."""
     for name, value in vars(optimizer).items():
         if callable(getattr(type(optimizer), name, None)) and not is_schedulers(optimizer, value):
             raise RuntimeError(

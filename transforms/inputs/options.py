@@ -50,7 +50,7 @@ def resolve(
     defaults: Mapping[str, bool],
     is_training: bool,
 ) -> Options:
-    """Fill in the defaults, which include the knobs of the model's mode only.
+    """Fill in the defaults, for the knobs of the model's mode only.
 
     Raises:
         ValueError: a knob of the other mode, or two that exclude each other.

@@ -64,7 +64,7 @@ def seconds(call: Callable[[], object]) -> float:
 class Comparison:
     """The outputs of a model in eval mode for a sample, to be compared with its later outputs.
 
-    With a dtype of 16 bits the model runs under autocast, as one whose weights are cast needs it.
+    With a dtype of 16 bits the model runs under autocast, which a model with cast weights needs.
     """
 
     def __init__(
@@ -136,13 +136,14 @@ def agrees(actual: Tensor, expected: Tensor, precision: float = 0.0) -> bool:
     """Whether floating-point tensors of one shape and dtype differ by no more than rounding.
 
     Rewrites change roundings, and later layers may amplify them. So half of the digits must agree,
-    relative to the tensor's largest value; those of ``precision``, if the tensors have more.
+    relative to the tensor's largest value. If the tensors have more digits than ``precision``, half
+    of the digits of ``precision`` must agree.
     """
     tolerance = max(torch.finfo(expected.dtype).eps, precision) ** 0.5 * _largest(expected)
     return torch.allclose(actual, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
 def _largest(values: Tensor) -> float:
-    """The largest magnitude of those that are finite."""
+    """The largest magnitude among the finite values."""
     finite = values[values.isfinite()]
     return finite.abs().max().item() if finite.numel() else 0.0

@@ -1,8 +1,8 @@
 """The passes, in the order in which they run.
 
-A new pass is a module here, a line below, and an argument of :func:`transforms.optimize`. A pass
-decides what is rewritten, and says why something is not; :mod:`transforms.rewrites` has the
-rewrites.
+A new pass needs a module here, a line below, and an argument of :func:`transforms.optimize`. A pass
+decides what is rewritten, and says why something is not. The rewrites themselves are in
+:mod:`transforms.rewrites`.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ INFERENCE: Sequence[Pass] = (
     Fuse(),
     GraphMode(),
 )
-"""For a model in eval mode: passes that change values first, then those that change layouts, and
-GraphMode last, which captures what they made."""
+"""For a model in eval mode: passes that change values first, then those that change layouts.
+GraphMode is last, as it captures the result of the others."""
 TRAINING: Sequence[Pass] = (
     FuseStep(),
     ParallelDropout(),

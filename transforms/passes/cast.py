@@ -24,7 +24,7 @@ _KINDS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear, nn.Embedding, nn.EmbeddingBag)
 
 
 class Cast(Pass):
-    """Rounds the float32 weights and biases of the modules that compute faster in 16 bits.
+    """Rounds the float32 weights and biases of modules that compute faster in 16 bits.
 
     Normalization layers stay float32: torch's kernels accept that with 16-bit inputs. Run the model
     under ``torch.autocast``, which converts the values between layers.
@@ -70,10 +70,10 @@ class Cast(Pass):
 
 
 def _reasons(model: nn.Module, dtype: torch.dtype) -> dict[str, str | None]:
-    """By the name of each module, why its weights must stay float32, if they must."""
+    """For each module, by name: why its weights must stay float32, or None."""
     sharers = owners(model)
     reasons = {name: _objection(module, dtype) for name, module in model.named_modules()}
-    while True:  # a bias that one module shares may keep the weight of another
+    while True:  # a shared bias that stays may force another module's weight to stay
         for name, module in model.named_modules():
             shared = {other for p in _float32(module).values() for other in sharers[id(p)]}
             others = sorted(other for other in shared if reasons[other])

@@ -69,9 +69,9 @@ def disable_auto_channels_last() -> None:
 class ChannelsLast(Pass):
     """Lays out the weights of 2-d and 3-d convolutions, also transposed ones, channels last.
 
-    By default only on the CPU, if the model's code does not depend on strides and, in eval mode
-    with a sample input, if that makes the model faster, with weights packed if they will be. With
-    True, always.
+    By default it does so only on the CPU, if the model's code does not depend on strides and, in
+    eval mode with a sample input, if that makes the model faster. The model is timed with packed
+    weights if packing will follow. With True it always does.
     """
 
     knob = "auto_channels_last"
@@ -100,7 +100,7 @@ class ChannelsLast(Pass):
             autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
             with autocast, ExitStack() as undo:
                 packing = PackWeights()
-                if packing.is_on(job.options):  # it gains only in this layout
+                if packing.is_on(job.options):  # packing gains only in this layout
                     packing.run(job._replace(undo=undo))
                 why = _slower(caller(job.model, job.sample_input), changed)
         if why is None:
@@ -176,7 +176,7 @@ def _no_gain(model: nn.Module) -> str | None:
 
 
 def _slower(call: Callable[[], object], changed: Convolutions) -> str | None:
-    """Why not to use channels_last, if the model is not faster; it is timed alternately in both."""
+    """Why not to use channels_last, if it is not faster; the two layouts are timed alternately."""
     before = after = math.inf
     for _ in range(_ROUNDS):
         before = min(before, seconds(call))

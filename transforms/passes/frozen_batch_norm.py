@@ -1,4 +1,4 @@
-"""Pass: compute frozen BatchNorms by torch's BatchNorm, in one operation each way.
+"""Pass: compute frozen BatchNorms with torch's BatchNorm, one operation forward and one backward.
 
 The class of each FrozenBatchNorm2d of torchvision and detectron2 becomes
 :class:`transforms.rewrites.frozen_batch_norm.FrozenBatchNorm`. For inference they are folded.
@@ -14,12 +14,12 @@ from transforms.tracing.modules import frozen_batch_norms, plain_kind
 
 
 class FuseFrozenBatchNorm(ExchangingPass):
-    """Exchanges frozen BatchNorms for ours."""
+    """Replaces the classes of frozen BatchNorms by ours."""
 
     knob = "fuse_frozen_batch_norm"
 
     def run(self, job: Job) -> list[Entry]:
-        """Exchange classes."""
+        """Replace classes."""
         kinds = frozen_batch_norms()
         entries = []
         for name, module in job.model.named_modules():

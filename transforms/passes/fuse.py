@@ -1,4 +1,4 @@
-"""Pass: have convolutions and Linears with packed weights apply the activation after them."""
+"""Pass: let convolutions and Linears with packed weights apply the activation after them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from transforms.tracing.modules import plain_kind
 
 
 class Fuse(Pass):
-    """Tells packed modules which activation gets their output, and nothing else does."""
+    """Tells packed modules which activation is the only user of their output."""
 
     knob = "fuse"
     keeps_outputs = True
     must_pay = True
 
     def run(self, job: Job) -> list[Entry]:
-        """Exchange the classes of activations; entries are those that were not exchanged before."""
+        """Replace the classes of activations; entries are those that were not replaced before."""
         kinds = activations(job.model)
         names = {module: name for name, module in job.model.named_modules()}
         known = (m for m in names if post_op(m) is not None and not isinstance(m, FusedActivation))

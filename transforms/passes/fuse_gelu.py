@@ -1,4 +1,4 @@
-"""Pass: compute approximate GELUs by a kernel forward and one backward.
+"""Pass: compute approximate GELUs with one kernel forward and one backward.
 
 The class of each ``torch.nn.GELU("tanh")``, and of the modules of transformers that compute the
 same in single operations, becomes :class:`fusedoptim.nn.GELU`: the object and its hooks stay.
@@ -18,16 +18,16 @@ from transforms.tracing.modules import plain_kind
 
 _MODULE = "transformers.activations"
 _NAMES = ("NewGELUActivation", "FastGELUActivation", "GELUTanh")
-"""The approximation in single operations, or a call of torch's."""
+"""Classes that compute the approximation in single operations, or by a call of torch's."""
 
 
 class FuseGELU(ExchangingPass):
-    """Exchanges approximate GELUs for ours; exact ones stay torch's, and are not reported."""
+    """Replaces approximate GELUs by ours; exact ones stay torch's, and are not reported."""
 
     knob = "fuse_gelu"
 
     def run(self, job: Job) -> list[Entry]:
-        """Exchange classes."""
+        """Replace classes."""
         kinds = _kinds()
         entries = []
         for name, module in job.model.named_modules():

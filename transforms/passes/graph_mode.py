@@ -1,4 +1,4 @@
-"""Pass: compute what torch.compile captures of the model by one plan of calls."""
+"""Pass: compute the graphs that torch.compile captures of the model by plans of calls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from transforms.rewrites import compiled_call
 class GraphMode(Pass):
     """Compiles the model's calls by our backend of torch.compile.
 
-    It is the last pass, so that it captures what the others made. Nothing is captured before the
-    first call, which a sample input makes.
+    It is the last pass, so that it captures the result of the others. Nothing is captured before
+    the first call; with a sample input, the pass makes that call.
     """
 
     knob = "graph_mode"
@@ -34,7 +34,7 @@ class GraphMode(Pass):
         return False
 
     def run(self, job: Job) -> list[Entry]:
-        """Compile; entries are the model, and where a graph ends early."""
+        """Compile; the entries are the model, and each place where a graph ends early."""
         model = job.model
         reason = backend.why_absent() or _objection(model)
         if reason is not None:
@@ -74,7 +74,7 @@ class _Listener:
 
     @contextmanager
     def listening(self) -> Iterator[list[Plan]]:
-        """The plans that are made meanwhile."""
+        """Collect the plans that are made inside the with block."""
         self._plans = []
         try:
             yield self._plans

@@ -1,4 +1,4 @@
-"""Pass: compute the float32 products of Linears in training by oneDNN.
+"""Pass: in training, compute the float32 products of Linears by oneDNN.
 
 The class of each plain ``torch.nn.Linear``, and of transformers' ``Conv1D``, becomes one of
 :mod:`transforms.rewrites.onednn_products`: the object, its Parameters and its hooks stay.
@@ -21,12 +21,12 @@ _MODULE, _CONV1D = "transformers.pytorch_utils", "Conv1D"
 
 
 class OneDNNProducts(ExchangingPass):
-    """Exchanges the classes of Linears; which of their products are oneDNN's, each call decides."""
+    """Replaces the classes of Linears; each call decides whether oneDNN computes the product."""
 
     knob = "onednn_products"
 
     def run(self, job: Job) -> list[Entry]:
-        """Exchange classes; entries are all Linears."""
+        """Replace classes; entries are all Linears."""
         ours = _ours()
         kinds = tuple(ours)
         of_all = _objection_to_all(job)
@@ -45,7 +45,7 @@ class OneDNNProducts(ExchangingPass):
 
 
 def _ours() -> dict[type[nn.Module], type[OneDNNModule]]:
-    """Our class for each kind; that of transformers only if it is imported."""
+    """Our class for each kind; the one for transformers only if that is imported."""
     ours: dict[type[nn.Module], type[OneDNNModule]] = {nn.Linear: OneDNNLinear}
     theirs = getattr(sys.modules.get(_MODULE), _CONV1D, None)
     if theirs is not None:

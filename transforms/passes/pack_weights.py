@@ -20,9 +20,10 @@ _KINDS: tuple[type[nn.Module], ...] = (*_CLASSES, nn.GRU, nn.RNN)
 
 
 class PackWeights(Pass):
-    """Exchanges the classes of convolutions, Linears and LSTMs for packed ones.
+    """Replaces the classes of convolutions, Linears and LSTMs by packed ones.
 
-    A weight is packed when the module is first called, so one that nothing calls costs nothing.
+    A weight is packed when its module is first called, so a module that is never called costs
+    nothing.
     """
 
     knob = "weights_prepack"
@@ -30,7 +31,7 @@ class PackWeights(Pass):
     must_pay = True
 
     def run(self, job: Job) -> list[Entry]:
-        """Exchange classes; entries are the convolutions, Linears and recurrent networks."""
+        """Replace classes; entries are the convolutions, Linears and recurrent networks."""
         entries = []
         for name, module in job.model.named_modules():
             if isinstance(module, PackedModule) or not isinstance(module, _KINDS):

@@ -28,12 +28,12 @@ _OURS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 
 
 class ParallelDropout(Pass):
-    """Exchanges Dropouts and attention for ours; masks inside other functions stay torch's."""
+    """Replaces Dropouts and attention by ours; masks inside other functions stay torch's."""
 
     knob = "parallel_dropout"
 
     def run(self, job: Job) -> list[Entry]:
-        """Exchange classes; entries are all modules that drop elements with torch's generator."""
+        """Replace classes; entries are all modules that drop elements with torch's generator."""
         entries = self._exchange_registered(job)
         for name, module in job.model.named_modules():
             reason = _objection(module)
@@ -46,7 +46,7 @@ class ParallelDropout(Pass):
         return entries
 
     def _exchange_registered(self, job: Job) -> list[Entry]:
-        """Exchange the attention of transformers' models."""
+        """Replace the attention of transformers' models."""
         entries = []
         for name, modules in registered_attention.pretrained(job.model):
             if registered_attention.is_exchanged(modules):

@@ -1,4 +1,4 @@
-"""What a pass is, and what it works on."""
+"""The interface of a pass, and the job that it works on."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ class Job(NamedTuple):
 class Pass:
     """One rewrite of a model, or of a model and its optimizer.
 
-    A pass exchanges the tensors inside Parameters, or the class of a module or optimizer. It never
-    writes into a tensor, which someone else may hold. What it must remember is kept in
-    ``vars(module)``, outside of ``state_dict()``: in a
-    :class:`transforms.rewrites.plain_tensors.Rewrite` if checkpoints and moves must see the plain
-    tensors.
+    A pass replaces the tensors inside Parameters, or the class of a module or optimizer. It never
+    writes into a tensor, as someone else may hold it. It keeps its own records in ``vars(module)``,
+    outside of ``state_dict()``. If checkpoints and moves must see the plain tensors, the record is
+    a :class:`transforms.rewrites.plain_tensors.Rewrite`.
     """
 
     knob: str
@@ -43,9 +42,9 @@ class Pass:
     """Whether the model's outputs stay the same, up to rounding; checked with a sample input."""
 
     must_pay: ClassVar[bool] = False
-    """Whether it and its neighbours of the kind are undone if they do not make the sample faster.
+    """Whether the pass is undone if it does not make the sample faster.
 
-    Not if the call asks for one of them by name.
+    Neighbouring passes of this kind are undone together; none is if the call asks for one by name.
     """
 
     def default(self, level: str) -> bool:
@@ -66,7 +65,7 @@ class Pass:
 
 
 class ExchangingPass(Pass):
-    """A pass that exchanges the classes of modules, and does nothing else."""
+    """A pass that replaces the classes of modules, and does nothing else."""
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Restore the classes of all modules."""

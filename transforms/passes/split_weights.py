@@ -60,7 +60,7 @@ class _Use(NamedTuple):
 def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
     """Split weights into bfloat16 halves, in place; the optimizer keeps the lower halves.
 
-    The Parameter objects stay. Run the forward pass under autocast; what an embedding returns stays
+    The Parameter objects stay. Run the forward pass under autocast; the output of embeddings stays
     float32.
 
     Raises:
@@ -91,7 +91,7 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
             continue
         if param not in updated:
             reason: str | None = "the optimizer does not update it"
-        elif param in merged:  # which calls no hook of the bag, and may update it by itself
+        elif param in merged:  # it calls no hook of the bag, and may update the weight itself
             reason = "a MergedEmbeddingBag uses it"
         else:
             reason = _objection(param, users, shared)

@@ -1,1 +1,1 @@
-"""Chooses, calibrates and compares what :func:`transforms.quantize` computes in INT8."""
+"""Chooses, calibrates and compares the layers that :func:`transforms.quantize` runs in INT8."""

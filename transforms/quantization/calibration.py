@@ -26,7 +26,7 @@ def calibrate(
     most: int | None,
     progress: bool | None,
 ) -> tuple[dict[str, Range], list[Any]]:
-    """Run the model on the batches, and see what goes into each layer.
+    """Run the model on the batches, and observe the inputs of each layer.
 
     Returns:
         the ranges of the layers that were called, and copies of the first batches.
@@ -53,7 +53,7 @@ def calibrate(
 
 
 def _before(layer: nn.Module, name: str, see: Callable[[str, Any], None]) -> Any:
-    """Have a function see the input of a layer's calls, after all other hooks."""
+    """Let a function see the input of a layer's calls, after all other hooks."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         see(name, args[0] if args else kwargs.get("input"))
@@ -71,8 +71,8 @@ def errors(
     """How much each layer in INT8 differs from the one in floating point, for the same input.
 
     Returns:
-        by the names of the layers that were called, the norm of the difference of the outputs over
-        the norm of the output.
+        for each layer that was called, by name: the norm of the difference of the outputs, divided
+        by the norm of the output.
     """
     sums: dict[str, tuple[float, float]] = {}
 
@@ -93,7 +93,7 @@ def errors(
 
 
 def _after(layer: nn.Module, name: str, see: Callable[[nn.Module, str, Any, Any], None]) -> Any:
-    """Have a function see the input and the output of a layer's calls, before all other hooks."""
+    """Let a function see the input and the output of a layer's calls, before all other hooks."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         see(layer, name, args[0] if args else kwargs.get("input"), output)

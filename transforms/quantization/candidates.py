@@ -22,7 +22,7 @@ def objections(model: nn.Module, keep: Sequence[str], is_dynamic: bool) -> dict[
 
     Args:
         model: in eval mode.
-        keep: names, or patterns of names, of modules that stay as they are, with all inside them.
+        keep: names, or patterns of names, of modules left unchanged, with everything inside them.
         is_dynamic: whether each call finds the range of its input.
 
     Raises:
@@ -40,7 +40,7 @@ def objections(model: nn.Module, keep: Sequence[str], is_dynamic: bool) -> dict[
 
 
 def _kept(model: nn.Module, keep: Sequence[str]) -> Mapping[str, str]:
-    """The modules that one of ``keep`` names, or that are inside of one, with the reason."""
+    """The modules that ``keep`` names and those inside them, with the reason."""
     names = [name for name, _ in model.named_modules() if name]
     reasons: dict[str, str] = {}
     for pattern in keep:

@@ -17,7 +17,7 @@ from transforms.tracing.modules import plain_kind
 
 
 class Following(NamedTuple):
-    """What gets the output of a layer, which nothing else does."""
+    """The only users of a layer's output."""
 
     activation: nn.Module | None = None
     layer: nn.Module | None = None
@@ -46,7 +46,7 @@ def find_following(model: nn.Module, layers: Collection[nn.Module]) -> dict[nn.M
 
 
 def join(following: Collection[Following], undo: ExitStack) -> None:
-    """Have activations act on the marks that layers leave."""
+    """Make activations act on the marks that layers leave."""
     for each in following:
         if each.activation is not None and not isinstance(each.activation, FusedActivation):
             exchanged_class.exchange(each.activation, FusedActivation, undo)

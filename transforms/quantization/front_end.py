@@ -1,4 +1,4 @@
-"""``quantize``: prepares the model, calibrates, and exchanges the classes of its layers."""
+"""``quantize``: prepares the model, calibrates, and replaces the classes of its layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from transforms.rewrites.watched_parameter import unwatch
 __all__ = ["quantize"]
 
 KNOB = "quantize"
-"""The name of what is done here in the report."""
+"""The name of quantization in the report."""
 _PREPARING = (
     "conv_bn_folding",
     "linear_bn_folding",
@@ -46,7 +46,7 @@ _REPLACED = ("weights_prepack", "fuse")
 
 
 class _Choices(NamedTuple):
-    """The arguments of one call that concern what is quantized, and how."""
+    """The arguments of one call that say what is quantized, and how."""
 
     keep: Sequence[str]
     max_error: float | None
@@ -70,7 +70,7 @@ def quantize(
     progress: bool | None = None,
     inplace: bool = False,
 ) -> Any:
-    r"""Have the convolutions and Linears of a model compute in INT8, for inference on the CPU.
+    r"""Make the convolutions and Linears of a model compute in INT8, for inference on the CPU.
 
     .. math::
         q(x) &= \mathrm{clip}(\mathrm{round}(x / s) + z), \qquad
@@ -79,15 +79,15 @@ def quantize(
 
     Activations have 8 bits, with a scale :math:`s` and a zero point :math:`z` for the whole tensor;
     weights have 8 bits, with a scale for each output channel and the zero point 0. Products are
-    summed exactly, in 32 bits, and results are float32, or autocast's dtype. On processors that
-    cannot sum so (without VNNI or AMX) activations have 7 bits. A layer applies the activation
-    module after it, and hands its codes to the next layer, where nothing else gets them.
+    summed exactly, in 32 bits, and results are float32, or autocast's dtype. On processors without
+    such sums (without VNNI or AMX) activations have 7 bits. If nothing else uses its output, a
+    layer applies the activation module after it, and hands its codes to the next layer.
 
     The model is first prepared as by :func:`transforms.optimize`: BatchNorms are folded, Dropouts
     are removed, and the memory format is chosen. It keeps its class, hooks and names. Its
-    Parameters stay in floating point and take the memory that they took before: ``state_dict()``,
+    Parameters stay in floating point and take as much memory as before. ``state_dict()``,
     ``load_state_dict`` and in-place writes work as on the plain model, and a changed weight is
-    quantized again when it is next used. :func:`transforms.restore` undoes all, and
+    quantized again when it is next used. :func:`transforms.restore` undoes everything, and
     :func:`transforms.report` lists the layers with their errors, worst first.
 
     Infinite values and NaN, and dtypes other than float32 and bfloat16, are computed in floating
@@ -104,12 +104,12 @@ def quantize(
         ranges: "mse", the range with the least mean squared error; "percentile", clips 0.01 percent
             of the values; "min-max", clips none. For static quantization.
         keep: names of modules, or patterns such as ``"*.head"``, which stay in floating point with
-            all inside them.
-        max_error: layers with a larger relative error stay in floating point: the norm of the
-            difference that INT8 makes to the output of the layer, over the norm of the output, on
-            the first two batches.
+            everything inside them.
+        max_error: layers with a larger relative error stay in floating point. The error is the norm
+            of the difference that INT8 makes to the output of the layer, divided by the norm of the
+            output, on the first two batches.
         run: calls the model with a batch, as ``run(model, batch)``; by default as above.
-        max_batches: batches of the loader to use at most.
+        max_batches: use at most so many batches of the loader.
         progress: whether to show a progress bar on stderr. None: for a long loader, on a terminal.
             Without tqdm it is a line that counts.
         inplace: rewrite the given model. Otherwise it is copied.
@@ -118,11 +118,11 @@ def quantize(
         the model.
 
     Raises:
-        TypeError: the model is none, or cannot be copied; an argument of another type.
-        ValueError: training mode, a model that is quantized already, an empty loader or one that
-            yields what the model does not take, infinite values or NaN in calibration, an unknown
-            name in ``keep`` or ``ranges``, ``ranges`` in dynamic quantization, nothing to quantize.
-        RuntimeError: this torch lacks oneDNN's INT8 operators, or has others of their names.
+        TypeError: the model is no module, or cannot be copied; an argument has another type.
+        ValueError: training mode, a model that is quantized already, an empty loader, a batch that
+            the model does not accept, infinite values or NaN in calibration, an unknown name in
+            ``keep`` or ``ranges``, ``ranges`` in dynamic quantization, nothing to quantize.
+        RuntimeError: this torch lacks oneDNN's INT8 operators, or has different ones.
             Whatever is raised, nothing was changed.
 
     Example:
@@ -182,7 +182,7 @@ def _checked(
     progress: Any,
     run: Any,
 ) -> _Choices:
-    """The choices; raises for what is of another type, or unknown."""
+    """The choices; raises for an argument of another type or with an unknown value."""
     for name, value in (("dynamic", dynamic), ("progress", progress)):
         if value is not None:
             check_flag(name, value)
@@ -210,7 +210,7 @@ def _checked(
 
 
 def _check_loader(loader: Any) -> None:
-    """Raise TypeError for what is no loader, and for one batch, whose rows would be the batches."""
+    """Raise TypeError unless it is a loader; the rows of one batch would be taken for batches."""
     if isinstance(loader, Tensor | Mapping | str):
         raise TypeError(
             f"loader is a {type(loader).__name__}, which is no sequence of batches; of one batch "
@@ -221,7 +221,7 @@ def _check_loader(loader: Any) -> None:
 
 
 def _check_max_error(max_error: Any, loader: Any) -> None:
-    """Raise unless errors can be found, and compared with this one."""
+    """Raise unless ``max_error`` is valid, and there is a loader to find errors with."""
     is_number = isinstance(max_error, numbers.Real) and not isinstance(max_error, bool)
     if not is_number:
         raise TypeError(f"max_error={max_error!r} is not a number")
@@ -232,7 +232,7 @@ def _check_max_error(max_error: Any, loader: Any) -> None:
 
 
 def _prepare(model: nn.Module, undo: ExitStack) -> dict[str, Sequence[Entry]]:
-    """Run the passes that come first, and return their entries."""
+    """Run the preparing passes, and return their entries."""
     passes = [each for each in INFERENCE if each.knob in _PREPARING]
     knobs = {each.knob: each.default("O1") for each in passes}
     job = Job(model, None, Options(None, knobs, frozenset()), None, undo)
@@ -253,7 +253,7 @@ def _unpack(model: nn.Module, undo: ExitStack) -> None:
 def _quantize(
     model: nn.Module, loader: Iterable[Any] | None, choices: _Choices, undo: ExitStack
 ) -> list[Entry]:
-    """Exchange the classes of layers; entries are all convolutions and Linears, worst first."""
+    """Replace the classes of layers; entries are all convolutions and Linears, worst first."""
     modules = dict(model.named_modules())
     reasons = objections(model, choices.keep, choices.is_dynamic)
     layers: Layers = {name: modules[name] for name, why in reasons.items() if why is None}

@@ -1,6 +1,6 @@
-"""Which values of an activation get codes: ranges, found from the values of calibration batches.
+"""Finds the range of an activation's values that get codes, from calibration batches.
 
-Values beyond a range are clipped. A narrower range has finer steps, so it may be better to clip a
+Values beyond the range are clipped. A narrower range has finer steps, so it may be better to clip a
 few values than to round all of them coarsely.
 """
 
@@ -24,11 +24,11 @@ class Observer(Protocol):
     """Sees an activation, batch after batch."""
 
     def add(self, x: Tensor) -> None:
-        """See finite values, not none."""
+        """See finite values, at least one."""
         ...
 
     def range(self) -> Range:
-        """The values that get codes."""
+        """The range of values that get codes."""
         ...
 
 
@@ -86,7 +86,7 @@ class _Histogram:
 
 
 class Percentile(_Histogram):
-    """Clips so many values on each side that 99.99 percent have codes, but never past zero."""
+    """Clips values on both sides so that 99.99 percent have codes; zero always has one."""
 
     def range(self) -> Range:
         """The percentiles of the values."""

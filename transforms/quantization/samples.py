@@ -41,9 +41,9 @@ def run_all(
 
     Args:
         model: in eval mode.
-        loader: of the batches.
+        loader: yields the batches.
         run: calls the model.
-        most: batches to use at most; None for all.
+        most: use at most so many batches; None for all.
         progress: whether to show progress; None if there are many batches and a terminal.
 
     Raises:
@@ -94,7 +94,7 @@ def finding(message: str) -> ValueError:
 def _shown(
     loader: Iterable[Any], most: int | None, progress: bool | None
 ) -> Iterator[Callable[[], object]]:
-    """Show progress; yields what is to be called after each batch."""
+    """Show progress; yields the function to call after each batch."""
     sizes = [len(loader)] if isinstance(loader, Sized) else []
     total = min([*sizes, *([] if most is None else [most])], default=None)
     if progress is None:

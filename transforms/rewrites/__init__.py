@@ -1,1 +1,1 @@
-"""How one module or optimizer is rewritten, saved, moved and restored; passes decide which."""
+"""How one module or optimizer is rewritten, saved, moved and restored; passes choose which."""

@@ -1,4 +1,4 @@
-"""A model that torch.compile runs by our backend: the object, its class and its hooks stay."""
+"""A model whose calls torch.compile runs by our backend: the object, class and hooks stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_HOOKS = "none"
 
 
 class _Mark:
-    """Tells which compiled call is ours; that of a copy is none."""
+    """Records which compiled call is ours; in a copy of the model it records none."""
 
     def __init__(self, call: object = None) -> None:
         self.call = call
@@ -36,13 +36,13 @@ class _Mark:
 class _Hooks:
     """Gives the hooks of a model a name, which torch.compile compares before each call.
 
-    By itself it compares no hooks of modules, and told to, it takes half as long again. But torch
-    counts the hooks that are registered, so they are looked at only when it has counted one.
+    By default torch.compile compares no hooks of modules. When told to, it takes half as long
+    again. But torch counts the registered hooks, so we look at them only when that count changes.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.name = _NO_HOOKS
-        """A text, as of a number that changes torch.compile makes a variable."""
+        """A text, because torch.compile would turn a changing number into a variable."""
         self._model = model
         self._names = map(str, itertools.count())
         self._registered = -1
@@ -67,14 +67,14 @@ def enter(model: nn.Module, backend: Callable[..., Any]) -> None:
     """Compile the model's calls when they are made, hooks included."""
     hooks = _Hooks(model)
 
-    # torch.compile does not capture the code of torch's own modules, such as Sequential, where a
-    # call begins there, as it does with Module.compile.
+    # torch.compile does not capture torch's own modules, such as Sequential, if the call begins in
+    # their code, as with Module.compile.
     def called(*args: Any, **kwargs: Any) -> Any:
-        if not hooks.name:  # which is read here so that it is compared
+        if not hooks.name:  # read here, so that torch.compile compares it
             raise AssertionError
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
 
-    # All models share the code of that function, and its number of recompilations is limited.
+    # All models share this function's code, and torch limits the recompilations of one code.
     compile_: Any = torch.compile  # its overloads lack this argument
     compiled = compile_(called, backend=backend, isolate_recompiles=True)
 
@@ -88,7 +88,7 @@ def enter(model: nn.Module, backend: Callable[..., Any]) -> None:
 
 
 def leave(model: nn.Module) -> None:
-    """Call the model as before; do nothing to others."""
+    """Call the model as before; do nothing if its calls are not compiled by us."""
     if vars(model).pop(_MARK, None) is None:
         return
     vars(model).pop(_CALL, None)

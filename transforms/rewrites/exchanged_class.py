@@ -16,10 +16,10 @@ def exchange(
     """Give a module another class.
 
     Args:
-        module: whose class is not exchanged yet.
-        ours: the class.
+        module: the module; its class has not been replaced yet.
+        ours: the new class.
         undo: gets a callback that reverts it.
-        attributes: that instances of our class have, and the module may lack.
+        attributes: attributes that instances of the new class have, and the module may lack.
     """
     own = vars(module)
     undo.callback(revert, module)
@@ -35,7 +35,7 @@ def revert_all(model: nn.Module) -> None:
 
 
 def suspend(module: nn.Module, undo: ExitStack) -> None:
-    """Give ``module`` its own class again; ``undo`` gets a callback that exchanges it as before."""
+    """Give ``module`` its own class again; ``undo`` gets a callback that replaces it as before."""
     ours, attributes = type(module), dict(vars(module))
 
     def resume() -> None:
@@ -48,23 +48,23 @@ def suspend(module: nn.Module, undo: ExitStack) -> None:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before an exchange, which computes the same."""
+    """The class that a module had before it was replaced, which computes the same."""
     own = vars(module)
     return own[_BEFORE][0] if _BEFORE in own else type(module)
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
-    """A module of the class before the exchange, with the same tensors and children."""
+    """A module of the original class, with the same tensors and children."""
     plain = copy.copy(module)
     revert(plain)
     return plain
 
 
 def revert(module: nn.Module) -> None:
-    """Give ``module`` its own class again, if that was exchanged."""
+    """Give ``module`` its own class again, if it was replaced."""
     own = vars(module)
     if _BEFORE in own:
         module.__class__, before, given = own.pop(_BEFORE)
         for name in given:
-            own.pop(name, None)  # an interrupt may have come before it was given
+            own.pop(name, None)  # an interrupt may have come before it was set
         own.update(before)

@@ -33,17 +33,17 @@ class Fold:
         self._strides: tuple[int, ...] | None = None
         self._bias: Parameter | None
         self._feeder_tensors: dict[str, Any]
-        """The plain weight, None if the remainder has it, and the plain bias."""
+        """The plain weight, or None if the remainder replaces it, and the plain bias."""
         self._remainder: remainders.Remainder | None = None
-        """From which the plain weight is computed, where nobody else held it."""
+        """The plain weight is computed from this, unless someone else held that weight."""
         self._norm_parameters: dict[str, Parameter | None]
         self._norm_buffers: dict[str, Tensor | None]
         self._digest: bytes
-        """The digest of the folded weight and bias, to notice what they learn."""
+        """The digest of the folded weight and bias, to notice when they have learnt."""
         self._requires_grad: dict[str, bool]
-        """Of the folded weight and bias, as they were folded."""
+        """The ``requires_grad`` of the folded weight and bias when they were folded."""
         self._added_bias: Parameter | None = None
-        """The folded bias of a module without one: one object, as an optimizer may hold it."""
+        """The folded bias of a module without one: always one object; an optimizer may hold it."""
 
     def tensors(self) -> list[Tensor]:
         """The tensors of the two plain modules that are folded."""
@@ -69,7 +69,7 @@ class Fold:
         return sum(t.nbytes for t in kept if t is not None and t.is_floating_point())
 
     def attach(self) -> None:
-        """Fold, and let both save and load plain tensors."""
+        """Fold, and make both modules save and load plain tensors."""
         self.redo()
         plain_tensors.attach(self._feeder, self)
         plain_tensors.attach(self._norm, self)
@@ -135,7 +135,7 @@ class Fold:
         feeders, norms = self._plain_tensors(feeder), self._plain_tensors(norm)
         for name, before in self._requires_grad.items():
             param, now = self._norm_parameters.get(name), feeder._parameters[name].requires_grad
-            if param is not None and now != before:  # as set for all parameters of the model
+            if param is not None and now != before:  # set since for the whole model
                 param.requires_grad_(now)
         self._strides = feeder.weight.stride()
         _put(feeder.weight, feeders["weight"])
@@ -182,7 +182,7 @@ class Fold:
         self._requires_grad = {name: p.requires_grad for name, p in folds.items()}
         norm._parameters.clear()
         norm._buffers.clear()
-        # A BatchNorm1d normalizes dimension 1, which is the folded one for this number only.
+        # A BatchNorm1d normalizes dimension 1: the folded one only with this number of dimensions.
         dimensions = 2 if isinstance(feeder, nn.Linear) else 3
         stand_in(norm, FoldedBatchNorm, dimensions if isinstance(norm, nn.BatchNorm1d) else 0)
         self._is_done = True
@@ -190,20 +190,20 @@ class Fold:
             release_pages(plain)  # malloc may keep the block
 
     def _divided(self, weight: Tensor) -> remainders.Remainder | None:
-        """From which the plain weight can be computed; None to keep it."""
+        """The remainder to compute the plain weight from; None if the weight must be kept."""
         plain = self._feeder.weight
         if not plain.dtype == weight.dtype == torch.float32 or not has_sole_owner(plain):
             return None
         return remainders.split(plain.detach(), weight, factors(self._plain_pair()))
 
     def _kept_tensors(self, module: nn.Module) -> dict[str, Any]:
-        """The tensors that one of the two held when it was folded."""
+        """The tensors that one of the two modules held when it was folded."""
         if module is self._feeder:
             return dict(self._feeder_tensors)
         return {**self._norm_parameters, **self._norm_buffers}
 
     def _plain_pair(self) -> PlainPair:
-        """The current tensors of both if they are plain, or those from when they were folded."""
+        """The current tensors of both modules if they are plain, else those that were folded."""
         feeder, norm = self._feeder, self._norm
         if self._is_done:
             own, norms = self._kept_tensors(feeder), self._kept_tensors(norm)
@@ -217,7 +217,7 @@ class Fold:
         )
 
     def _plain_weight(self) -> Tensor:
-        """The plain weight, as it was folded."""
+        """The plain weight that was folded."""
         if self._remainder is not None:
             return remainders.join(self._feeder.weight, self._remainder)
         weight: Tensor = self._feeder_tensors["weight"]
@@ -231,7 +231,7 @@ class Fold:
         return weight.to(device), bias.to(device)
 
     def _plain_tensors(self, module: nn.Module) -> dict[str, Any]:
-        """The tensors that one of the two would hold if it were plain."""
+        """The tensors that one of the two modules would hold if it were plain."""
         self._learn()
         tensors, device = self._kept_tensors(module), self._feeder.weight.device
         if module is self._feeder:
@@ -242,7 +242,7 @@ class Fold:
         return tensors
 
     def _learn(self) -> None:
-        """Update the plain tensors with what was written to the folded weight and bias."""
+        """Update the plain tensors with values written to the folded weight and bias."""
         weight, bias = self._feeder.weight, self._feeder.bias
         if (digest := _digest(weight, bias)) == self._digest:
             return
@@ -251,7 +251,7 @@ class Fold:
         self._remainder = None
         self._norm_buffers = {**self._norm_buffers, "running_mean": learnt.mean}
         for name, values in (("weight", learnt.gamma), ("bias", learnt.beta)):
-            if name in self._norm_buffers:  # of a frozen one
+            if name in self._norm_buffers:  # in a frozen BatchNorm
                 self._norm_buffers[name] = values
             elif (param := self._norm_parameters[name]) is not None and values is not None:
                 param.data = values.detach()
@@ -259,7 +259,7 @@ class Fold:
 
 
 def _digest(*tensors: Tensor) -> bytes:
-    """A digest of the bits for any strides; version counters miss writes through ``.data``."""
+    """A digest of the bits, for any strides; version counters miss writes through ``.data``."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         values = tensor.detach().cpu().contiguous().view(torch.uint8)

@@ -6,7 +6,7 @@ With running mean :math:`\mu` and variance :math:`\sigma^2`, for each output cha
     s = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} \qquad
     W' = s W \qquad b' = \beta + s (b - \mu)
 
-computed in float64 and rounded once. The inverse, for what a folded weight and bias have learnt:
+computed in float64 and rounded once. The inverse, for a folded weight and bias that have learnt:
 
 .. math::
     W = W' / s \qquad \beta = b' - s (b - \mu)
@@ -24,7 +24,7 @@ from transforms.rewrites.remainders import row_pieces
 
 
 class PlainPair(NamedTuple):
-    """The tensors that are folded: of a module with ``out`` channels and the BatchNorm after it."""
+    """The tensors to fold, of a module with ``out`` channels and the BatchNorm after it."""
 
     weight: Tensor
     """(out, in, ...); of a transposed convolution (in, out / groups, ...)."""
@@ -45,7 +45,7 @@ class PlainPair(NamedTuple):
 
 
 def folded(plain: PlainPair, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """The weight and bias that replace a module's and its BatchNorm's, on the CPU.
+    """The folded weight and bias of a module and its BatchNorm, on the CPU.
 
     They are computed in float64, piece by piece, and rounded to ``dtype``.
 
@@ -73,9 +73,10 @@ def factors(plain: PlainPair) -> Tensor:
 def unfolded(weight: Tensor, bias: Tensor, plain: PlainPair) -> PlainPair:
     """The plain tensors that fold to ``weight`` and ``bias``.
 
-    Values that did not change keep all bits. A changed bias goes to the BatchNorm's bias. If there
-    is none, it goes to the other module's bias, and if there is none either, to the running mean.
-    Channels whose scale is 0, or so small that the quotient overflows, get the scale 1.
+    Values that did not change keep all bits. A changed bias goes to the BatchNorm's bias. If the
+    BatchNorm has none, it goes to the other module's bias, and if that has none either, to the
+    running mean. Channels whose scale is 0, or so small that the quotient overflows, get the
+    scale 1.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""A frozen BatchNorm that computes by torch's own BatchNorm, in one operation each way."""
+"""A frozen BatchNorm that computes by torch's own BatchNorm: one operation in each direction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FrozenBatchNorm(nn.Module):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize with the statistics that the buffers have."""
+        """Normalize with the statistics in the buffers."""
         statistics = self.running_mean, self.running_var
         return nn.functional.batch_norm(x, *statistics, self.weight, self.bias, eps=self.eps)
 
@@ -27,5 +27,5 @@ class FrozenBatchNorm(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """The channels, and what is added to the variance."""
+        """The channels, and ``eps``."""
         return f"{self.running_mean.numel()}, eps={self.eps}"

@@ -1,8 +1,9 @@
 """Activations that the product before them applies, or that write into its output.
 
-A packed module marks its output, which only the activation gets: as activated already, or as free
-to be written to. An activation that gets no mark computes as its own class does. So a module that
-computes with its plain weight, for whatever reason, needs to know nothing of the activation.
+If the activation is the only user of a packed module's output, the module marks that output: as
+activated already, or as free to be written to. An activation that gets no mark computes as its own
+class does. So a module that computes with its plain weight, for whatever reason, needs to know
+nothing about the activation.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ACTIVATED, _FREE = "activated", "free"
 
 
 class FusedActivation(nn.Module):
-    """An activation that returns what the product before it has activated."""
+    """An activation that returns its input if the product before it has applied it already."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """Return the activated input."""
@@ -34,7 +35,7 @@ class FusedActivation(nn.Module):
         return result
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script`` compiles in its place."""
+        """The module that ``torch.jit.script`` compiles instead."""
         return exchanged_class.plain_copy(self)
 
     def _get_name(self) -> str:

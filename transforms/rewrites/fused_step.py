@@ -2,9 +2,9 @@
 
 Only the object's class is replaced. The new class inherits the step from, say, FusedSGD and
 everything else from the optimizer's own class. So ``isinstance`` holds, hooks run, GradScaler,
-pickle and deepcopy work, and later calls of load_state_dict and add_param_group are ours too. A
-step function bound to the object would affect none of these, which is how IPEX's fused optimizers
-lost their hooks. Nothing is copied: state, groups and hooks stay the same objects.
+pickle and deepcopy work, and later calls of load_state_dict and add_param_group go to our class
+too. A step function bound to the object would do none of this: IPEX's fused optimizers lost their
+hooks that way. Nothing is copied: state, groups and hooks stay the same objects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OURS: dict[type[Optimizer], type[FusedOptimizer]] = {
 
 
 class _Converted:
-    """A base class of all converted optimizers, beside our class and their own."""
+    """A base class of all converted optimizers, in addition to our class and their own."""
 
     halves: Any
     _plain: type[Any]
@@ -83,7 +83,7 @@ def is_converted(optimizer: Optimizer) -> bool:
 
 
 def fuse(optimizer: Optimizer) -> None:
-    """Convert an optimizer of a known class; raise, without a change, for what no kernel can do."""
+    """Convert an optimizer of a known class; raise, changing nothing, if no kernel can step it."""
     plain = type(optimizer)
     optimizer.__class__ = _class_for(plain)  # type: ignore[arg-type]
     assert isinstance(optimizer, FusedOptimizer)
@@ -97,7 +97,7 @@ def fuse(optimizer: Optimizer) -> None:
 
 
 def unfuse(optimizer: Optimizer) -> None:
-    """Restore a converted optimizer's own class and step, and keep its state; others do not change.
+    """Restore a converted optimizer's own class and step, and keep its state; ignore others.
 
     Raises:
         RuntimeError: parameters are split into two halves. Nothing is changed in that case.
@@ -133,7 +133,7 @@ def own_attributes(fused: type[Any]) -> set[str]:
 
 
 def _as_torchs(param: Tensor, state: dict[str, Any]) -> None:
-    """Convert the state of ``param``, float32 if it has 16 bits, to the form of torch's classes."""
+    """Convert the state of ``param``, float32 if ``param`` has 16 bits, to torch's form."""
     for name, value in state.items():
         if name == "step":
             if isinstance(value, Tensor):
@@ -154,7 +154,7 @@ def is_schedulers(optimizer: Optimizer, step: Any) -> bool:
 
 
 def _track_calls_again(optimizer: Optimizer) -> None:
-    """If a scheduler has wrapped the step of the former class, wrap that of the new one instead."""
+    """If a scheduler has wrapped the former class's step, wrap the new class's step instead."""
     if "step" not in vars(optimizer):
         return
     step = type(optimizer).step

@@ -1,8 +1,8 @@
 """Convolutions and Linears that compute in INT8.
 
-A module keeps its Parameters, which are saved, loaded, moved and written to as before: the codes of
-its weight are made from them when it is called, and made again after they have changed. What it
-keeps beside them is the range of its input, or nothing if each call finds its own.
+A module keeps its Parameters, which are saved, loaded, moved and written to as before. The codes of
+its weight are made from them when it is called, and made again after they have changed. In addition
+it keeps the range of its input, or nothing if each call finds the range.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from transforms.rewrites.watched_parameter import is_exposed, settle, state, unw
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the dimensions of an image with its batch."""
+"""By the number of dimensions of a batch of images."""
 
 
 class Range(NamedTuple):
-    """The values that a module's input has in calibration."""
+    """The range of a module's input in calibration."""
 
     low: float
     high: float
 
 
 class _Packed(NamedTuple):
-    """A weight that is ready for the operators, and what it was made from."""
+    """A weight ready for the operators, and what it was made from."""
 
     source: Callable[[], Tensor | None]
     state: tuple[object, ...]
@@ -53,14 +53,14 @@ class _Packed(NamedTuple):
 
 
 class Int8:
-    """How one module computes in INT8. A copy or pickle has its range, and packs by itself."""
+    """How one module computes in INT8. A copy or pickle keeps the range, and packs again."""
 
     _activations: ClassVar[frozenset[str]]
-    """What its operator applies."""
+    """The activations that its operator applies."""
 
     def __init__(self, range_: Range | None) -> None:
         self.range = range_
-        """None if each call finds its own."""
+        """None if each call finds its own range."""
         self._grid: Grid | None = None
         self._packed: _Packed | None = None
         self._missed: tuple[int, ...] | None = None
@@ -73,13 +73,13 @@ class Int8:
 
     @property
     def grid(self) -> Grid | None:
-        """The grid of the codes of all inputs; None if each call finds its own."""
+        """The grid of the codes of all inputs; None if each call finds its own grid."""
         if self._grid is None and self.range is not None:
             self._grid = Grid.over(*self.range)
         return self._grid
 
     def product(self, module: Any, x: Tensor) -> Tensor | None:
-        """What ``module`` returns for ``x``; None if that must be computed in floating point."""
+        """The result of ``module`` for ``x``; None if it must be computed in floating point."""
         dtype = _result_dtype(module, x)
         if dtype is None or not self._takes(module, x):
             return None
@@ -93,9 +93,9 @@ class Int8:
         return self._compute(module, codes, grid, packed, Result(dtype))
 
     def passed_on(self, module: Any, x: Tensor) -> Tensor | None:
-        """The same, with the activation that follows, or as codes for the layer that follows.
+        """Like :meth:`product`, with the activation after it, or as codes for the next layer.
 
-        ``x`` may be codes of the layer before.
+        ``x`` may be codes of the previous layer.
         """
         taken = chain.passed(x)
         dtype = _result_dtype(module, x, None if taken is None else taken.dtype)
@@ -149,25 +149,25 @@ class Int8:
         if packed is not None and is_current and not is_exposed_:
             self._missed, missed = (None if shape == packed.shape else shape), self._missed
             if self._missed is None or self._missed != missed:
-                return packed  # for another shape too, unless it comes twice in a row
+                return packed  # also for another shape, unless that comes twice in a row
         codes = operators.quantized_weight(param)
         bias = None if module.bias is None else module.bias.detach().to(torch.float32, copy=True)
         if codes is None or not (bias is None or bool(bias.isfinite().all())):
             return None
-        self._packed = None  # before another is made, so that there is never more than one
+        self._packed = None  # freed before another is made, so that there is never more than one
         weight = self._pack(codes, grid, module, x)
         is_safe = all(watch(t) and settle(t) for t in (param, module.bias) if t is not None)
         state = _state(param, module.bias)
         packed = _Packed(weakref.ref(param), state, shape, weight, codes.scales, bias)
-        self._packed = packed if is_safe else None  # someone may still write past the counter
+        self._packed = packed if is_safe else None  # it may still be written to unnoticed
         return packed
 
     def _shape(self, x: Tensor) -> tuple[int, ...]:
-        """What of the input's shape a weight is packed for; others are right, and slower."""
+        """The part of the input's shape that a weight is packed for; others work, but slower."""
         return ()
 
     def _takes(self, module: Any, x: Tensor) -> bool:
-        """Whether the operators take this shape, which the module takes or refuses."""
+        """Whether the operators accept this shape; if not, the module computes or refuses it."""
         raise NotImplementedError
 
     def _pack(self, codes: Codes, grid: Grid, module: Any, x: Tensor) -> Tensor:
@@ -230,13 +230,13 @@ class _OfConvolution(Int8):
         y = operators.convolution(
             codes, grid, packed.weight, packed.scales, packed.bias, geometry, result
         )
-        # Later code may read strides: they are those of torch's convolution.
+        # Later code may read strides, so they are those of torch's convolution.
         is_channels_last = _is_channels_last(codes) or _is_channels_last(module.weight)
         return y if is_channels_last else y.contiguous()
 
 
 def _state(param: Tensor, bias: Tensor | None) -> tuple[object, ...]:
-    """What a packed weight was made of, with its bias."""
+    """What a packed weight, with its bias, was made from."""
     of_bias = None if bias is None else (id(bias), *state(bias), bias.dtype)
     return *state(param), param.dtype, of_bias
 
@@ -258,12 +258,12 @@ def _is_channels_last(t: Tensor) -> bool:
 
 
 def _result_dtype(module: Any, x: Tensor, given: torch.dtype | None = None) -> torch.dtype | None:
-    """The dtype of the result; None if INT8 does not serve these tensors here.
+    """The dtype of the result; None if these tensors cannot be computed in INT8.
 
     Args:
         module: the layer.
         x: its input.
-        given: the dtype of the values if ``x`` has their codes.
+        given: the dtype of the values that ``x`` has the codes of, if it has codes.
     """
     weight, bias, x_dtype = module.weight, module.bias, given or x.dtype
     if not (x.is_cpu and weight.is_cpu) or type(x) not in (Tensor, Parameter):
@@ -281,19 +281,19 @@ def _result_dtype(module: Any, x: Tensor, given: torch.dtype | None = None) -> t
 
 
 class Int8Module(nn.Module):
-    """What the modules in INT8 share."""
+    """The base class of the modules in INT8."""
 
     _fusedoptim_int8: Int8
     computation: ClassVar[type[Int8]]
     """How modules of this class compute."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
-        """Compute in INT8, up to rounding as torch's module does.
+        """Compute in INT8 what torch's module computes, up to rounding.
 
-        Values for which INT8 has no code, infinite ones and NaN, and dtypes other than float32 and
-        bfloat16 are computed by torch's module.
+        torch's module computes infinite values and NaN, for which INT8 has no code, and dtypes
+        other than float32 and bfloat16.
 
-        torch.compile leaves it out of what it compiles.
+        torch.compile does not compile this method, but calls it.
 
         Raises:
             RuntimeError: in training mode, with gradients, or where torch exports or traces.
@@ -361,7 +361,7 @@ def revert_all(model: nn.Module) -> None:
 
 @disable_dynamo  # type: ignore[untyped-decorator]  # torch does not export it
 def _untraced(module: Int8Module, x: Tensor) -> Tensor:
-    """A call out of a model that torch.compile traces."""
+    """A call that torch.compile does not trace, out of a model that it traces."""
     return module.forward(x)
 
 

@@ -1,8 +1,9 @@
 """What follows a layer in INT8: an activation that it applies, and a layer that takes its codes.
 
-A layer whose output goes to one activation, or through it to one other layer in INT8, is told of
-them. It may return the 8-bit codes that the other would make, marked as such. The other computes
-with them, or with the values that they stand for. A layer that gets no mark makes its own codes.
+If a layer's output goes only to one activation, or through it to one other layer in INT8, the layer
+knows both. It may return the 8-bit codes that the next layer would make, marked as codes. The next
+layer computes with them, or with the values that they stand for. A layer whose input has no mark
+makes its own codes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from transforms.rewrites.post_ops import ACTIVATION, PostOp, post_op
 from transforms.tracing.modules import has_hooks
 
 FOLLOWER = "_fusedoptim_follower"
-"""In ``vars`` of a layer, as it is no child: the layer that alone gets its output."""
+"""Key in ``vars`` of a layer, as it is no child: the layer that is the only user of its output."""
 _MARK = "_fusedoptim_codes"
 _EIGHT_BITS = 255
 
 
 class Passed(NamedTuple):
-    """What the codes that one layer hands to the next stand for."""
+    """The meaning of the codes that one layer hands to the next."""
 
     grid: Grid
     dtype: torch.dtype
@@ -42,7 +43,7 @@ def activation_of(layer: nn.Module) -> PostOp | None:
 
 
 def grid_of_follower(layer: nn.Module, is_activated: bool) -> Grid | None:
-    """The codes that the layer after this one computes with, if it takes them from this one."""
+    """The grid of the codes that the next layer takes from this one, if it takes any."""
     follower = vars(layer).get(FOLLOWER)
     has_activation = vars(layer).get(ACTIVATION) is not None
     if follower is None or (has_activation and not is_activated):
@@ -61,5 +62,5 @@ def mark(codes: Any, passed: Passed) -> None:
 
 
 def passed(x: Any) -> Passed | None:
-    """What a tensor of codes stands for; None for any other tensor."""
+    """The meaning of a tensor of codes; None for any other tensor."""
     return getattr(x, _MARK, None)

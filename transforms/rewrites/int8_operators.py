@@ -1,10 +1,10 @@
-r"""oneDNN's INT8 operators of torch, and how values become 8-bit codes.
+r"""torch's INT8 operators of oneDNN, and how values become 8-bit codes.
 
 A value :math:`x` has the code :math:`q = \mathrm{round}(x / s) + z`, with a scale :math:`s` and a
 zero point :math:`z` for a whole activation. A weight has a scale for each output channel, and the
 zero point 0. Codes of activations have 8 bits where the processor sums products of codes in 32 bits
-(VNNI or AMX). Elsewhere oneDNN adds two products in 16 bits, which saturate; with 7 bits they
-cannot.
+(VNNI or AMX). Elsewhere oneDNN adds two products in 16 bits, and that sum may saturate. With codes
+of 7 bits it cannot.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Grid(NamedTuple):
         """The grid for values from ``low`` to ``high``, and 0, on this processor."""
         low, high = min(low, 0.0), max(high, 0.0)
         largest = 2 ** code_bits() - 1
-        scale = float(np.float32((high - low) / largest))  # as the operators take it
+        scale = float(np.float32((high - low) / largest))  # rounded as the operators do
         if scale < _LEAST_SCALE:
             return cls(1.0, 0, largest)  # all values are 0, or as good as 0
         return cls(scale, min(round(-low / scale), largest), largest)
@@ -56,7 +56,7 @@ class Codes(NamedTuple):
 def code_bits() -> int:
     """Bits of an activation's code: 8, or 7 where oneDNN's sums of two products saturate.
 
-    That depends on the processor, and on the variable ONEDNN_MAX_CPU_ISA. So it is tried.
+    As that depends on the processor and on the variable ONEDNN_MAX_CPU_ISA, it is tried out.
     """
     grid = Grid(1.0, 0, 255)
     rows = torch.full((16, 256), grid.largest, dtype=torch.uint8)
@@ -100,7 +100,7 @@ def quantized_activation(x: Tensor, grid: Grid) -> Tensor | None:
 
     Args:
         x: float32 or bfloat16, on the CPU, without gradients, and not empty.
-        grid: of the codes.
+        grid: the grid of the codes.
     """
     if not _is_dense(x):
         x = x.contiguous()
@@ -119,7 +119,7 @@ def quantized_activation(x: Tensor, grid: Grid) -> Tensor | None:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the elements fill one piece of memory, each its own place."""
+    """Whether the elements fill one piece of memory without overlapping."""
     return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x)
 
 
@@ -135,14 +135,14 @@ def pack_linear(codes: Tensor) -> Tensor:
 
 
 class Result(NamedTuple):
-    """What an operator makes of a product."""
+    """The form in which an operator returns a product."""
 
     dtype: torch.dtype
-    """Of its numbers; uint8 for codes."""
+    """The dtype of its elements; uint8 for codes."""
     scale: float = 1.0
     zero_point: int = 0
     activation: str = "none"
-    """oneDNN's name of what is applied before."""
+    """oneDNN's name of the activation that is applied first."""
     scalars: Sequence[float] = ()
     algorithm: str = ""
 
@@ -174,7 +174,7 @@ def _zero_points(channels: int) -> Tensor:
 
 
 class Geometry(NamedTuple):
-    """Of a convolution, one number for each dimension of the image, and the groups."""
+    """The geometry of a convolution: one number for each dimension of the image, and the groups."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -210,7 +210,7 @@ def convolution(
 
 
 def objection() -> str | None:
-    """Why this torch cannot be used, if it cannot: an operator is absent, or is another."""
+    """Why this torch cannot be used, if it cannot: an operator is absent or different."""
     absent = changed("onednn", _SCHEMAS)
     if absent:
         return (

@@ -25,10 +25,10 @@ class AdaptedLamb(FusedLamb):
     _required: ClassVar[frozenset[str]]
     """Options that an object of that class must have."""
     _known: ClassVar[frozenset[str]] = frozenset()
-    """Optional options; one that is in neither set is of a newer version and refused."""
+    """Optional options; one in neither set belongs to a newer version and is refused."""
 
     _number_attributes: ClassVar[tuple[str, ...]] = ()
-    """Attributes to copy and pickle; torch includes groups and state only."""
+    """Attributes to copy and pickle in addition; torch includes groups and state only."""
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {

@@ -16,16 +16,16 @@ from fusedoptim.nn.embedding_bag import optimizer_of, refuse_calls
 Bags = nn.ModuleList | Sequence[nn.EmbeddingBag]
 
 _MERGED = "_fusedoptim_merged_bags"
-"""The attribute of a parent that holds a :class:`_Merged` for each of its attributes."""
+"""A parent's attribute that holds a :class:`_Merged` for each attribute that was merged."""
 
 
 class _Merged(NamedTuple):
     container: Bags
-    """What the merged module replaces."""
+    """The container that the merged module replaces."""
     dtypes: Sequence[torch.dtype]
-    """Of the tables, before they were split."""
+    """The dtypes of the tables before they were split."""
     handles: Sequence[RemovableHandle]
-    """Of the hooks by which the merged module's bags refuse to be called by themselves."""
+    """The handles of the hooks that raise if one of the merged module's bags is called alone."""
 
 
 def merge(
@@ -59,7 +59,7 @@ def merge(
 
 
 def revert_all(model: nn.Module) -> None:
-    """Give ``model`` all its containers again."""
+    """Give ``model`` all its containers back."""
     for module in [*model.modules()]:
         _revert(module)
 
@@ -80,7 +80,7 @@ def _revert(parent: nn.Module) -> None:
 
 
 def _release(merged: MergedEmbeddingBag, record: _Merged) -> None:
-    """Make the tables what they were, with the values that they have."""
+    """Give the tables their original form, with their current values."""
     optimizer = optimizer_of(merged)
     if optimizer is None:
         return

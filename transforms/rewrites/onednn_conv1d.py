@@ -1,4 +1,4 @@
-"""GPT-2's Linear, whose weight is transposed: of transformers, which whoever imports this has."""
+"""GPT-2's Linear with a transposed weight, from transformers; import it only if that is there."""
 
 from __future__ import annotations
 

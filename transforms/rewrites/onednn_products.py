@@ -1,8 +1,8 @@
 """Linears whose float32 products are computed by oneDNN in training.
 
-All else stays torch's: small products, evaluation, autocast, other devices and dtypes, subclasses
-of Tensor, ``torch.func``, forward-mode differentiation, tracing, export, and calls inside a
-dispatch or function mode of the user's.
+torch computes everything else: small products, evaluation, autocast, other devices and dtypes,
+subclasses of Tensor, ``torch.func``, forward-mode differentiation, tracing, export, and calls
+inside a dispatch mode or function mode of the user.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _KINDS = (Tensor, nn.Parameter)
 
 
 class OneDNNModule(nn.Module):
-    """What Linears of all kinds share."""
+    """The base class of all kinds of Linears."""
 
     _fusedoptim_least_products: int
-    """Of all threads, whose number dynamo cannot trace."""
+    """:data:`LEAST_PRODUCTS` for all threads together; dynamo cannot trace their number."""
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script`` compiles in its place."""
+        """The module that ``torch.jit.script`` compiles instead."""
         return exchanged_class.plain_copy(self)
 
 
@@ -48,13 +48,13 @@ class OneDNNLinear(OneDNNModule, nn.Linear):
 
 
 def is_served(x: Tensor, weight: Tensor, bias: Tensor | None, least: int) -> bool:
-    """Whether the product is oneDNN's.
+    """Whether oneDNN computes the product.
 
     Args:
         x: the input.
         weight: (outputs, inputs); may be a transposed view.
-        bias: of the outputs.
-        least: multiplications for which oneDNN is asked.
+        bias: (outputs,), or None.
+        least: the least number of multiplications for which oneDNN is used.
     """
     if torch.compiler.is_compiling():
         is_transformed = transform_level() is not None or is_forward_mode()
@@ -76,13 +76,13 @@ def is_served(x: Tensor, weight: Tensor, bias: Tensor | None, least: int) -> boo
 
 
 def attributes() -> dict[str, int]:
-    """What instances of our classes have."""
+    """The additional attributes of instances of our classes."""
     return {"_fusedoptim_least_products": LEAST_PRODUCTS * torch.get_num_threads()}
 
 
 @functools.cache
 def objection() -> str | None:
-    """Why torch's own float32 products are not slower on this machine, if it is known."""
+    """Why oneDNN's products would not be faster than torch's on this machine, if that is known."""
     if "_linear_pointwise" in missing_operators():
         return "this torch has another _linear_pointwise than torch 2.13"
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]

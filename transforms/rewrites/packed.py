@@ -32,8 +32,8 @@ from transforms.rewrites.watched_parameter import is_exposed, settle, state, wat
 from transforms.tracing.modules import has_hooks
 
 LEAST_PRODUCTS = 1 << 20
-"""Multiplications of a Linear from which oneDNN is faster: 768 x 768 takes 0.6 of MKL's time with
-four rows, and 1.3 with one."""
+"""oneDNN is faster for Linears with at least so many multiplications: 768 x 768 takes 0.6 of MKL's
+time with four rows, and 1.3 with one."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,7 +49,7 @@ class Signature(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Packed weights, and what they were made of."""
+    """Packed weights, and what they were made from."""
 
     signature: Signature
     sources: tuple[Callable[[], Tensor | None], ...]
@@ -71,7 +71,7 @@ class Pack:
         self._copy: Packed | None = None  # replaced as a whole: threads may call one module
         self._missed: Signature | None = None
         self._useless: Signature | None = None
-        """For which oneDNN's layout is of no use."""
+        """The signature for which oneDNN's layout was of no use."""
 
     def __reduce__(self) -> tuple[type[Pack], tuple[()]]:
         return Pack, ()
@@ -90,9 +90,9 @@ class Pack:
 
         Args:
             params: the plain weights.
-            dtype: of the product.
-            layout: of the input.
-            reorder: packs weights of that dtype; None if that is of no use.
+            dtype: the dtype of the product.
+            layout: the layout of the input.
+            reorder: packs weights of that dtype; returns None if packing is of no use.
         """
         signature = Signature(tuple(map(state, params)), dtype, layout)
         kept = self._copy
@@ -114,14 +114,14 @@ class Pack:
         return kept
 
     def _is_passing(self, signature: Signature, kept: Signature) -> bool:
-        """Whether only the input's layout is new: then it must come twice before it counts."""
+        """Whether only the input's layout is new: it is ignored until it comes twice."""
         is_passing = signature != self._missed and signature[:-1] == kept[:-1]
         self._missed = signature
         return is_passing
 
 
 def _are_sources(sources: Sequence[Callable[[], Tensor | None]], params: Sequence[Tensor]) -> bool:
-    """Whether copies were made of these weights, which nothing can have written unnoticed."""
+    """Whether the copies are of these weights, and no write into them can have gone unnoticed."""
     for source, param in zip(sources, params):
         if source() is not param or is_exposed(param):
             return False
@@ -140,7 +140,7 @@ def is_shared(param: Tensor) -> bool:
 
 
 class PackedModule(nn.Module):
-    """What all packed modules share."""
+    """The base class of all packed modules."""
 
     _fusedoptim_pack: Pack
 
@@ -150,7 +150,7 @@ class PackedModule(nn.Module):
         return () if weight is None else (weight,)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script`` compiles in its place."""
+        """The module that ``torch.jit.script`` compiles instead."""
         return exchanged_class.plain_copy(self)
 
 
@@ -158,12 +158,12 @@ def product_dtype(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> torch.d
     """The dtype of a product that may use packed weights; None if it may not.
 
     Args:
-        inputs: what the module is called with.
+        inputs: the tensors that the module is called with.
         params: its weights and biases; the first is a weight.
     """
     if not is_plain_call():
         return None
-    # Loops, as each product pays for this: a generator costs more than its few tensors.
+    # Loops, because each product pays for this: a generator would cost more than a few tensors.
     for t in inputs:
         if type(t) is not Tensor or t.is_mkldnn:
             return None
@@ -186,7 +186,7 @@ class PackedProduct(PackedModule):
     """A convolution or Linear."""
 
     _fusedoptim_activation: nn.Module | None = None
-    """:data:`transforms.rewrites.post_ops.ACTIVATION`; without, none follows."""
+    """:data:`transforms.rewrites.post_ops.ACTIVATION`; None if no activation follows."""
     _operator: ClassVar[str]
     """oneDNN's operator with a packed weight."""
 
@@ -197,7 +197,7 @@ class PackedProduct(PackedModule):
         return product_dtype((x,), (weight,) if bias is None else (weight, bias))
 
     def _dense_bias(self: Any, dtype: torch.dtype) -> Tensor | None:
-        """The bias as oneDNN's operators need it: they do not look at its strides."""
+        """The bias made contiguous, as oneDNN's operators ignore its strides."""
         bias: Tensor | None = self.bias
         return None if bias is None else bias.to(dtype).contiguous()
 
@@ -253,7 +253,7 @@ _SPOILERS = ((math.nan,), (math.inf, -math.inf))
 
 
 def _spoilt(x: Tensor, values: Sequence[float]) -> Tensor:
-    """A copy of ``x`` with special values, far from each other."""
+    """A copy of ``x`` with some special values, far from each other."""
     result = x.clone()
     flat = result.as_strided((x.numel(),), (1,))  # of dense memory, in its order
     for i, value in enumerate(values):
@@ -262,10 +262,10 @@ def _spoilt(x: Tensor, values: Sequence[float]) -> Tensor:
 
 
 def _packed_product(module: PackedProduct, x: Tensor) -> Tensor | None:
-    """What a module's ``forward`` returns, if it is not what torch's class computes.
+    """The result of a module's ``forward``; None if torch's class must compute it.
 
-    torch.compile compares in each call, for each module, what every method and ``super()`` of its
-    ``forward`` led to. So it is shown none, and torch's classes are called by name.
+    For each module and call, torch.compile checks again what every method and ``super()`` in its
+    ``forward`` resolved to. So ``forward`` uses neither, and calls torch's classes by name.
     """
     return None if torch.compiler.is_compiling() else module._product(x)
 
@@ -300,13 +300,13 @@ def _reorder_linear(weights: Sequence[Tensor]) -> list[Tensor]:
 
 def reorder_linear(weight: Tensor) -> Tensor:
     """The weight of a Linear in oneDNN's layout, good for any number of rows."""
-    # Without a number of rows: a copy packed for one row is slow for many.
+    # No number of rows is given: a copy packed for one row is slow for many.
     result: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
     return result
 
 
 class _PackedConvolution(PackedProduct):
-    """What convolutions share. A copy is for inputs of one shape, as oneDNN's layouts are."""
+    """The base class of convolutions. Like oneDNN's layouts, a copy is for inputs of one shape."""
 
     _reorder: ClassVar[str]
     """oneDNN's operator that packs a weight."""
@@ -404,7 +404,7 @@ CLASSES: dict[type[nn.Module], type[PackedModule]] = {
 
 
 def is_plain_call() -> bool:
-    """Whether torch runs operators now, oneDNN's too."""
+    """Whether torch simply runs operators now, including oneDNN's."""
     return bool(torch.backends.mkldnn.enabled) and is_plain_execution()
 
 

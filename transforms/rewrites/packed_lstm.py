@@ -1,7 +1,7 @@
 """An LSTM that computes with copies of its weights in oneDNN's own layout.
 
-torch computes an LSTM by an operator of oneDNN for each layer and direction, which reorders the
-plain weights in every call. The same operator takes packed ones, of one layout for all inputs.
+torch computes an LSTM by one oneDNN operator for each layer and direction, which reorders the plain
+weights in every call. The same operator accepts packed weights, in one layout for all inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PackedLSTM(PackedModule, nn.LSTM):
     """A long short-term memory with packed weights."""
 
     def packed_parameters(self) -> tuple[Tensor, ...]:
-        """The weights of all layers and directions, of the input and of the state in turn."""
+        """The weights of all layers and directions, alternately of the input and of the state."""
         weights = map(self._parameters.get, weight_names(self))
         return tuple(weight for weight in weights if weight is not None)
 
@@ -64,7 +64,7 @@ class PackedLSTM(PackedModule, nn.LSTM):
         reorder: Any = torch.ops.mkldnn._reorder_mkldnn_rnn_layer_weight
         packed: list[Tensor] = []
         for i, pair in enumerate(_pairs(weights)):
-            # Without a shape of the input: the layout is the same for all.
+            # No shape of the input is given: the layout is the same for all.
             packed += reorder(*pair, self.hidden_size, self._is_reverse(i), self.bias, False, None)
         return packed
 
@@ -73,7 +73,7 @@ class PackedLSTM(PackedModule, nn.LSTM):
         return self.bidirectional and i % 2 == 1
 
     def _biases(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-        """The two of each layer and direction."""
+        """The two biases of each layer and direction."""
         if not self.bias:
             zeros = torch.zeros(4 * self.hidden_size, dtype=dtype)
             yield from itertools.repeat((zeros, zeros), len(self.packed_parameters()) // 2)
@@ -108,12 +108,12 @@ class PackedLSTM(PackedModule, nn.LSTM):
 
 
 def weight_names(module: nn.RNNBase) -> list[str]:
-    """The names of the weights, of the input and of the state in turn; biases are no weights."""
+    """The names of the weights, alternately of the input and of the state; without biases."""
     return [name for name in module._flat_weights_names if name.startswith("weight")]
 
 
 def _pairs(weights: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Those of the input and of the state, for each layer and direction."""
+    """The weights of the input and of the state, for each layer and direction."""
     return zip(weights[::2], weights[1::2])
 
 

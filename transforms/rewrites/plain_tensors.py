@@ -1,9 +1,9 @@
 """Keeps checkpoints of rewritten modules plain.
 
 ``state_dict()`` of an optimized model returns the plain model's tensors, and ``load_state_dict``
-accepts them: a rewritten module becomes plain while torch loads into it, and is rewritten from the
-loaded values. The same happens while a module moves to another dtype or device. The plain tensors
-are kept in attributes that neither ``parameters()`` nor ``state_dict()`` includes.
+accepts them. A rewritten module becomes plain while torch loads into it, and is then rewritten from
+the loaded values. The same happens while a module moves to another dtype or device. The plain
+tensors are kept in attributes that neither ``parameters()`` nor ``state_dict()`` includes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def discard(model: nn.Module) -> None:
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """The memory that is kept for undoing."""
+    """The bytes of memory that are kept for undoing."""
     return sum(t.nbytes for t in kept_tensors(model))
 
 

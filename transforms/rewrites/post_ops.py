@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from transforms.rewrites import exchanged_class
 
 ACTIVATION = "_fusedoptim_activation"
-"""In ``vars`` of a layer, as it is no child: the activation that alone gets the layer's output."""
+"""Key in ``vars`` of a layer, as it is no child: the activation, the only user of its output."""
 _LIBRARY = "transformers.activations"
 _gelu_in_place: Any = torch.ops.aten.gelu_.default
 
 
 class PostOp(NamedTuple):
-    """How an activation is computed by the product before it, and in place."""
+    """How an activation is computed: by the product before it, and in place."""
 
     attribute: str | None
-    """oneDNN's name; None if oneDNN's turns NaN into a number, as its maximum and minimum do."""
+    """oneDNN's name; None if that turns NaN into a number, as oneDNN's maximum and minimum do."""
     scalars: list[float]
     algorithm: str
     in_place: Callable[[Tensor], Tensor]
     of_numbers: str | None = None
-    """oneDNN's name where no value is NaN, if there is no other."""
+    """oneDNN's name that is valid if no value is NaN, where :attr:`attribute` is None."""
 
 
 def clamp(least: float, most: float) -> PostOp:
@@ -37,7 +37,7 @@ def clamp(least: float, most: float) -> PostOp:
 
 def leaky_relu(slope: float) -> PostOp:
     """LeakyReLU."""
-    # Without a slope it is a maximum.
+    # With the slope 0 it is a maximum.
     attribute = "leaky_relu" if slope != 0 else None
     return PostOp(attribute, [slope], "", lambda x: nn.functional.leaky_relu_(x, slope))
 
@@ -64,7 +64,7 @@ OF_FUNCTIONS: Mapping[str, PostOp] = {
     "sigmoid": _SIGMOID,
     "tanh": _TANH,
 }
-"""By the names of torch's functions without options, those that oneDNN applies."""
+"""The activations that oneDNN applies, by the names of torch's functions without options."""
 _OF_TORCH: Mapping[type[nn.Module], Callable[[Any], PostOp]] = {
     nn.ReLU: lambda module: RELU,
     nn.ReLU6: lambda module: clamp(0.0, 6.0),

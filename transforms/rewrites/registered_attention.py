@@ -1,8 +1,8 @@
 """The attention function of transformers' models, chosen through that library's registry.
 
 Its models look their attention up by the name in their config. Ours is the registered "sdpa" with
-one call exchanged, so all that it does around that call stays as this version of transformers has
-it. transformers itself is only used if a model's class comes from it.
+one call replaced, so everything around that call stays that of the installed transformers.
+transformers itself is only used if a model's class comes from it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.overrides import TorchFunctionMode
 from fusedoptim.nn import functional
 
 NAME = "fusedoptim_sdpa"
-"""Of our attention in transformers' registry."""
+"""The name of our attention in transformers' registry."""
 _LEAST_VERSION = 5
-"""The first with registries of masks too, and configs that keep those inside them as they are."""
+"""The first with registries of masks too, and with configs that leave inner configs unchanged."""
 _TORCHS = "sdpa"
 _EXCHANGED = "_fusedoptim_attention"
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 
 
 class _OnAllCores(TorchFunctionMode):
-    """Has calls of torch's attention go to ours."""
+    """Redirects calls of torch's attention to ours."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -53,7 +53,7 @@ class _Registered:
 
 
 def _exchanged(sdpa: Callable[..., Any]) -> Callable[..., Any]:
-    """The registered function, with another attention in training."""
+    """The registered function, with our attention in training."""
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not module.training:
@@ -65,9 +65,9 @@ def _exchanged(sdpa: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pretrained(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
-    """The models of transformers inside a model, by config: a name, and all that have the config.
+    """The models of transformers inside a model, by config: a name, and all models with the config.
 
-    Only those whose config has some dropout, and whose code asks the registry.
+    Only models whose config has some dropout, and whose code uses the registry.
     """
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
@@ -88,7 +88,7 @@ def _drops(config: Any) -> bool:
 
 
 def _code(modules: list[Any]) -> dict[type, str]:
-    """The source of the file of each class in models, without torch's; empty if there is none."""
+    """For each class in the models except torch's, the source of its file; empty if none."""
     classes = {type(part): None for module in modules for part in module.modules()}
     found = {}
     for cls in classes:
@@ -107,7 +107,7 @@ def is_exchanged(modules: list[Any]) -> bool:
 
 
 def objection(modules: list[Any]) -> str | None:
-    """Why the attention of models with one config stays what it is, if it does."""
+    """Why the attention of models with one config stays unchanged, if it does."""
     import transformers
 
     implementation = modules[0].config._attn_implementation
@@ -126,7 +126,7 @@ def objection(modules: list[Any]) -> str | None:
 
 
 def exchange(modules: list[Any]) -> None:
-    """Have models with one config use our attention."""
+    """Make models with one config use our attention."""
     for module in modules:
         vars(module)[_EXCHANGED] = _Registered()
     modules[0].config._attn_implementation = {"": NAME}  # keeps that of configs inside this one

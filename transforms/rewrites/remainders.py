@@ -1,13 +1,13 @@
-r"""The part of a plain weight that dividing the folded one by its scale loses, in two bits each.
+r"""What is lost when a plain weight is computed from the folded one, in two bits for each element.
 
-A folded weight is :math:`W' = \mathrm{round}(s W)`. Rounding moves it by half an ulp of its own,
-which in :math:`W' / s` is less than one of :math:`W`, and rounding the quotient by half of one. So
-the difference of the bit patterns,
+A folded weight is :math:`W' = \mathrm{round}(s W)`. Rounding moves it by at most half an ulp of
+:math:`W'`, which in :math:`W' / s` is less than one ulp of :math:`W`. Rounding the quotient adds at
+most half an ulp. So the difference of the bit patterns,
 
 .. math::
     r = \mathrm{bits}(W) - \mathrm{bits}(\mathrm{round}(W' / s)),
 
-is -1, 0 or 1, but for channels with a scale near 0. Those values are stored whole.
+is -1, 0 or 1, except in channels with a scale near 0. Those values are stored whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FEW = 16
 
 
 class Remainder(NamedTuple):
-    """What :func:`join` needs besides the folded weight."""
+    """The data that :func:`join` needs besides the folded weight."""
 
     shape: tuple[int, ...]
     """Of the plain weight."""
@@ -45,7 +45,7 @@ class Remainder(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that takes memory."""
+        """All tensors that take memory."""
         return self.differences, self.scale, self.exceptions, self.originals
 
 
@@ -83,9 +83,9 @@ def split(plain: Tensor, folded: Tensor, scale: Tensor) -> Remainder | None:
 
 
 def join(folded: Tensor, remainder: Remainder) -> Tensor:
-    """The plain weight, bit for bit, where the folded one is as it was.
+    """The plain weight, bit for bit, wherever the folded one is unchanged.
 
-    Where it was written to since, the result is an arbitrary value.
+    Where the folded weight was written to, the result is an arbitrary value.
     """
     folded = folded.detach().cpu()
     plain = torch.empty_strided(remainder.shape, remainder.strides)
@@ -109,7 +109,7 @@ def _bytes_of(count: int) -> int:
 
 
 def _packed(differences: Tensor) -> Tensor:
-    """Differences as bytes; the last one is filled up."""
+    """Differences packed into bytes; the last byte is padded."""
     count = differences.numel()
     codes = torch.zeros(_bytes_of(count), _PER_BYTE, dtype=torch.uint8)
     codes.view(-1)[:count] = (differences - _LEAST).view(-1)

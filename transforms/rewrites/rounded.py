@@ -69,7 +69,7 @@ class RoundedParameters:
         return {name: rounded[id(p)].values() for name, p in own if id(p) in rounded}
 
     def lapsed(self, module: nn.Module) -> None:
-        """None: what moved to another dtype is as the call for it says."""
+        """None: a move to another dtype does what its caller asked for."""
 
     def check(self) -> None:
         """Raise if a rounded weight has become the input of a parametrization."""

@@ -1,4 +1,4 @@
-"""Whether torch's operators are those that a rewrite was written for."""
+"""Checks that torch's operators are those that a rewrite was written for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def changed(namespace: str, schemas: Mapping[str, str]) -> list[str]:
     """The operators that this torch lacks, or has with another signature.
 
     Args:
-        namespace: of the operators.
+        namespace: the namespace of the operators.
         schemas: the expected ones by name, such as "convolution" or "convolution.binary".
     """
     return [name for name, schema in schemas.items() if _schema(namespace, name) != schema]

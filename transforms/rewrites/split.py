@@ -1,6 +1,6 @@
 """Modules with split weights: they compute with upper halves, and save, load and move exact values.
 
-The lower halves are in the state of the optimizer. A copy of the model alone has copies of them.
+The lower halves are in the optimizer's state. If the model alone is copied, they are copied too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Split(NamedTuple):
 
 
 def attach(model: nn.Module, halves: Halves) -> None:
-    """Make the modules with these halves save, load and move exact values, and compute."""
+    """Make the modules with these halves compute, and save, load and move exact values."""
     _average_exact_values()
     for module in model.modules():
         if not any(p in halves for p in module.parameters(recurse=False)):
@@ -103,7 +103,7 @@ def merge_copies(model: nn.Module) -> None:
 
 
 def _halves_of(module: nn.Module) -> list[tuple[str, Tensor, Halves]]:
-    """The names of the module's own split parameters, themselves, and their halves."""
+    """The module's own split parameters: their names, the parameters, and their halves."""
     split: _Split | None = vars(module).get(_SPLIT)
     return [
         (name, param, halves)

@@ -63,7 +63,7 @@ class FoldedBatchNorm(nn.Identity):
 
 
 def stand_in(module: nn.Module, kind: type[nn.Identity], dimensions: int = _ANY) -> None:
-    """Replace the module's class; inputs must have ``dimensions`` dimensions unless that is 0."""
+    """Replace the module's class; inputs must have ``dimensions`` dimensions, if that is not 0."""
     vars(module)[_CLASS] = type(module)
     vars(module)[_DIMENSIONS] = dimensions
     module.__class__ = kind

@@ -1,4 +1,4 @@
-"""Parameters that tell whether someone may write into them past their version counter."""
+"""Parameters that tell whether they may be written to without a change of the version counter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _data: Any = torch._C.TensorBase.data  # a descriptor, which torch annotates as 
 _exposed: Any = WeakIdKeyDictionary()
 """The parameters whose ``data`` was read or set since :func:`settle`."""
 _uses: Any = WeakIdKeyDictionary()
-"""How often ``data`` of each was read or set, counted over all of them."""
+"""For each, the total number of uses of ``data``, over all parameters, at its own latest use."""
 _count = 0
 
 
@@ -22,7 +22,7 @@ class WatchedParameter(nn.Parameter):
     """A Parameter that remembers that its ``data`` was used.
 
     torch counts the writes into a tensor, but not those through ``data``, which shares the memory
-    and not the counter. Pickling gives a plain Parameter.
+    but not the counter. Pickling gives a plain Parameter.
     """
 
     @property
@@ -56,15 +56,15 @@ def uses(param: Tensor) -> int:
 
 
 def state(param: Tensor) -> tuple[int, int, int]:
-    """What changes whenever the values of a watched Parameter may have."""
+    """A value that changes whenever the values of a watched Parameter may have changed."""
     version = 0 if param.is_inference() else param._version
     return param.data_ptr(), version, uses(param)
 
 
 def watch(param: Tensor) -> bool:
-    """Notice writes into a Parameter from now on; False if it is of an unknown class."""
+    """Notice writes into a Parameter from now on; False if its class is unknown."""
     if type(param) is nn.Parameter:
-        _expose(param)  # someone may hold its data already
+        _expose(param)  # its data may have been taken before
         param.__class__ = WatchedParameter
     return type(param) is WatchedParameter
 
@@ -79,7 +79,7 @@ def unwatch(param: Any) -> None:
 
 
 def is_exposed(param: Tensor) -> bool:
-    """Whether values may have been written, or may still be, without the counter's knowledge."""
+    """Whether values may have been written, or may still be, without changing the counter."""
     return param in _exposed
 
 
@@ -97,4 +97,4 @@ def _has_aliases(param: Any) -> bool:
 
 
 _ALONE = 2
-"""Holders of the memory: the tensor, and the Python object that is asked."""
+"""References to a memory without aliases: the tensor's, and that of the object used to count."""

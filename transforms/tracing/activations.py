@@ -18,9 +18,9 @@ class Activations(NamedTuple):
     """The activations of a model, and the modules that feed them."""
 
     after: dict[nn.Module, nn.Module]
-    """By module: the activation that gets its output, which nothing else does."""
+    """By module: the activation that is the only user of its output."""
     reasons: dict[nn.Module, str]
-    """By activation that is after no module: the reason."""
+    """By activation that follows no module: the reason."""
 
 
 def find_activations(model: nn.Module, feeders: Kinds, kinds: Kinds) -> Activations:

@@ -1,6 +1,6 @@
 """Which convolution or Linear feeds which BatchNorm, and nothing else.
 
-A pair is one only if every use of either is a call of both: see docs/design/folding.md.
+Two modules are a pair only if every use of either is a call of both: see docs/design/folding.md.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _flattens(node: fx.Node) -> bool:
-    """Whether the node is ``flatten(0, 1)`` or the like, which keeps the last dimension.
+    """Whether the node is a flattening such as ``flatten(0, 1)`` that keeps the last dimension.
 
-    With two dimensions it would leave one, for which a BatchNorm raises.
+    Flattening two dimensions would leave one, for which a BatchNorm raises.
     """
     if node.target not in ("flatten", torch.flatten) or len(node.args) != 3 or node.kwargs:
         return False

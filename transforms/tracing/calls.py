@@ -1,8 +1,8 @@
 """All calls of a model's modules, in all traces of its forward code.
 
-A function that torch.fx cannot trace becomes a leaf; so does a module whose own ``forward`` it
-cannot trace, and its children are traced by themselves. Code that did not run, in a leaf or behind
-a condition, is read from its source.
+A function that torch.fx cannot trace becomes a leaf. So does a module whose own ``forward`` it
+cannot trace; the module's children are traced separately. Code that did not run, in a leaf or
+behind a condition, is read from its source.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transforms.tracing.trace import Trace, UntraceableError, run_trace
 
 
 class Calls:
-    """All calls of all modules of a model in eval mode; traced on copies.
+    """All calls of all modules of a model in eval mode, traced on copies.
 
     Modules of the classes in ``leaves`` are not entered, nor are torch's own.
     """
@@ -104,7 +104,7 @@ class Calls:
                     self._distrust(module, f"used by {describe(node, self)}")
 
     def _queue(self, module: nn.Module) -> None:
-        """Have the children of a leaf explored too."""
+        """Queue the children of a leaf to be explored too."""
         if module in self._seen:
             return
         self._seen.add(module)
@@ -146,7 +146,7 @@ class Calls:
             self.doubtful.setdefault(module, why)
 
     def escape(self, feeder: nn.Module, values: Collection[fx.Node]) -> str | None:
-        """How other code may come to see ``values``, what ``feeder`` returns, if it may."""
+        """How other code may see ``values``, the output of ``feeder``, if it may."""
         if not self.kept.isdisjoint(values):
             return f"{self.name(feeder)}'s output is stored where other code may read it"
         if not self.undecided.isdisjoint(values):

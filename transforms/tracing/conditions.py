@@ -75,8 +75,8 @@ def source_of(code: types.CodeType) -> Source | None:
 class Conditions:
     """The open conditions of a function.
 
-    ``modules`` are parameters that hold modules of the model, such as ``self``; ``changing`` are
-    attributes of those that are properties, or that forward assigns to.
+    ``modules`` are parameters that hold modules of the model, such as ``self``. ``changing`` are
+    attributes of these modules that are properties, or that forward assigns to.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What passes need to know about a module."""
+"""Properties of modules that the passes ask for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 _FROZEN = ("torchvision.ops.misc", "detectron2.layers.batch_norm")
-"""The modules of a FrozenBatchNorm2d: a BatchNorm2d in eval mode whose tensors are all buffers."""
+"""The Python modules with a FrozenBatchNorm2d: a BatchNorm2d in eval mode with buffers only."""
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -75,7 +75,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def frozen_batch_norms() -> tuple[type[nn.Module], ...]:
-    """The classes FrozenBatchNorm2d of the libraries that are imported."""
+    """The FrozenBatchNorm2d classes of the imported libraries."""
     libraries = (sys.modules.get(name) for name in _FROZEN)
     kinds = (getattr(library, "FrozenBatchNorm2d", None) for library in libraries)
     return tuple(kind for kind in kinds if kind is not None)

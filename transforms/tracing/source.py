@@ -1,4 +1,4 @@
-"""Reads from source code what it may do with a model's modules."""
+"""Reads in source code what that code may do with a model's modules."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def _owners(
 
 
 def _is_asked(node: ast.AST, source: Source) -> bool:
-    """Whether code only tests if a module is None, its class or attributes' names, or prints it."""
+    """Whether code only prints a module or tests it: for None, its class or attribute names."""
     parent = source.parents.get(node)
     if isinstance(parent, ast.Compare):
         return all(isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops)
@@ -323,7 +323,7 @@ def _is_asked(node: ast.AST, source: Source) -> bool:
         return isinstance(source.statement(parent), ast.Raise)  # the text of an error
     if not isinstance(parent, ast.Call) or parent.func is node:
         return False
-    if _is_name(parent.func, _BY_NAME):  # the name is a constant, which is looked at by itself
+    if _is_name(parent.func, _BY_NAME):  # the name is a constant, which is examined separately
         return len(parent.args) > 1 and isinstance(parent.args[1], ast.Constant)
     return _is_name(parent.func, _ASKS)
 

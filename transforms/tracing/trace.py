@@ -1,4 +1,4 @@
-"""One trace of a module's forward code by ``torch.fx``, with what its graph does not show."""
+"""One trace of a module's forward code by ``torch.fx``, with facts that its graph lacks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Tracer(fx.Tracer):
         self._made: list[tuple[fx.Node, weakref.ref[_Proxy]]] = []
         self._tensors: dict[nn.Module, list[int]] = {}
         self.exchanged: set[nn.Module] = set()
-        """Modules that were called with other tensors than their own."""
+        """Modules that were called with tensors other than their own."""
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         self._tensors = {m: _identities(m) for m in root.modules()}
@@ -136,8 +136,8 @@ def run_trace(
 ) -> Trace:
     """Trace ``root`` on a copy that shares its tensors, as forward may write to its attributes.
 
-    Optional arguments have their defaults, as a traced argument is never None. Of a module for
-    which ``is_leaf`` is true, and of ``functions``, only the calls are traced.
+    Optional arguments have their defaults, as a traced argument is never None. Modules for which
+    ``is_leaf`` is true, and ``functions``, are not entered: only their calls are traced.
 
     Raises:
         UntraceableError: forward cannot be traced.

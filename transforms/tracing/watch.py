@@ -1,4 +1,4 @@
-"""Records what torch.fx does not: lines that ran, open conditions, and tensors that were read.
+"""Records what torch.fx does not record: lines that ran, open conditions, tensors that were read.
 
 While a model is traced, :class:`Watch` follows the lines of all code outside torch and the standard
 library, and :class:`TensorReads` sees the torch functions that get the model's tensors.
@@ -87,7 +87,7 @@ def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 class _Function:
-    """A function outside torch, as called with one module as its first argument."""
+    """A function outside torch, called with one module as its first argument."""
 
     def __init__(self, frame: types.FrameType, changing: Collection[str]) -> None:
         code, variables = frame.f_code, frame.f_locals
@@ -127,7 +127,7 @@ class _Function:
 class Watch:
     """Follows the code that runs while a module is traced; a context manager.
 
-    ``changing`` are attributes of modules that may have another value in another call.
+    ``changing`` are attributes of modules whose value may differ in another call.
     """
 
     def __init__(self, changing: Collection[str], originals: Originals) -> None:
