@@ -21,7 +21,7 @@ from benchmarks._output import Table, format_seconds
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
 PARTS = ("forward and backward", "update")
 _WAYS = {
-    "as it is": ("0", False),
+    "unchanged": ("0", False),
     "huge pages": ("1", False),
     "memory kept": ("0", True),
     "huge pages, memory kept": ("1", True),

@@ -72,7 +72,7 @@ def presence(records: Records) -> str:
         statistic(_all(records[OURS], "rest")) / statistic(_all(records[TORCH], "rest"))
         for statistic in (min, statistics.median)
     ]
-    return "forward and backward beside our step over beside torch's: {:.2f} ({:.2f})".format(
+    return "forward and backward with our step, ratio to those with torch's: {:.2f} ({:.2f})".format(
         *ratios
     )
 
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--products",
         action="store_true",
-        help="time the products and convolutions alone, beside torch's whole iterations: the limit",
+        help="time the products and convolutions alone, and torch's whole iterations: the limit",
     )
     args = parser.parse_args()
     if IPEX in (args.configuration or ()) and not args.ipex:

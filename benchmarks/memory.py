@@ -15,7 +15,7 @@ from benchmarks._fresh import measured
 from benchmarks._output import Table
 from benchmarks._varied import WORKLOADS
 
-FREED = "as it is"
+FREED = "unchanged"
 WAYS = (FREED, "kept")
 
 

@@ -29,7 +29,7 @@ def level() -> str:
     """The level for which kernels are compiled in this process; starts the driver if needed.
 
     Returns:
-        one of :data:`LEVELS`, read from what the driver has loaded.
+        one of ``LEVELS``, read from what the driver has loaded.
 
     Raises:
         ValueError: ``FUSEDOPTIM_ISA`` is no level, is above the machine's, or contradicts
@@ -57,7 +57,7 @@ def highest() -> str:
     """The highest level of this machine: what the processor has and the system lets programs use.
 
     Returns:
-        one of :data:`LEVELS`.
+        one of ``LEVELS``.
 
     Raises:
         RuntimeError: the processor lacks even SSE4.2.

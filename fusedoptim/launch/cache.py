@@ -184,7 +184,7 @@ def _opened_folder(place: Path) -> Iterator[int]:
 
 
 def _make_private(place: Path, inside: int) -> None:
-    """Stop other users from writing to a folder of ours; version 0.1 followed the umask."""
+    """Stop other users from writing to our folder: earlier versions followed the umask."""
     found = os.fstat(inside)
     is_ours = found.st_uid == os.geteuid() and not place.is_symlink()
     if is_ours and found.st_mode & _WRITABLE_BY_OTHERS:

@@ -211,7 +211,7 @@ class Plan:
         return script(self._captured, inner.graph, values, fixed, expected, compared is not None)
 
     def _computed(self, kept: _Kept, variant: _Variant, args: Sequence[Any]) -> list[Tensor]:
-        """The constants of a variant; those that none uses any more are dropped."""
+        """The constants of a variant; those that are missing are computed."""
         source, nodes = variant.lowered.source, variant.lowered.kept
         missing = [i for i, n in enumerate(variant.numbers) if n not in kept.values]
         values = computed(source, [nodes[i] for i in missing], args)
