@@ -72,7 +72,7 @@ def presence(records: Records) -> str:
         statistic(_all(records[OURS], "rest")) / statistic(_all(records[TORCH], "rest"))
         for statistic in (min, statistics.median)
     ]
-    return "forward and backward with our step, ratio to those with torch's: {:.2f} ({:.2f})".format(
+    return "forward and backward with our step, ratio to with torch's: {:.2f} ({:.2f})".format(
         *ratios
     )
 

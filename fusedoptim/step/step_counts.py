@@ -40,7 +40,7 @@ class StepCounts:
     def _find_memory(self) -> None:
         """Note where the counts are: share_memory_() of one view moves all of them."""
         self._array = self._packed.numpy()
-        self._numbers: memoryview[float] = memoryview(self._array)
+        self._numbers: Any = self._array.data
         """The same counts: quicker than an array to read or write a single one."""
         start, size = self._packed.data_ptr(), self._packed.element_size()
         self._addresses = list(range(start, start + len(self.views) * size, size))
@@ -73,7 +73,7 @@ class StepCounts:
 
     def next(self) -> Steps:
         """The counts after the coming step; one for all if they are equal."""
-        first = self._numbers[0]
+        first: float = self._numbers[0]
         if len(self._numbers) == 1 or (self._array == first).all():
             self._next: Steps = first + 1
         else:
@@ -83,6 +83,6 @@ class StepCounts:
     def count_up(self) -> None:
         """Store the counts that :meth:`next` has returned; calling it again changes nothing."""
         if len(self._numbers) == 1:
-            self._numbers[0] = self._next  # type: ignore[assignment]  # :meth:`next` gave a float
+            self._numbers[0] = self._next
         else:
             self._array[...] = self._next
