@@ -58,12 +58,12 @@ def _processor_problems(instructions: list[str]) -> Iterator[Problem]:
     if "sse4_2" not in instructions:
         yield error(
             "the processor has no SSE4.2, which the CPU driver needs",
-            "use another machine; in a virtual one, have it show the host's processor",
+            "use another machine; in a virtual machine, expose the host's processor",
         )
     elif "avx2" not in instructions:
         yield warning(
             "the processor has no AVX2: kernels run on vectors of 4 elements",
-            "in a virtual machine, have it show the host's processor (qemu: -cpu host)",
+            "in a virtual machine, expose the host's processor (qemu: -cpu host)",
         )
 
 

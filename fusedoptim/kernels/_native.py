@@ -213,6 +213,6 @@ def compile_native() -> bytes:
     compiled = llvm.ObjectFileRef.from_data(machine.emit_object(module))
     sections = {section.name(): section.data() for section in compiled.sections()}
     if not sections.keys() <= _SECTIONS:
-        raise RuntimeError(f"it is to be code alone, and has {sorted(map(str, sections))}")
+        raise RuntimeError(f"expected code alone, and found {sorted(map(str, sections))}")
     code: bytes = sections[b".text"]
     return code

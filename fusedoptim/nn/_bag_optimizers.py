@@ -59,7 +59,7 @@ class BagOptimizer(FusedOptimizer):
                 if group[option] != self.defaults[option]:
                     raise ValueError(
                         f"{type(self).__name__}: the checkpoint has {option}={group[option]}, "
-                        "which the update in the backward pass has not; load one without it"
+                        "which the update in the backward pass lacks; load one without it"
                     )
 
     def _check_saved_sums(self, state_dict: dict[str, Any]) -> None:

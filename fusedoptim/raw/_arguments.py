@@ -196,4 +196,4 @@ def _local(value: Any) -> bytes:
 
 
 def _refuse(value: Any, uses: Uses) -> int:
-    raise TypeError("images, samplers, pipes and the like cannot be passed; use a pointer")
+    raise TypeError("images, samplers and pipes cannot be passed; use a pointer")

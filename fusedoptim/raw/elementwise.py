@@ -160,8 +160,8 @@ class ElementwiseKernel(ExpressionKernel):
             tensors = [o.tensor for o in operands if isinstance(o.value, Tensor)]
             if any(operand.is_element for operand in operands):
                 raise ValueError(
-                    f"{self.name}: size={size!r}, beside tensors that are not raw, whose shape is "
-                    "the size"
+                    f"{self.name}: size={size!r} was given, but the size is the shape of "
+                    "the tensors that are not raw"
                 )
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
                 raise ValueError(f"{self.name}: size={size!r} is not a number of elements")

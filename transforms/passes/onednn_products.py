@@ -57,7 +57,7 @@ def _ours() -> dict[type[nn.Module], type[OneDNNModule]]:
 
 def _objection_to_all(job: Job) -> str | None:
     if job.options.dtype is torch.bfloat16:
-        return "computes in bfloat16, for which torch calls oneDNN by itself"
+        return "computes in bfloat16, for which torch itself calls oneDNN"
     return onednn_products.objection()
 
 

@@ -90,9 +90,9 @@ def objection() -> str | None:
     try:
         vendor = processor_facts().get("vendor_id")
     except OSError:
-        return "the system does not say whose the processor is"
+        return "the system does not name the processor's vendor"
     if vendor == "GenuineIntel":
-        return "MKL is as quick as oneDNN on Intel's processors"
+        return "MKL is as fast as oneDNN on Intel's processors"
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return "oneDNN is no quicker than MKL without AVX-512"
+        return "oneDNN is no faster than MKL without AVX-512"
     return None

@@ -121,7 +121,7 @@ def objection(modules: list[Any]) -> str | None:
         if not code:
             return f"the code of {cls.__name__} cannot be read"
         if f'"{_TORCHS}"' in code or f"'{_TORCHS}'" in code:
-            return f'the code of {cls.__name__} treats "{_TORCHS}" in a way of its own'
+            return f'the code of {cls.__name__} treats "{_TORCHS}" in its own way'
     return None
 
 

@@ -300,7 +300,7 @@ class TestObjection:
         ("vendor", "capability", "reason"),
         [
             ("AuthenticAMD", "AVX512", None),
-            ("AuthenticAMD", "AVX2", "no quicker than MKL without AVX-512"),
+            ("AuthenticAMD", "AVX2", "no faster than MKL without AVX-512"),
             ("GenuineIntel", "AVX512", "on Intel's processors"),
         ],
     )
@@ -321,7 +321,7 @@ class TestObjection:
 
     def test_without_facts(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(_processor, "PROCESSORS", tmp_path / "none")
-        assert "does not say whose the processor is" in str(onednn_products.objection())
+        assert "does not name the processor's vendor" in str(onednn_products.objection())
 
     def test_by_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
@@ -347,7 +347,7 @@ class TestOtherPasses:
         ours = optimized(linear(), dtype=torch.bfloat16)
         assert type(ours) is nn.Linear
         (entry,) = transforms.report(ours).left(KNOB)
-        assert entry.what == "computes in bfloat16, for which torch calls oneDNN by itself"
+        assert entry.what == "computes in bfloat16, for which torch itself calls oneDNN"
 
     def test_packed_for_inference_after_training(self) -> None:
         plain = nn.Sequential(linear(), nn.GELU())

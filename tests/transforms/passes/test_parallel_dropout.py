@@ -418,7 +418,7 @@ class TestTransformers:
 
         model.__class__ = Asks
         model = optimized(model, inplace=True)
-        assert left(model) == {"": 'the code of Asks treats "sdpa" in a way of its own'}
+        assert left(model) == {"": 'the code of Asks treats "sdpa" in its own way'}
 
     def test_versions_without_all_registries_are_left(
         self, monkeypatch: pytest.MonkeyPatch
