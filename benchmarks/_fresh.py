@@ -152,8 +152,9 @@ def step_memory(optimizer: str, model: str) -> int:
 def split_memory(way: str, model: str) -> dict[str, float]:
     """Bytes per weight of SplitSGD ("split") or of a float32 copy ("master"), after two steps.
 
-    "weights" counts only the weights, "tensors" all tensors that live from step to step. "peak" is
-    the rise of the resident memory compared with a process without the model.
+    "weights" counts the weights with their lower halves or float32 copies, "tensors" all tensors
+    that live from step to step. "peak" is the rise of the resident memory compared with a process
+    without the model.
     """
     from benchmarks._peers import MasterSGD
     from benchmarks._workloads import LR, MOMENTUM

@@ -94,7 +94,7 @@ def _in_process(model: str, batch: int, share: Sequence[int]) -> Served:
 
 
 def _serve(task: Task, wait: Callable[[], object]) -> Served:
-    """Run batch after batch once all instances are ready; some batches of others run longer."""
+    """Run batch after batch once all instances are ready; the last of others may end later."""
     model, inputs = task
     with torch.inference_mode():
         for _ in range(_WARM_UP):

@@ -71,7 +71,7 @@ def sharded_step(optimizer: str, model: str, wrapped: str) -> Spans:
 
 
 def all_reduce(elements: str) -> Spans:
-    """Times of a sum over the ranks of so many float32."""
+    """Times of a sum over the ranks of ``elements`` float32 numbers."""
     values = torch.ones(int(elements))
     return _timed(lambda: distributed.all_reduce(values))
 

@@ -47,7 +47,7 @@ _GROWTH = 4
 _SEEN_ALWAYS = 2
 """The first slabs, of 1,280 exports together, are checked in every call."""
 _RANGE = 1024
-"""So many exports of the other slabs are checked in each call, and the next ones in the next call:
+"""Exports of the other slabs that are checked in each call, and the next ones in the next call:
 checking thousands is slow."""
 
 IDLE = 0
@@ -264,7 +264,7 @@ class Exporter:
         """The exports that were released since the last call, now idle, with their owners.
 
         Args:
-            everything: check all exports; otherwise some thousand in each call, round robin.
+            everything: check all exports; otherwise the first 1,280, and others round robin.
         """
         for export, capsule in list(self._public.items()):
             # The count first: with no other reference, no other thread can consume it.

@@ -65,7 +65,7 @@ class TensorFactory:
             raise
 
     def empty(self, shape: Any, dtype: torch.dtype | None) -> Tensor:
-        """A tensor, if none of this shape and dtype was released just now."""
+        """A tensor, for when none of this shape and dtype was released just now."""
         kind = self.load_torch().get_default_dtype() if dtype is None else dtype
         sizes = as_shape(shape)
         entry = self._core.cache.find(sizes, kind)

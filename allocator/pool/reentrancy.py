@@ -23,7 +23,7 @@ class ReentrancyGuard:
     """
 
     def __init__(self, recover: Callable[[], None]) -> None:
-        """``recover``, a bound method, repairs records that an asynchronous exception interrupted.
+        """``recover``, a bound method, repairs records that an asynchronous exception left broken.
 
         It may itself be interrupted, and then runs again. It is held weakly, so that its object is
         freed without a garbage collection.

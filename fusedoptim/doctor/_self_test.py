@@ -169,7 +169,7 @@ class _Trial:
             queue: the device's queue.
             kernel: the kernel's name.
             variant: one of :data:`fusedoptim.dtypes.VARIANTS`.
-            options: the values of flags; without, weight decay is 0 and norms are not bounded.
+            options: the value of all flags; if False, weight decay is 0, norms are not bounded.
             in_usm: whether the arrays are in the driver's memory.
         """
         self._queue, self._options, self._in_usm = queue, options, in_usm

@@ -51,7 +51,7 @@ def embedding_bag(
     is_weighted: RowFlag,
     is_mean: RowFlag,
 ) -> None:
-    """Compute ``bags`` bags. ``offsets`` has ``bags_left`` entries; the last bag ends at ``count``.
+    """Compute the first ``bags`` of the ``bags_left`` bags in ``offsets``; these end at ``count``.
 
     The kernel writes zeros and sets ``faults[0]`` if an index is no row of the table, if a bag ends
     before it begins, or if the first offset of the table, which the row with ``is_first`` has, is

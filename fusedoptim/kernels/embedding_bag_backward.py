@@ -291,7 +291,7 @@ def for_each_row(
 
 
 def fetch_one(each: int, row: int, place: int, values: Any, *_: Any) -> None:
-    """Prefetch a row of the table: one column or four of each of a CPU's lanes."""
+    """Prefetch a row that is updated: one column or four of each of a CPU's lanes."""
     fetch_columns(values, place, each)
 
 

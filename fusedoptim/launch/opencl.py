@@ -51,7 +51,7 @@ _STACK = 64 << 10
 _SHORT = 250_000
 """Up to this many elements, a launch is so short that other Python threads may wait."""
 _SETTINGS = "CL_CONFIG_"
-"""Prefix of the environment variables that the driver reads; some make it print its output."""
+"""Prefix of the driver's environment variables; some make it print what it compiles."""
 _call = operator.methodcaller("__call__")
 _lock = threading.RLock()  # a finalizer or a signal handler may take a step in the middle of a call
 

@@ -63,8 +63,8 @@ def roi_align(
     Returns:
         (K, C, height, width), contiguous, in ``input``'s dtype. The gradient has the layout of
         ``input``, and the same bits on any number of threads. If ``sampling_ratio`` is not
-        positive, bins of boxes that are not finite have no samples and are 0. With ``aligned``, so
-        are bins of boxes without area.
+        positive, bins of boxes that are not finite, and with ``aligned`` of boxes without area,
+        have no samples and are 0.
 
     Raises:
         TypeError: a dtype is not one of these, output_size or sampling_ratio is not an integer, or

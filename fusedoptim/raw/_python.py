@@ -249,7 +249,7 @@ def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> A
 
 
 def _prepared(function: FunctionType, real: type[np.floating[Any]]) -> FunctionType:
-    """``function`` with its real numbers as ``real``, and the functions that it calls.
+    """``function`` with its real numbers as ``real``; functions that it calls are prepared too.
 
     A bare literal would be a float64, and turn every operation with it into float64: slow, and
     impossible on a GPU without float64 units.

@@ -21,7 +21,7 @@ nothing and raises nothing. A number such as ``0.5`` is a float32 unless an argu
 is Float64, and ``+``, ``-``, ``*`` and ``/`` of an integer and a float32 give a float32. The other
 conversions are numba's: a quotient of integers, ``float(i)``, ``math.sqrt(i)`` and comparing a
 variable integer with a float32 are float64 (write ``numpy.float32(i)``). A division by zero gives
-infinity or NaN; ``//`` and ``%`` of integers give 0.
+infinity or NaN, and 0 for ``//`` and ``%`` of integers.
 
 A kernel in this language (launching it needs the ``[jit]`` extra)::
 

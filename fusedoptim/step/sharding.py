@@ -189,8 +189,8 @@ def is_divided(spread: Spread | None) -> bool:
 class MeshSum:
     """Sums over the parameters on one mesh, which its processes add up in one collective.
 
-    A mesh of several dimensions that covers only some of the processes takes one collective for
-    each divided dimension.
+    A mesh of several dimensions takes one collective for each divided dimension, unless all are
+    divided and the mesh has all processes.
     """
 
     def __init__(self, mesh: Any, params: Sequence[Tensor], dtype: torch.dtype) -> None:

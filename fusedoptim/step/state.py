@@ -32,7 +32,7 @@ def variant_of(rule: UpdateRule, param: Tensor) -> str:
 
 
 _DTYPES = {Role.TRAIL: torch.int16, Role.STATE_BF16: torch.bfloat16}
-"""The dtypes of state whose dtype is not the parameter's."""
+"""The dtypes of state that do not depend on the parameter's."""
 _STATE = (Role.STATE, *_DTYPES, *float8.DTYPES, Role.BLOCK_SCALES)
 
 

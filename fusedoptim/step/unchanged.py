@@ -46,8 +46,8 @@ class _Shards:
     def locals_of(self, states: Sequence[Tensor]) -> list[Tensor] | None:
         """The shards of parameters, gradients and ``states``; None if a gradient does not fit.
 
-        A gradient must have its parameter's placements. Those of state are not read again: state
-        with other placements has other memory.
+        A gradient must be a DTensor on its parameter's mesh; other placements were redistributed.
+        Those of state are not read again: state with other placements has other memory.
         """
         if not self._gradients.are_placed:
             return None

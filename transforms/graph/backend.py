@@ -28,11 +28,11 @@ def graph_backend(
     """Compile a graph for inference on the CPU: the backend "fusedoptim" of ``torch.compile``.
 
     It needs no C++ compiler. Convolutions and Linears compute with packed weights, and also apply
-    the activation or addition that follows. BatchNorms are folded. Values that depend on parameters
-    and buffers alone are computed once. Results are written over values that are no longer needed.
-    float32 graphs with convolutions run in C++, by oneDNN Graph. All other operators are torch's.
-    Where gradients are recorded, the graph runs unchanged. Changes of the parameters are noticed
-    before the next call, except those through NumPy arrays of them.
+    the activation that follows, convolutions an addition too. BatchNorms are folded. Values that
+    depend on parameters and buffers alone are computed once. Results are written over values that
+    are no longer needed. float32 graphs with convolutions run in C++, by oneDNN Graph. All other
+    operators are torch's. Where gradients are recorded, the graph runs unchanged. Changes of the
+    parameters are noticed before the next call, except those through NumPy arrays of them.
 
     Args:
         graph: the graph that torch.compile captured.

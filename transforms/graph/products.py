@@ -1,9 +1,9 @@
 """Convolutions and Linears of a graph, as oneDNN's operators with packed weights.
 
-oneDNN applies an activation, or adds another tensor, to a product that is still in the cache. It is
-used only where it treats NaN and infinity as torch does. Its ReLU, ReLU6 and Hardsigmoid return a
-number for NaN, and its GELU by erf returns one for an infinite result of a convolution. Where a
-product is shown to be finite, oneDNN also computes ReLU, ReLU6 and Hardtanh.
+oneDNN applies an activation, or adds another tensor, to a product that is still in the cache. It
+gets only activations for which it treats NaN and infinity as torch does. Its ReLU, ReLU6 and
+Hardsigmoid return a number for NaN, and its GELU by erf returns one for an infinite result of a
+convolution. Where a product is shown to be finite, oneDNN also computes ReLU, ReLU6 and Hardtanh.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DIMENSIONS = {"conv2d": 2, "conv3d": 3, "conv_transpose2d": 2}
 
 @operators.own
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in another dtype; contiguous if the tensor is a strided vector."""
+    """A copy in this dtype; contiguous if the tensor is a strided vector."""
     return tensor.detach().to(dtype, copy=True)
 
 

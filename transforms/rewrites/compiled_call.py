@@ -37,7 +37,8 @@ class _Hooks:
     """Gives the hooks of a model a name, which torch.compile compares before each call.
 
     By default torch.compile compares no hooks of modules. When told to, it takes half as long
-    again. But torch counts the registered hooks, so we look at them only when that count changes.
+    again. But torch counts registrations, so all modules are searched only after a new one, or when
+    a known dict of hooks has changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,7 +89,7 @@ def enter(model: nn.Module, backend: Callable[..., Any]) -> None:
 
 
 def leave(model: nn.Module) -> None:
-    """Call the model as before; do nothing if its calls are not compiled by us."""
+    """Call the model, or a copy of it, as before; do nothing to a model that is not ours."""
     if vars(model).pop(_MARK, None) is None:
         return
     vars(model).pop(_CALL, None)

@@ -82,7 +82,7 @@ def attributes() -> dict[str, int]:
 
 @functools.cache
 def objection() -> str | None:
-    """Why oneDNN's products would not be faster than torch's on this machine, if that is known."""
+    """Why oneDNN's products are not used on this machine; None if they are."""
     if "_linear_pointwise" in missing_operators():
         return "this torch has another _linear_pointwise than torch 2.13"
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
