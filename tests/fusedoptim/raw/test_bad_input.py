@@ -191,7 +191,7 @@ def test_vectors_structs_and_local_memory(module: RawModule) -> None:
         LocalMemory(1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nbytes=0 is not positive"):
         LocalMemory(0)
-    with pytest.raises(TypeError, match="images, samplers, pipes and the like"):
+    with pytest.raises(TypeError, match="images, samplers and pipes cannot be passed"):
         module["image"](1, 1, (x, torch.zeros(1, dtype=torch.int32)))
 
 
