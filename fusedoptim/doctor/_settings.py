@@ -102,7 +102,7 @@ def _wished(found: _Found) -> Iterator[tuple[str, str]]:
             "fusedoptim.runtime.keep_memory()",
             (
                 "in the program, before the first iteration: glibc returns activations and "
-                "gradients to Linux when they are freed, and each iteration has them cleared anew "
+                "gradients to Linux when they are freed, which clears new pages in every iteration "
                 "(docs/runtime.md)"
             ),
         )
@@ -111,7 +111,7 @@ def _wished(found: _Found) -> Iterator[tuple[str, str]]:
             f"{_OF_TORCH}=1",
             (
                 "in the environment, for embedding tables of hundreds of MiB, and with "
-                "keep_memory() only: rows in pages of 2 MiB are found quicker "
+                "keep_memory() only: rows in pages of 2 MiB are found faster "
                 "(docs/design/huge-pages.md)"
             ),
         )
