@@ -43,20 +43,12 @@ class Accelerator(Backend):
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[SyclKernel]:
-    """What was launched by the new kind, which is the only one."""
+def launched(monkeypatch: pytest.MonkeyPatch, sycl_launches: list[SyclKernel]) -> list[SyclKernel]:
+    """The kernels that the new kind, which is the only one, has launched."""
     kind = Accelerator()
     monkeypatch.setattr(devices, "_BACKENDS", (kind,))
     monkeypatch.setitem(devices.BACKENDS, "cpu", kind)
-    launched: list[SyclKernel] = []
-    submit = SyclKernel.submit
-
-    def noted(self: SyclKernel, *args: Any) -> bool:
-        launched.append(self)
-        return submit(self, *args)
-
-    monkeypatch.setattr(SyclKernel, "submit", noted)
-    return launched
+    return sycl_launches
 
 
 @each_case

@@ -298,19 +298,13 @@ def test_end_that_is_seen_between_note_and_submission(
 
 
 @pytest.fixture
-def by_sycl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SyclKernel]]:
+def by_sycl(
+    monkeypatch: pytest.MonkeyPatch, sycl_launches: list[SyclKernel]
+) -> Iterator[list[SyclKernel]]:
     """Kernels are built and launched as on a GPU; those that were."""
     kernel_for.cache_clear()
     monkeypatch.setattr(cpu, "driver_of", lambda device: None)
-    submitted = []
-    submit = SyclKernel.submit
-
-    def noting(kernel: SyclKernel, *arguments: Any) -> bool:
-        submitted.append(kernel)
-        return submit(kernel, *arguments)
-
-    monkeypatch.setattr(SyclKernel, "submit", noting)
-    yield submitted
+    yield sycl_launches
     kernel_for.cache_clear()
 
 
