@@ -23,8 +23,9 @@ def pytest_report_header() -> str:
     return f"random inputs: FUSEDOPTIM_TEST_SEED={SEED}"
 
 
-def pytest_collection_finish() -> None:
-    """Exclude all imported objects from garbage collection, as many tests run a collection."""
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_imports() -> None:
+    """Exclude all objects of imported modules from garbage collection: many tests run one."""
     gc.collect()
     gc.freeze()
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -14,6 +13,8 @@ from types import CodeType
 
 import torch  # noqa: F401 (what the forks need not do)
 
+import tests.frozen  # noqa: F401 (last of all)
+
 
 def next_script() -> CodeType:
     """Fork for each line of the standard input, and print how the fork ended.
@@ -21,8 +22,6 @@ def next_script() -> CodeType:
     In a fork it returns the script. What calls it then goes on as a process that runs nothing else,
     and ends as the interpreter ends.
     """
-    gc.collect()
-    gc.freeze()  # or each fork would visit all of torch when it ends
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

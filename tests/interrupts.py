@@ -197,7 +197,6 @@ def interrupted(step: Callable[[random.Random], None], count: int, most: float) 
 
     previous = signal.signal(signal.SIGALRM, handle)
     hook, sys.unraisablehook = sys.unraisablehook, lambda error: None  # of finalizers
-    gc.freeze()  # or each collection would visit all objects of torch
     try:
         while count > 0:
             try:
@@ -211,7 +210,5 @@ def interrupted(step: Callable[[random.Random], None], count: int, most: float) 
         is_armed = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-        gc.unfreeze()
         sys.unraisablehook = hook
     gc.collect()
-    gc.freeze()  # what was imported before, as the rest of the run has it

@@ -29,13 +29,6 @@ def pool(driver: FaultyDriver) -> Iterator[Pool]:
 
 
 @pytest.fixture
-def quick_collections() -> None:
-    """Collections that need not visit what other tests imported."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture
 def _many_switches() -> Iterator[None]:
     """A thousand times as many changes from thread to thread as Python makes by default."""
     before = sys.getswitchinterval()

@@ -117,7 +117,6 @@ def test_whatever_the_number_of_tensors(driver: AligningDriver) -> None:
     assert [pool.offset_of(x) for x in tensors] == offsets
 
 
-@pytest.mark.usefixtures("quick_collections")
 def test_whatever_watches(driver: AligningDriver) -> None:
     expected = walk(Pool(driver=driver, stable_addresses=ARENA), 60)
     pool = Pool(driver=AligningDriver(), stable_addresses=ARENA)
@@ -126,7 +125,6 @@ def test_whatever_watches(driver: AligningDriver) -> None:
         assert walk(pool, 60, collect=gc.collect) == expected
 
 
-@pytest.mark.usefixtures("quick_collections")
 def test_quarantine_is_stable_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory leaves it in an order that does not depend on when the pool heard of releases."""
     monkeypatch.setattr("allocator.options.guard.QUARANTINE", 4 * MIB)

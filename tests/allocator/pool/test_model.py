@@ -240,10 +240,8 @@ class DevicePoolAgainstModel(PoolAgainstModel):
         return Pool("cpu", **options)
 
 
-TestPoolAgainstModel = pytest.mark.usefixtures("quick_collections")(PoolAgainstModel.TestCase)
-TestDevicePoolAgainstModel = pytest.mark.usefixtures("quick_collections")(
-    DevicePoolAgainstModel.TestCase
-)
+TestPoolAgainstModel = PoolAgainstModel.TestCase
+TestDevicePoolAgainstModel = DevicePoolAgainstModel.TestCase
 TestPoolAgainstModel.settings = TestDevicePoolAgainstModel.settings = settings(
     derandomize=True, database=None, deadline=None, max_examples=25, stateful_step_count=50
 )

@@ -29,7 +29,7 @@ call_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_DELETER)
 
 
 @pytest.fixture
-def pool(quick_collections: None) -> Iterator[Pool]:
+def pool() -> Iterator[Pool]:
     """A pool that is empty and works at the end."""
     pool = Pool("cpu")
     yield pool

@@ -32,8 +32,10 @@ _LIMIT = 300.0  # seconds for all tests of a module
 _PRELOADED = [
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
+    "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "tests.fusedoptim.helpers",
+    "tests.frozen",
 ]
 
 _tests: dict[tuple[str, int], list[str]] = {}
