@@ -8,42 +8,39 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import signal
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
-from fusedoptim import FusedAdam, FusedAdamW, FusedLamb, FusedSGD, SplitSGD
+from fusedoptim import FusedAdamW, FusedLamb, FusedSGD, SplitSGD
 from fusedoptim.offload import OffloadOptimizer
 from fusedoptim.offload._link import Link
 from tests.fusedoptim.helpers import (
     FEW_LAYOUTS,
     assert_same_bits,
-    bits,
     each_case_and_dtype,
     make_params,
     new_scaler,
     params_of,
     random_like,
-    refused,
-    run_script,
     step_alike,
-    through_a_file,
 )
 from tests.fusedoptim.offload.links import Counted, Late, Short, Staged
+from tests.fusedoptim.offload.models import (
+    BF16,
+    SMALL,
+    assert_equal_models,
+    backward,
+    network,
+    networks,
+)
 from tests.optimizer_cases import OptimizerCase
-
-SMALL = 1e-4
-"""A bucket_cap_mb of a hundred bytes: several buckets of the smallest model."""
-BF16 = torch.bfloat16
 
 
 @pytest.fixture(params=[Link, Late, Staged, Short])
@@ -70,69 +67,6 @@ def pair(params: list[Parameter], cls: Callable[..., Any], **kwargs: Any) -> tup
         **kwargs,
     )
     return OffloadOptimizer(params, cls, **own, **kwargs), expected
-
-
-def network(dtype: torch.dtype = torch.float32) -> nn.Module:
-    layers = nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 2)
-    return nn.Sequential(*layers).to(dtype)
-
-
-def networks(dtype: torch.dtype, cls: Callable[..., Any], **kwargs: Any) -> list[tuple[Any, Any]]:
-    """Two equal models, the first with its optimizer on the host."""
-    model = network(dtype)
-    other = copy.deepcopy(model)
-    own = {name: kwargs.pop(name) for name in ("copy_in_backward",) if name in kwargs}
-    offload = OffloadOptimizer(model.parameters(), cls, bucket_cap_mb=SMALL, **own, **kwargs)
-    return [(model, offload), (other, cls(other.parameters(), **kwargs))]
-
-
-def backward(model: Any, seed: int = 0) -> None:
-    dtype = next(model.parameters()).dtype
-    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    model(batch).float().square().mean().backward()
-
-
-def assert_equal_models(*pairs: tuple[Any, Any]) -> None:
-    (model, _), (other, _) = pairs
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert p.dtype == q.dtype
-        assert torch.equal(p, q)
-
-
-def new_training() -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = network(BF16)
-    options: dict[str, Any] = {"lr": 0.1, "split": True, "state_dtype": "float8"}
-    params = model.parameters()
-    return model, OffloadOptimizer(params, FusedAdamW, bucket_cap_mb=SMALL, **options)
-
-
-def steps(model: Any, optimizer: Any, first: int, last: int) -> None:
-    for step in range(first, last):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-
-
-def train(file: str | None = None) -> list[Tensor]:
-    """Take six steps; if there is a file, save after the third, and die after the fourth."""
-    model, optimizer = new_training()
-    steps(model, optimizer, 0, 3)
-    if file is not None:
-        torch.save([model.state_dict(), optimizer.state_dict()], file)
-    steps(model, optimizer, 3, 4)
-    if file is not None:
-        os.kill(os.getpid(), signal.SIGKILL)
-    steps(model, optimizer, 4, 6)
-    return list(optimizer.master_params())
-
-
-def resume(file: Path) -> list[Tensor]:
-    model, optimizer = new_training()
-    for part, saved in zip((model, optimizer), torch.load(file)):
-        part.load_state_dict(saved)
-    steps(model, optimizer, 3, 6)
-    return list(optimizer.master_params())
 
 
 class TestValues:
@@ -384,193 +318,3 @@ class TestContract:
         for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="load the state_dict of this one"):
                 attempt(optimizer)
-
-
-class TestCheckpoints:
-    @pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.AdamW])
-    def test_move_both_ways(self, cls: type[Any]) -> None:
-        options: dict[str, Any] = {"split": True} if cls is FusedAdamW else {}
-        both = networks(BF16, cls, lr=0.05, **options)
-        for step in range(4):
-            if step == 2:
-                (_, offload), (_, plain) = both
-                saved = through_a_file(offload.state_dict()), through_a_file(plain.state_dict())
-                assert saved[0].keys() == saved[1].keys()
-                assert saved[0]["param_groups"] == saved[1]["param_groups"]
-                assert saved[0]["state"].keys() == saved[1]["state"].keys()
-                offload.load_state_dict(saved[1])
-                plain.load_state_dict(saved[0])
-            for model, optimizer in both:
-                optimizer.zero_grad()
-                backward(model, step)
-                optimizer.step()
-        assert_equal_models(*both)
-        assert_same_bits(both[0][1], both[1][1])
-
-    def test_of_torchs_class(self) -> None:
-        both = networks(torch.float32, FusedAdam)
-        (_, offload), (other, _) = both
-        peer = torch.optim.Adam(other.parameters(), lr=0.5, foreach=True)
-        backward(other)
-        peer.step()
-        offload.load_state_dict(peer.state_dict())
-        assert offload.param_groups[0]["lr"] == 0.5
-        assert offload.param_groups[0]["foreach"] is None
-        backward(both[0][0])
-        offload.step()
-        assert offload.state[params_of(offload)[0]]["step"] == 2
-
-    def test_resumed_after_a_kill(self, tmp_path: Path) -> None:
-        """The first run is killed between two steps, the one after its checkpoint."""
-        file = tmp_path / "checkpoint"
-        run_script(
-            "import sys; from tests.fusedoptim.offload.test_offload import *; train(sys.argv[1])",
-            str(file),
-            returncode=-signal.SIGKILL,
-        )
-        assert all(map(torch.equal, train(), resume(file)))
-
-    def test_that_do_not_fit_change_nothing(self) -> None:
-        (model, optimizer), _ = networks(BF16, FusedAdamW, split=True)
-        backward(model)
-        optimizer.step()
-        saved = through_a_file(optimizer.state_dict())
-        lost = copy.deepcopy(saved)
-        del lost["state"][5]["trail"]
-        with refused(optimizer, ValueError, "the checkpoint has lost the 'trail' of parameter 5"):
-            optimizer.load_state_dict(lost)
-        misshapen = copy.deepcopy(saved)
-        misshapen["state"][0]["trail"] = torch.zeros(3, dtype=torch.int16)
-        with refused(optimizer, ValueError, "'trail' of parameter 0"):
-            optimizer.load_state_dict(misshapen)
-        fewer = copy.deepcopy(saved)
-        fewer["param_groups"][0]["params"].pop()
-        with refused(optimizer, ValueError, "doesn't match the size"):
-            optimizer.load_state_dict(fewer)
-        backward(model)
-        optimizer.step()
-
-    def test_an_error_in_a_later_bucket_changes_nothing(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (model, optimizer), _ = networks(torch.float32, FusedAdamW)
-        backward(model)
-        optimizer.step()
-        saved = copy.deepcopy(optimizer.state_dict())
-        for state in saved["state"].values():
-            state["exp_avg"].fill_(9)
-        host = optimizer._buckets[-1].optimizer
-        monkeypatch.setattr(host, "load_state_dict", _fail)
-        with refused(optimizer, OSError, "on purpose"):
-            optimizer.load_state_dict(saved)
-
-
-class TestFaults:
-    def test_an_error_between_two_buckets_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        (model, optimizer), (other, expected) = networks(BF16, FusedAdamW, split=True)
-        for m, o in ((model, optimizer), (other, expected)):
-            backward(m)
-            o.step()
-        weights, saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        with monkeypatch.context() as context:
-            context.setattr(optimizer._buckets[0].optimizer, "step", _fail)  # the last of a step
-            with pytest.raises(RuntimeError, match=r"failed after \d+ of \d+ buckets \(OSError\)"):
-                optimizer.step()
-        with refused(optimizer, RuntimeError, "weights may be of two different steps"):
-            optimizer.step()
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(saved)
-        for m, o in ((model, optimizer), (other, expected)):
-            o.zero_grad()
-            backward(m, 1)
-            o.step()
-        assert_equal_models((model, optimizer), (other, expected))
-
-    @pytest.mark.parametrize("bucket", [0, -1])
-    def test_an_interrupt_is_raised_and_remembered(
-        self, bucket: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (model, optimizer), _ = networks(torch.float32, FusedAdamW)
-        backward(model)
-
-        def interrupt() -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as context:
-            context.setattr(optimizer._buckets[bucket].optimizer, "step", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
-        with refused(optimizer, RuntimeError, r"buckets \(KeyboardInterrupt\)"):
-            optimizer.step()
-
-    def test_an_error_before_the_first_bucket_changes_nothing(self) -> None:
-        (_, optimizer), _ = networks(torch.float32, FusedAdamW)
-        optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
-        step_alike(optimizer)
-        optimizer.param_groups[0]["lr"] = float("nan")
-        with refused(optimizer, ValueError, "lr"):
-            optimizer.step()
-        optimizer.param_groups[0]["lr"] = 0.1
-        optimizer.step()
-
-    @pytest.mark.parametrize(
-        ("change", "match"),
-        [
-            (lambda values: values.double(), r"has become one of .*torch\.float64"),
-            (lambda values: values[:3], r"has become one of shape \(3, 6\)"),
-            (lambda values: values.clone(), "on cpu; move and convert the model before"),
-        ],
-    )
-    def test_a_parameter_that_was_moved_or_changed(
-        self, change: Callable[[Tensor], Tensor], match: str
-    ) -> None:
-        (model, optimizer), _ = networks(torch.float32, FusedAdamW)
-        backward(model)
-        optimizer.step()
-        if "on cpu" in match:
-            optimizer._buckets[0].link.device = torch.device("meta")
-        model[0].weight.data = change(model[0].weight.data)
-        before = [bits(p) for p in params_of(optimizer)[1:]]
-        with pytest.raises(RuntimeError, match=match):
-            optimizer.step()
-        assert all(map(torch.equal, [bits(p) for p in params_of(optimizer)[1:]], before))
-
-    @pytest.mark.parametrize(
-        ("make", "error", "match"),
-        [
-            (lambda: torch.ones(3, device="meta"), TypeError, "no memory of its own"),
-            (
-                lambda: torch.ones(3, dtype=torch.float16),
-                TypeError,
-                "split parameters are bfloat16",
-            ),
-        ],
-    )
-    def test_parameters_that_are_refused(
-        self, make: Callable[[], Tensor], error: type[Exception], match: str
-    ) -> None:
-        good = Parameter(torch.ones(3))
-        before = bits(good)
-        with pytest.raises(error, match=match):
-            OffloadOptimizer([good, Parameter(make())], FusedAdamW, split=True)
-        assert good.dtype == torch.float32
-        assert torch.equal(bits(good), before)
-        optimizer = OffloadOptimizer([good], FusedAdamW, split=True)
-        with refused(optimizer, error, match):
-            optimizer.add_param_group({"params": [Parameter(make())]})
-
-    def test_parameters_that_share_memory(self) -> None:
-        values = torch.ones(8)
-        with pytest.raises(RuntimeError, match="share memory"):
-            OffloadOptimizer([Parameter(values), Parameter(values[2:])], FusedSGD)
-
-    @pytest.mark.parametrize(
-        "options", [{"bucket_cap_mb": 0}, {"max_grad_norm": -1.0}, {"lr": -1.0}]
-    )
-    def test_arguments_out_of_range(self, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match="Invalid"):
-            OffloadOptimizer([Parameter(torch.ones(3))], FusedSGD, **options)
-
-
-def _fail(*_: object, **__: object) -> None:
-    raise OSError("on purpose")
