@@ -129,7 +129,9 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 RATES = {"FusedSGD": 0.01, "FusedAdagrad": 0.02, "FusedAdam": 0.002, "FusedAdamW": 0.002}
 """With which no model of the tests diverges."""
 
+SEED = 0
 each_class = pytest.mark.parametrize("case", TORCHS_CASES, ids=configuration_id)
+each_dtype = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
 def converted(case: OptimizerCase) -> OptimizerCase:
@@ -152,6 +154,14 @@ def task_and_kwargs(name: str, case: OptimizerCase) -> tuple[Task, dict[str, Any
         return task, {"lr": RATES[case.name]}
     momentum = {"momentum": 0.9} if case.name == "FusedSGD" else {}
     return task, {"lr": RATES[case.name], "weight_decay": 0.01, **momentum}
+
+
+def autocast_loss(
+    model: nn.Module, task: Task, generator: torch.Generator, dtype: torch.dtype | None
+) -> Tensor:
+    """The loss on the next batch, under autocast to bfloat16 if there is a ``dtype``."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+        return task.loss(model, generator)
 
 
 def optimized(model: nn.Module, **arguments: Any) -> Any:
