@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -143,6 +144,16 @@ def converted(case: OptimizerCase) -> OptimizerCase:
         return optimizer
 
     return dataclasses.replace(case, cls=make)
+
+
+def new_params() -> list[Parameter]:
+    return [Parameter(torch.randn(5, 3)), Parameter(torch.randn(4))]
+
+
+def new_twins(cls: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Two optimizers on equal parameters."""
+    params = new_params()
+    return cls(params, **kwargs), cls([p.detach().clone() for p in params], **kwargs)
 
 
 def task_and_kwargs(name: str, case: OptimizerCase) -> tuple[Task, dict[str, Any]]:
