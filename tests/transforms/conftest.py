@@ -1,8 +1,10 @@
-"""Every test begins with the memory format left to level and device, and runs in one thread."""
+"""Tests begin with the memory format left to level and device, in one thread; some count steps."""
 
 from __future__ import annotations
 
 import pytest
+
+from fusedoptim.optimizer import FusedOptimizer
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +15,12 @@ def _automatic(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
     """Models are small: torch's threads would mostly wait for one another."""
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with each of our steps."""
+    seen: list[int] = []
+    update = FusedOptimizer._update
+    monkeypatch.setattr(FusedOptimizer, "_update", lambda self: (seen.append(1), update(self))[1])
+    return seen

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -129,7 +130,9 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 RATES = {"FusedSGD": 0.01, "FusedAdagrad": 0.02, "FusedAdam": 0.002, "FusedAdamW": 0.002}
 """With which no model of the tests diverges."""
 
+SEED = 0
 each_class = pytest.mark.parametrize("case", TORCHS_CASES, ids=configuration_id)
+each_dtype = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
 def converted(case: OptimizerCase) -> OptimizerCase:
@@ -143,6 +146,16 @@ def converted(case: OptimizerCase) -> OptimizerCase:
     return dataclasses.replace(case, cls=make)
 
 
+def new_params() -> list[Parameter]:
+    return [Parameter(torch.randn(5, 3)), Parameter(torch.randn(4))]
+
+
+def new_twins(cls: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Two optimizers on equal parameters."""
+    params = new_params()
+    return cls(params, **kwargs), cls([p.detach().clone() for p in params], **kwargs)
+
+
 def task_and_kwargs(name: str, case: OptimizerCase) -> tuple[Task, dict[str, Any]]:
     """What is to be trained, and with what options, as far as the optimizer can train it."""
     task = TASKS[name]
@@ -152,6 +165,14 @@ def task_and_kwargs(name: str, case: OptimizerCase) -> tuple[Task, dict[str, Any
         return task, {"lr": RATES[case.name]}
     momentum = {"momentum": 0.9} if case.name == "FusedSGD" else {}
     return task, {"lr": RATES[case.name], "weight_decay": 0.01, **momentum}
+
+
+def autocast_loss(
+    model: nn.Module, task: Task, generator: torch.Generator, dtype: torch.dtype | None
+) -> Tensor:
+    """The loss on the next batch, under autocast to bfloat16 if there is a ``dtype``."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+        return task.loss(model, generator)
 
 
 def optimized(model: nn.Module, **arguments: Any) -> Any:

@@ -298,6 +298,33 @@ def test_training_needs_a_restored_model() -> None:
         transforms.optimize(ours, optimizer)
 
 
+def test_packed_weights_give_way_and_come_back_where_it_fails() -> None:
+    model = nn.Sequential(nn.Linear(257, 515), nn.GELU(), nn.Linear(515, 4)).eval()
+    x = torch.randn(64, 257)
+    packed = transforms.optimize(model)
+    before = transforms.report(packed)
+    with pytest.raises(ValueError, match="keep: 'nowhere'"):
+        transforms.quantize(packed, [x], keep="nowhere", inplace=True)
+    assert [type(m).__name__ for m in packed] == [
+        *("PackedLinear", "FusedActivation", "PackedLinear")
+    ]
+    assert transforms.report(packed) == before
+    quantized = transforms.quantize(packed, [x])
+    names = ["Int8Linear", "FusedActivation", "Int8Linear"]
+    assert [type(m).__name__ for m in quantized] == names
+    assert not transforms.report(quantized).done("weights_prepack")
+    again = transforms.optimize(quantized)
+    assert [e.what for e in transforms.report(again).left("weights_prepack")] == [
+        "computes in INT8"
+    ] * 2
+    with torch.no_grad():
+        assert torch.equal(again(x), quantized(x))
+    restored = transforms.restore(quantized)
+    assert list(map(type, restored)) == list(map(type, model))
+    with torch.no_grad():
+        assert torch.equal(restored(x), model(x))
+
+
 def test_parameters_stay_weakly_held() -> None:
     ours, x = optimized(linear()[0]), linear()[1]
     with torch.no_grad():
