@@ -1,4 +1,4 @@
-"""MergedEmbeddingBag: its updates, its optimizer, checkpoints, tracing, errors."""
+"""MergedEmbeddingBag: its optimizer, checkpoints, tracing, errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import io
 import itertools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,89 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedoptim import nn
 from fusedoptim.nn import MergedEmbeddingBag
-from tests.fusedoptim.bag_cases import ROWS, WIDTHS, Bags, expected, new_bags
-from tests.fusedoptim.helpers import assert_within, each_way_to_copy, through_a_file
-from tests.optimizer_cases import FLOATS
-from tests.references import adagrad, sgd
-from tests.running import at_each_thread_count
-from tests.tolerances import ARITHMETIC, Bounded, bag_errors
-
-OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad"]
-LR, DECAY, EPS = 0.1, 0.01, 1e-3
-STEPS = 4
-
-
-def new_module(
-    optimizer: str | None,
-    width: int = 20,
-    dtype: torch.dtype = torch.float32,
-    modes: Sequence[str] = ("sum",),
-    **options: Any,
-) -> MergedEmbeddingBag:
-    bags = [
-        torch.nn.EmbeddingBag(
-            rows,
-            width + 3 * t,
-            mode=modes[t % len(modes)],
-            dtype=dtype,
-            include_last_offset=True,
-        )
-        for t, rows in enumerate(ROWS)
-    ]
-    return MergedEmbeddingBag.from_embedding_bags(bags, optimizer=optimizer, **options)
-
-
-def weights_of(module: MergedEmbeddingBag) -> list[Tensor]:
-    return [bag.weight.detach() for bag in module]
-
-
-def train(module: MergedEmbeddingBag, batches: Sequence[tuple[Bags, list[Tensor]]]) -> None:
-    for bags, grads in batches:
-        outputs = module(*bags)
-        torch.autograd.backward(outputs, [g.to(y.dtype) for g, y in zip(grads, outputs)])
-        module.optimizer().step()
-
-
-def new_batches(module: MergedEmbeddingBag, count: int = STEPS) -> list[tuple[Bags, list[Tensor]]]:
-    return [
-        (new_bags(ROWS), [torch.randn(9, bag.embedding_dim) for bag in module])
-        for _ in range(count)
-    ]
-
-
-class _Reference:
-    """A table in float64, whose rows take steps with bounds on how far a kernel's may be."""
-
-    def __init__(self, weight: Tensor, optimizer: str, options: dict[str, float]) -> None:
-        self.dtype = torch.float32 if weight.dtype == torch.float32 else weight.dtype
-        arithmetic = ARITHMETIC[weight.dtype]
-        self.theta = Bounded(weight.double().clone(), 0.0, arithmetic)
-        self.optimizer, self.options = optimizer, options
-        self.sum = Bounded(torch.zeros_like(self.theta.value), 0.0, arithmetic)
-
-    def step(self, indices: Tensor, offsets: Tensor, mode: str, grad: Tensor) -> None:
-        grads = []
-        for of_bags in (grad.double(), grad.double().abs()):
-            leaf = torch.zeros_like(self.theta.value).requires_grad_()
-            y = expected(leaf, indices, offsets, mode)
-            grads += torch.autograd.grad(y, leaf, of_bags)
-        g = Bounded(
-            grads[0],
-            bag_errors(grads[1], len(indices), self.theta.arithmetic),
-            self.theta.arithmetic,
-        )
-        state: Any = {"sum": self.sum}
-        algorithm: Any = sgd.step if self.optimizer == "sgd" else adagrad.step
-        theta = algorithm(self.theta, g, state, 1, **self.options)
-        touched = torch.zeros(len(grad := grads[0]), 1, dtype=torch.bool)
-        touched[indices.long()] = True
-        self.theta = _where(touched, theta.stored(self.dtype), self.theta)
-        self.sum = _where(touched, state["sum"], self.sum)
-
-
-def _where(condition: Tensor, x: Bounded, y: Bounded) -> Bounded:
-    value = torch.where(condition, x.value, y.value)
-    return Bounded(value, torch.where(condition, x.error, y.error), y.arithmetic)
+from tests.fusedoptim.bag_cases import ROWS, new_bags
+from tests.fusedoptim.helpers import each_way_to_copy, through_a_file
+from tests.fusedoptim.nn.merged_bags import (
+    LR,
+    OPTIMIZERS,
+    new_batches,
+    new_module,
+    train,
+    weights_of,
+)
 
 
 class _Sizes(TorchDispatchMode):
@@ -110,158 +36,6 @@ class _Sizes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.most = max([self.most, *(x.numel() for x in [result] if isinstance(x, Tensor))])
         return result
-
-
-class TestUpdates:
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
-    @pytest.mark.parametrize("decay", [0.0, DECAY])
-    def test_four_steps(self, optimizer: str, dtype: torch.dtype, decay: float) -> None:
-        options = {"lr": LR, "weight_decay": decay}
-        if optimizer == "adagrad":
-            options["eps"] = EPS
-        module = new_module(optimizer, dtype=dtype, modes=("sum", "sum", "mean"), **options)
-        references = [_Reference(w, optimizer, options) for w in weights_of(module)]
-        for bags, grads in new_batches(module):
-            train(module, [(bags, grads)])
-            for t, reference in enumerate(references):
-                grad = grads[t].to(dtype)
-                reference.step(bags.indices[t], bags.offsets[t], module[t].mode, grad)
-        for weight, reference in zip(weights_of(module), references):
-            assert_within(weight, reference.theta.value, reference.theta.error, "weight")
-
-    @pytest.mark.parametrize("width", WIDTHS)
-    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    def test_widths(self, optimizer: str, width: int) -> None:
-        """Another implementation of the same: torch's operations in float64."""
-        module = (
-            new_module(optimizer, width, torch.float64, lr=LR, weight_decay=DECAY, eps=EPS)
-            if (optimizer != "sgd")
-            else new_module(optimizer, width, torch.float64, lr=LR, weight_decay=DECAY)
-        )
-        weights = [w.clone() for w in weights_of(module)]
-        sums: list[Any] = [0.0] * len(weights)
-        for bags, grads in new_batches(module):
-            outputs = module(*bags)
-            torch.autograd.backward(outputs, [g.double() for g in grads])
-            for t, weight in enumerate(weights):
-                leaf = torch.zeros_like(weight).requires_grad_()
-                y = expected(leaf, bags.indices[t], bags.offsets[t])
-                (g,) = torch.autograd.grad(y, leaf, grads[t].double())
-                touched = torch.zeros(len(weight), 1, dtype=torch.float64)
-                touched[bags.indices[t]] = 1
-                g = (g + DECAY * weight) * touched
-                if optimizer != "sgd":
-                    squares = g * g
-                    sums[t] = sums[t] + (
-                        squares if optimizer == "adagrad" else squares.mean(1, keepdim=True)
-                    )
-                    g = g / (sums[t].sqrt() + EPS)
-                weight -= LR * g
-        for weight, wanted in zip(weights_of(module), weights):
-            torch.testing.assert_close(weight, wanted, rtol=1e-12, atol=1e-12)
-
-    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    def test_split_is_exact(self, optimizer: str) -> None:
-        whole = new_module(optimizer, lr=LR)
-        halves = new_module(optimizer, lr=LR, split=True)
-        exact: Any = halves.optimizer()
-        for bag, master in zip(whole, exact.master_params()):
-            bag.weight.data = master
-        batches = new_batches(whole)
-        train(halves, batches)
-        train(whole, [(bags, [g.bfloat16().float() for g in grads]) for bags, grads in batches])
-        assert halves[0].weight.dtype == torch.bfloat16
-        for mine, weight in zip(exact.master_params(), weights_of(whole)):
-            assert torch.equal(mine, weight)
-
-    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    def test_forms_and_threads_give_the_same_bits(self, optimizer: str) -> None:
-        bags = new_bags(ROWS, bags=3000, most=20)
-        first = new_module(optimizer, 64)
-        grads = [torch.randn(3000, bag.embedding_dim) for bag in first]
-
-        def updated(joined: bool = False) -> list[Tensor]:
-            module = copy.deepcopy(first)
-            if joined:
-                module(*bags.joined).backward(torch.cat(grads, 1))
-            else:
-                torch.autograd.backward(module(*bags), grads)
-            return weights_of(module)
-
-        wanted = updated(joined=True)
-        for weights in at_each_thread_count(updated):
-            assert all(map(torch.equal, weights, wanted))
-
-    def test_sample_weights_have_gradients_of_the_weights_before(self) -> None:
-        module, bags = new_module("sgd", lr=LR), new_bags(ROWS)
-        before = [w.clone().requires_grad_() for w in weights_of(module)]
-        samples = [torch.rand(len(i), requires_grad=True) for i in bags.indices]
-        own = [s.detach().clone().requires_grad_() for s in samples]
-        sum(y.sum() for y in module(*bags, own)).backward()
-        for t, weight in enumerate(before):
-            y = expected(weight, bags.indices[t], bags.offsets[t], "sum", samples[t])
-            y.sum().backward()
-            torch.testing.assert_close(own[t].grad, samples[t].grad)
-            assert weight.grad is not None
-            torch.testing.assert_close(module[t].weight, weight.detach() - LR * weight.grad)
-
-    def test_bags_without_gradients_stay(self) -> None:
-        module, bags = new_module("adagrad"), new_bags(ROWS)
-        before = [w.clone() for w in weights_of(module)]
-        module(*bags)[0].sum().backward()
-        same = [torch.equal(x, y) for x, y in zip(before, weights_of(module))]
-        assert same == [False, True, True, True]
-
-    def test_no_gradients(self) -> None:
-        module, bags = new_module("sgd"), new_bags(ROWS)
-        before = [w.clone() for w in weights_of(module)]
-        with torch.no_grad():
-            assert not module(*bags)[0].requires_grad
-        assert all(map(torch.equal, before, weights_of(module)))
-
-    def test_a_bag_called_by_itself_without_an_optimizer(self) -> None:
-        module = new_module(None)
-        module[0](torch.tensor([1, 2]), torch.tensor([0, 2])).sum().backward()
-        assert module[0].weight.grad is not None
-        assert module[0].weight.grad[[1, 2]].eq(1).all()
-
-    def test_a_table_twice_without_an_optimizer(self) -> None:
-        """As in torch's list of bags, its gradient is the sum."""
-        bag = torch.nn.EmbeddingBag(50, 4, mode="sum", include_last_offset=True)
-        bags = [
-            bag,
-            bag,
-            torch.nn.EmbeddingBag.from_pretrained(
-                bag.weight, freeze=False, mode="sum", include_last_offset=True
-            ),
-        ]
-        given = new_bags((50, 50, 50))
-        torch.autograd.backward([y.sum() for y in MergedEmbeddingBag(bags)(*given)])
-        own = bag.weight.grad
-        bag.weight.grad = None
-        torch.autograd.backward([b(*args).sum() for b, *args in zip(bags, *given)])
-        assert own is not None
-        assert bag.weight.grad is not None
-        assert torch.equal(own, bag.weight.grad)
-
-    @pytest.mark.parametrize("is_compiled", [False, True])
-    def test_autograd_sees_the_update(self, is_compiled: bool) -> None:
-        """What was saved of a table for another gradient is no longer what it was."""
-        torch.compiler.reset()
-        module = new_module("sgd")
-        ((bags, grads),) = new_batches(module, 1)
-        called = torch.compile(module, backend="aot_eager") if is_compiled else module
-        saved = torch.randn(20, requires_grad=True) * module[0].weight
-        torch.autograd.backward(called(*bags), grads)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            saved.sum().backward()
-
-    def test_two_dimensions(self) -> None:
-        module = MergedEmbeddingBag([(10, 4), (20, 8)])
-        indices = [torch.randint(10, (5, 3)) for _ in range(2)]
-        for t, y in enumerate(module(indices)):
-            assert torch.equal(y, module[t](indices[t]))
 
 
 class TestOptimizer:
@@ -468,95 +242,3 @@ def test_names_of_ipex() -> None:
         module = cls.from_embeddingbag_list(bags, lr=0.5)
         assert module[0] is bags[0]
         assert module.optimizer().param_groups[0]["lr"] == 0.5
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_plain_calls_have_the_bits_of_the_operators(optimizer: str) -> None:
-    """A mode of functions makes calls go through torch's dispatcher."""
-    plain = new_module(optimizer, lr=LR)
-    dispatched, batches = copy.deepcopy(plain), new_batches(plain)
-    train(plain, batches)
-    with torch.device("cpu"):
-        train(dispatched, batches)
-    assert all(map(torch.equal, weights_of(plain), weights_of(dispatched)))
-
-
-def test_modules_of_one_shape_take_turns() -> None:
-    """They use the same launches, which have other arguments for each."""
-    summing = new_module("sgd", lr=LR)
-    means = MergedEmbeddingBag.from_embedding_bags(
-        [
-            torch.nn.EmbeddingBag.from_pretrained(
-                bag.weight.clone(), freeze=False, mode="mean", include_last_offset=True
-            )
-            for bag in summing
-        ],
-        optimizer="sgd",
-        lr=LR,
-    )
-    modules = [summing, means]
-    alone, batches = copy.deepcopy(modules), new_batches(summing)
-    for module in alone:
-        train(module, batches)
-    for batch in batches:
-        for module in modules:
-            train(module, [batch])
-    for module, other in zip(modules, alone):
-        assert all(map(torch.equal, weights_of(module), weights_of(other)))
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_batches_of_other_numbers_of_indices(joined: bool) -> None:
-    """Of as many bags each: few indices and many, in one part of a table and in several."""
-    bags, width, lr = 16, 128, 1.0
-    tables = [torch.nn.EmbeddingBag(rows, width, mode="sum") for rows in ROWS]
-    for table in tables:
-        table.weight.data = torch.randint(-8, 8, table.weight.shape).float()  # all sums are exact
-    merged = MergedEmbeddingBag.from_embedding_bags(copy.deepcopy(tables), optimizer="sgd", lr=lr)
-    for most in (1, 40, 300, 41, 300, 3):
-        lengths = [torch.randint(most + 1, (bags,)) for _ in ROWS]
-        indices = [torch.randint(rows, (int(own.sum()),)) for rows, own in zip(ROWS, lengths)]
-        offsets = [own.cumsum(0) - own for own in lengths]
-        grads = [torch.randint(-1, 2, (bags, width)).float() for _ in ROWS]
-        if joined:
-            own = torch.cat(lengths)
-            result = merged(torch.cat(indices), own.cumsum(0) - own)
-            outputs = list(result.split(width, dim=1))
-        else:
-            outputs = merged(indices, offsets)
-        torch.autograd.backward(outputs, grads)
-        for t, table in enumerate(tables):
-            wanted = table(indices[t], offsets[t])
-            (grad,) = torch.autograd.grad(wanted, table.weight, grads[t])
-            table.weight.data -= lr * grad
-            assert torch.equal(outputs[t], wanted)
-            assert torch.equal(merged[t].weight, table.weight)
-
-
-def test_backward_twice_updates_twice() -> None:
-    module = new_module("sgd", lr=LR)
-    other, ((bags, grads),) = copy.deepcopy(module), new_batches(module, 1)
-    outputs = module(*bags)
-    torch.autograd.backward(outputs, grads, retain_graph=True)
-    torch.autograd.backward(outputs, grads)
-    train(other, [(bags, grads)] * 2)
-    assert all(map(torch.equal, weights_of(module), weights_of(other)))
-
-
-def test_indices_that_change_before_the_backward_pass() -> None:
-    module = new_module("sgd", lr=LR)
-    ((bags, grads),) = new_batches(module, 1)
-    before, outputs = copy.deepcopy(weights_of(module)), module(*bags)
-    bags[0][0].zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.backward(outputs, grads)
-    assert all(map(torch.equal, weights_of(module), before))
-
-
-def test_gradients_without_memory() -> None:
-    """Zeros of autograd's that no kernel could read."""
-    module = new_module("sgd", lr=LR)
-    ((bags, _),) = new_batches(module, 1)
-    before, outputs = copy.deepcopy(weights_of(module)), module(*bags)
-    torch.autograd.backward(outputs, [torch._efficientzerotensor(y.shape) for y in outputs])
-    assert all(map(torch.equal, weights_of(module), before))
