@@ -4,9 +4,9 @@ BIN := .venv/bin
 JIT := .venv-jit/bin
 # Python compiles what is imported, which is a small part of the files that pip would compile.
 PIP_OPTIONS := --quiet --no-compile
-# Older releases, as some Pythons bring them, take half as long again: they compare each file that an
-# index lists with a thousand tags, one by one.
-PIP := pip>=24
+# Before release 24, which some Pythons bring, pip takes half as long again: it compares each file that
+# an index lists with a thousand tags, one by one.
+UPGRADE := install $(PIP_OPTIONS) --upgrade pip
 # What tests put on the path by themselves: see pyproject.toml.
 APART = $(BIN)/python -c "import tomllib; \
 	print(*tomllib.load(open('pyproject.toml', 'rb'))['tool']['fusedoptim']['apart'])"
@@ -81,7 +81,7 @@ clean:
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install $(PIP_OPTIONS) '$(PIP)'
+	$(BIN)/pip $(UPGRADE)
 	$(BIN)/pip install $(PIP_OPTIONS) --editable '.[dev]'
 	$(BIN)/pip install $(PIP_OPTIONS) --no-deps --upgrade --target .venv/apart $$($(APART))
 	touch $@
@@ -92,7 +92,7 @@ clean:
 
 .venv-jit/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-jit
-	$(JIT)/pip install $(PIP_OPTIONS) '$(PIP)'
+	$(JIT)/pip $(UPGRADE)
 	$(JIT)/pip install $(PIP_OPTIONS) --editable '.[jit,test]'
 	# It warns when it is compiled, which fails the test that imports it first.
 	$(JIT)/python -m compileall -q .venv-jit/lib/python*/site-packages/dpcpp_llvm_spirv

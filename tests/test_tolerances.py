@@ -1,4 +1,4 @@
-"""The bounds of tests/tolerances hold for rounded arithmetic, and are tight."""
+"""The bounds of tests/tolerances.py hold for rounded arithmetic, and are tight."""
 
 from __future__ import annotations
 

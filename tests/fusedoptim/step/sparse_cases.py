@@ -17,11 +17,11 @@ from tests.optimizer_cases import (
     SGD,
     SPLIT_CASES,
     SPLIT_SGD,
+    Kwargs,
     OptimizerCase,
     configuration_id,
 )
 
-Kwargs = dict[str, Any]
 SPLIT_ADAGRAD = next(case for case in SPLIT_CASES if case.cls is FusedAdagrad)
 SGD_KWARGS: tuple[Kwargs, ...] = (
     {"lr": 0.1},

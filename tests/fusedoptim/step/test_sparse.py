@@ -19,7 +19,6 @@ from tests.fusedoptim.step.sparse_cases import (
     SOME,
     SPLIT,
     WHOLE,
-    Kwargs,
     Pair,
     each_of,
     new_gradient,
@@ -27,7 +26,7 @@ from tests.fusedoptim.step.sparse_cases import (
     new_table,
     random_values,
 )
-from tests.optimizer_cases import ADAGRAD, SGD, OptimizerCase, configuration_id
+from tests.optimizer_cases import ADAGRAD, SGD, Kwargs, OptimizerCase, configuration_id
 
 pytestmark = pytest.mark.usefixtures("checked_invariants")
 

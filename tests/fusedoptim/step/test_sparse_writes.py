@@ -17,13 +17,12 @@ from tests.fusedoptim.step.sparse_cases import (
     SOME,
     SPLIT,
     WHOLE,
-    Kwargs,
     each_of,
     new_gradient,
     new_pair,
     new_table,
 )
-from tests.optimizer_cases import OptimizerCase, configuration_id
+from tests.optimizer_cases import Kwargs, OptimizerCase, configuration_id
 
 pytestmark = pytest.mark.usefixtures("checked_invariants")
 
