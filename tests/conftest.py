@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import secrets
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.garbage import freeze
 from tests.running import without_greeting
 
 SEED = int(os.environ.get("FUSEDOPTIM_TEST_SEED", secrets.randbelow(2**31)))
@@ -26,8 +26,7 @@ def pytest_report_header() -> str:
 @pytest.fixture(scope="module", autouse=True)
 def _frozen_imports() -> None:
     """Exclude all objects of imported modules from garbage collection: many tests run one."""
-    gc.collect()
-    gc.freeze()
+    freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,7 +5,6 @@ A fork would otherwise visit, and so copy, all objects of torch in each collecti
 
 from __future__ import annotations
 
-import gc
+from tests.garbage import freeze
 
-gc.collect()
-gc.freeze()
+freeze()

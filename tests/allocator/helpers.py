@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
-import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from allocator import Pool, load_dpctl
@@ -173,12 +171,3 @@ def once_inside(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -
         return allocate(heap, nbytes, alignment)
 
     monkeypatch.setattr(Heap, "allocate", allocate_after)
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

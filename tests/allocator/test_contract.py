@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from allocator import Hook, OutOfMemoryError, Pool
-from tests.allocator.helpers import AligningDriver, blocks_of, without_collections
+from tests.allocator.helpers import AligningDriver, blocks_of
 from tests.conftest import SEED
+from tests.garbage import without_collections
 from tests.interrupts import interrupted
 from tests.pool_cases import KIB, MIB, POOL_CASES, PoolCase
 from tests.running import in_fork, in_threads

@@ -23,7 +23,7 @@ TILE = rounding.BLOCK * LANES
 SIZES = (1, 15, 17, 255, 256, 257, TILE - 1, TILE, TILE + 1, 8 * TILE + 300)
 
 
-def assert_same_bits(one: Tensor, other: Tensor) -> None:
+def assert_same_values(one: Tensor, other: Tensor) -> None:
     """Equal, and NaN in the same places."""
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tests.optimizer_cases import configuration_id
+from tests.optimizer_cases import Kwargs, configuration_id
 from tests.references import adagrad, adam, lamb, sgd
 from tests.references.lamb import ReferenceLamb
 
-Kwargs = dict[str, Any]
 STEPS = 5
 # Both sides round each operation, of which a step has less than 16, and the host's powers add a
 # few hundred units in the first steps of Adam, as 1 - 0.999^t is small (tests/tolerances.py).

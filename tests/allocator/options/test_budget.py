@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from allocator import Budget, Hook, OutOfMemoryError, Pool
-from tests.allocator.helpers import KIB, MIB, FaultyDriver, once_inside, without_collections
+from tests.allocator.helpers import KIB, MIB, FaultyDriver, once_inside
 from tests.conftest import SEED
+from tests.garbage import without_collections
 from tests.running import in_threads
 
 

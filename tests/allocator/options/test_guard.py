@@ -34,9 +34,9 @@ from tests.allocator.helpers import (
     bytes_of_blocks,
     check,
     once_inside,
-    without_collections,
 )
 from tests.conftest import SEED
+from tests.garbage import without_collections
 from tests.running import check_script, run_script
 
 call_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_DELETER)

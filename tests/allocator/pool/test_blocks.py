@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from allocator.pool import blocks as blocks_module
 from allocator.pool.blocks import Block, Heap, Rules, Segment
-from tests.allocator.helpers import KIB, MIB, without_collections
+from tests.allocator.helpers import KIB, MIB
+from tests.garbage import without_collections
 from tests.interrupts import InterruptAt
 from tests.running import in_threads
 

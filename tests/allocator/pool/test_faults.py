@@ -17,8 +17,8 @@ from tests.allocator.helpers import (
     OtherQueue,
     bytes_in_use,
     check,
-    without_collections,
 )
+from tests.garbage import without_collections
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7])

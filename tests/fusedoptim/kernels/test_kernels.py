@@ -23,9 +23,8 @@ from fusedoptim.kernels.language import Role
 from fusedoptim.launch import modules, parts
 from fusedoptim.launch.layout import INTEGERS
 from fusedoptim.launch.modules import ModuleError, load_module, shipped
-from tests.optimizer_cases import ADAGRAD, ADAM, LAMB, SGD, OptimizerCase
+from tests.optimizer_cases import ADAGRAD, ADAM, LAMB, SGD, Kwargs, OptimizerCase
 
-Kwargs = dict[str, Any]
 SOURCES = [path.name for path in build_tool.kernel_files()]
 HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
 

@@ -20,6 +20,7 @@ from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.step import commit
 from fusedoptim.step.tensors import update_order
 from tests.fusedoptim.helpers import run_in_threads
+from tests.garbage import without_collections
 
 
 def _with_ones(*sizes: int, count: int = 1, groups: bool = False, **kwargs: Any) -> tuple[Any, Any]:
@@ -292,14 +293,11 @@ def test_removed_group_is_forgotten() -> None:
 
 def test_dropping_an_optimizer_frees_its_state() -> None:
     (p,), optimizer = _with_ones(3, momentum=0.5)
-    gc.disable()
-    try:
+    with without_collections():
         optimizer.step()
         state = weakref.ref(optimizer.state[p]["momentum_buffer"])
         del optimizer
         assert state() is None
-    finally:
-        gc.enable()
 
 
 def test_counts_are_on_the_cpu_whatever_the_default_device() -> None:

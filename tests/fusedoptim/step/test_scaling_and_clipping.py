@@ -32,9 +32,8 @@ from tests.fusedoptim.helpers import (
     unchanged,
     widened,
 )
-from tests.optimizer_cases import ALL_CASES, CASES, OptimizerCase, configuration_id
+from tests.optimizer_cases import ALL_CASES, CASES, Kwargs, OptimizerCase, configuration_id
 
-Kwargs = dict[str, Any]
 LIMIT = 0.7
 WHOLE_CASES = [case for case in CASES if not case.is_split]
 NOT_FINITE = [float("inf"), -float("inf"), float("nan")]

@@ -18,13 +18,11 @@ from tests.fusedoptim.helpers import (
     random_like,
     step_alike,
 )
-from tests.optimizer_cases import LAMB, configuration_id
+from tests.optimizer_cases import LAMB, Kwargs, configuration_id
 from tests.transforms.helpers import assert_no_fused_step, assert_same
 from tests.transforms.passes.others_lamb import Apexs, Timms, TorchOptimizers
 from transforms.passes.fuse_step import fuse_update_step
 from transforms.rewrites.fused_step import unfuse
-
-Kwargs = dict[str, Any]
 
 # A class, its options, and those of tests.references.lamb that say the same; without clipping.
 CONFIGURATIONS: list[tuple[Any, Kwargs, Kwargs]] = [

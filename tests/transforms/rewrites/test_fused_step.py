@@ -28,6 +28,7 @@ from tests.fusedoptim.helpers import (
     snapshot,
     step_alike,
 )
+from tests.garbage import without_collections
 from tests.optimizer_cases import TORCHS_CASES, OptimizerCase, configuration_id
 from tests.transforms.helpers import assert_same, converted, each_class, new_params, new_twins
 from transforms.passes.fuse_step import fuse_update_step
@@ -172,12 +173,9 @@ class TestSameObject:
         step_alike(optimizer)
         reference = weakref.ref(optimizer)
         gc.collect()
-        gc.disable()
-        try:
+        with without_collections():
             del optimizer, scheduler
             assert reference() is None
-        finally:
-            gc.enable()
 
 
 def _path(cls: type) -> str:
