@@ -59,7 +59,7 @@ _POWER = 4  # of the units that ours and the reference's have together
 # specification, "Relative Error as ULPs", full profile).
 BUILTIN_ULPS = {"exp": 3, "log": 3, "sin": 4, "cos": 4, "tanh": 5, "erf": 16, "sqrt": 3, "pow": 16}
 # CPU.shape of fusedoptim.launch.cpu: a lane adds up CHUNK / LANES terms of a chunk. A GPU's lane
-# adds up fewer.
+# adds up fewer, but there are more lanes.
 LANES = 16
 CHUNK = 32 * 1024
 

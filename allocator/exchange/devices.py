@@ -32,3 +32,12 @@ def torch_name(device: tuple[int, int]) -> str:
     """The name for ``torch.device``."""
     kind, number = device
     return f"{_TORCH_TYPES[kind]}:{number}"
+
+
+def check_torch_has(device: tuple[int, int], torch: Any, pool: str) -> None:
+    """Raise RuntimeError if ``torch``, the module, has no tensors on the device of ``pool``."""
+    if device[0] == KDL_ONEAPI and not torch.xpu._is_compiled():
+        raise RuntimeError(
+            f"torch was built without XPU, so it has no tensors on {pool}; install torch's XPU "
+            "build, or use array() with dpnp"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from allocator.exchange.devices import KDL_ONEAPI, torch_name
+from allocator.exchange.devices import check_torch_has, torch_name
 from allocator.exchange.dlpack import VERSIONED_NAME, View, is_valid
 from allocator.exchange.dtypes import as_dtype
 from allocator.exchange.exports import Export
@@ -43,11 +43,7 @@ class TensorFactory:
         import torch
 
         if self.from_dlpack is _torch_not_loaded:
-            if self._device[0] == KDL_ONEAPI and not torch.xpu._is_compiled():
-                raise RuntimeError(
-                    f"torch was built without XPU, so it has no tensors on {self._core.name}; "
-                    "install torch's XPU build, or use array() with dpnp"
-                )
+            check_torch_has(self._device, torch, self._core.name)
             self.default_dtype = torch.get_default_dtype
             self.from_dlpack = torch._C._from_dlpack
         return torch

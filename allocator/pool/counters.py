@@ -97,7 +97,7 @@ class Counters:
         large, small = [0] * len(metrics), [0] * len(metrics)
         for amounts, is_small in items:
             totals = small if is_small else large
-            totals[:] = map(int.__add__, totals, amounts)
+            totals[:] = [a + b for a, b in zip(totals, amounts, strict=True)]
         for metric, *by_tier in zip(metrics, map(int.__add__, large, small), large, small):
             for level, amount in zip(self.levels[metric], by_tier):
                 level.become(amount)
@@ -122,7 +122,7 @@ class Counters:
         amounts: Sequence[int],
         is_small: bool,
     ) -> None:
-        for metric, amount in zip(metrics, amounts):
+        for metric, amount in zip(metrics, amounts, strict=True):
             levels = self.levels[metric]
             change(levels[0], amount)
             change(levels[1 + is_small], amount)

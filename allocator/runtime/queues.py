@@ -21,7 +21,10 @@ _borrowed: dict[int, Any] = {}
 _LIMITS = ("ONEAPI_DEVICE_SELECTOR", "OCL_ICD_FILENAMES", "SYCL_DEVICE_ALLOWLIST")
 _INSTALL_HINT = {
     "cpu": "pip install intel-opencl-rt",
-    "gpu": "install Intel's GPU driver (on Debian and Ubuntu: apt install intel-opencl-icd)",
+    "gpu": (
+        "install Intel's GPU driver (on Debian and Ubuntu: "
+        "apt install intel-opencl-icd libze1 libze-intel-gpu1)"
+    ),
 }
 
 

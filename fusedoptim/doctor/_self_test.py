@@ -23,7 +23,7 @@ from fusedoptim.allocator import default_pool
 from fusedoptim.doctor._examples import EXAMPLES
 from fusedoptim.doctor._examples.example import Example, Integers
 from fusedoptim.dtypes import ELEMENTS, VARIANTS, Element
-from fusedoptim.kernels.language import Role, as_lane
+from fusedoptim.kernels.language import STATE_ELEMENTS, Role, as_lane
 from fusedoptim.kernels.rounding import BLOCK, e4m3_value, e5m3_value
 from fusedoptim.launch.block import LaunchBlock, as_int64
 from fusedoptim.launch.kernel import kernel_for
@@ -48,9 +48,15 @@ _NUMBER_OF_ROW = (
     Role.PARAM_NUMBER,
 )
 _PER_ROW = (Role.SUMS, Role.RESULT, *_VALUE_OF_ROW)
-_OF_LAUNCH = (Role.DEVICE_SCALAR, Role.DEVICE_INT)
-_ADDRESSES = (*_ARRAYS, *_PER_ROW, Role.CHUNK_SUMS, *_OF_LAUNCH)
+_VALUE_OF_LAUNCH = (Role.DEVICE_SCALAR, Role.DEVICE_INT)
+_ADDRESSES = (*_ARRAYS, *_PER_ROW, Role.CHUNK_SUMS, *_VALUE_OF_LAUNCH)
 _NARROW = (Role.PARAM, Role.GRAD, Role.INPUT, Role.OUTPUT)
+_STORAGES = {
+    Role.TRAIL: "trail",
+    **dict.fromkeys((Role.INDICES, Role.ROW_INT, Role.DEVICE_INT), "i64"),
+    **STATE_ELEMENTS,
+}
+"""How arrays are stored, apart from those of the arithmetic dtype and of the parameter's."""
 _CHUNK_STEP = 1 << 12  # elements: a chunk begins at a multiple of it
 
 
@@ -74,7 +80,7 @@ def _rows(module: Module, lanes: int, example: Example | None) -> Rows:
 
 
 def _row_sizes(role: Role, sums: int, lanes: int) -> Integers:
-    if role in _OF_LAUNCH:
+    if role in _VALUE_OF_LAUNCH:
         return np.array([1])
     if role is Role.BLOCK_SCALES:
         return -(-_LENGTHS // (BLOCK * lanes)) * lanes
@@ -199,19 +205,16 @@ class _Trial:
             values *= self._random.choice([-1.0, 1.0], len(values))
         if role is Role.ROW_INT:  # an index of one of the row's elements
             values = self._random.integers(0, _LENGTHS).view(np.float64)
-        storages = dict.fromkeys(_NARROW, self._narrow)
-        storages |= {Role.TRAIL: "trail", Role.DEVICE_INT: "i64", Role.ROW_INT: "i64"}
-        storages |= {Role.INDICES: "i64", Role.STATE_BF16: "bf16", Role.BLOCK_SCALES: "bf16"}
+        storage = self._narrow if role in _NARROW else _STORAGES.get(role, self._real)
         if argument.name in self._given:
             values = np.asarray(self._given[argument.name])
-            if storages.get(role) == "i64":
+            if storage == "i64":
                 values = values.astype(np.int64).view(np.float64)
         if role in _DECODERS:
-            storages[role] = "u8"
             values = self._random.integers(24, 96, len(values)).astype(np.float64)
         elif role is Role.BLOCK_SCALES:
             values = 2.0 ** self._random.integers(-12, -9, len(values))
-        return _Array(self._queue, values, storages.get(role, self._real), self._in_usm)
+        return _Array(self._queue, values, storage, self._in_usm)
 
     def _new_number(self, argument: Argument) -> Any:
         name, role = argument
@@ -321,7 +324,7 @@ class _Trial:
             elif role is not Role.LENGTH:
                 block.write(name, self._numbers[name])
         head = {
-            name: self._arrays[name].address if role in _OF_LAUNCH else self._numbers[name]
+            name: self._arrays[name].address if role in _VALUE_OF_LAUNCH else self._numbers[name]
             for name, role in self._module.layout.head
         }
         block.write_head(head)
@@ -363,7 +366,7 @@ def in_float64(
                 given[name] = values[name][row].item()
             elif role in _VALUE_OF_ROW:
                 given[name] = arrays[name][row][0]
-            elif role in _OF_LAUNCH:
+            elif role in _VALUE_OF_LAUNCH:
                 given[name] = arrays[name][0][0]
             elif name in arrays:
                 given[name] = arrays[name][row]

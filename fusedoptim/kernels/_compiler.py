@@ -20,7 +20,7 @@ import numpy as np
 from fusedoptim.allocator import load_compiler
 from fusedoptim.dtypes import VARIANTS
 from fusedoptim.kernels import language, rounding
-from fusedoptim.kernels.language import Role
+from fusedoptim.kernels.language import STATE_ELEMENTS, Role
 from fusedoptim.launch.layout import INTEGERS, REALS, WORD, Argument, Layout
 
 load_compiler()  # numba-dpex's wheels cannot find their own libraries
@@ -50,17 +50,19 @@ _TRANSLATION = (
     "--spirv-max-version=1.0",  # what OpenCL 2.1 takes, so every driver
     f"--spirv-allow-unknown-intrinsics={_prefetching.INTRINSIC}",
 )
-_STATE_ELEMENTS = {
-    Role.STATE_BF16: "bf16",
-    Role.STATE_E4M3: "u8",
-    Role.STATE_E5M3: "u8",
-    Role.BLOCK_SCALES: "bf16",
-}
 # For these a kernel gets the value instead of the address.
 _VALUES = (Role.DEVICE_SCALAR, Role.DEVICE_INT, Role.ROW_INT, Role.ROW_RESULT)
 _LANE_FUNCTIONS = ("lane", "lanes", "uniform", "barrier", "group_sum", "group_max")
-# Variables of the generated loops.
-_ROW_LOOP = ("rows", "head", "run", "next_row", "end", "row", "all_rows", "fetch", "kernel", "real")
+# What the generated loops call, and their variables: no argument may have such a name.
+_CALLED = {
+    "group": _lowering.group,
+    "first_group": _lowering.first_group,
+    "fetch": language.fetch,
+    "lane": language.lane,
+    "lanes": language.lanes,
+}
+_VARIABLES = ("rows", "head", "run", "next_row", "end", "row", "all_rows", "kernel", "real")
+_ROW_LOOP = (*_VARIABLES, *_CALLED)
 _ELEMENT_LOOP = ("start",)
 _AHEAD = 16  # rows between the one that is walked and the one that is fetched
 _SCATTERED = (Role.PARAM, Role.STATE, Role.STATE_BF16)
@@ -143,7 +145,7 @@ def signature(kernel: Callable[..., Any], variant: str) -> Signature:
 def variants_of(kernel: Callable[..., Any]) -> list[str]:
     """The variants of a kernel: none is of float64 if it rounds state to fewer bits."""
     roles = {role for _, role in signature(kernel, "f32").arguments}
-    rounds = not roles.isdisjoint(_STATE_ELEMENTS)
+    rounds = not roles.isdisjoint(STATE_ELEMENTS)
     return [v for v in VARIANTS if not (rounds and VARIANTS[v].arithmetic == "float64")]
 
 
@@ -162,8 +164,8 @@ def _numba_type(role: Role, variant: str) -> types.Type:
         return getattr(types, VARIANTS[variant].arithmetic)
     if role in INTEGERS:
         return types.int64
-    if role in _STATE_ELEMENTS:
-        return _lowering.Pointer(_STATE_ELEMENTS[role])
+    if role in STATE_ELEMENTS:
+        return _lowering.Pointer(STATE_ELEMENTS[role])
     if role in (Role.DEVICE_INT, Role.ROW_INT, Role.INDICES):
         return _lowering.Pointer("i64")
     return _lowering.Pointer(real)
@@ -180,11 +182,7 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
     namespace: dict[str, Any] = {
         "kernel": _for_device(kernel, real),
         "real": real,
-        "group": _lowering.group,
-        "first_group": _lowering.first_group,
-        "fetch": language.fetch,
-        "lane": language.lane,
-        "lanes": language.lanes,
+        **_CALLED,
     }
     rows, rows_per_group = layout.head_word["rows"], layout.head_word["rows_per_group"]
     of_group = [

@@ -115,6 +115,14 @@ class Role(enum.Enum):
         return self not in _OF_LAUNCH
 
 
+STATE_ELEMENTS = {
+    Role.STATE_BF16: "bf16",
+    Role.STATE_E4M3: "u8",
+    Role.STATE_E5M3: "u8",
+    Role.BLOCK_SCALES: "bf16",
+}
+"""State that is not in the arithmetic dtype: its element's name in ``fusedoptim.dtypes``."""
+
 _OF_LAUNCH = (Role.SCALAR, Role.FLAG, Role.INTEGER, Role.DEVICE_SCALAR, Role.DEVICE_INT)
 
 
