@@ -204,13 +204,6 @@ STEPS = {
         "torch fused AdamW",
         "FusedAdamW",
     ),
-    "SGD step, one tensor of 8,192 elements": ("sgd", "8192", "torch fused SGD", "FusedSGD"),
-    "Adagrad step, sparse: 10,000 of 1 M rows": (
-        "sparse",
-        "unique",
-        "torch Adagrad",
-        "FusedAdagrad",
-    ),
 }
 
 
@@ -268,6 +261,21 @@ def test_the_readme_has_recorded_iterations() -> None:
     assert speed_table()["the same three in float32"] == figures
     kept = "{}, {} and {} ms".format(*iterations("torch fused, bfloat16, memory kept"))
     assert f"torch takes {kept} in the first three rows" in speed_section()
+
+
+def test_the_readme_has_recorded_inferences() -> None:
+    models = ("ResNet-50", "ConvNeXt-tiny", "BERT-base")
+    rows = [
+        row for row in recorded("inference") if (row["batch"], row["dtype"]) == ("1", "float32")
+    ]
+    medians = {(row["configuration"], row["model"]): row["median_ms"] for row in rows}
+    theirs, ours = (
+        [medians[configuration, model] for model in models]
+        for configuration in ("eager", "fusedoptim, sample input")
+    )
+    name = f"inference of one input, float32: {', '.join(models)}"
+    times = [", ".join(f"{float(ms):.1f}" for ms in column) + " ms" for column in (theirs, ours)]
+    assert speed_table()[name] == [*times, ", ".join(ratios(ours, theirs))]
 
 
 def test_the_picture_shows_its_figures() -> None:

@@ -2,7 +2,7 @@
 
 A file holds a line about itself, then the module. Its name is the hash of all that the module
 depends on. It is written whole or not at all. It is read only if its content is what was written,
-by this user or by root, because what is read here is run. See docs/design/kept-programs.md.
+by this user or by root, because what is read here is run. See docs/design/cached-programs.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The CPU driver through OpenCL's C interface, which gives access to compiled programs.
 
 SYCL gives no such access. So on the CPU, kernels are built, cached on the disk and launched here; a
-launch is quicker too (docs/design/kept-programs.md). Only addresses are passed, so memory of SYCL
+launch is quicker too (docs/design/cached-programs.md). Only addresses are passed, so memory of SYCL
 and of torch is treated alike.
 """
 

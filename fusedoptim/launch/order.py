@@ -3,7 +3,7 @@
 Other launches wait for it, and the memory that it uses is kept until it has ended.
 
 This is tracked without asking the driver: waiting for an idle queue costs more than a small kernel
-(see docs/design/kept-programs.md). Other threads may submit meanwhile, and an interrupt may come
+(see docs/design/cached-programs.md). Other threads may submit meanwhile, and an interrupt may come
 anywhere, so what is not known to have ended counts as running.
 """
 

@@ -11,7 +11,7 @@ note a change only when it is complete:
 - If an interrupt comes between the kernels of one update, the rest of them are submitted before the
   update is committed.
 
-docs/design/sections-and-interrupts.md has the whole argument.
+docs/design/reentrancy-and-interrupts.md has the whole argument.
 """
 
 from __future__ import annotations
