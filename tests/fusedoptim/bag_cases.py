@@ -1,4 +1,4 @@
-"""Random bags of several tables, in both forms, and the same by torch in float64."""
+"""Random bags of several tables, in both forms, and torch's results for them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROWS = (50, 1, 7, 300)
 
 
 class Bags(NamedTuple):
-    """The indices of some tables, and where the bags begin and the last one ends."""
+    """The indices of each table, and the offsets where each bag begins and the last one ends."""
 
     indices: list[Tensor]
     offsets: list[Tensor]
 
     @property
     def joined(self) -> tuple[Tensor, Tensor]:
-        """One tensor of both; with the end of the last bag."""
+        """One tensor of all indices, and one of all offsets with the end of the last bag."""
         starts = [torch.zeros(1, dtype=self.offsets[0].dtype)]
         before = 0
         for own, offsets in zip(self.indices, self.offsets):
@@ -32,9 +32,9 @@ class Bags(NamedTuple):
 def new_bags(
     rows: Sequence[int], bags: int = 9, most: int = 6, dtype: torch.dtype = torch.int64
 ) -> Bags:
-    """Bags of up to ``most`` indices of tables with so many rows; some bags are empty.
+    """Bags of at most ``most`` indices of tables with ``rows`` rows; some bags are empty.
 
-    The second table has none but empty ones, and the last one many duplicates.
+    The second table has only empty bags, and the last one has many duplicates.
     """
     indices, offsets = [], []
     for t, count in enumerate(rows):
@@ -54,7 +54,7 @@ def expected(
     samples: Tensor | None = None,
     padding: int | None = None,
 ) -> Tensor:
-    """A table's bags by torch."""
+    """The bags of one table, computed by torch."""
     return torch.nn.functional.embedding_bag(
         indices.long(),
         weight,

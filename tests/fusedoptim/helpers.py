@@ -1,7 +1,7 @@
-"""What the tests of the optimizers share.
+"""Helpers of the optimizers' tests.
 
-Parameters of every layout that matters, an optimizer beside its float64 reference, and assertions
-that a call changes nothing.
+Parameters of every relevant layout, an optimizer compared with its float64 reference, and
+assertions that a call changes nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _channels_last(*shape: int) -> Callable[[torch.dtype], Tensor]:
     return lambda dtype: _dense(*shape)(dtype).to(memory_format=torch.channels_last)
 
 
-# Around the SIMD width, beyond one chunk with a tail, empty, 0-d, and every kind of strides.
+# Sizes around the SIMD width, beyond one chunk with a tail, empty, 0-d, and all kinds of strides.
 LAYOUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
     "1": _dense(1),
     "15": _dense(15),
@@ -79,7 +79,7 @@ def make_params(dtype: torch.dtype, layouts: Sequence[str] = tuple(LAYOUTS)) -> 
 
 
 def random_like(param: Tensor) -> Tensor:
-    """A gradient with no element near zero: divided by its size, nothing else has a meaning."""
+    """A gradient with no element near zero, where dividing by the magnitude has no meaning."""
     grad = torch.randn_like(param)
     parts = torch.view_as_real(grad) if grad.is_complex() else grad
     parts += torch.where(parts < 0, -0.5, 0.5)
@@ -101,7 +101,7 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Parameter]:
 
 
 def step_alike(*optimizers: Any, grads: Sequence[Tensor] | None = None) -> None:
-    """Step each with the same gradients, new ones unless ``grads`` are given."""
+    """Step each optimizer with the same gradients, new ones unless ``grads`` are given."""
     if grads is None:
         grads = [random_like(p) for p in params_of(optimizers[0])]
     for optimizer in optimizers:
@@ -124,13 +124,13 @@ def upper_half(values: Tensor) -> Tensor:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """The real and imaginary parts of a complex tensor; another as it is."""
+    """The real and imaginary parts of a complex tensor; a real tensor unchanged."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def exact_values(optimizer: Any) -> dict[Tensor, Tensor]:
-    """What each parameter stands for: itself, or both halves of it."""
+    """The value that each parameter stands for: its own, or that of both its halves."""
     return dict(zip(params_of(optimizer), optimizer.master_params()))
 
 
@@ -143,7 +143,7 @@ def snapshot(optimizer: Any) -> dict[Tensor, dict[str, Any]]:
 
 
 def assert_same_state(optimizer: Any, expected: dict[Tensor, dict[str, Any]]) -> None:
-    """Bit for bit."""
+    """Assert that an optimizer's state is exactly ``expected``."""
     assert optimizer.state.keys() == expected.keys()
     for p, state in expected.items():
         assert optimizer.state[p].keys() == state.keys()
@@ -157,7 +157,7 @@ def assert_same_state(optimizer: Any, expected: dict[Tensor, dict[str, Any]]) ->
 def values_after(
     cls: type[Any], start: list[float], grads: Sequence[list[float]], **kwargs: Any
 ) -> list[float]:
-    """The values after each step with these gradients, in float64, of one parameter."""
+    """The float64 values of one parameter after each step with these gradients."""
     p = Parameter(torch.tensor(start, dtype=torch.float64))
     optimizer = cls([p], lr=0.1, **kwargs)
     values = []
@@ -169,7 +169,7 @@ def values_after(
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """A copy of the values as bytes, which compare equal where they are NaN too."""
+    """A copy of the values as bytes, which compare equal even where the values are NaN."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     return dense.resolve_conj().resolve_neg().flatten().clone().view(torch.uint8)
 
@@ -187,11 +187,11 @@ def assert_same_bits(one: Any, other: Any) -> None:
 
 @contextlib.contextmanager
 def unchanged(optimizer: Any) -> Iterator[None]:
-    """Assert that parameters, their versions, gradients and state are the same at the end."""
+    """Assert that parameters, their versions, gradients and state are unchanged at the end."""
     params = [p for p in params_of(optimizer) if not p.is_meta]
     values, versions = [bits(p) for p in params], [p._version for p in params]
     grads = [p.grad for p in params]
-    grad_values = [bits(grad) if type(grad) is Tensor else None for grad in grads]  # none of a fake
+    grad_values = [bits(grad) if type(grad) is Tensor else None for grad in grads]  # no fakes
     state = snapshot(optimizer)
     groups = len(optimizer.param_groups)
     yield
@@ -236,7 +236,7 @@ def run_in_threads(*functions: Callable[[], object]) -> None:
 
 
 def assert_lets_other_threads_run(action: Callable[[], object]) -> None:
-    """Though no thread is made to give the interpreter's lock away."""
+    """Assert that an action releases the interpreter's lock without being forced to."""
     go, went = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: go.wait() and went.set())
     interval = sys.getswitchinterval()
@@ -252,10 +252,10 @@ def assert_lets_other_threads_run(action: Callable[[], object]) -> None:
 
 
 def assert_within(actual: Tensor, expected: Tensor, error: Tensor | float, what: str) -> None:
-    """Raise unless no element is further from its expected value than its ``error``."""
+    """Raise if an element is further from its expected value than its ``error``."""
     actual, expected = as_real(widened(actual.to_dense())), as_real(expected)
     off, error = (actual - expected).abs(), torch.as_tensor(error, dtype=torch.float64)
-    # Infinities are the same or are not, and so are NaNs.
+    # Infinities and NaNs have no distance: they have to be equal.
     good = (off <= error) & expected.isfinite() | (actual == expected)
     good |= actual.isnan() & expected.isnan()
     if not bool(good.all()):
@@ -265,9 +265,9 @@ def assert_within(actual: Tensor, expected: Tensor, error: Tensor | float, what:
 
 
 class SideBySide:
-    """An optimizer and its reference, in float64, on the same values and gradients.
+    """An optimizer and its float64 reference on the same values and gradients.
 
-    By default in the case's last configuration, on a float32 parameter of each layout.
+    The default is the case's last configuration, on a float32 parameter of each layout.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class SideBySide:
         self.torchs.step()
 
     def train(self, steps: int = 1, skip: Sequence[int] = (), **kwargs: Any) -> None:
-        """Take steps with new gradients, and compare after each; the rest is for :meth:`check`."""
+        """Take steps with new gradients, and compare after each; :meth:`check` gets the rest."""
         for _ in range(steps):
             self.set_gradients(skip)
             self.check(**kwargs)
@@ -325,7 +325,7 @@ class SideBySide:
             ours: steps our optimizer.
             scaler: scales our gradients, and steps our optimizer instead.
             limit: to which the norm is clipped: the reference's before the step, ours in it.
-            also: a factor that our gradients have beside the scaler's.
+            also: a further factor of our gradients, besides the scaler's.
         """
         if scaler is not None:
             self.scale_gradients(scaler, also)
@@ -350,7 +350,7 @@ class SideBySide:
         return Bounded(as_real(value), error, ARITHMETIC[self.dtype])
 
     def _carry_errors(self) -> None:
-        """Bound what the coming step of the reference has that ours has not; tests/tolerances.py"""
+        """Bound how far ours may be from the reference's next step; see tests/tolerances.py."""
         clipped = self._clipping()
         carried: dict[Tensor, dict[str, Bounded]] = {}
         for group in self.torchs.param_groups:
@@ -371,31 +371,31 @@ class SideBySide:
             self._errors[p] = {k: v.error for k, v in new.items()}
 
     def _alike(self, params: Sequence[Tensor]) -> list[tuple[int, list[Tensor]]]:
-        """The step's number, and the parameters of which it is and whose update is one formula.
+        """Step numbers, each with the parameters at that step that one formula can update.
 
-        Those are all with equal state, if the formula is one for each element: one evaluation for
-        many parameters takes the time of one.
+        If the formula is elementwise, these are all parameters with the same kind of state, as one
+        evaluation for many parameters is as fast as for one.
         """
         found: dict[Any, list[Tensor]] = {}
         for turn, p in enumerate(params):
             if p.grad is None:
                 continue
             state = self.torchs.state.get(p, {})
-            earlier = sum(other is p for other in params[:turn])  # it may be given twice
+            earlier = sum(other is p for other in params[:turn])  # a parameter may be given twice
             t = int(state.get("step", 0)) + 1 + earlier
             kind = (t, *state) if self.case.is_elementwise and not earlier else (t, turn)
             found.setdefault(kind, []).append(p)
         return [(kind[0], alike) for kind, alike in found.items()]
 
     def _bounded_values(self, p: Tensor) -> dict[str, Bounded]:
-        """A reference's parameter and state."""
+        """A reference's parameter and state, with the errors so far."""
         errors = self._errors.get(p, {})
         values = {k: v for k, v in self.torchs.state.get(p, {}).items() if k != "step"}
         values["param"] = p
         return {k: self._bounded(v, errors.get(k, 0.0)) for k, v in values.items()}
 
     def _clipping(self) -> Bounded | None:
-        """What our clipping may add to the error of the gradients; the reference's are clipped."""
+        """Our clipping's part in the gradients' error; the reference's are already clipped."""
         if self.ours.max_grad_norm is None:
             return None
         params = params_of(self.ours)

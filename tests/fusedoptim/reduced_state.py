@@ -19,12 +19,12 @@ REDUCED = (torch.bfloat16, "float8")
 each_dtype = pytest.mark.parametrize("state_dtype", REDUCED, ids=str)
 LANES = BACKENDS["cpu"].shape.lanes
 TILE = rounding.BLOCK * LANES
-# Around the lanes, a draw of the words, a block, a tile and a chunk.
+# Sizes around the lanes, a draw of the words, a block, a tile and a chunk.
 SIZES = (1, 15, 17, 255, 256, 257, TILE - 1, TILE, TILE + 1, 8 * TILE + 300)
 
 
 def assert_same_values(one: Tensor, other: Tensor) -> None:
-    """Equal, and NaN in the same places."""
+    """Assert that values are equal, with NaN in the same places."""
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 

@@ -50,7 +50,7 @@ def test_by_hand(kwargs: dict[str, Any], expected: list[float]) -> None:
     ids=configuration_id,
 )
 def test_state_is_there_from_the_start(dtype: torch.dtype, expected: torch.dtype) -> None:
-    """share_memory() shares it, as torch's does; but it is never 16 bits wide."""
+    """State exists for share_memory(), as torch's does; but it is never 16 bits wide."""
     p = Parameter(torch.randn(34, 10).to(dtype)[::2, 1::3])
     optimizer = FusedAdagrad([p], initial_accumulator_value=0.1)
     state = optimizer.state[p]
@@ -66,7 +66,7 @@ def test_state_is_there_from_the_start(dtype: torch.dtype, expected: torch.dtype
 
 
 def test_group_added_later() -> None:
-    """Its state is made at its first step, with the optimizer's initial value."""
+    """A later group's state is made at its first step, with the optimizer's initial value."""
     pair = SideBySide(ADAGRAD, ADAGRAD.kwargs[-1], [Parameter(torch.randn(17)) for _ in range(2)])
     later = [Parameter(torch.randn(5)) for _ in range(2)]
     references = [Parameter(p.detach().double()) for p in later]
@@ -80,7 +80,7 @@ def test_group_added_later() -> None:
 
 
 def test_group_with_an_initial_value_of_its_own() -> None:
-    """torch ignores it and uses the optimizer's."""
+    """torch ignores the group's initial value and uses the optimizer's."""
     results = []
     for cls in (FusedAdagrad, torch.optim.Adagrad):
         p, q = (Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))

@@ -104,7 +104,7 @@ class TestSmallBetas:
 def test_amsgrad_switched_on_later(case: OptimizerCase) -> None:
     pair = SideBySide(case, {"lr": 0.1}, make_params(torch.float32, ["17", "1000"]))
     pair.train()
-    # torch wants its state to be there.
+    # torch expects this state to exist.
     for optimizer in (pair.ours, pair.torchs):
         optimizer.param_groups[0]["amsgrad"] = True
     for state in pair.torchs.state.values():
@@ -114,7 +114,7 @@ def test_amsgrad_switched_on_later(case: OptimizerCase) -> None:
 
 @each_case
 def test_step_set_by_the_user(case: OptimizerCase) -> None:
-    """In place, as another tensor or memory, and as a number, as old checkpoints have it."""
+    """A count may be set in place, as a new tensor or memory, or as old checkpoints' number."""
     params = [Parameter(torch.randn(5)) for _ in range(3)]
     pair = SideBySide(case, params=params)
     for count in (torch.tensor(40.0), torch.tensor(7.0, dtype=torch.float64)):
@@ -135,7 +135,7 @@ def test_step_set_by_the_user(case: OptimizerCase) -> None:
 
 @each_case
 def test_a_count_is_of_one_parameter(case: OptimizerCase) -> None:
-    """The counts are views of one tensor; writing to one leaves the others as they are."""
+    """The counts are views of one tensor; writing to one leaves the others unchanged."""
     params = [Parameter(torch.randn(5)) for _ in range(3)]
     optimizer = case.make(params, lr=0.1)
     step_alike(optimizer)

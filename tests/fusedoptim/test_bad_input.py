@@ -84,7 +84,7 @@ def test_some_of_the_state_is_gone(case: OptimizerCase) -> None:
 
 
 def test_trail_of_another_dtype() -> None:
-    """torch's own load_state_dict casts it to the parameter's."""
+    """torch's own load_state_dict casts the trail to the parameter's dtype."""
     p = Parameter(torch.randn(10))
     optimizer = fusedoptim.SplitSGD([p], lr=0.1)
     p.grad = torch.ones_like(p)
@@ -101,7 +101,7 @@ def test_sparse_parameter(case: OptimizerCase) -> None:
     if case.is_split:
         _assert_not_split(case, bad, TypeError, r"layout torch\.sparse_coo")
         return
-    if case.has_state_from_the_start:  # then torch cannot make it
+    if case.has_state_from_the_start:  # torch cannot make the state then
         with pytest.raises(RuntimeError, match="only supported by strided tensors"):
             case.make([bad])
         return

@@ -28,7 +28,7 @@ class TestTorchContract:
 
     @each_class
     def test_signature_and_defaults(self, case: OptimizerCase) -> None:
-        """The reference's arguments, in its order, then ours, keyword-only."""
+        """The arguments are the reference's, in its order, and then ours, keyword-only."""
         assert issubclass(case.cls, case.reference if case.is_torchs else torch.optim.Optimizer)
         ours = inspect.signature(case.cls).parameters
         references = inspect.signature(case.reference).parameters
@@ -82,7 +82,7 @@ class TestTorchContract:
 
     @each_class
     def test_nan_is_refused(self, case: OptimizerCase) -> None:
-        """At construction, in a new group and between steps; and nothing changes."""
+        """NaN is refused at construction, in a new group and between steps, and nothing changes."""
         names = {"lr": "lr|learning rate", "eps": "eps", "betas": "beta"}
         defaults = case.make([Parameter(torch.ones(1))]).defaults
         for name, value in defaults.items():
@@ -158,7 +158,7 @@ class TestTorchContract:
 
     @each_class
     def test_parameter_in_two_groups(self, case: OptimizerCase) -> None:
-        """torch refuses to construct it; after an edit it updates one after the other."""
+        """torch refuses this at construction; after an edit, it updates one after the other."""
         pair = SideBySide(case, params=make_params(torch.float32, ["1000", "17", "3x0"]))
         for optimizer, params in ((pair.ours, pair.params), (pair.torchs, pair.references)):
             (group,) = optimizer.param_groups

@@ -19,8 +19,8 @@ from fusedoptim import isa
 
 ROOT = Path(__file__).parents[2]
 _WITHOUT = "without FUSEDOPTIM_ISA"
-# The bits of parameters and state after a few steps. (A norm, as Lamb's, is a sum in the order of
-# the vector's width: its last bits are the level's.)
+# The bits of parameters and state after a few steps. (A norm, such as Lamb's, would depend on the
+# level: the vector's width determines the order of its sum.)
 _STEPS = """
 import hashlib, torch
 from fusedoptim import FusedAdam, SplitSGD, isa
@@ -36,7 +36,7 @@ for cls, dtype in ((FusedAdam, torch.float32), (SplitSGD, torch.bfloat16)):
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 print(isa.level(), digest.hexdigest())
 """
-# The driver's own variable, wrong; then a level that this driver is too late for.
+# The driver's own variable is wrong at first; then the level is set, after the import.
 _WRONG_THEN_STEPS = f"""
 import os
 from fusedoptim import isa
@@ -56,9 +56,9 @@ print(sorted(name for name in os.environ if "TARGET_ARCH" in name))
 class Run(NamedTuple):
     lines: list[str]
     registers: set[str]
-    """kinds of vector register in the code that the driver made."""
+    """The kinds of vector register in the code that the driver made."""
     gathers: set[str]
-    """instructions in it that load or store the lanes of a register one by one."""
+    """The instructions in it that load or store the lanes of a register one by one."""
 
 
 def lower_level() -> str:
@@ -109,7 +109,7 @@ def test_disassembly_has_the_registers_of_the_level(runs: dict[str, Run]) -> Non
 
 
 def test_loops_are_vectorized(runs: dict[str, Run]) -> None:
-    """A branch for each lane, such as numba's test for zero divisors, makes the driver gather."""
+    """A branch for each lane, such as numba's test for zero divisors, would cause gathers."""
     assert all(not run.gathers for run in runs.values())
 
 
@@ -204,7 +204,7 @@ def test_processor_without_any_level(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_highest_level_is_torchs() -> None:
-    """torch asks the processor itself where we read what Linux tells."""
+    """torch asks the processor itself, where we read what Linux reports."""
     has = torch.cpu.get_capabilities()
     of_level = {
         "avx": "avx",

@@ -94,7 +94,7 @@ def test_by_hand(cls: Any, kwargs: dict[str, Any], expected: list[float]) -> Non
 
 
 class TestRatio:
-    """The ratio is 1 where a norm is zero, and of one tensor whatever its chunks."""
+    """The ratio is 1 where a norm is zero, and is that of a whole tensor, whatever its chunks."""
 
     @pytest.mark.parametrize("dtype", LAMB.dtypes, ids=configuration_id)
     def test_parameter_of_zeros(self, dtype: torch.dtype) -> None:
@@ -122,7 +122,7 @@ class TestRatio:
 
     @pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, 99_999])
     def test_one_element_that_decides_a_norm(self, place: int) -> None:
-        """Wherever it is."""
+        """The norm is right wherever the one element is that decides it."""
         p = Parameter(torch.zeros(100_000, dtype=torch.float64))
         p.grad = torch.zeros_like(p)
         with torch.no_grad():
@@ -180,7 +180,7 @@ def test_four_launches_for_any_tensors(
 def test_batches_compute_what_one_does(
     dtype: torch.dtype, launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit: the size of a batch depends on the machine."""
+    """Batches compute the same bits, as the size of a batch depends on the machine."""
     sizes = [0, 200_000, 40_000, 70_000, 1, 0, 300_000, 17, 100_000, 0]
     tensors = [torch.randn(n, dtype=dtype) for n in sizes]
     optimizers = []
@@ -195,7 +195,7 @@ def test_batches_compute_what_one_does(
             optimizer.step()
         optimizers.append(optimizer)
         moments = [name for name in launches if name.startswith("lamb_moments")]
-        # Of the last step. A batch of 16-byte elements is 200, 40 + 70 + 300, or 100 thousand.
+        # Launches of the last step. Batches of 16-byte elements: 200, 40 + 70 + 300, 100 thousand.
         expected = {0: 1, 64: 5, 200_000 * 16: 4 if dtype == torch.float64 else 3, 10**9: 1}
         assert len(moments) == expected[batch_bytes]
     for optimizer in optimizers[1:]:
@@ -203,7 +203,7 @@ def test_batches_compute_what_one_does(
 
 
 def test_an_interrupt_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it comes, all batches are updated or none is."""
+    """Wherever the interrupt comes, all batches are updated or none is."""
     monkeypatch.setattr(BACKENDS["cpu"], "batch_bytes", 64)
     grads = [torch.randn(n) for n in (40_000, 70_000)]
 
@@ -234,7 +234,7 @@ def test_an_interrupt_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_kernel_computes_what_three_do(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit: which of them updates a tensor may change when a checkpoint is loaded."""
+    """The bits of one kernel and of three are equal: loading a checkpoint may change the kernel."""
     sizes = [1, 15, 16, 17, 1000, 16 * 1024, 32 * 1024]
     params = [Parameter(torch.randn(n, dtype=dtype)) for n in sizes]
     copies = [Parameter(p.detach().clone()) for p in params]
@@ -273,7 +273,7 @@ class _Reduction:
 
 
 def test_a_reduction_between_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second kernel takes the norms from what a stage before it has made of the sums."""
+    """The second kernel takes the norms from sums that a stage before it has changed."""
 
     class Reduced(Pipeline):
         def __init__(self, *args: Any) -> None:
@@ -313,7 +313,7 @@ def test_options_of_a_group_changed_later() -> None:
 
 
 def test_torchs_options() -> None:
-    """Lamb takes them as the other classes do, but none that asks for another implementation."""
+    """Lamb has torch's options as the other classes do, but refuses other implementations."""
     for option in ("foreach", "capturable", "differentiable"):
         optimizer = FusedLamb([Parameter(torch.ones(1))], **{option: False})  # type: ignore[arg-type]
         assert optimizer.param_groups[0][option] is False

@@ -29,7 +29,7 @@ def run(script: str, **variables: str) -> str:
 
 
 def test_exit_after_steps() -> None:
-    """An optimizer lives in a cycle; OpenMP threads that a step put to sleep wake for torch."""
+    """A process exits with an optimizer in a cycle; OpenMP threads put to sleep wake for torch."""
     output = run("""
 q = torch.nn.Parameter(torch.ones(2_000_000))
 q.grad = torch.ones_like(q)
@@ -45,7 +45,7 @@ optimizer.step()
 
 
 def test_training_does_not_load_torchs_compiler() -> None:
-    """Making one of torch.optim's optimizers does, which takes five times as long as a step."""
+    """Making one of torch.optim's optimizers loads the compiler; ours do not."""
     output = run("""
 import sys
 for optimizer in FusedSGD([p], lr=0.5), FusedLamb([p]):
@@ -65,7 +65,7 @@ print("torch._dynamo" in sys.modules)
 
 
 def test_fork() -> None:
-    """Before the first step either process may take it; afterwards the child cannot."""
+    """Before the first step, either process may take steps; afterwards, a forked child cannot."""
     output = run("""
 if os.fork() == 0:
     optimizer.step()
@@ -91,7 +91,7 @@ optimizer.step()
 
 
 def final_weights() -> dict[str, list[Tensor]]:
-    """The weights that each class reaches after five steps, from one seed."""
+    """The weights that each class reaches after five steps from one seed."""
     weights = {}
     for case in CASES:
         torch.manual_seed(SEED)
@@ -106,7 +106,7 @@ def final_weights() -> dict[str, list[Tensor]]:
 
 
 def test_the_same_bits_whatever_the_number_of_threads(tmp_path: Path) -> None:
-    """Also where the process's affinity decides it."""
+    """The bits are equal even if the process's affinity decides the number of threads."""
     first, *others = at_each_thread_count(final_weights)
     saved = tmp_path / "weights.pt"
     script = f"""

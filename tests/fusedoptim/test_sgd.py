@@ -74,9 +74,9 @@ def test_every_element_of_16_bit_parameters_moves(dtype: torch.dtype, size: int)
 
 
 def test_torchs_fused_sgd_skips_16_bit_parameters() -> None:
-    """The defect that FusedSGD does not have, pytorch#191763: the last partial block alone moves.
+    """torch's fused SGD updates the last partial block alone (pytorch#191763), unlike FusedSGD.
 
-    Should torch update all of them, the statements about it in the documentation are out of date.
+    Should torch update all of them, the documentation's statements about it are out of date.
     """
     p = Parameter(torch.ones(1000, dtype=torch.bfloat16))
     p.grad = torch.ones_like(p)
@@ -87,7 +87,7 @@ def test_torchs_fused_sgd_skips_16_bit_parameters() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_conversions_of_all_16_bit_values(dtype: torch.dtype) -> None:
-    """Loading and storing preserves each of the 65,536 bit patterns' values."""
+    """Loading and storing preserves the value of each of the 65,536 bit patterns."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     p = Parameter(values.clone())
     p.grad = torch.zeros_like(p)
@@ -97,7 +97,7 @@ def test_conversions_of_all_16_bit_values(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_is_to_nearest_even(dtype: torch.dtype) -> None:
-    """A store rounds as torch does, ties and subnormals and overflow included."""
+    """A store rounds as torch does, including ties, subnormals and overflow."""
     magnitudes = torch.exp2(torch.empty(20_000, dtype=torch.float64).uniform_(-26, 17))
     grads = (magnitudes * torch.randn(20_000, dtype=torch.float64).sign()).to(dtype)
     halves = torch.tensor([0.5, 1.5, 2.5, 0.25, 0.75], dtype=torch.float64)

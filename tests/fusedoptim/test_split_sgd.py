@@ -88,7 +88,7 @@ class TestConversion:
             assert torch.equal(_bits(exact_values(optimizer)[p]), _bits(values))
 
     def test_all_kinds_of_bits(self) -> None:
-        """NaNs with their payloads, infinities, zeros, subnormals."""
+        """NaNs with their payloads, infinities, zeros and subnormals are preserved."""
         bits = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int64).to(torch.int32)
         special = torch.tensor([0, 1, 0x7F800000, 0x7F800001, 0x7FFFFFFF, 0x007FFFFF, 0xFFFF])
         bits[:7] = special
@@ -158,7 +158,7 @@ class TestConversion:
         torch.testing.assert_close(exact_values(optimizer)[p], before - 0.5)
 
     def test_tied_parameters(self) -> None:
-        """A Parameter of two modules is split once."""
+        """A Parameter that two modules share is split once."""
         model = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(2)])
         model[1].weight = model[0].weight
         SplitSGD(model.parameters(), lr=0.1)
@@ -222,7 +222,7 @@ class TestStep:
                 optimizer.step()
 
     def test_four_bytes_a_weight(self) -> None:
-        p = Parameter(torch.randn(1009))  # a shape of no other test's tensors
+        p = Parameter(torch.randn(1009))  # a shape that no other test's tensors have
         optimizer = SplitSGD([p], lr=0.1)
         p.grad = torch.ones_like(p)
         optimizer.step()
@@ -286,7 +286,7 @@ class TestCheckpoints:
 
     @each_split_case
     def test_saved_by_torchs_class_in_between(self, case: OptimizerCase) -> None:
-        """It rounds the lower halves to the parameter's dtype."""
+        """torch's class rounds the lower halves to the parameter's dtype: loading refuses that."""
         p = Parameter(torch.randn(1000))
         optimizer = case.make([p], **case.kwargs[-1])
         step_alike(optimizer)
@@ -313,7 +313,7 @@ def test_split_is_no_flag(value: Any) -> None:
 def test_without_memory_no_parameter_is_split() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(1000, 2000))
     before = copy.deepcopy(model.state_dict())
-    pool = Pool("cpu", limit="3MiB")  # for the first one's halves, not for the second one's
+    pool = Pool("cpu", limit="3MiB")  # enough for the first one's halves alone
     with pool, pytest.raises(OutOfMemoryError):
         FusedSGD(model.parameters(), lr=0.1, split=True)
     optimizer = FusedSGD(model.parameters(), lr=0.1)

@@ -30,7 +30,7 @@ ADAMS = [case for case in CASES if "exp_avg_sq" in case.state_keys]
 
 
 def _kind_of_state(case: OptimizerCase) -> set[str]:
-    """What tells a class's state from that of classes whose checkpoints do not fit it."""
+    """The state by which a class differs from those whose checkpoints do not fit it."""
     return {*case.state_keys} - {"step", "trail", "max_exp_avg_sq"}
 
 
@@ -81,7 +81,7 @@ class TestState:
             ours, torchs = pair.ours.state_dict(), pair.torchs.state_dict()
             (group,), (expected,) = ours["param_groups"], torchs["param_groups"]
             if case.is_torchs:
-                expected["foreach"] = None  # the one that the pair sets itself
+                expected["foreach"] = None  # the pair itself sets this one
             else:
                 for option in ("foreach", "capturable", "differentiable", "fused"):
                     assert not group.pop(option)
@@ -152,7 +152,7 @@ class TestState:
     def test_load_of_another_class(
         self, case: OptimizerCase, saver: OptimizerCase, which: int
     ) -> None:
-        """It is refused, and changes nothing, unless the state is the same."""
+        """Loading is refused, and changes nothing, unless both classes have the same state."""
         _, saved = single(saver, "17", **saver.kwargs[which])
         saved.step()
         _, optimizer = single(case, "17")
@@ -173,7 +173,7 @@ class TestState:
     def test_load_of_another_class_by_torchs(
         self, case: OptimizerCase, saver: OptimizerCase
     ) -> None:
-        """Theirs load what ours refuse, and fail in the next step."""
+        """torch's classes load what ours refuse, and fail in the next step."""
         loaded, saved = (
             each.reference([Parameter(torch.randn(17))], lr=0.1) for each in (case, saver)
         )
@@ -185,7 +185,7 @@ class TestState:
     @pytest.mark.parametrize("saver", [torch.optim.NAdam, torch.optim.RAdam])
     @pytest.mark.parametrize("case", ADAMS, ids=configuration_id)
     def test_load_of_adams_relatives(self, case: OptimizerCase, saver: Any) -> None:
-        """Whose state is Adam's, and something more."""
+        """State that is Adam's, and something more, is loaded."""
         saved = saver([Parameter(torch.randn(17))], lr=0.1)
         step_alike(saved)
         p, optimizer = single(case, "17")

@@ -29,7 +29,7 @@ from tests.fusedoptim.reduced_state import (
 
 
 def run(optimizer: Any, steps: range) -> None:
-    """Steps with gradients that depend on the number of the step alone."""
+    """Take steps with gradients that depend on the number of the step alone."""
     for k in steps:
         generator = torch.Generator().manual_seed(k)
         for p in params_of(optimizer):
@@ -40,7 +40,7 @@ def run(optimizer: Any, steps: range) -> None:
 
 @each_dtype
 def test_steps_that_float32_does_not_count(state_dtype: Any) -> None:
-    """Rather than to draw the same words again and again, a step raises, and changes nothing."""
+    """A step raises, and changes nothing, rather than draw the same words again and again."""
     params = vectors([1000, 17, 300])
     groups = [{"params": params[:1]}, {"params": params[1:]}]
     optimizer = FusedAdamW(groups, state_dtype=state_dtype)
@@ -59,7 +59,7 @@ def test_steps_that_float32_does_not_count(state_dtype: Any) -> None:
     exact = FusedAdamW(params[:1])
     run(exact, range(1))
     exact.state[params[0]]["step"].fill_(MOST_STEPS)
-    run(exact, range(1, 2))  # as torch's
+    run(exact, range(1, 2))  # float32 state has no such limit, as in torch
 
 
 @each_dtype
@@ -83,7 +83,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 def saved(optimizer: Any) -> dict[str, Any]:
-    """Its state_dict, through a file."""
+    """An optimizer's state_dict, through a file."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -114,7 +114,7 @@ def test_a_resume_is_bit_for_bit(state_dtype: Any, split: bool, dtype: torch.dty
 @pytest.mark.parametrize("target", [torch.float32, *REDUCED], ids=str)
 @pytest.mark.parametrize("source", ["torch", torch.float32, *REDUCED], ids=str)
 def test_checkpoints_are_converted(source: Any, target: Any) -> None:
-    """Of torch's class and of any other state_dtype, to the nearest number."""
+    """Checkpoints of torch's class and of any state_dtype load, to the nearest number."""
     given: Any = torch.optim.AdamW(vectors(SIZES))
     if source != "torch":
         given = FusedAdamW(vectors(SIZES), state_dtype=source)
@@ -150,7 +150,7 @@ def test_ours_load_in_torchs(state_dtype: Any) -> None:
 @each_dtype
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30, 3.5e20])
 def test_a_gradient_that_is_not_finite(state_dtype: Any, bad: float) -> None:
-    """Or whose square is not, or too large: no other element differs, of its block or elsewhere."""
+    """A gradient that is not finite, or whose square is too large, affects no other element."""
     n, where = 3 * TILE, TILE + 37
     pair = [FusedAdam([Parameter(torch.ones(n))], state_dtype=state_dtype) for _ in range(2)]
     others = torch.arange(n) != where
@@ -172,7 +172,7 @@ def test_a_gradient_that_is_not_finite(state_dtype: Any, bad: float) -> None:
 
 
 def test_bytes() -> None:
-    """2.1 bytes a weight."""
+    """8-bit state takes at most 2.1 bytes a weight."""
     p = Parameter(torch.zeros(1 << 20))
     optimizer = FusedAdamW([p], state_dtype="float8")
     run(optimizer, range(1))

@@ -31,7 +31,7 @@ from tests.tolerances import Bounded, binomial_bound, number, rounding_step
 
 
 def blocks_of(param: Tensor) -> Tensor:
-    """The block of each element: of the same lane, in the same tile."""
+    """The block of each element; elements of the same lane and tile are in one block."""
     i = torch.arange(param.numel())
     return (
         torch.empty_like(param, dtype=torch.int64)
@@ -50,12 +50,15 @@ def largest_of_blocks(values: Tensor) -> Tensor:
 
 
 def smallest_normal(state_dtype: Any, name: str, before: Tensor, grad: Tensor) -> Tensor | float:
-    """Of the format at a step: in 8 bits it follows from bounds of the block's new moments."""
+    """The smallest normal number of the format at a step.
+
+    In 8 bits it follows from bounds of the block's new moments.
+    """
     if state_dtype == torch.bfloat16:
         return torch.finfo(torch.bfloat16).smallest_normal
     beta, power, binades = (0.9, 1, 13) if name == "exp_avg" else (0.999, 2, 29)
     bound = beta * largest_of_blocks(before) + (1 - beta) * largest_of_blocks(grad) ** power
-    _, exponent = torch.frexp(bound * (1 + 2**-20))  # however the bound was rounded
+    _, exponent = torch.frexp(bound * (1 + 2**-20))  # covers any rounding of the bound
     return torch.ldexp(torch.ones_like(bound), exponent - 1 - binades)
 
 
@@ -63,7 +66,7 @@ def smallest_normal(state_dtype: Any, name: str, before: Tensor, grad: Tensor) -
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "split"])
 @pytest.mark.parametrize("layout", [*map(str, SIZES), "strided", "channels_last", "0-d", "empty"])
 def test_a_step_is_adams_rounded(state_dtype: Any, kind: str, layout: str) -> None:
-    """From the state that was read before it; moments are one of the two numbers around them."""
+    """A step is Adam's from the state that it read; moments are rounded up or down."""
     dtype = torch.float32 if kind == "split" else getattr(torch, kind)
     make = LAYOUTS.get(layout) or (lambda dtype: torch.randn(int(layout)).to(dtype))
     p = Parameter(make(dtype))
@@ -71,7 +74,7 @@ def test_a_step_is_adams_rounded(state_dtype: Any, kind: str, layout: str) -> No
     optimizer = FusedAdamW([p], state_dtype=state_dtype, split=kind == "split", **options)
     state: dict[str, Tensor] = {}
     for t in (1, 2, 3):
-        p.grad = random_like(p)  # in whose block no second moment is tiny
+        p.grad = random_like(p)  # so that no block has a tiny second moment
         grad = p.grad.double()
         (theta,) = (x.double() for x in optimizer.master_params())
         before = {k: Bounded(v, 0.0, torch.float32) for k, v in state.items()}
@@ -103,7 +106,7 @@ def test_a_step_is_adams_rounded(state_dtype: Any, kind: str, layout: str) -> No
 
 @each_dtype
 def test_rounding_is_unbiased(state_dtype: Any) -> None:
-    """A number between two is rounded up as often as it is near the upper one."""
+    """A number between two is rounded up in proportion to its distance from the lower one."""
     n = 1 << 16
     p = Parameter(torch.zeros(n))
     optimizer = FusedAdam([p], state_dtype=state_dtype)
@@ -124,7 +127,7 @@ def test_rounding_is_unbiased(state_dtype: Any) -> None:
 
 @each_dtype
 def test_small_changes_are_not_lost(state_dtype: Any) -> None:
-    """A second moment that shrinks by a thousandth in a step; to nearest, it would stay."""
+    """A second moment shrinks by a thousandth in a step; rounded to nearest, it would stay."""
     n = 1 << 14
     p = Parameter(torch.zeros(n))
     optimizer = FusedAdam([p], lr=0.0, state_dtype=state_dtype)
@@ -136,14 +139,14 @@ def test_small_changes_are_not_lost(state_dtype: Any) -> None:
         optimizer.step()
     found = values_of(optimizer, p)["exp_avg_sq"]
     expected = start * 0.999**700
-    # The rounded values are a martingale over expectation; the sample says how far they spread.
+    # The rounded values over their expectation are a martingale; the sample shows how they spread.
     assert (found.mean() - expected).abs() <= 6 * found.std() / n**0.5
     assert not torch.equal(found, start.expand(n))
 
 
 @each_dtype
 def test_words_differ(state_dtype: Any) -> None:
-    """Between elements, parameters and steps: roundings agree about half of the time."""
+    """Words differ between elements, parameters and steps: half of the roundings agree."""
     n = 1 << 12
     p, q = Parameter(torch.zeros(n)), Parameter(torch.zeros(n))
     optimizer = FusedAdam([p, q], betas=(0.0, 0.999), lr=0.0, state_dtype=state_dtype)
@@ -158,14 +161,14 @@ def test_words_differ(state_dtype: Any) -> None:
     for a, b in itertools.combinations(ups[:4], 2):
         assert abs(int((a == b).sum()) - n / 2) <= binomial_bound(n, 0.5)
     for shifted in ups[4:]:
-        # Neighbours are not all independent of each other, pairs are.
+        # Neighbors are independent in pairs, but not all together.
         assert abs(int((ups[0] == shifted).sum()) - n / 2) <= 2 * binomial_bound(n, 0.5)
 
 
 def test_words_of_a_draw_are_independent_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each word is uniform, and the upper 18 bits of any two: the bits are independent sums."""
+    """Each word, and the upper 18 bits of any two, are uniform: the bits are independent sums."""
     words = []
-    for k in range(128):  # words are linear, and so known by what each bit of Philox adds
+    for k in range(128):  # words are linear: what each bit of Philox adds determines them
         drawn = tuple((1 << k) >> 32 * i & 0xFFFFFFFF for i in range(4))
         monkeypatch.setattr(rounding, "philox", lambda *counter, drawn=drawn: drawn)
         added: list[int] = []
@@ -183,7 +186,7 @@ def test_words_of_a_draw_are_independent_in_pairs(monkeypatch: pytest.MonkeyPatc
 
 
 def rank(rows: Sequence[int]) -> int:
-    """Of a matrix of bits."""
+    """The rank of a matrix of bits."""
     basis: list[int] = []
     for row in rows:
         for pivot in basis:
@@ -198,7 +201,7 @@ def rank(rows: Sequence[int]) -> int:
 def test_words_of_large_tensors(
     state_dtype: Any, position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An element's position has 64 bits: the words are those that Python draws for it."""
+    """An element's position has 64 bits, and the words are those that Python draws for it."""
     write = LaunchBlock.write
 
     def moved(block: LaunchBlock, column: str, values: Any, rows: int | None = None) -> None:
@@ -220,7 +223,7 @@ def test_words_of_large_tensors(
 
 
 def test_a_second_moment_that_was_rounded_to_zero() -> None:
-    """The first is divided by the smallest that the block can hold, and the step stays small."""
+    """The divisor is the smallest number that the block can hold, so the step stays small."""
     n = TILE
     p = Parameter(torch.zeros(n))
     optimizer = FusedAdam([p], lr=1.0, state_dtype="float8")
@@ -248,7 +251,7 @@ class TestCodes:
     def test_every_code(
         self, dtype: torch.dtype, value: Callable[..., float], code: Callable[..., int]
     ) -> None:
-        """Its value is exact, and becomes the same value again whatever the random word."""
+        """A code's value is exact, and becomes the same value again whatever the random word."""
         codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(LANES)
         for scale in (2.0**-120, 2.0**-20, 1.0):
             shape = float8.scales_shape(len(codes), LANES)
@@ -275,5 +278,5 @@ class TestCodes:
         codes, scales = float8.encoded(values, dtype, LANES)
         step = rounding_step(values.double(), 3, scales.max())
         read = float8.decoded(codes, scales).double()
-        # Half a step, or half of one a binade higher where the value rounds up to it.
+        # Half a step; where the value rounds up to a higher binade, half of that binade's step.
         assert ((read - values).abs() <= step / 2).all()

@@ -183,7 +183,7 @@ class TestGradients:
     def test_state_is_kept_until_the_kernel_has_ended(
         self, case: OptimizerCase, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Even if another thread clears it during the step; and no longer."""
+        """State is kept until the kernel ends, even if another thread clears it, and no longer."""
         p, optimizer = single(case, "1000")
         for _ in range(2):
             optimizer.step()

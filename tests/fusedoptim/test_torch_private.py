@@ -61,7 +61,7 @@ def test_without_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Own(torch.optim.SGD):
         def zero_grad(self, set_to_none: bool = True) -> None:
-            """One that torch does not know."""
+            """A method that torch does not know."""
 
     optimizer = Own([Parameter(torch.ones(2))])
     optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})  # loads the compiler
@@ -78,7 +78,7 @@ def test_without_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_belowautograd() -> None:
-    """What is computed inside is not recorded, though gradients are enabled."""
+    """What is computed inside is not recorded, although gradients are enabled."""
     x = torch.ones(2, requires_grad=True)
     with _torch_private.BelowAutograd():
         assert torch.is_grad_enabled()
@@ -87,7 +87,7 @@ def test_belowautograd() -> None:
 
 
 def test_keys_after_autograd() -> None:
-    """They have the kernel of the device, and no autograd."""
+    """The keys include the device's kernel, and exclude autograd."""
     keys = torch._C._dispatch_keys(torch.ones(2)) & _torch_private.keys_after_autograd
     assert keys.has(torch._C.DispatchKey.CPU)
     assert not keys.has(torch._C.DispatchKey.AutogradCPU)
@@ -186,7 +186,7 @@ def test_transform_level() -> None:
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
-    """Of one process."""
+    """A mesh of one process."""
     distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
@@ -203,7 +203,7 @@ def test_local_tensor(mesh: DeviceMesh) -> None:
 
 
 def test_shard_spec(mesh: DeviceMesh) -> None:
-    """It compares mesh, placements, shape, strides and dtype."""
+    """A shard's spec compares mesh, placements, shape, strides and dtype."""
     sharded = DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0)])
     spec = _torch_private.shard_spec(sharded)
     assert (spec.mesh, spec.placements) == (mesh, (Shard(0),))
@@ -268,7 +268,7 @@ def test_has_bfloat16_products() -> None:
 
 
 class _Doubling(TorchDispatchMode):
-    """Doubles the results of additions."""
+    """A mode that doubles the results of additions."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -276,7 +276,7 @@ class _Doubling(TorchDispatchMode):
 
 
 def test_traced_graph() -> None:
-    """TorchScript is made of a function without a warning."""
+    """TorchScript is made from a function without a warning."""
     added = torch.ones(2)
     graph, _ = _torch_private.traced_graph(
         lambda x: (x + added,), (torch.ones(2),), lambda _: "", False, False, None, ["x"]

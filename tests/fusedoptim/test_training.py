@@ -104,7 +104,7 @@ class TestSchedulers:
 
     @each_case
     def test_rate_that_is_a_tensor(self, case: OptimizerCase) -> None:
-        """A scheduler writes into it or replaces it."""
+        """A scheduler writes into the tensor or replaces it."""
         pair = SideBySide(case, {"lr": 0.1}, make_params(torch.float32, LAYOUTS))
         for optimizer in (pair.ours, pair.torchs):
             optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.float64)
@@ -153,7 +153,7 @@ class TestAveragedModel:
     @pytest.mark.parametrize("kind", ["mean", "exponential"])
     @each_case
     def test_average(self, case: OptimizerCase, kind: str) -> None:
-        """Equal to that of a model with the same parameters that no kernel has touched."""
+        """The average equals that of a model with these parameters that no kernel has touched."""
         model = _model()
         optimizer = case.make(model.parameters(), lr=0.05)
         plain = copy.deepcopy(model)
@@ -188,7 +188,7 @@ class TestAveragedModel:
 
 @each_case
 def test_a_step_for_each_parameter_in_backward(case: OptimizerCase) -> None:
-    """An optimizer for each parameter, stepped by a hook, which then frees the gradient."""
+    """Each parameter has an optimizer, stepped by a hook, which then frees the gradient."""
     first, second, together, _ = _twin_models(case, **case.kwargs[-1])
     second = copy.deepcopy(second)
     alone = {p: case.make([p], **case.kwargs[-1]) for p in second.parameters()}
@@ -199,7 +199,7 @@ def test_a_step_for_each_parameter_in_backward(case: OptimizerCase) -> None:
 
     for p in second.parameters():
         p.register_post_accumulate_grad_hook(update)
-    if case.is_split:  # halves of the same values as the first model's
+    if case.is_split:  # lower halves of the first model's values
         for p, master in zip(second.parameters(), together.master_params()):
             alone[p].state[p]["trail"].copy_(master.view(torch.int32))
     for x in _batches(first):
@@ -264,7 +264,7 @@ class TestHooks:
 
     @each_case
     def test_step_hooks_that_write(self, case: OptimizerCase) -> None:
-        """Gradients before the step, the learning rate after it."""
+        """Hooks write gradients before the step, and the learning rate after it."""
         pair = SideBySide(case, {"lr": 0.1}, make_params(torch.float32, ["1000", "17"]))
 
         def halve(optimizer: Any, *_: Any) -> None:

@@ -21,7 +21,7 @@ kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two kernels of OpenCL C in one file, and SPIR-V that was made of Python."""
+    """Two OpenCL C kernels in one file, and SPIR-V compiled from Python."""
     file = tmp_path_factory.mktemp("sources") / "saxpy.cl"
     file.write_text(SAXPY)
     return [file, FOLDER / "sgd_f32.spv"]

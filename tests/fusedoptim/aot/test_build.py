@@ -1,4 +1,4 @@
-"""What is compiled, and what is refused before anything is written."""
+"""Building bundles: what is compiled, and what is refused before anything is written."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from fusedoptim.raw import RawKernel
 
 
 def altered(path: Path, changed: dict[str, bytes | None]) -> None:
-    """Put other files into a bundle, or none."""
+    """Add or replace files in a bundle; None removes a file."""
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()} | changed
     with zipfile.ZipFile(path, "w") as archive:
@@ -127,7 +127,7 @@ def test_flipped_bit_in_a_module(copy: Path) -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with a kernel and machine code, of 1.4 kB."""
+    """A bundle of 1.4 kB with one kernel and stand-in machine code."""
     folder = tmp_path_factory.mktemp("small")
     (folder / "f.cl").write_text("kernel void f(global float *x) { x[0] = 1; }")
     aot.build([folder / "f.cl"], folder / "f.fob")
@@ -137,7 +137,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def repacked(path: Path, compression: int) -> bytes:
-    """A bundle as another program packs it, which compresses."""
+    """The bytes of a bundle that another program has packed with compression."""
     packed = io.BytesIO()
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(packed, "w", compression) as other:
         for name in archive.namelist():
@@ -150,13 +150,13 @@ def assert_refused_or_the_same(damaged: bytes, path: Path, expected: list[Any]) 
     try:
         found = aot.load(path).modules
     except BundleError as error:
-        assert str(path) in str(error)  # noqa: PT017  # many a bit is a date's, which nobody reads
+        assert str(path) in str(error)  # noqa: PT017  # some bits are of dates, which nobody reads
     else:
         assert found == expected
 
 
 def test_any_flipped_bit(small: Path, tmp_path: Path) -> None:
-    """Each of the headers and the index, and one in each byte of what the files hold."""
+    """Flip each bit of the headers and the index, and one bit in each byte of the contents."""
     content = small.read_bytes()
     expected = aot.load(small).modules
     held: set[int] = set()
@@ -189,7 +189,7 @@ def test_flipped_bits_of_a_repacked_bundle(small: Path, tmp_path: Path, compress
 
 
 def test_other_damage(small: Path, tmp_path: Path) -> None:
-    """Cut off, overwritten, moved, and followed by something else."""
+    """A bundle that is cut, overwritten, moved or extended is refused or loads the same modules."""
     content = small.read_bytes()
     expected = aot.load(small).modules
     size = len(content)
@@ -206,10 +206,10 @@ def test_other_damage(small: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(copy: Path, tmp_path: Path) -> None:
-    """What ``open`` raises says why."""
+    """The error is the one that ``open`` raises, which names the path."""
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         aot.load(tmp_path)
-    if os.geteuid() != 0:  # who may read anything
+    if os.geteuid() != 0:  # root may read any file
         copy.chmod(0)
         with pytest.raises(PermissionError, match=str(copy)):
             aot.load(copy)
@@ -308,5 +308,5 @@ def test_warmup_of_the_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.name for each in aot.warmup()] == [f"{kernel}_f32" for kernel, _ in ours]
     param = torch.nn.Parameter(torch.ones(10))
     param.grad = torch.ones(10)
-    monkeypatch.delattr(Kernel, "__init__")  # a step that compiles fails
+    monkeypatch.delattr(Kernel, "__init__")  # makes a step that compiles fail
     FusedAdam([param]).step()

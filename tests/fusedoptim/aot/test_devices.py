@@ -1,4 +1,4 @@
-"""Machine code for Intel GPUs, where ocloc is; and what is said where it is not."""
+"""Machine code for Intel GPUs where ocloc is installed, and the errors where it is not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_machine_code_for_each_device(sources: list[Path], tmp_path: Path) -> No
     assert {name: file[:4] for name, file in module.binaries.items()} == {
         "skl": b"\x7fELF",
         "dg2": b"\x7fELF",
-        "pvc:": module.binaries["pvc:"][:4],  # one file or several, as many as are newer
+        "pvc:": module.binaries["pvc:"][:4],  # one file, or several if several devices are newer
     }
     assert [len(module.binaries[each.target]) for each in compiled[1:]] == [
         each.size for each in compiled[1:]

@@ -1,7 +1,7 @@
-"""What torchrun starts for test_elastic.py: trainings of its example, in which a process is killed.
+"""What torchrun starts for test_elastic.py: training runs in which a process is killed.
 
-The argument is a folder, which gets a folder for each training. The classes train within one
-another, so that one restart meets both.
+The argument is a folder, which gets a folder for each training run. SplitSGD's run surrounds
+FusedAdamW's, so that one restart meets both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusedoptim import FusedAdamW
 from tests.running import ROOT
 
 KILLED_AT = 14
-"""A step in the fourth epoch of FusedAdamW's training."""
+"""A step in the fourth epoch of FusedAdamW's training run."""
 EXAMPLE = ROOT / "examples" / "trainers" / "with_torchrun.py"
 
 
@@ -36,7 +36,7 @@ def die_once(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def random_digits() -> Any:
-    """As sklearn's, which take long to import."""
+    """Random data in the form of sklearn's digits, as sklearn takes long to import."""
     return types.SimpleNamespace(data=torch.rand(256, 64) * 16, target=torch.arange(256) % 10)
 
 

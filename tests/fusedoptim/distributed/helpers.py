@@ -1,4 +1,4 @@
-"""Sharded parameters beside whole ones, and models in the ways that torch shards them."""
+"""Sharded parameters compared with whole ones, and a model that torch can shard."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def size() -> int:
 
 
 def flat_mesh() -> DeviceMesh:
-    """All processes in a row."""
+    """A mesh of one dimension with all processes."""
     return init_device_mesh("cpu", (size(),))
 
 
 def square_mesh() -> DeviceMesh:
-    """Two rows of processes."""
+    """A mesh of two dimensions: two rows of processes."""
     return init_device_mesh("cpu", (2, size() // 2), mesh_dim_names=("rows", "columns"))
 
 
@@ -53,13 +53,13 @@ def places(mesh: DeviceMesh) -> list[Placements]:
 
 
 SHAPES = ((5, 7), (1, 3), (16, 24), (3, 0))
-"""Shards of equal and of different sizes, and empty ones."""
+"""Shapes whose shards have equal sizes, different sizes, or no elements."""
 
 
 class ShardedSideBySide(SideBySide):
     """An optimizer of sharded parameters, and a reference of the whole ones.
 
-    ``placements`` of None leaves a parameter whole, on each process the same.
+    A placement of None leaves a parameter whole and the same on each process.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ShardedSideBySide(SideBySide):
         return {p: whole(value) for p, value in exact_values(self.ours).items()}
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors, sharded as the parameters are."""
+        """The tensors, sharded as the parameters are."""
         return [
             value.clone()
             if places is None
@@ -107,7 +107,7 @@ class ShardedSideBySide(SideBySide):
 
 @contextlib.contextmanager
 def counted_collectives() -> Iterator[list[int]]:
-    """Count the collectives that steps take, in one number."""
+    """Count the collectives that steps start; the list that is yielded holds the count."""
     counts = [0]
     groups = MeshSum._groups
 
@@ -127,7 +127,7 @@ def counted_collectives() -> Iterator[list[int]]:
 
 
 class Block(nn.Module):
-    """Two layers that can be divided by columns and rows, between a norm and a head."""
+    """Two layers that can be sharded by columns and rows, between a norm and a head."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

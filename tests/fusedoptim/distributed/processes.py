@@ -27,7 +27,7 @@ import torch
 from tests.conftest import SEED
 
 TIMEOUT = datetime.timedelta(seconds=60)
-"""Of a collective for which a process is missing."""
+"""The timeout of a collective for which a process is missing."""
 _LIMIT = 300.0  # seconds for all tests of a module
 _PRELOADED = [
     "torch.distributed.tensor.parallel",
@@ -42,7 +42,10 @@ _tests: dict[tuple[str, int], list[str]] = {}
 
 
 def on_processes(*counts: int) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """Run a test in so many processes, each of which calls it; it may ask for rank and size."""
+    """Run a test once for each of ``counts``, in that many processes, each of which calls it.
+
+    The test may ask for its rank and size.
+    """
 
     def decorate(function: Callable[[], None]) -> Callable[..., None]:
         for count in counts:
@@ -66,7 +69,7 @@ def on_processes(*counts: int) -> Callable[[Callable[[], None]], Callable[..., N
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Any:
-    """Start a process that has imported what takes long, and calls a function."""
+    """Start a process that calls a function; modules that take long to import are preloaded."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     process = context.Process(target=_call, args=(dict(os.environ), target, arguments))
@@ -75,7 +78,7 @@ def start(target: Callable[..., None], *arguments: Any) -> Any:
 
 
 def finish(process: Any, limit: float = _LIMIT) -> int | None:
-    """Wait for the end of a process, which is killed after ``limit`` seconds: its exit code."""
+    """Wait for a process to end, kill it after ``limit`` seconds, and return its exit code."""
     process.join(limit)
     if process.is_alive():
         process.kill()
@@ -87,7 +90,7 @@ def finish(process: Any, limit: float = _LIMIT) -> int | None:
 def _call(
     environment: dict[str, str], target: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
-    os.environ.update(environment)  # the server may have started in another
+    os.environ.update(environment)  # the fork server may have started in another environment
     target(*arguments)
 
 

@@ -1,4 +1,4 @@
-"""A training that test_restart.py starts again and again: it is killed, and resumes."""
+"""A training run that test_restart.py starts several times: it is killed, and resumes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOLDER: Path
 
 
 def die_once(where: str) -> None:
-    """End the second process, unless it has ended here before."""
+    """Kill the second process, unless it was already killed in ``where``."""
     mark = FOLDER / f"killed in {where}"
     if distributed.get_rank() == 1 and not mark.exists():
         mark.touch()
@@ -34,13 +34,13 @@ def die_once(where: str) -> None:
 
 
 def step_while_the_other_dies(optimizer: Any) -> None:
-    """A step on the first process, whose norm the second one does not live to see.
+    """Take a step; the first time, the second process is killed before it takes part.
 
-    It raises, and writes neither weights nor state.
+    The first process's step then raises, and writes neither weights nor state.
     """
     ready = FOLDER / "ready"
     if distributed.get_rank() == 1:
-        while not ready.exists():  # until the other has all that backward sends
+        while not ready.exists():  # until the other has received what backward sends
             time.sleep(0.01)
         die_once("a step")
         optimizer.step()
@@ -56,14 +56,14 @@ def step_while_the_other_dies(optimizer: Any) -> None:
 
 
 def own_values(optimizer: Any) -> list[Tensor]:
-    """What this process has of weights and state."""
+    """This process's parts of the weights and state."""
     state = [value for state in optimizer.state.values() for value in state.values()]
     params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     return list(map(local_of, [*params, *state]))
 
 
 class DyingWriter(FileSystemWriter):
-    """Killed when it has written its part, before the checkpoint is complete."""
+    """A writer that kills the second process after its part, before the checkpoint is complete."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         done = super().write_data(*args, **kwargs)
@@ -82,7 +82,7 @@ def new_training() -> tuple[nn.Module, Any]:
 def train(
     model: nn.Module, optimizer: Any, first: int, after: Callable[[int], None] | None = None
 ) -> None:
-    """Take the steps from ``first`` on, and call ``after`` each with its number."""
+    """Take the steps from ``first`` on, and call ``after`` with the number of each."""
     for step in range(first, STEPS):
         generator = torch.Generator().manual_seed(10 * step + distributed.get_rank())
         batch = torch.randn(4, 6, generator=generator).bfloat16()
@@ -120,7 +120,7 @@ def resume_and_compare() -> None:
         if distributed.get_rank() == 0:
             new = FOLDER / "new"
             new.write_text(str(step))
-            new.replace(latest)  # only a complete one is the latest
+            new.replace(latest)  # so the latest one is always complete
 
     train(model, optimizer, first, save)
     other, uninterrupted = new_training()
@@ -130,13 +130,13 @@ def resume_and_compare() -> None:
 
 
 def main(folder: Path, store: Path, rank: int) -> None:
-    """One of two processes, with a folder for checkpoints, and a file for them to meet."""
+    """Run one of two processes, which meet at ``store``; ``folder`` has the checkpoints."""
     global FOLDER
     FOLDER = folder
-    with open(os.devnull, "w") as nowhere:  # for what a survivor says of the other
+    with open(os.devnull, "w") as nowhere:  # discards what the survivor prints about the other
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     resume_and_compare()
-    gc.collect()  # what holds the group, with whose threads torch may abort at exit
+    gc.collect()  # frees what holds the group, whose threads may make torch abort at exit
     distributed.destroy_process_group()

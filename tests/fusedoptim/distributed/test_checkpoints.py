@@ -44,7 +44,7 @@ ALL: dict[str, Make] = {
     ),
 }
 EXACT = {configuration_id(case) for case in ALL_CASES if case.is_elementwise}
-"""Those whose update of an element depends on nothing else."""
+"""Names of the cases whose update of an element depends on no other element."""
 
 
 def new_model(mesh: DeviceMesh | None, name: str) -> nn.Module:
@@ -56,7 +56,7 @@ def new_model(mesh: DeviceMesh | None, name: str) -> nn.Module:
 
 
 def step(model: nn.Module, optimizer: Any, which: int) -> None:
-    """A step with gradients that depend on ``which`` alone."""
+    """Take a step with gradients that depend on ``which`` alone."""
     torch.manual_seed(which)
     for p in model.parameters():
         grad = random_like(torch.empty(p.shape)).to(p.dtype)
@@ -110,7 +110,7 @@ def load(model: nn.Module, optimizer: Any, states: dict[str, Any], **options: An
 
 @on_processes(4)
 def test_saved_by_two_processes_and_loaded_by_four() -> None:
-    """Weights, state and trails are the same bits, and so is what the next steps make of them."""
+    """Weights, state and trails load exactly, and elementwise updates then take the same step."""
     pair = DeviceMesh("cpu", [0, 1])
     for name, make in ALL.items():
         folder = shared_folder()
@@ -140,7 +140,7 @@ def test_saved_by_two_processes_and_loaded_by_four() -> None:
 
 @on_processes(4)
 def test_saved_on_a_mesh_of_two_dimensions_and_loaded_on_a_row() -> None:
-    """And the other way round: shards that two processes have alike, and shards that one has."""
+    """Checkpoints move both ways between replicated shards and shards that one process has."""
     for name, meshes in itertools.product(
         ("FusedAdam", "FusedAdam(split)"), itertools.permutations((square_mesh(), flat_mesh()))
     ):
@@ -161,8 +161,8 @@ def test_saved_on_a_mesh_of_two_dimensions_and_loaded_on_a_row() -> None:
 
 @on_processes(2)
 def test_each_kind_of_state_dict() -> None:
-    """Of shards, flat, or full, from each process or from the first."""
-    kinds: list[dict[str, bool]] = [  # of full and flat ones, torch loads none of its own either
+    """Sharded, flat and full state dicts load, from each process or from the first alone."""
+    kinds: list[dict[str, bool]] = [  # none is both full and flat: torch cannot load its own either
         {},
         {"flatten_optimizer_state_dict": True},
         {"full_state_dict": True},
@@ -188,7 +188,7 @@ def test_each_kind_of_state_dict() -> None:
 
 @on_processes(2)
 def test_checkpoints_of_torchs_classes() -> None:
-    """Torch's into ours, and ours into torch's."""
+    """torch's checkpoints load into our classes, and ours into torch's."""
     for case in TORCHS_CASES:
         options, makes = case.kwargs[-1], (case.make_reference, case.make)
         model = new_model(flat_mesh(), "")
@@ -206,7 +206,7 @@ def test_checkpoints_of_torchs_classes() -> None:
 
 @on_processes(2)
 def test_state_dict_before_the_first_step() -> None:
-    """It has the trails, and loads into an optimizer that has taken steps."""
+    """A first state_dict has the trails, and loads into an optimizer that has taken steps."""
     model = new_model(flat_mesh(), "split")
     optimizer = FusedAdam(model.parameters(), split=True)
     assert not optimizer.state

@@ -34,9 +34,9 @@ SHORT = datetime.timedelta(seconds=2)
 
 
 def impatient_mesh() -> DeviceMesh:
-    """A mesh whose collectives wait for a short time only."""
+    """A mesh whose collectives have a short timeout."""
     group = distributed.new_group([0, 1], timeout=SHORT)
-    # To DTensor's operations, meshes that compare equal are one, whatever their groups.
+    # DTensor takes equal meshes for one, even if their groups differ, so each has its own name.
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
 
 
@@ -55,7 +55,7 @@ def new_params(mesh: DeviceMesh, *sizes: int) -> list[Parameter]:
 def refused(
     params: list[Parameter], match: str, error: type[Exception] = RuntimeError
 ) -> Iterator[None]:
-    """Assert that a step raises in good time, and writes no weight."""
+    """Assert that a step raises soon, and writes no weight."""
     before = [p.to_local().detach().clone() for p in params]
     start = time.monotonic()
     with pytest.raises(error, match=match):
@@ -90,7 +90,7 @@ def values_of(optimizer: Any) -> list[torch.Tensor]:
 
 @on_processes(2)
 def test_state_where_a_collective_fails() -> None:
-    """A step of Lamb that fails leaves moments and counts as they were."""
+    """A step of Lamb that fails leaves moments and counts unchanged."""
     mesh = impatient_mesh()
     params = new_params(mesh, 40_000, 5)
     optimizer = FusedLamb(params, lr=0.1)
@@ -106,7 +106,7 @@ def test_state_where_a_collective_fails() -> None:
 
 @on_processes(2)
 def test_other_parameters_on_one_process() -> None:
-    """Where sizes of collectives differ, as of Lamb's, gloo itself ends the process."""
+    """A step of SGD is refused. Lamb's collectives would differ in size, at which gloo aborts."""
     mesh = impatient_mesh()
     optimizer = kinds(mesh, *[4, 5, 6, 7][: 1 + 3 * rank()])[0]
     with refused(optimizer.param_groups[0]["params"], "same parameters"):
@@ -133,7 +133,7 @@ def test_checkpoint_without_a_shard() -> None:
 
 @on_processes(2)
 def test_state_of_another_mesh() -> None:
-    """Of other dimensions; torch's set_optimizer_state_dict is what moves state between meshes."""
+    """State on a mesh of other dimensions is refused; set_optimizer_state_dict can move it."""
     saved = FusedAdamW(new_params(flat_mesh(), 4, 6))
     saved.step()
     params = new_params(square_mesh(), 4, 6)
@@ -145,7 +145,7 @@ def test_state_of_another_mesh() -> None:
 
 @on_processes(2)
 def test_group_destroyed_before_the_optimizer() -> None:
-    """The last test of the module. Steps that need no norm go on."""
+    """Steps that need no norm still work. This has to be the module's last test."""
     mesh = flat_mesh()
     optimizers = [*kinds(mesh, 4), FusedAdamW(new_params(mesh, 4))]
     for optimizer in optimizers:

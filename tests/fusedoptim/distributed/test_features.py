@@ -1,6 +1,6 @@
-"""Each of our classes with each thing that torch offers for several processes.
+"""Each of our classes with each of torch's features for several processes.
 
-docs/distributed.md has the table. A cell works here, or its refusal is tested here.
+docs/distributed.md has the table. Each of its cells is tested here: it works, or is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.fusedoptim.distributed.processes import on_processes
 from tests.optimizer_cases import ADAMW, CASES, LAMB, WHOLE_CASES, OptimizerCase
 from tests.tolerances import Exact, assert_as_exact, computed_exactly
 
-with warnings.catch_warnings():  # of torch.jit, which it uses
+with warnings.catch_warnings():  # these modules use torch.jit, which is deprecated
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import (
         PostLocalSGDOptimizer,
@@ -58,7 +58,7 @@ def batches(parts: int = 1, part: int = 0, dtype: torch.dtype = torch.float32) -
 
 
 def own_batches(dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
-    """This process's part of each."""
+    """This process's part of each batch."""
     return batches(size(), rank(), dtype)
 
 
@@ -76,7 +76,7 @@ def train(model: nn.Module, optimizer: Any) -> None:
 
 @functools.cache
 def trained_alone(name: str, limit: float | None) -> Exact:
-    """The weights to which one process trains with whole batches."""
+    """The weights after one process has trained with whole batches."""
     (case,) = (case for case in WHOLE_CASES if case.name == name)
 
     def exact() -> list[Tensor]:
@@ -94,7 +94,7 @@ def trained_alone(name: str, limit: float | None) -> Exact:
 
 
 def assert_trained(model: nn.Module, case: OptimizerCase, limit: float | None = None) -> None:
-    """As one process would train it."""
+    """Assert that the weights are those after training in one process."""
     weights = [whole(p) for p in model.parameters()]
     assert_as_exact(weights, trained_alone(case.name, limit), torch.float32)
 
@@ -129,7 +129,7 @@ def test_ddp_with_the_optimizer_on_the_host() -> None:
 
 @on_processes(2)
 def test_ddp_no_sync() -> None:
-    """Gradients of two halves of a batch accumulate before they are exchanged."""
+    """Gradients of two halves of a batch accumulate before they are reduced over processes."""
     for case in WHOLE_CASES:
         model = ddp(new_model(), gradient_as_bucket_view=True)
         optimizer = make(case, model)
@@ -144,7 +144,7 @@ def test_ddp_no_sync() -> None:
 
 
 def replayed(case: OptimizerCase, gradients: list[list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """The reference, in float64, with gradients that were recorded."""
+    """A function that trains the reference in float64 with recorded gradients."""
 
     def exact() -> list[Tensor]:
         params = list(new_model().double().parameters())
@@ -159,7 +159,7 @@ def replayed(case: OptimizerCase, gradients: list[list[Tensor]]) -> Callable[[],
 
 
 def train_and_replay(model: nn.Module, case: OptimizerCase) -> None:
-    """Compare the updates alone, where gradients are rounded to bfloat16."""
+    """Compare the updates alone: gradients, which may be rounded to bfloat16, are recorded."""
     optimizer = make(case, model)
     gradients = []
     for batch in own_batches():
@@ -175,7 +175,7 @@ def train_and_replay(model: nn.Module, case: OptimizerCase) -> None:
 def test_ddp_with_compressed_gradients() -> None:
     for case in WHOLE_CASES:
         model = DistributedDataParallel(new_model())
-        # In another function: torch knows this one by its name, and refuses it without a GPU.
+        # In a lambda, as torch recognizes the hook by its name and refuses it without a GPU.
         model.register_comm_hook(
             None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
         )
@@ -208,7 +208,7 @@ def test_zero_redundancy() -> None:
 
 @on_processes(2)
 def test_zero_redundancy_with_overlap_is_refused() -> None:
-    """By torch, which has functional versions of its own classes only."""
+    """torch refuses it, as it has functional versions of its own classes only."""
     for case in WHOLE_CASES:
         with pytest.raises(ValueError, match="functional"):
             ZeroRedundancyOptimizer(
@@ -218,7 +218,7 @@ def test_zero_redundancy_with_overlap_is_refused() -> None:
 
 @on_processes(2)
 def test_optimizer_in_backward() -> None:
-    """One optimizer for each parameter, stepped by its hook; of FSDP2's shards too."""
+    """Each parameter has an optimizer, stepped by its hook, even if it is a shard of FSDP2."""
     for case, is_sharded in itertools.product(WHOLE_CASES, (False, True)):
         model = new_model()
         if is_sharded:
@@ -285,7 +285,7 @@ def fsdp1(model: nn.Module) -> nn.Module:
 
 @on_processes(2)
 def test_fsdp1() -> None:
-    """Its parameters are pieces without a mesh: updates that need no norm are right."""
+    """FSDP1's parameters are pieces without a mesh; updates that need no norm are right."""
     for case in (case for case in WHOLE_CASES if case.is_elementwise):
         model = fsdp1(new_model())
         train(model, make(case, model))
@@ -307,7 +307,7 @@ def test_norms_of_fsdp1_are_refused() -> None:
 
 @on_processes(1)
 def test_norms_of_fsdp1_in_one_process() -> None:
-    """Nobody else has a part of its parameters."""
+    """Norms are right in one process, as no other one has a part of the parameters."""
     for case in (LAMB, ADAMW):
         model = fsdp1(new_model())
         train(model, case.make(model.parameters(), **case.kwargs[-1], max_grad_norm=0.1))
@@ -316,7 +316,7 @@ def test_norms_of_fsdp1_in_one_process() -> None:
 
 @on_processes(2)
 def test_post_local_sgd() -> None:
-    """Each process trains by itself, and the averager makes the weights those of all."""
+    """Each process trains alone, and the averager averages the weights of all."""
     groups = [torch.distributed.new_group([i]) for i in range(size())]
     alone = groups[rank()]
     for case in WHOLE_CASES:

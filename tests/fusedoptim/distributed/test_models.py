@@ -1,4 +1,4 @@
-"""Training as torch shards models: FSDP2, HSDP, tensor parallel, both, and DDP beside them."""
+"""Training with torch's ways to shard a model: FSDP2, HSDP, tensor parallel, and combinations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def divided(model: nn.Module, mesh: Any) -> nn.Module:
-    """Tensor parallel, with a sequence-parallel norm, and a head that is whole."""
+    """A tensor-parallel model with a sequence-parallel norm, and a head that is whole."""
     plan = {
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -69,7 +69,7 @@ def new_model() -> nn.Module:
 def train(
     model: nn.Module, optimizer: Any, part: int = 0, parts: int = 1, limit: float | None = None
 ) -> None:
-    """Take steps on the first of so many parts of each batch."""
+    """Take steps on part ``part`` of each batch, which is cut into ``parts`` parts."""
     generator = torch.Generator().manual_seed(2)
     dtype = next(model.parameters()).dtype
     for _ in range(STEPS):
@@ -82,13 +82,13 @@ def train(
 
 
 def cases() -> tuple[OptimizerCase, ...]:
-    """Every class in two processes; in four, one that needs norms and one that does not."""
+    """Every class in two processes; in four, one class that needs norms and one that does not."""
     return WHOLE_CASES if size() == 2 else (ADAMW, LAMB)
 
 
 @functools.cache
 def trained_alone(name: str, limit: float | None) -> Exact:
-    """The weights of a whole model, in float64."""
+    """The weights of a whole model after training in float64."""
     (case,) = (case for case in WHOLE_CASES if case.name == name)
 
     def exact() -> list[Tensor]:
@@ -104,7 +104,7 @@ def check(
     wrap: Callable[[nn.Module], tuple[nn.Module, int, int]],
     limit: float | None = None,
 ) -> None:
-    """Train a sharded float32 model, and compare."""
+    """Train a sharded float32 model, and compare it with the whole one."""
     model, part, parts = wrap(new_model().float())
     optimizer = case.make(model.parameters(), **case.kwargs[-1], max_grad_norm=limit)
     train(model, optimizer, part, parts)

@@ -1,4 +1,4 @@
-"""Norms of whole parameters, and infinities, over processes: how many collectives, and when."""
+"""Norms and infinities over all processes: how many collectives a step takes, and when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.interrupts import InterruptAt
 
 
 def two_groups(mesh: Any, places: list[Any], **options: Any) -> FusedLamb:
-    """Parameters of two groups and dtypes, one without a gradient and one that is whole."""
+    """A FusedLamb of two groups and dtypes; one parameter has no gradient, and one is whole."""
     torch.manual_seed(0)
     dtypes = torch.float32, torch.bfloat16, torch.float32
     params = [
@@ -68,19 +68,19 @@ def test_none_where_no_norm_is_needed() -> None:
 
 @on_processes(2)
 def test_process_without_gradients_takes_part() -> None:
-    """Of a shard that a process does not use, as of an expert that no token went to."""
+    """A process whose shard has no gradient, such as an unused expert's, joins the collective."""
     mesh = flat_mesh()
     p = Parameter(distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)]))
     optimizer = FusedLamb([p], lr=1.0, max_grad_norm=100.0)
     if rank() == 0:
         p.grad = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
     optimizer.step()
-    # Of this process's part, the norm of p is 2 sqrt 2 and that of the update sqrt 2.
+    # Only the part with a gradient counts: p's norm is 2 sqrt 2, and the update's is sqrt 2.
     torch.testing.assert_close(whole(p), torch.tensor([0.0, 0.0, 2.0, 2.0]), rtol=0, atol=1e-6)
 
 
 def scaled(p: Tensor, value: float, bad: bool) -> Tensor:
-    """A gradient of a parameter: ``value``, and where this process is ``bad`` infinities."""
+    """A gradient of ``value``, and of infinities on the second process if it is ``bad``."""
     grad = torch.full_like(p, value)
     if bad and rank() == 1:
         grad.to_local().fill_(torch.inf)
@@ -89,7 +89,7 @@ def scaled(p: Tensor, value: float, bad: bool) -> Tensor:
 
 @on_processes(2)
 def test_infinity_of_one_process_skips_the_step_of_all() -> None:
-    """Also where torch's own reduction, over the first gradient's placements, does not see it."""
+    """All skip the step even if torch's reduction by the first gradient's placements misses it."""
     mesh = flat_mesh()
     for first in (Shard(0), Replicate()):
         for norm in (None, 1.0):
@@ -115,7 +115,7 @@ def test_infinity_of_one_process_skips_the_step_of_all() -> None:
 
 @on_processes(2)
 def test_interrupted_process_takes_each_collective_once() -> None:
-    """A KeyboardInterrupt on one process, from the reduction on: all finish the step, alike."""
+    """After a KeyboardInterrupt on one process, from the reduction on, all take the same step."""
     mesh = flat_mesh()
 
     def run(n: int | None) -> tuple[list[Tensor], bool]:

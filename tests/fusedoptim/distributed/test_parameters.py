@@ -1,4 +1,4 @@
-"""Steps of DTensors: any placements, beside plain tensors, against a reference of whole ones."""
+"""Steps of DTensors of any placement, mixed with plain tensors, against whole references."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.optimizer_cases import SPLIT_CASES, SPLIT_SGD, TORCHS_CASES, WHOLE_CA
 
 @on_processes(2, 4)
 def test_values() -> None:
-    """Every placement of shapes that divide evenly or not, with a plain tensor among them."""
+    """Shapes may divide evenly or not, in every placement, with a plain tensor among them."""
     for mesh, dtype in ((flat_mesh(), torch.bfloat16), (square_mesh(), torch.float32)):
         chosen = [
             (torch.randn(shape).to(dtype), placements)
@@ -46,7 +46,7 @@ def test_values() -> None:
 
 @on_processes(2)
 def test_shards_of_several_rows() -> None:
-    """A shard that several work-groups walk, one that one walks, and one that is empty."""
+    """The shards take several work-groups, take one, or are empty."""
     values = [torch.randn(40_000, 2), torch.randn(1, 40_000), torch.randn(30_000)]
     for case in WHOLE_CASES:
         ShardedSideBySide(case, values, flat_mesh(), [[Shard(0)]] * 3).train(2)
@@ -84,7 +84,7 @@ def test_state_is_placed_as_torchs() -> None:
 
 @on_processes(2)
 def test_partial_gradients() -> None:
-    """As torch's classes do, a step adds up what processes have of a replicated one's gradient."""
+    """A step adds up the processes' partial gradients of a replicated parameter, as torch does."""
     mesh = flat_mesh()
     p = Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
     q = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
@@ -105,7 +105,7 @@ def test_partial_gradients() -> None:
 
 @on_processes(2)
 def test_memory_of_other_order() -> None:
-    """Shards with gaps, transposed ones, and gradients and state in another order than these."""
+    """Shards may have gaps or be transposed, with gradients and state of another memory order."""
     mesh = flat_mesh()
     locals_ = [torch.randn(4, 6)[:, ::2], torch.randn(3, 4).t(), torch.randn(2, 3, 5, 7)]
     locals_.append(locals_[2].to(memory_format=torch.channels_last))
@@ -143,7 +143,7 @@ def test_what_is_refused() -> None:
         return optimizer
 
     partial = DTensor.from_local(value, mesh, [Partial()])
-    # from_local() takes no sparse tensor, and torch's layers make no such gradient.
+    # from_local() does not accept sparse tensors, and torch's layers make no such gradient.
     sparse = DTensor(value[:2].to_sparse(), sharded()._spec, requires_grad=False)
     moments = {"exp_avg": sharded(), "exp_avg_sq": sharded(), "step": torch.tensor(1.0)}
     torn = DTensor.from_local(value[:1], mesh, [Shard(0)], shape=value.shape, stride=(2, 1))
@@ -171,7 +171,7 @@ def test_what_is_refused() -> None:
 
 @on_processes(2)
 def test_warm_steps_make_no_new_plan() -> None:
-    """And take as many calls from Python for many parameters as for few."""
+    """Steps reuse the plan, and take as many Python calls for many parameters as for few."""
     counts = []
     for count in (5, 50):
         params = [
@@ -200,7 +200,7 @@ def test_warm_steps_make_no_new_plan() -> None:
 
 @on_processes(2)
 def test_gradients_between_steps() -> None:
-    """None is kept alive, one on another mesh is refused once, and the next ones are taken."""
+    """No gradient is kept alive. One on another mesh is refused, and the next ones are accepted."""
     mesh = flat_mesh()
     p = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     idle = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
@@ -224,7 +224,7 @@ def test_gradients_between_steps() -> None:
 
 @on_processes(2)
 def test_split_parameters() -> None:
-    """Upper halves are sharded, and so are the trails: the pair is the exact value."""
+    """Upper halves and trails are sharded alike, and a pair of them is the exact value."""
     mesh = flat_mesh()
     values = [torch.randn(5, 7).bfloat16(), torch.randn(1, 3).bfloat16(), torch.randn(4).bfloat16()]
     for case in (SPLIT_SGD, *SPLIT_CASES):
@@ -236,7 +236,7 @@ def test_split_parameters() -> None:
 
 @on_processes(2)
 def test_split_is_refused() -> None:
-    """Of float32: what has sharded a parameter holds its values, and would not see the split."""
+    """Splitting sharded float32 is refused: what sharded it would still hold the old values."""
     mesh = flat_mesh()
     p = Parameter(distribute_tensor(torch.randn(4), mesh, [Shard(0)]))
     with pytest.raises(TypeError, match="before fully_shard"):
@@ -253,7 +253,7 @@ def test_split_is_refused() -> None:
 
 @on_processes(2)
 def test_same_bits_as_of_local_tensors() -> None:
-    """A step of DTensors is that of their shards, state in 16 and 8 bits included."""
+    """A step of DTensors has the bits of one of their shards, also with 16-bit and 8-bit state."""
     mesh = flat_mesh()
     for state_dtype in (torch.float32, torch.bfloat16, "float8"):
         torch.manual_seed(rank())
@@ -279,7 +279,7 @@ def test_same_bits_as_of_local_tensors() -> None:
 
 @on_processes(4)
 def test_processes_outside_of_the_mesh() -> None:
-    """They have none of the elements, and step beside the others, with parameters of their own."""
+    """Processes outside the mesh have no elements; their steps work, also of other parameters."""
     mesh = DeviceMesh("cpu", [0, 1])
     torch.manual_seed(6)
     value = torch.randn(5, 3)

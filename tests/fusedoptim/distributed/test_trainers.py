@@ -1,6 +1,7 @@
 """The trainers that people use, as examples/trainers has them, in two processes with gloo.
 
-Each training runs once to its end, and once more from a checkpoint of its middle, in new processes.
+Each training runs to its end once without a break, and once from a checkpoint halfway, in new
+processes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.fusedoptim.helpers import each_case, params_of, single
 from tests.optimizer_cases import OptimizerCase
 from tests.running import ROOT
 
-with warnings.catch_warnings():  # of what they import
+with warnings.catch_warnings():  # from their imports
     warnings.simplefilter("ignore")
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -39,7 +40,7 @@ TRAININGS = {
     "lightning": ("with_lightning.py", "epoch=1.ckpt"),
     "lightning --fsdp": ("with_lightning.py", "epoch=1.ckpt"),
 }
-"""The script of each, and the checkpoint of its middle."""
+"""The script of each trainer, and the name of the checkpoint halfway."""
 
 LAUNCH = """
 import json, os, runpy, sys, traceback
@@ -85,7 +86,7 @@ for port, arguments in json.loads(sys.argv[1]):
 """
 """Runs scripts one after the other, each in two processes with the environment that torchrun sets.
 
-What they import, which takes longer than all their trainings, is imported once.
+Modules that take long to import are imported once.
 """
 
 
@@ -98,7 +99,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all trainings leave."""
+    """The folder of what all training runs leave."""
     folder = tmp_path_factory.mktemp("trainers")
     runs = []
     for name, (script, middle) in TRAININGS.items():
@@ -130,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(folder: Path) -> tuple[float, float]:
-    """The first and the last of a training, which names its optimizer beside them."""
+    """The first and the last loss that a training run prints."""
     outputs = [Path(f"{folder}.{rank}").read_text() for rank in range(2)]
     found = re.findall(r"^FusedAdamW: loss (\S+) to (\S+)$", outputs[0], re.MULTILINE)
     assert len(found) == 1, "\n".join(outputs)
@@ -153,7 +154,7 @@ def test_resumed_training_ends_with_the_same_weights(folder: Path, name: str) ->
 
 @pytest.fixture
 def accelerate() -> Iterator[None]:
-    """Leave nothing of Accelerate in this process, nor in its environment."""
+    """Leave nothing of Accelerate in this process or in its environment."""
     before = dict(os.environ)
     yield
     for state in (AcceleratorState, GradientState, PartialState):
@@ -165,7 +166,7 @@ def accelerate() -> Iterator[None]:
 @pytest.mark.usefixtures("accelerate")
 @each_case
 def test_wrapped_by_accelerate(case: OptimizerCase) -> None:
-    """It loads the optimizer's own state, replaces methods, counts steps and pickles."""
+    """Accelerate loads the optimizer's own state, replaces methods, counts steps and pickles."""
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     fused = {"fused": True} if case.is_torchs else {}
     p, optimizer = single(case, **case.kwargs[-1], **fused)
@@ -195,7 +196,7 @@ def test_wrapped_by_accelerate(case: OptimizerCase) -> None:
 
 @each_case
 def test_parameters_replaced_before_the_first_step(case: OptimizerCase) -> None:
-    """As Accelerate does when it shards; lower halves of split ones would be lost."""
+    """Accelerate replaces parameters when it shards; split ones are refused: they lose halves."""
     p, optimizer = single(case)
     other = copy.deepcopy(optimizer)
     q = Parameter(p.detach().clone())
@@ -215,7 +216,7 @@ def test_parameters_replaced_before_the_first_step(case: OptimizerCase) -> None:
 
 @each_case
 def test_wrapped_by_lightning(case: OptimizerCase) -> None:
-    """It makes a class that derives from the optimizer's, and copies no attribute."""
+    """Lightning makes a class that derives from the optimizer's, and copies no attribute."""
     _, optimizer = single(case)
     wrapped = LightningOptimizer(optimizer)
     assert isinstance(wrapped, case.cls)
@@ -229,7 +230,7 @@ def test_wrapped_by_lightning(case: OptimizerCase) -> None:
 @pytest.mark.usefixtures("accelerate")
 @each_case
 def test_made_by_the_trainer_of_transformers(case: OptimizerCase, tmp_path: Path) -> None:
-    """Its groups of parameters with and without weight decay, and keywords of a class."""
+    """The Trainer makes groups with and without weight decay, and passes a class's keywords."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
     arguments = TrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, weight_decay=0.25, report_to="none"

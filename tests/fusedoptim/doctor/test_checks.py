@@ -1,4 +1,4 @@
-"""Each check in a world where something is broken: it names the problem and the cure."""
+"""Each check, where something is broken, names the problem and the cure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusedoptim.launch import modules
 
 
 def only(problems: Sequence[Problem], text: str) -> Problem:
-    """The one problem whose message has this text."""
+    """The one problem whose message contains ``text``."""
     (found,) = (problem for problem in problems if text in problem.message)
     return found
 
@@ -27,7 +27,7 @@ def only(problems: Sequence[Problem], text: str) -> Problem:
 class TestVersions:
     @pytest.fixture
     def versions(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-        """Versions that stand for the installed ones."""
+        """Versions to report in place of the installed ones."""
         changed: dict[str, str | None] = {}
         installed = _versions.version_of
 
@@ -89,7 +89,7 @@ class TestVersions:
 class TestKernels:
     @pytest.fixture
     def folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-        """A copy of the shipped kernels, which are taken from there."""
+        """A copy of the shipped kernels, from which they are loaded."""
         folder = tmp_path / "spirv"
         shutil.copytree(modules.FOLDER, folder)
         monkeypatch.setattr(modules, "FOLDER", folder)
@@ -136,7 +136,7 @@ class TestKernels:
         assert "--force-reinstall" in problem.cure
 
     def test_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where an optimizer cannot keep what the driver compiles, it says nothing."""
+        """The doctor warns where programs cannot be kept; an optimizer says nothing of it."""
         file = tmp_path / "file"
         file.touch()
         shared = tmp_path / "shared"
@@ -206,7 +206,7 @@ class TestMachine:
     def test_control_group(
         self, group: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        """Its own limit counts, and those above it."""
+        """The control group's own limit counts, and so do those of the groups above it."""
         (tmp_path / group).mkdir(parents=True, exist_ok=True)
         (tmp_path / group / "cpu.max").write_text("max 100000\n")
         (tmp_path / "cpu.max").write_text("150000 100000\n")
@@ -286,7 +286,7 @@ class TestDrivers:
 
     @pytest.fixture
     def gpu(self, tmp_path: Path) -> Path:
-        """The node of an Intel GPU, beside one that is another company's."""
+        """The device node of an Intel GPU, next to another vendor's device."""
         for node, vendor in (("renderD128", "0x8086"), ("renderD129", "0x10de")):
             (tmp_path / "drm" / node / "device").mkdir(parents=True)
             (tmp_path / "drm" / node / "device" / "vendor").write_text(f"{vendor}\n")

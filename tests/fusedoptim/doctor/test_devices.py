@@ -1,4 +1,4 @@
-"""What workers may say of devices, kernels and torch: each problem is named, and its cure."""
+"""What workers report of devices, kernels and torch: each problem and its cure are named."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ CPU = {
 
 
 def result(kernel: str, problem: str | None) -> dict[str, Any]:
-    """What a worker says of a kernel that it has tested."""
+    """A worker's report on a kernel that it has tested."""
     return {"tested": kernel, "device": "opencl:cpu:0", "problem": problem}
 
 
 def devices(
     *said: dict[str, Any], end: str = "", found: Sequence[Any] = (CPU,), gpus: int = 0
 ) -> Section:
-    lines = [{"devices": list(found)}, {"devices": list(found)}, *said]  # as of two workers
+    lines = [{"devices": list(found)}, {"devices": list(found)}, *said]  # from two workers
     return _devices.describe_devices([Outcome(lines, end)], gpus)
 
 
 def ended(script: str) -> Outcome:
-    """The outcome of a worker that runs a script of the shell."""
+    """The outcome of a worker that runs a shell script."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(["sh", "-c", script], **pipes)
     outcome = _outcome(process, time.monotonic())
@@ -57,7 +57,7 @@ class TestDevices:
         assert section.facts["opencl:cpu:0"]["memory"] == "1.0 GiB"
 
     def test_crash(self) -> None:
-        """A driver that faults, in a process of its own."""
+        """A driver that crashes, in a process of its own."""
         line = json.dumps({"at": "tests adam_f32 on opencl:cpu:0"})
         outcome = ended(f"echo '{line}'; printf '{{\"cut'; kill -SEGV $$")
         (problem,) = _devices.describe_devices([outcome, outcome], 0).problems
@@ -103,7 +103,7 @@ class TestDevices:
         assert cure in problem.cure
 
     def test_two_runtimes(self) -> None:
-        """Each in a process of its own is no problem."""
+        """Two runtimes are a problem in one process, but not in two."""
         ours, others = (
             {"loaded": [f"/{i}/libsycl.so.{i}", f"/{i}/libsycl.so.{i}.0.0"]} for i in (8, 9)
         )

@@ -25,8 +25,8 @@ def texts(node: ast.AST) -> Iterator[str]:
 
 
 def is_said(message: str, said: str) -> bool:
-    """Whether one of the strings, which \\1 separates, has the message's parts in order."""
-    parts = filter(None, re.split(r"\s*\.\.\.\s*", message))  # an empty one would begin anywhere
+    """Whether one of the strings, separated by \\1, contains the message's parts in order."""
+    parts = filter(None, re.split(r"\s*\.\.\.\s*", message))  # an empty one would match anywhere
     return re.search("[^\1]*".join(map(re.escape, parts)), said) is not None
 
 

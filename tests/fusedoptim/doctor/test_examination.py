@@ -1,4 +1,4 @@
-"""Whole examinations: of this machine, and of one where little is right."""
+"""Whole examinations, of this machine and of ones with several problems."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_healthy(tmp_path: Path) -> None:
 
 
 def test_little_is_right(tmp_path: Path) -> None:
-    """A package that is shadowed, and drivers that are hidden: the command itself survives."""
+    """The command itself works even if a package is shadowed and drivers are hidden."""
     (tmp_path / "allocator.py").write_text("raise SystemExit('foreign code ran')\n")
     done = run(tmp_path, "doctor", OCL_ICD_FILENAMES="/nonexistent.so")
     assert done.returncode == 1
@@ -66,7 +66,7 @@ def test_little_is_right(tmp_path: Path) -> None:
 
 
 def test_crash_and_a_broken_torch(tmp_path: Path) -> None:
-    """The kernel that the driver crashes in is named, and all others are tested."""
+    """The kernel in which the driver crashes is named, and all others are tested."""
     for package in ("allocator", "fusedoptim", "transforms"):
         shutil.copytree(ROOT / package, tmp_path / package)
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so is gone')\n")
@@ -123,7 +123,7 @@ class TestCommandLine:
 
     @pytest.mark.parametrize("command", ["doctor", "aot"])
     def test_as_a_module_of_its_own(self, command: str) -> None:
-        """``python -m fusedoptim.doctor`` is the command too."""
+        """The command can also be run as a module of the package."""
         done = subprocess.run(
             [sys.executable, "-m", f"fusedoptim.{command}", "--help"],
             cwd=ROOT,

@@ -28,7 +28,7 @@ RESULTS = (Role.PARAM, Role.STATE, Role.OUTPUT, Role.VALUES, Role.INDICES, Role.
 
 
 def perturb(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], name: str) -> list[str]:
-    """Have what a kernel should write to an argument changed; returns it if it does write it."""
+    """Change what a kernel should write to ``name``; the list gets ``name`` if it writes it."""
     in_float64 = _self_test.in_float64
     written: list[str] = []
 
@@ -45,7 +45,7 @@ def perturb(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], name:
 
 @pytest.mark.parametrize("element", ["f16", "f32", "f64"])
 def test_numbers_are_decoded(element: str) -> None:
-    """Also subnormal ones, infinity and NaN."""
+    """All numbers are decoded, including subnormal ones, infinity and NaN."""
     size, fraction = ELEMENTS[element].size, ELEMENTS[element].fraction
     bits = np.random.default_rng().integers(0, 1 << 8 * size, 10_000, dtype=f"u{size}")
     bits[:5000] &= (1 << fraction) - 1
@@ -60,7 +60,7 @@ def test_numbers_are_decoded(element: str) -> None:
 def test_an_error_of_2_to_the_minus_16_is_found(
     queue: Any, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In any one of a kernel's results, and without it the kernel passes."""
+    """An error in any one of a kernel's results is found, and without it the kernel passes."""
     name = f"{kernel}_f32"
     assert kernel_problem(queue, name, in_usm=False) == ""
     arguments = modules.load_module(kernel, "f32").arguments
@@ -78,7 +78,7 @@ def test_an_error_of_2_to_the_minus_16_is_found(
 
 @pytest.mark.parametrize("dtype", ["f64", "bf16", "f16", "split"])
 def test_other_dtypes(queue: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is written to where nothing should be: 2 units of a last place are found."""
+    """Errors are found in other dtypes too: in 16-bit ones, 2 units in the last place."""
     name = f"sgd_momentum_{dtype}"
     assert kernel_problem(queue, name, in_usm=False) == ""
     unit = {"f64": 2.0**-45, "bf16": 2.0**-6, "f16": 2.0**-9, "split": 2.0**-16}[dtype]

@@ -18,9 +18,10 @@ Examine = Callable[[int | None], tuple[Section, Section]]
 
 @pytest.fixture
 def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examine:
-    """What is found and wished where torch has so many threads: a process with cores 0 to 3.
+    """Return the settings that are found and wished, given torch's number of threads.
 
-    Its machine has one node, huge pages on request and glibc, whose memory is not kept.
+    The process has cores 0 to 3, all on one node. Huge pages are on request, and malloc is glibc's,
+    which does not keep memory.
     """
     (tmp_path / "enabled").write_text("always [madvise] never\n")
     monkeypatch.setattr(_settings, "_HUGE_PAGES", tmp_path / "enabled")
@@ -116,7 +117,7 @@ def test_more_threads_than_cores(examine: Examine, monkeypatch: pytest.MonkeyPat
 def test_more_threads_than_processor_time(
     examine: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check of the machine warns of it, as the driver's threads are too many, too."""
+    """The machine's check warns of too many threads, as the driver's are too many as well."""
     monkeypatch.setattr(_machine, "cpu_limit", lambda: 1.5)
     found, wished = examine(4)
     assert found.problems == []

@@ -1,4 +1,4 @@
-"""What the CPU driver makes of kernels: whole vectors, gathers only where meant, nothing scalar."""
+"""The CPU driver's code for kernels: whole vectors, only intended gathers, nothing scalar."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 
 
 class Expected(NamedTuple):
-    """Of a kernel, in all of its variants."""
+    """What is expected of a kernel's code, in all of its variants."""
 
     share: float
-    """The least share of whole vectors among instructions of floating-point arithmetic.
+    """The minimum share of whole vectors among instructions of floating-point arithmetic.
 
-    Half is all that a kernel of lanes may have: where the driver cannot tell that a group has 16
-    lanes, it adds a scalar copy for lanes left over, which never runs.
+    A kernel of lanes may have only half: where the driver cannot tell that a group has 16 lanes, it
+    adds a scalar copy for the remaining lanes, which never runs.
     """
     by_lane: frozenset[str] = frozenset()
-    """Which accesses go lane by lane: "load", "store"."""
+    """The accesses that go lane by lane: "load", "store"."""
 
 
 _BOTH = frozenset({"load", "store"})
 KERNELS = {
-    # Half, and what is the same in all lanes.
+    # Less than half, as what is the same in all lanes is scalar.
     "adam_float8": Expected(0.45),
     # Weights and counts are the same in all lanes, so their arithmetic is scalar.
     "embedding_bag": Expected(0.25),
@@ -37,12 +37,12 @@ KERNELS = {
     "sgd_rows": Expected(0.25),
     "adagrad_rows": Expected(0.25),
     "rowwise_adagrad_rows": Expected(0.25),
-    # Named vectors; what is left of a width goes number by number.
+    # They use vector types; the rest of a width is computed number by number.
     "interaction": Expected(0.7),
     "interaction_backward": Expected(0.7),
-    # A lane reads a box of five numbers; the older driver stores by masks what one lane stores.
+    # A lane reads a box of five numbers. The older driver stores a single lane's number by a mask.
     "nms": Expected(1, _BOTH),
-    # A bin's channels are not side by side in what ROIAlign returns.
+    # In ROIAlign's result, the channels of a bin are not adjacent.
     "roi_align": Expected(1, frozenset({"store"})),
     "roi_align_strided": Expected(1, _BOTH),
     "roi_align_backward": Expected(1, frozenset({"load"})),
@@ -51,7 +51,7 @@ KERNELS = {
 _MODULES = [f"{kernel}_{variant}" for kernel, variant in shipped() if kernel in KERNELS]
 _FETCHING = ["embedding_bag", "sum_rows", "sgd_rows", "adagrad_rows", "rowwise_adagrad_rows"]
 _SCALAR = ["roi_align_taps_f32", "roi_align_taps_f64"]
-"""Of kernels that are serial, for which the check must fail."""
+"""Serial kernels, for which the check must fail."""
 _BUILD = """
 import os, sys
 from fusedoptim.allocator import queue
@@ -60,7 +60,7 @@ os.chdir(sys.argv[1])
 for name in sys.argv[2:]:
     kernel_for(queue("cpu"), *name.rsplit("_", 1))
 """
-# Of both syntaxes, AT&T's and Intel's: a mnemonic, then operands in either order.
+# Both syntaxes, AT&T's and Intel's: a mnemonic, then operands in either order.
 _ARITHMETIC = re.compile(
     r"\bv(?:add|sub|mul|div|min|max|sqrt|fn?m(?:add|sub)\d+)([ps])[sd]\s(.*)$", re.MULTILINE
 )
@@ -69,11 +69,11 @@ _BY_LANE = {
     "store": re.compile(r"\bvp?scatter\w*"),
 }
 _BY_LANE_BFLOAT16 = {"load": re.compile(r"\bvpinsrw\b"), "store": re.compile(r"\bvpextrw\b")}
-"""No instruction gathers 16 bits. Other kernels convert a single number by these."""
+"""The stand-ins for 16-bit gathers. Other kernels convert single numbers by them."""
 
 
 def disassembled(folder: Path, *modules: str, **environment: str) -> dict[str, str]:
-    """The code of each kernel, as the driver writes it to the current folder."""
+    """The disassembly of each kernel, which the driver writes to ``folder``."""
     run_script(_BUILD, str(folder), *modules, CL_CONFIG_DUMP_DISASSEMBLY="True", **environment)
     written = "".join(path.read_text() for path in sorted(folder.glob("*.asm")))
     code = {}
@@ -85,7 +85,7 @@ def disassembled(folder: Path, *modules: str, **environment: str) -> dict[str, s
 
 
 def share_of_vectors(code: str) -> float:
-    """Of instructions of floating-point arithmetic, those of whole registers of 64 bytes."""
+    """The share of whole 64-byte registers among instructions of floating-point arithmetic."""
     found = _ARITHMETIC.findall(code)
     return sum(kind == "p" and "zmm" in operands for kind, operands in found) / len(found)
 
@@ -106,7 +106,7 @@ def test_accesses_by_lane(name: str, code: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("name", [x for x in _MODULES if x.rpartition("_")[0] in _FETCHING])
 def test_rows_are_fetched_ahead(name: str, code: dict[str, str]) -> None:
-    """By an instruction: a function of the driver's would take longer than the rows."""
+    """Rows are prefetched by an instruction; a call of a driver's function would cost too much."""
     assert re.search(r"\bprefetcht1\b", code[name])
     assert not re.search(r"\bcall", code[name])
 
@@ -127,7 +127,7 @@ class TestVectors:
         assert share_of_vectors(code[name]) == 0
 
     def test_kernels_that_the_driver_leaves_scalar(self, tmp_path: Path) -> None:
-        """The check would notice, as this driver option makes it do so."""
+        """The check notices kernels that are scalar, as this driver option makes them."""
         names = ["embedding_bag_f32", "sgd_rows_bf16", "nms_f32", "roi_align_f64"]
         scalar = disassembled(tmp_path, *names, CL_CONFIG_CPU_VECTORIZER_MODE="1")
         assert [share_of_vectors(code) for code in scalar.values()] == [0] * len(names)

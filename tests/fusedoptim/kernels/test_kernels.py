@@ -37,7 +37,7 @@ _DECOUPLED = {"decay_factor": 1 - 0.1 * 0.2, "weight_decay": 0.0}
 
 
 def _numbers(beta1: float) -> Kwargs:
-    """What Adam's and Lamb's kernels get at step T."""
+    """The numbers that Adam's and Lamb's kernels get at step T."""
     return {
         "lr": 0.1, "eps": 1e-3, "weight_decay": 0.2, "decay_factor": 1.0,
         "beta1": beta1, "one_minus_beta1": 1 - beta1, "beta3": 1 - beta1,
@@ -48,7 +48,7 @@ def _numbers(beta1: float) -> Kwargs:
     }  # fmt: skip
 
 
-# Kernels, the numbers that they get, and the hyper-parameters of the reference beside lr=0.1.
+# Kernels, the numbers that they get, and the reference's hyper-parameters other than lr=0.1.
 INTERPRETED: list[tuple[Callable[..., Any], OptimizerCase, Kwargs, Kwargs]] = [
     (sgd.sgd, SGD, {"lr": 0.1, "weight_decay": 0.2}, {"weight_decay": 0.2}),
     *(
@@ -67,7 +67,7 @@ INTERPRETED: list[tuple[Callable[..., Any], OptimizerCase, Kwargs, Kwargs]] = [
     (adam.adam, ADAM, _numbers(0.7) | _DECOUPLED, _BETAS | {"decoupled_weight_decay": True}),
     *(
         (kernel, LAMB, _numbers(0.7) | numbers, _BETAS | options)
-        # The latter two for the three of larger tensors, and of those among processes.
+        # lamb_update stands for the kernels of larger tensors, lamb_step for those among processes.
         for kernel in (lamb.lamb, lamb.lamb_update, lamb.lamb_step)
         for numbers, options in (
             ({}, {}),
@@ -81,7 +81,7 @@ INTERPRETED: list[tuple[Callable[..., Any], OptimizerCase, Kwargs, Kwargs]] = [
 
 
 class TestInterpreted:
-    """A kernel is plain Python: called with numpy arrays, it is the update of one element."""
+    """A kernel is plain Python: called with numpy arrays, it updates one element."""
 
     @pytest.mark.parametrize(("kernel", "case", "numbers", "options"), INTERPRETED)
     def test_equals_the_reference(
@@ -115,7 +115,7 @@ class TestInterpreted:
 
     @staticmethod
     def _run(kernel: Callable[..., Any], given: Kwargs) -> list[Any]:
-        """Call ``kernel`` with those of the arguments that it takes, for each element."""
+        """Call ``kernel`` for each element, with those of the arguments that it takes."""
         names, everything = inspect.signature(kernel).parameters, {"length": LENGTH, **given}
         chosen = {name: everything[name] for name in names if name != "i"}
         if "i" not in names:
@@ -123,7 +123,7 @@ class TestInterpreted:
         return [kernel(i=i, **chosen) for i in range(LENGTH)]
 
     def _run_sums_and_ratio(self, summing: Callable[..., Any], given: Kwargs) -> None:
-        """Run the first two of Lamb's kernels; the sums are those of two chunks."""
+        """Run the first two of Lamb's kernels, with the sums of two chunks."""
         before = given["param"].copy()
         squares = np.array(self._run(summing, given))
         np.testing.assert_array_equal(given["param"], before)
@@ -148,7 +148,7 @@ class TestInterpreted:
 
 
 class TestCheck:
-    """`python -m fusedoptim.kernels check` sees what changed, without the compiler."""
+    """`python -m fusedoptim.kernels check` finds what changed, without the compiler."""
 
     @pytest.fixture
     def tree(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -206,7 +206,7 @@ class TestValidate:
         reason="apt install spirv-tools intel-opencl-icd",
     )
     def test_module_with_sums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For three generations of GPU; `make kernels-validate` takes all modules, and minutes."""
+        """A module is valid for three GPU generations; `make kernels-validate` takes all."""
         shutil.copy(modules.FOLDER / "lamb_moments_bf16.spv", tmp_path)
         monkeypatch.setattr(build_tool, "FOLDER", tmp_path)
         assert build_tool.validate() == []
@@ -233,11 +233,11 @@ def test_module_for_each_variant(kernel: str, variant: str) -> None:
     roles = {role for _, role in module.arguments}
     has_values = roles.intersection({Role.PARAM, Role.GRAD, Role.INPUT, Role.OUTPUT})
     if variant == "split" and has_values and Role.PARAM not in roles:
-        assert module.variant == "bf16"  # what the gradients of a split parameter are
+        assert module.variant == "bf16"  # as the gradients of a split parameter are
     elif has_values:
         assert module.variant == variant
     elif roles <= {*INTEGERS, Role.INDICES, Role.ROW_INT, Role.DEVICE_INT}:
-        assert module.variant == "f32"  # of all variants
+        assert module.variant == "f32"  # one module serves all variants
     else:
         assert module.variant == ("f64" if variant == "f64" else "f32")
 
@@ -247,7 +247,7 @@ class TestCompiler:
     def test_fresh_build_equals_the_repositorys(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of one source, as all take minutes: `make kernels-verify` compares all."""
+        """Only one source is compiled here; `make kernels-verify` compares all."""
         before = {path.name: path.read_bytes() for path in build_tool.FOLDER.iterdir()}
         monkeypatch.setattr(build_tool, "FOLDER", tmp_path)
         monkeypatch.setattr(build_tool, "MANIFEST", tmp_path / "manifest.json")
@@ -272,7 +272,7 @@ class TestCompiler:
         }
 
     def test_kernels_take_no_longer_for_those_before_them(self) -> None:
-        """Each has as many implementations of an operator to search through."""
+        """Every kernel has equally many implementations of an operator to search through."""
         from fusedoptim.kernels._compiler import SPIRVKernelDispatcher, compile_kernel
 
         context, counts = SPIRVKernelDispatcher.targetdescr.target_context, []

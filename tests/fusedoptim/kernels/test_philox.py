@@ -49,7 +49,7 @@ def write_words(n: Int64, given: Global[Int64], words: Global[Int64]) -> None:
     importlib.util.find_spec("numba_dpex") is None, reason="pip install 'fusedoptim[jit]'"
 )
 def test_compiled() -> None:
-    """The known answers, and words that Python computes."""
+    """Compiled words are the known answers, and those that Python computes."""
     random = torch.randint(0, 1 << 32, (1000, 6))
     given = torch.cat([torch.tensor([given for given, _ in KNOWN]), random])
     words = torch.empty(len(given), 4, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What tests of launches share."""
+"""Fixtures that tests of launches share."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fusedoptim.launch.openmp import WORTH_SLEEPING
 from fusedoptim.step import dense
 
 MANY = dense._MANY_WRITTEN
-"""Parameters whose writes are counted while the kernel runs."""
+"""A number of parameters from which on writes are counted while the kernel runs."""
 
 
 def is_in_region() -> bool:

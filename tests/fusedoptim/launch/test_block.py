@@ -92,7 +92,7 @@ def test_row_scalars_are_in_the_arithmetic_dtype(dtype: str, real: type) -> None
 
 @pytest.mark.parametrize("count", [None, 4, 3, 1, 0])
 def test_the_first_rows(chunks: Chunks, count: int | None) -> None:
-    """Only as many rows are updated as a launch is told."""
+    """A launch updates only as many rows as are selected."""
     block = LaunchBlock(kernel_for(queue("cpu"), "sgd", "f32"), chunks.lengths)
     params = torch.zeros(len(chunks.lengths), 2)
     grads, factor = torch.ones_like(params), torch.ones(())
@@ -146,7 +146,7 @@ def test_a_kernel_is_built_once() -> None:
 
 
 def test_arguments_of_split_kernels() -> None:
-    """Right after its Param, a kernel of split parameters has the lower halves."""
+    """A kernel of split parameters takes the lower halves right after its Param."""
     plain = kernel_for(queue("cpu"), "adam", "f32").layout.row
     split = kernel_for(queue("cpu"), "adam", "split").layout.row
     assert [a for a in split if a.role is not Role.TRAIL] == list(plain)
@@ -154,7 +154,7 @@ def test_arguments_of_split_kernels() -> None:
 
 
 def test_roles_that_have_no_word() -> None:
-    """A kernel with one is refused: its value would be packed as a number of the arithmetic."""
+    """A kernel with such a role is refused: its value would be packed as an arithmetic number."""
     Layout([Argument(role.value, role) for role in Role if role is not Role.INDEX])
     for in_row in (False, True):
         unknown: Any = mock.Mock(in_row=in_row)

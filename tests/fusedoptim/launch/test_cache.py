@@ -27,7 +27,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def new_build(module: bytes = b"module") -> mock.Mock:
-    """What makes a module; it counts its calls."""
+    """A function that makes a module, and counts its calls."""
     return mock.Mock(return_value=module)
 
 
@@ -36,7 +36,7 @@ def test_built_once(place: Path) -> None:
     for _ in range(3):
         assert cached(PARTS, build) == b"module"
     assert build.call_count == 1
-    cached(("kinds", "ource"), build)  # other parts, though the same characters
+    cached(("kinds", "ource"), build)  # different parts with the same characters
     assert build.call_count == 2
     assert [path.suffix for path in place.iterdir()] == [".spvcache"] * 2
 
@@ -124,7 +124,7 @@ def test_what_a_killed_process_left_unfinished(place: Path) -> None:
 def test_warnings_name_the_line_of_the_user(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
-    """However many functions of the package lie between."""
+    """Warnings name the user's line however many functions of the package lie between."""
     _sources._shared.cache_clear()
 
     def use() -> None:
@@ -210,18 +210,18 @@ UNSAFE = [
 
 
 class TestOtherUsers:
-    """What they can write is not run."""
+    """Files that other users can write are not run."""
 
     @pytest.fixture
     def planted(self, place: Path) -> Path:
-        """A file that has the right name, and is whole."""
+        """A file that has the right name and is intact."""
         cached(PARTS, new_build(b"planted"))
         (path,) = place.iterdir()
         return path
 
     @pytest.fixture
     def default(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """The folder of those who name none, as version 0.1 made it under a umask of 002."""
+        """The default folder, as version 0.1 made it under a umask of 002."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.delenv("FUSEDOPTIM_CACHE_DIR", raising=False)
         folder = tmp_path / "fusedoptim"
@@ -270,7 +270,7 @@ class TestOtherUsers:
     def test_exchanged_in_the_meantime(
         self, nth: int, place: Path, planted: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """After the look at the folder's or the file's mode: what was looked at is read."""
+        """A folder or file that replaces one whose mode has been checked is not read."""
         look = os.fstat
         looks: list[int] = []
 
@@ -315,26 +315,26 @@ class TestOtherUsers:
 
     @as_root
     def test_files_of_root(self, planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Serve every user, such as a cache that an administrator filled."""
+        """Files of root serve every user, such as in a cache that an administrator filled."""
         monkeypatch.setattr(cache.os, "geteuid", lambda: 4242)
         assert cached(PARTS, new_build()) == b"planted"
 
     def test_folder_of_version_0_1(self, default: Path) -> None:
-        """Becomes private, and what others may have put there is dropped."""
+        """The folder becomes private, and what others may have put there is dropped."""
         build = new_build()
         assert cached(PARTS, build) == cached(PARTS, build) == b"module"
         assert build.call_count == 1
         assert mode(default) == 0o700
 
     def test_folder_that_was_named(self, default: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Keeps its mode, as it may have other uses."""
+        """A folder that the user named keeps its mode, as it may have other uses."""
         monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(default))
         with pytest.warns(RuntimeWarning, match="chmod go-w"):
             assert cached(PARTS, new_build()) == b"module"
         assert mode(default) == 0o775
 
     def test_link_in_place_of_the_default(self, default: Path) -> None:
-        """Nor does what it leads to change its mode."""
+        """A folder that the default is a link to keeps its mode."""
         moved = default.rename(default.with_name("moved"))
         default.symlink_to(moved)
         with pytest.warns(RuntimeWarning, match="mode 0775"):
@@ -344,7 +344,7 @@ class TestOtherUsers:
     def test_folder_whose_mode_cannot_change(
         self, default: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As on a file system without modes."""
+        """A folder whose mode cannot change is not used, such as on a file system without modes."""
         monkeypatch.setattr(cache.os, "fchmod", lambda *_: None)
         with pytest.warns(RuntimeWarning, match="mode 0775"):
             assert cached(PARTS, new_build()) == b"module"

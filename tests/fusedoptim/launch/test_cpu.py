@@ -26,8 +26,8 @@ def _core(folder: Path, core: int, shared_by: str, size: str) -> None:
         ({0}, 16 * 2**20),
         ({0, 1}, 16 * 2**20),
         ({0, 1, 2, 3}, 32 * 2**20),  # two caches
-        ({0, 1, 4}, 0),  # Linux says nothing of 4
-        ({2, 5}, 0),  # it says nonsense of 5
+        ({0, 1, 4}, 0),  # Linux reports nothing of core 4
+        ({2, 5}, 0),  # it reports nonsense of core 5
         ({0, 1, 6, 7}, 0),  # 4 MiB for each
     ],
 )
@@ -47,5 +47,5 @@ def test_batch_bytes(
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 def test_rows_are_whole_blocks(backend: Backend) -> None:
-    """Or the scales of 8-bit state would lie elsewhere than where kernels look for them."""
+    """Otherwise, kernels would look elsewhere for the scales of 8-bit state."""
     assert backend.shape.chunk % (backend.shape.lanes * BLOCK) == 0

@@ -1,4 +1,4 @@
-"""A kind of device that SYCL drives is one class: whatever launches kernels asks it alone."""
+"""A kind of device that SYCL drives is one class, the only one that launching code asks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.tolerances import cross_entropy_errors
 
 
 class Accelerator(Backend):
-    """A CPU as another kind of device would be: SYCL, and a queue and a launch shape of its own."""
+    """A CPU as another kind of device, with SYCL, a queue and a launch shape of its own."""
 
     torch_type = "cpu"
     shape = LaunchShape(lanes=32, chunk=4096, elements_per_group=512)
     runs_on_host = True
 
     def __init__(self) -> None:
-        # Programs are kept by queue: those of the CPU's own kind stay out of it.
+        # Programs are kept by queue, so those of the CPU's own kind are not found.
         device = allocator.queue("cpu").sycl_device
         self.own_queue = allocator.load_dpctl().SyclQueue(device, property="in_order")
 
@@ -44,7 +44,7 @@ class Accelerator(Backend):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, sycl_launches: list[SyclKernel]) -> list[SyclKernel]:
-    """The kernels that the new kind, which is the only one, has launched."""
+    """The kernels launched by the new kind of device, which is the only one."""
     kind = Accelerator()
     monkeypatch.setattr(devices, "_BACKENDS", (kind,))
     monkeypatch.setitem(devices.BACKENDS, "cpu", kind)

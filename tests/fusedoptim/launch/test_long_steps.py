@@ -1,4 +1,4 @@
-"""Long steps are taken or not, whatever comes in between, on torch's threads and the driver's."""
+"""A long step is taken or not, whatever happens meanwhile, on torch's threads and the driver's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_steps_in_threads_of_their_own() -> None:
-    """Threads that never ran a region before, and end."""
+    """Steps work in threads that never ran a parallel region before, and that end."""
     made = [long_step() for _ in range(4)]
     run_in_threads(*(lambda o=optimizer: [o.step() for _ in range(20)] for _, optimizer in made))
     for param, _ in made:

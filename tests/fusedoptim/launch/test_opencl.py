@@ -55,7 +55,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What the driver compiles."""
+    """The modules that the driver compiles."""
     seen: list[bytes] = []
     compile_now = Driver.compile_now
 
@@ -95,7 +95,7 @@ class TestKept:
 
     @pytest.mark.usefixtures("place")
     def test_for_another_process(self) -> None:
-        """Which then compiles nothing, unless it is for another instruction set."""
+        """Another process compiles nothing, unless it is for another instruction set."""
         script = """
 import torch
 from fusedoptim import FusedAdam
@@ -130,7 +130,7 @@ print(len(compiled), p.detach().view(torch.int32).sum().item())
     def test_not_while_the_driver_has_settings(
         self, driver: Driver, place: Path, compiled: list[bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """They may have it compile otherwise, or write what it compiles to files."""
+        """Settings may make the driver compile otherwise, or write what it compiles to files."""
         monkeypatch.setenv("CL_CONFIG_DUMP_ASM", "False")
         for _ in range(2):
             driver.compile(SGD.spirv)
@@ -149,7 +149,7 @@ print(len(compiled), p.detach().view(torch.int32).sum().item())
     def test_of_another_driver(
         self, driver: Driver, place: Path, compiled: list[bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Which has the same name and version, and takes no such program."""
+        """Another driver's program is refused and rebuilt, even if name and version are equal."""
         with monkeypatch.context() as patch:
             patch.setattr(Driver, "_binary", lambda *_: b"a program of another driver")
             driver.compile(SGD.spirv)
@@ -160,7 +160,7 @@ print(len(compiled), p.detach().view(torch.int32).sum().item())
     def test_of_another_driver_where_nothing_can_be_written(
         self, driver: Driver, place: Path, compiled: list[bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The refused program stays there, and is not read again and again."""
+        """The refused program stays there, and is read only once."""
         with monkeypatch.context() as patch:
             patch.setattr(Driver, "_binary", lambda *_: b"a program of another driver")
             driver.compile(SGD.spirv)
@@ -189,7 +189,7 @@ print(len(compiled), p.detach().view(torch.int32).sum().item())
     def test_nowhere(
         self, driver: Driver, tmp_path: Path, compiled: list[bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Without a warning: torch's optimizers have none, and a step works all the same."""
+        """A step works without a cache, and without a warning, as torch's optimizers have none."""
         (tmp_path / "file").touch()
         for place in ("", str(tmp_path / "file" / "cache")):
             monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", place)
@@ -210,7 +210,7 @@ def test_driver_says_why(driver: Driver) -> None:
 
 
 def test_refused_launch(driver: Driver) -> None:
-    lanes = 1 << 20  # more than any device has in a group
+    lanes = 1 << 20  # more lanes than any device allows in a group
     kernel = driver.compile(SGD.spirv).kernel(queue("cpu"), SGD.name, ONE_ADDRESS)
     frame, sizes = frame_of(0), kernel.sizes((lanes,), (lanes,))
     kernel.prepare(frame)
@@ -221,7 +221,7 @@ def test_refused_launch(driver: Driver) -> None:
 
 
 def test_one_group_runs_on_the_calling_thread(driver: Driver) -> None:
-    """And not before what another one, which is longer, was asked for."""
+    """A lone group runs on the calling thread, but not before a longer launch submitted earlier."""
     assert driver.own_thread is not None
     small, large = Parameter(torch.zeros(8)), Parameter(torch.zeros(2_000_000))
     optimizer = FusedSGD([{"params": [large], "lr": 1.0}, {"params": [small], "lr": 1.0}])
@@ -233,13 +233,13 @@ def test_one_group_runs_on_the_calling_thread(driver: Driver) -> None:
     latest = progress.latest
     large.grad = None
     optimizer.step()
-    assert progress.latest is latest  # nothing was asked of the other threads
+    assert progress.latest is latest  # nothing was submitted to the other threads
     assert small.tolist() == [-21.0] * 8
     assert large.eq(-20).all()
 
 
 def test_overlapping_parameters_of_two_groups() -> None:
-    """The long launch comes first, though the short one could be run at once."""
+    """The long launch comes first, although the short one could run at once."""
     whole = Parameter(torch.zeros(4_000_000))
     part = Parameter(torch.zeros(0))
     part.data = whole.data[-8:]
@@ -252,7 +252,7 @@ def test_overlapping_parameters_of_two_groups() -> None:
 
 
 def test_one_queue_for_all_threads() -> None:
-    """By which Lamb's three kernels are ordered, whichever thread built each."""
+    """All threads share one queue, which orders Lamb's three kernels."""
     run_script("""
 import time
 from fusedoptim.launch import opencl
@@ -270,7 +270,7 @@ assert len(found) == 4 and len(set(map(id, found))) == 1, found
 def test_end_that_is_seen_between_note_and_submission(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another thread, which takes what is about to be submitted for ended."""
+    """A step waits for its kernel even if another thread has taken it for ended before."""
     monkeypatch.setattr(opencl, "team", lambda: None)
     enqueue = driver.opencl.enqueue
 
@@ -301,7 +301,7 @@ def test_end_that_is_seen_between_note_and_submission(
 def by_sycl(
     monkeypatch: pytest.MonkeyPatch, sycl_launches: list[SyclKernel]
 ) -> Iterator[list[SyclKernel]]:
-    """Kernels are built and launched as on a GPU; those that were."""
+    """Build and launch kernels as on a GPU; the list has those launched."""
     kernel_for.cache_clear()
     monkeypatch.setattr(cpu, "driver_of", lambda device: None)
     yield sycl_launches

@@ -20,7 +20,7 @@ SEVEN = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 7)
 
 @pytest.fixture(autouse=True)
 def by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches run on the driver's threads, as where torch's cannot run them."""
+    """Launches run on the driver's threads, as they do where torch's cannot run them."""
     monkeypatch.setattr(opencl, "team", lambda: None)
 
 
@@ -50,7 +50,7 @@ def test_threads_sleep_meanwhile() -> None:
     seen += states()
     print(*seen)
     """
-    done = run_script(script, OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")  # spins for ever
+    done = run_script(script, OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")  # spins forever
     assert (done.stdout, done.stderr) == ("R S S R\n", "")
 
 
@@ -97,7 +97,7 @@ def test_threads_that_sleep_already_are_left_alone(policy: str) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Or those that sleep by themselves are left alone.
+    # Otherwise, threads that sleep by themselves would be left alone.
     monkeypatch.setattr(openmp._Worker, "spins", lambda worker: True)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -114,7 +114,7 @@ def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_step_while_the_threads_sleep() -> None:
-    """A finalizer may run in the middle, and use torch or take a step."""
+    """A finalizer may run while the threads sleep, and use torch or take a step."""
     param, optimizer = long_step()
     torch.ones(1_000_000).add(1)  # from here on the threads spin
     put_to_sleep()

@@ -30,7 +30,7 @@ def test_what_is_submitted_meanwhile_still_runs() -> None:
     def submit() -> None:
         progress.latest = object()
 
-    progress.wait(submit)  # by another thread, while this one waits
+    progress.wait(submit)  # another thread submits while this one waits
     assert progress.latest is not progress.ended
     progress.wait(lambda: None)
     assert progress.latest is progress.ended
@@ -50,7 +50,7 @@ class Queue:
 
 @pytest.fixture
 def queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[InFlight, InFlight]]:
-    """Two queues, and no other."""
+    """Two queues, and the only ones that are registered."""
     monkeypatch.setattr(order, "on_host", {})
     both = tuple([InFlight(Queue(), is_ordered=True) for _ in range(2)])
     for one in both:

@@ -30,7 +30,7 @@ from tests.optimizer_cases import OptimizerCase
 
 @pytest.fixture(params=[1, 2, 7, 16])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """16 have more than 64 parts, of which the later ones belong to no thread."""
+    """Numbers of threads; 16 have over 64 parts, the later of which belong to no thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -39,7 +39,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a few groups, so that launches over few elements have many."""
+    """Make parts of a few groups each, so that launches over few elements have many."""
     monkeypatch.setattr(parts, "_LEAST", 1)
     monkeypatch.setattr(parts, "_MANY", 1)
 
@@ -57,7 +57,7 @@ def test_number_of_parts() -> None:
 @pytest.mark.usefixtures("threads", "small_parts")
 @each_class
 def test_steps(case: OptimizerCase) -> None:
-    """Of the last part's groups, too, which may be fewer."""
+    """Steps are right in all parts, including a last one that is shorter."""
     sizes = (1, 15, 17, 1023, 1025, 33_000, 70_001)
     SideBySide(case, params=[Parameter(torch.randn(n)) for n in sizes]).train(3)
 
@@ -85,7 +85,7 @@ def test_expressions(n: int) -> None:
     ids=["sums", "bfloat16 state", "float8 state"],
 )
 def test_same_bits_on_any_number_of_threads(make: Callable[[list[Parameter]], Optimizer]) -> None:
-    """Also of random numbers, and of sums over chunks that different threads have walked."""
+    """Random numbers, and sums over chunks of several threads, have the same bits as well."""
     start = [torch.randn(n) for n in (33_000, 7, 100_003)]
     gradients = [[torch.randn_like(x) for x in start] for _ in range(3)]
     before, results = torch.get_num_threads(), []
@@ -109,7 +109,7 @@ def test_same_bits_on_any_number_of_threads(make: Callable[[list[Parameter]], Op
 @each_class
 @pytest.mark.parametrize("n", [0, 3, 1000])
 def test_writes_of_many_tensors_are_counted_once(case: OptimizerCase, n: int) -> None:
-    """While the kernel runs; without one, if they are empty, too."""
+    """Writes are counted while the kernel runs, or without a kernel if tensors are empty."""
     params = [Parameter(torch.randn(n)) for _ in range(MANY)]
     optimizer = case.make(params)
     for _ in range(2):
@@ -135,7 +135,7 @@ def test_no_interrupt_comes_between_a_launch_and_its_count_of_writes() -> None:
 
 
 def test_no_more_threads_than_torch_may_use() -> None:
-    """Neither torch's others nor the driver's take part in a step."""
+    """Neither other threads of torch's nor the driver's take part in a step."""
     script = """
     import os, time, torch
     from tests.fusedoptim.launch.long_steps import long_step
@@ -162,7 +162,7 @@ Enqueue = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 9)
 
 @pytest.mark.parametrize("has_run", [0, 1])
 def test_refused(has_run: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is done, the step has not been taken; else the error says so."""
+    """If nothing has run, the step is not taken; otherwise the error tells to load a checkpoint."""
     driver = driver_of(queue("cpu").sycl_device)
     assert driver is not None
     enqueue = Enqueue(driver.opencl.enqueue_address)
@@ -199,14 +199,14 @@ class TestCode:
         parts.team.cache_clear()
 
     def test_damaged(self, code: Path) -> None:
-        """Nothing that was not shipped is run."""
+        """Code that is not the shipped one is not run."""
         code.write_bytes(code.read_bytes()[:-1] + b"\0")
         _, optimizer = long_step()
         with pytest.raises(ModuleError, match="not what was shipped; reinstall"):
             optimizer.step()
 
     def test_missing(self, code: Path) -> None:
-        """As where a file system's files cannot be run: then the driver's threads do it."""
+        """Where the code is missing or cannot be run, the driver's threads run steps."""
         code.unlink()
         assert parts.team() is None
         param, optimizer = long_step()

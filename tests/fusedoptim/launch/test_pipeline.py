@@ -13,7 +13,7 @@ from fusedoptim.launch.pipeline import Pipeline
 
 @pytest.mark.parametrize(("dtype", "variant"), [(torch.float32, "f32"), (torch.float64, "f64")])
 def test_a_sum_does_not_depend_on_torchs_threads(dtype: torch.dtype, variant: str) -> None:
-    """With so many chunks that torch would divide their sums among its threads."""
+    """The chunks are so many that torch would divide their sum among its threads."""
     values = torch.randn(2_000_000, dtype=dtype)
     chunks = Chunks([len(values)], 256)
     pipeline = Pipeline(

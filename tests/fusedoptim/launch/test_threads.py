@@ -40,18 +40,18 @@ for threads in map(int, sys.argv[1:]):
     torch.set_num_threads(threads)
     found.append(count(step))
 """
-"""Finds how many threads ran at all during steps: at first, and with each number of threads."""
+"""Counts the threads that ran at all during steps: at first, and with each number of threads."""
 RAW = """
 kernel = RawModule("kernel void twice(global float *x) { x[get_global_id(0)] *= 2; }")["twice"]
 kernel(1 << 20, None, (x.detach(),))
 tasks = [int(task.name) for task in Path("/proc/self/task").iterdir()]
 found.append(sorted(set().union(*map(os.sched_getaffinity, tasks))))
 """
-"""Finds the cores on which threads may run, the driver's among them, which run users' kernels."""
+"""Finds the cores on which threads may run, including the driver's, which run users' kernels."""
 
 
 def found_by(script: str, *arguments: str, **variables: str) -> list[object]:
-    # An OpenMP thread that spins would run without having part in a step.
+    # A spinning OpenMP thread would run without taking part in a step.
     script += "print(json.dumps(found))"
     variables |= {"OMP_WAIT_POLICY": "passive"}
     found: list[object] = json.loads(check_script(script, *arguments, **variables))

@@ -1,4 +1,4 @@
-"""GELU beside torch's."""
+"""GELU compared with torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The module MultiheadAttention beside torch's, with and without dropout."""
+"""The module MultiheadAttention compared with torch's, with and without dropout."""
 
 from __future__ import annotations
 

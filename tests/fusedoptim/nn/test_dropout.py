@@ -25,7 +25,7 @@ def model() -> torch.nn.Module:
 
 
 def trained(module: torch.nn.Module, x: Tensor, call: Any = None) -> list[Tensor]:
-    """The output and all gradients of a pass forward and back."""
+    """The output and all gradients of a forward and a backward pass."""
     module.zero_grad()
     y = call(x) if call else module(x)
     y.square().sum().backward()
@@ -76,10 +76,10 @@ class TestContract:
 
     @pytest.mark.parametrize("p", [-0.1, 1.5, math.nan])
     def test_p_out_of_range(self, p: float) -> None:
-        """Not only at construction, as modules let p be set."""
+        """p is checked at each call, not only at construction, as modules let it be set."""
         with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1, but"):
             functional.dropout(torch.ones(3), p)
-        if not math.isnan(p):  # torch's constructor takes NaN
+        if not math.isnan(p):  # torch's constructor accepts NaN
             with pytest.raises(ValueError, match="between 0 and 1"):
                 Dropout(p)
         module = Dropout()
@@ -124,7 +124,7 @@ class TestContract:
         assert torch.equal(y, tangent)
 
     def test_distributed_tensors_are_torchs(self) -> None:
-        """torch shards operators of a library by rules, of which ours have none."""
+        """DTensors use torch's operators, as ours have no rules for sharding."""
         check_script(
             """
             import warnings
@@ -189,7 +189,7 @@ class TestGenerator:
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_checkpoint(self, use_reentrant: bool) -> None:
-        """What is computed again in the backward pass has the masks of the first time."""
+        """What is computed again in the backward pass has the same masks."""
         module, x = model(), torch.randn(5, 20, requires_grad=True)
         torch.manual_seed(7)
         expected = trained(module, x)
@@ -212,7 +212,7 @@ class TestGenerator:
 @quiet_compiler
 class TestCompiled:
     def test_whole_graph(self) -> None:
-        """Seeds are then the compiler's own random numbers, which torch.manual_seed sets too."""
+        """Seeds are the compiler's own random numbers then, which torch.manual_seed sets too."""
         module, x = model(), torch.randn(500, 20)
         compiled = torch.compile(module, fullgraph=True)
         torch.manual_seed(7)
@@ -240,7 +240,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 
 
 def test_in_a_forked_process() -> None:
-    """Before the driver runs it works; after, the error says what to do."""
+    """Dropout works in a child forked before the driver runs; later, the error says what to do."""
     script = """
     import torch
     from fusedoptim.nn import Dropout

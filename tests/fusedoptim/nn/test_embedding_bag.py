@@ -28,7 +28,7 @@ from tests.fusedoptim.nn.merged_bags import (
 
 
 class _Sizes(TorchDispatchMode):
-    """The largest number of elements that an operator returned."""
+    """A mode that finds the largest number of elements that an operator returned."""
 
     most = 0
 
@@ -119,7 +119,7 @@ class TestOptimizer:
             module.optimizer().load_state_dict(saved.state_dict())
 
     def test_state_with_strides(self) -> None:
-        """As torch's is, of a table with strides: the kernels take it as contiguous."""
+        """The state of a table with strides has strides in torch, and is loaded as contiguous."""
         module = new_module("adagrad", lr=LR)
         train(module, new_batches(module, 1))
         saved = copy.deepcopy(module.optimizer().state_dict())
@@ -217,7 +217,7 @@ class TestRefused:
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     @each_way_to_copy
     def test_a_bag_called_by_itself(self, optimizer: str, copied: Any) -> None:
-        """It would learn nothing where it is trained."""
+        """A bag called by itself raises in training, where it would learn nothing."""
         given = new_module(optimizer)
         message = r"bag of MergedEmbeddingBag .* merged\(indices, offsets\)"
         for module in (given, copied(given)):

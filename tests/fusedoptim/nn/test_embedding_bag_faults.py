@@ -33,7 +33,7 @@ def new_module(optimizer: str, rows: tuple[int, ...] = ROWS, split: bool = False
 
 
 def values_of(module: Any) -> list[Tensor]:
-    """All that training changes: the tables, and what the optimizer keeps of them."""
+    """All that training changes: the tables, and the optimizer's state of them."""
     states = [
         value
         for state in module.optimizer().state_dict()["state"].values()
@@ -44,7 +44,7 @@ def values_of(module: Any) -> list[Tensor]:
 
 
 def train(module: Any, first: int, last: int) -> None:
-    """Take steps whose batches are the same whenever they are taken."""
+    """Take steps whose batches depend on the number of the step alone."""
     for step in range(first, last):
         torch.manual_seed(step)
         outputs = module(*new_bags(ROWS, BAGS))
@@ -53,7 +53,7 @@ def train(module: Any, first: int, last: int) -> None:
 
 
 def killed_training(file: str, optimizer: str, split: str, where: str) -> None:
-    """Train, save after the third step, and die between two later ones or in one of them."""
+    """Train, save after the third step, and get killed between two later ones or in one of them."""
     torch.manual_seed(0)
     module = new_module(optimizer, split=split == "True")
     train(module, 0, 3)
@@ -106,7 +106,7 @@ class TestWrong:
         position: int,
         value: int,
     ) -> None:
-        """Its table, position and value are named, and nothing has been written."""
+        """The error names the table, position and value, and nothing has been written."""
         module, bags = new_module(optimizer), new_bags(ROWS, 400, dtype=dtype)
         before = values_of(module)
         bags.indices[table][position] = value
@@ -162,7 +162,7 @@ class TestWrong:
 
     @pytest.mark.parametrize("what", ["indices", "offsets"])
     def test_changed_before_the_backward_pass(self, what: str) -> None:
-        """They have been checked as they were."""
+        """Changed indices or offsets raise, as only the original ones were checked."""
         module, bags = new_module("sgd"), new_bags(ROWS)
         before = values_of(module)
         outputs = module(*bags)
@@ -184,7 +184,7 @@ class TestTaken:
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     @pytest.mark.parametrize("dtypes", [("int32", "int64"), ("int64", "int32"), ("mixed", "int64")])
     def test_dtypes_of_indices(self, optimizer: str, dtypes: tuple[str, str]) -> None:
-        """Those of each table, and of indices and offsets, may differ."""
+        """The dtypes of tables' indices, and of indices and offsets, may differ."""
         first, bags = new_module(optimizer), new_bags(ROWS)
         other = copy.deepcopy(first)
         mixed = ["int32", "int64", "int64", "int32"]
@@ -216,7 +216,7 @@ class TestTaken:
             module([torch.tensor([0]), *indices[1:]], [torch.tensor([0, 0, 1]), *offsets[1:]])
 
     def test_a_table_twice(self) -> None:
-        """Without an optimizer, its gradient is the sum."""
+        """Without an optimizer, the table's gradient is the sum."""
         table, bags = torch.randn(50, WIDTH, requires_grad=True), new_bags((50, 50, 50))
         outputs = embedding_bags([table] * 3, *bags, include_last_offset=True)
         torch.autograd.backward([y.sum() for y in outputs])
@@ -256,7 +256,7 @@ class TestTaken:
 
     @pytest.mark.parametrize("optimizer", [None, "sgd"])
     def test_more_than_two_to_the_31_elements(self, optimizer: str | None) -> None:
-        """4 GiB of addresses, but Linux has pages for the touched rows alone."""
+        """The table has 4 GiB of addresses, but Linux has pages for the touched rows alone."""
         width, rows = 64, (1 << 25) + 5
         table = torch.empty(rows, width, dtype=torch.bfloat16)
         indices = torch.tensor([rows - 1, 0, 1 << 25, (1 << 25) - 1, rows - 1])

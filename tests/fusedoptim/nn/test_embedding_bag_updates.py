@@ -29,7 +29,7 @@ DECAY, EPS = 0.01, 1e-3
 
 
 class _Reference:
-    """A table in float64, whose rows take steps with bounds on how far a kernel's may be."""
+    """A table in float64 whose rows take steps, with bounds on how far a kernel's may be off."""
 
     def __init__(self, weight: Tensor, optimizer: str, options: dict[str, float]) -> None:
         self.dtype = torch.float32 if weight.dtype == torch.float32 else weight.dtype
@@ -84,7 +84,7 @@ class TestUpdates:
     @pytest.mark.parametrize("width", WIDTHS)
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_widths(self, optimizer: str, width: int) -> None:
-        """Another implementation of the same: torch's operations in float64."""
+        """Updates equal those of another implementation, by torch's operations in float64."""
         module = (
             new_module(optimizer, width, torch.float64, lr=LR, weight_decay=DECAY, eps=EPS)
             if (optimizer != "sgd")
@@ -178,7 +178,7 @@ class TestUpdates:
         assert module[0].weight.grad[[1, 2]].eq(1).all()
 
     def test_a_table_twice_without_an_optimizer(self) -> None:
-        """As in torch's list of bags, its gradient is the sum."""
+        """The table's gradient is the sum, as in torch's list of bags."""
         bag = torch.nn.EmbeddingBag(50, 4, mode="sum", include_last_offset=True)
         bags = [
             bag,
@@ -198,7 +198,7 @@ class TestUpdates:
 
     @pytest.mark.parametrize("is_compiled", [False, True])
     def test_autograd_sees_the_update(self, is_compiled: bool) -> None:
-        """What was saved of a table for another gradient is no longer what it was."""
+        """A table that was saved for another gradient is known to have changed."""
         torch.compiler.reset()
         module = new_module("sgd")
         ((bags, grads),) = new_batches(module, 1)
@@ -217,7 +217,7 @@ class TestUpdates:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_plain_calls_have_the_bits_of_the_operators(optimizer: str) -> None:
-    """A mode of functions makes calls go through torch's dispatcher."""
+    """Under a mode of torch functions, calls go through torch's dispatcher."""
     plain = new_module(optimizer, lr=LR)
     dispatched, batches = copy.deepcopy(plain), new_batches(plain)
     train(plain, batches)
@@ -227,7 +227,7 @@ def test_plain_calls_have_the_bits_of_the_operators(optimizer: str) -> None:
 
 
 def test_modules_of_one_shape_take_turns() -> None:
-    """They use the same launches, which have other arguments for each."""
+    """The modules use the same launches, whose arguments differ for each."""
     summing = new_module("sgd", lr=LR)
     means = MergedEmbeddingBag.from_embedding_bags(
         [
@@ -252,7 +252,7 @@ def test_modules_of_one_shape_take_turns() -> None:
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_batches_of_other_numbers_of_indices(joined: bool) -> None:
-    """Of as many bags each: few indices and many, in one part of a table and in several."""
+    """Equally many bags have few or many indices, in one part of a table and in several."""
     bags, width, lr = 16, 128, 1.0
     tables = [torch.nn.EmbeddingBag(rows, width, mode="sum") for rows in ROWS]
     for table in tables:
@@ -299,7 +299,7 @@ def test_indices_that_change_before_the_backward_pass() -> None:
 
 
 def test_gradients_without_memory() -> None:
-    """Zeros of autograd's that no kernel could read."""
+    """The gradients are zeros of autograd's that no kernel could read."""
     module = new_module("sgd", lr=LR)
     ((bags, _),) = new_batches(module, 1)
     before, outputs = copy.deepcopy(weights_of(module)), module(*bags)

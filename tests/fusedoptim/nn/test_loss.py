@@ -1,4 +1,4 @@
-"""CrossEntropyLoss beside torch's, whatever its arguments."""
+"""CrossEntropyLoss compared with torch's, with any arguments."""
 
 from __future__ import annotations
 

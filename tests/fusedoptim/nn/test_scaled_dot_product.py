@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention beside torch's and float64, with and without dropout."""
+"""scaled_dot_product_attention compared with torch's and float64, with and without dropout."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tests.optimizer_cases import FLOATS
 from tests.tolerances import attention_errors, binomial_bound
 
 TINY = 1e-12
-"""A probability by which nothing is ever dropped."""
+"""A probability so small that nothing is ever dropped."""
 torchs = nn.functional.scaled_dot_product_attention
 
 
 @pytest.fixture
 def _fresh_compiler() -> None:
-    """As functions with the same code share a limited cache."""
+    """Reset the compiler, as functions with the same code share a limited cache."""
     torch._dynamo.reset()
 
 
 def inputs(
     *batch: int, rows: int = 9, columns: int = 21, width: int = 16, dtype: Any = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, as views of projections whose heads are last but one."""
+    """Query, key and value, as views of projections whose second-to-last dimension is the heads."""
 
     def new(length: int) -> Tensor:
         return torch.randn(*batch[:-1], length, batch[-1], width).transpose(-2, -3).to(dtype)
@@ -51,7 +51,7 @@ def gradients(y: Tensor, tensors: Any, grad: Tensor, **options: Any) -> list[Ten
 
 def masks(rows: int, columns: int) -> dict[str, Tensor]:
     keeps = torch.rand(2, 1, rows, columns) > 0.3
-    keeps[1, 0, 2] = False  # a row of which nothing is left
+    keeps[1, 0, 2] = False  # a row that is fully masked
     added = torch.randn(3, rows, columns)
     added[0, 1, columns // 2] = -math.inf
     added[0, 3] = -math.inf
@@ -59,7 +59,7 @@ def masks(rows: int, columns: int) -> dict[str, Tensor]:
 
 
 def is_ours(*arguments: Any, **options: Any) -> bool:
-    """Whether attention does not go to torch's function, which it else equals."""
+    """Whether the call used our attention; if not, its result has to equal torch's."""
     with mock.patch.object(functional, "attention", wraps=functional.attention) as called:
         torch.manual_seed(1)
         result = attention(*arguments, **options)
@@ -131,7 +131,7 @@ class TestValues:
     @pytest.mark.parametrize("how", ["bool", "float", "by column", "causal", "plain"])
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
     def test_as_torchs_where_nothing_is_dropped(self, how: str, dtype: torch.dtype) -> None:
-        """Also rows of which a mask leaves nothing, and the gradient of the mask."""
+        """Rows that are fully masked, and the gradient of the mask, are torch's as well."""
         q, k, v = inputs(2, 3, dtype=dtype)
         mask = masks(9, 21).get(how)
         options: dict[str, Any] = {"is_causal": how == "causal"}
@@ -150,7 +150,7 @@ class TestValues:
         assert torch.isfinite(results[0][0]).all()
 
     def test_on_processors_without_bfloat16_products(self) -> None:
-        """All is float32 inside; so the result is that of float32, rounded."""
+        """All arithmetic is float32, so the result is that of float32, rounded."""
         tensors = inputs(2, 3, dtype=torch.bfloat16)
         torch.manual_seed(5)
         expected = attention(*(tensor.float() for tensor in tensors), dropout_p=0.5)
@@ -167,7 +167,7 @@ class TestValues:
         assert not any(grad.any() for grad in gradients(y, (q, k, v), torch.ones_like(y)))
 
     def test_rate_and_independence(self) -> None:
-        """Values of one column each show the weights that are left."""
+        """Values are unit vectors, so that the output shows which weights are left."""
         rows, columns, p = 64, 64, 0.2
         q, k, _ = inputs(4, 3, rows=rows, columns=columns)
         y = attention(q, k, torch.eye(columns).expand(4, 3, -1, -1), dropout_p=p)
@@ -236,7 +236,7 @@ class TestGradient:
         assert all(map(torch.equal, *results))
 
     def test_bfloat16_weights_are_kept(self) -> None:
-        """Two matrices of two bytes for each score, and copies of the inputs."""
+        """Two matrices of the scores' size are kept, in bfloat16 if the processor multiplies it."""
         tensors = [t.requires_grad_() for t in inputs(2, 3, dtype=torch.bfloat16)]
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(
@@ -251,7 +251,7 @@ class TestGradient:
 
 
 class TestTorchs:
-    """What is not ours is torch's, with torch's errors."""
+    """Calls that are not ours go to torch, with torch's errors."""
 
     def test_other_arguments(self) -> None:
         q, k, v = inputs(2, 3)
@@ -327,7 +327,7 @@ class TestAutocast:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("has_mask", [False, True])
     def test_as_torchs(self, dtype: torch.dtype, has_mask: bool) -> None:
-        """All is rounded first; the largest masks to infinity."""
+        """All inputs are rounded first; the largest mask values become infinity."""
         q, k, v = inputs(2, 3)
         mask = torch.zeros(9, 21)
         mask[2, 1:], mask[3] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).min
@@ -364,11 +364,11 @@ class TestCompiled:
     @pytest.mark.parametrize("how", ["plain", "causal", "bool", "autocast"])
     @each_compilation
     def test_whole_graph(self, how: str, dynamic: bool, sizes: list[int]) -> None:
-        """With the same values as without a compiler, but for the roundings of both."""
+        """Values are the same as without a compiler, except for the roundings of both."""
 
         def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-                # Exact, so that both compute with the same inputs.
+                # Negating and doubling are exact, so that both compute with the same inputs.
                 return attention(-q, k, v, mask, p, is_causal=how == "causal") * 2
 
         dtype = torch.bfloat16 if how == "autocast" else torch.float32
@@ -396,7 +396,7 @@ class TestCompiled:
                 assert_within(got, eager.double(), 2 * error, name)
 
     def test_masks_and_gradients_are_those_of_eager(self) -> None:
-        """Where the compiler draws seeds as torch does."""
+        """Masks and gradients are those of eager if the compiler draws seeds as torch does."""
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(q, k, v, dropout_p=0.5)

@@ -13,7 +13,7 @@ from fusedoptim.offload._link import Link
 
 
 class Counted(Link):
-    """Counts the bytes that go each way."""
+    """A link that counts the bytes copied each way."""
 
     fetched = 0
     sent = 0
@@ -28,7 +28,7 @@ class Counted(Link):
 
 
 class Late(Counted):
-    """Makes no copy before something waits for it: what is read too early has old values."""
+    """A link that copies only when something waits: what is read too early has old values."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -62,7 +62,7 @@ class _Event:
 
 
 class Staged(Counted):
-    """Copies as for a device with a stream, each of which is complete at once."""
+    """A link with copies as for a device with a stream, each of which is complete at once."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -87,7 +87,7 @@ class _stream(contextlib.AbstractContextManager[None]):
 
 
 class Short(Staged):
-    """The same on a device that has no memory left to stage a copy."""
+    """A staged link on a device that has no memory left to stage a copy."""
 
     def fetch(self, *args: Any) -> None:
         with _no_memory():

@@ -1,4 +1,4 @@
-"""Small models with an optimizer on the host, and beside them equal ones with an ordinary one."""
+"""Pairs of equal small models: one with its optimizer on the host, one with an ordinary one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from fusedoptim.offload import OffloadOptimizer
 
 SMALL = 1e-4
-"""A bucket_cap_mb of a hundred bytes: several buckets of the smallest model."""
+"""A bucket_cap_mb of a hundred bytes, which makes several buckets of the smallest model."""
 BF16 = torch.bfloat16
 
 
@@ -22,7 +22,7 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def networks(dtype: torch.dtype, cls: Callable[..., Any], **kwargs: Any) -> list[tuple[Any, Any]]:
-    """Two equal models, the first with its optimizer on the host."""
+    """Two equal models and their optimizers, the first of which is on the host."""
     model = network(dtype)
     other = copy.deepcopy(model)
     own = {name: kwargs.pop(name) for name in ("copy_in_backward",) if name in kwargs}

@@ -51,7 +51,7 @@ def steps(model: Any, optimizer: Any, first: int, last: int) -> None:
 
 
 def train(file: str | None = None) -> list[Tensor]:
-    """Take six steps; if there is a file, save after the third, and die after the fourth."""
+    """Take six steps. With a file, save after the third, and get killed after the fourth."""
     model, optimizer = new_training()
     steps(model, optimizer, 0, 3)
     if file is not None:
@@ -106,7 +106,7 @@ class TestCheckpoints:
         assert offload.state[params_of(offload)[0]]["step"] == 2
 
     def test_resumed_after_a_kill(self, tmp_path: Path) -> None:
-        """The first run is killed between two steps, the one after its checkpoint."""
+        """The first run is killed one step after its checkpoint."""
         file = tmp_path / "checkpoint"
         run_script(
             "import sys; from tests.fusedoptim.offload.test_checkpoints_and_faults import *; "
@@ -159,7 +159,7 @@ class TestFaults:
             o.step()
         weights, saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         with monkeypatch.context() as context:
-            context.setattr(optimizer._buckets[0].optimizer, "step", _fail)  # the last of a step
+            context.setattr(optimizer._buckets[0].optimizer, "step", _fail)  # the step's last
             with pytest.raises(RuntimeError, match=r"failed after \d+ of \d+ buckets \(OSError\)"):
                 optimizer.step()
         with refused(optimizer, RuntimeError, "weights may be of two different steps"):

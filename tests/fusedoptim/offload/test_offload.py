@@ -58,7 +58,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
 
 
 def pair(params: list[Parameter], cls: Callable[..., Any], **kwargs: Any) -> tuple[Any, Any]:
-    """An optimizer of ``params`` with its step on the host, and an ordinary one of copies."""
+    """An optimizer of ``params`` that steps on the host, and an ordinary one of copies."""
     own = {
         name: kwargs.pop(name) for name in ("bucket_cap_mb", "copy_in_backward") if name in kwargs
     }
@@ -101,7 +101,7 @@ class TestValues:
     @pytest.mark.parametrize("in_backward", [True, False])
     @pytest.mark.parametrize("cls", [FusedAdamW, FusedLamb])
     def test_of_a_training(self, link: type[Link], cls: type[Any], in_backward: bool) -> None:
-        """With accumulation, clipping, another zero_grad, a layer without gradients."""
+        """Train with accumulation, clipping, both kinds of zero_grad, and a missing gradient."""
         both = networks(BF16, cls, lr=0.05, split=True, copy_in_backward=in_backward)
         for step in range(6):
             for model, optimizer in both:
@@ -184,7 +184,7 @@ class TestContract:
         optimizer.step()
         assert (counted.fetched, counted.sent) == (size, size)
         optimizer.zero_grad()
-        optimizer.step()  # there is nothing to do
+        optimizer.step()  # there is no gradient, so nothing to do
         assert (counted.fetched, counted.sent) == (size, size)
         optimizer.copy_in_backward = False
         backward(model)
@@ -260,7 +260,7 @@ class TestContract:
         assert torch.equal(*(t.weight for t in tables))
 
     def test_the_host_waits_for_its_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of weights too: an update must not write to what is still on its way to the device."""
+        """An update waits for gradients, and for weights still on their way to the device."""
         monkeypatch.setattr("fusedoptim.offload._optimizer.Link", Late)
         calls: list[Any] = []
         monkeypatch.setattr(Late, "wait", staticmethod(calls.append))

@@ -1,4 +1,4 @@
-"""The sort of embedding bags' indices: in one part and in several, beside numpy's."""
+"""The sort of embedding bags' indices, in one part and in several, compared with numpy's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = (500_000, 1, 40, 3000)
 
 
 class Sorting(NamedTuple):
-    """What the sort leaves of each table."""
+    """The results of the sort for each table."""
 
     keys: list[Any]
     factors: list[Tensor]
@@ -28,8 +28,8 @@ class Sorting(NamedTuple):
 
 @pytest.fixture(params=[False, True], ids=["one part", "parts"])
 def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whether tables are cut, however small they are."""
-    _bag_batch._places_of.cache_clear()  # which know the parts
+    """Whether tables are cut into parts, however small they are."""
+    _bag_batch._places_of.cache_clear()  # cached places know their parts
     if request.param:
         monkeypatch.setattr(_bag_batch, "parts_of", lambda sizes, _: 1 + sizes // 7 % 20)
     yield
@@ -37,7 +37,7 @@ def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def new_batch(counts: tuple[int, ...], weighted: bool = False, zipf: bool = False) -> Batch:
-    """The bags of all tables, some of them empty, whose last bag may have most of the indices."""
+    """The bags of all tables. Some bags are empty, and a last bag may have most of the indices."""
     random = np.random.default_rng(int(torch.randint(1 << 31, ())))
     indices, offsets = [], []
     for rows, count in zip(ROWS, counts):
@@ -62,7 +62,7 @@ def sorting_of(batch: Batch, paddings: list[int], is_mean: bool) -> Sorting:
 
 
 def bags_of(batch: Batch, t: int) -> Any:
-    """The bag of each index of a table."""
+    """The bag that each index of a table is in."""
     sizes = np.diff(batch._offsets[t].numpy(), append=len(batch._indices[t]))
     return np.repeat(np.arange(len(sizes)), sizes)
 
@@ -107,7 +107,7 @@ def test_large_tables_are_cut() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_threads_give_the_same_bits(optimizer: str) -> None:
-    """Of a table whose indices several threads sort, some of them very often."""
+    """The bits are equal even if several threads sort a table, and indices are very frequent."""
     count, width, rows = 1 << 19, 8, 20_000
     indices = torch.from_numpy(np.random.default_rng().zipf(1.3, count) % rows)
     offsets, grad = torch.arange(0, count, 16), torch.randn(count // 16, width)

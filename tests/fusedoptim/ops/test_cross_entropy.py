@@ -137,7 +137,7 @@ def test_the_same_bits_whatever_the_number_of_threads() -> None:
 class TestGradient:
     @pytest.mark.parametrize("smoothing", [0.0, 0.2])
     def test_gradcheck(self, smoothing: float) -> None:
-        """Twice, too: a gradient that is differentiated comes from torch's operations."""
+        """Second derivatives are checked too, which come from torch's operations."""
         logits, target = inputs(5, 19, torch.float64)
         target[1] = -100
         logits.requires_grad_()

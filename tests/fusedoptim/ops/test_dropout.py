@@ -28,7 +28,7 @@ from tests.tolerances import CHUNK, LANES
 
 OP = torch.ops.fusedoptim.dropout.default
 BLOCK = 8 * LANES
-"""Elements that are drawn at a time."""
+"""The number of elements that are drawn at a time."""
 
 
 def new_seed() -> Tensor:
@@ -36,7 +36,7 @@ def new_seed() -> Tensor:
 
 
 def mask(shape: int | tuple[int, ...], seed: int | Tensor, p: float) -> Tensor:
-    """Where elements are kept."""
+    """Whether each element is kept."""
     return dropout(torch.ones(shape), torch.as_tensor(seed), p) != 0
 
 
@@ -57,9 +57,9 @@ def layouts() -> dict[str, Tensor]:
 
 
 def numbers(seed: int, blocks: range) -> Tensor:
-    """Of the elements of blocks of four words for each lane: words, and words with halves swapped.
+    """The random numbers of elements, in blocks of four words for each lane.
 
-    A vector of words comes before the same words swapped.
+    A vector of words comes before the same words with their halves swapped.
     """
     found: list[int] = []
     for block in blocks:
@@ -98,7 +98,7 @@ class TestValues:
     def test_words_of_large_tensors(
         self, seed: int, position: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The counter has 64 bits, as the seed has."""
+        """Counters have 64 bits, as seeds do."""
         write = LaunchBlock.write
 
         def moved(block: LaunchBlock, column: str, values: Any, rows: int | None = None) -> None:
@@ -124,7 +124,7 @@ class TestValues:
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_infinity_and_nan_as_torchs(self, dtype: torch.dtype) -> None:
-        """Zeroing is a product: a dropped infinity is NaN."""
+        """Dropping multiplies by zero: a dropped infinity is NaN."""
         x = torch.tensor([math.inf, -math.inf, math.nan]).repeat(1000).to(dtype)
         y = dropout(x, torch.tensor(5), 0.5)
         kept = mask(3000, 5, 0.5)
@@ -134,10 +134,10 @@ class TestValues:
 
     def test_one_element_may_be_dropped_with_any_seed(self) -> None:
         kept = sum(int(mask(1, new_seed(), 0.5)) for _ in range(100))
-        assert 5 < kept < 95  # else with a probability of 2e-22
+        assert 5 < kept < 95  # fails by chance with a probability of 2e-22
 
     def test_threads_at_once(self) -> None:
-        """Each uses launch blocks of its own."""
+        """Each thread uses launch blocks of its own."""
         x = torch.ones(3 * CHUNK)
         expected = [mask(x.numel(), k, 0.5) for k in range(4)]
 
@@ -157,7 +157,7 @@ def test_the_same_bits_whatever_the_number_of_threads() -> None:
 class TestGradient:
     @pytest.mark.parametrize("layout", layouts())
     def test_is_the_same_mask(self, layout: str) -> None:
-        """Also of a gradient with other strides."""
+        """The gradient has the same mask, even with other strides."""
         seed = new_seed()
         x = layouts()[layout].requires_grad_()
         y = dropout(x, seed, 0.25)
@@ -195,7 +195,7 @@ class TestTracing:
     @quiet_compiler
     @each_compilation
     def test_compiled_equals_eager(self, dynamic: bool, sizes: list[int]) -> None:
-        """In a graph whose compiler may choose strides."""
+        """Results are equal even in a graph whose compiler may choose strides."""
         convolution = torch.nn.Conv2d(8, 8, 3, padding=1)
 
         def function(x: Tensor, seed: Tensor) -> Tensor:
@@ -257,19 +257,19 @@ class TestBadInput:
 
 
 def chi_squared_tail(value: float, freedom: int) -> float:
-    """The probability of a chi-squared value at least as large."""
+    """The probability of a chi-squared value that is at least as large."""
     half = torch.tensor([freedom / 2, value / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
 FALSE_ALARM = 1e-9
-"""Of each statistical test, of which there are fewer than 1,000: in all less than 1e-6."""
+"""Each test's probability of a false alarm. There are fewer than 1,000: in all less than 1e-6."""
 STRETCH = 1024
 N = 1 << 20
 
 
 def rate(kept: Tensor, p: float) -> float:
-    """How likely the number of kept elements is, and how it varies between blocks."""
+    """The probability of the number of kept elements, and of its spread over stretches."""
     off = kept.double().view(-1, STRETCH).sum(1) - STRETCH * (1 - p)
     variance = STRETCH * p * (1 - p)
     total = chi_squared_tail(float(off.sum() ** 2 / (len(off) * variance)), 1)
@@ -278,7 +278,7 @@ def rate(kept: Tensor, p: float) -> float:
 
 
 def independence(first: Tensor, second: Tensor, p: float) -> float:
-    """How likely the four combinations of kept and dropped are, of elements in pairs."""
+    """The probability of the counts of kept and dropped elements in pairs."""
     observed = torch.bincount((2 * first.long() + second.long()).flatten(), minlength=4).double()
     one = torch.tensor([p, 1 - p], dtype=torch.float64)
     expected = first.numel() * torch.outer(one, one).flatten()
@@ -286,7 +286,7 @@ def independence(first: Tensor, second: Tensor, p: float) -> float:
 
 
 def neighbours(kept: Tensor, p: float) -> float:
-    """The least likely of pairs at some distances; no element is in two pairs of one distance."""
+    """The least probability of pairs at some distances; an element is in one pair per distance."""
     found = []
     for distance in (1, 2, 3, 4, 8, LANES, 2 * LANES, 4 * LANES, BLOCK, CHUNK):
         pairs = kept[: len(kept) // (2 * distance) * 2 * distance].view(-1, 2, distance)
@@ -295,14 +295,14 @@ def neighbours(kept: Tensor, p: float) -> float:
 
 
 def seeds(generator: Callable[[int], Tensor], p: float) -> float:
-    """The least likely of pairs of masks of seeds that differ in one bit or by one."""
+    """The least probability of pairs of masks whose seeds differ in one bit or by one."""
     start = int(torch.randint(2**62, ()))
     mask = generator(start)
     others = [start + 1, start ^ 1, start ^ (1 << 31), start ^ (1 << 32), start ^ (1 << 61)]
     found = []
     for other in map(generator, others):
         found.append(independence(mask, other, p))
-        # The same words at a distance, as counters that begin at the seed would give.
+        # Counters that begin at the seed would give the same words at a distance.
         found += [independence(mask[k:], other[:-k], p) for k in (1, LANES, 4 * LANES, BLOCK)]
         found += [independence(mask[:-k], other[k:], p) for k in (1, LANES, 4 * LANES, BLOCK)]
     return min(found)
@@ -320,23 +320,23 @@ class TestStatistics:
         assert seeds(lambda seed: mask(N // 8, seed, p), p) > FALSE_ALARM
 
     def test_first_element_of_many_seeds(self) -> None:
-        """A model of small layers takes the first words of each seed only."""
+        """A model of small layers uses only the first words of each seed."""
         kept = torch.stack([mask(STRETCH, seed, 0.5) for seed in range(STRETCH)])
         assert rate(kept.t().flatten(), 0.5) > FALSE_ALARM
         assert neighbours(kept.t().flatten(), 0.5) > FALSE_ALARM
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_mean_is_kept(self, dtype: torch.dtype) -> None:
-        """The sum of what is kept is normal, with a standard deviation that is known."""
+        """The sum of what is kept is about normal, with a known standard deviation."""
         p = 0.1
         y = dropout(torch.ones(N, dtype=dtype), new_seed(), p).double()
         scale = float(torch.tensor(1 / (1 - p), dtype=dtype))
         deviation = scale * math.sqrt(N * p * (1 - p))
-        assert abs(float(y.sum()) - scale * N * (1 - p)) < 6.1 * deviation  # or 1e-9
+        assert abs(float(y.sum()) - scale * N * (1 - p)) < 6.1 * deviation  # or by chance, at 1e-9
 
 
 class TestBrokenGenerators:
-    """The statistical tests find what they are for."""
+    """The statistical tests detect broken generators."""
 
     P = 0.5
 
@@ -368,7 +368,7 @@ class TestBrokenGenerators:
 
 
 def test_loop_is_vectorized(tmp_path: Path) -> None:
-    """The driver's code has 32-by-32-bit products of whole vectors, and no gathers."""
+    """The driver's code has whole-vector products of 32 by 32 bits, and no gathers."""
     script = "import torch\nfrom fusedoptim.ops import dropout\n"
     script += "for dtype in (torch.float32, torch.bfloat16):\n"
     script += "    dropout(torch.ones(999, dtype=dtype), torch.tensor(1), 0.5)\n"

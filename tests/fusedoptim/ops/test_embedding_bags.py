@@ -311,7 +311,7 @@ class TestRefused:
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     @pytest.mark.parametrize("joined", [False, True])
     def test_first_offset(self, joined: bool, dtype: torch.dtype, bags: int, last: bool) -> None:
-        """The only one in one tensor for all tables; in lists that of each table."""
+        """The first offset has to be 0: of one tensor for all tables, or of each table."""
         given = new_bags((3, 5, 9), bags, dtype=dtype)
         indices, offsets = ([x] for x in given.joined) if joined else given
         offsets = [x if last else x[:-1] for x in offsets]
@@ -326,7 +326,7 @@ class TestRefused:
     @pytest.mark.parametrize("offsets", [[], [0], [0, 0], [1], [1, 1], [3], [0, 3], [0, 4], [0, 2]])
     @pytest.mark.parametrize("indices", [[], [0, 1, 2]])
     def test_as_torch(self, indices: list[int], offsets: list[int], last: bool) -> None:
-        """Where there are no bags or no indices too; alone and beside other tables."""
+        """Results and errors are torch's, also without bags or indices, and with other tables."""
         weight = torch.randint(-8, 8, (4, 2)).float()
         own, starts = (torch.tensor(x, dtype=torch.int64) for x in (indices, offsets))
         given = [weight], [own], [starts]

@@ -17,13 +17,13 @@ def test_dlrm_learns_as_torch_does() -> None:
     )
     rows = {line.split()[0]: float(line.split()[-1]) for line in printed.splitlines()[-3:]}
     assert rows.keys() == {"torch", "fusedoptim", "hidden"}
-    # Both do the same arithmetic but for its order.
+    # Both do the same arithmetic in another order.
     assert abs(rows["torch"] - rows["fusedoptim"]) < 0.01
     assert 0.55 < rows["torch"] < rows["hidden"]
 
 
 def test_detection_finds_the_same_boxes() -> None:
-    """Ours and torchvision's operators, or their references where those do not load."""
+    """Our operators find the boxes of torchvision's, or of references where those do not load."""
     printed = check_script(
         """
         import runpy, sys

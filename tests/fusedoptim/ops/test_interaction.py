@@ -184,7 +184,7 @@ class TestDtypes:
 
 class TestGradient:
     def test_gradcheck(self) -> None:
-        """Twice, too: a gradient that is differentiated comes from torch's operations."""
+        """Second derivatives are checked too, which come from torch's operations."""
         features = [*inputs(3, 2, 5, torch.float64), torch.randn(3, 10, dtype=torch.float64)]
         features[-1].requires_grad_()
         assert torch.autograd.gradcheck(interaction, features)

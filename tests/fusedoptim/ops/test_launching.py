@@ -26,7 +26,7 @@ def losses(n: int = 70) -> Tensor:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[LaunchBlock]:
-    """The launch blocks that are made, of which there were none before."""
+    """The launch blocks that a test makes, with none before."""
     monkeypatch.setattr(_launching, "_idle", {})
     found: list[LaunchBlock] = []
     init = LaunchBlock.__init__
@@ -61,7 +61,7 @@ def test_many_sizes_are_forgotten(call: Callable[..., Tensor], made: list[Launch
 def test_interrupted_anywhere(
     call: Callable[[], Tensor], is_new: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next call gives the right result; the kernel has ended, as its memory may be freed."""
+    """The next call gives the right result. The kernel has ended, as its memory may be freed."""
     expected = call()
     name = "launch" if call is drop else "launch_rows"
     interrupts = 0

@@ -47,7 +47,7 @@ def arguments(shape: str, is_transposed: bool = False) -> tuple[Tensor, Tensor, 
 
 
 def results(given: tuple[Tensor, ...], grad: Tensor, function: object) -> list[Tensor]:
-    """The output, the gradients, and the gradients of a penalty on those."""
+    """The output, the gradients, and the gradients of a penalty on the gradients."""
     assert callable(function)
     output = function(*given)
     first = torch.autograd.grad(output, given, grad, create_graph=True)
@@ -57,7 +57,7 @@ def results(given: tuple[Tensor, ...], grad: Tensor, function: object) -> list[T
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """Those that matter."""
+    """The strides that matter: those of dimensions with more than one element."""
     pairs = zip(tensor.shape, tensor.stride())
     return [stride for size, stride in pairs if size > 1 and tensor.numel()]
 
@@ -84,7 +84,7 @@ def test_equals_float64_with_torchs_strides(shape: str, is_transposed: bool) -> 
 
 
 def test_bias_of_any_strides() -> None:
-    """oneDNN's operator reads it as if it were contiguous."""
+    """A bias may have strides, although oneDNN's operator reads it as contiguous."""
     x, weight, _ = arguments("wide")
     for bias in (torch.randn(140)[::2], torch.randn(1).expand(70)):
         torch.testing.assert_close(linear(x, weight, bias), functional.linear(x, weight, bias))

@@ -20,7 +20,7 @@ COUNTS = [0, 1, 15, 16, 17, 33, 150]
 
 
 def new_boxes(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Boxes on a grid, of which many overlap by simple fractions, and scores with ties."""
+    """Boxes on a grid, many of which overlap by simple fractions, and scores with ties."""
     corners = torch.randint(0, 12, (count, 2))
     boxes = torch.cat([corners, corners + torch.randint(0, 6, (count, 2))], 1)
     return boxes.to(dtype), torch.randint(0, count + 1, (count,)).to(dtype)
@@ -31,7 +31,7 @@ class TestValues:
     @pytest.mark.parametrize("count", COUNTS)
     @pytest.mark.parametrize("threshold", ["0", "1/2", "1/4", "7/10", "1", "-1"])
     def test_equals_the_reference(self, threshold: str, count: int, dtype: torch.dtype) -> None:
-        """At 1/2 and 1/4, overlaps that are as large as the threshold stay."""
+        """At thresholds of 1/2 and 1/4, boxes whose overlap equals the threshold stay."""
         boxes, scores = new_boxes(count, dtype)
         limit = Fraction(threshold)
         expected = reference(boxes, scores, limit)
@@ -41,7 +41,7 @@ class TestValues:
 
     @pytest.mark.parametrize("count", [*COUNTS, 1200])
     def test_classes(self, count: int) -> None:
-        """Few boxes are moved apart, and many are a launch of several rows."""
+        """Few boxes are moved apart, and many boxes take one launch of several rows."""
         boxes, scores = new_boxes(count)
         classes = torch.randint(-2, 5, (count,))
         kept = [

@@ -23,7 +23,7 @@ OP = torch.ops.fusedoptim.roi_align.default
 
 
 def new_boxes(count: int, maps: int, least: float = -12.0, most: float = 100.0) -> Tensor:
-    """Boxes whose corners are multiples of 1/2, of which some reach out of the maps."""
+    """Boxes whose corners are multiples of 1/2, some of which reach out of the maps."""
     corners = (torch.rand(count, 2, 2) * (most - least) * 2).round() / 2 + least
     corners = corners.sort(1)[0].flatten(1)
     return torch.cat([torch.randint(maps, (count, 1)), corners], 1)
@@ -36,7 +36,7 @@ def laid_out(maps: Tensor, layout: str) -> Tensor:
 
 
 def expected_of(maps: Tensor, rois: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """The reference's result in float64, and that of the magnitudes."""
+    """The reference's result in float64, and its result for the magnitudes."""
     arguments = rois.double(), *options
     return reference.roi_align(maps, *arguments), reference.roi_align(maps.abs(), *arguments)
 
@@ -49,7 +49,7 @@ class TestValues:
     def test_forward_and_backward(
         self, channels: int, count: int, layout: str, dtype: torch.dtype
     ) -> None:
-        """Few boxes and many take different kernels."""
+        """Few boxes and many use different kernels."""
         x = laid_out(torch.randn(2, channels, HEIGHT, WIDTH).to(dtype), layout).requires_grad_()
         rois = new_boxes(count, 2).to(dtype)
         options = BINS, SCALE, 2, bool(count % 2)

@@ -86,7 +86,7 @@ def test_restored(torchvision: Any) -> None:
 
 
 def test_detector(torchvision: Any) -> None:
-    """A model trains a step and infers; its pooler and its suppression are ours."""
+    """A model trains a step and infers, with our ROIAlign and NMS."""
     detection = torchvision.models.detection
     model = detection.fasterrcnn_mobilenet_v3_large_320_fpn(
         weights=None, weights_backbone=None, num_classes=4, min_size=96, max_size=128

@@ -1,4 +1,4 @@
-"""What is refused, before anything is launched, and that the message says what and how else."""
+"""Bad input is refused before anything is launched, and messages name the cure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Wrapper(torch.Tensor):
 
 def sparse_csr() -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that they are in beta
+        warnings.simplefilter("ignore", UserWarning)  # CSR tensors are in beta
         return torch.zeros(4, 4).to_sparse_csr()
 
 
@@ -234,7 +234,7 @@ SIZES: list[tuple[Any, Any, type[Exception], str]] = [
 @pytest.mark.parametrize(("items", "group", "error", "text"), SIZES)
 def test_sizes(module: RawModule, items: Any, group: Any, error: Any, text: str) -> None:
     x = torch.zeros(4)
-    module["saxpy"](1, 1, (0, 1, x, x))  # a size that is remembered
+    module["saxpy"](1, 1, (0, 1, x, x))  # sizes that are remembered
     with pytest.raises(error, match=re.escape(text)):
         module["saxpy"](items, group, (0, 1, x, x))
 
@@ -413,7 +413,7 @@ def test_damaged_modules(module: RawModule, case: str) -> None:
 
 
 def test_module_cut_anywhere(module: RawModule) -> None:
-    """However a file is cut, what is left is refused by us, not by a driver."""
+    """A file that is cut anywhere is refused by us, not by a driver."""
     spirv = compile_opencl_c("kernel void f(global float *x, int n) { x[n] = n; }")
     for end in range(0, len(spirv), 4):
         with pytest.raises(InvalidModuleError):

@@ -58,7 +58,7 @@ LAYOUTS: dict[str, tuple[Tensor, Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
-    """Against torch bit for bit, of which the result has the shape and the strides."""
+    """Results have the bits, the shape and the strides of torch's."""
     x, y = LAYOUTS[layout]
     expected = torch.sub(x, y)
     z = difference(x, y)
@@ -85,7 +85,7 @@ def test_integers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
 def test_unsigned_integers(dtype: str) -> None:
-    """Against numpy, as torch has few operators for them."""
+    """Results are compared with numpy's, as torch has few operators for these dtypes."""
     most = np.iinfo(dtype).max
     x = np.array([0, 1, 2, most - 1, most], dtype)
     for y in (x[::-1], x):
@@ -122,7 +122,7 @@ class TestArrays:
         assert difference(x, x, mine) is mine
 
     def test_read_only(self) -> None:
-        """Inputs without a copy and without torch's warning."""
+        """Read-only inputs need no copy, and cause no warning of torch's."""
         x = np.arange(6.0)
         x.setflags(write=False)
         assert np.array_equal(difference(x, 1.0).numpy(), x - 1)
@@ -158,7 +158,7 @@ def test_bool() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_all_16_bit_numbers(dtype: torch.dtype) -> None:
-    """Every one is read, and float32 between them is rounded, as torch does both."""
+    """Each number is read, and float32 numbers between them are rounded, as torch does both."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     x = bits.view(dtype)
     widen = ElementwiseKernel("T x", "float32 y", "y = x", "widen")
@@ -175,7 +175,7 @@ def test_all_16_bit_numbers(dtype: torch.dtype) -> None:
 
 def test_index_raw_and_size() -> None:
     x = torch.tensor([[1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]]).t()
-    assert index(x).tolist() == [[1, 10, 21], [30, 41, 51]]  # as they are numbered in the shape
+    assert index(x).tolist() == [[1, 10, 21], [30, 41, 51]]  # as elements are numbered in the shape
     reverse = ElementwiseKernel("raw T x, T scale", "T y", "y = x[n - 1 - i] * scale", "reverse")
     values = torch.arange(5.0)
     assert reverse(values, 2.0, size=5).tolist() == [8, 6, 4, 2, 0]
@@ -218,7 +218,7 @@ def test_under_no_grad_and_version() -> None:
     out = torch.zeros(3)
     before = out._version
     difference(out, 1.0, out)
-    assert out._version > before  # autograd notices what was saved before
+    assert out._version > before  # autograd notices changes of what it saved
 
 
 def test_compiled_copied_and_shown() -> None:

@@ -1,4 +1,4 @@
-"""Launches: where memory and ids are, what is returned, and what a kernel tells of itself."""
+"""Launches: memory, ids, what is returned, and what a kernel tells about itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tolerances import Bounded, number
 
 @pytest.fixture(params=["OpenCL", "SYCL"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By whose interface the CPU's kernels are built and launched; a GPU's are by SYCL's."""
+    """The interface that builds and launches the CPU's kernels; a GPU's kernels use SYCL's."""
     if request.param == "SYCL":
         monkeypatch.setattr(cpu, "driver_of", lambda device: None)
     way: str = request.param
@@ -115,7 +115,7 @@ def test_no_parameters(module: RawModule) -> None:
 
 
 def memories() -> dict[str, tuple[object, object]]:
-    """Sixteen bytes that count, in each kind of memory, and a function that reads them."""
+    """Sixteen bytes that count up, in each kind of memory."""
     pool = allocator.Pool("cpu")
     memory = pool.allocate(16)
     memory.copy_from_host(bytes(range(16)))
@@ -155,7 +155,7 @@ def test_memory_of_every_kind(module: RawModule, kind: str) -> None:
 
 
 def test_memory_of_a_pool_can_be_released(module: RawModule) -> None:
-    """A kernel keeps nothing of what it was given once it has ended."""
+    """A kernel that has ended keeps nothing of what it was given."""
     pool = allocator.Pool("cpu")
     memory, array = pool.allocate(16), pool.array(16, "uint8")
     module["copy"](16, None, (memory, array))
@@ -188,7 +188,7 @@ def test_null_pointers() -> None:
 
 
 def test_queues_of_others(module: RawModule) -> None:
-    """Arrays of another queue of the same context are waited for; those of another are refused."""
+    """Arrays of another queue of the same context are waited for; other contexts are refused."""
     dpctl = allocator.load_dpctl()
     ours = allocator.queue("cpu")
     other = dpctl.SyclQueue(ours.sycl_context, ours.sycl_device)
@@ -201,7 +201,7 @@ def test_queues_of_others(module: RawModule) -> None:
     with pytest.raises(RuntimeError, match="argument 1 is in the SYCL context of"):
         module["copy"](16, None, (memory[0], memory[2]))
     back = torch.zeros(16, dtype=torch.uint8)
-    module["copy"](16, None, (memory[2], back))  # alone, it names the queue
+    module["copy"](16, None, (memory[2], back))  # alone, it determines the queue
     for q in (other, alien):
         out = torch.zeros(1)
         RawKernel("kernel void f(global float *x) { x[0] = 3; }", device=q)(1, None, (out,))
@@ -219,7 +219,7 @@ def test_without_waiting(module: RawModule) -> None:
 def test_autograd_notices(module: RawModule) -> None:
     x, y = torch.randn(10), torch.randn(10)
     weight = torch.randn(10, requires_grad=True)
-    for _ in range(2):  # the second time, they are tensors that were checked before
+    for _ in range(2):  # the second time, the tensors have been checked before
         loss = (weight * y).sum()
         module["saxpy"](10, None, (10, 1, x, y))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

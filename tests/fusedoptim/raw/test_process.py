@@ -38,7 +38,7 @@ os.wait()
 kernel(1, 1, (x,))
 kernel(1, 1, (torch.zeros(1, dtype=torch.int32),), wait=False)
 """
-    done = run(script, PYTHONUNBUFFERED="1")  # C's standard output, too, at once
+    done = run(script, PYTHONUNBUFFERED="1")  # C's standard output is written at once, too
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert sorted(lines[:2]) == ["x is 1", "x is 1"]
@@ -80,7 +80,7 @@ print(x.item())
 
 
 def test_a_list_of_arguments_that_is_used_again() -> None:
-    """While the kernel of the first call writes to a tensor that nothing else refers to."""
+    """A list may be reused while a kernel writes to a tensor that only the list referred to."""
     done = run("""
 from fusedoptim import allocator
 fill = RawKernel('''kernel void fill(global float *x, ulong n) {

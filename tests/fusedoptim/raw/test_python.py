@@ -236,7 +236,7 @@ class TestModules:
         assert identity(saxpy) == before[1]
 
     def test_the_packages_own_kernels_stay_the_same(self) -> None:
-        """The raw language's rules are registered for the whole process."""
+        """The package's kernels compile unchanged, though raw rules are registered for all."""
         from fusedoptim.kernels._compiler import compile_kernel
 
         compile_python(mixed)
@@ -249,7 +249,7 @@ class TestModules:
         reason="apt install spirv-tools intel-opencl-icd",
     )
     def test_gpus_take_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Also Arc, which has no float64: literals and integers do not make a kernel use it."""
+        """GPUs take such kernels, even Arc without float64: literals and integers do not use it."""
         for kernel in (mixed, group_sums):
             (tmp_path / f"{kernel.__name__}.spv").write_bytes(compile_python(kernel))
         monkeypatch.setattr(build_tool, "FOLDER", tmp_path)
@@ -257,7 +257,7 @@ class TestModules:
 
 
 def _kernel(source: str, **names: Any) -> Callable[..., None]:
-    """A kernel that no type checker should see."""
+    """A kernel that is hidden from type checkers."""
     namespace: dict[str, Any] = {**vars(language), "__name__": "kernels", "math": math, **names}
     exec(source, namespace)
     return next(value for name, value in namespace.items() if name.startswith("bad"))
@@ -352,7 +352,7 @@ def test_the_language_means_something_in_a_kernel_only() -> None:
 
 @needs_compiler
 def test_numba_dpex_has_compiled_before() -> None:
-    """It copies what it knows of types when it first compiles."""
+    """numba-dpex copies what it knows of types when it first compiles."""
     done = run_script("""
         from fusedoptim.kernels import _compiler, sgd
         _compiler.compile_kernel(sgd.sgd, "f32", "sgd_f32")

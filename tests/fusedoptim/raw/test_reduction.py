@@ -25,7 +25,7 @@ dot = ReductionKernel("T x, T y", "T z", "x * y", "a + b", "z = a", "0", "dot")
 
 
 def _assert_sum(result: Tensor, terms: Tensor, axis: Sequence[int], keepdims: bool = False) -> None:
-    """That ``result`` is the sum of ``terms``, which are float64."""
+    """Assert that ``result`` is the sum of ``terms``, which are float64."""
     dtype = result.dtype
     expected, magnitude = terms, terms.abs()
     for d in sorted(axis, reverse=True):
@@ -69,7 +69,7 @@ def test_axes_kept_negative_and_all() -> None:
 
 @pytest.mark.parametrize("shape", [(1000, 40), (40, 1000), (3000, 5), (5, 70_000), (70_000, 33)])
 def test_long_axes(shape: tuple[int, int]) -> None:
-    """Results that are reduced in several chunks, side by side and one after the other."""
+    """Several chunks are reduced for each result, side by side or one after the other."""
     x = torch.randn(shape)
     for axis in (0, 1):
         _assert_sum(total(x, axis=axis), x.double(), [axis])
@@ -79,7 +79,7 @@ def test_long_axes(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("n", [64, 65, 127, 1000, 5000])
 @pytest.mark.parametrize("count", [31, 32, 100, 257, 300])
 def test_several_results_in_a_group(count: int, n: int) -> None:
-    """Rows that share groups, of which the last may have fewer; and rows that do not."""
+    """Rows share groups, of which the last may have fewer, or rows do not share groups."""
     x = torch.randn(count, n + 3)[:, 1:-2]
     out = torch.empty(count, 2)[:, 1]
     total(x, out, axis=1)
@@ -101,7 +101,7 @@ def test_broadcast_numbers_and_outputs() -> None:
 
 @pytest.mark.parametrize("n", [15, 16, 63, 64, 65, 127, 128, 4096, 5000])
 def test_sizes_around_the_unrolled_loop(n: int) -> None:
-    """Whatever the user's parameters are called; and with the index of every element."""
+    """The user's parameters may have any names, and the index is right for every element."""
     scaled = ReductionKernel("T x, T k, T d", "T y", "x * k + i * d", "a + b", "y = a", "0")
     x = torch.rand(n, dtype=torch.float64)
     _assert_sum(scaled(x, 2.0, 0.5), 2 * x + 0.5 * torch.arange(n), [0])
@@ -169,7 +169,7 @@ def test_same_bits_whatever_the_number_of_threads() -> None:
 
 
 def test_several_threads_and_chunks() -> None:
-    """Each call counts its own groups that have finished."""
+    """Each call has its own count of groups that have finished."""
     x = torch.randint(0, 100, (600_000,), dtype=torch.int64)
     rows = x.view(1000, 600)
     with ThreadPoolExecutor(4) as pool:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("launches")
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each attempt to repeat a launch has launched it."""
+    """Whether each attempt to repeat a launch has succeeded."""
     seen: list[bool] = []
     launch = Repeat.launch
 
@@ -38,7 +38,7 @@ def scaled() -> ElementwiseKernel:
 
 @pytest.mark.parametrize("n", [1, 17, 5000, 600_000])
 def test_sums_of_other_tensors(n: int, total: ReductionKernel, launches: list[bool]) -> None:
-    """Those of several chunks count their groups in memory that the calls share."""
+    """Sums of several chunks count their groups in memory that the calls share."""
     y = torch.empty((), dtype=torch.int64)
     for _ in range(4):
         x = torch.randint(-100, 100, (n,))
@@ -49,7 +49,7 @@ def test_sums_of_other_tensors(n: int, total: ReductionKernel, launches: list[bo
 
 
 def test_options_and_shapes(total: ReductionKernel) -> None:
-    """More of them than are remembered."""
+    """More options and shapes are used than are remembered."""
     for _ in range(3):
         for rows in range(2, 14):
             x = torch.randint(-100, 100, (rows, 5))
@@ -87,7 +87,7 @@ def test_autograd_is_told(scaled: ElementwiseKernel) -> None:
 
 class TestBadInput:
     def test_gradient(self, scaled: ElementwiseKernel) -> None:
-        """Also where the same was allowed under no_grad."""
+        """Gradients are refused even where the same call was allowed under no_grad."""
         x = torch.randn(5, requires_grad=True)
         for _ in range(2):
             with torch.no_grad():

@@ -52,7 +52,7 @@ def by_sycl(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_what_is_launched_by_sycl(module: RawModule, by_sycl: list[bool]) -> None:
-    """What nobody waits for, and what has a queue of its own."""
+    """SYCL launches what nobody waits for, and what has a queue of its own."""
     x, y = torch.ones(16), torch.zeros(16)
     for wait in (None, True):
         module["saxpy"](16, None, (16, 1, x, y), wait=wait)
@@ -98,7 +98,7 @@ def test_after_a_launch_on_another_queue(first_is_ours: bool) -> None:
 
 
 def test_after_what_sycl_was_asked() -> None:
-    """dpctl and dpnp submit to the queue and do not wait."""
+    """A launch waits for what dpctl or dpnp submitted to the queue and did not wait for."""
     module = RawModule(SLOW)
     queue = allocator.queue("cpu")
     memory = allocator.load_dpctl().memory.MemoryUSMShared(64, queue=queue)
@@ -159,7 +159,7 @@ def _swapped(x: Any, args: list[Any]) -> None:
     ],
 )
 def test_memory_lives_until_the_end(kind: str, let_go: Callable[[Any, list[Any]], None]) -> None:
-    """Whatever becomes of the arguments of a launch that nobody waits for."""
+    """Memory lives until its kernel ends, whatever becomes of an unwaited launch's arguments."""
     module = RawModule(SLOW)
     x, owner = _made(kind)
     owned = weakref.ref(owner)
@@ -186,7 +186,7 @@ def test_memory_may_be_resized_after_the_end() -> None:
 
 
 def test_a_list_that_changes_during_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another thread, while the caller waits for the kernel's end."""
+    """Another thread may change the list while the caller waits for the kernel's end."""
     twice = RawModule(SLOW)["twice"]
     array = np.ones(32, np.float32)
     owned = weakref.ref(array)
@@ -231,7 +231,7 @@ def test_interrupt_after_a_submission(wait: bool) -> None:
 
 
 def test_one_group_lets_other_threads_run() -> None:
-    """It runs on the calling thread, for as long as it likes."""
+    """One group runs on the calling thread, for as long as it takes."""
     slow = RawModule(SLOW)["slow"].compile()
     x = torch.zeros(16)
     slow(16, 16, (x,))
@@ -240,7 +240,7 @@ def test_one_group_lets_other_threads_run() -> None:
 
 @pytest.mark.parametrize(("count", "is_here"), [(100, True), (100_000, False)])
 def test_one_group_that_needs_much_memory(count: int, is_here: bool) -> None:
-    """It does not run on the stack of the calling thread."""
+    """A group that needs much memory does not run on the stack of the calling thread."""
     text = f"""kernel void f(global float *x) {{
         float a[{count}];
         for (int i = 0; i < {count}; i++) a[(i * 7919 + (int)x[0]) % {count}] = i;
@@ -254,7 +254,7 @@ def test_one_group_that_needs_much_memory(count: int, is_here: bool) -> None:
 
 
 def test_arguments_that_change(module: RawModule) -> None:
-    """One at a time: OpenCL keeps those that were given before."""
+    """Arguments change one at a time, as OpenCL keeps those that were given before."""
     tensors = [torch.randn(64) for _ in range(4)]
     saxpy = module["saxpy"]
     for n, a, i, j in [(64, 1.0, 0, 1), (64, 1.0, 0, 2), (64, 2.0, 0, 2), (9, 2.0, 0, 2)] * 2:
@@ -271,7 +271,7 @@ def test_arguments_that_change(module: RawModule) -> None:
 
 
 def test_arguments_given_half(module: RawModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a call that is interrupted; the next one has the arguments of the one before."""
+    """After a call that is interrupted while it gives arguments, the next call's are right."""
     saxpy = module["saxpy"]
     x, y, z = torch.ones(16), torch.zeros(16), torch.zeros(16)
     saxpy(16, 16, (16, 1, x, y))
@@ -298,7 +298,7 @@ def test_arguments_given_half(module: RawModule, monkeypatch: pytest.MonkeyPatch
 
 
 def test_compiled_once_for_all_processes(tmp_path: Path) -> None:
-    """Also what prints, whose texts are in the program."""
+    """Programs are compiled once for all processes, even those that print and contain texts."""
     script = """
 import torch
 from fusedoptim.launch import opencl
@@ -317,7 +317,7 @@ print(len(compiled), flush=True)
 
 
 def test_variables_that_outlive_a_launch(by_sycl: list[bool]) -> None:
-    """Are the same for all launches."""
+    """Variables that outlive a launch are the same for all launches."""
     text = "global int n = 0; kernel void count(global int *x) { *x = ++n; }"
     count = RawKernel(text, options=["-cl-std=CL2.0"])
     x = torch.zeros((), dtype=torch.int32)
@@ -341,7 +341,7 @@ def test_programs_go_with_their_kernels() -> None:
 
 
 def test_refused_launch(module: RawModule) -> None:
-    """Nothing is wrong with the kernel afterwards."""
+    """The kernel still works after a refused launch."""
     saxpy, x, y = module["saxpy"], torch.ones(16), torch.zeros(16)
     saxpy(16, 16, (16, 1, x, y))
     built = saxpy._own()

@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 
 CORES = sorted(os.sched_getaffinity(0))
-"""Those of this process, before anything is pinned."""
+"""The cores of this process, before anything is pinned."""
 _TASKS = Path("/proc/self/task")
 _BIG = torch.ones(1 << 21)
 
 
 def masks() -> dict[int, list[int]]:
-    """The cores that each thread may run on, from Linux's own account."""
+    """The cores that each thread may run on, as Linux reports them."""
     found = {}
     for task in _TASKS.iterdir():
         try:
             status = (task / "status").read_text()
-        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             continue
         text = status.partition("Cpus_allowed_list:")[2].split()[0]
         parts = [list(map(int, part.split("-"))) for part in text.split(",")]
@@ -34,16 +34,16 @@ def masks() -> dict[int, list[int]]:
 
 
 def _nanoseconds() -> dict[int, int]:
-    """The processor time of each thread, by the number that Linux gives its clock."""
+    """The processor time of each thread, by its number, from the clock that Linux gives it."""
     found = {}
     for task in map(int, os.listdir(_TASKS)):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             found[task] = time.clock_gettime_ns(~task << 3 | 6)
     return found
 
 
 def compute() -> float:
-    """Some of torch's operations, by OpenMP itself, oneDNN and MKL: milliseconds on each thread."""
+    """Some of torch's operations by OpenMP, oneDNN and MKL, long enough to see each thread run."""
     for _ in range(5):
         _BIG.add(1)
     square = _BIG[: 1 << 18].view(512, 512)
@@ -51,9 +51,9 @@ def compute() -> float:
 
 
 def ran(call: Callable[[], object] = compute) -> dict[int, list[int]]:
-    """The cores of each thread that a call took a millisecond of processor time of."""
+    """The cores of each thread that spent more than a millisecond of processor time on a call."""
     call()
-    time.sleep(0.05)  # threads that spin fall asleep
+    time.sleep(0.05)  # threads that spin fall asleep meanwhile
     before = _nanoseconds()
     call()
     after, cores = _nanoseconds(), masks()

@@ -64,7 +64,7 @@ class TestCores:
 
     @pytest.mark.skipif(len(CORES) < 2, reason="a core is all that there is")
     def test_a_process_with_fewer_cores(self) -> None:
-        """As one that taskset has started."""
+        """A process may have fewer cores than the machine, such as one that taskset has started."""
         check_script(f"""
             import os
             os.sched_setaffinity(0, {{{LAST}}})
@@ -82,7 +82,7 @@ class TestCores:
 class TestNodes:
     @pytest.fixture(autouse=True)
     def _machine(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Two nodes of four hardware threads, two of each core; the process has six."""
+        """Two nodes, each with two cores of two hardware threads, of which the process has six."""
         for node, own in enumerate(("0-1,4-5", "2-3,6-7")):
             (tmp_path / f"node{node}").mkdir()
             (tmp_path / f"node{node}" / "cpulist").write_text(f"{own}\n")
@@ -124,7 +124,7 @@ def test_lists_of_numbers() -> None:
 
 class TestCalls:
     def test_run_on_the_cores(self) -> None:
-        """Two pools at once, and the calls of one on the same thread."""
+        """Calls run on their pool's cores, and those of one pool on the same thread."""
         with CPUPool([FIRST]) as first, CPUPool([LAST]) as last, CPUPool() as both:
             found = [pool.submit(where).result() for pool in (first, last, both)]
             again = first.submit(where).result()
@@ -134,7 +134,7 @@ class TestCalls:
         assert where()[1:] == (set(CORES), torch.get_num_threads())
 
     def test_several_pools_run_at_once(self) -> None:
-        """Each waits for the other, also if their cores are the same."""
+        """Each call waits for the other pool's, even if the pools have the same cores."""
         barrier = threading.Barrier(2, timeout=60)
         with CPUPool([FIRST]) as a, CPUPool([FIRST]) as b:
             futures = [pool.submit(barrier.wait) for pool in (a, b)]
@@ -201,7 +201,7 @@ class TestCalls:
             assert len(masks()) > len(before)
 
     def test_a_core_that_is_lost(self) -> None:
-        """The call fails and says so; so do those after it."""
+        """A call fails and says so if a core is lost, and so do those after it."""
         with CPUPool([FIRST]) as pool:
             pool.core_ids = (4095,)
             for _ in range(2):
@@ -220,7 +220,7 @@ class TestCalls:
             in_threads(work, count=4)
 
     def test_a_pool_that_is_dropped(self) -> None:
-        """What was submitted is run; then its thread ends."""
+        """A pool that is dropped runs what was submitted; then its thread ends."""
         done: list[int] = []
         go_on = threading.Event()
         pool = CPUPool([FIRST])
@@ -248,7 +248,7 @@ class TestCalls:
         assert printed == "done\n"
 
     def test_forked(self) -> None:
-        """The child's pool gets a thread of its own; the parent's goes on."""
+        """The child's pool gets its own thread, and the parent's pool goes on."""
         with CPUPool() as pool, CPUPool([FIRST]) as ended:
             ended.shutdown()
             pool.submit(torch.ones, 1 << 20).result()

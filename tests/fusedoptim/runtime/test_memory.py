@@ -56,7 +56,7 @@ MANY, FEW = 10_000, 100
 
 
 def run(script: str, *arguments: str, **variables: str) -> list[str]:
-    """What a script that uses the tools prints, line by line; malloc is as it starts."""
+    """The lines that a script with these tools prints; malloc has its initial settings."""
     return check_fresh(TOOLS + textwrap.dedent(script), *arguments, **variables).splitlines()
 
 
@@ -109,7 +109,7 @@ def test_free_memory_is_returned_unless_it_is_kept() -> None:
 
 
 def test_threads_keep_memory_too() -> None:
-    """Those that start after the call: they use the main heap."""
+    """Threads that start after the call keep memory too, as they use the main heap."""
     script = """
         import sys
         if sys.argv[1:] == ["kept"]:
@@ -166,7 +166,7 @@ def test_a_fork_while_another_thread_holds_the_lock(mallopt: Mallopt) -> None:
     ],
 )
 def test_release_restores_what_variables_set(variables: dict[str, str], mapped: str) -> None:
-    """Later changes of the variables do not count: malloc does not see them."""
+    """Changes of the variables after the start do not count, as malloc does not see them."""
     script = """
         import os
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "1"
@@ -206,7 +206,7 @@ def test_settings_at_the_start(
 
 
 def test_imports_leave_malloc_alone() -> None:
-    """glibc still adapts its thresholds, which any call of mallopt would have ended."""
+    """glibc still adapts its thresholds, which any call of mallopt would have stopped."""
     script = """
         import allocator, fusedoptim, transforms, fusedoptim.raw
         release_memory()  # of what was never kept
@@ -216,7 +216,7 @@ def test_imports_leave_malloc_alone() -> None:
 
 
 def preload(distribution: str, name: str) -> dict[str, str]:
-    """Variables with which a process starts with a library that pip installed."""
+    """The variables that start a process with a library that pip installed."""
     files = metadata.files(distribution) or []
     path = next(file.locate() for file in files if file.name == name)
     path = Path(os.path.normpath(path))
@@ -247,7 +247,7 @@ def test_a_libc_that_is_not_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Mallopt:
-    """glibc's parameters, with the values that were set; None is unset."""
+    """A stand-in for glibc's parameters: the values that were set, or None."""
 
     def __init__(self, refused: str | None = None) -> None:
         self.values: dict[str, int | None] = dict.fromkeys(
@@ -272,7 +272,7 @@ KEPT = {"M_TRIM_THRESHOLD": -1, "M_MMAP_MAX": 0, "M_ARENA_MAX": 1}
 
 @pytest.fixture
 def mallopt(monkeypatch: pytest.MonkeyPatch) -> Mallopt:
-    """Parameters that this process does not have: nothing here changes its own."""
+    """Stand-in parameters, so that nothing here changes this process's own."""
     mallopt = Mallopt()
     monkeypatch.setattr(memory, "_set", mallopt.set)
     monkeypatch.setattr(memory, "_is_kept", False)
@@ -295,7 +295,7 @@ def test_glibc_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_that_mallopt_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its value is an int; -1 is the largest size."""
+    """mallopt takes an int, in which -1 is the largest size."""
     taken = []
     process = types.SimpleNamespace(mallopt=lambda *given: taken.append(given) or 1)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: process)
@@ -315,7 +315,7 @@ def test_threads_that_keep_and_release_at_once(mallopt: Mallopt) -> None:
 
 @pytest.mark.parametrize("call", [runtime.keep_memory, runtime.release_memory])
 def test_interrupted_anywhere(call: Callable[[], object], mallopt: Mallopt) -> None:
-    """Either call then does what it should."""
+    """After an interrupt, either call still does what it should."""
     other = {runtime.keep_memory: runtime.release_memory}.get(call, runtime.keep_memory)
     for n in itertools.count():
         for keeps in (True, False):

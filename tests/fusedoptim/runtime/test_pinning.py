@@ -25,7 +25,7 @@ FIRST, LAST = CORES[0], CORES[-1]
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    """In each thread that starts, torch has two; the tests' own number comes back."""
+    """Give torch two threads in each thread that starts, and restore the tests' own number."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -33,7 +33,7 @@ def two_threads() -> Iterator[None]:
 
 
 def in_a_fresh_thread(test: Callable[[int], None]) -> Callable[[], None]:
-    """Run a test in a thread whose OpenMP threads are not started yet, with Linux's number of it.
+    """Run a test in a thread without OpenMP threads so far; it gets the thread's Linux number.
 
     Afterwards, all threads have the cores that they had before, and new ones have all.
     """
@@ -51,7 +51,7 @@ def in_a_fresh_thread(test: Callable[[int], None]) -> Callable[[], None]:
 @several_cores
 @in_a_fresh_thread
 def test_all_that_computes_runs_on_the_cores(me: int) -> None:
-    """Threads that are started in the pin, in another around it, and afterwards."""
+    """Threads run on the cores of a pin, of another pin, and on all cores afterwards."""
     with pin(CPUPool([FIRST, LAST])):
         assert len(found := ran()) == 2
         assert me in found
@@ -66,7 +66,7 @@ def test_all_that_computes_runs_on_the_cores(me: int) -> None:
 @several_cores
 @in_a_fresh_thread
 def test_threads_that_exist_are_moved_and_get_their_own_cores_back(me: int) -> None:
-    """Each of them had other cores before."""
+    """Each of the threads had other cores before."""
     (other,) = ran().keys() - {me}
     os.sched_setaffinity(me, {FIRST})
     os.sched_setaffinity(other, {LAST})
@@ -112,7 +112,7 @@ def test_another_number_of_threads_is_set_within(me: int) -> None:
 @several_cores
 @in_a_fresh_thread
 def test_numbers_of_mkl_and_of_openmp_that_differ(me: int) -> None:
-    """As where a program sets one of both; each comes back."""
+    """A program may set the number of MKL or of OpenMP alone; both are restored."""
     openmp = _threads._openmp()
     torch.get_num_threads()  # torch sets both when a thread first asks
     for count in (0, 2):
@@ -125,7 +125,7 @@ def test_numbers_of_mkl_and_of_openmp_that_differ(me: int) -> None:
 @several_cores
 @in_a_fresh_thread
 def test_other_threads_are_left_alone(me: int) -> None:
-    """Their number of threads, too, and that of threads that start later."""
+    """Other threads keep their number of threads, including those that start later."""
 
     def check() -> None:
         assert torch.get_num_threads() == 2
@@ -179,14 +179,14 @@ from tests.fusedoptim.runtime.observing import CORES, compute, masks, ran
 
 
 def run(script: str) -> None:
-    """Run a script in which torch has two threads, which sleep when idle."""
+    """Run a script in which torch has two threads that sleep when idle."""
     text = SCRIPT + textwrap.dedent(script)
     check_script(text, OMP_NUM_THREADS="2", OMP_WAIT_POLICY="passive")
 
 
 @several_cores
 def test_the_drivers_threads_start_in_a_pin() -> None:
-    """They have its cores; they run a user's raw kernels."""
+    """The driver's threads, which run a user's raw kernels, have the cores of the pin."""
     run("""
         from fusedoptim.raw import RawKernel
         with pin(CPUPool(CORES[-1:])):
@@ -237,7 +237,7 @@ def test_one_pin_for_several_threads() -> None:
 
 
 def test_the_process_has_its_cores_in_a_pin_too() -> None:
-    """A pool is made of cores of the process, not of those of the innermost pin."""
+    """A pool is made of the process's cores, not of those of the innermost pin."""
     with pin(CPUPool([CORES[0]])), pin(CPUPool(CORES[-1:])):
         assert CPUPool().core_ids == tuple(CORES)
 
@@ -249,7 +249,7 @@ def test_no_pool() -> None:
 
 @pytest.mark.parametrize("only", [False, True])
 def test_a_core_that_is_lost(only: bool) -> None:
-    """As if the container were given other cores; nothing has changed afterwards."""
+    """A container may be given other cores: the error says so, and nothing has changed."""
     pool = CPUPool(CORES[:1])
     pool.core_ids = (4095,) if only else (*CORES[:1], 4095)
     before, count = masks(), torch.get_num_threads()
@@ -273,7 +273,7 @@ def test_pins_left_out_of_order() -> None:
 @several_cores
 @pytest.mark.parametrize("when", ["before", "within"])
 def test_forked(when: str) -> None:
-    """The child's OpenMP threads have not survived: it says so, and does not wait for them."""
+    """A child's OpenMP threads have not survived: it says so, and does not wait for them."""
     run(f"""
         compute()
         pinned = pin(CPUPool(CORES))
@@ -300,7 +300,7 @@ def test_forked(when: str) -> None:
 
 
 def test_interrupted_anywhere() -> None:
-    """All is as it was, whether the pin was being entered or left."""
+    """After an interrupt while entering or leaving a pin, all settings are restored."""
     before, count = masks(), torch.get_num_threads()
     pinned = pin(CPUPool(CORES))
     for n in itertools.count():

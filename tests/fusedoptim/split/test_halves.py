@@ -31,7 +31,7 @@ LAYOUTS = ("17", "1000", "65537", "channels_last", "transposed", "strided", "0-d
 
 
 def _pair(case: OptimizerCase, every: int = 2, steps: int = 0) -> SideBySide:
-    """Every second or each parameter is split, after some steps."""
+    """A pair in which each ``every``-th parameter is split, after some steps."""
     pair = SideBySide(case, params=make_params(torch.float32, LAYOUTS))
     pair.train(steps)
     pair.ours.split_params(pair.params[::every])
@@ -176,7 +176,7 @@ class TestCheckpoints:
 
 
 class TestHalves:
-    """The part of an optimizer that its model refers to."""
+    """``halves`` is the part of an optimizer that its model refers to."""
 
     def test_copied_together(self) -> None:
         optimizer, _ = _trained()
@@ -210,7 +210,7 @@ class TestHalves:
 
 
 def test_checkpoint_of_a_class_with_fewer_options() -> None:
-    """IPEX's Lamb has the paper's options alone."""
+    """A missing option is kept: checkpoints of IPEX's Lamb have the paper's options alone."""
     p = Parameter(torch.randn(5))
     optimizer = FusedLamb([p], trust_clip=True)
     step_alike(optimizer)

@@ -52,7 +52,7 @@ def test_held_by(holder: str) -> None:
     assert not has_sole_owner(param)
     del held
     gc.collect()
-    assert has_sole_owner(param) or holder == "numpy"  # torch keeps the use count of that one
+    assert has_sole_owner(param) or holder == "numpy"  # torch may still count numpy's use
 
 
 OTHERS: dict[str, Callable[[Path], Tensor]] = {
@@ -75,7 +75,7 @@ def test_memory_of_others(other: str, tmp_path: Path) -> None:
 
 
 def test_without_torchs_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is private, and may be removed."""
+    """torch's use count is private, and may be removed."""
     monkeypatch.setattr(pages, "storage_use_count", None)
     pages._madvise.cache_clear()
     assert not has_sole_owner(_param())
@@ -89,7 +89,7 @@ def test_the_neighbours_stay() -> None:
     release_pages(values[1000:-1000])
     assert values[:1000].eq(1).all()
     assert values[-1000:].eq(1).all()
-    values.fill_(2)  # it can still be written
+    values.fill_(2)  # the memory can still be written
     assert values.eq(2).all()
 
 
@@ -106,9 +106,9 @@ each_conversion = pytest.mark.parametrize("conversion", CONVERSIONS)
 
 
 def _odd_values() -> Tensor:
-    """Some are not exact in 16 bits and a residue of 16 bits."""
+    """Values of which some are not exact in 16 bits and a residue of 16 bits."""
     values = torch.randn(SHAPE)
-    values[:, ::1000] = torch.tensor(1 + 2.0**-8)  # halfway between two of bfloat16
+    values[:, ::1000] = torch.tensor(1 + 2.0**-8)  # halfway between two bfloat16 numbers
     values[:, 7::1000] = 1e-7
     values[:, 9::1000] = float("inf")
     return values
@@ -127,7 +127,7 @@ def test_right(conversion: str, is_used_up: bool) -> None:
 
 @each_conversion
 def test_interrupted(conversion: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The values are restored."""
+    """The values are restored after an interrupt."""
     convert, _ = CONVERSIONS[conversion]
     values = _odd_values()
     expected = values.clone()

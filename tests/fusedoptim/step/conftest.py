@@ -1,4 +1,4 @@
-"""What tests of steps share."""
+"""Fixtures that tests of steps share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of sparse gradients share: configurations, tables, and a pair beside torch."""
+"""Configurations, tables and pairs with torch's optimizers for the tests of sparse gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def each_of(configurations: Any) -> pytest.MarkDecorator:
 
 
 def random_values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Eighths up to 1: the sum of 32 of them is exact in every dtype."""
+    """Multiples of 1/8 from -1 to 1: a sum of 32 of them is exact in every dtype."""
     eighths = torch.randint(-8, 9, (*shape, 2), dtype=torch.float64) / 8
     if dtype.is_complex:
         return torch.view_as_complex(eighths).to(dtype)
@@ -70,7 +70,7 @@ def new_table(
 
 
 class Pair(SideBySide):
-    """An optimizer with sparse gradients; torch's, in float64, with sparse and with dense ones."""
+    """An optimizer with sparse gradients, and torch's in float64 with sparse and dense ones."""
 
     def __init__(self, case: OptimizerCase, kwargs: Kwargs, params: list[Parameter]):
         super().__init__(case, kwargs, params)
@@ -80,7 +80,7 @@ class Pair(SideBySide):
         self.takes_sparse = not (self.dtype.is_complex and case is ADAGRAD)
 
     def step_with(self, *grads: Tensor | None) -> None:
-        """Step each with its form of these gradients."""
+        """Step each optimizer with its form of these gradients."""
         for p, dense, sparse, grad in zip(self.params, self.references, self.sparse, grads):
             p.grad = grad
             wide = None if grad is None else widened(grad)
@@ -103,7 +103,7 @@ class Pair(SideBySide):
             self.check_with(new_gradient(self.params[0], rows))
 
     def assert_equal(self) -> None:
-        """Compare values with the dense reference, and the rows with state with the sparse one."""
+        """Compare values with the dense reference, and rows that have state with the sparse one."""
         super().assert_equal()
         values = exact_values(self.ours)
         for p, reference, sparse in zip(self.params, self.references, self.sparse):

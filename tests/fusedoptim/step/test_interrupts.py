@@ -32,12 +32,12 @@ from tests.optimizer_cases import (
 
 
 def interrupt(n: int, since: str) -> InterruptAt:
-    """At the n-th place from the start of a function on."""
+    """An interrupt at the n-th place from the start of a function on."""
     return InterruptAt(n, "polls", within=fusedoptim, since=since)
 
 
 def new_params(numel: int = 7) -> list[Parameter]:
-    """The same at each call within one run of the tests."""
+    """Parameters that are the same at each call within one run of the tests."""
     generator = torch.Generator().manual_seed(SEED)
     vector = torch.randn(numel, generator=generator)
     matrix = torch.randn(3, 4, generator=generator)
@@ -74,7 +74,7 @@ def is_same(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> b
 def test_step_is_taken_or_not(
     case: OptimizerCase, steps_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after the next step. AdamW's is Adam's, by the same code."""
+    """The next step agrees on whether the step was taken. AdamW has Adam's code."""
     new_state = fusedoptim.sgd.new_state
     # New memory holds arbitrary values.
     monkeypatch.setattr(
@@ -118,7 +118,7 @@ def test_step_is_taken_or_not(
 
 @pytest.mark.parametrize("case", [SGD, LAMB], ids=configuration_id)
 def test_a_later_step_takes_over_nothing_of_an_interrupted_one(case: OptimizerCase) -> None:
-    """The later step has the gradients' memory and the learning rate of the first one."""
+    """The later step has the first one's gradients and rate, unlike the interrupted one."""
 
     def run(steps: list[str], n: int = -1) -> tuple[Any, bool]:
         params = new_params()
@@ -207,7 +207,7 @@ def _merge_params() -> tuple[list[Parameter], Any, Callable[[], Any]]:
 
 
 def _exact(params: list[Parameter], halves: Halves | None) -> list[Tensor]:
-    """The float32 values; of those in ``halves``, exactly their dtype."""
+    """The exact float32 values; exactly the parameters in ``halves`` have to be bfloat16."""
     assert all((p.dtype == torch.bfloat16) == (halves is not None and p in halves) for p in params)
     return [
         p.detach().clone() if halves is None or p not in halves else halves.exact(p) for p in params
@@ -218,7 +218,7 @@ def _exact(params: list[Parameter], halves: Halves | None) -> list[Tensor]:
 def test_parameters_are_converted_or_not(
     new: Callable[[], tuple[list[Parameter], Any, Callable[[], Any]]],
 ) -> None:
-    """All of them or none, and no parameter loses a bit or its gradient."""
+    """All parameters are converted or none, and none loses a bit or its gradient."""
     for n in itertools.count():
         params, optimizer, convert = new()
         halves = None if optimizer is None else optimizer.halves
@@ -242,7 +242,7 @@ def test_parameters_are_converted_or_not(
 
 
 class OddParameter(Parameter):
-    """Its gradient is None the second time it is read, as if a thread had removed it."""
+    """A parameter whose gradient is None at the second read, as if a thread had removed it."""
 
     @property
     def grad(self) -> Any:
@@ -269,7 +269,7 @@ def test_gradient_that_another_thread_removes() -> None:
 
 
 def test_no_memory_for_one_of_several_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch raises a RuntimeError then."""
+    """torch raises a RuntimeError if memory runs out, and no parameter is split."""
     split = Halves.split
     params = [Parameter(torch.randn(5)) for _ in range(3)]
     values = [p.detach().clone() for p in params]
@@ -294,7 +294,7 @@ def test_no_memory_for_one_of_several_halves(monkeypatch: pytest.MonkeyPatch) ->
 def test_step_in_the_middle_of_a_step(
     optimizer_class: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal handler may call it: it is refused, and the running step completes."""
+    """A signal handler may call step: the call is refused, and the running step completes."""
     p, other = Parameter(torch.ones(100)), Parameter(torch.ones(100))
     optimizer, alone = optimizer_class([p], lr=0.1), optimizer_class([other], lr=0.1)
     launch, refusals = LaunchBlock.launch, []

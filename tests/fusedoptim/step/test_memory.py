@@ -24,7 +24,7 @@ from tests.garbage import without_collections
 
 
 def _with_ones(*sizes: int, count: int = 1, groups: bool = False, **kwargs: Any) -> tuple[Any, Any]:
-    """Parameters of zeros with gradients of ones, together or each in a group, and FusedSGD."""
+    """FusedSGD, with parameters of zeros and gradients of ones, in one group or in a group each."""
     params = [Parameter(torch.zeros(sizes)) for _ in range(count)]
     for p in params:
         p.grad = torch.ones(sizes)
@@ -34,7 +34,7 @@ def _with_ones(*sizes: int, count: int = 1, groups: bool = False, **kwargs: Any)
 def _beside_torchs(
     make: Callable[[], Sequence[Tensor]], grads: Sequence[Tensor], ours: Any, torchs: Any
 ) -> Iterator[tuple[int, torch.optim.Optimizer, Sequence[Tensor]]]:
-    """Three steps of two optimizers, on parameters that must be equal; what runs before each."""
+    """Take three steps of two optimizers, and compare the parameters; yield before each step."""
     optimizers = []
     for cls in (ours, torchs):
         params = make()
@@ -237,7 +237,7 @@ def test_interrupt_between_two_launches(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_hyper_parameter_that_cannot_be_packed() -> None:
-    """The error names it, and no group is updated."""
+    """The error names the hyper-parameter, and no group is updated."""
     params, optimizer = _with_ones(3, count=2, groups=True, momentum=0.5)
     for bad, error, message in (
         (None, TypeError, "^FusedSGD: lr is None; set it to a number, as in"),
@@ -312,7 +312,7 @@ def test_counts_are_on_the_cpu_whatever_the_default_device() -> None:
 
 
 def test_one_optimizer_in_two_threads() -> None:
-    """Each prepares its own launch while the other one's may be running."""
+    """Each thread prepares its own launch while the other one's may be running."""
     params, optimizer = _with_ones(2000, count=64)
 
     def work() -> None:
@@ -325,7 +325,7 @@ def test_one_optimizer_in_two_threads() -> None:
 
 
 def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a step does not wait, but freeing its block does; the CPU stands in for one."""
+    """On a GPU a step does not wait, but freeing its block does; here the CPU acts as a GPU."""
     monkeypatch.setattr(CPU, "runs_on_host", False)
     params, optimizer = _with_ones(100_000, count=100)
     optimizer.step()
@@ -335,7 +335,7 @@ def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("few", [0, 2])
 def test_address_beyond_2_to_the_63(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs have them. Few rows are written one by one, more rows as an array."""
+    """GPUs have such addresses. Few rows are written one by one, more rows as an array."""
     monkeypatch.setattr(pipeline, "_FEW", few)
     _, optimizer = _with_ones(40_000)  # two rows
     optimizer.step()

@@ -80,9 +80,9 @@ def run(script: str) -> None:
 
 
 def test_refused_where_torch_traces() -> None:
-    """In the process's first step, which once cached a fake constant for ever, and in later ones.
+    """Tracing is refused in the first step, which once cached a fake constant forever, and later.
 
-    Splits would exchange the parameter's values for fake ones.
+    Splits would replace the parameter's values with fake ones.
     """
     run("""
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -135,7 +135,7 @@ for inside in (INSIDE[" FakeTensorMode"], INSIDE["FunctionalTensorMode"]):
 
 
 def test_tensors_of_modes() -> None:
-    """Modes that exchange tensors see nothing, and fake tensors outside of theirs are refused."""
+    """Modes that replace tensors see nothing; fake tensors outside of their mode are refused."""
     run("""
 from fusedoptim import FusedSGD
 

@@ -1,4 +1,4 @@
-"""What a step reuses of the one before is what it would compute again."""
+"""What a step reuses from the one before equals what it would compute again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_changed_hyper_parameter(change: str) -> None:
 def test_only_what_may_change_is_read_again(
     lr: Any, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And once more after the first step, which may make state."""
+    """Tensors are read at each step; numbers at the first two, as the first may make state."""
     calls: list[dict[str, Any]] = []
     numbers = FusedSGD._numbers
     monkeypatch.setattr(
@@ -85,7 +85,7 @@ def test_refused_number_is_read_again() -> None:
 
 
 def test_gradient_of_another_order_where_the_last_one_was() -> None:
-    """Its new memory may be at the address of the last gradient."""
+    """A gradient's new memory may be at the address of the last gradient."""
     pair = SideBySide(SGD, {"lr": 0.125, "momentum": 0.5}, [Parameter(torch.randn(40, 50))])
     (p,), (reference,) = pair.params, pair.references
     for _ in range(20):
@@ -97,7 +97,7 @@ def test_gradient_of_another_order_where_the_last_one_was() -> None:
 
 
 def test_memory_swapped_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another thread: the next step notices, even if that one made the state."""
+    """If another thread swaps memory during a step that makes state, the next step notices."""
     p = Parameter(torch.zeros(100))
     optimizer = FusedSGD([p], lr=1.0, momentum=0.5)
     p.grad = torch.ones(100)
@@ -132,7 +132,7 @@ def test_more_tensors_than_are_read_together() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_state_taken_away(steps: int) -> None:
-    """The update starts over, however many steps were taken."""
+    """The update starts over without its state, however many steps were taken."""
     pair = SideBySide(SGD, {"lr": 0.125, "momentum": 0.5}, make_params(torch.float32, ["17"]))
     for _ in range(2):
         pair.train(steps)

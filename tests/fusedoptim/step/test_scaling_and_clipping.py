@@ -46,7 +46,7 @@ each_limit = pytest.mark.parametrize("limit", [None, LIMIT], ids=["scaled", "sca
 
 
 def _twins(case: OptimizerCase, dtype: torch.dtype, **own: Any) -> tuple[Any, Any]:
-    """An optimizer, and one with the arguments ``own``, on equal parameters."""
+    """Two optimizers on equal parameters; the second has the arguments ``own``."""
     params = make_params(dtype, FEW_LAYOUTS)
     copies = [Parameter(p.detach().clone()) for p in params]
     return (
@@ -56,7 +56,7 @@ def _twins(case: OptimizerCase, dtype: torch.dtype, **own: Any) -> tuple[Any, An
 
 
 class TestParity:
-    """A step equals unscaling and clip_grad_norm_ in float64, and a step."""
+    """A step that unscales and clips equals unscale_, clip_grad_norm_ and a step in float64."""
 
     @staticmethod
     def _three_steps(pair: SideBySide, scaler: GradScaler | None, limit: float | None) -> None:
@@ -92,7 +92,7 @@ class TestParity:
             pair.set_gradients()
             pair.scale_gradients(scaler)
             scaler.unscale_(pair.ours)
-            for p in (*pair.params, *pair.references):  # the usual reason to do so
+            for p in (*pair.params, *pair.references):  # the usual reason to unscale first
                 p.grad.clamp_(-0.5, 0.5)
             pair.check(lambda: scaler.step(pair.ours), limit=limit)
             scaler.update()
@@ -163,7 +163,7 @@ class TestScale:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=configuration_id)
     @pytest.mark.parametrize("case", WHOLE_CASES, ids=configuration_id)
     def test_no_power_of_two(self, case: OptimizerCase, dtype: torch.dtype) -> None:
-        """The same bits as after unscale_; of 16-bit gradients, that would round."""
+        """A step has the same bits as after unscale_, which would round 16-bit gradients."""
         optimizers = _twins(case, dtype)
         scaler = new_scaler(1000.1)
         for _ in range(3):
@@ -178,7 +178,7 @@ class TestScale:
 
     @each_case
     def test_the_users(self, case: OptimizerCase) -> None:
-        """torch multiplies its scale by the attribute ``grad_scale``, if there is one."""
+        """torch multiplies its scale by the optimizer's ``grad_scale``, if there is one."""
         pair = few(case)
         pair.ours.grad_scale = torch.tensor(4.0)
         pair.train(scaler=new_scaler(), also=4.0)
@@ -346,7 +346,7 @@ class TestFloat16:
             taken.append(not torch.equal(p, before))
         assert taken == [False, False, False, True]
         with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-            scaler.unscale_(optimizer)  # as with torch's
+            scaler.unscale_(optimizer)  # as with torch's optimizers
 
 
 class TestNorms:

@@ -46,7 +46,7 @@ class TestParity:
     def test_rows_of_all_kinds(
         self, case: OptimizerCase, kwargs: Kwargs, dtype: torch.dtype
     ) -> None:
-        """Repeated rows, other rows at each step, no rows, all rows in random order."""
+        """Rows may repeat, change at each step, be missing, or be all in random order."""
         pair = Pair(case, kwargs, [new_table(20, 5, dtype=dtype)])
         assert pair.params[0].dtype == (torch.bfloat16 if pair.case.is_split else dtype)
         pair.check_rows([7, 3, 7, 7], [19, 3, 0], [], torch.randperm(20), [4, 4], [0])
@@ -82,7 +82,7 @@ class TestParity:
     def test_sparse_and_dense_dimensions(
         self, case: OptimizerCase, kwargs: Kwargs, shape: tuple[int, ...]
     ) -> None:
-        """From one sparse dimension to all."""
+        """Any number of dimensions may be sparse, from one to all."""
         for sparse_dim in range(1, len(shape) + 1):
             pair = new_pair(case, kwargs, *shape)
             (p,) = pair.params
@@ -156,7 +156,7 @@ class TestParity:
     def test_sparse_and_dense_gradients_in_turn(
         self, case: OptimizerCase, kwargs: Kwargs, first: str
     ) -> None:
-        """The reference has dense gradients: torch cannot add one to a sparse momentum."""
+        """The reference's gradients are dense: torch cannot add those to a sparse momentum."""
         pair = new_pair(case, kwargs, 10, 6)
         pair.takes_sparse = False
         (p,) = pair.params
@@ -176,7 +176,7 @@ class TestParity:
         ids=configuration_id,
     )
     def test_a_row_that_occurs_a_thousand_times(self, cls: type[Any], dtype: torch.dtype) -> None:
-        """In 16 bits the sum of ones stops at 256 (bfloat16) and 2048 (float16)."""
+        """A sum of ones in 16 bits would stop at 256 (bfloat16) or 2048 (float16)."""
         p = Parameter(torch.zeros(3, 2, dtype=dtype))
         p.grad = torch.sparse_coo_tensor(
             torch.ones(1, 4096, dtype=torch.long), torch.ones(4096, 2, dtype=dtype), (3, 2)
@@ -193,7 +193,7 @@ class TestParity:
 
 @pytest.mark.parametrize("most", [1, 2**16, 2**16 + 1, 2**40, 2**63])
 def test_order_of_rows(most: int) -> None:
-    """Equal ones stay in order, so that their gradients are summed in order."""
+    """Equal rows stay in order, so that their gradients are summed in order."""
     numbers = np.random.default_rng(torch.initial_seed()).integers(most, size=1000)
     numbers[::3] = numbers[0]
     assert np.array_equal(stable_order(numbers), np.argsort(numbers, kind="stable"))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("checked_invariants")
 
 
 class TestWhatChanges:
-    """Both halves of the rows with a gradient, and nothing else."""
+    """Both halves of the rows with a gradient change, and nothing else does."""
 
     ODD = (float("nan"), -float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, 1e38, -3.0)
 
@@ -56,7 +56,7 @@ class TestWhatChanges:
 
     @pytest.mark.parametrize("layout", ["rows", "columns"])
     def test_untouched_rows_without_eps(self, layout: str) -> None:
-        """They are not updated, which would be 0 / 0."""
+        """Untouched rows are not updated, as that would be 0 / 0."""
         p = Parameter(torch.zeros(2, 3).t() if layout == "columns" else torch.zeros(3, 2))
         p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2))
         FusedAdagrad([p], lr=1.0, eps=0).step()
@@ -100,7 +100,7 @@ class TestWhatChanges:
     def test_momentum_is_not_the_gradients_memory(
         self, case: OptimizerCase, kwargs: Kwargs
     ) -> None:
-        """Not even that of a coalesced gradient, whose values equal the first buffer."""
+        """Momentum is a copy, even of a coalesced gradient, whose values equal the first buffer."""
         pair = new_pair(case, kwargs, 10, 6)
         (p,) = pair.params
         pair.step_with(new_gradient(p, [1, 3]).coalesce())
@@ -135,7 +135,7 @@ ADAMS_MESSAGE = "Adam does not support sparse gradients, please consider SparseA
 
 
 class TestRefused:
-    """An error before anything is written, dense parameters of the same optimizer included."""
+    """An error comes before anything is written, including the optimizer's dense parameters."""
 
     @pytest.mark.parametrize("sparse_first", [True, False])
     @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ class TestRefused:
             with refused(optimizer, RuntimeError, message) as raised:
                 optimizer.step()
             assert "\\" in message or str(raised.value) == message
-            table.grad = None  # the second time, after a step
+            table.grad = None  # the second error comes after a step
             optimizer.step()
 
     @each_of(SOME)
@@ -194,7 +194,7 @@ class TestRefused:
 
     @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
     def test_compressed_rows(self) -> None:
-        """torch itself refuses to assign one to a strided parameter."""
+        """torch itself refuses to assign a CSR gradient to a strided parameter."""
         p = new_table(6, 2)
         grad = torch.ones(6, 2).to_sparse_csr()
         with pytest.raises(RuntimeError, match="different type"):
