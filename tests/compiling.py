@@ -1,4 +1,4 @@
-"""Marks of tests that compile with torch.compile's default backend, which takes seconds a graph."""
+"""Marks for tests that compile with torch.compile's default backend, which is slow."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ quiet_compiler = pytest.mark.filterwarnings(
 each_compilation = pytest.mark.parametrize(
     ("dynamic", "sizes"), [(False, [9]), (True, [9, 11])], ids=["static", "dynamic"]
 )
-"""A graph for one size, as another size would compile the same anew; and one for all sizes."""
+"""One size for a static graph, since another would only recompile it; two for a dynamic one."""

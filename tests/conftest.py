@@ -1,4 +1,4 @@
-"""Random inputs are new in every run; the header has the seed with which to repeat one."""
+"""Random inputs differ in every run; pytest's header shows the seed that repeats a run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen_imports() -> None:
-    """Exclude all objects of imported modules from garbage collection: many tests run one."""
+    """Exclude all objects of imported modules from garbage collection: many tests collect."""
     freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Each run compiles the kernels again, and leaves nothing of them on the disk."""
+    """Each run compiles the kernels again, into a temporary folder."""
     folder = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(folder))
@@ -40,7 +40,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _without_the_drivers_greeting() -> Iterator[None]:
-    """What a child process says on stderr is its own."""
+    """Remove the driver's greeting from the stderr of child processes."""
     run = subprocess.run
 
     def run_without_it(*args: Any, **kwargs: Any) -> subprocess.CompletedProcess[Any]:
@@ -56,13 +56,13 @@ def _without_the_drivers_greeting() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
-    # Not torch.manual_seed, which formats the stack for each kind of device that is not there.
+    # Not torch.manual_seed, which formats the stack for each kind of device that is missing.
     torch.default_generator.manual_seed(SEED ^ zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch's own operations run in one thread, so that their sums are the same in each run."""
+    """Run torch's own operations in one thread, so that their sums are the same in every run."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

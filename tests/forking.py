@@ -1,4 +1,4 @@
-"""Where scripts of tests begin: in forks of a process that has imported torch, which takes long.
+"""Run test scripts in forks of a process that has already imported torch, which is slow.
 
 ``tests/running.py`` starts ``exec(next_script())``, and writes one line of JSON for each script.
 """
@@ -19,8 +19,8 @@ import tests.frozen  # noqa: F401 (last of all)
 def next_script() -> CodeType:
     """Fork for each line of the standard input, and print how the fork ended.
 
-    In a fork it returns the script. What calls it then goes on as a process that runs nothing else,
-    and ends as the interpreter ends.
+    In a fork it returns the script. The caller then continues as a process that runs nothing else,
+    and ends as the interpreter does.
     """
     for line in sys.stdin:
         child = os.fork()
@@ -33,7 +33,7 @@ def next_script() -> CodeType:
 def _entered(
     script: str, arguments: Sequence[str], variables: dict[str, str], files: Sequence[str]
 ) -> CodeType:
-    """Make this process that of a script, with ``files`` for its three standard ones."""
+    """Prepare this process for a script, with ``files`` as its three standard streams."""
     os.environ.clear()
     os.environ.update(variables)
     for number, name in enumerate(files):

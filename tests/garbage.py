@@ -1,4 +1,4 @@
-"""What tests do with Python's garbage collector."""
+"""Helpers of tests around Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 def freeze() -> None:
-    """Exclude all objects that live now from collections, which would visit all of torch."""
+    """Exclude all current objects from collections, which would visit all of torch."""
     gc.collect()
     gc.freeze()
 

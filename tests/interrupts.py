@@ -9,9 +9,9 @@
         if not interrupt.has_raised:
             break
 
-For a step: ``InterruptAt(n, "polls", within=fusedoptim, since="_update")``. "polls" are
-the places at which CPython looks for signals; ``since`` names the function from whose start on they
-count. :func:`stopping_at` acts at the first place that fulfils a condition, such as :func:`at` a
+For a step: ``InterruptAt(n, "polls", within=fusedoptim, since="_update")``. "polls" are the places
+at which CPython looks for signals; ``since`` names the function from whose first call on they are
+counted. :func:`stopping_at` acts at the first place that meets a condition, such as :func:`at` a
 function's call, and :func:`interrupted` interrupts at random moments.
 """
 
@@ -33,7 +33,7 @@ from typing import Any, Literal
 from tests.conftest import SEED
 
 Condition = Callable[[FrameType, str], bool]
-"""Whether a traced event, such as a "call" or a "line", is the one that is looked for."""
+"""Whether a traced event, such as a "call" or a "line", is the one to stop at."""
 
 _POLLING = bytes(name in ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD") for name in opcode.opname)
 """Whether CPython looks for signals after an opcode; it also does when a function starts."""
@@ -47,8 +47,8 @@ class InterruptAt:
         places: "calls" of functions, "opcodes", or "polls", where CPython looks for signals.
             "polls" leave out generators and ``__del__``, in which Python reports exceptions
             instead of raising them.
-        within: the module or package whose code has the places.
-        since: name of the function from whose first call on they count.
+        within: the module or package whose code is interrupted.
+        since: name of the function from whose first call on the places are counted.
         error: the exception.
     """
 
@@ -66,7 +66,8 @@ class InterruptAt:
         self._left, self._places, self._since, self._error = n, places, since, error
         self._has_begun = since is None
         self._polled: set[FrameType] = set()  # whose last opcode polls
-        # They keep what they use: Python reports exceptions in callbacks of weak references, too.
+        # Frames keep what they use alive: Python only reports exceptions in callbacks of weak
+        # references, too.
         self._frames: list[FrameType] = []
         self.has_raised = False
 
@@ -83,7 +84,7 @@ class InterruptAt:
         return self.has_raised and isinstance(error, self._error)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Of a call: what traces the rest of it."""
+        """Return what traces the rest of a call."""
         code, is_polled = frame.f_code, self._places == "polls"
         if self.has_raised or not code.co_filename.startswith(self._within):
             return None
@@ -196,7 +197,7 @@ def interrupted(step: Callable[[random.Random], None], count: int, most: float) 
             raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGALRM, handle)
-    hook, sys.unraisablehook = sys.unraisablehook, lambda error: None  # of finalizers
+    hook, sys.unraisablehook = sys.unraisablehook, lambda error: None  # silences finalizers
     try:
         while count > 0:
             try:

@@ -56,22 +56,22 @@ class OptimizerCase:
         return self.cls.__name__
 
     def make(self, params: Any, **kwargs: Any) -> Any:
-        """Our optimizer."""
+        """Make our optimizer."""
         return self.cls(params, **self.always, **_own(kwargs))
 
     def make_reference(self, params: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The reference, which updates one parameter after the other."""
+        """Make the reference, which updates one parameter after the other."""
         if self.is_torchs:
             kwargs["foreach"] = False
         return self.reference(params, **_own(kwargs))
 
     def hyper_parameters(self, group: Kwargs) -> Kwargs:
-        """The arguments of :attr:`algorithm` in a group."""
+        """Return the arguments of :attr:`algorithm` in a group."""
         return {k: group[k] for k in inspect.signature(self.algorithm).parameters if k in group}
 
 
 def _own(kwargs: Kwargs) -> Kwargs:
-    """A copy for one optimizer, as schedulers write into a learning rate that is a tensor."""
+    """Copy arguments for one optimizer: schedulers write into a learning rate that is a tensor."""
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
 
 
@@ -217,7 +217,7 @@ SPLIT_SGD = dataclasses.replace(
 CASES = (SGD, ADAGRAD, ADAM, ADAMW, LAMB, SPLIT_SGD)
 WHOLE_CASES = tuple(case for case in CASES if not case.is_split)
 TORCHS_CASES = tuple(case for case in WHOLE_CASES if case.is_torchs)
-"""One for each class of torch.optim that we have."""
+"""One case for each class of torch.optim that we replace."""
 
 # The same with split=True, for the tests of values and state.
 SPLIT_CASES = tuple(

@@ -16,11 +16,11 @@ class PoolCase:
     name: str
     options: dict[str, Any]
     on_device: bool = False
-    """Memory of the device, instead of a driver of the test."""
+    """Whether the pool has device memory, instead of a driver of the tests."""
     margin: int = 0
     """Bytes before and after each allocation."""
     arena: int = 0
-    """Bytes that are reserved from the start to the end."""
+    """Bytes that are reserved during the pool's whole life."""
     limit: int | None = None
     """Most bytes that may be reserved."""
     reuses: bool = True
@@ -31,12 +31,12 @@ class PoolCase:
         return Pool("cpu", name=self.name, **driver, **self.options)
 
     def size(self, nbytes: int) -> int:
-        """Bytes of the block of a request of at most 1 MiB."""
+        """The size of the block for a request of at most 1 MiB."""
         rounding = self.options.get("rules", Rules()).rounding
         return -(-(nbytes + 2 * self.margin) // rounding) * rounding
 
     def reserved_size(self, nbytes: int) -> int:
-        """Bytes that such a block takes of a reservation."""
+        """The bytes that a request of at most 1 MiB takes from a reservation."""
         return -(-(nbytes + 2 * self.margin) // 512) * 512
 
 

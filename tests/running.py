@@ -1,4 +1,4 @@
-"""Code that runs elsewhere: in another process, a forked one, or threads."""
+"""Run code in another process, in a fork or in threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-"""Begins a script that runs on one core: the driver obeys the process's affinity."""
+"""The first line of a script that runs on one core: the driver obeys the process's affinity."""
 _LIMIT = 300  # seconds for a script
 _THREADS = "OMP_NUM_THREADS"
 
@@ -30,7 +30,7 @@ _THREADS = "OMP_NUM_THREADS"
 def run_script(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script in another process, with these environment variables.
 
-    Unless some of them count before it begins, it is a fork of a process that has imported torch.
+    The process is a fork of one that has imported torch, unless some variables matter before that.
     """
     names = (name for name in variables if name != _THREADS)
     if all(name.startswith("FUSEDOPTIM_") for name in names):
@@ -57,7 +57,7 @@ def check_script(script: str, *arguments: str, **variables: str) -> str:
 
 
 def check_fresh(script: str, *arguments: str, **variables: str) -> str:
-    """The same in a new interpreter."""
+    """Do the same as :func:`check_script` in a new interpreter."""
     return _checked(run_fresh(script, *arguments, **{_THREADS: "1", **variables}))
 
 
@@ -114,9 +114,9 @@ class _Forks:
 
 
 def without_greeting(errors: str) -> str:
-    """What a process wrote on stderr, less what the CPU driver of release 2024.2 writes there.
+    """Remove the warning of release 2024.2's CPU driver from what a process wrote on stderr.
 
-    It greets each processor newer than itself.
+    The driver warns of each processor newer than itself.
     """
     return errors.replace("SYCL CPU RT Warning: Unknown host CPU.\n", "")
 
@@ -137,7 +137,7 @@ def in_fork(call: Callable[[], object]) -> None:
 
 
 def at_each_thread_count(call: Callable[[], Any]) -> list[Any]:
-    """What a call returns when torch may use 1, 2 and 5 threads, which kernels run on, too."""
+    """Return a call's results with 1, 2 and 5 of torch's threads, which kernels run on, too."""
     before = torch.get_num_threads()
     returned = []
     try:

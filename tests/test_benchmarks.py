@@ -1,4 +1,4 @@
-"""Benchmarks run: the shortest of each kind, in this process, for one round."""
+"""Run the shortest benchmark of each kind in this process, for one round."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_shortest(
 
 
 def test_versions() -> None:
-    """Of the same checkout, as if it were another one."""
+    """The checkout is compared with itself, as if it were another one."""
     command = [sys.executable, "-m", "benchmarks.versions", ".", "--rounds", "2"]
     command += ["--optimizer", "FusedAdam", "--workload", "8192"]
     root = Path(__file__).parents[1]
@@ -53,7 +53,7 @@ def test_versions_of_what_is_no_checkout(tmp_path: Path) -> None:
 
 
 def test_traffic_moves_every_byte() -> None:
-    """Parameters descend along the gradient of the step before, which the buffer keeps."""
+    """Parameters descend along the previous step's gradient, which the buffer keeps."""
     params = [torch.nn.Parameter(torch.randn(n)) for n in (1, 17, 40_000)]
     before = [p.detach().clone() for p in params]
     for p in params:

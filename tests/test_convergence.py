@@ -1,6 +1,6 @@
-"""Whole trainings on real data: the fused optimizers follow torch's, and SplitSGD does not stall.
+"""In training runs on real data, the fused optimizers follow torch's, and SplitSGD does not stall.
 
-Seeds are fixed: a training is one long sequence of roundings, and these bounds are on its end.
+Seeds are fixed: a training run is one long sequence of roundings, and these bounds are for its end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# An example imports its neighbours by their bare names, as a script does.
+# An example imports its neighbors by their bare names, as a script does.
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import convergence
 from convergence import PAIRS, Pair, Task, Training, train, train_pair, train_stall
@@ -46,10 +46,10 @@ def test_a_training_ends_as_near_to_float64_as_torch_does(pair: Pair, digits: Ta
     exact = train(digits, "float64", pair.reference, pair.digits, SEED, dtype=torch.float64)
     truth = [p.detach() for p in exact.model.parameters()]
 
-    # Roundings of forward and backward, which both have, make most of the error; the factor of 3 is
-    # for the step's own, which add up differently in each.
+    # Most of the error comes from the roundings of forward and backward, which both runs have; the
+    # factor of 3 is for the step's own roundings, which add up differently in each.
     assert weight_error(fused, truth) <= 3 * weight_error(reference, truth)
-    # No step's rounding is amplified by those that follow: one unit roundoff for each.
+    # Later steps do not amplify a step's rounding: one unit roundoff for each step.
     assert fused.loss == pytest.approx(
         exact.loss, rel=digits.steps * torch.finfo(torch.float32).eps / 2
     )
@@ -72,7 +72,7 @@ def test_a_convex_training_ends_where_torch_does(pair: Pair, diabetes: Task) -> 
     tolerance = condition * torch.finfo(torch.float32).eps * exact.abs().max().item()
     torch_weights = [p.detach().double() for p in reference.model.parameters()]
     assert weight_error(fused, torch_weights) <= tolerance
-    if pair.fused.__name__ in ("FusedSGD", "FusedAdam"):  # the example says why not the others
+    if pair.fused.__name__ in ("FusedSGD", "FusedAdam"):  # the example says why only these
         assert weight_error(fused, [exact]) <= tolerance
     assert fused.score == pytest.approx(reference.score, abs=tolerance)
     assert fused.loss - diabetes.minimum < 1e-3 * fused.curve[0][1]

@@ -306,7 +306,7 @@ def is_module(name: str) -> bool:
 
 @pytest.mark.parametrize("path", paths(), ids=name_of)
 def test_commands_and_files_exist(path: Path) -> None:
-    """In code spans and shell blocks; a file is a path that starts with one of our folders."""
+    """Commands in code spans and shell blocks exist, as do paths that start with our folders."""
     codes = [token.content for token in inlines(path) if token.type == "code_inline"]
     codes += [block.code for block in blocks(path) if block.info in ("sh", "bash", "console")]
     text = "\n".join(codes)
@@ -321,7 +321,7 @@ def test_commands_and_files_exist(path: Path) -> None:
 
 
 def test_what_contributing_names_exists() -> None:
-    """Its files, and the words of its code spans, which are words of our sources."""
+    """Files that CONTRIBUTING.md names exist, and its code spans use words of our sources."""
     found = inlines(ROOT / "CONTRIBUTING.md")
     spans = {token.content for token in found if token.type == "code_inline"}
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")]

@@ -1,4 +1,4 @@
-"""The example of a new optimizer: examples/lion.py against the paper's algorithm in float64."""
+"""The example of a new optimizer, examples/lion.py, follows the paper's algorithm in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-# An example imports its neighbours by their bare names, as a script does.
+# An example imports its neighbors by their bare names, as a script does.
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import lion
 from lion import Lion
@@ -37,7 +37,7 @@ def _bounded(value: Tensor) -> Bounded:
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_against_the_paper(weight_decay: float) -> None:
-    """Several steps in float64; where rounding decides the sign of c, nothing can be said."""
+    """Steps agree with float64 within bounds, except where rounding decides the sign of c."""
     eta, betas = 0.1, (0.7, 0.9)
     sizes = [(1,), (15,), (3, 7), (40_000,), (0,), (1000, 100)]
     params = [Parameter(torch.randn(size)) for size in sizes]
@@ -86,7 +86,7 @@ def test_contract_of_torch() -> None:
     assert p._version > version
     torch.testing.assert_close(optimizer.state[q]["exp_avg"], 0.01 * q.grad)
 
-    # A checkpoint goes on as the optimizer that it was taken of does.
+    # An optimizer resumed from a checkpoint continues like the original.
     weights, state = p.detach().clone(), copy.deepcopy(optimizer.state_dict())
     optimizer.step()
     r, s, t = Parameter(weights), Parameter(q.detach().clone()), Parameter(before)

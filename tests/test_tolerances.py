@@ -21,7 +21,7 @@ def _bounded(rounded: Tensor, error: Tensor | float = 0.0) -> Bounded:
 
 
 def _assert_bounds(result: Bounded, rounded: Tensor, units: float) -> None:
-    """``rounded`` is within the bound, which is at most so many units of roundoff wide."""
+    """Assert that ``rounded`` is within the bound, which is at most ``units`` roundoffs wide."""
     assert bool(((rounded.double() - result.value).abs() <= result.error).all())
     assert bool((result.error <= units * 1.001 * U * result.value.abs() + 1e-37).all())
 
@@ -50,7 +50,7 @@ def test_number_of_the_host() -> None:
 
 
 def test_errors_of_operands_are_handed_on() -> None:
-    """Each operand is anywhere within its error."""
+    """Each operand may lie anywhere within its error."""
     a, b = torch.rand(2, 10_000, dtype=torch.float64) + 0.5
     errors = 0.1 * torch.rand(2, 10_000, dtype=torch.float64)
     shifted = torch.stack([a, b]) + errors * (2 * torch.rand(2, 10_000) - 1)

@@ -54,7 +54,7 @@ ARITHMETIC = {
 # Units u for a quotient and for a square root.
 _QUOTIENT = {torch.float32: 5, torch.float64: 1}
 _ROOT = {torch.float32: 6, torch.float64: 1}
-_POWER = 4  # of the units that ours and the reference's have together
+_POWER = 4  # times the sum of our roundoff and the reference's
 # Units in the last place, each 2 u, by which OpenCL C's functions of a float may be off (OpenCL C
 # specification, "Relative Error as ULPs", full profile).
 BUILTIN_ULPS = {"exp": 3, "log": 3, "sin": 4, "cos": 4, "tanh": 5, "erf": 16, "sqrt": 3, "pow": 16}
@@ -70,9 +70,9 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def by_hand(expected: Any, roundings: int, dtype: torch.dtype = torch.float64) -> Any:
-    """Equal to a number computed by hand, or a list of them, up to so many roundings.
+    """Compare with a number computed by hand, or a list of them, up to so many roundings.
 
-    The kernels' arithmetic and that of the expression in the test may each round so often.
+    The kernels' arithmetic and the test's own expression may each round that often.
     """
     return pytest.approx(expected, rel=roundings * unit_roundoff(dtype), abs=0.0)
 
@@ -97,7 +97,7 @@ class Bounded:
         self._u = unit_roundoff(arithmetic) + unit_roundoff(torch.float64)
 
     def split(self, shapes: Sequence[torch.Size]) -> list[Bounded]:
-        """The values one after the other, in these shapes."""
+        """Cut the values, one after the other, into these shapes."""
         sizes = [shape.numel() for shape in shapes]
         parts = zip(self.value.flatten().split(sizes), self.error.flatten().split(sizes), shapes)
         return [Bounded(v.view(s), e.view(s), self.arithmetic) for v, e, s in parts]
@@ -123,7 +123,7 @@ class Bounded:
         return Bounded(self.value, self.error, arithmetic)._rounded(self.value, self.error)
 
     def _with(self, other: Bounded | float) -> tuple[Bounded, Bounded]:
-        """Both operands in the arithmetic of the narrower."""
+        """Return both operands in the narrower of their arithmetics."""
         if not isinstance(other, Bounded):
             other = number(other)
         narrower = min(self.arithmetic, other.arithmetic, key=lambda dtype: dtype.itemsize)
@@ -162,7 +162,7 @@ class Bounded:
         return number(other) / self
 
     def __pow__(self, exponent: int) -> Bounded:
-        # Of a number from the host, which is exact.
+        # The base is a number from the host, which is exact.
         return self._rounded(self.value**exponent, 0 * self.error, _POWER)
 
     def __eq__(self, other: object) -> bool:
@@ -177,7 +177,7 @@ class Bounded:
         return _FUNCTIONS[function](*args, **(kwargs or {}))
 
     def _sqrt(self) -> Bounded:
-        # |sqrt(a + e) - sqrt(a)| is at most sqrt(e) and e / sqrt(a); fmin passes over 0 / 0.
+        # |sqrt(a + e) - sqrt(a)| is at most sqrt(e) and e / sqrt(a); fmin ignores 0 / 0.
         value = self.value.sqrt()
         inherited = torch.fmin(self.error / value, self.error.sqrt())
         return self._rounded(value, inherited, _ROOT[self.arithmetic])
@@ -207,7 +207,7 @@ class Bounded:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """The product; of an exact zero and an infinite bound, zero."""
+    """The product, in which an exact zero times an infinite bound is zero."""
     return torch.where((a == 0) | (b == 0), 0.0, a * b)
 
 
@@ -220,7 +220,7 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Bounded]] = {
 
 
 def joined(parts: Sequence[Bounded]) -> Bounded:
-    """Values one after the other, which :meth:`Bounded.split` separates."""
+    """Join values one after the other; :meth:`Bounded.split` separates them."""
     value = torch.cat([part.value.flatten() for part in parts])
     error = torch.cat([part.error.flatten() for part in parts])
     return Bounded(value, error, parts[0].arithmetic)
@@ -368,16 +368,16 @@ class Perturbed(TorchDispatchMode):
     """Runs a float64 computation with all the roundings that one in ``dtype`` may make.
 
     Over the fifty layers of a model, a bound on the worst case is too wide to be of use. Instead
-    every operation's result is moved by the most that its own rounding can move it, up or down by
-    chance:
+    every operation's result is moved by the most that its own rounding can move it, up or down at
+    random:
 
     * by ``n u`` of the sum of the magnitudes for a sum of ``n`` products, in float32, in which
       16-bit ones are added up, and by ``u`` of ``dtype`` for storing it;
     * by ``4 u`` of ``dtype`` for everything else, which is what vectorized functions promise; of a
       BatchNorm's for each of its terms.
 
-    Real roundings are smaller, and as independent of each other as chance. So the distance to the
-    unperturbed result is more than the distance of a right result in ``dtype``.
+    Real roundings are smaller, and just as independent of each other. So the distance to the
+    unperturbed result is larger than that of a correct result in ``dtype``.
     """
 
     _PRODUCTS = ("convolution", "addmm", "mm", "bmm", "baddbmm", "mv", "dot")
@@ -437,7 +437,7 @@ def attention_errors(
 ) -> list[Tensor]:
     """The most by which attention, and its gradients of query, key and value, may be off.
 
-    To first order, as products of two roundings are far below the bound's own slack.
+    The bound is of first order: products of two roundings are far below its own slack.
 
     Args:
         query: (..., L, E), in float64, with values of ``dtype``, like all tensors.
@@ -493,7 +493,7 @@ class Exact(NamedTuple):
 
 
 def computed_exactly(exact: Callable[[], Sequence[Tensor]], dtype: torch.dtype) -> Exact:
-    """What :func:`assert_as_exact` compares with, for more than one comparison."""
+    """Compute what :func:`assert_as_exact` compares with, once for several comparisons."""
     expected = exact()
     draws = []
     for _ in range(3):
@@ -509,8 +509,8 @@ def assert_as_exact(
     """Assert that ``results``, computed in ``dtype``, are right.
 
     Args:
-        results: to be judged.
-        exact: computes them in float64, with weights and inputs that it rounds to nothing.
+        results: to be checked.
+        exact: computes them in float64, with weights and inputs that it does not round.
         dtype: of weights, inputs and operations.
     """
     right = exact if isinstance(exact, Exact) else computed_exactly(exact, dtype)
@@ -522,7 +522,7 @@ def assert_as_exact(
 
 
 def rounding_step(value: Tensor, fraction: int, smallest: Tensor | float) -> Tensor:
-    """The distance of the two numbers around ``value`` in a format.
+    """The distance between the two numbers around ``value`` in a format.
 
     Stochastic rounding takes one of the two, so it is off by less than this.
 
@@ -538,7 +538,8 @@ def rounding_step(value: Tensor, fraction: int, smallest: Tensor | float) -> Ten
 def binomial_bound(n: int, p: float) -> float:
     """How far the count of ``n`` independent events of probability ``p`` may be from ``n p``.
 
-    Bernstein's inequality: the probability to be farther is at most ``2 exp(-L)``, here 1e-7.
+    Bernstein's inequality: the probability of a larger distance is at most ``2 exp(-L)``, here
+    1e-7.
     """
     log = math.log(2e7)
     return log / 3 + math.sqrt(log * log / 9 + 2 * n * p * (1 - p) * log)
@@ -550,7 +551,7 @@ def roi_align_error(magnitudes: Tensor, terms: int, dtype: torch.dtype) -> Tenso
     A weight is a product of two; a sum of products in any order rounds each term ``terms`` times.
 
     Args:
-        magnitudes: the same of the absolute values, in float64.
+        magnitudes: the same result for absolute values, in float64.
         terms: the most that are added up.
         dtype: of maps and results.
     """
@@ -562,7 +563,7 @@ def roi_align_error(magnitudes: Tensor, terms: int, dtype: torch.dtype) -> Tenso
 
 
 def roi_align_position_error(largest: float, reach: float, dtype: torch.dtype) -> float:
-    """The same for any bins, in maps whose values are at most ``largest``.
+    """The most by which ROIAlign may be off for any bins, in maps of values up to ``largest``.
 
     A position is off by eight roundings of numbers up to ``reach``, and so is each of the four
     weights of a sample; no sample is where the weights jump.

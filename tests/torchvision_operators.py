@@ -1,8 +1,9 @@
-"""torchvision for tests: imported also where its compiled operators do not load.
+"""torchvision for tests, imported even where its compiled operators do not load.
 
 The wheel of PyPI is built for CUDA, whose libraries a torch for CPUs lacks. Then its operators'
-schemas are defined here, so that ``replace_torchvision`` has something to put our kernels under. As
-transformers cannot be imported beside such a wheel, it is in a folder that is not on the path.
+schemas are defined here, so that ``replace_torchvision`` has operators to register our kernels for.
+transformers cannot be imported if such a wheel is on the path, so the wheel is in a folder that is
+not.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SCHEMAS = {
 
 @contextlib.contextmanager
 def loaded() -> Iterator[Any]:
-    """The module torchvision, which is gone again afterwards."""
+    """Import torchvision, and remove it again afterwards."""
     sys.path.append(str(_FOLDER))
     try:
         yield _load()
@@ -46,7 +47,7 @@ def loaded() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def computed_by_references() -> Iterator[None]:
-    """Where torchvision's compiled operators do not load, compute by tests/references/."""
+    """Compute with tests/references/ where torchvision's compiled operators do not load."""
     if torch.ops.torchvision.nms.default.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU):
         yield
         return
@@ -92,7 +93,7 @@ def _without_operators() -> Any:
 
 
 def _import_despite_others() -> Any:
-    """Import it; fake implementations of operators that nobody has defined are left out."""
+    """Import torchvision without its fake implementations of operators that are not defined."""
     register_fake = torch.library.register_fake
 
     def register(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -17,10 +17,10 @@ def driver() -> FaultyDriver:
 
 @pytest.fixture
 def pool(driver: FaultyDriver) -> Iterator[Pool]:
-    """A pool that holds nothing at the end."""
+    """A pool that must be empty when the test ends."""
     pool = Pool(driver=driver, name="mine")
     yield pool
-    gc.collect()  # errors hold the frames that they passed through
+    gc.collect()  # raised errors keep their frames alive
     assert pool.memory_allocated() == 0
     pool._core.flush_cache()
     assert bytes_of_blocks(pool) == 0
@@ -30,7 +30,7 @@ def pool(driver: FaultyDriver) -> Iterator[Pool]:
 
 @pytest.fixture
 def _many_switches() -> Iterator[None]:
-    """A thousand times as many changes from thread to thread as Python makes by default."""
+    """Let Python switch threads a thousand times as often as by default."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     yield
@@ -39,4 +39,4 @@ def _many_switches() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """Threads of torch that wait for work would only take processors from the tests."""
+    """Use one torch thread: idle ones would only take processor time from the tests."""

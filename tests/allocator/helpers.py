@@ -1,4 +1,4 @@
-"""What the tests of the pool share: drivers over host memory, another queue, looks at a pool."""
+"""Shared by the pool's tests: drivers over host memory, another queue, checks of a pool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 class FaultyDriver:
-    """Host memory of ctypes, which fails when it is told to."""
+    """A driver over ctypes host memory that fails when told to."""
 
     name = "faulty"
     capacity = 100 * MIB
@@ -44,7 +44,7 @@ class FaultyDriver:
     def allocate(self, nbytes: int) -> tuple[int, Any]:
         self.calls += 1
         if self.fails(self, nbytes):
-            raise copy.copy(self.error)  # one that was raised keeps the frames it passed
+            raise copy.copy(self.error)  # a raised error keeps its frames alive
         buffer = ctypes.create_string_buffer(nbytes + self.alignment)
         address = -(-ctypes.addressof(buffer) // self.alignment) * self.alignment + self.shift
         self.held[address] = nbytes, buffer
@@ -61,7 +61,7 @@ class FaultyDriver:
 
 
 class AligningDriver(FaultyDriver):
-    """As the driver does with large memory."""
+    """A driver that aligns to 2 MiB, as the real one does with large allocations."""
 
     capacity = 1024 * MIB
     alignment = 2 * MIB
@@ -75,7 +75,7 @@ class Handle:
 
 
 class DroppingDriver(FaultyDriver):
-    """Memory that lives as long as its handle."""
+    """A driver that shows which handles are alive: memory lives as long as its handle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class DroppingDriver(FaultyDriver):
 
 
 class OtherQueue:
-    """A queue whose work has ended or not, and whose barrier fails if it is told to."""
+    """A queue whose work is done or pending as set, and which fails once if given an error."""
 
     def __init__(self, is_done: bool = False, error: type[BaseException] | None = None) -> None:
         self.is_done, self.error = is_done, error
@@ -114,7 +114,7 @@ class OtherQueue:
 
 
 def check(pool: Pool, driver: FaultyDriver) -> None:
-    """The pool's figures agree with the driver's."""
+    """Check that the pool's figures agree with the driver's."""
     store = pool._core.store
     assert pool.memory_reserved() == driver.reserved == store.source.reserved
     assert pool.memory_allocated() == bytes_in_use(pool)
@@ -130,7 +130,7 @@ def bytes_of_blocks(pool: Pool) -> int:
 
 
 def check_cache(pool: Pool) -> None:
-    """Each export is in one entry, where it is either recent or cached, and once."""
+    """Check that each export is in one entry only, once, and either recent or cached."""
     for entry in pool._core.cache:
         recent = {*entry.recent, entry.last, entry.before_last} - {_NEVER}
         known = [*entry.recent, *entry.cached]
@@ -140,7 +140,7 @@ def check_cache(pool: Pool) -> None:
 
 
 def actions(pool: Pool) -> list[str]:
-    """What the pool's history has recorded."""
+    """The actions in the pool's recorded history."""
     return [entry["action"] for entry in pool.snapshot()["device_traces"][0]]
 
 
@@ -149,7 +149,7 @@ def blocks_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def random_use(pool: Pool, operations: int) -> list[Any]:
-    """Tensors and memory that are left after random allocations and releases."""
+    """Return the tensors and memory left after random allocations and releases."""
     kept: list[Any] = []
     for _ in range(operations):
         if kept and random.random() < 0.45:
@@ -162,7 +162,7 @@ def random_use(pool: Pool, operations: int) -> list[Any]:
 
 
 def once_inside(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
-    """Let the next allocation of any pool call this, as a finalizer may run there."""
+    """Call ``action`` inside the next allocation of any pool, where a finalizer may run."""
     allocate = Heap.allocate
 
     def allocate_after(heap: Heap, nbytes: int, alignment: int = 512) -> Any:

@@ -1,4 +1,4 @@
-"""What every pool does, whatever its options."""
+"""The contract of every pool, whatever its options."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_hooks(pool: Pool, case: PoolCase) -> None:
 
 
 def test_threads(pool: Pool, case: PoolCase) -> None:
-    """Each has its own reservation, and another thread looks at the pool."""
+    """Each thread has its own reservation, and another one inspects the pool meanwhile."""
     ended = threading.Semaphore(0)
 
     def work(number: int) -> None:
@@ -186,7 +186,7 @@ def test_threads(pool: Pool, case: PoolCase) -> None:
 
 
 def test_tasks(pool: Pool, case: PoolCase) -> None:
-    """Each has its own budget and reservation, and those that it starts share them."""
+    """Each task has its own budget and reservation, which the tasks that it starts share."""
     nbytes, room = 4 * KIB, case.size(4 * KIB)
 
     async def own(count: int) -> tuple[int, int]:
@@ -237,7 +237,7 @@ def test_exception_in_a_block(pool: Pool, case: PoolCase, error: type[BaseExcept
 
 
 def test_interrupts(pool: Pool, case: PoolCase) -> None:
-    """Wherever KeyboardInterrupt comes, budgets and reservations have their bytes back."""
+    """Wherever KeyboardInterrupt strikes, budgets and reservations recover their bytes."""
     held: list[Any] = []
 
     def step(choose: random.Random) -> None:
@@ -279,7 +279,7 @@ def test_hook_that_refuses(pool: Pool, case: PoolCase, method: str) -> None:
         for make in (pool.empty, pool.allocate, pool.array):
             with pytest.raises(KeyError, match="not today"):
                 make(100)
-    gc.collect()  # errors hold the frames that they passed through
+    gc.collect()  # raised errors keep their frames alive
     pool.trim()
     assert pool.memory_reserved() == case.arena
     assert (pool.zeros(100) == 0).all()

@@ -101,7 +101,7 @@ def test_bad_arguments(
 
 
 def contrast(one: str, other: str) -> float:
-    """WCAG's contrast ratio of two colours."""
+    """WCAG's contrast ratio of two colors."""
     linear = [
         sum(
             weight * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4)
@@ -125,7 +125,7 @@ def test_figures_are_readable_in_each_theme(page: str) -> None:
 
 
 def test_run(tmp_path: Path) -> None:
-    """In a process of its own, as people run it; what fails is named, the others still run."""
+    """The command runs in its own process; failing notebooks are named, the others still run."""
     small = (
         "import os; print(os.environ['FUSEDOPTIM_NOTEBOOK_SMALL'], os.path.basename(os.getcwd()))"
     )
@@ -154,4 +154,4 @@ def test_run(tmp_path: Path) -> None:
     assert f"1 {tmp_path.name}" in executed["good.ipynb"]
     assert '"before\\n"' in executed["raises.ipynb"]
     assert '"after\\n"' not in executed["raises.ipynb"]
-    assert check(tmp_path / "good.ipynb") is None  # the notebook itself stays as it was
+    assert check(tmp_path / "good.ipynb") is None  # the notebook itself is unchanged

@@ -1,4 +1,4 @@
-"""Importing is free, and a shadowed name is named."""
+"""Imports are cheap and free of side effects, and a file that shadows a package is named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_imports_load_no_compiler_and_touch_no_device(tmp_path: Path) -> None:
-    """Nor does the allocator import torch; each package adds to what the one before imported."""
+    """The allocator does not import torch either. The packages are imported one after the other."""
     script = """
 import sys
 unwanted = {"numba", "numba_dpex", "dpnp", "dpctl", "llvmlite"}
@@ -59,7 +59,7 @@ def test_facade_exports_what_the_package_does(name: str) -> None:
     ("name", "before"), [("allocator", ""), ("transforms", "from fusedoptim import FusedSGD")]
 )
 def test_shadowed_by_a_users_file(name: str, before: str, tmp_path: Path) -> None:
-    """What needs only the other packages works."""
+    """Code that needs only the other packages still works."""
     shadow = tmp_path / f"{name}.py"
     shadow.write_text("raise SystemExit('foreign code ran')\n")
     done = run(f"{before}\nprint('works')\nimport fusedoptim.{name}", tmp_path)
@@ -70,7 +70,7 @@ def test_shadowed_by_a_users_file(name: str, before: str, tmp_path: Path) -> Non
 
 
 def test_shadowed_by_a_folder_without_init(tmp_path: Path) -> None:
-    """Installed from a wheel ours is found; of an editable install the folder is named."""
+    """From a wheel, our package is found; from an editable install, the error names the folder."""
     (tmp_path / "transforms").mkdir()
     done = run("from fusedoptim import transforms; print(transforms.optimize.__name__)", tmp_path)
     assert done.stdout == "optimize\n" or str(tmp_path / "transforms") in done.stderr
@@ -117,7 +117,7 @@ def modules(package: str) -> dict[str, tuple[Path, ast.Module]]:
 
 
 def imports(name: str, path: Path, tree: ast.Module, known: set[str]) -> set[str]:
-    """The known modules that a module imports, wherever in it: in functions, for type checkers."""
+    """The known modules that a module imports anywhere, even in functions or for type checkers."""
     found = set()
     folder = (name if path.name == "__init__.py" else name.rpartition(".")[0]).split(".")
     for node in ast.walk(tree):
@@ -165,7 +165,7 @@ def test_cycles_are_found() -> None:
 @pytest.mark.parametrize("package", [*PACKAGES, "benchmarks", "tests"])
 def test_no_module_is_too_long(package: str) -> None:
     for name, (path, _) in modules(package).items():
-        if name != "tests.tolerances":  # all of them are in one file
+        if name != "tests.tolerances":  # all tolerances are in one file
             assert len(path.read_text().splitlines()) <= MOST_LINES, name
 
 
@@ -179,7 +179,7 @@ def test_no_class_is_too_large(package: str) -> None:
 
 
 def test_private_attributes_stay_in_their_module() -> None:
-    """In the allocator, one is used by the module that defines it, or by subclasses."""
+    """In the allocator, only the defining module and subclasses use a private attribute."""
     for name, (_, tree) in modules("allocator").items():
         attributes = [
             (node, ast.unparse(node.value))

@@ -1,4 +1,4 @@
-"""The wheel: pure, complete, and working far from the repository."""
+"""The wheel is pure Python and complete, and works away from the repository."""
 
 from __future__ import annotations
 

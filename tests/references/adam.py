@@ -11,7 +11,7 @@ r"""Adam, AdamW and AMSGrad.
 
 Sources: Kingma, Ba, "Adam: A Method for Stochastic Optimization" (2014), algorithm 1; Loshchilov,
 Hutter, "Decoupled Weight Decay Regularization" (2017), algorithm 2; Reddi, Kale, Kumar, "On the
-Convergence of Adam and Beyond" (2018), algorithm 2, with Adam's bias corrections, as torch has it.
+Convergence of Adam and Beyond" (2018), algorithm 2, with Adam's bias corrections, as in torch.
 """
 
 from __future__ import annotations

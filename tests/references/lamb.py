@@ -132,7 +132,7 @@ class ReferenceLamb(torch.optim.Optimizer):
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor's real and imaginary parts, for each of which there is a moment."""
+    """A complex tensor's real and imaginary parts, each of which has its own moments."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor

@@ -1,7 +1,7 @@
 """Non-maximum suppression, box by box.
 
-Source: torchvision's documentation of ``torchvision.ops.nms``: a box goes if its overlap with one
-of a higher score that is kept is larger than a threshold.
+Source: torchvision's documentation of ``torchvision.ops.nms``: a box is dropped if its overlap with
+a kept box of a higher score is larger than a threshold.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def nms(boxes: Tensor, scores: Tensor, threshold: Fraction) -> list[int]:
-    """The indices of the boxes that are kept, exactly; of equal scores the first comes first."""
+    """Return the exact indices of the kept boxes; of equal scores, the first box comes first."""
     corners = _scaled(boxes)
     values = scores.tolist()
     kept: list[int] = []
@@ -23,7 +23,7 @@ def nms(boxes: Tensor, scores: Tensor, threshold: Fraction) -> list[int]:
 
 
 def _scaled(boxes: Tensor) -> list[list[int]]:
-    """The corners times the power of two that makes them whole numbers: overlaps are the same."""
+    """Scale the corners to integers by a power of two, which leaves the overlaps unchanged."""
     ratios = [[number.as_integer_ratio() for number in box] for box in boxes.tolist()]
     scale = max((divisor for box in ratios for _, divisor in box), default=1)
     return [[number * (scale // divisor) for number, divisor in box] for box in ratios]
@@ -34,5 +34,5 @@ def _overlaps(a: list[int], b: list[int], threshold: Fraction) -> bool:
     height = min(a[3], b[3]) - max(a[1], b[1])
     shared = max(width, 0) * max(height, 0)
     union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared
-    # shared / union > threshold, whatever the sign of the union, and not of one of zero
+    # shared / union > threshold, whatever the sign of the union; False if the union is zero
     return shared * union * threshold.denominator > threshold.numerator * union**2

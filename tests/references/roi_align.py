@@ -4,8 +4,8 @@ r"""ROIAlign of one box and its map, sample by sample.
     o_{c,p,q} = \frac{1}{n_y n_x} \sum_{s,t} \sum_{i,j}
         \max(0, 1 - |y_{ps} - i|)\, \max(0, 1 - |x_{qt} - j|)\, m_{c,i,j}
 
-Source: He et al., "Mask R-CNN" (ICCV 2017), section 3; what happens at the border and with
-``aligned`` is torchvision's.
+Source: He et al., "Mask R-CNN" (ICCV 2017), section 3; borders and ``aligned`` are treated as in
+torchvision.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def roi_align(
     sampling_ratio: int = -1,
     aligned: bool = False,
 ) -> Tensor:
-    """The bins of boxes, of shape (K, 5), in the dtype of the maps."""
+    """Return the bins of boxes of shape (K, 5), in the dtype of the maps."""
     height, width = maps.shape[2:]
     results = []
     for image, *corners in rois.tolist():
@@ -38,7 +38,7 @@ def roi_align(
 def weights(
     start: float, end: float, bins: int, size: int, sampling_ratio: int, aligned: bool
 ) -> Tensor:
-    """How much each bin of a side takes of each pixel: (bins, size), float64."""
+    """Return each pixel's weight in each bin along one side: (bins, size), float64."""
     whole = end - start if aligned else max(end - start, 1.0)
     samples = sampling_ratio if sampling_ratio > 0 else max(math.ceil(whole / bins), 0)
     result = torch.zeros(bins, size, dtype=torch.float64)

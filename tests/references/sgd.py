@@ -7,7 +7,7 @@ r"""Stochastic gradient descent with momentum.
         (\theta_{t-1} - \gamma\,(g_t + \mu\,b_t) \text{ with Nesterov})
 
 Source: Sutskever, Martens, Dahl, Hinton, "On the importance of initialization and momentum in deep
-learning" (ICML 2013), with the learning rate outside of the velocity, as torch has it.
+learning" (ICML 2013), with the learning rate outside of the velocity, as in torch.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ TOLERANCE = STEPS * 1024 * torch.finfo(torch.float64).eps
 
 
 def _options(**values: tuple[Any, ...]) -> Iterator[Kwargs]:
-    """Every combination."""
+    """Yield every combination of the values."""
     for chosen in itertools.product(*values.values()):
         yield dict(zip(values, chosen))
 
@@ -87,7 +87,7 @@ def test_equals_torchs(
     state: dict[str, Tensor] = {}
     for t in range(1, STEPS + 1):
         grad = torch.randn(20, dtype=torch.float64)
-        grad += grad.sign()  # divided by its size, a gradient near zero has no meaning
+        grad += grad.sign()  # a gradient near zero, divided by its size, has no meaning
         p.grad = grad.clone()
         before = theta.clone()
         new = algorithm(theta, grad, state, t, **kwargs)

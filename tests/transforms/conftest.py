@@ -1,4 +1,4 @@
-"""Tests begin with the memory format left to level and device, in one thread; some count steps."""
+"""Tests begin with one thread and without a set memory format; some count steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _one_thread(one_thread: None) -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one with each of our steps."""
+    """A list that grows by one with each of our steps."""
     seen: list[int] = []
     update = FusedOptimizer._update
     monkeypatch.setattr(FusedOptimizer, "_update", lambda self: (seen.append(1), update(self))[1])

@@ -1,4 +1,4 @@
-"""What the tests of transforms share: models with statistics, comparisons, small trainings."""
+"""Shared by the tests of transforms: models with statistics, comparisons, small training runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transforms.passes.fuse_step import fuse_update_step
 
 
 def randomise(model: nn.Module) -> nn.Module:
-    """In eval mode, with running statistics and affine parameters that are not 0 and 1."""
+    """Set eval mode, and running statistics and affine parameters other than 0 and 1."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             if module.running_mean is not None and module.running_var is not None:
@@ -38,7 +38,7 @@ def randomise(model: nn.Module) -> nn.Module:
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state_dict with values of its own."""
+    """Return a state_dict with copies of the values."""
     return {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in state.items()}
 
 
@@ -49,7 +49,7 @@ def assert_same_state(actual: Mapping[str, Any], expected: Mapping[str, Any]) ->
 
 
 def fingerprint(model: nn.Module) -> list[Any]:
-    """All that must not change in a model that is left alone, by identity, layout and value."""
+    """List all that must not change in a model left alone, by identity, layout and value."""
     facts: list[Any] = []
     for name, module in model.named_modules():
         facts.append((name, id(module), type(module), module.training, sorted(vars(module))))
@@ -74,13 +74,13 @@ def optimized_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
 
 
 def without_addresses(facts: list[Any]) -> list[Any]:
-    """A fingerprint less where values lie: those that were rounded are computed anew."""
+    """Remove the addresses from a fingerprint: rounded values are recomputed into new memory."""
     return [(*f[:2], *f[3:]) if len(f) == 6 else f for f in facts]
 
 
 def tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors of what a model returned."""
-    if isinstance(output, Mapping):  # of transformers too, which torch knows by registration only
+    """The floating-point tensors in a model's output."""
+    if isinstance(output, Mapping):  # torch knows transformers' by registration only
         output = list(output.values())
     leaves = tree_leaves(output)
     return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
@@ -93,9 +93,9 @@ def assert_right(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> None:
-    """Assert that ``optimized`` returns what ``plain`` would in float64, but for ``dtype``.
+    """Assert that ``optimized`` returns what ``plain`` does in float64, up to ``dtype``'s rounding.
 
-    For 16 bits it runs under autocast, unless it was moved to that dtype, which its inputs have.
+    For 16 bits it runs under autocast, unless inputs of that dtype show that it was moved there.
     """
     double = copy.deepcopy(plain).double()
     exact_args, exact_kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
@@ -119,7 +119,10 @@ def _widened(value: Tensor) -> Tensor:
 
 
 def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A float64 copy whose parameters were rounded to ``dtype``; its mode of dispatch applies."""
+    """Return a float64 copy whose parameters are off by a rounding to ``dtype``.
+
+    An active dispatch mode applies to the copy, too.
+    """
     result = copy.deepcopy(model)
     for param in result.parameters():
         u = torch.finfo(dtype).eps / 2
@@ -128,7 +131,7 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 RATES = {"FusedSGD": 0.01, "FusedAdagrad": 0.02, "FusedAdam": 0.002, "FusedAdamW": 0.002}
-"""With which no model of the tests diverges."""
+"""Learning rates with which no model of the tests diverges."""
 
 SEED = 0
 each_class = pytest.mark.parametrize("case", TORCHS_CASES, ids=configuration_id)
@@ -136,7 +139,7 @@ each_dtype = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["floa
 
 
 def converted(case: OptimizerCase) -> OptimizerCase:
-    """The case with torch's own optimizer, converted, for ours."""
+    """Return the case with torch's own optimizer, converted, in place of ours."""
 
     def make(params: Any, **kwargs: Any) -> Any:
         optimizer = case.reference(params, **kwargs)
@@ -151,13 +154,13 @@ def new_params() -> list[Parameter]:
 
 
 def new_twins(cls: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Two optimizers on equal parameters."""
+    """Make two optimizers on equal parameters."""
     params = new_params()
     return cls(params, **kwargs), cls([p.detach().clone() for p in params], **kwargs)
 
 
 def task_and_kwargs(name: str, case: OptimizerCase) -> tuple[Task, dict[str, Any]]:
-    """What is to be trained, and with what options, as far as the optimizer can train it."""
+    """Return a task and the optimizer's options; skip the test if it cannot train the task."""
     task = TASKS[name]
     if task.has_sparse_gradients:
         if not case.supports_sparse_gradients:
@@ -176,13 +179,13 @@ def autocast_loss(
 
 
 def optimized(model: nn.Module, **arguments: Any) -> Any:
-    """The model in training mode, optimized with an SGD of torch's."""
+    """Return the model in training mode, optimized with torch's SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return transforms.optimize(model.train(), optimizer, **arguments)[0]
 
 
 def assert_no_fused_step(optimizer: Any, error: type[Exception], message: str) -> None:
-    """An optimizer is refused, and nothing of it is changed."""
+    """Assert that an optimizer is refused and left unchanged."""
     cls, attributes = type(optimizer), dict(vars(optimizer))
     with pytest.raises(error, match=message):
         fuse_update_step(optimizer)
@@ -191,7 +194,7 @@ def assert_no_fused_step(optimizer: Any, error: type[Exception], message: str) -
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Two state_dicts, or parts of them, are equal in structure, dtypes and bits."""
+    """Assert that two state_dicts, or parts of them, are equal in structure, dtypes and bits."""
     if isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:
@@ -208,7 +211,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 def saved(*objects: Any) -> list[Any]:
-    """The state_dicts, through a file."""
+    """Return the objects' state_dicts, saved to and loaded from a file."""
     states: list[Any] = through_torch_save([o.state_dict() for o in objects], weights_only=True)
     return states
 

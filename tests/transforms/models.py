@@ -23,7 +23,7 @@ class Task(NamedTuple):
 
 
 def _real(model: nn.Module, generator: torch.Generator, *shape: int) -> Tensor:
-    """The same values for a model of any dtype; float32 for one of halves."""
+    """Return the same values for a model of any dtype, in float64 or otherwise in float32."""
     values = torch.randn(BATCH, *shape, generator=generator)
     return values.double() if next(model.parameters()).dtype == torch.float64 else values
 
@@ -40,7 +40,7 @@ def _classified(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 def _cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1, bias=False),  # its gradient would be rounding alone
+        nn.Conv2d(1, 8, 3, padding=1, bias=False),  # a bias's gradient would be rounding alone
         nn.BatchNorm2d(8),
         nn.ReLU(),
         nn.MaxPool2d(2),
@@ -54,12 +54,12 @@ def _cnn() -> nn.Module:
 
 
 def transformers_package() -> Any:
-    """transformers; the test is skipped without it."""
+    """Import transformers, or skip the test without it."""
     return pytest.importorskip("transformers", reason="pip install transformers")
 
 
 def _bert() -> nn.Module:
-    """Its word embeddings are the weight of its last layer too, and a bias has two owners."""
+    """A BERT in which the last layer's weight is the word embeddings, and a bias has two owners."""
     transformers = transformers_package()
     config = transformers.BertConfig(
         vocab_size=50,
@@ -100,7 +100,7 @@ def _resnet() -> nn.Module:
 
 
 class _Dlrm(nn.Module):
-    """Tables of categories and a network for numbers, whose products another network takes."""
+    """Tables for categories and a network for numbers; another network takes their products."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _Gan(nn.Module):
 
 
 def _gan_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
-    """Both players' at once, of least squares."""
+    """Return the sum of both players' least-squares losses."""
     images = _real(model, generator, 1, 8, 8)
     made = model.generator(_real(model, generator, 5, 1, 1)).to(images.dtype)  # type: ignore[operator]
 
@@ -269,7 +269,7 @@ def images() -> Tensor:
 
 
 def small() -> nn.Sequential:
-    """Trained in a moment, on images of 4 x 4."""
+    """A model that is trained in a moment, on images of 4 x 4."""
     return nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)
     )

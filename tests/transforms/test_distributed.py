@@ -1,6 +1,6 @@
-"""Wrapped models are refused with the cure, and the cure works: torch's own wrappers.
+"""Models in torch's own wrappers are refused with a remedy, and the remedy works.
 
-In a process of their own, with a process group of one process on the CPU.
+The tests run in a process of their own, with a process group of one process on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.transforms.models import small
 from transforms.rewrites import onednn_products
 
 ROUNDINGS = 3 * 5 * 4
-"""Three steps of a network of five layers, of whose roundings each counts a few times."""
+"""Three steps of a network of five layers, whose roundings each count a few times."""
 
 
 def wrap(wrapper: str, model: nn.Module) -> nn.Module:
@@ -76,13 +76,14 @@ def check_cure(wrapper: str) -> None:
     train(plain, sgd(plain))
     for dtype in (None, torch.bfloat16) if is_ddp else (None,):
         model = network()
-        # Of channels_last weights fully_shard raises, and torch 2.13's FSDP computes what is wrong.
+        # With channels_last weights, fully_shard raises, and torch 2.13's FSDP computes wrong
+        # results.
         is_last = None if is_ddp else False
         model, optimizer = transforms.optimize(
             model, sgd(model), dtype=dtype, auto_channels_last=is_last
         )
         wrapped = wrap(wrapper, model)
-        # As for any model: FSDP replaces the parameters.
+        # FSDP replaces the parameters, as for any model.
         train(wrapped, optimizer if is_ddp else sgd(wrapped), dtype)
         eps = torch.finfo(dtype or torch.float32).eps
         states = wrapped.state_dict(), plain.state_dict()
@@ -98,7 +99,7 @@ def check_cure(wrapper: str) -> None:
 
 def check(wrapper: str) -> None:
     check_refused(wrapper)
-    with (  # as for large products, on a processor for which the pass serves
+    with (  # as for large products, on a processor where the pass applies
         mock.patch.object(onednn_products, "objection", return_value=None),
         mock.patch.object(onednn_products, "LEAST_PRODUCTS", 1),
     ):

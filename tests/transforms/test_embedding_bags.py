@@ -21,7 +21,7 @@ WIDTHS = (8, 16, 17)
 
 
 class Inner(nn.Module):
-    """Bags, whose merged module the forward calls if there is one."""
+    """A model with bags, whose forward calls the merged module if there is one."""
 
     def __init__(self, rows: int = 20, kind: Callable[[list[nn.EmbeddingBag]], Any] | None = None):
         super().__init__()
@@ -40,7 +40,7 @@ class Inner(nn.Module):
 
 
 class Looping(Inner):
-    """Bags, over which the forward loops."""
+    """A model whose forward loops over its bags."""
 
     def forward(self, indices: list[Tensor], offsets: list[Tensor]) -> Tensor:
         bags = [bag(i, o) for bag, i, o in zip(self.tables, indices, offsets)]
@@ -123,7 +123,7 @@ def test_split_tables_become_what_they_were(dtype: torch.dtype) -> None:
 
 
 def test_optimizer_trains_the_tables_and_restore_keeps_it() -> None:
-    """A step of SGD in the backward pass is torch's."""
+    """SGD's step in the backward pass equals torch's."""
     model, (indices, offsets) = Outer(), batch()
     result = merged(model, optimizer="sgd", lr=0.1)
     optimizer = torch.optim.SGD(model.inner.tables.parameters(), lr=0.1)
@@ -181,7 +181,7 @@ def test_copies_are_restored_by_themselves(copying: Any, options: dict[str, Any]
 
 
 def test_report_and_optimize() -> None:
-    """``optimize`` says what could be merged; both are undone by one ``restore``."""
+    """``optimize`` reports what could be merged; one ``restore`` undoes both."""
     model = Outer().eval()
     state = copied(model.state_dict())
     optimized = transforms.optimize(model)
@@ -239,7 +239,7 @@ def _changed(change: Callable[[Any], object]) -> nn.Module:
 
 
 class Own(nn.EmbeddingBag):
-    """A subclass."""
+    """A subclass of EmbeddingBag."""
 
 
 def _sharing(tables: Any) -> None:

@@ -1,4 +1,4 @@
-"""examples/inference.py, as a user runs it."""
+"""Run examples/inference.py as a user does."""
 
 from __future__ import annotations
 

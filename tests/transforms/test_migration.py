@@ -1,4 +1,4 @@
-"""docs/migrating-from-ipex.md: every call and every claim that can be made without IPEX."""
+"""Check every call and claim in docs/migrating-from-ipex.md that can be checked without IPEX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make() -> nn.Module:
 
 
 def rows(heading: str) -> dict[str, list[str]]:
-    """The table under a heading: its other cells by the first."""
+    """Return the table under a heading: each row's other cells by its first one."""
     section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
     cells = [
         [cell.strip().strip("`") for cell in line.strip("|").split("|")]
@@ -48,7 +48,7 @@ def test_every_knob_is_in_the_table_with_its_defaults() -> None:
     table = rows("Knobs")
     for each in (*INFERENCE, *TRAINING):
         if each.knob != "dtype":
-            at_o1 = each.knob != "graph_mode"  # whose first call takes seconds
+            at_o1 = each.knob != "graph_mode"  # whose first call is slow
             assert table[each.knob][:2] == ["off", "on" if at_o1 else "off"]
             assert [each.default(level) for level in ("O0", "O1")] == [False, at_o1]
     assert set(table) == {*KNOBS, "inplace", "sample_input"}
@@ -130,7 +130,7 @@ def test_verbose_names_packed_products(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_runtime_extension() -> None:
-    """Its calls, and those that take the place of others."""
+    """The runtime extension's calls work, and those that replace others of its calls."""
     model, x = torch.nn.Linear(4, 2), torch.randn(3, 4)
     cores = sorted(os.sched_getaffinity(0))
     pool = runtime.CPUPool(core_ids=cores)

@@ -165,7 +165,7 @@ def test_no_effect(arguments: dict[str, Any]) -> None:
     with pytest.warns(transforms.NoEffectWarning, match=f"{knob} changed nothing"):
         transforms.optimize(model, **arguments)
     transforms.optimize(model)  # without a warning
-    with pytest.raises(transforms.NoEffectWarning):  # as an error, which undoes all
+    with pytest.raises(transforms.NoEffectWarning):  # raised as an error, it undoes everything
         transforms.optimize(model, inplace=True, **arguments)
     with pytest.raises(ValueError, match="has no report"):
         transforms.report(model)

@@ -36,7 +36,7 @@ BY_DEFAULT = (
 
 
 def _facts(model: nn.Module, optimizer: Any) -> list[Any]:
-    """All that a call must leave alone that fails, or was about a copy."""
+    """List all that a call must not change if it fails or optimizes a copy."""
     state = [
         (id(p), k, id(v), copy.deepcopy(v) if isinstance(v, Tensor) else v)
         for p, state in optimizer.state.items()
@@ -113,7 +113,7 @@ class TestInPlaceAndCopied:
     @each_dtype
     @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, FusedSGD])
     def test_train_alike(self, cls: Any, dtype: torch.dtype | None) -> None:
-        """And the original of a copy is untouched."""
+        """Both train alike, and the original of a copy is unchanged."""
         model, optimizer = _small(cls)
         train(model, optimizer)
         before = _facts(model, optimizer)
@@ -159,7 +159,7 @@ class TestInPlaceAndCopied:
         assert_same(saved(model, optimizer), states)
 
     def test_schedulers_and_hooks(self) -> None:
-        """Made before an inplace=True call they are the pair's; of a copy, the original's."""
+        """Schedulers made before keep working after inplace=True, but do not drive a copy."""
         model, optimizer = _small()
         seen: list[str] = []
         before = LinearLR(optimizer)
@@ -228,7 +228,7 @@ class TestKnobs:
 
     @pytest.mark.parametrize("cls", [torch.optim.RMSprop, _Own])
     def test_no_fused_step(self, cls: Any) -> None:
-        """By default it is left, with the reason; what was asked for raises."""
+        """By default the step is left, with the reason; an explicit request raises."""
         model, optimizer = _small(cls)
         train(model, optimizer)
         before = _facts(model, optimizer)
@@ -271,7 +271,7 @@ class TestKnobs:
             transforms.NoEffectWarning, match=f"{FUSE_STEP} changed nothing.*already"
         ):
             transforms.optimize(norm, FusedSGD(norm.parameters()), fuse_update_step=True)
-        with pytest.raises(transforms.NoEffectWarning):  # as an error, which undoes all
+        with pytest.raises(transforms.NoEffectWarning):  # raised as an error, it undoes everything
             transforms.optimize(norm, optimizer, dtype=torch.bfloat16, inplace=True)
         transforms.optimize(norm, optimizer)  # without a warning
         transforms.optimize(norm, FusedSGD(norm.parameters()))
@@ -295,7 +295,7 @@ PLACES = {
 
 @contextmanager
 def _failing(place: str) -> Iterator[None]:
-    """Something fails in a call that optimizes."""
+    """Let a call that optimizes fail at a place."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise MemoryError
@@ -305,7 +305,7 @@ def _failing(place: str) -> Iterator[None]:
 
 
 class TestFailures:
-    """Leave the pair as it was before the call that failed."""
+    """A failed call leaves model and optimizer unchanged."""
 
     @pytest.mark.parametrize(
         ("fails", "inplace", "is_second"),
@@ -365,5 +365,5 @@ class TestFailures:
 
 
 def _without_addresses(facts: list[Any]) -> str:
-    """Of :func:`_facts`, less where the values of parameters lie."""
+    """Format the result of :func:`_facts` without the addresses of the parameters' values."""
     return repr([without_addresses(facts[0]), *facts[1:]])

@@ -153,7 +153,7 @@ class TestStatic:
             assert reason in reasons[name]
 
     def test_loaders(self) -> None:
-        """A tensor, a tuple, a list, a dict, and pairs of images and labels."""
+        """Batches may be a tensor, a tuple, a list or a dict, or pairs of images and labels."""
 
         class Net(nn.Module):
             def __init__(self) -> None:
@@ -263,7 +263,7 @@ class TestUndone:
         assert_same_state(ours.state_dict(), before)
 
     def test_another_checkpoint(self) -> None:
-        """Loading one folds and quantizes its weights; the range of the images stays."""
+        """Loading a checkpoint folds and quantizes its weights; the range of the images stays."""
         data = batches()
         first, second = (network()[:2].eval() for _ in range(2))
         expected = transforms.quantize(second, data)

@@ -1,4 +1,4 @@
-"""How near INT8 is: the ranges that are observed, and trained models, whose classes agree."""
+"""INT8's accuracy: the observed ranges, and how often trained models' classes agree."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TestRealData:
 
     @pytest.mark.parametrize("is_dynamic", [False, True])
     def test_sentences(self, is_dynamic: bool) -> None:
-        """A BERT that was trained to tell topics of Python's help apart agrees on 98% of 1,000."""
+        """A BERT trained to tell topics of Python's help apart agrees on 98% of 1,000 sentences."""
         model, tokens = classifier_of_topics()
         loader = None if is_dynamic else list(tokens[1000:1256].split(64))
         ours = transforms.quantize(model, loader)
@@ -86,11 +86,11 @@ class TestRealData:
 
 
 WORDS = 16
-"""of a sentence."""
+"""The number of words in a sentence."""
 
 
 def classifier_of_topics() -> tuple[nn.Module, Tensor]:
-    """A small BERT that tells from which of the longest help texts words are, and the words."""
+    """A small BERT that tells from which of the longest help texts words come, and the words."""
     texts = sorted(pydoc_data.topics.topics.values(), key=len)[-6:]
     words = [re.findall(r"\w+", text.lower()) for text in texts]
     vocabulary = {word: i for i, word in enumerate(sorted({w for text in words for w in text}))}

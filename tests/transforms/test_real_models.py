@@ -1,4 +1,4 @@
-"""Whole models, randomly initialised: right in float32 and bfloat16, and undone bit for bit."""
+"""Whole models, randomly initialized: right in float32 and bfloat16, and undone bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole trainings of optimized models: each step, where they end, and checkpoints."""
+"""Training runs of optimized models: each step, where they end, and checkpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _train(
 
 
 def _pair(case: OptimizerCase, task: str) -> tuple[nn.Module, Any, Task]:
-    """A model in training, and its optimizer, which has state."""
+    """Return a model in training, its optimizer, which has state, and the task."""
     chosen, kwargs = task_and_kwargs(task, case)
     torch.manual_seed(SEED)
     model = chosen.make()
@@ -58,7 +58,7 @@ def _pair(case: OptimizerCase, task: str) -> tuple[nn.Module, Any, Task]:
 
 
 class TestSteps:
-    """Against torch in float64."""
+    """Steps are compared with torch's in float64."""
 
     @each_task
     @each_class
@@ -67,7 +67,7 @@ class TestSteps:
     def test_each_of_20(
         self, case: OptimizerCase, task: str, dtype: torch.dtype | None, is_last: bool
     ) -> None:
-        """With the model's own gradients."""
+        """Each of 20 steps with the model's own gradients equals the reference's."""
         if is_last and task not in ("cnn", "resnet", "gan"):
             pytest.skip("has no convolutions")
         chosen, kwargs = task_and_kwargs(task, case)
@@ -101,10 +101,10 @@ class TestSteps:
 
     @each_task
     @each_class
-    # torch's Adagrad, of its own sparse tensors
+    # torch's Adagrad warns of its own sparse tensors
     @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
     def test_ends_as_near_to_float64_as_torch_does(self, case: OptimizerCase, task: str) -> None:
-        """With a scheduler that was made before, if that can be, and one that is made later."""
+        """One scheduler is made before optimizing, where that is possible, and one later."""
         chosen, kwargs = task_and_kwargs(task, case)
         torch.manual_seed(SEED)
         start = chosen.make()
@@ -135,8 +135,9 @@ class TestSteps:
         for how in ("copy", "in place", "fused at step 7"):
             ours = trained(copy.deepcopy(start), how)
             assert _distance(ours, start) > 100 * _distance(ours, exact)  # it has moved
-            # Roundings of forward and backward, which both have, make most of the error; the
-            # factor of 3 is for the step's own, which add up differently in each.
+            # Most of the error comes from the roundings of forward and backward, which both runs
+            # have; the factor of 3 is for the step's own roundings, which add up differently in
+            # each.
             assert _distance(ours, exact) <= 3 * off, how
 
 
@@ -149,10 +150,10 @@ def _distance(model: nn.Module, other: nn.Module) -> float:
 @each_task
 @each_class
 @each_dtype
-# torch's Adagrad, of its own sparse tensors
+# torch's Adagrad warns of its own sparse tensors
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_checkpoints_and_undoing(case: OptimizerCase, task: str, dtype: torch.dtype | None) -> None:
-    """Checkpoints are those of the plain pair, bit for bit, both ways; and so is what is undone."""
+    """Checkpoints and restored pairs equal the plain pair's bit for bit, in both directions."""
     model, optimizer, chosen = _pair(case, task)
     before = saved(model, optimizer)
     new, its = transforms.optimize(model, optimizer, dtype=dtype)
@@ -164,7 +165,7 @@ def test_checkpoints_and_undoing(case: OptimizerCase, task: str, dtype: torch.dt
     model.load_state_dict(states[0])
     optimizer.load_state_dict(states[1])
     assert_same(saved(model, optimizer), states)
-    _train(model, optimizer, chosen, seed=2)  # torch's own step takes what ours has made
+    _train(model, optimizer, chosen, seed=2)  # torch's own step takes the state that ours made
     states = saved(model, optimizer)
     its.load_state_dict(states[1])  # in either order: test_split_weights.py loads the model first
     new.load_state_dict(states[0])
@@ -188,7 +189,7 @@ def _kinds(model: nn.Module, optimizer: Any) -> list[Any]:
 EPOCHS = 8
 TESTED = 360
 LAYERS = 3
-"""Of those whose weights are split."""
+"""The number of layers whose weights are split."""
 
 
 def _network() -> nn.Module:
@@ -242,7 +243,7 @@ def test_halves_train_as_float32_does(case: OptimizerCase) -> None:
     split = _trained_on_digits(case, autocast=True, split=True)
     # Under autocast the plain network rounds its weights to bfloat16 for each pass, and the split
     # one's are truncated: in each layer they, and so the outputs, differ by less than the spacing
-    # of bfloat16. From float32 both differ by the roundings of inputs and outputs besides.
+    # of bfloat16. From float32, both also differ by the roundings of inputs and outputs.
     spacing = LAYERS * torch.finfo(torch.bfloat16).eps
     assert split[0] == pytest.approx(rounded[0], rel=spacing)
     assert split[0] == pytest.approx(exact[0], rel=3 * spacing)

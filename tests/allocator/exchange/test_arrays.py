@@ -1,4 +1,4 @@
-"""What an array says of itself, and what it and its memory refuse."""
+"""Facts that an array reports, and operations that it and its memory refuse."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_no_other_memory_is_given_as_a_device() -> None:
 
 
 class Producer:
-    """A tensor's capsules, as a library gives them that knows no versions of DLPack."""
+    """Exports a tensor's capsules like a library that predates DLPack versions."""
 
     def __init__(self, tensor: torch.Tensor, device: tuple[int, int] = (1, 0)) -> None:
         self._tensor, self._device = tensor, device

@@ -1,4 +1,4 @@
-"""Memory goes to other libraries and comes from them: the same bytes, at the same address."""
+"""Memory exported to or imported from other libraries keeps its bytes and its address."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def library(name: str) -> Any:
 
 
 class OnUsm:
-    """Asks for an array as memory of a oneAPI device."""
+    """Exports an array as memory of a oneAPI device."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
@@ -59,7 +59,7 @@ class OnUsm:
 
 
 class Through:
-    """Gives a capsule made elsewhere."""
+    """Returns a capsule that was made elsewhere."""
 
     def __init__(self, capsule: Any, device: tuple[int, int] = (1, 0)) -> None:
         self.capsule, self.device = capsule, device
@@ -105,7 +105,7 @@ def test_every_dtype_keeps_its_bits(pool: Pool, dtype: str) -> None:
     assert bits_of(to_torch(back)) == data
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about dtypes it is leaving
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of deprecated dtypes
 def test_no_dtype_of_torch_is_missing() -> None:
     found = set()
     dtypes = {t for t in vars(torch).values() if isinstance(t, torch.dtype)}
@@ -298,7 +298,7 @@ def test_structs_are_used_again(pool: Pool) -> None:
     memory = pool.allocate(64)
     for _ in range(1000):
         to_torch(memory)
-        pool.memory_allocated()  # takes in what came back
+        pool.memory_allocated()  # collects the released tensors
     assert sum(e.owner is not None for e in pool._core.exporter.exports) == 0
 
 
@@ -369,7 +369,7 @@ def test_an_import_keeps_its_lender(version: Any) -> None:
     assert tensor.tolist() == [0, 1, 2, 3, 4, 5]
     assert not freed
     del tensor
-    from_dlpack(np.arange(3))  # the next import sees to it
+    from_dlpack(np.arange(3))  # the next import releases it
     gc.collect()
     assert freed == [1]
 
@@ -458,8 +458,8 @@ for minor in (0, 1, 3, 2**32 - 1):
 
 
 def test_reuse_does_not_depend_on_the_minor_version() -> None:
-    """The word that holds the version says whether a consumer is done, whatever the version."""
+    """The version word shows whether a consumer is done, for every minor version."""
     folder = os.path.dirname(allocator.__file__)
     script = ANY_MINOR.format(folder=folder, dlpack=Versioned.__module__)
-    # 200 calls are empty() and its look at the shape.
+    # Each of the 100 allocations makes two calls: empty() and its check of the shape.
     assert check_script(script).split() == ["0", "200", "1", "200", "3", "200", "4294967295", "200"]

@@ -15,7 +15,7 @@ FEW = ((1000, torch.float32), ((40, 25), torch.float32), (1000, torch.int64), (7
 
 
 def test_one_given_twice_is_not_kept_for_its_old_shape() -> None:
-    """Given, ready, given again, and then another tensor, as eight others are ready."""
+    """A tensor is released, reused and released again while eight others are ready."""
     pool = Pool("cpu")
     others = [pool.empty(1000) for _ in range(8)]
     x = pool.empty(1000)
@@ -33,7 +33,7 @@ def test_one_given_twice_is_not_kept_for_its_old_shape() -> None:
 
 @pytest.mark.parametrize("most_held", [3, 12, 60])
 def test_few_shapes_in_any_order(most_held: int) -> None:
-    """The pool is rarely looked at, so that what came back waits in each of its ways."""
+    """The pool is rarely queried, so that released tensors wait in every possible state."""
     pool, choose = Pool("cpu"), random.Random(SEED + most_held)
     held: list[tuple[torch.Tensor, int]] = []
     level = 0

@@ -1,4 +1,4 @@
-"""What record_history() keeps, and who is named."""
+"""Entries that record_history() keeps, and call sites that it names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.allocator.helpers import OtherQueue, actions
 
 @pytest.fixture
 def pool() -> Pool:
-    """A pool that records all."""
+    """A pool that records its whole history."""
     pool = Pool("cpu", limit="64MiB")
     pool.record_history()
     return pool
@@ -140,4 +140,4 @@ def test_bad_arguments(
     with pytest.raises(error, match=match):
         pool.record_history(**arguments)
     _x = pool.empty(100)
-    assert actions(pool) == ["segment_alloc", "alloc"]  # the one before goes on
+    assert actions(pool) == ["segment_alloc", "alloc"]  # the earlier recording continues

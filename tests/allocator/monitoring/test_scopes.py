@@ -21,7 +21,7 @@ def _no_records() -> Iterator[None]:
 
 
 def test_a_loop_counts_every_tensor(pool: Pool) -> None:
-    for _ in range(10):  # so that the pool would give them without telling anyone
+    for _ in range(10):  # after this, the cache could hand them out uncounted
         pool.empty(100)
     with statistics() as scope:
         for _ in range(50):
@@ -49,7 +49,7 @@ def test_nested(pool: Pool) -> None:
         x = pool.empty(100)
         with statistics("inner") as inner:
             y = pool.empty(100)
-            del x  # is not the inner one's
+            del x  # was not counted by the inner scope
         del y
     assert inner.usage == Usage(512, 512, 512, 1, 1, 1)
     assert outer.usage == Usage(0, 1024, 1024, 0, 2, 2)

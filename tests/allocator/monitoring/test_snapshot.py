@@ -1,4 +1,4 @@
-"""Snapshots are what torch's reader and its memory_viz page take."""
+"""Snapshots can be read by torch's reader and its memory_viz page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.cuda import _memory_viz
 from allocator import Memory, Pool
 from tests.allocator.helpers import blocks_of, once_inside, random_use
 
-# What torch/utils/viz/MemoryViz.js reads; it throws at any other.
+# The opcodes that torch/utils/viz/MemoryViz.js reads; it throws at any other.
 PAGE_READS = """
     APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPUT BINUNICODE DICT EMPTY_DICT
     EMPTY_LIST EMPTY_TUPLE FRAME LIST LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE NEWTRUE
@@ -53,7 +53,7 @@ def test_a_file_for_the_page(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_the_trace_leads_to_the_segments(pool: Pool) -> None:
-    """Its events, replayed, leave what the snapshot shows."""
+    """Replaying the trace's events ends in the state that the snapshot shows."""
     _kept = random_use(pool, 300)
     pool.trim()
     snapshot = pool.snapshot()
@@ -78,7 +78,7 @@ def test_the_trace_leads_to_the_segments(pool: Pool) -> None:
 
 
 def test_memory_that_is_of_no_heap(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a finalizer gets it that runs in the middle of the pool's own work."""
+    """A finalizer that interrupts the pool's own work gets memory directly from the driver."""
     alone: list[Memory] = []
     once_inside(monkeypatch, lambda: alone.append(pool.allocate(5000)))
     pool.allocate(100).release()
@@ -111,6 +111,6 @@ def test_html_escapes_the_name_and_draws_a_bar_for_each_segment(pool: Pool) -> N
 
 def test_html_of_many_segments_is_short() -> None:
     pool = Pool("cpu")
-    _kept = [pool.allocate(40 << 20) for _ in range(45)]  # nobody touches it: no memory is used
+    _kept = [pool.allocate(40 << 20) for _ in range(45)]  # never touched, so no memory is used
     text = pool._repr_html_()
     assert f"and {len(pool.snapshot()['segments']) - 40} smaller segments" in text

@@ -1,4 +1,4 @@
-"""What a pool says of itself is what a recount finds."""
+"""The statistics that a pool reports equal a recount."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_names_are_torchs(pool: Pool) -> None:
 def test_idle_blocks_equal_a_recount(pool: Pool) -> None:
     kept = random_use(pool, 600)
     stats = pool.memory_stats()
-    snapshot = pool.snapshot()  # merges the cached blocks with their neighbours
+    snapshot = pool.snapshot()  # merges the cached blocks with their neighbors
     after = pool.memory_stats()
     for tier in ("small", "large"):
         idle = [

@@ -66,7 +66,7 @@ def test_the_picture_needs_no_matplotlib(pool: Pool, monkeypatch: pytest.MonkeyP
     assert "a &lt;b&gt;" in text
     assert text.count("<path") == 2
     assert len(text) < 100_000
-    xml.dom.minidom.parseString(pool.timeline()._repr_html_())  # an empty one
+    xml.dom.minidom.parseString(pool.timeline()._repr_html_())  # an empty timeline
     with pytest.raises(ImportError, match="pip install matplotlib"):
         timeline.plot()
 

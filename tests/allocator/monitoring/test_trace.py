@@ -1,4 +1,4 @@
-"""Traces: what is recorded is what happened, and can be kept, read, run again and planned."""
+"""Traces record what happened, and can be saved, loaded, replayed and used for advice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def actions(trace: Trace) -> list[tuple[str, int]]:
 
 
 def trace_of(changes: list[tuple[int, int, int]]) -> Trace:
-    """Of triples: the number of an allocation, its bytes, or 0 where it is freed, the stream."""
+    """Make a trace of triples: an allocation's number, its bytes (0 frees it) and the stream."""
     sizes: dict[int, int] = {}
     trace = []
     for now, (number, size, stream) in enumerate(changes):
@@ -265,7 +265,7 @@ def test_from_profiler() -> None:
     trace = Trace.from_profiler(profiler)
     sizes = [event.size for event in trace if event.action == "allocate"]
     assert sizes.count(16 * 20 * 4) >= 3  # the batches
-    # The momentum of each parameter and its last gradient are there at the end.
+    # The momentum of each parameter and its last gradient are still allocated at the end.
     expected = 2 * sorted(p.nbytes for p in model.parameters())
     left = [event.size for event in trace.leaked]
     for size in expected:
@@ -288,7 +288,7 @@ def test_from_profiler_without_memory_or_unfinished() -> None:
 
 
 def memory_event(now: int, pointer: int, size: int, device: str = "cpu") -> Any:
-    """As the profiler has it."""
+    """An allocation event as the profiler records it."""
     fields = SimpleNamespace(ptr=pointer, alloc_size=size, device=torch.device(device))
     return SimpleNamespace(
         tag=_EventType.Allocation, start_time_ns=now, start_tid=1, extra_fields=fields, children=[]
@@ -297,9 +297,9 @@ def memory_event(now: int, pointer: int, size: int, device: str = "cpu") -> Any:
 
 def test_what_a_profiler_can_miss() -> None:
     events = [
-        memory_event(9000, 512, 20),  # again, so the first was released
+        memory_event(9000, 512, 20),  # the same address again, so the first was released
         memory_event(1000, 512, 10),
-        memory_event(2000, 1024, -10),  # from before
+        memory_event(2000, 1024, -10),  # allocated before the profile
         memory_event(3000, 2048, 99, "cuda"),
         memory_event(9000, 512, -20),
     ]

@@ -1,4 +1,4 @@
-"""Budgets: what a block may hold, whoever releases it, and wherever it is interrupted."""
+"""Budgets limit what a block holds, whoever releases it and wherever it is interrupted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_error(pool: Pool) -> None:
 
 
 def test_a_loop_stays_within(pool: Pool) -> None:
-    """Tensors that come back are seen, though nobody asks for the books."""
+    """Released tensors are credited to the budget even if nobody queries the pool."""
     for _ in range(20):
         pool.empty(100)  # is cached
     with pool.budget(5 * KIB) as budget:
@@ -98,7 +98,7 @@ def test_nested_budgets(pool: Pool) -> None:
 
 
 def test_inner_refusal_leaves_nothing_on_the_outer(pool: Pool) -> None:
-    """Also where the inner one refuses only when the memory was found already."""
+    """The outer budget is not charged even if the inner one refuses after the allocation."""
     with pool.budget(MIB) as outer, pool.budget(MIB) as inner:
 
         class Greedy(Hook):
@@ -118,7 +118,7 @@ def test_entered_twice(pool: Pool) -> None:
             pass
         with pytest.raises(OutOfMemoryError):
             pool.allocate(KIB)
-    with budget:  # again is fine; it counts on
+    with budget:  # entering it again is allowed; it keeps counting
         assert budget.used == 512
         with pytest.raises(OutOfMemoryError):
             pool.allocate(KIB)
@@ -154,7 +154,7 @@ class TestOnExceed:
         assert budget.used == 0
 
     def test_may_use_another_pool(self, pool: Pool) -> None:
-        """As to keep what it drops."""
+        """The callback may, for example, copy what it drops to another pool."""
         other, held, saved = Pool(driver=FaultyDriver()), [], []
 
         def swap(budget: Budget, nbytes: int) -> bool:
@@ -167,7 +167,7 @@ class TestOnExceed:
                 held.append(pool.full(1000, float(i)))
         assert len(held) + len(saved) == 10
         assert len(held) == 2
-        held.clear()  # which the budget refers to, and the tensors to the budget
+        held.clear()  # the budget refers to this list, and the tensors to the budget
 
 
 def test_cycles_are_collected(pool: Pool) -> None:
@@ -194,7 +194,7 @@ def test_other_threads_are_charged_in_a_copy_of_the_context_alone(pool: Pool) ->
 def test_many_threads_of_one_budget(
     pool: Pool, driver: FaultyDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # of all of torch, at each refusal
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # a refusal would visit all of torch
     limit = 40 * KIB
 
     def work(seed: int) -> None:
@@ -220,7 +220,7 @@ def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.Mon
     once_inside(monkeypatch, lambda: held.append(pool.allocate(3 * KIB)))
     with pool.budget(8 * KIB) as budget:
         x = pool.allocate(KIB)
-        assert held[0].allocation.block is None  # is of the driver
+        assert held[0].allocation.block is None  # comes from the driver
         assert budget.used == 4 * KIB
         held.clear()
         assert budget.used == KIB or held

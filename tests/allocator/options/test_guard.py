@@ -1,4 +1,4 @@
-"""The debug mode: it finds who writes where he may not, and is silent where nobody does."""
+"""The debug mode finds invalid writes and their origin, and raises no false alarms."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class TestOverflow:
         assert "(allocated_here)" in error.allocated_at[0]
         assert "(test_one_byte)" in error.allocated_at[1]
         assert error.released_at == []
-        pool.check()  # it is raised once
+        pool.check()  # each error is raised once
 
     def test_next_call_raises(self, pool: Pool) -> None:
         memory = pool.allocate(100)
@@ -132,7 +132,7 @@ class TestOverflow:
         pool.check()
 
     def test_memory_of_the_driver_alone(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As a finalizer gets it that runs in the middle of the pool's own work."""
+        """A finalizer that interrupts the pool's own work gets memory directly from the driver."""
         held: list[Any] = []
         once_inside(monkeypatch, lambda: held.append(pool.allocate(100)))
         _x = pool.allocate(100)
@@ -289,7 +289,7 @@ class TestNoFalseAlarm:
         assert driver.reserved == 0
 
     def test_training(self) -> None:
-        """Parameters, gradients and what is made in a ``with`` block are of the pool."""
+        """Parameters, gradients and tensors made in a ``with`` block come from the pool."""
         pool = Pool("cpu", debug=True)
         with pool:
             assert current_pool() is pool
@@ -343,7 +343,7 @@ class TestNoFalseAlarm:
     def test_interrupt_before_a_tensor_is_given(
         self, pool: Pool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The export that was to carry it has carried another before."""
+        """The export meant for the tensor has carried another one before."""
         pool.empty(8)
         pool.tally()
 
@@ -387,7 +387,7 @@ def test_pool_and_memory_die_without_a_collection() -> None:
     with without_collections():
         del pool
         assert seen() is None
-    gc.collect()  # of segments and their blocks
+    gc.collect()  # segments and their blocks form cycles
     assert not driver.handles
 
 
@@ -438,7 +438,7 @@ ctypes.memset(address, 0, 1)
 
 
 def test_fork() -> None:
-    """The child neither looks nor reports, though the parent's memory is damaged."""
+    """The child neither checks nor reports, although the parent's memory is damaged."""
     check_script(
         f"""{PREAMBLE}
 def kind_of_error():

@@ -1,4 +1,4 @@
-"""Idle decay: free memory goes back after a while, with nobody calling, and nothing else does."""
+"""Idle decay returns free memory after a while without any call, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from allocator import Pool
 from tests.allocator.helpers import MIB, DroppingDriver, FaultyDriver, actions, check
 from tests.running import check_script, in_threads
 
-LONG = 1000.0  # seconds, in which no thread looks
+LONG = 1000.0  # seconds, within which no thread checks
 
 
 Look = Callable[..., None]
@@ -22,7 +22,7 @@ Look = Callable[..., None]
 
 @pytest.fixture
 def look(monkeypatch: pytest.MonkeyPatch) -> Look:
-    """What the pool's thread does from time to time, here after so many seconds."""
+    """Run the periodic check of the pool's thread, as if ``after`` more seconds had passed."""
     now = 100.0
 
     def look(pool: Pool, after: float = 0) -> None:
@@ -82,7 +82,7 @@ def test_after_the_time_and_not_before(pool: Pool, driver: FaultyDriver, look: L
 
 
 def test_what_was_used_meanwhile_stays(pool: Pool, driver: FaultyDriver, look: Look) -> None:
-    """Also if it is free at each look, as between the steps of a loop."""
+    """Memory stays even if it is free at each check, as between the steps of a loop."""
     look(pool)
     for _ in range(10):
         pool.empty(1000)
@@ -108,7 +108,7 @@ def test_only_segments_that_were_not_needed(pool: Pool, driver: FaultyDriver, lo
 
 
 def test_memory_goes_at_once(look: Look) -> None:
-    """Nothing keeps the driver's handle after a trim, or a look."""
+    """Nothing keeps the driver's handle after a trim or an idle check."""
     driver = DroppingDriver()
     pool = Pool(driver=driver, idle_seconds=LONG)
     pool.empty(100)
@@ -149,7 +149,7 @@ def test_no_look_while_another_thread_is_inside(
         in_threads(look, pool)
     look(pool)
     with pool._core.lock, pool._core.reentrancy:
-        look(pool, after=LONG)  # as if a signal handler did
+        look(pool, after=LONG)  # as a signal handler might
     assert driver.reserved
     look(pool)
     assert driver.reserved == 0
@@ -202,7 +202,7 @@ def test_longest_time() -> None:
 
 
 def test_with_the_debug_mode(driver: FaultyDriver, look: Look) -> None:
-    """What is in quarantine is looked at still."""
+    """Quarantined memory is kept, so that it can still be checked."""
     pool = Pool(driver=driver, idle_seconds=LONG, debug=True)
     pool.full(1000, 1.0)
     for _ in range(3):
@@ -222,7 +222,7 @@ pool = Pool(driver=FaultyDriver(), idle_seconds=0.001)
 
 
 def test_fork() -> None:
-    """The parent's pool works on, and its thread too; the child has neither."""
+    """The parent's pool and its thread keep working; the child has neither."""
     check_script(
         f"""{PREAMBLE}
 held = pool.allocate(8)

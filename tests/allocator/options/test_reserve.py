@@ -1,4 +1,4 @@
-"""Reservations: what was put aside is there, and goes back whatever happens in the block."""
+"""Reserved memory is available in the block, and is returned however the block ends."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_zero_bytes(pool: Pool, driver: FaultyDriver) -> None:
 
 
 def test_nested(pool: Pool, driver: FaultyDriver) -> None:
-    """The innermost gives first; then the outer ones."""
+    """The innermost reservation serves requests first, then the outer ones."""
     with pool.reserve(8 * KIB) as outer:
         with pool.reserve(4 * KIB) as inner:
             driver.fails = lambda *_: True
@@ -120,7 +120,7 @@ def test_a_released_part_is_not_put_aside_again(pool: Pool) -> None:
         assert reservation.left == 60 * KIB
         for _ in range(100):
             pool.empty(KIB)
-        assert reservation.left == 60 * KIB  # the same memory, all the time
+        assert reservation.left == 60 * KIB  # all tensors reuse the same memory
         assert pool.memory_allocated() == 0
 
 
@@ -152,7 +152,7 @@ def test_close(pool: Pool, driver: FaultyDriver) -> None:
 
 
 def test_error_of_the_driver_costs_no_reservation(pool: Pool, driver: FaultyDriver) -> None:
-    """The pool mends its books after it."""
+    """The pool repairs its records after the error."""
     with pool.reserve(MIB) as reservation:
         _x = pool.allocate(KIB)
         driver.error, driver.fails = RuntimeError("device lost"), lambda *_: True
@@ -165,7 +165,7 @@ def test_error_of_the_driver_costs_no_reservation(pool: Pool, driver: FaultyDriv
 
 
 def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generator that is collected there ends its block; one that begins there is refused."""
+    """A generator collected there ends its reservation; a new reservation there is refused."""
 
     def block() -> Iterator[None]:
         with pool.reserve(MIB):

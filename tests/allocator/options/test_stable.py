@@ -1,4 +1,4 @@
-"""Stable addresses: the same calls find the same places, whatever else the process did."""
+"""Stable addresses: the same calls get the same offsets, whatever else the process did."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pool(driver: AligningDriver) -> Pool:
 def walk(
     pool: Pool, steps: int, seed: int = SEED, collect: Callable[[], object] = lambda: None
 ) -> list[int]:
-    """Offsets of a walk of many kinds of calls, with a collection of garbage here and there."""
+    """Return the offsets of a random sequence of calls; ``collect`` is called at each release."""
     choose, held, offsets = random.Random(seed), [], []
     for _ in range(steps):
         nbytes = choose.choice([1, 100, 5000, 70_000, 3 * MIB, choose.randrange(1, MIB)])
@@ -106,7 +106,7 @@ def test_the_same_calls_find_the_same_offsets(driver: AligningDriver) -> None:
 
 
 def test_whatever_the_number_of_tensors(driver: AligningDriver) -> None:
-    """Releases are seen at once also where there are too many exports to look at in each call."""
+    """Releases are seen at once even with more exports than one call usually checks."""
     pool = Pool(driver=driver, stable_addresses=2 * ARENA)
     _small = [pool.empty(1, torch.uint8) for _ in range(2000)]
     tensors = [pool.empty(1000) for _ in range(100)]
@@ -126,7 +126,7 @@ def test_whatever_watches(driver: AligningDriver) -> None:
 
 
 def test_quarantine_is_stable_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory leaves it in an order that does not depend on when the pool heard of releases."""
+    """The order in which memory leaves quarantine does not depend on when releases are noticed."""
     monkeypatch.setattr("allocator.options.guard.QUARANTINE", 4 * MIB)
     pool = Pool(driver=AligningDriver(), stable_addresses=ARENA, debug=True)
     expected = walk(pool, 60)
@@ -152,7 +152,7 @@ for thresholds in ([5, 5, 5], [0]):
 
 
 def test_in_another_process() -> None:
-    """On the device, with another moment of each collection."""
+    """Device memory gets the same offsets there, although garbage is collected at other moments."""
     expected = walk(Pool("cpu", stable_addresses=ARENA), 300)
     assert check_script(WALK, str(SEED), PYTHONHASHSEED="7") == f"{expected}\n" * 2
 
@@ -225,7 +225,7 @@ def test_offset_of_what_has_none(pool: Pool) -> None:
 
 
 def test_finalizer_inside_the_pools_own_call(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is taken from the driver for it."""
+    """The finalizer's request is refused: nothing more is taken from the driver."""
     refused = []
 
     def allocate() -> None:

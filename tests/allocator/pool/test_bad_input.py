@@ -1,4 +1,4 @@
-"""What cannot be done is refused with an error that names it, and changes nothing."""
+"""Invalid calls raise an error that names the cause, and change nothing."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Index:
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    """A pool in use, that must be the same afterwards."""
+    """A pool in use that the test must leave unchanged."""
     pool = Pool("cpu", limit="1GiB")
     kept = pool.full(100, 3.0)
     before = (pool.memory_allocated(), pool.limit, pool._core.hooks.all)
     yield pool
-    gc.collect()  # errors hold the frames that they passed through
+    gc.collect()  # raised errors keep their frames alive
     assert (pool.memory_allocated(), pool.limit, pool._core.hooks.all) == before
     assert kept.tolist() == [3.0] * 100
     assert pool.zeros(100).sum() == 0
@@ -182,7 +182,7 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_calls(pool: Pool, name: str) -> None:
-    pool.allocate(4 << 20)  # what they may need before they fail
+    pool.allocate(4 << 20)  # enough for calls that allocate before they fail
     rejects(pool, *BAD_CALLS[name])
 
 

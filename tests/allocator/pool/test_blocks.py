@@ -1,4 +1,4 @@
-"""Where a pool puts blocks, on an upstream of addresses without memory."""
+"""Where a pool places blocks; the upstream hands out addresses without memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ RULES = Rules()
 
 
 class Handle:
-    """Keeps the bytes of a segment; dropped, they are given back."""
+    """Holds the bytes of a segment; dropping it gives them back."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
 
 class Upstream:
-    """Addresses that are multiples of 512 and of nothing more."""
+    """Hands out addresses, by default multiples of 512 and of no larger power of two."""
 
     def __init__(self, addresses: Iterator[int] | None = None) -> None:
         self.handles = weakref.WeakSet[Handle]()
@@ -74,7 +74,7 @@ def blocks_of(segment: Segment) -> list[Block]:
 
 
 def place(block: Block) -> tuple[int, int]:
-    """Where a block lies, whatever the addresses."""
+    """The number of a block's segment and its offset there, which do not depend on addresses."""
     return block.segment.ordinal, block.address - block.segment.address
 
 
@@ -92,7 +92,7 @@ def indexed(heap: Heap) -> list[Block]:
 
 
 def check(heap: Heap, upstream: Upstream, *, was_interrupted: bool = False) -> None:
-    """Segments are tiled by their blocks, and all that can be derived is as derived."""
+    """Check that blocks tile their segments, and that all derived figures are right."""
     free = []
     live = reserved = 0
     for segment in heap.segments:
@@ -114,7 +114,7 @@ def check(heap: Heap, upstream: Upstream, *, was_interrupted: bool = False) -> N
     assert (heap.live, heap.reserved) == (live, reserved)
     handles = {segment.handle for segment in heap.segments}
     assert handles <= set(upstream.handles)
-    if not was_interrupted:  # else the collector gives back what nobody refers to
+    if not was_interrupted:  # otherwise the collector returns unreferenced handles
         assert handles == set(upstream.handles)
     assert heap.peak_live >= live
 
@@ -140,7 +140,7 @@ def test_split(heap: Heap) -> None:
 
 
 def holes(heap: Heap, *sizes: int) -> list[int]:
-    """Free blocks of these sizes between others; their addresses."""
+    """Make free blocks of these sizes between others, and return their addresses."""
     found = [(heap.allocate(size), heap.allocate(512))[0] for size in sizes]
     for block in found:
         heap.free(block)
@@ -151,7 +151,7 @@ def test_best_fit(heap: Heap) -> None:
     addresses = holes(heap, 8 * KIB, 4 * KIB, 6 * KIB)
     assert heap.allocate(5 * KIB).address == addresses[2]
     assert heap.allocate(6 * KIB).address == addresses[0]
-    assert heap.allocate(1).address == addresses[2] + 5 * KIB  # the least that is left over
+    assert heap.allocate(1).address == addresses[2] + 5 * KIB  # the smallest hole left
 
 
 def test_exact_size_is_found_first(heap: Heap) -> None:
@@ -205,7 +205,7 @@ def test_alignment_looks_beyond_the_best_fit(heap: Heap) -> None:
 
 
 class TestOverReserve:
-    """What is free goes back before the heap grows beyond its bound."""
+    """Free memory is returned before the heap grows beyond its bound."""
 
     def test_bound(self, heap: Heap, upstream: Upstream) -> None:
         for nbytes in (100 * MIB, 120 * MIB, 140 * MIB):
@@ -231,7 +231,7 @@ class TestOverReserve:
     def test_beyond_the_bound_a_free_segment_is_replaced(
         self, upstream: Upstream, nbytes: int, segment_size: int
     ) -> None:
-        """Unless little would be left over of it."""
+        """The free segment is replaced unless little of it would be left over."""
         rules = Rules(small_limit=0, over_reserve=0, slack=0, replace_limit=8 * KIB)
         heap = Heap(upstream, rules)
         heap.free(heap.allocate(16 * KIB))
@@ -334,7 +334,7 @@ class TestBadFree:
 
 
 def test_memory_given_back_is_kept_by_nothing(heap: Heap, upstream: Upstream) -> None:
-    """Without a collection, though blocks and segments refer to each other."""
+    """Handles are dropped without a collection, although blocks and segments form cycles."""
     blocks = [heap.allocate(nbytes) for nbytes in (100, 3 * MIB)]
     heap.free(blocks[0])
     kept = [weakref.ref(segment.handle) for segment in heap.segments]
@@ -344,7 +344,7 @@ def test_memory_given_back_is_kept_by_nothing(heap: Heap, upstream: Upstream) ->
 
 
 class HeapAgainstModel(RuleBasedStateMachine):
-    """A heap beside a list of the ranges that are live."""
+    """A heap compared with a list of the live ranges."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,7 +402,7 @@ class HeapAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def repair(self) -> None:
-        """Nothing is to be repaired."""
+        """A repair of intact records changes nothing."""
         before = [(place(block), block.size, block.is_free) for block in self.heap.blocks()]
         self.heap.repair()
         assert before == [(place(block), block.size, block.is_free) for block in self.heap.blocks()]
@@ -424,7 +424,7 @@ TestHeapAgainstModel.settings = settings(
 
 
 class Scene:
-    """A heap with all that a call may meet."""
+    """A heap with every situation that a call may encounter."""
 
     def __init__(self) -> None:
         self.upstream = Upstream()
@@ -464,7 +464,7 @@ CALLS: dict[str, tuple[Callable[[Scene], object], list[int]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_interrupted_anywhere(name: str) -> None:
-    """After a repair nothing overlaps, nothing is lost, and what was not returned is free."""
+    """After a repair no blocks overlap, none is lost, and those that were not returned are free."""
     call, indices = CALLS[name]
     returning = 0
 
@@ -494,4 +494,4 @@ def test_interrupted_anywhere(name: str) -> None:
         scene.heap.free(scene.heap.allocate(2 * KIB))
         check(scene.heap, scene.upstream, was_interrupted=True)
     assert after > 20
-    assert returning <= 2  # instructions after the one that makes it allocated
+    assert returning <= 2  # instructions after the one that marks the block allocated

@@ -1,4 +1,4 @@
-"""A driver that fails, and limits: the error says why, and the pool works on."""
+"""With a failing driver or a limit, the error names the reason and the pool stays usable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.garbage import without_collections
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 @pytest.mark.parametrize("error", [MemoryError("told to fail"), RuntimeError("device lost")])
 def test_every_nth_call_fails(n: int, error: Exception) -> None:
-    """A lack of memory gets a name; any other error passes through."""
+    """A MemoryError becomes an OutOfMemoryError; any other error passes through."""
     driver = FaultyDriver(lambda driver, _: driver.calls % n == 0)
     driver.error = error
     expected = OutOfMemoryError if isinstance(error, MemoryError) else RuntimeError
@@ -42,7 +42,7 @@ def test_every_nth_call_fails(n: int, error: Exception) -> None:
             del kept[:3]
         if i % 10 == 9:
             pool.empty_cache()
-    # A lack is final only if the calls for the large and for the small segment both fail.
+    # A request fails only if the calls for the large and for the small segment both fail.
     assert failed > 0 if n == 1 or expected is RuntimeError else failed < 60
     driver.fails = lambda *_: False
     kept.append((77, pool.full(10 * MIB, 77.0)))
@@ -158,7 +158,7 @@ def test_hook_is_asked() -> None:
         assert not held
         assert hook.asked[-1] == 9 * MIB
     check(pool, driver)
-    with pytest.raises(OutOfMemoryError):  # nobody is asked any more
+    with pytest.raises(OutOfMemoryError):  # the hook is no longer asked
         pool.allocate(8 * MIB)
     assert hook.asked[-1] == 9 * MIB
     del big
@@ -225,7 +225,7 @@ def test_limit_of_nothing_while_memory_is_in_use(pool: Pool, driver: FaultyDrive
     for ask in (lambda: pool.empty(1000), lambda: pool.empty(7), lambda: pool.allocate(1)):
         with pytest.raises(OutOfMemoryError, match="the limit of 0 B"):
             ask()
-    kept.pop(0)  # not even in the place of what is released
+    kept.pop(0)  # not even in the place of a released tensor
     with pytest.raises(OutOfMemoryError):
         pool.empty(1000)
     kept.clear()
@@ -235,7 +235,7 @@ def test_limit_of_nothing_while_memory_is_in_use(pool: Pool, driver: FaultyDrive
 
 
 def test_segments_go_at_once() -> None:
-    """Not when the garbage is collected: a segment and its blocks refer to each other."""
+    """Segments are freed without a collection, although they and their blocks form cycles."""
     driver = DroppingDriver()
     pool = Pool(driver=driver)
     with without_collections():
@@ -245,7 +245,7 @@ def test_segments_go_at_once() -> None:
             pool.empty_cache()
             assert not driver.handles
         pool.empty(MIB)
-        assert pool.memory_allocated() == 0  # looks for what came back, which keeps the pool
+        assert pool.memory_allocated() == 0  # collects released tensors, which keep the pool
         del pool
         assert not driver.handles
 

@@ -156,7 +156,7 @@ def test_close_with_live_tensors(pool: Pool, n: int) -> None:
     x, y = pool.full(n, 3.0), pool.full(n, 4.0)
     with pytest.raises(RuntimeError, match=f"2 allocations in use.*B at {y.data_ptr():#x}"):
         pool.close()
-    assert (pool.full(n, 5.0) == 5).all()  # open still
+    assert (pool.full(n, 5.0) == 5).all()  # still open
     pool.close(force=True)
     assert pool.memory_reserved() > 0
     assert (x == 3).all()
@@ -173,7 +173,7 @@ def test_close_with_live_tensors(pool: Pool, n: int) -> None:
 
 
 def walk(pool: Pool) -> list[Any]:
-    """Allocate and release at random, the same at each call: what is held at the end."""
+    """Allocate and release at random, the same in each call; return what is held at the end."""
     rng, kept = random.Random(SEED), []
     for _ in range(5_000):
         if len(kept) < 200 and (not kept or rng.random() < 0.5):
@@ -187,13 +187,13 @@ def walk(pool: Pool) -> list[Any]:
 
 
 def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same load needs the same memory each time: no fragment is left behind for ever.
+    """Repeating a load needs no more memory each time: no fragment stays behind forever.
 
-    A load whose live bytes are a random walk reaches new peaks, which says nothing of the pool. So
-    one walk is repeated. Blocks come back in another order than they left, which costs a segment of
-    2 MiB now and then. When they come back is the same each time: nothing is collected, and the
-    exporter is a new one. One of an earlier test may have so many exports that each call looks at a
-    part of them.
+    A load whose live bytes are a random walk reaches new peaks, which says nothing about the pool.
+    So one walk is repeated. Blocks are released in another order than they were allocated, which
+    occasionally costs a segment of 2 MiB. Each release is noticed at the same moment every time:
+    nothing is collected, and the exporter is new. An exporter of an earlier test may have so many
+    exports that each call checks only some of them.
     """
     monkeypatch.setattr(exports, "_retired", [])
     pool, reserved = Pool("cpu"), []
@@ -254,7 +254,7 @@ def test_queue_of_a_tensor_in_the_middle_of_memory(pool: Pool) -> None:
 
 
 def test_many_tensors(pool: Pool) -> None:
-    """More than are looked at in each call: what comes back is found by turns, or when needed."""
+    """With more exports than one call checks, releases are found round robin or on demand."""
     tensors = [pool.full(10 + i % 3, float(i)) for i in range(6000)]
     assert all((x == i).all() for i, x in enumerate(tensors))
     reserved = pool.memory_reserved()

@@ -1,4 +1,4 @@
-"""A whole pool beside a naive model: what is given out keeps its place, its bytes and its size."""
+"""A pool compared with a naive model: allocations keep their place, bytes and size."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ shapes = st.one_of(
 
 
 class Item(NamedTuple):
-    """What was given out, and what the model knows of it."""
+    """An allocation that was handed out, and what the model knows about it."""
 
     keeper: Any
     address: int
@@ -47,7 +47,7 @@ class Item(NamedTuple):
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
-    """A pool beside a list of what is out."""
+    """A pool compared with a list of its live allocations."""
 
     driver: Any = None
 
@@ -60,7 +60,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.margin = REDZONE if "debug" in options else 0
         self.is_stable = "stable_addresses" in options
         self.allowed = 2**60
-        """bytes that may be reserved: the limit, or what was when that was set."""
+        """bytes that may be reserved: the limit, or 2**60 without one."""
         self.pool = self.new_pool(**options)
 
     def new_pool(self, **options: Any) -> Pool:
@@ -68,14 +68,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
         return Pool(driver=self.driver, **options)
 
     def size_of(self, nbytes: int, alignment: int) -> int:
-        """Bytes of the block."""
+        """The size of the block for a request."""
         is_staggered = nbytes > MIB and alignment <= 512
         front = -(-self.margin // alignment) * alignment
         room = front + nbytes + self.margin + (PAGE - 512 if is_staggered else 0)
         return -(-room // 512) * 512
 
     def give(self, keeper: Any, address: int, nbytes: int, alignment: int = 512) -> None:
-        """Note what the pool gave, and mark all of its bytes."""
+        """Record an allocation by the pool, and mark all of its bytes."""
         assert address % alignment == 0
         if nbytes == 0:
             return
@@ -113,7 +113,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(shape=shapes, count=st.integers(1, 20))
     def loop(self, shape: Any, count: int) -> None:
-        """Tensors that take each other's place."""
+        """Make and drop tensors that reuse each other's memory."""
         with self.allowing_refusal():
             for i in range(count):
                 x = self.pool.full(shape, float(i))
@@ -140,7 +140,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: len(self.held) < MOST_HELD)
     @rule(parts=st.lists(st.integers(1, 64 * KIB), max_size=4), more=st.integers(0, MIB))
     def reserve(self, parts: list[int], more: int) -> None:
-        """Once it is had, the parts cannot fail."""
+        """Within a reservation that succeeded, allocating the parts cannot fail."""
         nbytes = sum(self.size_of(part, 512) for part in parts) + more
         with contextlib.ExitStack() as block:
             try:
@@ -234,7 +234,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
 
 class DevicePoolAgainstModel(PoolAgainstModel):
-    """The same over the memory of the device."""
+    """The same test on device memory."""
 
     def new_pool(self, **options: Any) -> Pool:
         return Pool("cpu", **options)

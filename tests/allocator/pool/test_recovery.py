@@ -1,4 +1,4 @@
-"""Exceptions from outside at the worst of places: no memory is given twice, none is lost."""
+"""Interrupts at the worst places: no memory is handed out twice, and none is lost."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.allocator.helpers import OtherQueue, bytes_in_use, check_cache
 from tests.interrupts import InterruptAt, at, at_call_from, at_line, interrupted, stopping_at
 from tests.running import in_threads
 
-MANY = 1400  # exports, of which a quick look sees some only
+MANY = 1400  # exports, more than a quick check covers
 SHAPES = (1000, 100, 64, (10, 10), (40, 25), 2000, 200_000)
 
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    """A pool that has nothing left at the end."""
+    """A pool that must be empty when the test ends."""
     pool = Pool("cpu")
     yield pool
     assert pool.memory_allocated() == 0
@@ -37,27 +37,27 @@ def pool() -> Iterator[Pool]:
 
 
 def check_apart(*tensors: torch.Tensor) -> None:
-    """No two of them share memory."""
+    """Check that no two tensors share memory."""
     for i, x in enumerate(tensors):
         x.fill_(i)
     assert all((x == i).all() for i, x in enumerate(tensors))
 
 
 def test_lost_export_among_many(pool: Pool) -> None:
-    """It came back, and nobody was told: it is not given before the books know."""
+    """A tensor whose release went unnoticed is not handed out before it is in the records."""
     _keep = [pool.empty(10) for _ in range(MANY)]
     x = pool.empty(1000)
     del x
     with pytest.raises(KeyboardInterrupt), stopping_at(at(Exporter.take_released, "return")):
         pool.tally()
-    _memory = pool.allocate(100)  # mends, and looks at some of the exports only
+    _memory = pool.allocate(100)  # repairs the records, and checks only some exports
     x = pool.empty(1000)
     pool.tally()
     check_apart(x, pool.empty(1000), pool.empty((10, 100)))
 
 
 def test_block_that_was_freed_twice_among_many(pool: Pool) -> None:
-    """What another has by now stays in the books."""
+    """Memory that has a new owner by then stays in the records."""
     _keep = [pool.empty(10) for _ in range(MANY)]
     x = pool.empty(1000)
     address = x.data_ptr()
@@ -75,7 +75,7 @@ def test_block_that_was_freed_twice_among_many(pool: Pool) -> None:
 
 
 class TestOtherQueues:
-    """Memory that another queue uses waits for it, whatever comes between."""
+    """Memory used by another queue waits for that queue, whatever happens in between."""
 
     def test_interrupt_where_it_is_looked_at(self, pool: Pool) -> None:
         queue = OtherQueue()
@@ -106,11 +106,11 @@ class TestOtherQueues:
         del kept
         queue.is_done = True
         with contextlib.suppress(RuntimeError):
-            pool.close()  # finds what nobody has, and asks again
+            pool.close()  # finds unclaimed memory, and asks again
 
 
 def test_lock_is_released(pool: Pool) -> None:
-    """An interrupt at any call in a look between other work."""
+    """The pool's lock is free after an interrupt at any call of drain_if_idle()."""
     array = pool.array(10)
     for n in range(4):
         stop = stopping_at(at_call_from(Core.drain_if_idle, n))
@@ -120,7 +120,7 @@ def test_lock_is_released(pool: Pool) -> None:
 
 
 def test_public_capsule(pool: Pool) -> None:
-    """Its memory comes back, also after an interrupt where it is found that nobody has it."""
+    """An unused capsule's memory is released, even if the detection of this is interrupted."""
     array = pool.array(10)
     capsule = array.__dlpack__(max_version=(1, 0))
     del capsule, array
@@ -131,7 +131,7 @@ def test_public_capsule(pool: Pool) -> None:
 
 
 def test_cache_entry_that_was_not_finished() -> None:
-    """What it has cached is free when it is asked for."""
+    """Memory cached in such an entry is freed by empty_cache()."""
     code = ReuseCache.entry_for.__code__
     for line in sorted({line for _, _, line in code.co_lines() if line})[1:]:
         pool = Pool("cpu")
@@ -146,7 +146,7 @@ def test_cache_entry_that_was_not_finished() -> None:
 
 
 def test_threads_between_two_lines(pool: Pool) -> None:
-    """A debugger stops a thread there, and others make another tensor of what it looked at."""
+    """While a debugger holds a thread there, others reuse the export that it was checking."""
     x = pool.empty(1000)
     del x
 
@@ -155,7 +155,7 @@ def test_threads_between_two_lines(pool: Pool) -> None:
         others = [pool.empty(1000) for _ in range(8)]
         del others
         pool.tally()
-        del first  # of which its entry has cached enough
+        del first  # its entry has cached enough already
         pool.tally()
         small = [pool.empty(100) for _ in range(20)]
         del small
@@ -167,7 +167,7 @@ def test_threads_between_two_lines(pool: Pool) -> None:
 
 
 def test_flush_before_an_entry_is_looked_at(pool: Pool) -> None:
-    """A tensor of an entry that was cleared by then is counted, too."""
+    """A tensor is counted even if its cache entry was cleared in the meantime."""
     held = [pool.empty(1000) for _ in range(4)]
 
     def meanwhile() -> None:
@@ -181,7 +181,7 @@ def test_flush_before_an_entry_is_looked_at(pool: Pool) -> None:
 
 
 def test_close_inside_the_pools_own_work(pool: Pool) -> None:
-    """As by a signal's handler."""
+    """A signal handler may close the pool there."""
     for n in (1000, 500, 1000):
         x = pool.empty(n)
         del x
@@ -193,7 +193,7 @@ def test_close_inside_the_pools_own_work(pool: Pool) -> None:
 
 
 def a_little_of_all(pool: Pool) -> None:
-    """What the pool does with tensors, arrays and bytes that come and go."""
+    """Make, release and reuse tensors, arrays and bytes of the pool."""
     tensors = [pool.empty(n) for n in (1000, 1000, 100, 300_000)]
     del tensors[1:]
     pool.tally()
@@ -211,8 +211,8 @@ def a_little_of_all(pool: Pool) -> None:
 
 
 def test_an_interrupt_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the first line of every function of the package, wherever it is called from."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)  # one of a finalizer
+    """Interrupt at the first line of every function of the package, wherever it is called from."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)  # interrupts in finalizers
     for n in itertools.count():
         pool = Pool("cpu")
         with InterruptAt(n, "calls", within=allocator) as interrupt:
@@ -231,7 +231,7 @@ def test_an_interrupt_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("keep", [0, MANY])
 def test_no_two_share_memory(pool: Pool, keep: int) -> None:
-    """Some thousand interrupts, of a few shapes in any order."""
+    """After a thousand interrupts, tensors of a few shapes in any order share no memory."""
     _kept = [pool.empty(3) for _ in range(keep)]
     held: dict[int, torch.Tensor] = {}
     steps = 0

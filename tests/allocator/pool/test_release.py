@@ -1,4 +1,4 @@
-"""Release that is always safe: at any moment, in any thread, twice, and when all ends."""
+"""Releasing is always safe: at any moment, in any thread, twice, and at exit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ call_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_DELETER)
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    """A pool that is empty and works at the end."""
+    """A pool that must be empty and usable when the test ends."""
     pool = Pool("cpu")
     yield pool
     check_empty(pool)
@@ -43,7 +43,7 @@ def pool() -> Iterator[Pool]:
 
 
 def check_empty(pool: Pool) -> None:
-    """The figures and a recount of the blocks find nothing in use."""
+    """Check that neither the figures nor a recount of the blocks find memory in use."""
     assert pool.memory_allocated() == bytes_in_use(pool) == 0
     cached = {id(export.owner) for entry in pool._core.cache for export in entry.cached}
     blocks = [b for heap in pool._core.store.heaps.values() for b in heap.blocks()]
@@ -57,7 +57,7 @@ class Cycle:
 
 @pytest.fixture
 def collections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collections inside each of the pool's calls, and how much they found."""
+    """Collect garbage inside each of the pool's calls, and list how much was found."""
     allocate, found = Heap.allocate, []
 
     def collecting(*args: Any) -> Any:
@@ -157,7 +157,7 @@ def test_exception_pending(pool: Pool, n: int) -> None:
 def test_exception_pending_with_the_tensor_in_no_variable(
     pool: Pool, make: Callable[[Pool], Any]
 ) -> None:
-    """It dies while the interpreter unwinds, with the exception set in C."""
+    """The tensor dies while the interpreter unwinds, with the exception set in C."""
 
     def fail(*args: Any) -> None:
         raise AssertionError("called")
@@ -272,7 +272,7 @@ def test_exit(hold: str) -> None:
 
 
 def test_exit_with_a_tensor_of_the_last_atexit_handler() -> None:
-    """Registered before the package's own, so it runs after them."""
+    """The handler is registered before the package's own, so it runs after them."""
     check_script("""
         import atexit, sys
         @atexit.register
@@ -332,7 +332,7 @@ def test_signal_handler_that_allocates(pool: Pool, shape: Callable[[], int]) -> 
         if len(kept) > 20:
             kept.pop(0)
         ran += 1
-        if ran < 300:  # armed once each, or on a busy machine handlers would follow each other
+        if ran < 300:  # armed once each, or a busy machine would run handlers back to back
             signal.setitimer(signal.ITIMER_REAL, 0.0005)
 
     previous = signal.signal(signal.SIGALRM, handle)

@@ -1,4 +1,4 @@
-"""Rules of a pool: valid ones never give memory twice, others are refused."""
+"""Valid rules of a pool never hand memory out twice; invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool that many threads use at once, and whose memory goes from thread to thread."""
+"""Many threads use a pool at once, and pass its memory from thread to thread."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Marked:
 
 @pytest.mark.usefixtures("_many_switches")
 def test_tensors_and_memory_in_many_threads() -> None:
-    """Each is checked and released by the thread that made it, or by another one."""
+    """Each allocation is checked and released by the thread that made it, or by another one."""
     pool = Pool("cpu")
     handed: list[queue.SimpleQueue[Marked]] = [queue.SimpleQueue() for _ in range(THREADS)]
 

@@ -32,7 +32,7 @@ def test_unknown_device() -> None:
 
 @pytest.mark.parametrize("names", [["Portable Computing Language", "Intel(R) OpenCL"], ["Other"]])
 def test_another_cpu_driver_ranks_higher(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of devices stands for a system with PoCL, where this was seen."""
+    """A list of devices stands in for a system with PoCL, where this was seen."""
     devices = [SimpleNamespace(sycl_platform=SimpleNamespace(name=name)) for name in names]
     dpctl = SimpleNamespace(
         SyclDevice=lambda device: devices[0], get_devices=lambda device_type: devices
@@ -73,7 +73,7 @@ def test_environment_is_left_as_it_was() -> None:
 
 
 def test_signal_handlers_are_left_as_they_were() -> None:
-    """The driver has some of its own, and keeps SIGUSR1 to itself."""
+    """The driver has signal handlers of its own, and keeps SIGUSR1 to itself."""
     done = run_script(
         "import os, signal, torch, fusedoptim.raw\n"
         "seen = []\n"
@@ -88,13 +88,13 @@ def test_signal_handlers_are_left_as_they_were() -> None:
         "assert seen == numbers * 2, seen\n"
         "try: os.kill(os.getpid(), signal.SIGINT)\n"
         "except KeyboardInterrupt: print('interrupted')\n",
-        FUSEDOPTIM_CACHE_DIR="",  # so that all is compiled
+        FUSEDOPTIM_CACHE_DIR="",  # so that every kernel is compiled
     )
     assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
 
 
 def test_drivers_of_the_system_are_kept(tmp_path: Path) -> None:
-    """Our driver is added to the system's list: what that names is still loaded."""
+    """Our driver is added to the system's list, whose drivers are still loaded."""
     vendors = Path("/etc/OpenCL/vendors")
     if not list(vendors.glob("*.icd")):
         pytest.skip("the system registers no OpenCL driver (apt install intel-opencl-icd)")
@@ -111,7 +111,7 @@ def test_a_missing_distribution_is_not_an_error() -> None:
 
 
 def test_borrowed_queue() -> None:
-    """A queue by its address, as torch.xpu gives one; here the CPU's own stands for it."""
+    """A queue is borrowed by its address, as torch.xpu gives it; the CPU's own queue stands in."""
     own = allocator.queue("cpu")
     borrowed = allocator.borrowed_queue(own.addressof_ref())
     assert borrowed is allocator.borrowed_queue(own.addressof_ref())

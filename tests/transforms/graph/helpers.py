@@ -1,4 +1,4 @@
-"""What the tests of graph mode share: compiled models with their plans, and small models."""
+"""Shared by the tests of graph mode: compiled models with their plans, and small models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Compiled:
 
     @property
     def counts(self) -> Any:
-        """Of the last plan."""
+        """The counts of the last plan."""
         return self.plans[-1].counts
 
     def is_kept(self) -> bool:
@@ -42,7 +42,7 @@ class Compiled:
         return self.plans[-1]._kept is not None
 
     def is_computed(self) -> bool:
-        """Whether anything was computed from the present parameters, to be kept."""
+        """Whether the last plan keeps anything that it computed from the current parameters."""
         kept = self.plans[-1]._kept
         return kept is not None and bool(kept.values or kept.scripts)
 
@@ -55,10 +55,10 @@ class Compiled:
 def assert_as_eager(
     ours: Any, plain: Any, *args: Any, arithmetic: torch.dtype | None = None
 ) -> None:
-    """Equal structure, dtypes, shapes, strides, NaN and infinity; values up to half of the digits.
+    """Assert equal structures, dtypes, shapes, strides, NaNs and infinities, and close values.
 
-    Those of ``arithmetic`` if it is given, else of the result's dtype. How exact values are is
-    compared with float64 elsewhere.
+    Values agree in half of the digits of ``arithmetic``, or else of the result's dtype. Other tests
+    compare with float64 how exact they are.
     """
     mine, theirs = copy.deepcopy(args), copy.deepcopy(args)
     actual, expected = ours(*mine), plain(*theirs)
@@ -94,7 +94,7 @@ class Residual(nn.Module):
 
 
 class Squeezed(nn.Module):
-    """A block as MobileNetV3 has them, and a head."""
+    """A block like those of MobileNetV3, and a head."""
 
     def __init__(self, channels: int = 24) -> None:
         super().__init__()

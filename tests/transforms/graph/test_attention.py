@@ -1,4 +1,4 @@
-"""Attention in 16 bits as products: as exact as single operations, and left alone elsewhere."""
+"""Attention in 16 bits runs as products, as exact as single operations; the rest is left alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = {
 
 
 def tensors(case: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
-    """As projections give them: heads lie beside each other."""
+    """Make tensors laid out like those of projections: heads lie next to each other."""
     query, key = SHAPES[case]
 
     def made(batch: int, heads: int, rows: int, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""ReLU and its like are left to oneDNN only while no value can be NaN, and the bounds hold."""
+"""Clamps such as ReLU are left to oneDNN only while no value can be NaN, and the bounds hold."""
 
 from __future__ import annotations
 

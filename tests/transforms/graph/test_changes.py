@@ -68,7 +68,7 @@ def test_every_write_into_every_tensor() -> None:
 
 
 def test_held_data() -> None:
-    """While someone holds the memory, nothing that was computed of it is used."""
+    """While someone holds a weight's ``data``, nothing computed from the weights is kept."""
     model, ours, x = residual()
     held = model.first.weight.data
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_held_data() -> None:
 
 
 def test_writes_that_another_consumer_saw_first() -> None:
-    """A packed module notices a use of ``data``, and must not hide it from the plan; nor it."""
+    """If a packed module notices a use of ``data``, the plan must see it too, and vice versa."""
     model = nn.Sequential(nn.Linear(257, 515)).eval()
     ours = transforms.optimize(model, inplace=True)
     compiled, x = Compiled(ours), torch.randn(65, 257)
@@ -122,7 +122,7 @@ def test_weights_that_change_before_every_call() -> None:
         for _ in range(4):
             write(model.second.weight)
             assert_as_eager(ours, model, x)
-        # Nothing was packed at the last calls, as it would have been for one call each.
+        # Nothing was packed at the last calls, since it would have served only one call each.
         assert not ours.is_computed()
         assert_as_eager(ours, model, x)
         assert ours.is_computed()
@@ -137,7 +137,7 @@ def test_shared_memory() -> None:
 
 
 def test_infinite_statistics() -> None:
-    """A BatchNorm that folds to an infinite weight stays one."""
+    """A BatchNorm that would fold to an infinite weight is not folded."""
     model, ours, x = residual()
     with torch.no_grad():
         assert_as_eager(ours, model, x)
@@ -150,7 +150,7 @@ def test_infinite_statistics() -> None:
 
 
 class Counting(nn.Module):
-    """Buffers that a call writes into, beside one that it reads."""
+    """A module with buffers that a call reads and writes."""
 
     count: Tensor
     mean: Tensor

@@ -1,4 +1,4 @@
-"""Plans compute what float64 says, for whole models and every kind of product."""
+"""Plans agree with float64 for whole models and every kind of product."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_blocks(name: str, dtype: torch.dtype, layout: torch.memory_format) -> N
         pytest.skip("channels_last is for images")
     model = randomise(make()).to(memory_format=layout)
     ours, x = Compiled(model), x.to(memory_format=layout)
-    for _ in range(3):  # recorded, computed, and again with what is kept
+    for _ in range(3):  # the first records, the second computes, the third reuses
         if dtype == torch.float64:
             double = copy.deepcopy(model).double()
             # A function: lightning's torch.compile copies a method's object.

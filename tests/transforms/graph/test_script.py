@@ -110,7 +110,7 @@ def test_what_is_scripted() -> None:
 
 
 class Shared(nn.Module):
-    """Values that several functions use, and that are returned."""
+    """A model with values that several functions use, and that are returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_values_that_are_used_again() -> None:
     model = Shared().eval().to(memory_format=LAST)
     ours, x = Compiled(model), images(2, 16, 9, 7)
     for _ in range(3):
-        assert_as_eager(ours, model, x)  # x too stays what it was
+        assert_as_eager(ours, model, x)  # x is unchanged, too
     assert ours.is_scripted()
     kept = [each.clone() for each in ours(x)]
     results = ours(x)

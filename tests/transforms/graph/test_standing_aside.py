@@ -1,4 +1,4 @@
-"""Where a plan may not be the same as the captured graph, that runs; order and aliases are kept."""
+"""The captured graph runs where a plan might differ from it; order and aliases are kept."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_autocast_in_turn() -> None:
 
 
 class Casting(nn.Module):
-    """Enters and leaves autocast in the middle."""
+    """A model that enters and leaves autocast in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_autocast_inside() -> None:
 
 
 class Branching(nn.Module):
-    """A branch on a value, which ends a graph."""
+    """A model with a branch on a value, which ends a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ ROWS: list[Callable[..., Any]] = [
 IMAGES: list[Callable[..., Any]] = [writes_between, views_a_convolution, pools_to_one]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by torch.func.jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # raised by torch.func.jvp
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # the same, from torch 2.14 on
 @pytest.mark.parametrize("function", [*ROWS, *IMAGES], ids=lambda f: f.__name__)
 def test_order_and_aliases(function: Callable[..., Any]) -> None:

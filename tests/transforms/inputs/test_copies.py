@@ -20,7 +20,7 @@ from transforms.passes.split_weights import split_master_weights
 
 
 class Tied(nn.Sequential):
-    """Two of its layers share a weight."""
+    """A model in which two layers share a weight."""
 
     calls = 0
 
@@ -112,7 +112,7 @@ def test_parameters_strides_and_modes() -> None:
 
 
 def test_what_a_class_keeps_in_the_object() -> None:
-    """Where torch's deepcopy of an optimizer alone loses it."""
+    """A class's own attributes are copied, which torch's deepcopy of an optimizer alone loses."""
 
     class Halving(torch.optim.SGD):
         def __init__(self, params: Any, factor: Tensor) -> None:
@@ -147,7 +147,7 @@ def test_model_that_copies_itself() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning")
 def test_scripted_module() -> None:
-    """torch's copy of one has results of a clone for parameters, which no gradient reaches."""
+    """torch's copy of a scripted module has cloned results as parameters, which get no gradient."""
     model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Linear(4, 2)))
     model[1].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch.jit
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_refused_and_unchanged(name: str, inplace: bool) -> None:
     make, arguments, error, message = REFUSED[name]

@@ -1,4 +1,4 @@
-"""The output for the sample input is compared in whatever a model returns it."""
+"""The output for the sample input is compared, whatever container a model returns it in."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_other_differences() -> None:
 
 
 def test_integers_are_not_compared() -> None:
-    """A class may change where two are equally likely, by rounding alone."""
+    """Rounding alone may change a predicted class where two are equally likely."""
     model = Scaled(lambda x: x.long())
     comparison = Comparison(model, torch.tensor([1.0, 2.0]))
     model.factor = 2.0

@@ -1,4 +1,4 @@
-"""Lamb classes as timm, apex and torch_optimizer have them, in our words.
+"""Our own versions of the Lamb classes of timm, apex and torch_optimizer.
 
 Each has its library's options, defaults and state, and updates one tensor after the other; apex's
 own needs an NVIDIA GPU. Equality with the libraries' classes was checked by hand (timm 1.0.31,
@@ -25,12 +25,12 @@ def _update(p: Tensor, grad: Tensor, state: Any, t: int, group: Any, **options: 
 
 
 class _CountingByGroup(Optimizer):
-    """What timm's and apex's have in common."""
+    """The common part of timm's and apex's classes."""
 
     first: Any = 0
 
     def options(self) -> dict[str, Any]:
-        """What :func:`tests.references.lamb.step` takes, and a group does not have."""
+        """Arguments of :func:`tests.references.lamb.step` that a group does not have."""
         return {}
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class Apexs(_CountingByGroup):
 
 
 class _CountingByParameter(Optimizer):
-    """torch_optimizer's."""
+    """The class of torch_optimizer."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _CountingByParameter(Optimizer):
 class TorchOptimizers(_CountingByParameter): ...
 
 
-# By these names they are known.
+# The classes are recognized by these names.
 Timms.__module__, Timms.__name__ = "timm.optim.lamb", "Lamb"
 Apexs.__module__, Apexs.__name__ = "apex.optimizers.fused_lamb", "FusedLAMB"
 TorchOptimizers.__module__, TorchOptimizers.__name__ = "torch_optimizer.lamb", "Lamb"

@@ -56,7 +56,7 @@ def test_by_call_and_by_setting() -> None:
     assert is_last(level="O0")
     assert not is_last(auto_channels_last=False)
     model = randomise(nn.Sequential(nn.Linear(3, 3)))
-    transforms.optimize(model)  # nothing to do, and nobody asked this call
+    transforms.optimize(model)  # nothing to do, and this call did not ask for it
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -1,4 +1,4 @@
-"""Folded BatchNorms compute what they did, and a sample input notices if they do not."""
+"""Folded BatchNorms compute the same, and a sample input reveals if they do not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_folded_weight_is_rounded_once() -> None:
 
 
 def test_linear_and_a_norm_over_another_dimension() -> None:
-    """BatchNorm1d takes the channels of three dimensions from the middle one: never wrong."""
+    """BatchNorm1d takes channels from the middle of three dimensions, so a folded model raises."""
     model = randomise(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     x = torch.randn(7, 8, 8)
     with pytest.raises(RuntimeError, match="linear_bn_folding=False"):
@@ -75,7 +75,7 @@ def test_norm_over_another_dimension_is_left(name: str) -> None:
 def test_pass_that_changes_the_output_for_the_sample_is_undone(
     monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
-    """Whatever the cause: here the arithmetic of the fold itself is wrong."""
+    """A pass is undone whatever the cause: here the fold's own arithmetic is wrong."""
     exact = rewrite.folded
 
     def wrong(*args: Any) -> tuple[Tensor, Tensor]:

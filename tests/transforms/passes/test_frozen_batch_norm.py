@@ -14,7 +14,7 @@ from fusedoptim import transforms
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """As those libraries have it: all tensors are buffers."""
+    """A frozen BatchNorm like those libraries': all tensors are buffers."""
 
     def __init__(self, num_features: int, eps: float = 1e-5) -> None:
         super().__init__()

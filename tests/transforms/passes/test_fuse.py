@@ -1,4 +1,4 @@
-"""Activations that products apply compute what they did, and only where nothing else reads."""
+"""Products apply activations only where nothing else reads their results, which stay the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,
 }
 STEEPEST = 1.5
-"""The largest slope of all of them: hardswish's."""
+"""The largest slope of all activations, which is hardswish's."""
 PRODUCTS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "linear": linear,
     "conv2d": lambda: images(nn.Conv2d(3, 17, 3), 2, 3, 9, 11),
@@ -48,7 +48,7 @@ def fused(model: nn.Module, **arguments: Any) -> Any:
 
 
 def error_bound(model: nn.Sequential, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of a product's rounding, and of an activation's formula of a few operations after it."""
+    """Bound the rounding of a product, and of the formula of the activation after it."""
     exact = copy.deepcopy(model).double()
     magnitudes: Any = copy.deepcopy(exact[0])
     for p in magnitudes.parameters():
@@ -112,7 +112,7 @@ class Shared(nn.Module):
 
 
 class Reused(nn.Module):
-    """The product is read by an addition too."""
+    """A model whose product is also read by an addition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Reused(nn.Module):
 
 
 class Branch(nn.Module):
-    """The activation depends on the data."""
+    """A model whose activation depends on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Branch(nn.Module):
 
 
 class Kept(nn.Module):
-    """The product is kept where others may read it."""
+    """A model that keeps the product where others may read it."""
 
     def __init__(self) -> None:
         super().__init__()

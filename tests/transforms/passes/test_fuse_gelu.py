@@ -1,4 +1,4 @@
-"""The pass that exchanges approximate GELUs for ours."""
+"""The pass that replaces approximate GELUs by ours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Subclass(nn.GELU):
 
 
 def model() -> nn.Sequential:
-    """One that is exchanged and used twice, one with a method of its own, one that is exact."""
+    """A GELU that is replaced and used twice, two with code of their own, and an exact one."""
     shared, own = nn.GELU("tanh"), nn.GELU("tanh")
     own.forward = torch.relu  # type: ignore[method-assign]  # what users do
     return nn.Sequential(nn.Linear(4, 4), shared, shared, Subclass("tanh"), own, nn.GELU())

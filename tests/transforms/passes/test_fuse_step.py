@@ -1,4 +1,4 @@
-"""Which optimizers of torch's get our step, with what options, and which are refused."""
+"""torch's optimizers get our step, with options that it supports, or are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transforms.rewrites.fused_step import unfuse
 
 
 class Plain(torch.optim.SGD):
-    """Of its own: a constructor and a method."""
+    """A subclass that adds a constructor and methods."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
@@ -65,7 +65,7 @@ class TestSubclasses:
         assert type(optimizer) is Plain
 
     def test_whose_step_torch_itself_has_wrapped(self) -> None:
-        """As it does with the first object of a class whose base has made none yet."""
+        """torch wraps it for the first object of a class whose base class has made none yet."""
 
         class First(torch.optim.SGD): ...
 
@@ -144,18 +144,18 @@ class TestRefused:
 
     @pytest.mark.parametrize(("change", "message"), CHANGED)
     def test_changed_objects(self, change: Callable[[Any], None], message: str) -> None:
-        """Methods that were replaced, and attributes that ours needs."""
+        """Replaced methods, and attributes with names that our step needs, are refused."""
         optimizer = torch.optim.SGD(new_params())
         change(optimizer)
         assert_no_fused_step(optimizer, RuntimeError, message)
 
 
 class TestMissingOptions:
-    """A group out of an older torch, or one that a user has edited, may lack any of them."""
+    """A group from an older torch, or one that a user has edited, may lack any option."""
 
     @each_class
     def test_have_their_defaults(self, case: OptimizerCase, launches: list[int]) -> None:
-        """The optimizer's; or those of the class, which torch's own ``__setstate__`` sets too."""
+        """They get the optimizer's defaults, else the class's, as in torch's ``__setstate__``."""
         names = case.reference(new_params()).defaults.keys()
         assert names >= {"lr", "weight_decay", "maximize", "fused"}
         for name in names:
@@ -177,7 +177,10 @@ class TestMissingOptions:
 
     @each_class
     def test_are_those_that_torch_sets(self, case: OptimizerCase) -> None:
-        """When it unpickles an optimizer; but SGD's fused=False, which asks for its own step."""
+        """torch sets the same options when it unpickles an optimizer.
+
+        The exception is SGD's fused=False, which asks for torch's own step.
+        """
         optimizer = case.reference(new_params())
         kept = {"lr", "betas", "momentum", "dampening", "weight_decay", "eps", "lr_decay"}
         for group in (optimizer.defaults, optimizer.param_groups[0]):
@@ -194,7 +197,7 @@ class TestMissingOptions:
     def test_fused_of_an_optimizer_from_before_torch_had_it(
         self, case: OptimizerCase, refused: bool
     ) -> None:
-        """SGD's ``__setstate__`` sets False, which nobody has asked for."""
+        """SGD's ``__setstate__`` sets fused=False, which the user has not asked for."""
         optimizer = case.reference(new_params())
         del optimizer.defaults["fused"], optimizer.param_groups[0]["fused"]
         optimizer.param_groups[0]["differentiable"] = refused

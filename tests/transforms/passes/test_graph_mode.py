@@ -1,4 +1,4 @@
-"""``optimize(graph_mode=True)`` and the backend: right, reported, undone, and not copied."""
+"""``optimize(graph_mode=True)`` and the backend are right, reported, undone, and not copied."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_hooks_of_others_compile_nothing() -> None:
 
 @torch.no_grad()
 def test_parameters_replaced_by_others() -> None:
-    """By none, by a tensor, by a buffer."""
+    """Parameters are replaced by None, by a tensor and by a buffer."""
     model, x = randomise(Residual()), images()
     ours = transforms.optimize(model, graph_mode=True, sample_input=x)
     bias, weight = torch.randn_like(model.second.bias), torch.randn_like(model.second.weight)
@@ -195,7 +195,7 @@ def test_states_and_training() -> None:
 
 
 def test_models_of_torchs_own_modules_alone() -> None:
-    """And more of them than torch.compile compiles of one function."""
+    """There are more of them than torch.compile compiles for one function."""
     x = torch.randn(65, 257)
     for columns in range(515, 525):
         model = nn.Sequential(nn.Linear(257, columns), nn.GELU()).eval()
@@ -277,7 +277,7 @@ def test_modes_and_options(given: dict[str, Any]) -> None:
 
 
 def test_by_name(tmp_path: Path) -> None:
-    """torch finds the backend by what pyproject.toml says of it, without an import of ours."""
+    """torch finds the backend by pyproject.toml's entry point, without an import of ours."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     group = "torch_dynamo_backends"
     (point,) = project["project"]["entry-points"][group].items()

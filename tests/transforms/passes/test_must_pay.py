@@ -16,7 +16,7 @@ from transforms.rewrites.packed import PackedModule
 
 
 def times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
-    """Let the model take these times, one after the other; the first and the last are of all."""
+    """Let the model take these times: plain, before and with the passes, and with all passes."""
     remaining: Iterator[float] = iter(seconds)
     monkeypatch.setattr(front_end, "seconds", lambda call: next(remaining))
 

@@ -29,7 +29,7 @@ ROWS, INPUTS, OUTPUTS = 33, 40, 70
 
 @pytest.fixture(autouse=True)
 def _on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor for which oneDNN is quicker, and for small products too."""
+    """Apply the pass as on a processor for which oneDNN is faster, and to small products too."""
     monkeypatch.setattr(onednn_products, "objection", lambda: None)
     monkeypatch.setattr(onednn_products, "LEAST_PRODUCTS", 1)
     monkeypatch.setattr(_linear, "LEAST_COLUMNS", 1)
@@ -54,13 +54,13 @@ def rows(*shape: int) -> Tensor:
 
 
 def is_onednn(model: nn.Module, x: Tensor) -> bool:
-    """Whether the output is of our operator."""
+    """Whether our operator computed the output."""
     output = model(x)
     return output.grad_fn is not None and output.grad_fn.name() == "linearBackward"
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The output, and the gradients of the input and the parameters."""
+    """Return the output, and the gradients of the input and the parameters."""
     x = x.detach().requires_grad_()
     output = model(x)
     given = [p for p in (x, *model.parameters()) if p.requires_grad]
@@ -69,7 +69,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def assert_as_exact(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
-    """As torch in float64, up to the roundings of sums of as many products as there are."""
+    """Assert equality with float64, up to the roundings of sums of so many products."""
     exact = gradients(copy.deepcopy(plain).double(), x.double())
     sizes = copy.deepcopy(plain).double()
     with torch.no_grad():
@@ -102,7 +102,7 @@ class TestProducts:
         assert_as_exact(ours, plain, rows())
 
     def test_gradients_are_not_copied(self, kind: str) -> None:
-        """They have the layout of their weights, so torch keeps the tensors that were computed."""
+        """Gradients have their weights' layout, so torch keeps the tensors that were computed."""
         ours = optimized(KINDS[kind]())
         made: list[int] = []
         ours.weight.register_hook(lambda grad: made.append(grad.data_ptr()))
@@ -184,7 +184,7 @@ class TestProducts:
         assert "fusedoptim.linear" in graphs[0]
 
     @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of torch's
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by torch
     def test_compiled_transforms_are_torchs(self, kind: str) -> None:
         plain = KINDS[kind]()
         ours, x = optimized(plain), rows()
@@ -200,7 +200,7 @@ class TestProducts:
             torch.testing.assert_close(compiled(ours), function(plain.train()))
 
     def test_gradients_for_many_vectors(self, kind: str) -> None:
-        """By both of torch's ways, without a warning."""
+        """Both of torch's ways to batch gradients work, without a warning."""
         ours, x = optimized(KINDS[kind]()), rows().requires_grad_()
         wanted, output = [x, *ours.parameters()], ours(x)
         vectors = torch.randn(3, ROWS, OUTPUTS)

@@ -24,7 +24,7 @@ from tests.transforms.passes.others_lamb import Apexs, Timms, TorchOptimizers
 from transforms.passes.fuse_step import fuse_update_step
 from transforms.rewrites.fused_step import unfuse
 
-# A class, its options, and those of tests.references.lamb that say the same; without clipping.
+# A class, its options, and the equivalent ones of tests.references.lamb; without clipping.
 CONFIGURATIONS: list[tuple[Any, Kwargs, Kwargs]] = [
     (Timms, {}, {"weight_decay": 0.01, "always_adapt": False}),
     (Timms, {"weight_decay": 0.0}, {"always_adapt": False}),
@@ -51,7 +51,7 @@ def _without_clipping(cls: Any) -> Kwargs:
 
 
 def _pair(cls: Any, theirs: Kwargs, references: Kwargs, params: list[Parameter]) -> SideBySide:
-    """Their class, converted, and the reference with the same meaning."""
+    """Pair a library's class, converted, with the equivalent reference."""
 
     def make(params: Any, **_: Any) -> Any:
         optimizer = cls(params, lr=0.1, **theirs)
@@ -63,7 +63,7 @@ def _pair(cls: Any, theirs: Kwargs, references: Kwargs, params: list[Parameter])
 
 
 def _twins(cls: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> tuple[Any, Any]:
-    """Two optimizers on equal parameters."""
+    """Make two optimizers on equal parameters."""
     params = [Parameter(torch.randn(8, 5, dtype=dtype)), Parameter(torch.randn(7, dtype=dtype))]
     twins = [Parameter(p.detach().clone()) for p in params]
     return cls(params, lr=0.1, **kwargs), cls(twins, lr=0.1, **kwargs)
@@ -96,7 +96,7 @@ def test_attribute_changed_between_steps() -> None:
 
 @pytest.mark.parametrize(("cls", "theirs", "references"), CONFIGURATIONS, ids=configuration_id)
 def test_stand_in(cls: Any, theirs: Kwargs, references: Kwargs) -> None:
-    """The class itself is what the reference says, in float64."""
+    """The class itself agrees with the reference in float64."""
     params = make_params(torch.float64, ["17", "3x4x5"])
     twins = [Parameter(p.detach().clone()) for p in params]
     optimizer = cls(params, lr=0.1, **theirs, **_without_clipping(cls))
@@ -109,7 +109,7 @@ def test_stand_in(cls: Any, theirs: Kwargs, references: Kwargs) -> None:
 @each_class
 @pytest.mark.parametrize("kwargs", [{}, {"weight_decay": 0.0}], ids=configuration_id)
 def test_in_the_middle_and_back(cls: Any, kwargs: Kwargs) -> None:
-    """Clipping, counts and state as theirs; checkpoints in both directions."""
+    """Clipping, counts and state equal theirs, and checkpoints load in both directions."""
     fused, plain = _twins(cls, torch.float64, **kwargs)
     step_alike(fused, plain)
     attributes = dict(vars(fused))
@@ -185,7 +185,7 @@ def test_copy_has_what_the_class_keeps_in_the_object(cls: Any) -> None:
 
 @each_class
 def test_option_that_a_group_lacks(cls: Any) -> None:
-    """It has the optimizer's default; without one, nobody knows what the class would do."""
+    """A missing option gets the optimizer's default; without one, the optimizer is refused."""
     for name in cls([Parameter(torch.randn(3))]).defaults:
         optimizer, twin = (cls([Parameter(torch.ones(3))]) for _ in range(2))
         del optimizer.param_groups[0][name]

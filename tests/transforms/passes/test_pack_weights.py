@@ -1,4 +1,4 @@
-"""Packed weights compute what plain ones do, see every change, and stand aside where they must."""
+"""Packed weights compute the same, see every change, and are not used where they must not be."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_sees_changes_of_the_weight(case: str, change: Any) -> None:
 @pytest.mark.parametrize("how", ["eager", "graph mode"])
 @pytest.mark.parametrize("case", ["linear", "conv2d", "conv3d", "transposed"])
 def test_bias_may_have_a_stride(case: str, how: str) -> None:
-    """oneDNN's operators read a bias as if it had none."""
+    """oneDNN's operators would read a bias as if it had no stride."""
     plain, x = CASES[case]()
     plain.bias = nn.Parameter(torch.randn(2 * len(plain.bias))[::2])
     ours = optimized(copy.deepcopy(plain), graph_mode=how == "graph mode", sample_input=x)
@@ -190,7 +190,7 @@ def test_other_shapes_and_dtypes_in_turn() -> None:
 @pytest.mark.parametrize("case", ["linear", "conv2d", "conv2d-groups", "conv3d", "transposed"])
 @pytest.mark.parametrize("dim", [1, -1])
 def test_shapes_that_do_not_fit_raise_as_in_torch(case: str, dim: int) -> None:
-    """Too many channels, and images that are smaller than the kernel."""
+    """The inputs have too many channels, or images that are smaller than the kernel."""
     model, x = CASES[case]()
     ours = optimized(copy.deepcopy(model))
     wrong = torch.cat([x, x], dim) if dim == 1 else x[..., :1]
@@ -346,9 +346,9 @@ def test_compiled_calls_check_as_little_as_of_plain_modules(case: str) -> None:
 
 
 def guards_of_second(model: nn.Module, x: Tensor) -> list[tuple[str, str]]:
-    """What torch.compile compares of a model's second module, before it runs a captured graph.
+    """List what torch.compile checks of a model's second module before it runs a captured graph.
 
-    Of the first it also compares what all modules of its class share.
+    Of the first module it also checks what all modules of the class share.
     """
     found: list[tuple[str, str]] = []
 

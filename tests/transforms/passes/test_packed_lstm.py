@@ -45,7 +45,7 @@ def state_of(model: Any, batch: int, dtype: torch.dtype = torch.float32) -> tupl
 
 
 def assert_equal(ours: nn.Module, plain: nn.Module, *args: Any) -> None:
-    """Also in dtypes, strides and shapes."""
+    """Assert that results are equal, in dtypes, strides and shapes too."""
     with torch.no_grad():
         actual, expected = flat(ours(*args)), flat(plain(*args))
     for a, b in zip(actual, expected):

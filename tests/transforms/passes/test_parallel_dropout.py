@@ -1,4 +1,4 @@
-"""The pass that exchanges torch's dropout for ours: where, how it is undone, and what is left."""
+"""The pass that replaces torch's dropout by ours: where, how it is undone, and what is left."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_changed_objects_are_left(kind: str) -> None:
 
 
 def test_inference_afterwards_and_restored() -> None:
-    """Undone in the opposite order: the Dropout is torch's again."""
+    """Both passes are undone in reverse order: the Dropout is torch's again."""
     model = optimized(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
     plain = transforms.optimize(model.eval(), inplace=True)
     assert isinstance(plain[1], nn.Identity)
@@ -206,7 +206,7 @@ class TestMultiheadAttention:
         assert type(transforms.restore(model)[0]) is MultiheadAttention
 
     def test_convolutions_beside_it_get_channels_last(self) -> None:
-        """The code of our class depends on no strides."""
+        """Our class's code does not depend on strides."""
         model = optimized(nn.ModuleList([nn.Conv2d(3, 8, 3), nn.MultiheadAttention(8, 2, 0.1)]))
         assert [e.where for e in transforms.report(model).done("auto_channels_last")] == ["0"]
 
@@ -245,7 +245,7 @@ def gpt() -> Any:
 
 
 def llama() -> Any:
-    """Heads of queries share those of keys."""
+    """Make a model in which two query heads share a key head."""
     transformers = transformers_package()
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
@@ -256,7 +256,7 @@ def llama() -> Any:
 
 
 def t5() -> Any:
-    """Its masks are learned."""
+    """Make a model whose masks are learned."""
     transformers = transformers_package()
     config = transformers.T5Config(
         vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4,
@@ -300,7 +300,7 @@ class TestTransformers:
 
     @pytest.mark.parametrize("new", [bert, gpt, llama, t5])
     def test_all_but_the_masks_is_transformers(self, new: Any) -> None:
-        """With a probability by which nothing is ever dropped; padding included."""
+        """Results agree at a probability with which nothing is ever dropped, with padding too."""
         given, words = new().double(), tokens()
         model, results = optimized(given, fuse_gelu=False), []
         assert model.config._attn_implementation == NAME
@@ -336,7 +336,7 @@ class TestTransformers:
         assert not draws_on_one_thread(lambda: part(**words))
 
     def test_unpickled_in_another_process(self, tmp_path: Path) -> None:
-        """Where nothing else has registered the function: each in a fork of its own."""
+        """Each is loaded in its own fork, where nothing else has registered the function."""
         model, words = optimized(bert()), tokens()
         expected = logits(model, words)
         for name, part in (("model", model), ("part", model.bert)):
@@ -366,7 +366,7 @@ class TestTransformers:
         assert loaded.config._attn_implementation == "sdpa"
 
     def test_models_inside_others(self) -> None:
-        """Each config by itself; that of another model of the same class stays."""
+        """Each config is changed by itself; that of another model of the same class stays."""
         other, inner = bert(), bert()
         model = optimized(nn.ModuleDict({"a": inner, "b": gpt(), "c": bert("eager")}), inplace=True)
         configs = [each.config._attn_implementation for each in (*model.values(), other)]
@@ -378,7 +378,7 @@ class TestTransformers:
         ]  # fmt: skip
 
     def test_configs_inside_configs(self) -> None:
-        """The vision model has no dropout, and stays."""
+        """The vision model has no dropout, and keeps its attention."""
         transformers = pytest.importorskip("transformers")
         small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
         small |= {"num_attention_heads": 2}
@@ -398,7 +398,7 @@ class TestTransformers:
         assert "" not in left(model)
 
     def test_code_that_asks_for_the_name_is_left(self) -> None:
-        """Such as Falcon's, whose layers compare it with "sdpa"."""
+        """An example is Falcon, whose layers compare the name with "sdpa"."""
         transformers = pytest.importorskip("transformers")
         config = transformers.FalconConfig(
             vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,

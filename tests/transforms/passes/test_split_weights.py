@@ -1,4 +1,4 @@
-"""Weights as halves in the model and the optimizer, and nothing of them lost."""
+"""Weights are split into halves in the model and the optimizer, and lose nothing."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def _split(cls: Any = FusedSGD, **kwargs: Any) -> tuple[nn.Sequential, Any]:
 
 
 class TestCheckpoints:
-    """Those of a split pair are those of the plain one, bit for bit, in both directions."""
+    """Checkpoints of a split pair equal a plain pair's, bit for bit, in both directions."""
 
     @each_class
     def test_resumed(self, case: OptimizerCase) -> None:
-        """As if there had been no checkpoint."""
+        """Training resumed from a checkpoint continues as if there had been none."""
         model, optimizer = _split_pair(case)
         train(model, optimizer)
         states = saved(model, optimizer)
@@ -60,7 +60,7 @@ class TestCheckpoints:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
     def test_of_another_dtype(self, dtype: torch.dtype) -> None:
-        """Rounded once, to float32, as a plain model's copy_ does."""
+        """Values are rounded once, to float32, as by a plain model's copy_."""
         source, plain, (model, _optimizer) = small().to(dtype), small(), _split()
         for target in (plain, model):
             target.load_state_dict(source.state_dict())
@@ -222,7 +222,7 @@ class TestLeftAlone:
         )
         reasons = self._reasons(model)
         assert reasons["1.weight_orig"] == "stays float32: a weight is computed from it"
-        assert len(reasons) == 4  # of the parametrized one, the bias too
+        assert len(reasons) == 4  # for the parametrized module, the bias too
 
     def test_table_that_forward_passes_write_to(self) -> None:
         reasons = self._reasons(nn.ModuleList([nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 3)]))
@@ -354,7 +354,7 @@ class TestCopies:
     @pytest.mark.parametrize("use_buffers", [False, True])
     @pytest.mark.parametrize("kind", ["mean", "ema", "function"])
     def test_average(self, kind: str, use_buffers: bool) -> None:
-        """Of the exact weights, as of a plain model with the same weights."""
+        """The exact weights are averaged, as for a plain model with the same weights."""
         options: dict[str, Any] = {
             "mean": {},
             "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""An optimizer of torch's steps as ours does, and stays what it was in all else."""
+"""torch's optimizers step as ours do, and are unchanged in everything else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ each_configuration = pytest.mark.parametrize(
 
 
 def _set_gradients(*optimizers: Any) -> None:
-    """Equal ones."""
+    """Set equal gradients."""
     for twins in zip(*map(params_of, optimizers)):
         grad = random_like(twins[0])
         for p in twins:
@@ -77,7 +77,7 @@ class TestParity:
 
     @each_configuration
     def test_after_steps_of_torchs(self, case: OptimizerCase, kwargs: Any) -> None:
-        """In float64, in which torch's own steps equal the reference's bit for bit."""
+        """In float64, torch's own steps equal the reference's bit for bit."""
         pair = SideBySide(converted(case), kwargs, make_params(torch.float64, FEW_LAYOUTS))
         unfuse(pair.ours)
         pair.ours.param_groups[0]["foreach"] = False
@@ -111,7 +111,7 @@ class TestParity:
 class TestSameObject:
     @each_class
     def test_there_and_back(self, case: OptimizerCase) -> None:
-        """Nothing is copied, twice is as once, and undoing restores all."""
+        """Fusing copies nothing, a second time changes nothing, and undoing restores everything."""
         optimizer = _trained(case)
         optimizer.register_state_dict_post_hook(lambda o, d: d | {"note": 1})
         groups, state, values = optimizer.param_groups, optimizer.state, snapshot(optimizer)
@@ -192,7 +192,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 class TestSchedulers:
-    """Warnings are errors: torch's, that a step was overridden, too."""
+    """Warnings are errors here, including torch's warning that a step was overridden."""
 
     @pytest.mark.parametrize("name", SCHEDULERS)
     @pytest.mark.parametrize("when", ["before", "after", "both", "before its first step"])
@@ -326,7 +326,7 @@ class TestAround:
         step_alike(twin)
 
     def test_torchs_fused_optimizer(self) -> None:
-        """It has told the GradScaler already that it takes its scale."""
+        """torch's fused optimizer tells the GradScaler already that it takes the scale."""
         optimizer = torch.optim.SGD(new_params(), fused=True)
         step_alike(optimizer)
         fuse_update_step(optimizer)

@@ -1,4 +1,4 @@
-"""Layers in INT8 compute what their codes say, exactly but for rounding the result."""
+"""INT8 layers compute exactly what their codes give, except for rounding the result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quantized(layer: nn.Module, *batches: Tensor, **arguments: Any) -> Any:
 
 
 def grid_of(low: float, high: float) -> tuple[float, int]:
-    """Scale and zero point, computed here."""
+    """Compute the expected scale and zero point."""
     largest = 2 ** code_bits() - 1
     scale = torch.tensor((max(high, 0) - min(low, 0)) / largest, dtype=torch.float32).item()
     return scale, min(round(-min(low, 0) / scale), largest)
@@ -76,7 +76,7 @@ def rounded_weight(weight: Tensor) -> Tensor:
 def exact(
     layer: Any, kind: type[nn.Module], x: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """What the codes give, in float64, and how far float32 may be from it."""
+    """Return what the codes give, in float64, and how far float32 may be from it."""
     scale, zero = grid_of(low, high)
     values, weight = decoded(x, scale, zero), rounded_weight(layer.weight)
     bias = None if layer.bias is None else layer.bias.detach().double()
@@ -127,7 +127,7 @@ def test_dynamic(name: str) -> None:
 
 @each_layer
 def test_strides_are_torchs(name: str) -> None:
-    """But for single small volumes, of which torch's depend on the number of threads."""
+    """Single small volumes are left out: torch's strides for them depend on the thread count."""
     make, shape = LAYERS[name]
     plain = make()
     batch = torch.randn(shape)
@@ -153,7 +153,7 @@ def test_ranges_of_one_sign_and_of_one_value() -> None:
 
 
 class TestFloatingPoint:
-    """What has no codes is computed by torch's module."""
+    """Values without codes are computed by torch's module."""
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     @pytest.mark.parametrize("is_dynamic", [False, True])
@@ -250,7 +250,7 @@ class TestWeights:
             torch.testing.assert_close(layer(x), 8 * before, rtol=1e-6, atol=1e-6)
 
     def test_another_shape_of_images(self) -> None:
-        """A weight is packed for one shape, and right for all."""
+        """A weight is packed for one shape, but correct for all."""
         plain = nn.Conv2d(16, 24, 3, padding=1)
         batch = torch.randn(2, 16, 30, 30)
         layer = quantized(plain, batch)
@@ -366,7 +366,7 @@ class TestOperators:
         ("isa", "bits"), [("AVX2", 7), ("AVX512_CORE", 7), ("AVX512_CORE_VNNI", 8)]
     )
     def test_processors_with_and_without_vnni(self, isa: str, bits: int) -> None:
-        """With 7 bits, no sum of two products saturates: the largest codes are multiplied."""
+        """With 7 bits, no sum of two products saturates, even of the largest codes."""
         features = processor_features().split()
         if isa == "AVX512_CORE_VNNI" and "avx512_vnni" not in features:
             pytest.skip("this processor has no VNNI")

@@ -1,4 +1,4 @@
-"""Layers in INT8 apply the activation after them, and hand their codes to the next layer."""
+"""INT8 layers apply the activation after them, and pass their codes to the next layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ passes_codes = pytest.mark.skipif(code_bits() == 7, reason="codes of 7 bits are 
 
 
 def pair(kind: str, activation: str) -> tuple[Any, Any, Tensor]:
-    """A model in INT8, the same where hooks keep the layers apart, and an input."""
+    """Return an INT8 model, a copy whose hooks keep the layers apart, and an input."""
     make, shape = KINDS[kind]
     first, second = make()
     model = nn.Sequential(first, ACTIVATIONS[activation](), second).eval()
@@ -173,7 +173,7 @@ def test_hooks_see_values() -> None:
 
 
 class Branching(nn.Module):
-    """A value that more than one layer gets, and an activation that is called twice."""
+    """A module with a value that is read twice, and an activation that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()

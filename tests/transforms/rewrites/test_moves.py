@@ -1,4 +1,4 @@
-"""Optimized models that are moved to another dtype or device: as the plain model, moved."""
+"""An optimized model moved to another dtype or device is like the plain model moved there."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_computes_is_in_shared_memory(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_one_module_of_a_pair(dtype: torch.dtype) -> None:
-    """Both are moved in the end, one by one, and folded through all mixtures."""
+    """The modules are moved one by one; the state_dicts agree in every mixture of dtypes."""
     plain = randomise(Net())
     optimized = transforms.optimize(plain)
     for name in ("conv", "norm", "up_norm", "up", "linear", "norm1d", "tied", "out"):
@@ -120,7 +120,7 @@ def test_one_module_of_a_pair(dtype: torch.dtype) -> None:
 
 
 def test_fold_that_overflows_when_moved_stays_undone() -> None:
-    """The plain weights fit into float16, and their product with the scale does not."""
+    """The plain weights fit into float16, but their product with the scale does not."""
     plain = randomise(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
     with torch.no_grad():
         plain[0].weight.mul_(100)
@@ -254,7 +254,7 @@ def test_split_weights(name: str) -> None:
         MOVES[name](each)
     assert_same_state(model.state_dict(), plain.state_dict())
     if name in ("float", "to(device)", "cpu", "share_memory", "to(memory_format)"):
-        assert model[2].weight.dtype == torch.bfloat16  # split still
+        assert model[2].weight.dtype == torch.bfloat16  # still split
         assert torch.equal(model[2].weight.grad, gradient)
         assert all(p.is_shared() for p in model.parameters()) == (name == "share_memory")
         _step(model, optimizer, is_split=True)

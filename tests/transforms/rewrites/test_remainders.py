@@ -1,4 +1,4 @@
-"""A plain weight is had back, bit for bit, from the folded one and two bits for each element."""
+"""A plain weight is recovered, bit for bit, from the folded one and two bits for each element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounding and what it loses, together, are the original, bit for bit."""
+"""The rounded values and their residues together give the original, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an inference-optimized model learns, or is given by writes in place, is kept."""
+"""An inference-optimized model keeps what it learns, and what is written into it in place."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_loaded_after_training_and_trained_after_loading(options: dict[str, Any]
     optimized(x).sum().backward()
     bias = optimized[0].bias.detach().clone()
     optimizer.step()
-    assert not torch.equal(optimized[0].bias, bias)  # the optimizer has this parameter still
+    assert not torch.equal(optimized[0].bias, bias)  # the optimizer still has this parameter
     optimized.load_state_dict({"1.num_batches_tracked": torch.tensor(7)}, strict=False)
     assert optimized.state_dict()["1.num_batches_tracked"] == 7
     assert not torch.equal(optimized.state_dict()["0.weight"], other.state_dict()["0.weight"])
@@ -167,7 +167,7 @@ def test_averages(decay: float) -> None:
 
 
 def test_averages_of_state_dicts() -> None:
-    """As timm's, which are written into the tensors that state_dict() gives."""
+    """Averages such as timm's are written into the tensors that state_dict() returns."""
     _, x, optimized = folded()
     average = copy.deepcopy(optimized)
     train(optimized, x)
@@ -219,7 +219,7 @@ def test_rounded_alone_and_trained(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["conv2d", "no bias", "no bias in the norm", "transposed, groups"])
 @pytest.mark.parametrize("gamma", [0.0, 1e-42, -0.0])
 def test_channels_that_the_norm_switches_off(kind: str, gamma: float) -> None:
-    """What they learn cannot be divided by their scale: the scale becomes 1."""
+    """What such channels learn cannot be divided by their scale, so the scale becomes 1."""
     plain, x = make(kind)
     with torch.no_grad():
         plain[1].weight[[1, 5]] = gamma
@@ -234,7 +234,7 @@ def test_channels_that_the_norm_switches_off(kind: str, gamma: float) -> None:
 
 
 def test_in_training_mode() -> None:
-    """It says so before anything is learnt."""
+    """The model raises an error before anything is learned."""
     _, x, optimized = folded()
     optimized.train()
     with pytest.raises(RuntimeError, match=r"call transforms.restore\(model\) before training"):

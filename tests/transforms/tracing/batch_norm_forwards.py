@@ -19,7 +19,7 @@ class Left(NamedTuple):
 
     make: Callable[[], nn.Module]
     reason: str = ""
-    """What the report gives as a reason, as a regular expression."""
+    """A regular expression for the reason that the report gives."""
 
 
 LEFT_BY_FORWARD: dict[str, Left] = {}
@@ -28,7 +28,7 @@ SHARED: dict[str, nn.Module] = {}
 
 
 def stays(reason: str = "", **attributes: Callable[[Any], object]) -> Any:
-    """Give a model of :func:`add_models` a reason, and attributes that are made of the model."""
+    """Give a model of :func:`add_models` a reason, and attributes that are made from the model."""
 
     def mark(method: Any) -> Any:
         method.stays = (reason, attributes)
@@ -38,7 +38,7 @@ def stays(reason: str = "", **attributes: Callable[[Any], object]) -> Any:
 
 
 def add_models(namespace: type[nn.Module]) -> None:
-    """Add a model to :data:`LEFT_BY_FORWARD` for each public method of a class: its ``forward``."""
+    """Add a model to :data:`LEFT_BY_FORWARD` for each public method, its ``forward``."""
 
     def add(name: str, forward: Any) -> None:
         reason, attributes = getattr(forward, "stays", ("", {}))
@@ -159,7 +159,7 @@ class Forwards(Block):
 
 
 class Branches(Block):
-    """Code that uses the convolution alone where a condition holds that no tracing tells."""
+    """Code that uses the convolution alone under a condition that tracing does not see."""
 
     calls = 0
 
@@ -299,7 +299,7 @@ def _first_of(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def _calls_conv_alone(block: nn.Module, x: Tensor) -> Tensor:
-    """A function that torch.fx cannot trace, without its mark."""
+    """A function that torch.fx cannot trace, and that is not marked so."""
     return block.conv(x) if x.sum() > -1e9 else x
 
 

@@ -1,4 +1,4 @@
-"""Which BatchNorms follow a convolution in all that a model's code may do; the others stay."""
+"""Only BatchNorms that follow a convolution in all that a model's code may do are folded."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def outputs(model: nn.Module, x: Tensor) -> list[Any]:
 
 
 class Harmless(Block):
-    """Conditions and reads that do not matter."""
+    """A model with conditions and reads that do not matter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Harmless(Block):
 
 
 class Untraceable(nn.Module):
-    """Calls its children, and does no more with them."""
+    """A model that cannot be traced, and that does no more with its children than call them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Untraceable(nn.Module):
 
 
 class Flagged(Block):
-    """torch.fx cannot trace a flag, which is no tensor."""
+    """torch.fx cannot trace a flag, which is not a tensor."""
 
     def forward(self, x: Tensor, twice: bool = False) -> Tensor:
         y = self.norm(self.conv(x))
@@ -119,7 +119,7 @@ class Flagged(Block):
 
 
 class HeldElsewhere(Block):
-    """A tuple that torch does not know of holds the same modules afterwards."""
+    """A tuple that torch does not know of holds the modules, and the same ones after folding."""
 
     def __init__(self) -> None:
         super().__init__()
