@@ -4,8 +4,8 @@ BIN := .venv/bin
 JIT := .venv-jit/bin
 # Python compiles what is imported, which is a small part of the files that pip would compile.
 PIP_OPTIONS := --quiet --no-compile
-# Before release 24, which some Pythons bring, pip takes half as long again: it compares each file that
-# an index lists with a thousand tags, one by one.
+# Before release 24, which some Pythons bring, pip is slower: it compares each file that an index lists
+# with a thousand tags, one by one.
 UPGRADE := install $(PIP_OPTIONS) --upgrade pip
 # What tests put on the path by themselves: see pyproject.toml.
 APART = $(BIN)/python -c "import tomllib; \
@@ -27,7 +27,7 @@ ONLY_NEWEST := notebooks references transforms packaging/test_wheel.py test_refe
 demo: .venv/installed  ## train on real data with torch's SGD and with FusedSGD
 	$(BIN)/python examples/digits.py
 
-convergence: .venv/installed  ## train beside torch's optimizers, and draw the curves
+convergence: .venv/installed  ## train with our optimizers and torch's, and draw the curves
 	$(BIN)/python examples/convergence.py
 
 # Two parts, so that CI can run one beside the other.

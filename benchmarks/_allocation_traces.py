@@ -55,12 +55,12 @@ def random_trace(seed: int) -> Trace:
 
 
 def transformer_trace(seed: int) -> Trace:
-    """A training of a transformer on batches whose size and length change with every step."""
+    """A training run of a transformer on batches whose size and length change with every step."""
     return _recorded(lambda: _train_transformer(seed))
 
 
 def two_models_trace(seed: int) -> Trace:
-    """A training of a convolutional network on images of changing size, then of a transformer."""
+    """Training runs of a convolutional network, on images of changing size, and a transformer."""
 
     def train() -> None:
         _train_convolutions(seed)

@@ -245,7 +245,7 @@ def _held(value: Any) -> int:
 
 
 def training(model: str, configuration: str) -> dict[str, Any]:
-    """Times of a training of :mod:`benchmarks._training`, and the peak of the resident memory."""
+    """Times of a run of :mod:`benchmarks._training`, and the peak of the resident memory."""
     from benchmarks._training import train
 
     return train(model, configuration)._asdict() | {"peak": _peak()}
@@ -264,7 +264,7 @@ def inference(model: str, batch: str, dtype: str, configuration: str) -> dict[st
 
 
 def products(model: str, configuration: str) -> list[float]:
-    """Seconds of a training's matrix products and convolutions alone, iteration by iteration."""
+    """Seconds of each training iteration's matrix products and convolutions alone."""
     from benchmarks._training import products as measure
 
     return measure(model, configuration)

@@ -24,7 +24,7 @@ from benchmarks._workloads import LR
 from fusedoptim import FusedAdamW, FusedLamb
 
 Spans = list[tuple[float, float]]
-"""When each step began and ended, by a clock that all processes share."""
+"""The begin and end of each step, by a clock that all processes share."""
 _STEPS, _WARM_UP = 20, 3
 _LAYERS = 8
 """The layers of a sharded model; FSDP2 gathers each as a whole."""

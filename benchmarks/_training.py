@@ -191,7 +191,7 @@ def _fusedoptim(model: nn.Module, dtype: torch.dtype | None) -> Training:
 
 
 def _memory_kept(training: Training) -> Training:
-    """The same training; from now on malloc keeps freed memory."""
+    """The same training run; from now on malloc keeps freed memory."""
     from fusedoptim.runtime import keep_memory
 
     keep_memory()
@@ -207,7 +207,7 @@ def _ipex(model: nn.Module) -> Training:
 
 
 IPEX = "IPEX, bfloat16"
-"""Needs torch 2.8, and so its own environment, without fusedoptim."""
+"""A configuration that needs torch 2.8, and so its own environment, without fusedoptim."""
 CONFIGURATIONS: dict[str, Callable[[nn.Module], Training]] = {
     "torch, float32": _torch,
     "torch fused, float32": lambda model: _torch(model, fused=True),

@@ -1,4 +1,4 @@
-"""Workloads to measure malloc's behaviour; in most of them shapes change all the time."""
+"""Workloads to measure malloc's behavior; in most of them shapes change all the time."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def threads(seed: int) -> Iterator[None]:
     torch.set_num_threads(1)
     words = 5000
     models = [new_gpt(words, layers=2, width=128, heads=4) for _ in range(THREADS)]
-    trainings = [
+    runs = [
         _trained_gpt(model, words, 8, random.Random(seed + i)) for i, model in enumerate(models)
     ]
     with ThreadPoolExecutor(THREADS) as pool:
         while True:
-            list(pool.map(next, trainings))
+            list(pool.map(next, runs))
             yield
 
 

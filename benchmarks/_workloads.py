@@ -22,8 +22,8 @@ SGD_BYTES = 20
 BASE = "torch fused SGD"
 TRAFFIC = "pure traffic"
 
-# Seconds for each workload. While another job uses a core, torch's steps become 100 times slower,
-# because torch's threads spin at a barrier for each tensor.
+# Seconds for each workload. While another job uses a core, torch's steps become much slower,
+# because torch's threads spin at a barrier for each tensor (docs/benchmarks.md).
 _TIME_LIMIT = 100
 
 

@@ -1,6 +1,6 @@
 """Times FusedAdagrad against torch's Adagrad: ``python -m benchmarks.adagrad [--save]``.
 
-In float32 with dense gradients; benchmarks.sparse times sparse ones.
+Gradients are dense, in float32; benchmarks.sparse times sparse ones.
 """
 
 from __future__ import annotations

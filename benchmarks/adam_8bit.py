@@ -7,9 +7,9 @@ are compared by ``examples/state_dtype.py --torchao``.
 
 from __future__ import annotations
 
-from benchmarks import _output, _turns
+from benchmarks import _alternating, _output
+from benchmarks._alternating import Contender
 from benchmarks._shapes import MODELS
-from benchmarks._turns import Contender
 
 OURS = "fusedoptim:FusedAdamW"
 CONTENDERS = {
@@ -23,11 +23,11 @@ CONTENDERS = {
 
 
 def main() -> None:
-    parser = _turns.parser("benchmarks.adam_8bit", __doc__, {"torchao": "torchao"}, rounds=2)
+    parser = _alternating.parser("benchmarks.adam_8bit", __doc__, {"torchao": "torchao"}, rounds=2)
     parser.add_argument("--model", default="resnet50", choices=MODELS, help="shapes of parameters")
     args = parser.parse_args()
     _output.print_machine()
-    _output.print_table(_turns.table(CONTENDERS, args, args.model, "float32"))
+    _output.print_table(_alternating.table(CONTENDERS, args, args.model, "float32"))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ _KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """Freed memory is not returned to Linux."""
 _ROUNDS = 15
 _OF_IPEX = ("sgd", "adagrad")
-"""The optimizers that it has."""
+"""The optimizers that IPEX has."""
 
 Times = dict[str, list[float]]
 

@@ -1,7 +1,7 @@
-"""How much more memory pools reserve than is in use: ``python -m benchmarks.fragmentation``.
+"""Compares the memory that pools reserve with that in use: ``python -m benchmarks.fragmentation``.
 
-Replays allocations of random sizes and of recorded trainings on a simulated upstream; no memory is
-touched, and nothing is timed. "ours" is the pool's own code. The others are reimplementations of
+Replays allocations of random sizes and of recorded training runs on a simulated upstream; no memory
+is touched, and nothing is timed. "ours" is the pool's own code. The others are reimplementations of
 published rules: the sizes that they round to, the blocks that they split, and how much they request
 from upstream. Each round has another seed, and so another trace. A column "worst" shows the worst
 round.
@@ -33,7 +33,7 @@ TRACES: dict[str, Callable[[int], Trace]] = {
     "transformer": transformer_trace,
     "two models": two_models_trace,
 }
-"""By workload; each takes a seed."""
+"""The function that makes the trace of each workload from a seed."""
 
 
 class Upstream:
@@ -49,7 +49,7 @@ class Upstream:
     def allocate(self, nbytes: int) -> tuple[int, int]:
         """Return an address, and the size as its handle."""
         address = self._next
-        self._next += nbytes + MIB  # a gap, so that no two segments are neighbours
+        self._next += nbytes + MIB  # a gap, so that no two segments are adjacent
         self.reserved += nbytes
         self.peak = max(self.peak, self.reserved)
         self.allocations += 1
@@ -115,7 +115,7 @@ OTHERS = (
 
 
 class _Piece:
-    """A piece of a segment, linked to its neighbours."""
+    """A piece of a segment, linked to the pieces before and after it."""
 
     def __init__(self, pool: int, address: int, size: int) -> None:
         self.pool = pool

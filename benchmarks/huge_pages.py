@@ -1,4 +1,4 @@
-"""Embedding tables in huge pages: ``python -m benchmarks.huge_pages``.
+"""Times embedding tables in huge pages: ``python -m benchmarks.huge_pages``.
 
 Trains 26 ``torch.nn.EmbeddingBag(sparse=True)`` of 200,000 rows of 64, batch 2048, with torch's
 SGD: with and without torch's ``THP_MEM_ALLOC_ENABLE=1``, and with freed memory kept or not. Each

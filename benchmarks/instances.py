@@ -1,4 +1,4 @@
-"""Inference by one instance of a model or by several: ``python -m benchmarks.instances``.
+"""Times inference by one instance of a model or by several: ``python -m benchmarks.instances``.
 
 One instance has all cores. Several share them, as threads of one process by CPUPool.submit, or as
 processes. Each figure is from a fresh process, and the ways alternate.

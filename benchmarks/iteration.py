@@ -1,9 +1,9 @@
 """Times whole training iterations: ``python -m benchmarks.iteration [--save]``.
 
 An iteration is forward, backward and AdamW's step of a real model, in each of the ways to train it.
-Each training has its own process, because its threads and memory would change the time of another;
-the ways alternate. ``--save`` replaces the measured rows in ``results/iterations.csv``, from which
-the README's picture is drawn.
+Each training run has its own process, because its threads and memory would change the time of
+another; the ways alternate. ``--save`` replaces the measured rows in ``results/iterations.csv``,
+from which the README's picture is drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks._training import CONFIGURATIONS, IPEX, WORKLOADS, Record
 FIGURES = RESULTS / "iterations.csv"
 _FIELDS = ("cpu", "cores", "model", "batch", "configuration", "iteration_ms", "step_ms")
 OURS, TORCH = "FusedAdamW alone, float32", "torch fused, float32"
-"""The same training except for the step."""
+"""Configurations that differ only in the optimizer's step."""
 LIMITED = {
     "fusedoptim, float32": "torch.compile, float32",
     "fusedoptim, bfloat16": "torch fused, bfloat16",

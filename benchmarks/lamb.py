@@ -1,6 +1,6 @@
 """Times FusedLamb: ``python -m benchmarks.lamb [--save]``.
 
-In float32 with weight decay. torch.optim has no Lamb: the peer uses foreach functions.
+Steps are in float32 with weight decay. torch.optim has no Lamb: the peer uses foreach functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Page faults and memory with and without keep_memory: ``python -m benchmarks.memory``.
+"""Measures page faults and memory with and without keep_memory: ``python -m benchmarks.memory``.
 
 Each run is its own process, and each round has other shapes; the last column has the ratio of the
 peaks in each round. The peak is the largest resident memory, including that of a DataLoader's

@@ -1,7 +1,7 @@
 """Draws docs/iterations.svg, the README's picture, from ``results/iterations.csv``.
 
 ``python -m benchmarks.picture build`` writes the picture; ``check`` fails if it differs from the
-figures. The SVG has no background, and mid-tone colours that are readable on light and dark pages.
+figures. The SVG has no background, and mid-tone colors that are readable on light and dark pages.
 """
 
 from __future__ import annotations

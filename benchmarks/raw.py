@@ -2,7 +2,7 @@
 
 ``launch`` launches a kernel with four arguments on 1,024 elements and waits for it, 100 times;
 times are totals. The base is dpctl's ``queue.submit_async`` of the same kernel on USM memory, and
-the wait for its event. "By turns" alternates between two pairs of tensors.
+the wait for its event. "Alternating tensors" alternates between two pairs of tensors.
 ``SAXPY`` computes ``y += a x`` over 64 M elements, 12 bytes each, in four shapes: a work item for
 each element, in groups of the driver's choice or of 16, and groups of 16 work items that walk a
 chunk of 64 Ki. It also times torch's ``add``, and pure traffic of as many bytes, of which it reads
@@ -74,7 +74,10 @@ def launch(rounds: int | None) -> Report:
     contenders = [
         Contender("queue.submit, wait", _repeated(_submit(kernel))),
         Contender("RawKernel", _repeated(lambda: kernel(_SMALL, _LANES, arguments))),
-        Contender("RawKernel, by turns", _repeated(lambda: kernel(_SMALL, _LANES, next(others)))),
+        Contender(
+            "RawKernel, alternating tensors",
+            _repeated(lambda: kernel(_SMALL, _LANES, next(others))),
+        ),
         Contender(
             "RawKernel, the driver's group", _repeated(lambda: kernel(_SMALL, None, arguments))
         ),

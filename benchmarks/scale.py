@@ -130,7 +130,7 @@ def offloaded() -> Iterator[list[str]]:
 
 
 def milliseconds(seconds: float) -> str:
-    """With two digits, at least."""
+    """A time in milliseconds, with at least two digits."""
     value = seconds * 1e3
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 

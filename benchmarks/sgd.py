@@ -1,6 +1,6 @@
 """Times FusedSGD against torch's SGD: ``python -m benchmarks.sgd [--save]``.
 
-SGD with momentum in float32.
+Steps are SGD with momentum in float32.
 """
 
 from __future__ import annotations

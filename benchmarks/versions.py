@@ -2,8 +2,7 @@
 
 FOLDER is a checkout of the other version, made by ``git worktree add --detach FOLDER COMMIT``. Both
 versions run in one process, interleaved, over the same parameters, gradients and state. In separate
-processes, a step of large tensors may take 1.6 times as long in one as in the other, because their
-pages lie elsewhere.
+processes, times of equal steps of large tensors may differ, because their pages lie elsewhere.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def measure(folder: Path, name: str, workload: Workload, rounds: int | None) -> 
     """Time the steps of one optimizer on one list.
 
     Each version goes first in half of the rounds. On 10,000 small tensors the second of two equal
-    versions takes up to 1.09 times as long, because its tensors were made later.
+    versions may take longer, because its tensors were made later.
     """
     versions = _Version(str(folder), folder), _Version("today", _TODAY)
     half = math.ceil((rounds or workload.rounds) / 2)

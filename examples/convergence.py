@@ -7,18 +7,18 @@ same batches:
 
 * on handwritten digits, with a network;
 * on diabetes data, with a linear model of 10 weights. The problem is ill-conditioned, but least
-  squares finds its minimum in float64, so each training is also compared with the exact solution.
-  SGD and Adam reach it. AdamW decays the weights, and Adagrad's steps shrink: both miss it.
-  Lamb's step has the length of the weights times the rate, however small the gradient, so near a
-  minimum it moves chaotically. Its rate is so small that the training ends before.
+  squares finds its minimum in float64, so each training run is also compared with the exact
+  solution. SGD and Adam reach it. AdamW decays the weights, and Adagrad's steps shrink: both miss
+  it. Lamb's step has the length of the weights times the rate, however small the gradient, so near
+  a minimum it moves chaotically. Its rate is so small that the training run ends before.
 
 torch has no Lamb; FusedLamb's counterpart is the class below.
 
-Then three trainings on the digits compute outputs and gradients in bfloat16, with a learning rate
-that soon drops to a fiftieth: with float32 weights under autocast; with plain bfloat16 weights,
-which lose an update below half a unit in the last place; and with SplitSGD. Only the arithmetic of
-the update differs, except that SplitSGD's network sees weights truncated to bfloat16 where autocast
-rounds them.
+Then three training runs on the digits compute outputs and gradients in bfloat16, with a learning
+rate that soon drops to a fiftieth: with float32 weights under autocast; with plain bfloat16
+weights, which lose an update below half a unit in the last place; and with SplitSGD. Only the
+arithmetic of the update differs, except that SplitSGD's network sees weights truncated to bfloat16
+where autocast rounds them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ STALL_RATES = 0.05, 0.001  # learning rates before and after the drop
 
 Kwargs = dict[str, Any]
 Schedule = Callable[[float], float]
-"""From the share of the steps that are done to a factor of the learning rate."""
+"""Maps the share of the steps that are done to a factor of the learning rate."""
 
 
 class Lamb(torch.optim.Optimizer):
@@ -136,7 +136,7 @@ class Task(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Steps of a whole training; an epoch's last batch may be smaller."""
+        """Steps of a whole training run; an epoch's last batch may be smaller."""
         return self.epochs * -(-len(self.train_inputs) // self.batch)
 
     def forward(
@@ -153,7 +153,7 @@ class Task(NamedTuple):
 
 
 class Training(NamedTuple):
-    """The results of one training."""
+    """The results of one training run."""
 
     label: str
     model: nn.Module
@@ -210,7 +210,7 @@ def diabetes_task(seed: int) -> Task:
     ]
 
     def make_linear() -> nn.Module:
-        return nn.Linear(10, 1, bias=False)  # centred data needs no bias
+        return nn.Linear(10, 1, bias=False)  # centered data needs no bias
 
     task = Task("diabetes", *data, make_linear, mse_loss, r2, batch=len(train), epochs=1200)
     residuals = task.train_inputs.double() @ exact_weights(task).T - task.train_targets
@@ -236,7 +236,7 @@ def drop(done: float) -> float:
 def judge(task: Task, model: nn.Module, autocast: bool) -> tuple[float, float]:
     """Return the loss over all training data and the score on the test data.
 
-    They are computed in bfloat16 if the training is, otherwise in float64, so that only weights
+    They are computed in bfloat16 if the training run is, otherwise in float64, so that only weights
     matter.
     """
     if not autocast and next(model.parameters()).dtype == torch.float32:
@@ -376,7 +376,7 @@ def save_picture(
     stall: tuple[Training, ...],
     drop_step: float,
 ) -> None:
-    """Draw the pairs of both tasks and the three trainings in bfloat16."""
+    """Draw the pairs of both tasks and the three training runs in bfloat16."""
     figure = Figure(figsize=(16, 4.8), layout="constrained")  # unlike pyplot's, needs no display
     *pair_axes, stall_axes = figure.subplots(1, 3)
     for axes, (task, pairs) in zip(pair_axes, results):
@@ -398,7 +398,7 @@ def save_picture(
 
 
 def main() -> None:
-    """Train, show the results, and exit with an error if trainings that should agree do not."""
+    """Train, show the results, and exit with an error if runs that should agree do not."""
     description = "Train with fused and with torch's optimizers, in float32 and bfloat16."
     arguments = argument_parser(description, "out/convergence.png").parse_args()
     seed = arguments.seed

@@ -56,7 +56,7 @@ def batch(small: bool, count: int) -> tuple[list[Tensor], list[dict[str, Tensor]
 
 
 def in_turn(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The fastest run of each, in seconds, after an uncounted one; the calls are interleaved."""
+    """The fastest run of each function, in seconds, after an uncounted one; runs alternate."""
     fastest = dict.fromkeys(calls, float("inf"))
     for k in range(rounds + 1):
         for name, call in calls.items():

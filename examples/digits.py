@@ -1,6 +1,6 @@
 """Trains a convolutional network on handwritten digits with torch's SGD and with FusedSGD.
 
-Both trainings start from the same weights and use the same batches; only ``optimizer.step()``
+Both training runs start from the same weights and use the same batches; only ``optimizer.step()``
 differs. Run ``python examples/digits.py``; it takes well under a minute.
 """
 
@@ -42,7 +42,7 @@ class Digits(NamedTuple):
 
 
 class Training(NamedTuple):
-    """The results of one training."""
+    """The results of one training run."""
 
     label: str
     model: nn.Module
@@ -156,7 +156,7 @@ def print_header(digits: Digits, epochs: int, seed: int) -> None:
 
 
 def print_results(reference: Training, fused: Training) -> None:
-    """Print both trainings as columns of a table, and the difference of their weights."""
+    """Print both training runs as columns of a table, and the difference of their weights."""
     columns = (reference, fused)
     medians = [statistics.median(run.step_seconds) for run in columns]
     rows = [
@@ -180,7 +180,7 @@ def smoothed(losses: list[float]) -> NDArray[np.float64]:
 
 
 def save_picture(path: Path, reference: Training, fused: Training) -> None:
-    """Draw both trainings' loss and test accuracy."""
+    """Draw both training runs' loss and test accuracy."""
     figure = Figure(figsize=(10, 4), layout="constrained")  # unlike pyplot's, needs no display
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     # The curves nearly coincide: the first is wide and pale, the second thin on top of it.

@@ -33,7 +33,7 @@ TABLES, DENSE, LR = 26, 13, 0.02
 
 
 class Size(NamedTuple):
-    """The size of the model and its training."""
+    """The size of the model and of its training run."""
 
     rows: int
     width: int
@@ -113,7 +113,7 @@ class DLRM(nn.Module):
 
 
 class MergedDLRM(DLRM):
-    """The same with merged tables, which the backward pass updates, and one kernel for products."""
+    """The model with merged tables, updated in the backward pass, and one kernel for products."""
 
     def __init__(self, size: Size, plain: DLRM) -> None:
         super().__init__(size)
@@ -161,8 +161,8 @@ def auc(scores: Tensor, clicked: Tensor) -> float:
     return above / (clicks * (len(scores) - clicks))
 
 
-def trainings(size: Size) -> list[Training]:
-    """The trainings with torch's operators and with ours, from the same weights."""
+def training_runs(size: Size) -> list[Training]:
+    """Training runs with torch's operators and with ours, from the same weights."""
     plain = DLRM(size)
     merged = MergedDLRM(size, plain)
     mlps = [*merged.bottom.parameters(), *merged.top.parameters()]
@@ -200,7 +200,7 @@ def main() -> None:
     torch.sparse.check_sparse_tensor_invariants.disable()
     size = SMALL if args.small else FULL
     clicks = Clicks(size.rows)
-    compared = trainings(size)
+    compared = training_runs(size)
     progress = tqdm(range(args.iterations or size.iterations), unit="batch", disable=None)
     for _ in progress:
         batch = clicks.batch(size.batch)

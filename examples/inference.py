@@ -46,7 +46,7 @@ TASKS = {"cnn": cnn, "transformer": transformer}
 
 
 def in_turn(calls: dict[str, Any], rounds: int) -> dict[str, float]:
-    """The fastest run of each, in seconds; they are interleaved, as other load varies."""
+    """The fastest run of each function, in seconds; runs alternate, as other load varies."""
     fastest = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
         for name, call in calls.items():

@@ -37,7 +37,7 @@ Batches = Callable[[torch.Generator], tuple[Tensor, Tensor]]
 
 
 class Task(NamedTuple):
-    """A network, its data, and the length of its training."""
+    """A network, its data, and the length of its training run."""
 
     name: str
     make_network: Callable[[], nn.Module]

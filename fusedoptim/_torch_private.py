@@ -77,8 +77,8 @@ _UNTRACED: dict[Any, Any] = {
 def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of torch.optim.Optimizer without its decorator, while nothing can be traced.
 
-    The decorator imports torch._dynamo to tell it not to trace the method. The import takes five
-    times as long as the first step of a process. As long as nothing else has imported
+    The decorator imports torch._dynamo to tell it not to trace the method. The import takes longer
+    than the first step of a process (docs/benchmarks.md). As long as nothing else has imported
     torch._dynamo, nothing can trace, and the decorator is not needed.
     """
     untraced = _UNTRACED.get(getattr(method, "__func__", None))
@@ -157,7 +157,7 @@ BypassModes = torch._C._DisableTorchDispatch
 
 BypassSubclasses = torch._C.DisableTorchFunctionSubclass
 """A context manager in C. Inside it, torch reads a tensor's ``grad``, version or address without
-looking for ``__torch_function__`` in its class. That look-up takes twice as long as the read."""
+looking for ``__torch_function__`` in its class, which takes longer than the read itself."""
 
 
 def is_plain_execution() -> bool:

@@ -22,7 +22,7 @@ _KERNELS: dict[Any, str] = {
     torch.bfloat16: "adam_bfloat16",
     "float8": "adam_float8",
 }
-"""By ``state_dtype``."""
+"""The kernel for each ``state_dtype``."""
 
 
 class _Adam(FusedOptimizer):
@@ -131,10 +131,10 @@ class FusedAdam(_Adam, torch.optim.Adam):
         max_grad_norm: clip the gradients' norm, over all parameters, to this first, as
             :func:`torch.nn.utils.clip_grad_norm_` would. The gradients themselves stay unchanged.
         split: keep float32 values in two halves, as :class:`SplitSGD` does.
-        state_dtype: of :math:`m` and :math:`v`, for parameters of at most 32 bits: torch.float32,
-            torch.bfloat16, or "float8" (8-bit floating point with a scale for each block). The
-            latter two are rounded stochastically. They allow neither ``amsgrad`` nor float64 or
-            complex parameters.
+        state_dtype: the dtype of :math:`m` and :math:`v`, for parameters of at most 32 bits:
+            torch.float32, torch.bfloat16, or "float8" (8-bit floating point with a scale for each
+            block). The latter two are rounded stochastically. They allow neither ``amsgrad`` nor
+            float64 or complex parameters.
 
     Raises:
         ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.
@@ -223,10 +223,10 @@ class FusedAdamW(_Adam, torch.optim.AdamW):
         max_grad_norm: clip the gradients' norm, over all parameters, to this first, as
             :func:`torch.nn.utils.clip_grad_norm_` would. The gradients themselves stay unchanged.
         split: keep float32 values in two halves, as :class:`SplitSGD` does.
-        state_dtype: of :math:`m` and :math:`v`, for parameters of at most 32 bits: torch.float32,
-            torch.bfloat16, or "float8" (8-bit floating point with a scale for each block). The
-            latter two are rounded stochastically. They allow neither ``amsgrad`` nor float64 or
-            complex parameters.
+        state_dtype: the dtype of :math:`m` and :math:`v`, for parameters of at most 32 bits:
+            torch.float32, torch.bfloat16, or "float8" (8-bit floating point with a scale for each
+            block). The latter two are rounded stochastically. They allow neither ``amsgrad`` nor
+            float64 or complex parameters.
 
     Raises:
         ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.

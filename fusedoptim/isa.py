@@ -22,7 +22,7 @@ __all__ = ["LEVELS", "highest", "level"]
 LEVELS = ISA_LEVELS
 """``"sse4.2"``, ``"avx"``, ``"avx2"``, ``"avx512"`` (Skylake's: F, CD, BW, DQ and VL) and
 ``"avx512_fp16"`` (Sapphire Rapids'); each contains the ones before it. Below ``"avx2"`` a
-fused multiply-add is a function call, and a step takes some 30 to 70 times as long."""
+fused multiply-add is a function call, which makes steps many times slower (docs/isa.md)."""
 
 
 def level() -> str:
@@ -32,7 +32,7 @@ def level() -> str:
         one of ``LEVELS``, read from what the driver has loaded.
 
     Raises:
-        ValueError: ``FUSEDOPTIM_ISA`` is no level, is above the machine's, or contradicts
+        ValueError: ``FUSEDOPTIM_ISA`` is not a level, is above the machine's, or contradicts
             ``CL_CONFIG_CPU_TARGET_ARCH``.
         RuntimeError: ``FUSEDOPTIM_ISA`` was set after the driver had started; or the machine's
             CPU driver is not Intel's, the only one known to show its level.

@@ -55,7 +55,7 @@ def merge_embedding_bags(
     The merged module contains the bags under the same names in ``state_dict()``, and can be indexed
     and iterated over. A forward that loops over the bags gives the same results, but is not faster:
     call the merged module instead, as ``self.tables(indices, offsets)`` with lists, which returns a
-    list. :func:`transforms.restore` undoes the merge, and keeps what the tables learnt.
+    list. :func:`transforms.restore` undoes the merge, and keeps what the tables learned.
 
     With ``optimizer``, the backward pass of the merged module updates the tables. They have no
     gradients, so leave them out of the optimizer of the model. Calling a single bag in training
@@ -206,9 +206,9 @@ def _check_bags(model: nn.Module, name: str, is_trained: bool) -> None:
         if is_trained:
             _check_trainable(where, bag, sharers.get(id(bag.weight), []))
     if is_trained:  # checked before copying: a copy of the model may no longer share the weight
-        turns = update_order([bag.weight for bag in container])
-        if any(turns):
-            t = next(t for t, turn in enumerate(turns) if turn)
+        orders = update_order([bag.weight for bag in container])
+        if any(orders):
+            t = next(t for t, order in enumerate(orders) if order)
             raise ValueError(
                 f"{name}.{t}.weight shares memory with a table before it, and both would be "
                 "updated at once; merge without an optimizer, or clone() it first"

@@ -68,7 +68,7 @@ def optimize(
 
     A model optimized for inference keeps everything that it learns in eval mode, and all writes
     into its parameters: ``state_dict()`` and ``restore`` give a plain model that computes the same.
-    For a folded layer, the learnt weight is divided by the BatchNorm's scale, and a change of the
+    For a folded layer, the trained weight is divided by the BatchNorm's scale, and a change of the
     bias goes to the BatchNorm's bias; values that did not change keep every bit. In training mode a
     folded BatchNorm raises: restore the model first. To write new values, use ``load_state_dict``:
     the model does not compute with the tensors of ``state_dict()``.

@@ -195,7 +195,7 @@ def report(model: nn.Module) -> Report:
         model: the model that ``optimize`` returned.
 
     Raises:
-        TypeError: the model is no module.
+        TypeError: the model is not a module.
         ValueError: the model was not optimized, or has been restored.
 
     Example:

@@ -33,7 +33,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         the model; with an optimizer, a tuple of the model and the optimizer.
 
     Raises:
-        TypeError: ``model`` is no module, or ``optimizer`` is no optimizer.
+        TypeError: ``model`` is not a module, or ``optimizer`` is not an optimizer.
         ValueError: the model was not optimized, or has been finalized; the optimizer belongs to
             another model; or weights are split, and the optimizer with their lower halves is not
             given.
@@ -60,7 +60,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         check_same_parameters(model, optimizer)
     check_halves(model, optimizer)
     plain_tensors.check_all(model)
-    int8.revert_all(model)  # first, as it was done last
+    int8.revert_all(model)  # first, because quantization came last
     for passes in (INFERENCE, TRAINING):  # a model is not optimized for training after inference
         for each in reversed(passes):
             each.undo(model, optimizer)

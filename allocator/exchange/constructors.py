@@ -26,7 +26,7 @@ class Constructors:
             dtype: torch's default dtype if None.
 
         Raises:
-            TypeError: an element of the shape is no integer, or DLPack lacks the dtype.
+            TypeError: an element of the shape is not an integer, or DLPack lacks the dtype.
             ValueError: a negative dimension, or more than 2^63 - 1 elements.
             OutOfMemoryError: there is no room.
             RuntimeError: the pool was closed, or belongs to another process.

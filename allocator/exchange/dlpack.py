@@ -128,7 +128,7 @@ class Imported:
         self.is_read_only = bool(name == VERSIONED_NAME and managed.flags & READ_ONLY)
         deleter = _Deleter(managed.deleter) if managed.deleter else None
         _set_name(capsule, USED_NAMES[name])
-        self._deleter = deleter  # from here on we own it
+        self._deleter = deleter  # from here on this object owns it
 
     def __del__(self) -> None:
         if self._deleter is not None:

@@ -80,7 +80,7 @@ class _Slab:
         self.armed = memoryview(armed).cast("B").cast("Q")
         """the first word of each export until its deleter is called."""
         self.exports: dict[int, Export] = {}
-        """by slot."""
+        """the exports, by slot."""
         self._count, self._used = count, 0
         self._first_words = np.frombuffer(self.words, np.uint64)[::_SLOT]
         self._armed = np.frombuffer(self.armed, np.uint64)
@@ -349,7 +349,7 @@ class Exporter:
 
 
 _exporters: list[Exporter] = []
-"""all of them, so that exports in use stay valid whatever happens to their pools."""
+"""all exporters, so that exports in use stay valid whatever happens to their pools."""
 _retired: list[Exporter] = []
 
 

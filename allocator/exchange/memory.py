@@ -174,7 +174,7 @@ class Memory:
 
     @property
     def __sycl_usm_array_interface__(self) -> dict[str, Any]:
-        """As dpctl and dpnp read it."""
+        """The description of the memory that dpctl and dpnp read."""
         return self.array(self.nbytes).__sycl_usm_array_interface__
 
     if TYPE_CHECKING:  # defined by _HostMemory
@@ -359,7 +359,7 @@ class Array:
 
     @property
     def __sycl_usm_array_interface__(self) -> dict[str, Any]:
-        """As dpctl and dpnp read it.
+        """The description of the memory that dpctl and dpnp read.
 
         Raises:
             AttributeError: the memory belongs to another library, or numpy lacks the element type.

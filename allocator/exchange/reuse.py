@@ -51,7 +51,7 @@ class Entry:
         self.last: Export = _NEVER
         """the export handed out last."""
         self.before_last: Export = _NEVER
-        """the one before; ``x = pool.empty(n)`` in a loop releases it, not the last."""
+        """the export before ``last``; ``x = pool.empty(n)`` in a loop releases it, not ``last``."""
         self.reused = 0
         """tensors handed out since the counters were brought up to date."""
         self.is_closed = False
@@ -112,7 +112,7 @@ class ReuseCache:
 
     def __init__(self) -> None:
         self.by_dtype: dict[Any, dict[Any, Entry]] = {}
-        """by dtype and shape; a shape of one dimension is also there as an integer."""
+        """the entries, by dtype and shape; a shape of one dimension is also there as an integer."""
         self.count = 0
         """cached tensors."""
         self._all: list[Entry] = []

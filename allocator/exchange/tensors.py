@@ -143,7 +143,7 @@ class TensorFactory:
 
 
 def _cure(torch: Any, shape: tuple[int, ...], dtype: Any) -> str:
-    """The advice for a dtype argument that is no dtype: what was probably meant."""
+    """The advice for a dtype argument that is not a dtype: what was probably meant."""
     if isinstance(dtype, int):
         return f"; a shape of several dimensions is a tuple, such as {(*shape, dtype)}"
     name = getattr(dtype, "__name__", str(dtype))  # of a class of NumPy's, too

@@ -61,12 +61,12 @@ class Advice:
 
     @property
     def rules(self) -> Rules:
-        """The best ones, for ``Pool(rules=...)``."""
+        """The best rules, for ``Pool(rules=...)``."""
         return self.best.rules
 
     @property
     def limit(self) -> int:
-        """For ``Pool(limit=...)``: the bytes that the best rules reserve, plus one sixteenth."""
+        """The limit for ``Pool(limit=...)``: what the best rules reserve, plus one sixteenth."""
         peak = self.best.replay.peak_reserved
         return -(-(peak + peak // _MARGIN) // _MIB) * _MIB
 
@@ -124,7 +124,7 @@ def advise(trace: Trace, *, hit_rate: float | None = None) -> Advice:
     The search is greedy: each rule is set to the best of a few values, keeping those found before.
     The best rules have the lowest peak of reserved bytes among those that reach the hit rate. The
     search also runs for hit rates of 0 and 1, so that a lower hit rate never needs more memory.
-    That is some forty replays, each of order n log n for n events.
+    This takes some forty replays, each of order n log n for n events.
 
     Args:
         trace: a program's trace, or that of some typical steps.

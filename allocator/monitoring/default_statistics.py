@@ -42,14 +42,15 @@ reset_peak_memory_stats = _of_default_pool(Pool.reset_peak_memory_stats)
 reset_accumulated_memory_stats = _of_default_pool(Pool.reset_accumulated_memory_stats)
 """``reset_accumulated_memory_stats(device="cpu")``: the method of the default pool."""
 memory_summary = _of_default_pool(Pool.memory_summary)
-"""``memory_summary(device="cpu", abbreviated=False)``: :meth:`Pool.memory_summary` likewise."""
+"""``memory_summary(device="cpu", abbreviated=False)``: :meth:`Pool.memory_summary` of the default
+pool."""
 
 
 def memory_snapshot(device: Any = "cpu") -> list[dict[str, Any]]:
     """The segments of the default pool, in torch's format; see :meth:`Pool.snapshot`.
 
     Args:
-        device: as :func:`default_pool` takes it.
+        device: the device, as :func:`default_pool` takes it.
 
     Example:
         >>> from allocator import default_pool

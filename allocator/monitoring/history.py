@@ -162,5 +162,5 @@ def room_of(allocation: Allocation) -> int:
 
 
 def _start(allocation: Allocation) -> int:
-    """The address of its block, by which a snapshot knows it."""
+    """The address of the allocation's block, which identifies it in a snapshot."""
     return allocation.address if allocation.block is None else allocation.block.address

@@ -101,7 +101,7 @@ class Hooks:
         self.all = tuple(h for h in self.all if h is not hook)
 
     def allocated(self, pool: Any, allocation: Allocation, hooks: tuple[Hook, ...]) -> None:
-        """Tell hooks of an allocation; if one refuses it, tell the earlier ones of a release."""
+        """Report an allocation to hooks; if one refuses, report a release to the earlier ones."""
         for i, hook in enumerate(hooks):
             try:
                 hook.allocated(pool, allocation)
@@ -111,12 +111,12 @@ class Hooks:
                 raise
 
     def released(self, pool: Any, allocation: Allocation) -> None:
-        """Tell all hooks of a release."""
+        """Report a release to all hooks."""
         for hook in self.all:
             _call(hook, hook.released, pool, allocation)
 
     def segments(self, pool: Any, returned: Iterable[Segment], taken: Iterable[Segment]) -> None:
-        """Tell all hooks of segments returned to the driver and taken from it."""
+        """Report segments returned to the driver and taken from it to all hooks."""
         for segment in returned:
             for hook in self.all:
                 _call(hook, hook.shrunk, pool, segment.address, segment.size)

@@ -65,10 +65,11 @@ class Reports:
     def memory_stats(self) -> OrderedDict[str, Any]:
         """Counters by the names that ``torch.cuda.memory_stats`` uses.
 
-        Their meanings are torch's too; ``allocated`` and ``freed`` are the sums of all rises and
-        falls. Counters of features that this pool lacks (num_sync_all_streams, num_oom_rejections,
-        oversize, max_split_size) are as in a torch that does not use them. hit_rate, fragmentation,
-        internal_waste_bytes and driver_calls are not torch's: see :class:`Health`.
+        Their meanings are those of torch too; ``allocated`` and ``freed`` are the sums of all rises
+        and falls. Counters of features that this pool lacks (num_sync_all_streams,
+        num_oom_rejections, oversize, max_split_size) are as in a torch that does not use them.
+        hit_rate, fragmentation, internal_waste_bytes and driver_calls are not torch's: see
+        :class:`Health`.
 
         inactive_split, the free blocks in partly used segments, is measured only by this method:
         its peak is the largest value that a call found, its sums are of changes between calls.

@@ -21,7 +21,7 @@ renew_lock_in_child(globals())
 _cores: weakref.WeakSet[Core] = weakref.WeakSet()
 _open: list[Scope] = []
 _records: dict[tuple[str, str], tuple[int, int, int]] = {}
-"""peak, number of blocks and total bytes, by name and place."""
+"""the peak, number of blocks and total bytes of finished scopes, by name and place."""
 
 _entered: contextvars.ContextVar[tuple[Scope, ...]] = contextvars.ContextVar("scopes", default=())
 

@@ -140,7 +140,7 @@ class Guard(Hook):
     # ------------------------------------------------------------------ events
 
     def allocated(self, pool: Any, allocation: Allocation) -> None:
-        """Fill its memory."""
+        """Fill the allocation's memory."""
         self._wait()  # for work that still uses the memory of its previous owner
         ctypes.memset(allocation.address, ON_ALLOCATION, allocation.nbytes)
         for start, nbytes in _redzones(allocation):
@@ -149,7 +149,7 @@ class Guard(Hook):
         allocation.note(Guard, _Life(allocation, next(self._count), self._stacks.here()))
 
     def released(self, pool: Any, allocation: Allocation) -> None:
-        """Check its redzones, and fill its memory."""
+        """Check the allocation's redzones, and fill its memory."""
         self._wait()
         while allocation.queues:
             allocation.queues.pop().wait()
@@ -168,7 +168,7 @@ class Guard(Hook):
             self._ended[export] = life, self._stacks.here()
 
     def ended_again(self, export: int) -> None:
-        """Note that a consumer called the deleter a second time."""
+        """Note that a consumer called the deleter of the export at this address a second time."""
         if export in self._ended:
             life, released_at = self._ended[export]
             self._found.append(life.error("double release", None, released_at))

@@ -16,7 +16,7 @@ from allocator.pool.sizes import as_number
 from allocator.pool.store import Store
 
 _CHECKS = 4
-"""Checks within the time that memory may stay unused; it stays at most 1/4 longer."""
+"""The number of checks within the time that memory may stay unused; it stays at most 1/4 longer."""
 
 
 def checked_seconds(seconds: Any) -> float:
@@ -96,7 +96,7 @@ class Decay:
 
 
 _decays: set[Decay] = set()
-"""all whose threads run."""
+"""all decays whose threads run."""
 
 
 @atexit.register

@@ -15,7 +15,7 @@ from allocator.pool.store import Store
 from allocator.runtime.formatting import size_text
 
 _ARENA_GRAIN = LARGEST_ALIGNMENT
-"""The arena starts and ends at a multiple of it, so that offsets determine alignments."""
+"""The arena starts and ends at a multiple of this, so that offsets determine alignments."""
 
 _ONE_SEGMENT: dict[str, Any] = {
     "small_limit": 0,  # for all sizes
@@ -99,7 +99,7 @@ class StableStore(Store):
         return self.adopt(pool, block, block.address, nbytes, alignment, heap)
 
     def take_alone(self, pool: Any, nbytes: int, alignment: int) -> Allocation:
-        """Refuse."""
+        """Refuse: there is no memory outside of the arena."""
         raise MemoryError(
             "a finalizer or a signal handler asked in the middle of the pool's own work, and a "
             "pool with stable addresses takes nothing from outside of the arena"

@@ -60,12 +60,12 @@ class Allocation:
 
     @property
     def size(self) -> int:
-        """Bytes it takes up in the pool."""
+        """The bytes that the allocation takes up in the pool."""
         return self.nbytes if self.block is None else self.block.size
 
     @property
     def is_small(self) -> bool:
-        """Whether it lies in a segment for small blocks."""
+        """Whether the allocation lies in a segment for small blocks."""
         return self.block is not None and self.block.segment.is_small
 
     @property
@@ -75,17 +75,17 @@ class Allocation:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether it was not released yet."""
+        """Whether the allocation was not released yet."""
         return self._in_use is not None and self._in_use.get(self.address) is self
 
     @property
     def stream(self) -> int:
-        """Number of its queue: 0 for the pool's own."""
+        """The number of its queue: 0 for the pool's own."""
         return 0 if self.heap is None else self.heap.number
 
     @property
     def site(self) -> str:
-        """Place in the program that asked for it, if recorded."""
+        """The place in the program that asked for the allocation, if recorded."""
         if not self.frames:
             return "no stack recorded (Pool.record_history())"
         frame = self.frames[0]

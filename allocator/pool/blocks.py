@@ -7,7 +7,7 @@ A heap takes segments from upstream and splits them into blocks. The policy:
 - Best fit: a free block of exactly the size, else the smallest that is large enough. Among equal
   blocks it takes the one in the oldest segment at the lowest offset. Addresses are not compared, so
   the same calls give the same offsets in every process. The remainder is split off, and free
-  neighbours are merged at once. A wholly free segment is split only if nothing else fits.
+  neighbors are merged at once. A wholly free segment is split only if nothing else fits.
 - Bounded over-reserve: a heap that must grow first returns its wholly free segments, and then takes
   one segment as large as the bound allows. The bound is 3% and 8 MiB above the peak of live bytes;
   only fragmentation can keep a heap above it.
@@ -34,7 +34,7 @@ from allocator.pool.sizes import as_number
 _KIB = 1024
 _MIB = 1024 * _KIB
 GRAIN = 512
-"""Segments start at a multiple of it, whatever the rounding of their blocks."""
+"""Segments start at a multiple of this, whatever the rounding of their blocks."""
 LARGEST_ALIGNMENT = 2 * _MIB
 """The largest alignment that a request may ask for."""
 
@@ -181,7 +181,7 @@ class _FreeBlocks:
 
     def __init__(self) -> None:
         self._bins: dict[int, list[tuple[int, int, Block]]] = {}
-        """By size; each in order of segments and offsets."""
+        """The bins by size; each is in order of segments and offsets."""
         self._sizes: list[int] = []
         """Sizes of the bins, ascending."""
 

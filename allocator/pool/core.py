@@ -312,7 +312,7 @@ class Core:
                 self.report_segments()
 
     def report_segments(self) -> None:
-        """Tell hooks of segments taken and returned; in the outermost call."""
+        """Report taken and returned segments to hooks; in the outermost call."""
         returned, taken = self.store.changed_segments()
         if self.hooks.all and (returned or taken):
             self.hooks.segments(self.pool(), returned, taken)

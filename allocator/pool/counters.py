@@ -9,7 +9,7 @@ BLOCKS = ("active", "active_bytes")
 SEGMENTS = ("segment", "reserved_bytes")
 INACTIVE = ("inactive_split", "inactive_split_bytes")
 METRICS = (*ALLOCATIONS, *BLOCKS, *SEGMENTS, *INACTIVE)
-"""By torch's names."""
+"""All metrics, by torch's names."""
 TIERS = ("all", "large_pool", "small_pool")
 FACTS = ("current", "peak", "allocated", "freed")
 
@@ -57,7 +57,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.levels = {metric: tuple(Level() for _ in TIERS) for metric in METRICS}
-        """by metric; one for each of :data:`TIERS`."""
+        """the levels of each metric, one for each of :data:`TIERS`."""
         self.misses = 0
         """allocations that needed the driver."""
         self.retries = 0

@@ -101,7 +101,7 @@ def empty(shape: Any, dtype: torch.dtype | None = None, device: Any = "cpu") -> 
     Args:
         shape: an integer or a sequence of integers.
         dtype: torch's default dtype if None.
-        device: as :func:`current_pool` takes it.
+        device: the device, as :func:`current_pool` takes it.
 
     Example:
         >>> empty((2, 3)).shape
@@ -116,7 +116,7 @@ def zeros(shape: Any, dtype: torch.dtype | None = None, device: Any = "cpu") -> 
     Args:
         shape: an integer or a sequence of integers.
         dtype: torch's default dtype if None.
-        device: as :func:`current_pool` takes it.
+        device: the device, as :func:`current_pool` takes it.
 
     Example:
         >>> zeros(3)
@@ -134,7 +134,7 @@ def full(
         shape: an integer or a sequence of integers.
         value: a number.
         dtype: if None, that of ``torch.full`` for ``value``.
-        device: as :func:`current_pool` takes it.
+        device: the device, as :func:`current_pool` takes it.
 
     Example:
         >>> full(3, 7)

@@ -167,7 +167,7 @@ class Pool(Constructors, Reports):
             strides: strides in elements; contiguous by default.
 
         Raises:
-            TypeError: an element of the shape is no integer, or the dtype is unknown.
+            TypeError: an element of the shape is not an integer, or the dtype is unknown.
             ValueError: a negative dimension, or elements that would share memory.
             OutOfMemoryError: there is no room.
             RuntimeError: the pool was closed, or belongs to another process.

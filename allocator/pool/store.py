@@ -17,7 +17,7 @@ from allocator.runtime.libraries import load_dpctl
 
 _PAGE = 4096
 STAGGERED = 1 << 20
-"""Larger allocations start at different offsets within their pages."""
+"""Allocations larger than this start at different offsets within their pages."""
 
 
 def whole_grains(nbytes: int) -> int:
@@ -35,12 +35,12 @@ class Store:
         self.source = source
         self.rules = rules
         self.heaps: dict[Any, Heap] = {None: Heap(source, rules)}
-        """by queue; the first, None, is the pool's own."""
+        """the heap of each queue; the first queue, None, is the pool's own."""
         self.counters = Counters()
         self.in_use: dict[int, Allocation] = {}
-        """by address."""
+        """the allocations in use, by address."""
         self.holders: set[Allocation] = set()
-        """those of open reservations."""
+        """the holders of open reservations."""
         self.margin = 0
         """unused bytes before and after each allocation, a multiple of GRAIN."""
         self.leaving: Callable[[Allocation], Iterable[Allocation]] = lambda ended: (ended,)

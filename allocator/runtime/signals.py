@@ -1,7 +1,7 @@
 """Restores signal handlers that a library replaces when it is loaded.
 
 Intel's CPU driver of 2026 is built on LLVM, which installs handlers for 15 signals. Job schedulers
-use SIGUSR1 to tell a training to save a checkpoint; it would no longer reach Python.
+use SIGUSR1 to tell a training run to save a checkpoint; the signal would no longer reach Python.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Run::
         --max-restarts 3 examples/trainers/with_torchrun.py
 
 and kill one of its two processes with ``kill -9``. torchrun starts both again, and the final
-weights are those of a training that nobody killed. Without the variable, torchrun keeps the store
+weights are those of a run that nobody killed. Without the variable, torchrun keeps the store
 through which processes find each other, and the new processes look for the killed ones
 (https://github.com/pytorch/pytorch/issues/135712).
 """

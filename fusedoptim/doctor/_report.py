@@ -140,7 +140,7 @@ class Report:
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Facts as lines; those after the first of a long fact have no name."""
+    """Facts as lines; a long fact takes several, of which only the first has its name."""
     rows: list[tuple[str, str]] = []
     for name, value in facts.items():
         text = _text(value)

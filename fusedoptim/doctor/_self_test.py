@@ -31,7 +31,7 @@ from fusedoptim.launch.layout import Argument
 from fusedoptim.launch.modules import Module, kernel_function, shipped
 
 Reals = np.ndarray[Any, np.dtype[np.float64]]
-_LENGTHS = np.array([301, 1, 211])  # of the rows: unaligned, and no multiples of a vector
+_LENGTHS = np.array([301, 1, 211])  # of the rows: unaligned, and not multiples of a vector
 _MARGIN = 32  # elements past the end
 _UNITS = 64
 _SIGNED = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT, Role.VALUES)

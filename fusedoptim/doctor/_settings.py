@@ -1,4 +1,4 @@
-"""The settings of threads, cores, malloc and huge pages, and which may pay. Changes none."""
+"""Reports settings of threads, cores, malloc and huge pages, and recommends some; changes none."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def main(device: str | None, claims: int, with_torch: bool) -> None:
     except Exception as failure:  # of any class: a report names it, and goes on
         _say(lines, failed=_last_line(failure))
     sys.stderr.flush()
-    os._exit(0)  # torch takes half a second to be torn down
+    os._exit(0)  # without tearing down torch, which is slow
 
 
 def _say(lines: TextIO, **facts: Any) -> None:
@@ -135,10 +135,7 @@ def _try_torch(lines: TextIO) -> None:
 
 
 def _update_problem(device: Any) -> str:
-    """What is wrong with FusedSGD's launch on torch's memory and stream, or "".
-
-    Making an optimizer would make torch import its compiler, which takes a second.
-    """
+    """What is wrong with FusedSGD's launch on torch's memory and stream, or ""."""
     import numpy as np
     import torch
 

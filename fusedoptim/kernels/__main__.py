@@ -172,7 +172,7 @@ def verify() -> list[str]:
 
 
 def validate() -> list[str]:
-    """What spirv-val and Intel's offline GPU compiler say against the modules."""
+    """The objections of spirv-val and of Intel's offline GPU compiler to the modules."""
     missing = [tool for tool in ("spirv-val", "ocloc") if shutil.which(tool) is None]
     if missing:
         return [f"not found: {', '.join(missing)} (apt install spirv-tools intel-opencl-icd)"]
@@ -195,10 +195,10 @@ def validate() -> list[str]:
 def _compile_for_gpus(
     builds: list[tuple[Path, str]], options: str = "", **variables: str
 ) -> list[str]:
-    """What ocloc says against modules for GPUs.
+    """The objections of ocloc to modules for GPUs.
 
     One process compiles all, as it takes longer to start than to compile most of them. If one
-    fails, which may end the process, each is compiled for itself.
+    fails, which may end the process, each is compiled separately.
     """
     with tempfile.TemporaryDirectory() as folder:
         lines = [f'-spirv_input -file "{path}" -device {gpu} {options}' for path, gpu in builds]

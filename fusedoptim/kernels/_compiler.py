@@ -1,7 +1,7 @@
 """From a kernel, a plain Python function, to a SPIR-V module, through numba-dpex.
 
 Needs the ``[jit]`` extra. :func:`compile_kernel` is deterministic: the same source and tool
-versions give the same bytes, which ``make kernels-verify`` holds against the committed ones.
+versions give the same bytes, which ``make kernels-verify`` compares with the committed ones.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _CALLED = {
 _VARIABLES = ("rows", "head", "run", "next_row", "end", "row", "all_rows", "kernel", "real")
 _ROW_LOOP = (*_VARIABLES, *_CALLED)
 _ELEMENT_LOOP = ("start",)
-_AHEAD = 16  # rows between the one that is walked and the one that is fetched
+_AHEAD = 16  # rows between the one that is walked and the one that is prefetched
 _SCATTERED = (Role.PARAM, Role.STATE, Role.STATE_BF16)
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
 
@@ -73,11 +73,11 @@ class Signature(NamedTuple):
     """What a kernel's annotations say."""
 
     arguments: list[Argument]
-    """of the launch block, in the order of its words."""
+    """The arguments in the launch block, in the order of its words."""
     parameters: list[Argument]
-    """of the function, in its order."""
+    """The parameters of the function, in its order."""
     sums: int
-    """values that the kernel returns for each element, which each lane sums over a row."""
+    """The number of values that the kernel returns for an element; a lane sums them over a row."""
 
     @property
     def is_element_kernel(self) -> bool:
@@ -109,8 +109,8 @@ def signature(kernel: Callable[..., Any], variant: str) -> Signature:
 
     Raises:
         TypeError: an argument is not annotated with a type of ``fusedoptim.kernels.language``, or
-            with one of which it is not known what a launch block has for it, or its name is one
-            that :func:`_entry_point` uses.
+            with one that no launch block can hold, or its name is one that :func:`_entry_point`
+            uses.
     """
     hints = get_type_hints(kernel, include_extras=True)
     found = []
@@ -219,10 +219,10 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
 
 
 def _fetches(arguments: Sequence[Argument], layout: Layout) -> list[str]:
-    """Python source that has 64 elements of a later row fetched, where rows are short.
+    """Python source that prefetches 64 elements of a later row, where rows are short.
 
-    They may be rows of a large table that a sparse gradient has in no order that the processor
-    sees; the gradient's own are neighbours.
+    They may be rows of a large table that a sparse gradient touches in an order that the processor
+    cannot predict. The rows of the gradient itself are adjacent, and need no prefetch.
     """
     lines = [f"if run > 1 and next_row + {_AHEAD} < all_rows:"]
     for name, role in arguments:
@@ -300,7 +300,7 @@ def llvm_module(
     Args:
         function: the kernel.
         arguments: their types.
-        name: of the entry point.
+        name: the name of the entry point.
         options: further ones of numba's.
     """
     options |= {
@@ -338,7 +338,7 @@ def compile_kernel(kernel: Callable[..., Any], variant: str, name: str) -> bytes
     Args:
         kernel: a function whose arguments are annotated with types of the kernel language.
         variant: its name, such as "bf16" or "split".
-        name: of the module's entry point.
+        name: the name of the module's entry point.
 
     Returns:
         the binary module; its only entry point takes one int64, the address of a row.

@@ -214,7 +214,7 @@ for _real in (types.float32, types.float64):
 
 
 def _alike(value: ir.Value, *scalars: ir.Type) -> list[ir.Type]:
-    """The types, or those of vectors of them if the value is a vector."""
+    """The types, or vectors of them if the value is a vector."""
     if isinstance(value.type, ir.VectorType):
         return [ir.VectorType(scalar, value.type.count) for scalar in scalars]
     return list(scalars)
@@ -292,11 +292,11 @@ class Format(NamedTuple):
 
     memory: ir.Type
     size: int
-    """Bytes, and the alignment."""
+    """The size in bytes, which is also the alignment."""
     widen: Any
-    """From memory to arithmetic."""
+    """The conversion from memory to arithmetic."""
     narrow: Any
-    """And back."""
+    """The conversion from arithmetic to memory."""
 
 
 def _format(element: Element) -> Format:
@@ -307,8 +307,8 @@ def _format(element: Element) -> Format:
 
 
 FORMATS = {element.name: _format(element) for element in ELEMENTS.values()}
-"""By the name of the element."""
-FORMATS["half"] = Format(  # of a split value, as an integer
+"""The format of each element, by its name."""
+FORMATS["half"] = Format(  # one half of a split value, as an integer
     _I16,
     2,
     lambda builder, bits: builder.zext(bits, *_alike(bits, _I32)),

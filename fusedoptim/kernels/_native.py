@@ -1,8 +1,9 @@
 """The native code: a launch on the CPU, and what each of torch's threads runs in it.
 
-Compiled from LLVM's assembly language, as a C compiler is nothing that the project needs otherwise.
-It is ordinary x86-64 code that calls nothing but the driver and OpenMP, through addresses in its
-argument, and has no relocations: its bytes run wherever they are mapped, from the first one on.
+It is compiled from LLVM's assembly language, because the project needs no C compiler otherwise. It
+is ordinary x86-64 code that calls nothing but the driver and OpenMP, through addresses in its
+argument, and has no relocations: its bytes run wherever they are mapped, and begin with the entry
+point.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import llvmlite.binding as llvm
 
 _TRIPLE = "x86_64-unknown-linux-gnu"
 _SECTIONS = {None, b".text", b".strtab", b".symtab", b".note.GNU-stack"}
-"""Of code that refers to nothing else."""
+"""The sections of code that refers to nothing else."""
 # The fields are those of `Parts` in launch/parts.py. A thread begins with the part of its own
 # number, as its core may have those elements in its cache since the last launch; then it takes
 # parts that no thread has begun. A thread whose number no part has leaves all to those before it.
-# Between its first part and its second, the calling thread does what it is to do meanwhile.
-# In C:
+# Between its first part and its second, the calling thread calls `meanwhile`. In C:
 #
 #   int run(struct Parts *p) {
 #       p->next = p->done = p->status = p->taken = 0;
@@ -204,7 +204,7 @@ def compile_native() -> bytes:
     llvm.initialize()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    # Without SSE no constants come to lie in a section of their own.
+    # Without SSE, no constants are placed in a separate section.
     machine = llvm.Target.from_triple(_TRIPLE).create_target_machine(
         cpu="x86-64", features="-sse", opt=2, reloc="pic", codemodel="small"
     )

@@ -1,9 +1,9 @@
 """The meaning on a SPIR-V device of the language's ``fetch``, for numba-dpex.
 
-Imported after ``_lowering.py``, and like it by the compiler only. OpenCL's ``prefetch`` is a
-function of the CPU driver, a call of which takes as long as some loads. So this is LLVM's own
-operation, which that driver makes an instruction, once for all lanes of a group. SPIR-V has none,
-and declares it as a function that the driver knows by its name.
+Like ``_lowering.py``, which must be imported first, it is imported by the compiler only. OpenCL's
+``prefetch`` is a function call in the CPU driver. So this is LLVM's own operation, which that
+driver turns into one instruction for all lanes of a group. SPIR-V has no such operation: it
+declares a function that the driver knows by its name.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fusedoptim.kernels import language
 from fusedoptim.kernels._lowering import FORMATS, Pointer, device_intrinsic, places
 
 INTRINSIC = "llvm.prefetch"
-"""What the translator to SPIR-V is to declare as a function."""
+"""The operation that the translator to SPIR-V declares as a function."""
 _LINE = 64  # bytes of a cache line
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-# To the second level of the cache: the first has fewer buffers for lines that are on their way.
+# To the second-level cache: the first-level one has fewer buffers for lines that are on their way.
 _TO_READ, _TO_SECOND_LEVEL, _AS_DATA = _I32(0), _I32(2), _I32(1)
 
 
 @functools.cache
 def _fetching(count: int) -> Any:
-    """An intrinsic that fetches so many elements."""
+    """An intrinsic that prefetches ``count`` elements."""
 
     @device_intrinsic
     def fetch(context: Any, pointer: Pointer, index: types.Type) -> Any:

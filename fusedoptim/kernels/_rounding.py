@@ -109,9 +109,9 @@ def _magnitude(
     """``factor``, which is not negative, times the magnitude of a code.
 
     Args:
-        builder: of the instructions.
+        builder: the builder of the instructions.
         shifted: the code, shifted by FRACTION_BITS.
-        scale: of its block.
+        scale: the scale of its block.
         factor: what to multiply by.
         nan: the magnitude that is NaN.
     """

@@ -1,7 +1,8 @@
 """The meaning on a SPIR-V device of the language's vectors, for numba-dpex.
 
-Imported after ``_lowering.py``, and like it by the compiler only. A vector is one of LLVM's, so
-that the driver's compiler gets its operations as they are written here, whatever it vectorizes.
+Like ``_lowering.py``, which must be imported first, it is imported by the compiler only. A vector
+is one of LLVM's, so that the driver's compiler gets its operations as they are written here,
+whatever it vectorizes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def _shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, elements: list[int]) -> ir.Value:
-    """Elements of two vectors of one type, counted on from the first."""
+    """The given elements of two vectors; those of ``b`` are numbered after those of ``a``."""
     mask = ir.VectorType(_I32, len(elements))
     return builder.shuffle_vector(a, b, ir.Constant(mask, [_I32(k) for k in elements]))
 
@@ -153,7 +154,7 @@ def _quarter_sums(context: Any, a: VectorType, b: VectorType, c: VectorType, d: 
         quarters = range(0, _WIDTH, 4)
 
         def added(a: ir.Value, b: ir.Value, one: tuple[int, ...], other: tuple[int, ...]) -> Any:
-            """In each quarter, chosen elements (4 to 7 are of ``b``) plus others."""
+            """In each quarter, elements ``one`` plus ``other``; ``b`` has elements 4 to 7."""
             chosen = [
                 [first + k if k < 4 else _WIDTH + first + k - 4 for first in quarters for k in of]
                 for of in (one, other)

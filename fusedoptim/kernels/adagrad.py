@@ -1,4 +1,4 @@
-r"""Adagrad: each element's learning rate falls with the gradients that it has met.
+r"""Adagrad: each element's learning rate falls with the gradients that it has received.
 
 .. math::
     g &\leftarrow c\,g_t + \lambda\,\theta \\

@@ -114,7 +114,7 @@ def adam_amsgrad(
     one_minus_beta2: Scalar,
     eps: Scalar,
 ) -> None:
-    """Adam that divides by the largest second moment met: reads five values and writes four."""
+    """Adam that divides by the largest second moment so far: reads five values and writes four."""
     theta = decay_factor * param[i]
     g = grad_factor * grad[i]
     m = exp_avg[i]
@@ -250,7 +250,7 @@ def larger_moments(
 
 
 def largest_scalable(start: int, end: int, kept_m: Any, kept_v: Any) -> Any:
-    """The largest magnitudes of what a lane keeps of a block, of elements that it can hold."""
+    """The largest magnitudes of a lane's kept moments, excluding values too large for a scale."""
     m = v = real(0)
     k = 0
     while start < end:
@@ -298,9 +298,9 @@ def fetch_next_block(
     gradient: Any,
     numbers: Any,
 ) -> None:
-    """Fetch what the next block has where this one has the elements from ``start`` on.
+    """Prefetch the elements of the next block that correspond to those from ``start`` on.
 
-    Its first pass would wait for it, and here memory has nothing to do.
+    Otherwise its first pass would wait for them, while memory is idle now.
     """
     place = start + BLOCK * lanes()
     fetch(gradient[0], place, 64)

@@ -7,8 +7,8 @@ r"""Cross-entropy of a row of logits and the index of its class.
 
 :math:`t` is ``target``, :math:`n` the row's ``length``, :math:`\epsilon` ``smoothing`` and
 :math:`s` ``log_sum``. The probabilities are never stored: the backward pass computes them again
-from :math:`s`. A row whose target is ``ignore_index`` has no loss, and one whose target is no class
-has NaN.
+from :math:`s`. A row whose target is ``ignore_index`` has no loss; if the target is not a class,
+the loss is NaN.
 
 Semantics: ``torch.nn.functional.cross_entropy`` of torch 2.13. Source of the smoothing: Szegedy et
 al., "Rethinking the Inception Architecture for Computer Vision" (2015).

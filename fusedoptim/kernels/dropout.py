@@ -71,7 +71,7 @@ def words(seed: int, counter: int) -> tuple[int, int, int, int]:
 
 
 def drop_pair(x: Input, y: Output, start: int, word: int, threshold: int, scale: float) -> None:
-    """The two elements of each lane's word."""
+    """Drop the two elements of each lane's word."""
     i = start + lane()
     j = start + lanes() + lane()
     y_i = x[i] * factor(word, threshold, scale)
@@ -83,7 +83,7 @@ def drop_pair(x: Input, y: Output, start: int, word: int, threshold: int, scale:
 def drop_within(
     length: int, x: Input, y: Output, start: int, word: int, threshold: int, scale: float
 ) -> None:
-    """Those of the two elements that there are."""
+    """Drop the two elements of a word, as far as they lie within the row."""
     i = start + lane()
     if i < length:
         y[i] = x[i] * factor(word, threshold, scale)
@@ -93,5 +93,5 @@ def drop_within(
 
 
 def factor(word: int, threshold: int, scale: float) -> float:
-    """What to multiply an element by."""
+    """The factor of an element: 0, or ``scale`` if it is kept."""
     return real(0) if is_word_below(word, threshold) else scale

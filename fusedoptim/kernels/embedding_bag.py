@@ -6,7 +6,8 @@ r"""Embedding bags: sums or means of the rows of a table that each bag names.
 :math:`i` are ``indices``, :math:`o` ``offsets``, :math:`v` ``weights`` (1 without), and :math:`f_b`
 is 1 for a sum and one over the number of terms for a mean. Indices equal to ``padding`` have no
 term. A launch's row is a run of bags of one table, of ``width`` columns; bags lie ``stride``
-elements apart in the output. :mod:`fusedoptim.kernels.embedding_bag_backward` is the other way.
+elements apart in the output. :mod:`fusedoptim.kernels.embedding_bag_backward` computes the
+gradients.
 
 Semantics: ``torch.nn.functional.embedding_bag`` of torch 2.13.
 """
@@ -53,10 +54,11 @@ def embedding_bag(
 ) -> None:
     """Compute the first ``bags`` of the ``bags_left`` bags in ``offsets``; these end at ``count``.
 
-    The kernel writes zeros and sets ``faults[0]`` if an index is no row of the table, if a bag ends
-    before it begins, or if the first offset of the table, which the row with ``is_first`` has, is
-    not 0. Plain sums have a loop of their own: with fewer instructions for each row, a core fetches
-    more rows at once. For the same reason a plain bag of one index is copied if sums are rounded.
+    The kernel writes zeros and sets ``faults[0]`` if an index is not a row of the table, if a bag
+    ends before it begins, or if the first offset of the table, which the row with ``is_first`` has,
+    is not 0. Plain sums have a loop of their own: with fewer instructions for each row, a core
+    fetches more rows at once. For the same reason a plain bag of one index is copied if sums are
+    rounded.
     """
     if has_fault(indices, (offsets, bags_left, count), bags, table_rows, is_first):
         faults[0] = 1
@@ -205,7 +207,7 @@ def copy(table: Input, source: int, output: Output, target: int) -> None:
 
 
 def factor_of(indices: Indices, k: int, stop: int, terms: Any) -> float:
-    """What a bag's sum is multiplied by."""
+    """The factor of a bag's sum."""
     _, _, padding, is_mean = terms
     factor = real(1)
     if is_mean:

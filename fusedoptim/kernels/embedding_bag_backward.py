@@ -259,13 +259,13 @@ def for_each_row(
 
     Args:
         update: a function of the kernel's module, of a place in the table and the gradient there.
-        fetch_row: a function of a row and a place in it, which fetches what is updated there.
-        arguments: of both.
+        fetch_row: a function of a row and a place in it, which prefetches what is updated there.
+        arguments: further arguments of both functions.
         bags: where the gradients are, in the order that :func:`sums` has.
-        first: key at which the part begins.
-        last: key after the last of the part.
-        sorted_count: of all keys.
-        width: of a row.
+        first: the key at which the part begins.
+        last: the key after the last one of the part.
+        sorted_count: the number of all sorted keys.
+        width: the number of columns of a row.
     """
     keys = bags[1]
     i = first_row(keys, first, last, sorted_count)

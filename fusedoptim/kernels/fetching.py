@@ -9,11 +9,12 @@ from fusedoptim.kernels.language import fetch
 __all__ = ["AHEAD", "fetch_columns"]
 
 AHEAD = 32
-"""Indices, or keys, between one that is added and one whose rows are fetched."""
+"""The number of indices, or keys, between the one being added and the one whose row is
+prefetched."""
 
 
 def fetch_columns(values: Any, place: int, each: int) -> None:
-    """Fetch four columns of each of a CPU's lanes, or one."""
+    """Prefetch four columns of each of a CPU's lanes, or one."""
     if each == 4:
         fetch(values, place, 64)
     else:

@@ -18,18 +18,18 @@ from fusedoptim.kernels.language import Index, Input, Output, fma, real
 __all__ = ["gelu_tanh", "gelu_tanh_backward"]
 
 _SLOPE = -2 * math.sqrt(2 / math.pi)
-"""Of -2u at 0."""
+"""The slope of -2u at x = 0."""
 _CUBE = 0.044715
 
 
 def gelu_tanh(i: Index, x: Input, y: Output) -> None:
-    """One element."""
+    """Compute one element."""
     value = x[i]
     y[i] = value * (real(1) / (real(1) + math.exp(exponent(value, value * value))))
 
 
 def gelu_tanh_backward(i: Index, x: Input, grad: Input, grad_x: Output) -> None:
-    """One element of the input's gradient."""
+    """Compute one element of the input's gradient."""
     value = x[i]
     square = value * value
     sigma = real(1) / (real(1) + math.exp(exponent(value, square)))

@@ -103,7 +103,7 @@ def clear(scratch: Values, start: int, length: int) -> None:
 
 
 def pack(features: Input, start: int, width: int, scratch: Values, place: int) -> None:
-    """Copy a feature in quarters of vectors, between which three other features have theirs."""
+    """Copy a feature in quarters of vectors, interleaved with those of three other features."""
     k = 0
     while k + VECTOR <= width:
         x = load_vector(features, start + k)
@@ -129,7 +129,7 @@ def copy(source: Input, start: int, length: int, target: Output, place: int) -> 
 
 
 def fetch_ahead(values: Any, start: int, width: int) -> None:
-    """Fetch a feature, which is that of the next sample."""
+    """Prefetch a feature of the next sample."""
     k = 0
     while k < width:
         fetch(values, start + k, 64)

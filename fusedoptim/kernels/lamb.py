@@ -241,7 +241,7 @@ def lamb(
     adapt: Flag,
     clip: Flag,
 ) -> None:
-    """All three for a tensor of one row, which stays in the cache between the two passes."""
+    """Update a tensor of one row, which stays in the cache between the two passes."""
     corrections = average_correction, root_correction
     decay = decay_factor, weight_decay
     betas = beta1, beta3, beta2, one_minus_beta2

@@ -51,7 +51,7 @@ Any other kernel is called once for each row and lane of the work-group that wal
 group has one lane, and without the last three, :func:`as_lane` makes a call that of any lane. A
 kernel that uses none of them is **serial**: its group has one work item on every device. What
 ``lane_values`` gives belongs to one lane. ``is_word_below`` and ``swapped_halves`` are for random
-words of 32 bits. ``fetch`` asks for memory that the kernel reads later, at the same place in all
+words of 32 bits. ``fetch`` prefetches memory that the kernel reads later, at the same place in all
 lanes.
 
 A kernel that uses no lanes may compute with vectors of ``VECTOR`` numbers instead, where it needs
@@ -81,7 +81,7 @@ class Role(enum.Enum):
     LENGTH = "length"
     PARAM = "param"
     TRAIL = "trail"
-    """The lower halves of a split parameter; no kernel names it, a Param includes it."""
+    """The lower halves of a split parameter. No annotation: part of each Param."""
     GRAD = "grad"
     STATE = "state"
     STATE_BF16 = "state_bf16"
@@ -95,7 +95,7 @@ class Role(enum.Enum):
     INDICES = "indices"
     POSITION = "position"
     SUMS = "sums"
-    """Where a row's sums go; no kernel names it, the returned tuple is it."""
+    """Where a row's sums go. No annotation: the kernel's return value."""
     CHUNK_SUMS = "chunk_sums"
     RESULT = "result"
     ROW_RESULT = "row_result"
@@ -166,7 +166,7 @@ DeviceInt = Annotated[int, Role.DEVICE_INT]
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 VECTOR = 16
-"""Elements of a vector: those of a register under AVX-512, if float32."""
+"""Elements of a vector: as many as an AVX-512 register holds in float32."""
 
 
 _lane, _lanes = 0, 1
@@ -174,7 +174,7 @@ _lane, _lanes = 0, 1
 
 @contextlib.contextmanager
 def as_lane(lane: int, lanes: int) -> Iterator[None]:
-    """Have plain Python take :func:`lane` and :func:`lanes` for these."""
+    """Make :func:`lane` and :func:`lanes` return these numbers in plain Python."""
     global _lane, _lanes
     before = _lane, _lanes
     _lane, _lanes = lane, lanes
@@ -195,17 +195,17 @@ def lanes() -> int:
 
 
 def uniform(value: int) -> int:
-    """``value``, which is the same in all lanes: so the compiler knows it.
+    """Return ``value``, and tell the compiler that it is the same in all lanes.
 
-    What a kernel loads from memory that it may have written could differ from lane to lane, for all
-    that a compiler can tell. An address or a loop that depends on it would then be computed for
-    each lane, and a load from consecutive elements become a gather.
+    A compiler must assume that what a kernel loads from memory that it may have written differs
+    from lane to lane. An address or a loop that depends on it would then be computed for each lane,
+    and a load of consecutive elements would become a gather.
     """
     return value
 
 
 def barrier() -> None:
-    """Wait until all lanes of the group are here, and then see what they have stored.
+    """Wait for all lanes of the group; afterwards their stores are visible.
 
     All lanes must call it equally often.
     """
@@ -227,33 +227,34 @@ def real(value: float) -> float:
 
 
 def is_word_below(word: int, bound: int) -> bool:
-    """``word < bound``, of two numbers of 32 bits.
+    """``word < bound``, for numbers of 32 bits.
 
-    On a device as such, where integers are otherwise int64, of which a vector holds half as many.
+    On a device this compares 32-bit integers; other integers are int64, of which a vector holds
+    half as many.
     """
     return word < bound
 
 
 def swapped_halves(word: int) -> int:
-    """A number of 32 bits with the lower 16 before the upper ones; on a device as such, too."""
+    """Swap the 16-bit halves of a 32-bit number; on a device, in 32-bit arithmetic."""
     return ((word & 0xFFFF) << 16) | (word >> 16)
 
 
 def fetch(values: _Values, index: int, count: int) -> None:
-    """Have ``count`` elements from ``index`` on brought into the caches; go on meanwhile.
+    """Prefetch ``count`` elements from ``index`` on, without waiting.
 
-    It changes no result, wherever the index points: the kernel says what it reads soon, where the
-    device cannot tell. A GPU's driver may pass over it.
+    Results never depend on it, wherever the index points. Use it where the device cannot predict
+    the access. A GPU's driver may ignore it.
 
     Args:
         values: where the elements are.
-        index: of the first.
-        count: a literal.
+        index: the index of the first element.
+        count: the number of elements, a literal.
     """
 
 
 def rounds(values: _Values) -> bool:
-    """Whether values have fewer bits than the arithmetic dtype: the compiler knows it.
+    """Whether values have fewer bits than the arithmetic dtype, which the compiler knows.
 
     In plain Python, none have.
     """
@@ -279,7 +280,7 @@ def fma(a: float, b: float, c: float) -> float:
 
     Args:
         a: a factor.
-        b: the other.
+        b: the other factor.
         c: what their product is added to.
     """
     return a * b + c

@@ -1,4 +1,4 @@
-r"""Non-maximum suppression: the boxes that overlap none of a higher score which is kept itself.
+r"""Non-maximum suppression: the boxes that do not overlap a kept box with a higher score.
 
 .. math::
     \mathrm{kept}(j) \iff \nexists\, i < j:\ \mathrm{kept}(i) \land
@@ -30,7 +30,7 @@ from fusedoptim.kernels.language import (
 __all__ = ["nms"]
 
 _MOST = 32
-"""Boxes of a tile: a bit for each."""
+"""The most boxes of a tile, each of which has a bit of an integer."""
 
 
 def nms(
@@ -46,13 +46,13 @@ def nms(
     """The indices of the boxes that are kept.
 
     Args:
-        length: of the row, in elements of work; not read.
+        length: the row's length, in elements of work; not read.
         size: the number of boxes.
-        boxes: five numbers each: left, top, right, bottom and area.
-        best: of the same size: the boxes that are kept.
+        boxes: five numbers for each box: left, top, right, bottom and area.
+        best: the boxes that are kept; it has room for all boxes.
         rivals: working memory, a number for each box of a tile.
-        kept: the indices, in their order.
-        count: how many there are.
+        kept: the indices of the kept boxes, in their order.
+        count: the number of kept boxes.
         threshold: the least overlap that suppresses.
     """
     tile = lanes() if lanes() < _MOST else _MOST

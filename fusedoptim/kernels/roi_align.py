@@ -155,7 +155,7 @@ def roi_align_strided(
     channels: Integer,
     spacing: Integer,
 ) -> None:
-    """The same of channels that are ``spacing`` elements apart."""
+    """Like :func:`roi_align`, for channels ``spacing`` elements apart."""
     average(
         pixels,
         output,

@@ -6,7 +6,7 @@ r"""The gradient of ROIAlign: each pixel's, from all bins of all boxes that it i
 
 :math:`u` and :math:`v` are the weights of the taps of box :math:`b`: see
 :mod:`fusedoptim.kernels.roi_align`. A launch's row is a band of a map's rows, which adds up what
-the boxes pass on to it in their order. So nobody else writes to its pixels, and the sum of a pixel
+the boxes pass on to it in their order. So no other row writes to its pixels, and the sum of a pixel
 does not depend on where bands begin.
 
 Semantics: ``torchvision.ops.roi_align`` of torchvision 0.28. Source: He et al., "Mask R-CNN" (ICCV
@@ -98,7 +98,7 @@ def roi_align_backward_strided(
     channels: Integer,
     spacing: Integer,
 ) -> None:
-    """The same of channels that are ``spacing`` elements apart."""
+    """Like :func:`roi_align_backward`, for channels ``spacing`` elements apart."""
     spread(
         grad,
         sums,
@@ -250,7 +250,7 @@ def add_one(
     x: int,
     x_end: int,
 ) -> None:
-    """The same in one channel."""
+    """Like :func:`add_four`, in one channel."""
     while y < y_end:
         h = y_weights[y] * g
         k = x

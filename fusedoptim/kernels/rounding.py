@@ -50,7 +50,7 @@ BLOCK = 64
 DRAW = 64
 """Elements whose words come from one draw."""
 WORD_BITS = 20
-"""Of a random word: as many as the bits of a float32 after those of an 8-bit number."""
+"""Bits of a random word: as many as a float32 has after those of an 8-bit number."""
 NAN_E4M3 = 0x7F
 NAN_E5M3 = 0xFF
 SIGN_E4M3 = 0x80
@@ -60,11 +60,12 @@ BF16_FRACTION_BITS = 16
 """Bits of a float32 after those of a bfloat16."""
 BINADES_E4M3 = 13
 BINADES_E5M3 = 29
-"""From the scale up to the largest value's binade. One more is left for rounding up."""
+"""Binades from the scale to the largest value; one more is reserved for rounding up."""
 SCALABLE_EXPONENT = 126
-"""Of numbers below 2 to this, the double that their code is made of is finite."""
+"""Values below 2 to this power can be doubled, as encoding does, without overflow."""
 LEAST_EXPONENT = 120
-"""A scale is at least 2 to minus this: all numbers of a block are normal float32 values."""
+"""A scale is at least 2 to minus this power, so all numbers of a block are normal float32
+values."""
 
 
 def as_word(word: int) -> int:
@@ -155,7 +156,7 @@ def _scale(largest: float, binades: int) -> float:
 
 
 def _bits(value: float) -> int:
-    """Those of ``value`` as a float32."""
+    """The bits of ``value`` as a float32."""
     try:
         return int.from_bytes(struct.pack("<f", value), "little")
     except OverflowError:
@@ -185,12 +186,12 @@ def for_each_element(
 
     Args:
         update: a function of the kernel's module.
-        arguments: of it.
+        arguments: further arguments of ``update``.
         first: element of the row at which the group begins.
         end: element after the last.
-        position: of the row's first element in the parameter.
-        number: of the parameter.
-        step: which one it is.
+        position: the position of the row's first element in the parameter.
+        number: the parameter's number.
+        step: the number of the step.
         ahead: a function of the kernel's module, which is called as ``ahead(start, *arguments)``
             after each four elements of all lanes, of a whole draw; None for none.
     """

@@ -198,7 +198,7 @@ def keys_of_bags(
 
 
 def clear(counters: Indices, count: int) -> None:
-    """Set so many to zero."""
+    """Set the first ``count`` counters to zero."""
     i = 0
     while i < count:
         counters[i] = 0
@@ -218,7 +218,7 @@ def bag_from(offsets: Indices, bags: int, least: int) -> int:
 
 
 def add_counters(places: Indices, counters: Indices, parts: int, digits: int) -> None:
-    """Add the counters of the first parts."""
+    """Add the counters of the first ``parts`` parts to ``places``."""
     i = 0
     while i < parts * digits:
         places[i & (digits - 1)] += counters[i]

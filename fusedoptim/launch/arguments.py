@@ -98,7 +98,7 @@ class Frame:
 
 
 ONE_ADDRESS = Packing(["q"])
-"""For a kernel whose one argument is an address, passed as an int64."""
+"""The packing for a kernel whose one argument is an address, passed as an int64."""
 
 
 def frame_of(address: int) -> Frame:

@@ -22,9 +22,10 @@ class LaunchShape(NamedTuple):
     lanes: int
     """Work items in a work-group."""
     chunk: int
-    """The most elements in a row: a multiple of those in ``lanes`` blocks of 8-bit state."""
+    """The largest number of elements in a row: a multiple of those in ``lanes`` blocks of 8-bit
+    state."""
     elements_per_group: int
-    """Elements that a work-group walks: several rows, if they are shorter than that."""
+    """Elements that a work-group walks: several rows, if a row is shorter."""
 
 
 class BuildError(Exception):
@@ -44,7 +45,7 @@ class Limits(NamedTuple):
     """The limits of one kernel on a device."""
 
     work_group_size: int
-    """The most work items in a group."""
+    """The largest number of work items in a group."""
     preferred_work_group_size_multiple: int
     """A group's size should be a multiple of this."""
     private_mem_size: int
@@ -59,19 +60,19 @@ class DeviceKernel(Protocol):
         """What the device allows this kernel."""
 
     def sizes(self, items: tuple[int, ...], group: tuple[int, ...] | None) -> Any:
-        """The sizes of a launch for :meth:`submit`: the work items in all, and in a group.
+        """The sizes of a launch for :meth:`submit`: work items in all, and in a group.
 
         Both have 1 to 3 dimensions. If ``group`` is None, the driver chooses.
         """
 
     def prepare(self, frame: Frame) -> None:
-        """Take over the arguments in ``frame``, to be called whenever they have changed."""
+        """Take over the arguments in ``frame``. Call this whenever they have changed."""
 
     def at_once(self, frame: Frame, sizes: Any, elements: int) -> Callable[[], int] | None:
         """A function that runs the kernel to its end on the calling thread and torch's threads.
 
-        None if the kernel must be submitted. Call the function at once, while the arguments, those
-        of :meth:`submit`, still hold. It returns a status for :meth:`check`.
+        None if the kernel must be submitted. The arguments are those of :meth:`submit`; call the
+        function before any of them changes. It returns a status for :meth:`check`.
         """
 
     def check(self, status: int, frame: Frame) -> None:
@@ -84,9 +85,9 @@ class DeviceKernel(Protocol):
 
         Args:
             frame: the arguments, which were prepared.
-            sizes: of :meth:`sizes`.
+            sizes: the result of :meth:`sizes`.
             elements: about how many elements the kernel goes through.
-            events: of the launches so far.
+            events: the events of the launches so far.
 
         Returns:
             whether the kernel may still be running.
@@ -103,8 +104,8 @@ class Traits(NamedTuple):
     """What is known about a kernel's source."""
 
     is_short: bool = False
-    """Whether one group runs for some microseconds only and needs little memory of its own, so that
-    it may run on the calling thread while other Python threads wait."""
+    """Whether one group takes little time and little memory of its own, so that it may run on the
+    calling thread while other Python threads wait."""
     is_divisible: bool = False
     """Whether a launch may be cut into parts: the kernel has one dimension, and a group's number is
     ``get_group_id(0) + get_global_offset(1)``."""
@@ -115,7 +116,7 @@ class Traits(NamedTuple):
 
 
 NO_TRAITS = Traits()
-"""Those of a user's kernel."""
+"""The traits of a user's kernel."""
 
 
 class Program(Protocol):
@@ -138,10 +139,10 @@ class Backend(abc.ABC):
     """One kind of device."""
 
     torch_type: str
-    """Its ``torch.device.type``."""
+    """The ``torch.device.type`` of its devices."""
     shape: LaunchShape
     batch_bytes: int = 0
-    """The least bytes of tensors in a batch, which passes through all kernels of an update before
+    """The least size of a batch of tensors, which passes through all kernels of an update before
     the next batch does. With 0, each kernel goes through all tensors.
     docs/design/element-kernels.md has the measurements."""
     runs_on_host: bool
@@ -161,10 +162,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def compiler(self, queue: Any, by_sycl: bool = False) -> Compiler:
-        """What compiles for the device of ``queue``.
+        """The compiler for the device of ``queue``.
 
         Args:
-            queue: on which kernels will run.
+            queue: the queue on which kernels will run.
             by_sycl: whether SYCL must launch the kernels: their launches are not waited for, and
                 others wait for the queue; or they share variables with such kernels.
         """

@@ -118,7 +118,7 @@ def _read(place: Path, name: str) -> bytes | None:
             head, _, module = content.partition(b"\n")
             if head == _head(module):
                 with contextlib.suppress(OSError):
-                    os.utime(descriptor)  # used last, goes last
+                    os.utime(descriptor)  # used last, deleted last
                 return module
     except OSError:
         return None
@@ -194,7 +194,7 @@ def _make_private(place: Path, inside: int) -> None:
 
 
 def _danger(*found: os.stat_result) -> str | None:
-    """What would let a user other than this one and root put something there, or None."""
+    """Why a user other than this one and root could put something there, or None."""
     user = os.geteuid()
     for one in found:
         if one.st_uid not in (0, user):

@@ -36,21 +36,21 @@ class CPU(Backend):
         return share if share >= _LEAST_FOR_CORE * len(cores) else 0
 
     def drives(self, sycl_device: Any) -> bool:
-        """Whether it is a CPU."""
+        """Whether the device is a CPU."""
         return bool(sycl_device.is_cpu)
 
     def devices(self) -> Sequence[torch.device]:
-        """The one that torch has."""
+        """Torch's CPU device."""
         import torch
 
         return [torch.device("cpu")]
 
     def queue(self, device: torch.device) -> Any:
-        """The one queue that all share."""
+        """The CPU's queue, which all callers share."""
         return shared_queue("cpu")
 
     def compiler(self, queue: Any, by_sycl: bool = False) -> Compiler:
-        """OpenCL's driver, on the queue that all share; else SYCL."""
+        """OpenCL's driver for the shared queue; otherwise SYCL."""
         driver = None
         if not by_sycl and _is_shared(queue):
             driver = driver_of(queue.sycl_device)
@@ -71,6 +71,6 @@ def _third_level_cache(cores: Collection[int]) -> int:
 
 
 def _is_shared(queue: Any) -> bool:
-    """Whether the allocator made it: only SYCL can order other work on a user's own queue."""
+    """Whether the queue is the allocator's: only SYCL orders other work on a user's own queue."""
     names = "cpu", queue.sycl_device.filter_string
     return any(queue is shared_queue(name) for name in names)

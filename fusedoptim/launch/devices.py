@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 _BACKENDS: tuple[Backend, ...] = (CPU(), XPU())
 
 BACKENDS = {backend.torch_type: backend for backend in _BACKENDS}
-"""By the type of a torch device."""
+"""The backend for each type of torch device."""
 
 
 def backend_of(queue: Any) -> Backend:
-    """What drives the device of a ``dpctl.SyclQueue``."""
+    """The backend of the device of a ``dpctl.SyclQueue``."""
     device = queue.sycl_device
     for backend in _BACKENDS:
         if backend.drives(device):

@@ -37,7 +37,7 @@ class Kernel:
         try:
             program = self.backend.compiler(queue).compile(module.spirv)
             self.on_device = program.kernel(queue, module.name, ONE_ADDRESS, _TRAITS)
-            """What submits it."""
+            """The compiled kernel, which launches submit."""
         except BuildError as error:
             raise RuntimeError(
                 f"the driver of {device.name} ({device.sycl_platform.name}, version "

@@ -18,7 +18,7 @@ from fusedoptim.kernels.language import Role
 
 WORD = 8
 HEADER = ("rows", "rows_per_group")
-"""What every head begins with: int64 numbers."""
+"""The int64 numbers with which every head begins."""
 
 ADDRESSES = (
     *(Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT, Role.VALUES, Role.INDICES),
@@ -31,7 +31,7 @@ INTEGERS = (
     *(Role.ROW_FLAG, Role.ROW_INTEGER, Role.FLAG, Role.INTEGER),
 )
 REALS = (Role.SCALAR, Role.ROW_SCALAR)
-"""In the arithmetic dtype."""
+"""The roles of numbers in the arithmetic dtype."""
 _FORMATS = dict.fromkeys(ADDRESSES, "Q") | dict.fromkeys(INTEGERS, "q")
 # A float32 takes the first half of its word.
 _REAL_FORMATS = {"float32": "f4x", "float64": "d"}

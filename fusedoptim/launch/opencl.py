@@ -81,7 +81,7 @@ class Driver:
         self._context = opencl.make("clCreateContext", None, 1, ctypes.byref(device), None, None)
         self.queue = self._new_queue(0)
         self.progress = Progress()
-        """That of ``queue``."""
+        """The progress of ``queue``."""
         self._elements = 0  # of launches whose end is not known yet
         self._finish = functools.partial(opencl.finish, self.queue)
         self.own_thread: ctypes.c_void_p | None
@@ -202,9 +202,9 @@ class _How(NamedTuple):
     sizes: _Sizes
     elements: int
     threads: int
-    """Those that may take part."""
+    """The number of threads that may take part."""
     run: Callable[[], int]
-    """Runs it, and returns the driver's answer."""
+    """Runs the launch, and returns the driver's answer."""
 
 
 class OpenCLKernel:

@@ -23,7 +23,7 @@ class OpenCL:
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
-        # These return at once: releasing the GIL would take longer than they do.
+        # These functions return at once: releasing the GIL would take longer than they do.
         short = ctypes.PyDLL(path)
         pointer, count = ctypes.c_void_p, ctypes.c_uint
         self.set_argument = short.clSetKernelArg
@@ -33,9 +33,9 @@ class OpenCL:
         # Its arguments are objects of ctypes, None and small numbers: these need no types.
         self.enqueue = short.clEnqueueNDRangeKernel
         self.enqueue_long = self._library.clEnqueueNDRangeKernel
-        """The same, without the GIL: for long kernels on the calling thread."""
+        """Like ``enqueue``, but releases the GIL: for long kernels on the calling thread."""
         self.enqueue_address = ctypes.cast(self.enqueue, ctypes.c_void_p).value
-        """For machine code that calls it."""
+        """The address of ``enqueue``, for machine code."""
         self.finish = self._library.clFinish
         self.finish.argtypes = (pointer,)
         self.release_kernel = short.clReleaseKernel

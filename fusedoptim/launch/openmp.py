@@ -1,10 +1,10 @@
 """Keeps torch's OpenMP threads asleep while a kernel runs.
 
-After a parallel region OpenMP's threads spin for milliseconds, so that the next region starts at
-once. A kernel that runs meanwhile shares its cores with them, and they get the larger share of
-each core that they are on. So before it launches, a thread opens a parallel region of its own, in
-which the others sleep on a lock. It closes the region when the kernel has ended. The others then
-spin again, for the next region. docs/design/sleeping-threads.md says what that gains.
+After a parallel region OpenMP's threads spin for a while, so that the next region starts at once. A
+kernel that runs meanwhile shares its cores with them, and they get the larger share of each core
+that they are on. So before it launches, a thread opens a parallel region of its own, in which the
+others sleep on a lock. It closes the region when the kernel has ended. The others then spin again,
+for the next region. docs/design/sleeping-threads.md says what that gains.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORTH_SLEEPING = 250_000
 _Lock = ctypes.c_int64 * 7
 """POSIX's read-write lock; zeros are one that nobody has."""
 _Mutex = ctypes.c_int32 * 10
-"""POSIX's other lock; zeros are one that nobody has. The third number is the thread that has it."""
+"""POSIX's mutex; zeros are one that nobody has. The third number is the thread that has it."""
 _call = operator.methodcaller("__call__")
 
 
@@ -38,7 +38,7 @@ class _Functions(NamedTuple):
 
 
 class _Worker:
-    """One of a thread's OpenMP threads; all of them do the same."""
+    """One OpenMP thread of a team, whose threads all do the same."""
 
     def __init__(self, thread: int) -> None:
         self._clock = ~thread << 3 | 6  # of its processor time, as Linux numbers clocks
@@ -49,10 +49,11 @@ class _Worker:
             os.close(self._stat)
 
     def spins(self) -> bool:
-        """Whether it spins, rather than sleeps; an OSError if it has ended."""
+        """Whether the thread spins rather than sleeps; an OSError if it has ended."""
         if time.clock_gettime_ns(self._clock) != time.clock_gettime_ns(self._clock):
             return True
-        # It sleeps, or another has its core. The clock is asked first as that is quicker.
+        # It sleeps, or another thread has its core. The clock is read first because that is
+        # quicker.
         return os.pread(self._stat, 64, 0).rpartition(b")")[2].startswith(b" R")
 
 

@@ -48,7 +48,7 @@ class Event(Protocol):
 
 
 on_host: dict[Any, InFlight] = {}
-"""By queue: kernels that nobody has waited for and that may use the host's memory."""
+"""For each queue, the kernels that nobody has waited for and that may use the host's memory."""
 _elsewhere: dict[Any, InFlight] = {}
 
 

@@ -21,31 +21,31 @@ import numpy as np
 from fusedoptim.launch.modules import check_code
 
 CODE = Path(__file__).with_name("run_parts.x86_64")
-"""Machine code, written by ``make kernels``. It begins with what runs a launch."""
+"""Machine code, written by ``make kernels``. It begins with the function that runs a launch."""
 _LEAST = 32 * 1024
-"""Elements of a part at least, so that its work takes longer than waking a thread."""
+"""The least number of elements of a part: its work must take longer than waking a thread."""
 _MANY, _PARTS_EACH = 2 << 20, 8
 """A thread gets one part for each ``_MANY`` elements, at most ``_PARTS_EACH``: threads that are
-done take over parts of threads whose cores have other work. Enqueuing a part costs microseconds."""
+done take over parts of threads whose cores have other work. But enqueuing a part takes time."""
 
 
 class Parts(ctypes.Structure):
     """A launch that is cut into parts, as the machine code reads it: see kernels/_native.py."""
 
     _fields_ = (
-        ("next", ctypes.c_int64),  # part for a thread that has run its own
-        ("taken", ctypes.c_int64),  # of the first 64 parts, a bit for each that a thread has begun
-        ("done", ctypes.c_int64),  # groups
-        ("status", ctypes.c_int64),  # of a part that the driver refused
+        ("next", ctypes.c_int64),  # the next part for a thread that has run its own
+        ("taken", ctypes.c_int64),  # a bit for each of the first 64 parts: it has begun
+        ("done", ctypes.c_int64),  # groups that have run
+        ("status", ctypes.c_int64),  # the error of a part that the driver refused
         ("groups", ctypes.c_int64),
         ("each", ctypes.c_int64),  # groups of a part
         ("lanes", ctypes.c_int64),
         ("enqueue", ctypes.c_void_p),
         ("queue", ctypes.c_void_p),
         ("kernel", ctypes.c_void_p),
-        ("region", ctypes.c_void_p),  # of a Team; None is to use the calling thread alone
-        ("thread_number", ctypes.c_void_p),  # of a Team
-        ("meanwhile", ctypes.c_void_p),  # of the Frame
+        ("region", ctypes.c_void_p),  # as in Team; None for the calling thread alone
+        ("thread_number", ctypes.c_void_p),  # as in Team
+        ("meanwhile", ctypes.c_void_p),  # as in Frame
     )
 
 
@@ -53,16 +53,17 @@ class Team(NamedTuple):
     """The OpenMP threads that torch runs its operations on, as the calling thread sees them."""
 
     threads: Callable[[], int]
-    """How many there are, this one included: what ``torch.get_num_threads`` says."""
+    """Returns how many threads there are, this one included, as ``torch.get_num_threads`` does."""
     region: int
-    """Address of ``GOMP_parallel``: have each thread call a function with an argument."""
+    """The address of ``GOMP_parallel``, which makes each thread call a function with an
+    argument."""
     thread_number: int
-    """Address of ``omp_get_thread_num``: which of the threads the calling one is."""
+    """The address of ``omp_get_thread_num``, which returns the number of the calling thread."""
     run: Callable[[int], int]
-    """Run the launch whose :class:`Parts` are at an address, and return the driver's answer. There
-    is one argument because several take ctypes longer than a region takes OpenMP."""
+    """Runs the launch whose :class:`Parts` are at an address, and returns the driver's answer.
+    There is one argument because ctypes needs longer for several than OpenMP for a region."""
     run_short: Callable[[int], int]
-    """The same for launches of some microseconds: other Python threads wait meanwhile."""
+    """Like :attr:`run`, for short launches: other Python threads wait meanwhile."""
 
 
 def parts_of(groups: int, elements: int, threads: int) -> int:

@@ -105,7 +105,7 @@ class SyclCompiler(NamedTuple):
 
     @classmethod
     def of(cls, queue: Any, is_ordered: bool) -> SyclCompiler:
-        """That of the device of a ``dpctl.SyclQueue``."""
+        """The compiler for the device of a ``dpctl.SyclQueue``."""
         return cls(queue.sycl_context, queue.sycl_device, is_ordered)
 
     def compile(self, spirv: bytes, options: str = "") -> SyclProgram:

@@ -21,11 +21,11 @@ class XPU(Backend):
     runs_on_host = False
 
     def drives(self, sycl_device: Any) -> bool:
-        """Whether it is a GPU."""
+        """Whether the device is a GPU."""
         return bool(sycl_device.is_gpu)
 
     def devices(self) -> Sequence[torch.device]:
-        """Those that torch finds."""
+        """The GPUs that torch finds."""
         import torch
 
         count = torch.xpu.device_count() if torch.xpu.is_available() else 0
@@ -38,5 +38,5 @@ class XPU(Backend):
         return borrowed_queue(xpu.current_stream(device).sycl_queue)
 
     def compiler(self, queue: Any, by_sycl: bool = False) -> Compiler:
-        """SYCL."""
+        """SYCL's compiler."""
         return SyclCompiler.of(queue, is_ordered=False)

@@ -21,7 +21,7 @@ from fusedoptim.step.tensors import TRAIL, state_dtype, update_order
 
 _LR = 0.01
 _SUM, _FIRST_SUM = "sum", "initial_accumulator_value"
-"""Adagrad's state, and what it begins with."""
+"""The names of Adagrad's state and of its initial value."""
 
 
 class BagOptimizer(FusedOptimizer):
@@ -30,7 +30,7 @@ class BagOptimizer(FusedOptimizer):
     kernel: str
     """The kernel that updates the rows that occur."""
     _hyper_parameters: tuple[str, ...]
-    """Those that the kernel gets."""
+    """The hyper-parameters that the kernel gets."""
     number: int
     """The number by which the operator finds this object."""
 
@@ -143,7 +143,7 @@ OPTIMIZERS: Mapping[str, type[BagOptimizer]] = {
     "adagrad": InBackwardAdagrad,
     "rowwise_adagrad": InBackwardRowwiseAdagrad,
 }
-"""By the name that users give."""
+"""The class for each name that users give."""
 
 
 def new_optimizer(
@@ -177,9 +177,9 @@ def _check_memory(weights: Sequence[Tensor]) -> None:
                 f"MergedEmbeddingBag: table {t} has strides {weight.stride()}; the update takes "
                 "contiguous ones: use weight.data = weight.data.contiguous()"
             )
-    turns = update_order(list(weights))
-    if any(turns) or len(set(weights)) < len(weights):
-        t = next((t for t, turn in enumerate(turns) if turn), len(weights) - 1)
+    orders = update_order(list(weights))
+    if any(orders) or len(set(weights)) < len(weights):
+        t = next((t for t, order in enumerate(orders) if order), len(weights) - 1)
         raise ValueError(
             f"MergedEmbeddingBag: table {t} shares memory with an earlier one, and both would be "
             "updated at once; merge them without an optimizer"

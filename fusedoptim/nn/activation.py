@@ -32,6 +32,6 @@ class GELU(torch.nn.GELU):
         """The activation.
 
         Args:
-            input: of any shape.
+            input: a tensor of any shape.
         """
         return functional.gelu(input, approximate=self.approximate)

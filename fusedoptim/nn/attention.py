@@ -31,8 +31,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         kdim: the width of keys; ``embed_dim`` if None.
         vdim: the width of values; ``embed_dim`` if None.
         batch_first: whether inputs have the shape (N, L, E) rather than (L, N, E).
-        device: of the parameters.
-        dtype: of the parameters.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
 
     Raises:
         ValueError: embed_dim or num_heads is not positive.

@@ -37,6 +37,6 @@ class Dropout(torch.nn.Dropout):
         """Drop elements in training mode; return ``input`` in eval mode.
 
         Args:
-            input: of any shape.
+            input: a tensor of any shape.
         """
         return functional.dropout(input, self.p, self.training, self.inplace)

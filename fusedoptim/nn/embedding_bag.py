@@ -83,9 +83,9 @@ class MergedEmbeddingBag(torch.nn.Module):
         bags = [_as_bag(t, table) for t, table in enumerate(tables)]
         _check_alike(bags)
         self.include_last_offset = bags[0].include_last_offset
-        """As torch's, for all tables."""
+        """Whether offsets include where the last bag ends, as in torch; the same for all tables."""
         self.sparse = bags[0].sparse
-        """Whether the gradients of the tables are sparse; with an optimizer there are none."""
+        """Whether the gradients of the tables are sparse; with an optimizer they have none."""
         self._means = [bag.mode == "mean" for bag in bags]
         self._paddings = [-1 if bag.padding_idx is None else bag.padding_idx for bag in bags]
         options = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
@@ -113,7 +113,7 @@ class MergedEmbeddingBag(torch.nn.Module):
         """A module of the given bags, which shares their parameters.
 
         Args:
-            bags: such as a ``ModuleList`` of them.
+            bags: the bags, such as a ``ModuleList`` of them.
             options: ``optimizer`` and the other arguments of the class.
 
         Example:
@@ -137,7 +137,7 @@ class MergedEmbeddingBag(torch.nn.Module):
     def _update_by(self, optimizer: BagOptimizer) -> None:
         """Let the backward pass, and nothing else, update the tables."""
         self._optimizer = optimizer
-        # It makes autograd run the backward pass. It is no parameter, as it learns nothing.
+        # It makes autograd run the backward pass. It is not a parameter, as it learns nothing.
         self._anchor = torch.zeros((), requires_grad=True)
         for bag in self:
             bag.weight.requires_grad_(False)
@@ -238,7 +238,7 @@ class MergedEmbeddingBagWithSGD(MergedEmbeddingBag):
     """:class:`MergedEmbeddingBag` with SGD, under the name that IPEX gave it.
 
     Args:
-        tables: as for :class:`MergedEmbeddingBag`.
+        tables: the tables, as for :class:`MergedEmbeddingBag`.
         lr: learning rate.
         weight_decay: L2 penalty of the rows in a batch.
 
@@ -269,7 +269,7 @@ class MergedEmbeddingBagWithSGD(MergedEmbeddingBag):
         """A module of the given bags, which shares their parameters.
 
         Args:
-            tables: such as a ``ModuleList`` of bags.
+            tables: the bags, such as a ``ModuleList`` of them.
             lr: learning rate.
             weight_decay: L2 penalty of the rows in a batch.
         """
@@ -280,7 +280,7 @@ class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
     """:class:`MergedEmbeddingBag` with Adagrad, under the name that IPEX gave it.
 
     Args:
-        tables: as for :class:`MergedEmbeddingBag`.
+        tables: the tables, as for :class:`MergedEmbeddingBag`.
         lr: learning rate.
         eps: what keeps the divisor from zero.
 
@@ -310,7 +310,7 @@ class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
         """A module of the given bags, which shares their parameters.
 
         Args:
-            tables: such as a ``ModuleList`` of bags.
+            tables: the bags, such as a ``ModuleList`` of them.
             lr: learning rate.
             eps: what keeps the divisor from zero.
         """

@@ -18,7 +18,7 @@ _REDUCTIONS = ("none", "mean", "sum")
 MIN_FUSED = 1 << 20
 """From this many logits on, a kernel is quicker than torch, although its launch costs time."""
 MIN_ACTIVATED = 1 << 17
-"""The same for GELU, in elements."""
+"""From this many elements on, GELU's kernel is quicker than torch."""
 
 
 def _new_seed(device: torch.device) -> Tensor:
@@ -64,10 +64,10 @@ def cross_entropy(
     Args:
         input: the logits x, (N, C) or (C,).
         target: the classes t, (N,) or (), int64.
-        weight: of each class, (C,).
-        size_average: deprecated in torch, in favour of ``reduction``.
+        weight: the weight of each class, (C,).
+        size_average: deprecated in torch, in favor of ``reduction``.
         ignore_index: the target of rows that are ignored.
-        reduce: deprecated in torch, in favour of ``reduction``.
+        reduce: deprecated in torch, in favor of ``reduction``.
         reduction: "mean" (over the rows that count), "sum" or "none".
         label_smoothing: :math:`\epsilon`, from 0 to 1. As in torch, values below 0 and NaN are 0.
 
@@ -115,8 +115,8 @@ def dropout(
     mask that torch draws. Nothing but that number is kept for the backward pass.
 
     Args:
-        input: of any shape. Where no kernel serves it (a device that is neither a CPU nor an Intel
-            GPU, a nested tensor, inside a ``torch.func`` transform or forward-mode
+        input: a tensor of any shape. Where no kernel serves it (a device that is neither a CPU nor
+            an Intel GPU, a nested tensor, inside a ``torch.func`` transform or forward-mode
             differentiation), torch's own dropout does.
         p: the probability of zeroing an element.
         training: whether to do anything at all.
@@ -158,8 +158,8 @@ def gelu(
         y = \tfrac12 x \Big(1 + \tanh\big(\sqrt{2/\pi}\,(x + 0.044715\,x^3)\big)\Big)
 
     16-bit values are computed in float32 and rounded once. Some calls go to torch's own function:
-    those of the exact GELU, those inside a ``torch.func`` transform or forward-mode
-    differentiation, and those with fewer than 131,072 elements, for which a launch costs more than
+    calls of the exact GELU, calls inside a ``torch.func`` transform or forward-mode
+    differentiation, and calls with fewer than 131,072 elements, for which a launch costs more than
     the kernel gains.
 
     Args:

@@ -17,10 +17,10 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     16-bit logits directly. For anything else, torch's own code runs.
 
     Args:
-        weight: of each class, (C,).
-        size_average: deprecated in torch, in favour of ``reduction``.
+        weight: the weight of each class, (C,).
+        size_average: deprecated in torch, in favor of ``reduction``.
         ignore_index: the target of rows that are ignored.
-        reduce: deprecated in torch, in favour of ``reduction``.
+        reduce: deprecated in torch, in favor of ``reduction``.
         reduction: "mean" (over the rows that count), "sum" or "none".
         label_smoothing: the share of the target that is spread over all classes, from 0 to 1. As in
             torch, values below 0 and NaN are 0.

@@ -58,8 +58,8 @@ class Link:
 
         Args:
             flat: the buffer of which ``targets`` are consecutive views; None if they are not.
-            targets: on the host.
-            sources: on the device, with the shapes of ``targets``.
+            targets: tensors on the host.
+            sources: tensors on the device, with the shapes of ``targets``.
         """
         if self._stream is None:
             torch._foreach_copy_(targets, sources)

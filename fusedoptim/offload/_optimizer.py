@@ -37,8 +37,9 @@ class OffloadOptimizer(Optimizer):
     and the host the lower ones: 2 bytes a weight go each way, and no update is rounded.
 
     Args:
-        params: on any device that torch has, or on several. Those on the CPU are copied too.
-        optimizer_class: any of this package, or one of torch.optim that works on the CPU.
+        params: parameters on any device that torch has, or on several. Those on the CPU are copied
+            too.
+        optimizer_class: any class of this package, or one of torch.optim that works on the CPU.
         max_grad_norm: clip the gradients' norm, over all parameters, to this first. It is computed
             on the device.
         bucket_cap_mb: MiB of weights that are copied at once; a larger parameter is copied whole.
@@ -273,7 +274,7 @@ class OffloadOptimizer(Optimizer):
         """Load a state_dict of this class, or any that ``optimizer_class`` can load.
 
         Args:
-            state_dict: from :meth:`state_dict`; load the model's too.
+            state_dict: the result of :meth:`state_dict`; load the model's too.
 
         Raises:
             ValueError: it does not fit the groups, or has lost some lower halves of split weights.

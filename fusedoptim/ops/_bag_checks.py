@@ -11,7 +11,7 @@ from fusedoptim.ops._bag_gradients import by_table
 from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF
 
 _MOST_ROWS = 1 << 31
-"""Of a table: a row is the upper half of a sorted key."""
+"""The most rows of a table: a row's number is the upper half of a sorted key."""
 _INTEGERS = (torch.int32, torch.int64)
 
 Tensors = Sequence[Tensor]

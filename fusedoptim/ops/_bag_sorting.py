@@ -15,8 +15,8 @@ from fusedoptim.ops._launching import VARIANT_OF, TableLaunch, launch_table
 _WORK = 64
 """Sorting an index takes about as long as adding this many elements."""
 _LEAST_DIGIT_BITS, _MOST_DIGIT_BITS = 3, 11
-"""Of the radix sort. Its counters fill a cache line, as concurrent work items must not share one,
-and stay in the first-level cache."""
+"""The least and most bits of a digit of the radix sort. Its counters fill a cache line, as
+concurrent work items must not share one, and stay in the first-level cache."""
 _MOST_BITS = [min(max(bits - 1, 4), _MOST_DIGIT_BITS) for bits in range(65)]
 """The most bits of a digit, by the bit length of the number of indices."""
 _MOST_KEPT = 256
@@ -67,7 +67,7 @@ def digits_of(sizes: Sequence[int], table_rows: tuple[int, ...]) -> Digits:
 def work_of(size: int, tables: int) -> int:
     """The approximate work of sorting one of ``tables`` tables with ``size`` indices in all.
 
-    It is a power of two, so that batches of about the same size have the same.
+    It is a power of two, so that batches of about the same size have the same work.
     """
     return 1 << (size * _WORK // tables).bit_length()
 
@@ -79,7 +79,7 @@ class Sorting:
         """Prepare sorts.
 
         Args:
-            device: of all memory.
+            device: the device of all memory.
             real: the dtype of factors.
             tables: the kernel's arguments that are the same in all sorts, for each table or all.
         """
@@ -93,7 +93,7 @@ class Sorting:
 
         Args:
             sizes: indices of each table.
-            digits: of each table's keys.
+            digits: the digits of each table's keys.
             parts: the number of parts of each table that work items sort; None if it is 1 for all.
             tables: the other arguments of the kernel, except the room for counters.
         """

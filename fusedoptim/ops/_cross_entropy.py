@@ -167,7 +167,7 @@ def _backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 def _differentiable_gradient(
     grad_loss: Tensor, logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int
 ) -> Tensor:
-    """The same by torch's operations, which are differentiable."""
+    """The gradient of the logits by torch's operations, which are differentiable."""
     kept = target != ignore_index
     classes = logits.shape[1]
     one_hot = torch.nn.functional.one_hot(torch.where(kept, target, 0), classes)

@@ -66,7 +66,7 @@ def _drop(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 def _direct(_: Any, x: Tensor, seed: Tensor, p: float) -> Tensor:
-    return _drop(x, seed, p)  # a new tensor, no view
+    return _drop(x, seed, p)  # a new tensor, not a view
 
 
 def _like(x: Tensor, seed: Tensor, p: float) -> Tensor:

@@ -197,10 +197,10 @@ def _launch(
     """Run a kernel over runs of samples.
 
     Args:
-        name: of the kernel.
-        shape: of the call.
-        tensors: by the names of arguments; each run has its own part of them.
-        places: of features and their gradients, the same for all runs.
+        name: the kernel's name.
+        shape: the shape of the call.
+        tensors: the tensors, by the names of arguments; each run has its own part of them.
+        places: the places of features and their gradients, the same for all runs.
         width_step: the kernel pads the features' width to a multiple of this.
         copies: copies of the features in the kernel's scratch memory.
     """
@@ -241,7 +241,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor]]:
 
 
 def _differentiable_gradients(grad: Tensor, features: Sequence[Tensor]) -> list[Tensor]:
-    """The same by torch's operations, which are differentiable."""
+    """The gradients of the features by torch's operations, which are differentiable."""
     samples, count, width = _checked(features)
     counts = [feature.shape[1:].numel() // width for feature in features]
     stacks = [feature.reshape(samples, k, width) for k, feature in zip(counts, features)]

@@ -22,16 +22,16 @@ VARIANT_OF = {getattr(torch, v.params[0]): v.name for v in VARIANTS.values() if 
 ARITHMETIC_OF = {
     getattr(torch, v.params[0]): getattr(torch, v.arithmetic) for v in VARIANTS.values() if v.params
 }
-"""The dtype that kernels compute in, for each of those dtypes."""
+"""The dtype that kernels compute in, for each dtype of ``VARIANT_OF``."""
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in VARIANT_OF)
-"""Those dtypes, for errors."""
+"""The dtypes of ``VARIANT_OF``, as errors list them."""
 _DEVICES = (*DEVICES, "meta")
 _MOST_IDLE = 256
 
 _idle: dict[Any, list[Pipeline]] = {}
 """Pipelines that no call uses, by all that their rows depend on except addresses."""
 _idle_blocks: dict[Any, list[LaunchBlock]] = {}
-"""The same for launches over tables."""
+"""Launch blocks over tables that no call uses, by the same."""
 
 
 def is_served(tensor: Tensor) -> bool:
@@ -50,11 +50,10 @@ def launch(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, float
     """Run a kernel over all elements; on a GPU, return while it runs.
 
     Args:
-        name: of the kernel.
-        tensors: by the names of its Inputs and Outputs: dense, not empty, of one device, dtype,
-            shape and strides.
-        numbers: by the names of the launch's arguments; for those computed on the device, the
-            address.
+        name: the kernel's name.
+        tensors: the tensors, by the names of its Inputs and Outputs: dense, not empty, of one
+            device, dtype, shape and strides.
+        numbers: the launch's arguments, by name; the address of those computed on the device.
     """
     first = next(iter(tensors.values()))
     addresses = {column: [tensor.data_ptr()] for column, tensor in tensors.items()}
@@ -65,10 +64,11 @@ def launch_rows(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, 
     """Run a kernel that walks each row of a matrix as a whole; on a GPU, return while it runs.
 
     Args:
-        name: of the kernel.
-        tensors: by the names of its arguments: contiguous, not empty, of one device; the first is a
-            matrix, and each has one row, or one value, for each of the matrix's rows.
-        numbers: as in :func:`launch`.
+        name: the kernel's name.
+        tensors: the tensors, by the names of its arguments: contiguous, not empty, of one device;
+            the first is a matrix, and each has one row, or one value, for each of the matrix's
+            rows.
+        numbers: the launch's arguments, as in :func:`launch`.
     """
     matrix = next(iter(tensors.values()))
     addresses = {column: row_addresses(tensor) for column, tensor in tensors.items()}
@@ -84,12 +84,12 @@ class TableLaunch:
         """Prepare launches.
 
         Args:
-            name: of the kernel.
-            device: of all memory.
-            variant: of :data:`fusedoptim.dtypes.VARIANTS`.
-            columns: what is the same in all launches: by the names of the row's arguments, an
-                integer for all rows or one for each. "length" has one for each, about proportional
-                to the row's work.
+            name: the kernel's name.
+            device: the device of all memory.
+            variant: one of :data:`fusedoptim.dtypes.VARIANTS`.
+            columns: the arguments of rows that are the same in all launches, by name: an integer
+                for all rows or one for each. "length" has one for each, about proportional to the
+                row's work.
         """
         self._columns = columns
         self._lengths = np.asarray(columns["length"], dtype=np.int64)
@@ -103,7 +103,7 @@ class TableLaunch:
 
         Args:
             columns: the other arguments of the rows.
-            numbers: by the names of the arguments of the launch, as in :func:`launch`.
+            numbers: the launch's arguments, as in :func:`launch`.
         """
         queue = BACKENDS[self._device.type].queue(self._device)
         key = queue, *self._kernel, *self._size

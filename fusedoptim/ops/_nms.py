@@ -34,8 +34,8 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
         \mathrm{IoU}(a, b) = \frac{|a \cap b|}{|a| + |b| - |a \cap b|}
 
     Args:
-        boxes: of shape (N, 4): corners x1, y1, x2, y2; float32 or float64.
-        scores: of shape (N,), in the same dtype.
+        boxes: corners x1, y1, x2, y2, of shape (N, 4); float32 or float64.
+        scores: the scores, of shape (N,), in the same dtype.
         iou_threshold: a box is removed if its IoU with a kept box is larger.
 
     Returns:
@@ -67,10 +67,10 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
     """The boxes of several classes, each suppressed only by those of its own class.
 
     Args:
-        boxes: of shape (N, 4), as :func:`nms` takes them.
-        scores: of shape (N,).
-        idxs: of shape (N,): the class of each box.
-        iou_threshold: as of :func:`nms`.
+        boxes: the boxes, of shape (N, 4), as :func:`nms` takes them.
+        scores: the scores, of shape (N,).
+        idxs: the class of each box, of shape (N,).
+        iou_threshold: the threshold, as :func:`nms` takes it.
 
     Returns:
         the int64 indices of the kept boxes, by descending score, NaN first. With more than 1,000

@@ -31,7 +31,7 @@ _OTHERS = frozenset((list, tuple, bool, int, float, type(None)))
 _MOST_LISTS = 256
 _lists: dict[Any, TensorGuards] = {}
 """Checks, in one call, that a list is like an earlier one whose tensors were memory. Looking at
-each of some tens of tensors takes several times as long."""
+each tensor of a long list takes longer."""
 _library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -47,17 +47,17 @@ def register(
     """Register an operator.
 
     Args:
-        schema: of the operator, which changes none of its arguments; no argument has a default.
-            It may take lists of tensors, and return one.
+        schema: the operator's schema. The operator changes none of its arguments, and none has a
+            default. It may take lists of tensors, and return one.
         kernel: its implementation on all devices; no result shares memory with an argument, nor
             with another result. It refuses tensors of different devices: plain calls
             (:func:`is_plain`) go around torch's dispatcher, which takes longer than a short kernel.
         fake: its implementation without values.
         setup_context: as :func:`torch.library.register_autograd` has it.
-        backward: the gradients of all arguments, also as there: for a list of tensors a list, or
-            None if none of them requires grad. The gradient of an unused result is None.
-            :func:`needed` says what to compute.
-        tags: of the operator.
+        backward: the gradients of all arguments, as :func:`torch.library.register_autograd` has it:
+            for a list of tensors a list, or None if none of them requires grad. The gradient of an
+            unused result is None. :func:`needed` says what to compute.
+        tags: the operator's tags.
         direct: what plain calls run instead of ``kernel``. Its first argument is the context of the
             backward pass, to keep what that can reuse, or None. Autograd records no gradients
             there, but does track views: results must not be views, or must be made within
@@ -180,10 +180,10 @@ def register_without_gradient(
     """Register an operator that autograd does not see, such as one that a backward pass calls.
 
     Args:
-        schema: of the operator; it says which arguments change.
-        kernel: as of :func:`register`.
-        fake: as there.
-        tags: as there.
+        schema: the operator's schema, which says which arguments change.
+        kernel: the operator's implementation, as for :func:`register`.
+        fake: its implementation without values.
+        tags: the operator's tags.
 
     Returns:
         the operator.

@@ -112,13 +112,13 @@ class BoxTaps:
         is_last: bool,
         device: torch.device,
     ) -> None:
-        """Compute them.
+        """Compute the taps.
 
         Args:
             boxes: (K, 5), K at least 1.
             grid: what the boxes share.
             sizes: height and width of a map.
-            channels: of a map.
+            channels: the channels of a map.
             is_last: whether channels are the last dimension of a map, or the first.
             device: where the taps are computed.
         """

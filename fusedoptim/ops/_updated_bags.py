@@ -46,7 +46,8 @@ _next_number = itertools.count()
 def numbered(rule: Rule) -> int:
     """A number by which the operator finds a rule for as long as it exists.
 
-    A compiled graph holds this number; it would hold hyper-parameters as of its first call.
+    A compiled graph holds this number; it would otherwise hold the hyper-parameters of its first
+    call.
     """
     number = next(_next_number)
     _rules[number] = rule
@@ -173,12 +174,12 @@ def updated_embedding_bags(
         weights: the tables, which do not require grad.
         sums: Adagrad's state, or none.
         trails: the lower halves of split tables, or none.
-        indices: as of :func:`embedding_bags`.
-        offsets: as there.
-        samples: the sample weights, as there.
+        indices: the indices, as :func:`embedding_bags` takes them.
+        offsets: the offsets, as :func:`embedding_bags` takes them.
+        samples: the sample weights, as :func:`embedding_bags` takes them.
         means: whether each table's bags are means.
         paddings: the index of each table that is ignored, or -1.
-        last: whether offsets have one more.
+        last: whether offsets include where the last bag ends.
         rule: the number of the rule that updates the tables (:func:`numbered`).
     """
     result: list[Tensor] = _updated_bags(

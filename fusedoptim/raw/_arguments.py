@@ -25,7 +25,7 @@ class LocalMemory:
         nbytes: the bytes that each group has; their initial values are undefined.
 
     Raises:
-        TypeError: ``nbytes`` is no integer.
+        TypeError: ``nbytes`` is not an integer.
         ValueError: it is not positive.
 
     Example:

@@ -31,7 +31,7 @@ NUMBERS = Parameter("numbers_", "pointer", "i64", 8, True)
 """The first parameter of each kernel: sizes and strides."""
 _MIN_CHUNK = 4 * 1024  # elements, so that starting a group costs little
 LEAST_GROUPS = 16
-"""At least so many groups, so that no core is idle."""
+"""The least number of groups of a launch, so that no core is idle."""
 
 
 class NewOutput(NamedTuple):
@@ -135,10 +135,10 @@ class ExpressionKernel(abc.ABC):
         self._name = name
         self._preamble = preamble
         self._options = check_source_options("OpenCL C", options)
-        self._kernels: dict[str, GeneratedKernel] = {}  # by their C
+        self._kernels: dict[str, GeneratedKernel] = {}  # by their C source
         self._plans: dict[Any, Plan] = {}
         self._recent: dict[int | tuple[type, ...], Recent[_Again]] = {}
-        """By the number of arguments, which are all tensors, or by their types."""
+        """Recent calls, by the number of arguments if all are tensors, otherwise by their types."""
 
     def __repr__(self) -> str:
         inputs, outputs = (", ".join(map(str, p)) for p in (self._inputs, self._outputs))

@@ -353,7 +353,7 @@ def head(n: int, found: dict[str, Dtype]) -> str:
     """C that begins a kernel over ``n`` elements: index types, conversions, types by letter.
 
     An index has 64 bits. As a narrower one may wrap, the CPU driver could not tell that
-    neighbouring work items access neighbouring elements, and would use gathers. Divisions use 32
+    adjacent work items access adjacent elements, and would use gathers. Divisions use 32
     bits if possible, because 64-bit divisions are slow.
     """
     narrow = "uint" if n < 2**32 else "ulong"

@@ -183,7 +183,7 @@ def _accepted(target: str) -> tuple[str, ...] | None:
 
 
 def _memory(value: Any, index: int, uses: Uses) -> tuple[int, str | None, bool]:
-    """For an argument that is no tensor: address, dtype if any, and whether it is read-only."""
+    """Address, dtype if any, and read-only mark of an argument that is not a tensor."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(MASKED)
     if isinstance(value, np.ndarray):

@@ -61,7 +61,7 @@ def identity(function: Callable[..., None]) -> bytes:
 
     Raises:
         ImportError: the compiler is not installed.
-        TypeError: ``function`` is no kernel, or uses something that a kernel cannot.
+        TypeError: ``function`` is not a kernel, or uses something that a kernel cannot.
     """
     function = _plain(function)
     whole = (_tools(), arguments(function), _description(function, ()))
@@ -78,7 +78,7 @@ def compile_python(function: Callable[..., None], options: Sequence[str] = ()) -
     Raises:
         ImportError: the compiler is not installed.
         KernelCompileError: numba cannot compile the function, for the reason in the message.
-        TypeError: ``function`` is no kernel, or uses something that a kernel cannot.
+        TypeError: ``function`` is not a kernel, or uses something that a kernel cannot.
         ValueError: there are options.
     """
     if options:
@@ -87,7 +87,7 @@ def compile_python(function: Callable[..., None], options: Sequence[str] = ()) -
     found = arguments(function)
     _description(function, ())  # refuses what numba would explain less well, or ignore
     _tools()
-    # numba takes seconds to import.
+    # numba is slow to import.
     from numba.core.errors import NumbaError
 
     from fusedoptim.kernels._compiler import llvm_module, to_spirv
@@ -100,7 +100,7 @@ def compile_python(function: Callable[..., None], options: Sequence[str] = ()) -
     ]
     real = np.float64 if any(a.element == "f64" for a in found) else np.float32
     try:
-        # As in numpy, a division by zero is no error: nobody would see it.
+        # As in numpy, a division by zero is not an error: nobody would see it.
         kernel = _prepared(function, real)
         module = llvm_module(kernel, types, function.__name__, error_model="numpy")
         return to_spirv(_with_arguments(module, function.__name__, found), _KEEP_TYPES)

@@ -47,9 +47,9 @@ class Recent(Generic[Fact]):
     def remember(
         self, arguments: Sequence[Any], find_out: Callable[[], Fact | None], options: object = None
     ) -> None:
-        """Remember the result of ``find_out``, unless it is None or an argument is no plain tensor.
+        """Remember the result of ``find_out``, if all arguments are plain tensors; never None.
 
-        This takes longer than a check, and is of no use if each call has other shapes.
+        This takes longer than a check, and is useless if each call has other shapes.
         """
         self._misses += 1
         if self._misses >= _PATIENCE and self._misses % _PATIENCE:

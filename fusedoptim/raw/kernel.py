@@ -43,8 +43,7 @@ class RawModule:
             ``dpctl.SyclQueue``.
 
     Nothing is compiled before a kernel is called or one of its properties is read. Text is compiled
-    to SPIR-V, and SPIR-V by the device's driver. Each takes some tens of milliseconds, and 0.2 s
-    for the first in a process. Both results are cached on disk, in the folder
+    to SPIR-V, and SPIR-V by the device's driver. Both results are cached on disk, in the folder
     ``FUSEDOPTIM_CACHE_DIR`` (default: ``~/.cache/fusedoptim``; empty: no cache). Two things are not
     cached: text that includes other files, and the driver's results for ``wait=False`` or for your
     own ``dpctl.SyclQueue``.
@@ -127,10 +126,10 @@ class RawKernel:
     """The user's own kernel: ``kernel(global_size, local_size, args)``.
 
     Args:
-        source: as for :class:`RawModule`, or such a module.
+        source: the source, as for :class:`RawModule`, or such a module.
         name: the kernel's name; may be omitted if there is only one.
-        options: as for :class:`RawModule`.
-        device: as for :class:`RawModule`.
+        options: the options, as for :class:`RawModule`.
+        device: the device, as for :class:`RawModule`.
 
     Raises:
         TypeError: ``source`` or ``options`` is of another type.

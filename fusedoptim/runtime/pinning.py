@@ -85,7 +85,7 @@ class _Entered(NamedTuple):
 
 
 class _Pins(threading.local):
-    """Those that the calling thread is in, outermost first."""
+    """The pins that the calling thread is in, outermost first."""
 
     def __init__(self) -> None:
         self.pins: list[_Entered] = []

@@ -34,8 +34,8 @@ def check_splittable(
     """Raise unless all ``params`` are or can become upper halves.
 
     Args:
-        optimizer: what errors call it.
-        params: to be split.
+        optimizer: its name in errors.
+        params: the parameters to be split.
         others: parameters of the optimizer, with which they must not share memory.
     """
     check_not_traced(f"{optimizer}: the split of parameters")
@@ -65,9 +65,9 @@ def check_splittable(
             )
     once = list(dict.fromkeys(params))
     known = [p for p in dict.fromkeys(others) if p not in set(once)]
-    order = update_order(list(map(local_of, known + once)))
-    for p, turn in zip(once, order[len(known) :]):
-        if turn or has_shared_elements(local_of(p)):
+    orders = update_order(list(map(local_of, known + once)))
+    for p, order in zip(once, orders[len(known) :]):
+        if order or has_shared_elements(local_of(p)):
             raise RuntimeError(
                 f"{optimizer}: a parameter of shape {tuple(p.shape)} has elements that share "
                 "memory, among themselves or with another parameter; clone() it first, or give "
@@ -90,7 +90,7 @@ def halves_of(values: Tensor, consume: bool = False) -> tuple[Tensor, Tensor]:
     """The upper halves, bfloat16, and the lower ones, int16, of float32 values.
 
     Args:
-        values: to be split, piece by piece, so that only the results take memory.
+        values: the values to be split, piece by piece, so that only the results take memory.
         consume: whether to free the memory of each piece that is done, which loses its values.
     """
     dense = memory_of(values.detach())
@@ -336,7 +336,7 @@ def check_saved_halves(optimizer: str, saved: Iterable[tuple[int, Tensor, dict[s
     """Raise unless a checkpoint has the trails of all split parameters, or of none.
 
     Args:
-        optimizer: what errors call it.
+        optimizer: its name in errors.
         saved: for each split parameter its number, itself, and its state in the checkpoint.
     """
     saved = list(saved)

@@ -72,8 +72,8 @@ def check_numbers(
     """Raise if a hyper-parameter of ``group`` is NaN, or if kernels cannot take it.
 
     Args:
-        optimizer: what errors call it.
-        group: of the optimizer.
+        optimizer: its name in errors.
+        group: a group of the optimizer.
         defaults: the optimizer's; a hyper-parameter whose default is a number must be one.
         largest: the largest number of the kernels' arithmetic.
     """
@@ -136,7 +136,7 @@ def check_saved_state(
     """Raise if a parameter has state in a checkpoint, but not all that is ``needed``.
 
     Args:
-        optimizer: what errors call it.
+        optimizer: its name in errors.
         saved: for each parameter its number, itself, and its state in the checkpoint.
         needed: names of the state.
     """

@@ -38,7 +38,7 @@ class Plan(Protocol):
 
     @property
     def updates(self) -> Sequence[tuple[Update, Callable[[], Rows] | None]]:
-        """In order. If there is a function, it makes the rows once all before it are committed."""
+        """The updates, in order; a function makes rows anew once all before it are committed."""
 
 
 def run(
@@ -47,9 +47,9 @@ def run(
     """Update all groups.
 
     Args:
-        plans: of all updates, in order.
+        plans: the plans of all updates, in order.
         common: the factor of all the optimizer's gradients; None is 1.
-        states: the optimizer's.
+        states: the optimizer's states.
     """
     begun: list[_Begun] = []
     try:

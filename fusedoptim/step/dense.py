@@ -39,7 +39,8 @@ from fusedoptim.step.tensors import PARAM_DTYPES, State
 from fusedoptim.step.unchanged import RUN, TensorRun
 
 _MANY_WRITTEN = 256
-"""From this many tensors on, their writes are counted (0.2 us each) while the launch runs."""
+"""From this many tensors on, their writes are counted while the launch runs
+(docs/design/torch-threads.md)."""
 _grad_addresses = operator.attrgetter("grad_addresses")
 
 
@@ -60,7 +61,7 @@ class DenseRows:
         """Lay out the launches; nothing that the user holds is written to.
 
         Args:
-            rule: of the group. State that its parameters lack is made now, and added to the
+            rule: the group's rule. State that its parameters lack is made now, and added to the
                 rule's ``states`` when the launch has written it.
             candidates: parameters of one device and dtype that passed their checks.
             kernels: names of the kernels of an update, in order.

@@ -46,9 +46,9 @@ def encoded(values: Tensor, dtype: torch.dtype, lanes: int) -> tuple[Tensor, Ten
     """The codes of ``values``, laid out like them, and their scales.
 
     Args:
-        values: of any floating-point dtype, without gaps in memory.
-        dtype: of the codes.
-        lanes: of the device's work-groups.
+        values: a tensor of any floating-point dtype, without gaps in memory.
+        dtype: the dtype of the codes.
+        lanes: the lanes of the device's work-groups.
     """
     signed = dtype is torch.float8_e4m3fn
     nan, binades = (NAN_E4M3, BINADES_E4M3) if signed else (NAN_E5M3, BINADES_E5M3)

@@ -1,4 +1,4 @@
-"""torch's step hooks and profiler range around a step, at no cost while there are none."""
+"""torch's step hooks and profiler range around a step, without cost while none are registered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_hooks(step: _Step) -> _Step:
     """Put torch's hooks and profiler range around ``step``, when there are any.
 
     torch wraps every ``step`` this way. For an optimizer of one small tensor, torch's profiler
-    range would take half as long as our step. ``hooked`` tells torch that this step is wrapped
+    range would take a large part of the step. ``hooked`` tells torch that this step is wrapped
     already.
 
     torch.compile must not trace into a step: it would treat the addresses as constants. It

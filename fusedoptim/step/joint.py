@@ -30,7 +30,7 @@ class JointUpdate:
     """The rows of all groups whose update needs norms of sharded parameters."""
 
     settings = Settings({}, 1.0)
-    """Empty, as each part has its group's settings."""
+    """Empty settings: each part has its group's."""
 
     def __init__(
         self, parts: Sequence[tuple[_Plan, DenseRows]], sums: Sequence[MeshSum], width: int
@@ -39,8 +39,8 @@ class JointUpdate:
 
         Args:
             parts: the plans, and their rows.
-            sums: over all parameters that may need norms, whether or not they have a gradient.
-                They are the same on all processes.
+            sums: the sums over all parameters that may need norms, whether or not they have a
+                gradient. They are the same on all processes.
             width: the number of values summed for each parameter.
         """
         self._parts = parts

@@ -38,7 +38,7 @@ def on_memory(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def check_not_traced(what: str) -> None:
     """Raise if torch traces or transforms the code that calls ``what``, as errors name it.
 
-    torch.optim's own classes have no common behaviour to follow there. Inside FakeTensorMode they
+    torch.optim's own classes have no common behavior to follow there. Inside FakeTensorMode they
     update real parameters, raise halfway, or leave fake state behind, depending on class and step.
     """
     found = [type(mode).__name__ for mode in active_modes()]

@@ -67,14 +67,14 @@ _UNCHANGING = (float, int, str, type(None))  # bool is an int
 class _Alike(NamedTuple):
     """What the parameters of one launch have in common."""
 
-    turn: int
-    """How many updates of other parameters that share their memory come first."""
+    order: int
+    """How many updates of other parameters that share their memory come first (update_order)."""
     is_repeated: bool
     """Whether the parameter was given before, in this group or another."""
     is_known: bool
     """Whether an earlier group has it."""
     sparse_number: int
-    """Different for each parameter with a sparse gradient, which is updated alone; -1 if dense."""
+    """Unique for each parameter with a sparse gradient, which is updated alone; -1 if dense."""
     device: torch.device
     dtype: torch.dtype
     is_split: bool
@@ -86,7 +86,7 @@ class GroupPlan:
     """The updates of one group."""
 
     settings: Settings
-    """A new object if it may differ from the last step's."""
+    """The group's numbers; a new object if they may differ from the last step's."""
     is_final: bool
     """Whether the plan fits for as long as the group and the state hold the same objects."""
 
@@ -95,8 +95,8 @@ class GroupPlan:
         """Check all parameters that have a gradient, and lay out their updates.
 
         Args:
-            rule: of the group.
-            groups: of the optimizer.
+            rule: the group's rule.
+            groups: the optimizer's groups.
             given_before: ids of the group's parameters that an earlier group has too.
         """
         rule.check_options()
@@ -109,16 +109,16 @@ class GroupPlan:
         """Parameters without a gradient."""
         candidates = [_checked(rule, candidate) for candidate in found]
         self.rows: list[Rows] = []
-        """Those that can be updated in any order."""
+        """The rows that can be updated in any order."""
         self._deferred: list[tuple[Rows, Callable[[], Rows]]] = []
-        """Those that share memory with parameters updated before them, in order: their rows as of
-        now, and a function that makes the rows from the state that they will have."""
+        """The parameters that share memory with others updated before them, in order: their present
+        rows, and a function that makes the rows from their later state."""
         self._without_repeated: list[Rows] = []
         self._lay_out(candidates, given_before)
         self.joint: list[DenseRows] = [
             rows for rows in self.rows if isinstance(rows, DenseRows) and rows.is_joint
         ]
-        """Those whose update needs norms of sharded parameters."""
+        """The rows whose update needs norms of sharded parameters."""
         self._has_pieces = any(map(is_piece, self._params))
         self.sums = {p: _sums_over(rule, p) for p in dtensors(self._params)}
         """For each sharded parameter, how many values are summed over it for its update."""
@@ -136,9 +136,9 @@ class GroupPlan:
     def _lay_out(self, candidates: list[Candidate], given_before: set[int]) -> None:
         rule = self._rule
         members = _alike(rule, candidates, given_before)
-        for alike in sorted(members, key=operator.attrgetter("turn")):
+        for alike in sorted(members, key=operator.attrgetter("order")):
             rows = _rows(rule, members[alike], alike.kernels)
-            if alike.turn == 0 and not alike.is_repeated:
+            if alike.order == 0 and not alike.is_repeated:
                 self.rows.append(rows)
             else:
                 # torch looks at the state of a whole group before it updates any of it.
@@ -193,12 +193,12 @@ class StepPlan:
     """The plans of all groups."""
 
     def __init__(self) -> None:
-        """There is none yet."""
+        """Begin without plans."""
         self.groups: list[GroupPlan] = []
         self.all: Sequence[Plan] = []
-        """Those of all updates: of the groups, and of what groups have in common."""
+        """The plans of all updates: of the groups, and of what groups have in common."""
         self.mesh_sums: list[MeshSum] = []
-        """Over the sharded parameters, for norms of all gradients."""
+        """Sums over the sharded parameters, for norms of all gradients."""
         self._sharded: ShardedGradients | None = None
         """See :attr:`fusedoptim.step.rule.UpdateRule.sharded`."""
         self.state_seen: list[object] = []
@@ -209,7 +209,7 @@ class StepPlan:
         self._joined: list[GroupPlan] = []
         """The plans for which ``all`` was made."""
         self._refreshes: list[Callable[[], bool]] = []
-        """Those of all groups, while ``_seen`` is not empty; each must return true."""
+        """The groups' refreshes while ``_seen`` is not empty; each must return true."""
 
     def update(
         self,
@@ -220,8 +220,8 @@ class StepPlan:
         """Make the plans fit the optimizer's present contents; no tensor of the user's is written.
 
         Args:
-            state: of the optimizer.
-            groups: of the optimizer.
+            state: the optimizer's state.
+            groups: the optimizer's groups.
             rule_of: gives the rule of a group.
         """
         parts: list[Iterable[object]] = [state, state.values()]
@@ -319,7 +319,7 @@ def _given_before(groups: Sequence[Group]) -> list[set[int]]:
 
 
 def _are_idle(params: Sequence[Tensor]) -> bool:
-    """Whether none of them has a gradient."""
+    """Whether none of the parameters has a gradient."""
     return all(p.grad is None for p in params)
 
 
@@ -338,12 +338,12 @@ def _alike(
     members: dict[_Alike, list[Candidate]] = {}
     met = set(given_before)
     shards = [local_of(candidate.param) for candidate in candidates]
-    for candidate, shard, turn in zip(candidates, shards, update_order(shards)):
+    for candidate, shard, order in zip(candidates, shards, update_order(shards)):
         p = candidate.param
         spread, is_repeated = spread_of(p), id(p) in met
-        _check_sharded(rule, candidate, spread, is_shared=turn > 0 or is_repeated)
+        _check_sharded(rule, candidate, spread, is_shared=order > 0 or is_repeated)
         alike = _Alike(
-            turn,
+            order,
             is_repeated,
             id(p) in given_before,
             -1 if candidate.grad.layout is torch.strided else len(met),

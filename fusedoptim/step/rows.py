@@ -14,7 +14,7 @@ from fusedoptim.step.tensors import State
 
 
 class Update(Protocol):
-    """What is submitted and committed together."""
+    """A part of a step that is submitted and committed as a whole."""
 
     written: list[Tensor]
     """The parameters, and the local shards of sharded ones, whose writes no launch counts."""
@@ -25,7 +25,7 @@ class Update(Protocol):
         """Write the step's numbers, and return what is to be submitted, in order.
 
         Args:
-            settings: of the group; the same object as long as their values are the same.
+            settings: the group's; the same object as long as their values are the same.
             common: the factor of all the optimizer's gradients; None is 1.
         """
 

@@ -48,7 +48,7 @@ class UpdateDefinition(Optimizer):
         raise NotImplementedError
 
     def _sharded_kernels(self, group: Group) -> tuple[str, ...]:
-        """The same for tensors that are divided among processes.
+        """The names of the kernels that update tensors divided among processes.
 
         If there are several kernels, a collective follows the first, which must write nothing but
         sums, so that a step whose collective fails has changed nothing.
@@ -88,13 +88,13 @@ class UpdateRule:
         self._reference = weakref.ref(optimizer)
         self.group = group
         self.optimizer_name = type(optimizer).__name__
-        """What errors call it."""
+        """The optimizer's name in errors."""
         self.defaults = optimizer.defaults
         self.states: MutableMapping[Tensor, State] = optimizer.state
         self.optional_state = optimizer._optional_state
         self.sparse_state = optimizer._sparse_state
         self.sharded: ShardedGradients | None = None
-        """Those of the optimizer's DTensors; None if it has none."""
+        """The gradients of the optimizer's DTensors; None if it has none."""
         self.depends_on_optimizer = bool(optimizer._number_attributes)
         """Whether the numbers depend on more than the group."""
 

@@ -93,13 +93,13 @@ def is_piece(param: Tensor) -> bool:
 
 
 def has_dtensors(objects: Iterable[object]) -> bool:
-    """Whether any of them is spread over processes."""
+    """Whether any of the objects is spread over processes."""
     cls = _dtensor_class()
     return cls != () and any(issubclass(kind, cls) for kind in set(map(type, objects)))
 
 
 def dtensors(params: Iterable[Tensor]) -> list[Tensor]:
-    """Those that are spread over processes."""
+    """The parameters that are spread over processes."""
     return list(filter(is_dtensor, params))
 
 
@@ -112,12 +112,12 @@ class ShardedGradients:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        """Nothing is read yet."""
+        """Begin without gradients: :meth:`read` reads them."""
         self.params = params
         self.grads: list[Tensor | None] = []
-        """This step's, while it reads them."""
+        """This step's gradients, from :meth:`read` to :meth:`forget`."""
         self.are_placed = True
-        """Whether those that are DTensors are placed like their parameters."""
+        """Whether all gradients that are DTensors are on the meshes of their parameters."""
         self._specs = list(map(shard_spec, params))
         self._fitting = self._specs
         """The gradients' specs when all of them were last placed like their parameters."""
@@ -196,7 +196,7 @@ class MeshSum:
     def __init__(self, mesh: Any, params: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.mesh = mesh
         self.params = params
-        """The same ones on all processes, whether or not they have a gradient."""
+        """The parameters, the same on all processes, whether or not they have a gradient."""
         self.dtype = dtype
         """The dtype of the sums."""
         self.device = local_of(params[0]).device
@@ -205,7 +205,7 @@ class MeshSum:
         self._dims = sorted({dim for p in params for dim in _spread(p).dims})
 
     def includes(self, spread: Spread | None) -> bool:
-        """Whether it adds up the processes' parts of such a parameter."""
+        """Whether it adds up the processes' parts of a parameter with this spread."""
         return spread is not None and is_divided(spread) and spread.mesh == self.mesh
 
     def contributes(self, spread: Spread) -> bool:
@@ -275,7 +275,7 @@ def mesh_sums(params: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[M
 
     Args:
         params: DTensors.
-        dtypes: of the sum over each.
+        dtypes: the dtype of the sum over each parameter.
     """
     members: dict[Any, list[tuple[Tensor, torch.dtype]]] = {}
     for p, dtype in zip(params, dtypes):
@@ -298,7 +298,7 @@ def over_meshes(
     """Turn numbers about this process's gradients into numbers about all gradients.
 
     Args:
-        sums: of the optimizer.
+        sums: the optimizer's sums.
         squares: 0-d tensors: sums of squares over parameters that are spread alike.
         found_inf: whether there are infinities, a number for each process; None if not asked for.
 

@@ -49,7 +49,7 @@ class SparseGradient:
         starts = torch.from_numpy(np.cumsum(counts) - counts)
         is_complex, device = self.values.is_complex(), self.values.device
         values = torch.view_as_real(self.values) if is_complex else self.values
-        # embedding_bag sums gathered rows, in half the time of index_add_.
+        # embedding_bag sums gathered rows, and is faster than index_add_.
         sums = torch.nn.functional.embedding_bag(
             parts.to(device),
             values.reshape(len(values), math.prod(values.shape[1:])),

@@ -68,10 +68,10 @@ def state_tensors(
     """A parameter's state as kernels take it: in the element order of ``target``.
 
     Args:
-        rule: of the group.
-        owner: what errors call the parameter.
-        names: of the state, with the roles of the kernels' arguments.
-        state: of the parameter; what is missing is made.
+        rule: the group's rule.
+        owner: the parameter's name in errors.
+        names: the names of the state, with the roles of the kernels' arguments.
+        state: the parameter's state; what is missing is made.
         target: the parameter's memory.
     """
     made: State = {}
@@ -122,12 +122,12 @@ def _state_tensor(
     """The state ``name`` as a kernel takes it: of ``dtype``, in the element order of ``target``.
 
     Args:
-        rule: of the group.
-        owner: what errors call the parameter.
-        name: of the state.
-        state: of the parameter; what is missing is made.
+        rule: the group's rule.
+        owner: the parameter's name in errors.
+        name: the name of the state.
+        state: the parameter's state; what is missing is made.
         target: the parameter's memory.
-        dtype: of the state.
+        dtype: the dtype of the state.
     """
     value = state.get(name)
     if value is None:

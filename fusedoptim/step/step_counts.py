@@ -58,7 +58,7 @@ class StepCounts:
         """Raise if float32 cannot tell the coming step from the previous one.
 
         Args:
-            optimizer: what errors call it.
+            optimizer: its name in errors.
 
         Raises:
             RuntimeError: a parameter has taken MOST_STEPS or more.

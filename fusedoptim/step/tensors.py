@@ -73,8 +73,8 @@ def new_state(target: Tensor, dtype: torch.dtype) -> Tensor:
 def has_memory(tensor: Tensor) -> bool:
     """Whether the elements, if there are any, lie in memory that the tensor itself holds.
 
-    Those of DTensors and other wrappers, of fake tensors and of functorch's tensors do not. Those
-    of a DTensor's local shard may.
+    The elements of DTensors and other wrappers, of fake tensors and of functorch's tensors do not.
+    The elements of a DTensor's local shard may.
     """
     try:
         if tensor.layout is torch.sparse_coo:
@@ -125,9 +125,10 @@ def memory_of(
     values. A step writes the copy of a parameter back.
 
     Args:
-        tensor: of any strides.
-        order: of the elements in memory: ``torch.contiguous_format``; ``torch.preserve_format`` for
-            any order without gaps; or a tensor, the parameter's memory, for its order.
+        tensor: a tensor of any strides.
+        order: the order of the elements in memory: ``torch.contiguous_format``;
+            ``torch.preserve_format`` for any order without gaps; or a tensor, the parameter's
+            memory, for its order.
     """
     tensor = local_of(tensor)
     if isinstance(order, Tensor) and order.shape == tensor.shape:

@@ -76,12 +76,12 @@ class TensorRun:
         if sharded is not None and is_dtensor(self.params[0]):
             self._shards = _Shards(self.params, sharded)
         self.targets = list(map(memory_of, self.params))
-        """What kernels write."""
+        """The tensors that kernels write."""
         self._grads = [local_of(candidate.grad) for candidate in candidates]
         self.held = list(map(memory_of, self._grads, self.targets))
-        """This step's tensors until its kernel has ended, as another thread may drop them."""
+        """This step's tensors, held until its kernel has ended, as another thread may drop them."""
         self.grad_addresses = list(map(Tensor.data_ptr, self.held))
-        """This step's; a new list if one of them may differ from the last step's."""
+        """The gradients' addresses; a new list if one of them may differ from the last step's."""
         self._empty = [p.numel() for p in self.locals].count(0)
         self._grad_slice = slice(len(candidates), 2 * len(candidates))  # in a list of all tensors
 
@@ -89,14 +89,14 @@ class TensorRun:
         """Make :meth:`refresh` compare with the present tensors, before any of them is dropped.
 
         Args:
-            states: of the parameters, in order; of DTensors, their local shards.
-            names: of the tensors in them that a kernel updates.
+            states: the parameters' states, in order; for DTensors, their local shards.
+            names: the names of the tensors in them that a kernel updates.
             spread: how many of the names, from the first on, are spread over processes like their
                 parameters.
         """
         self._wrapped = spread * len(self.params)
         self.states = states
-        """Where those tensors are found."""
+        """The states in which :meth:`refresh` finds the tensors."""
         self._get_state = list(map(operator.itemgetter, names))
         updated = [get(state) for get in self._get_state for state in states]
         used, targets = [*self._grads, *updated], self.targets * (1 + len(names))

@@ -97,7 +97,7 @@ def _is_unsized(node: Node) -> bool:
     sizes = result.shape if isinstance(result, Tensor) else (result,)
     if not any(isinstance(size, torch.SymInt) for size in sizes):
         return False
-    # torch.compile has imported it; it takes a second.
+    # Not at the top: the import is slow, and torch.compile has already done it here.
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return bool(free_unbacked_symbols(result))

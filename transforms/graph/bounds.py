@@ -28,7 +28,7 @@ _ASSUMED = 1e6
 """The largest norm of the values that are compared in each call."""
 _MOST = 1e37
 _ROUNDING = 1.01
-"""By what factor a function's rounded result may exceed the exact one."""
+"""The factor by which a function's rounded result may exceed the exact one."""
 _MOST_COMPARED = 8
 CLAMPS = ("relu", "relu6", "hardtanh")
 """Functions that oneDNN computes as torch does if no value is NaN."""
@@ -138,8 +138,8 @@ def _is_plain(node: Node, first: Any) -> bool:
 def _cuts(graph: Graph, values: Sequence[Node]) -> list[int]:
     """The positions of cuts: values that are the only ones the rest of the graph still uses.
 
-    A value that goes to an activation is no cut: comparing it is a second use, and a product with
-    a second use cannot apply the activation.
+    A value that goes to an activation is not a cut: comparing it is a second use, and a product
+    with a second use cannot apply the activation.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     found, used = [], -1

@@ -14,7 +14,7 @@ from transforms.graph.aliases import returned_roots, roots, written_roots
 from transforms.graph.operators import is_pure, value
 
 _MOST_BYTES = 1 << 24
-"""The most bytes of a constant that is no weight: a larger one is not worth its memory."""
+"""The most bytes of a constant that is not a weight: a larger one is not worth its memory."""
 
 
 def constant_nodes(graph: Graph, sources: Iterable[Node]) -> set[Node]:

@@ -75,7 +75,7 @@ def simplified(graph: Graph, sources: Sequence[int], folds: bool) -> Simplified:
     """Copy a captured graph without Dropouts, with BatchNorms folded, and with few writes.
 
     Args:
-        graph: as dynamo captured it.
+        graph: the graph that dynamo captured.
         sources: which arguments are parameters and buffers.
         folds: whether BatchNorms are folded.
     """

@@ -70,7 +70,7 @@ class Product(NamedTuple):
     weight: Node
     bias: Node | None
     geometry: tuple[Any, ...]
-    """of a convolution: the numbers between the bias and the activation; else empty."""
+    """The numbers between the bias and the activation of a convolution; empty for a Linear."""
 
     @property
     def is_convolution(self) -> bool:
@@ -238,7 +238,7 @@ def same_strides(a: Node, b: Node) -> bool:
 
 
 def _are_equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    # torch.compile has imported it; it takes a second.
+    # Not at the top: the import is slow, and torch.compile has already done it here.
     from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
     return len(a) == len(b) and bool(statically_known_true(sym_eq(a, b)))
@@ -254,4 +254,4 @@ _BINARY = (
     "int[] padding, int[] stride, int[] dilation, int groups, str binary_attr, Scalar? alpha, "
     "str? unary_attr, Scalar?[] unary_scalars, str? unary_algorithm) -> Tensor Y"
 )
-"""As in torch 2.13."""
+"""The schema as in torch 2.13."""

@@ -20,7 +20,7 @@ class Layouts(NamedTuple):
     """The layouts recorded for one shape of the inputs."""
 
     shapes: dict[str, tuple[int, ...]]
-    """By the name of each convolution that may be packed, the shape of its input."""
+    """The shape of the input of each convolution that may be packed, by its name."""
     steady: frozenset[tuple[str, str]]
     """Names of functions and of their inputs with equal strides."""
 

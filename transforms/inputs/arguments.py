@@ -57,7 +57,7 @@ def check_model(model: Any) -> None:
 
 
 def _check_not_wrapped(name: str, module: nn.Module) -> None:
-    # The import takes seconds, and only torch.compile does it.
+    # Importing it is slow, and only torch.compile does so.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     is_compiled = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     has_call = module._compiled_call_impl is not None and not compiled_call.is_entered(module)

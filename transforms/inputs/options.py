@@ -18,7 +18,7 @@ class Options(NamedTuple):
     dtype: torch.dtype | None
     """bfloat16 or float16; None casts nothing."""
     knobs: Mapping[str, bool]
-    """by the name of the knob: whether its pass runs."""
+    """for each knob, by name, whether its pass runs."""
     explicit: frozenset[str]
     """knobs that the call itself turned on."""
 

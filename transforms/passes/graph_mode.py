@@ -30,7 +30,7 @@ class GraphMode(Pass):
     keeps_outputs = True
 
     def default(self, level: str) -> bool:
-        """Off: the first call of each kind takes seconds."""
+        """Off, because the first call of each kind is slow."""
         return False
 
     def run(self, job: Job) -> list[Entry]:
@@ -89,7 +89,7 @@ def _objection(model: nn.Module) -> str | None:
 
 def _captured(job: Job, listener: _Listener) -> list[Entry]:
     """Call the model with the sample, and say what was captured."""
-    from torch._dynamo.utils import counters  # takes seconds to import
+    from torch._dynamo.utils import counters  # slow to import
 
     before = _breaks(counters)
     dtype = job.options.dtype

@@ -44,7 +44,7 @@ class Pass:
     must_pay: ClassVar[bool] = False
     """Whether the pass is undone if it does not make the sample faster.
 
-    Neighbouring passes of this kind are undone together; none is if the call asks for one by name.
+    Adjacent passes of this kind are undone together; none is if the call asks for one by name.
     """
 
     def default(self, level: str) -> bool:

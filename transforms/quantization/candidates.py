@@ -21,12 +21,12 @@ def objections(model: nn.Module, keep: Sequence[str], is_dynamic: bool) -> dict[
     """For each convolution and Linear, by name: why it stays in floating point, or None.
 
     Args:
-        model: in eval mode.
+        model: a model in eval mode.
         keep: names, or patterns of names, of modules left unchanged, with everything inside them.
         is_dynamic: whether each call finds the range of its input.
 
     Raises:
-        ValueError: one of ``keep`` is the name of no module.
+        ValueError: no module has one of the names in ``keep``.
     """
     kept = _kept(model, keep)
     found = {}

@@ -28,8 +28,8 @@ def find_following(model: nn.Module, layers: Collection[nn.Module]) -> dict[nn.M
     """What follows each of the layers that will compute in INT8.
 
     Args:
-        model: in eval mode, with the layers' own classes.
-        layers: those that will compute in INT8.
+        model: a model in eval mode, with the layers' own classes.
+        layers: the layers that will compute in INT8.
     """
     kinds, chosen = tuple(CLASSES), set(layers)
     known = activations(model)

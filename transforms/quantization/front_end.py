@@ -118,7 +118,7 @@ def quantize(
         the model.
 
     Raises:
-        TypeError: the model is no module, or cannot be copied; an argument has another type.
+        TypeError: the model is not a module, or cannot be copied; an argument has another type.
         ValueError: training mode, a model that is quantized already, an empty loader, a batch that
             the model does not accept, infinite values or NaN in calibration, an unknown name in
             ``keep`` or ``ranges``, ``ranges`` in dynamic quantization, nothing to quantize.

@@ -133,4 +133,4 @@ OBSERVERS: dict[str, type[MinMax] | type[Percentile] | type[LeastError]] = {
     "percentile": Percentile,
     "mse": LeastError,
 }
-"""By the value of ``ranges``."""
+"""The observer for each value of ``ranges``."""

@@ -40,7 +40,7 @@ def run_all(
     """Run the model on each batch, and return copies of the first ones.
 
     Args:
-        model: in eval mode.
+        model: a model in eval mode.
         loader: yields the batches.
         run: calls the model.
         most: use at most so many batches; None for all.

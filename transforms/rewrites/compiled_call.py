@@ -36,9 +36,9 @@ class _Mark:
 class _Hooks:
     """Gives the hooks of a model a name, which torch.compile compares before each call.
 
-    By default torch.compile compares no hooks of modules. When told to, it takes half as long
-    again. But torch counts registrations, so all modules are searched only after a new one, or when
-    a known dict of hooks has changed.
+    By default torch.compile compares no hooks of modules, and comparing all of them makes calls
+    slower (docs/design/graph-mode.md). But torch counts registrations. So all modules are searched
+    only after a new registration, or when a known dict of hooks has changed.
     """
 
     def __init__(self, model: nn.Module) -> None:

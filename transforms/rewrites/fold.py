@@ -39,7 +39,7 @@ class Fold:
         self._norm_parameters: dict[str, Parameter | None]
         self._norm_buffers: dict[str, Tensor | None]
         self._digest: bytes
-        """The digest of the folded weight and bias, to notice when they have learnt."""
+        """The digest of the folded weight and bias, to notice when they were trained."""
         self._requires_grad: dict[str, bool]
         """The ``requires_grad`` of the folded weight and bias when they were folded."""
         self._added_bias: Parameter | None = None
@@ -128,7 +128,7 @@ class Fold:
             yield from () if self._remainder is None else self._remainder.tensors
 
     def undo(self) -> None:
-        """Make both modules plain, keeping what they have learnt since."""
+        """Make both modules plain, keeping what they have learned since."""
         if not self._is_done:
             return
         feeder, norm = self._feeder, self._norm
@@ -246,11 +246,11 @@ class Fold:
         weight, bias = self._feeder.weight, self._feeder.bias
         if (digest := _digest(weight, bias)) == self._digest:
             return
-        learnt = unfolded(weight, bias, self._plain_pair())
-        self._feeder_tensors = {"weight": learnt.weight, "bias": learnt.bias}
+        trained = unfolded(weight, bias, self._plain_pair())
+        self._feeder_tensors = {"weight": trained.weight, "bias": trained.bias}
         self._remainder = None
-        self._norm_buffers = {**self._norm_buffers, "running_mean": learnt.mean}
-        for name, values in (("weight", learnt.gamma), ("bias", learnt.beta)):
+        self._norm_buffers = {**self._norm_buffers, "running_mean": trained.mean}
+        for name, values in (("weight", trained.gamma), ("bias", trained.beta)):
             if name in self._norm_buffers:  # in a frozen BatchNorm
                 self._norm_buffers[name] = values
             elif (param := self._norm_parameters[name]) is not None and values is not None:

@@ -6,7 +6,7 @@ With running mean :math:`\mu` and variance :math:`\sigma^2`, for each output cha
     s = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} \qquad
     W' = s W \qquad b' = \beta + s (b - \mu)
 
-computed in float64 and rounded once. The inverse, for a folded weight and bias that have learnt:
+computed in float64 and rounded once. The inverse, for a folded weight and bias that were trained:
 
 .. math::
     W = W' / s \qquad \beta = b' - s (b - \mu)
@@ -82,20 +82,20 @@ def unfolded(weight: Tensor, bias: Tensor, plain: PlainPair) -> PlainPair:
         >>> import torch
         >>> one = torch.ones(1)
         >>> plain = PlainPair(torch.tensor([[3.0]]), None, one, one, 4 * one, one, 3.0)
-        >>> learnt = unfolded(torch.tensor([[8.0]]), torch.tensor([-1.0]), plain)
-        >>> learnt.weight, learnt.beta
+        >>> trained = unfolded(torch.tensor([[8.0]]), torch.tensor([-1.0]), plain)
+        >>> trained.weight, trained.beta
         (tensor([[4.]]), tensor([1.]))
     """
     new = weight.detach().cpu(), bias.detach().cpu()
     old = folded(plain)
     is_new = new[0] != old[0].to(weight.dtype), new[1] != old[1].to(bias.dtype)
-    learnt = _quotient(*new, *is_new, plain)
-    channels = _channels(~learnt.weight.cpu().isfinite(), plain)
-    for values in (learnt.bias, learnt.mean, learnt.beta):
+    trained = _quotient(*new, *is_new, plain)
+    channels = _channels(~trained.weight.cpu().isfinite(), plain)
+    for values in (trained.bias, trained.mean, trained.beta):
         if values is not None:
             channels |= ~values.cpu().isfinite()
     if plain.gamma is None or not channels.any():
-        return learnt
+        return trained
     unit = (_double(plain.var) + plain.eps).sqrt()
     plain = plain._replace(gamma=_changed(plain.gamma, channels, unit))
     everywhere = _by_channel(channels, plain).expand(weight.shape)

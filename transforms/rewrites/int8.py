@@ -30,7 +30,7 @@ from transforms.rewrites.watched_parameter import is_exposed, settle, state, unw
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of dimensions of a batch of images."""
+"""The channels-last format for each number of dimensions of a batch of images."""
 
 
 class Range(NamedTuple):

@@ -18,7 +18,8 @@ from transforms.rewrites.post_ops import ACTIVATION, PostOp, post_op
 from transforms.tracing.modules import has_hooks
 
 FOLLOWER = "_fusedoptim_follower"
-"""Key in ``vars`` of a layer, as it is no child: the layer that is the only user of its output."""
+"""The key in ``vars`` of a layer (it is not a child) for the layer that is the only user of its
+output."""
 _MARK = "_fusedoptim_codes"
 _EIGHT_BITS = 255
 

@@ -241,4 +241,4 @@ _SCHEMAS = {
         "ScalarType? output_dtype, str attr, Scalar?[] scalars, str? algorithm) -> Tensor"
     ),
 }
-"""As in torch 2.13. An operator that a newer torch changes is not called."""
+"""The schemas as in torch 2.13. An operator that a newer torch changes is not called."""

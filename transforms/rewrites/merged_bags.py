@@ -37,7 +37,7 @@ def merge(
         parent: the module that has the container.
         attribute: the container's name there.
         name: the container's name in the model.
-        options: of :class:`MergedEmbeddingBag`.
+        options: the options of :class:`MergedEmbeddingBag`.
         undo: gets a callback that reverts it.
     """
     container: Bags = getattr(parent, attribute)

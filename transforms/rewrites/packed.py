@@ -32,8 +32,8 @@ from transforms.rewrites.watched_parameter import is_exposed, settle, state, wat
 from transforms.tracing.modules import has_hooks
 
 LEAST_PRODUCTS = 1 << 20
-"""oneDNN is faster for Linears with at least so many multiplications: 768 x 768 takes 0.6 of MKL's
-time with four rows, and 1.3 with one."""
+"""oneDNN is faster for Linears with at least this many multiplications
+(docs/design/packed-weights.md)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,11 +41,11 @@ class Signature(NamedTuple):
     """What a packed copy depends on."""
 
     state: tuple[tuple[int, int, int], ...]
-    """of each plain weight."""
+    """The state of each plain weight."""
     dtype: torch.dtype
-    """in which the product is computed: autocast's, or the weight's."""
+    """The dtype in which the product is computed: autocast's, or the weight's."""
     layout: tuple[object, ...]
-    """shape and strides of a convolution's input; empty for a Linear."""
+    """The shape and strides of a convolution's input; empty for a Linear."""
 
 
 class Packed(NamedTuple):
@@ -56,7 +56,7 @@ class Packed(NamedTuple):
     """Each returns a plain weight, or None if that is gone."""
     weights: Sequence[Tensor]
     trials: dict[object, bool]
-    """Which activations oneDNN computes as torch does, by what that depends on."""
+    """Whether oneDNN computes an activation as torch does, by all that this depends on."""
 
     @property
     def weight(self) -> Tensor:
@@ -71,7 +71,7 @@ class Pack:
         self._copy: Packed | None = None  # replaced as a whole: threads may call one module
         self._missed: Signature | None = None
         self._useless: Signature | None = None
-        """The signature for which oneDNN's layout was of no use."""
+        """The signature for which oneDNN's layout was useless."""
 
     def __reduce__(self) -> tuple[type[Pack], tuple[()]]:
         return Pack, ()
@@ -92,7 +92,7 @@ class Pack:
             params: the plain weights.
             dtype: the dtype of the product.
             layout: the layout of the input.
-            reorder: packs weights of that dtype; returns None if packing is of no use.
+            reorder: packs weights of that dtype; returns None if packing is useless.
         """
         signature = Signature(tuple(map(state, params)), dtype, layout)
         kept = self._copy
@@ -452,4 +452,4 @@ _SCHEMAS = {
         "int[]? input_size=None) -> Tensor Y"
     ),
 }
-"""As in torch 2.13. An operator that a newer torch changes is not called."""
+"""The schemas as in torch 2.13. An operator that a newer torch changes is not called."""

@@ -145,4 +145,4 @@ _MKLDNN = {
         "int[]? input_size=None) -> Tensor[] Y"
     )
 }
-"""As in torch 2.13."""
+"""The schemas as in torch 2.13."""

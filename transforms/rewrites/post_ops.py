@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transforms.rewrites import exchanged_class
 
 ACTIVATION = "_fusedoptim_activation"
-"""Key in ``vars`` of a layer, as it is no child: the activation, the only user of its output."""
+"""The key in ``vars`` of a layer (it is not a child) for the activation, the only user of its
+output."""
 _LIBRARY = "transformers.activations"
 _gelu_in_place: Any = torch.ops.aten.gelu_.default
 

@@ -21,7 +21,8 @@ from fusedoptim.nn import functional
 NAME = "fusedoptim_sdpa"
 """The name of our attention in transformers' registry."""
 _LEAST_VERSION = 5
-"""The first with registries of masks too, and with configs that leave inner configs unchanged."""
+"""The first version with registries of masks too, and with configs that leave inner configs
+unchanged."""
 _TORCHS = "sdpa"
 _EXCHANGED = "_fusedoptim_attention"
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"

@@ -31,9 +31,9 @@ class Remainder(NamedTuple):
     """The data that :func:`join` needs besides the folded weight."""
 
     shape: tuple[int, ...]
-    """Of the plain weight."""
+    """The shape of the plain weight."""
     strides: tuple[int, ...]
-    """Of the plain weight."""
+    """The strides of the plain weight."""
     differences: Tensor
     """uint8: four to a byte, piece by piece."""
     scale: Tensor

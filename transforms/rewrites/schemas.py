@@ -12,7 +12,7 @@ def changed(namespace: str, schemas: Mapping[str, str]) -> list[str]:
 
     Args:
         namespace: the namespace of the operators.
-        schemas: the expected ones by name, such as "convolution" or "convolution.binary".
+        schemas: the expected schemas by name, such as "convolution" or "convolution.binary".
     """
     return [name for name, schema in schemas.items() if _schema(namespace, name) != schema]
 

@@ -14,7 +14,8 @@ _data: Any = torch._C.TensorBase.data  # a descriptor, which torch annotates as 
 _exposed: Any = WeakIdKeyDictionary()
 """The parameters whose ``data`` was read or set since :func:`settle`."""
 _uses: Any = WeakIdKeyDictionary()
-"""For each, the total number of uses of ``data``, over all parameters, at its own latest use."""
+"""For each parameter, the total number of uses of ``data``, over all parameters, at its own latest
+use."""
 _count = 0
 
 

@@ -1,4 +1,4 @@
-"""Which convolution or Linear feeds which activation, and nothing else."""
+"""Finds the convolution or Linear that feeds an activation, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Activations(NamedTuple):
     """The activations of a model, and the modules that feed them."""
 
     after: dict[nn.Module, nn.Module]
-    """By module: the activation that is the only user of its output."""
+    """For each module, the activation that is the only user of its output."""
     reasons: dict[nn.Module, str]
-    """By activation that follows no module: the reason."""
+    """For each activation that follows no module, the reason."""
 
 
 def find_activations(model: nn.Module, feeders: Kinds, kinds: Kinds) -> Activations:

@@ -1,4 +1,4 @@
-"""Which convolution or Linear feeds which BatchNorm, and nothing else.
+"""Finds the convolution or Linear that feeds a BatchNorm, and nothing else.
 
 Two modules are a pair only if every use of either is a call of both: see docs/design/folding.md.
 """
@@ -29,9 +29,9 @@ class Pairs(NamedTuple):
     """The BatchNorms of a model, and the modules that feed them."""
 
     feeders: dict[nn.Module, nn.Module]
-    """By BatchNorm: the module whose output goes to it and nowhere else."""
+    """For each BatchNorm, the module whose output goes to it and nowhere else."""
     reasons: dict[nn.Module, tuple[nn.Module | None, str]]
-    """By BatchNorm without such a module: the module before it, if known, and the reason."""
+    """For each BatchNorm without such a module, the module before it, if known, and the reason."""
 
 
 def find_batch_norm_pairs(model: nn.Module, kinds: Kinds) -> Pairs:

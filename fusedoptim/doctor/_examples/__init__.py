@@ -1,6 +1,6 @@
 """Valid arguments, for the self-test, of kernels whose accesses depend on the values they read.
 
-A file is named as that of the kernels.
+Each file has the name of the file with the kernels.
 """
 
 from __future__ import annotations
@@ -32,4 +32,4 @@ EXAMPLES: dict[str, Callable[[np.random.Generator], Example]] = {
     "roi_align_strided": roi_align.average(roi_align.APART),
     "roi_align_taps": roi_align.taps,
 }
-"""By the kernel's name."""
+"""The function that makes the arguments of each kernel, by the kernel's name."""

@@ -7,13 +7,13 @@ import numpy as np
 from fusedoptim.doctor._examples.example import Example, Integers
 
 BAGS, _TABLE_ROWS, _WIDTHS = np.array([5, 1, 3]), np.array([40, 7, 12]), np.array([20, 80, 33])
-"""Of three tables."""
+"""The numbers of bags, rows and columns of three tables."""
 PADDING = np.array([-1, 3, 5])
 ONE = np.ones(3, np.int64)
 
 
 def indices_and_offsets(random: np.random.Generator) -> tuple[list[Integers], list[Integers]]:
-    """Those of each table; some bags are empty."""
+    """Random indices and offsets of each table; some bags are empty."""
     indices: list[Integers] = []
     offsets: list[Integers] = []
     for bags, of_table in zip(BAGS, _TABLE_ROWS):
@@ -56,7 +56,7 @@ def bags(random: np.random.Generator) -> Example:
 
 
 def sorted_keys(random: np.random.Generator) -> Example:
-    """The gradients of their bags and the sorted indices; of the last table without the first."""
+    """Sorted keys of three tables, and gradients of bags; the last table omits its first key."""
     keys: list[Integers] = []
     bags_of: list[Integers] = []
     for bags, of_table in zip(BAGS, _TABLE_ROWS):

@@ -1,4 +1,4 @@
-"""What a kernel is given whose accesses depend on the values that it reads."""
+"""The arguments of a kernel whose memory accesses depend on the values that it reads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Example(NamedTuple):
-    """One launch; what it does not give is random."""
+    """The arguments of one launch; those that it does not give are random."""
 
     lengths: Integers
-    """Of the rows: what a kernel's Length is."""
+    """The length of each row, which the kernel's Length argument gets."""
     sizes: Mapping[str, Integers]
     """Elements of each array that belong to each row."""
     given: Mapping[str, Any]
-    """Indices, and other values, of all rows together; numbers of each row, and of the launch."""
+    """Arrays of indices and other values, of all rows together; numbers of each row; numbers of the
+    launch."""
     scratch: tuple[str, ...] = ()
     """Arrays whose contents afterwards depend on the number of lanes."""

@@ -1,4 +1,4 @@
-"""Features of samples, each where a DLRM has it."""
+"""Features of samples, laid out as in a DLRM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fusedoptim.doctor._examples.example import Example
 
 
 def features(random: np.random.Generator, step: int, copies: int) -> Example:
-    """Runs of samples, of features that lie in any order, with gaps between them."""
+    """Runs of samples, whose features lie in any order, with gaps between them."""
     samples, counts, widths = np.array([3, 1, 2]), np.array([9, 1, 4]), np.array([20, 16, 33])
     strides = counts * (widths + 3)
     offsets = [random.permutation(count) * (width + 3) for count, width in zip(counts, widths)]
@@ -17,7 +17,7 @@ def features(random: np.random.Generator, step: int, copies: int) -> Example:
     columns = widths + counts * (counts - 1) // 2
     sizes = {"features": features, "offsets": counts, "strides": counts}
     sizes |= {f"grad_{name}": size for name, size in sizes.items()}
-    signs = random.choice([-1.0, 1.0], (samples + 1).sum())  # one a sample, so no product cancels
+    signs = random.choice([-1.0, 1.0], (samples + 1).sum())  # by sample, so no product cancels
     values = random.uniform(0.5, 2, features.sum()) * signs.repeat(strides.repeat(samples + 1))
     of_rows = {"offsets": np.concatenate(offsets), "strides": np.repeat(strides, counts)}
     return Example(

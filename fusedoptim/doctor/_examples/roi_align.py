@@ -34,11 +34,11 @@ def taps(random: np.random.Generator) -> Example:
 
 
 _CHANNELS = 150  # two blocks of four vectors of 16, and a remainder
-_SHAPE = (5, 6)  # of a map
+_SHAPE = (5, 6)  # height and width of a map
 
 
 def _boxes(random: np.random.Generator, boxes: Integers, spacing: int) -> Example:
-    """Bins, 2 x 3 for each of some boxes in each row, of maps; a bin may have no taps."""
+    """The taps of 2 x 3 bins of ``boxes`` boxes in each row; a bin may have no taps."""
     height, width = _SHAPE
     pixel = _CHANNELS if spacing == 1 else 1
     sizes: dict[str, Integers] = {}
@@ -96,4 +96,4 @@ def channels_first(random: np.random.Generator) -> Example:
 
 
 APART = math.prod(_SHAPE)
-"""Elements from a channel to the next where channels come first."""
+"""Elements from one channel to the next where channels come first."""

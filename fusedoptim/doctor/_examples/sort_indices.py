@@ -8,14 +8,14 @@ from fusedoptim.doctor._examples.embedding_bag import BAGS, ONE, PADDING, indice
 from fusedoptim.doctor._examples.example import Example, Integers
 
 _PARTS = np.array([1, 2, 3])
-"""Of each table; the last of each is a row of a launch."""
+"""The number of parts of each table, the last of which is a row of a launch."""
 _KEYS = 24
 _END = 1 << 62
 _SHIFT, _DIGIT_BITS = 33, np.array([3, 2, 3])
 
 
 def unsorted(random: np.random.Generator) -> Example:
-    """Those of three tables, by one, two and three digits."""
+    """The indices of three tables, whose keys have one, three and two digits."""
     indices, offsets = indices_and_offsets(random)
     counts = np.array([len(part) for part in indices])
     passes, digit_bits = np.array([1, 3, 2]), np.array([6, 1, 2])
@@ -73,7 +73,7 @@ def _keys(random: np.random.Generator) -> list[Integers]:
 
 
 def part_of_keys(random: np.random.Generator) -> Example:
-    """The last of some parts of three tables' keys, one of which has fewer keys than room."""
+    """The last part of each of three tables' keys; one table has fewer keys than room."""
     return Example(
         _KEYS // _PARTS,
         {
@@ -96,7 +96,7 @@ def part_of_keys(random: np.random.Generator) -> Example:
 
 
 def counted(random: np.random.Generator) -> Example:
-    """The last of some parts of three tables' keys, and the counted digits of all parts."""
+    """The last part of each of three tables' keys, and the counted digits of all parts."""
     tables = _keys(random)
     counters = [
         np.bincount(part >> _SHIFT & (1 << bits) - 1, minlength=1 << bits)

@@ -1,4 +1,4 @@
-"""Optimizers whose steps are timed each in its own processes; the processes alternate."""
+"""Times the steps of optimizers, each in its own processes; the processes alternate."""
 
 from __future__ import annotations
 
