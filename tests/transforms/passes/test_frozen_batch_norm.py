@@ -67,7 +67,7 @@ def test_checkpoint_is_loaded() -> None:
     torch.testing.assert_close(optimized(x), other(x), rtol=1e-4, atol=1e-4)
 
 
-def test_written_weights_are_learnt() -> None:
+def test_written_weights_are_learned() -> None:
     """A changed bias goes to the norm's bias, which is a buffer."""
     optimized = transforms.optimize(new_model(), weights_prepack=False)
     x = torch.randn(2, 3, 9, 9)

@@ -52,9 +52,9 @@ def train(model: nn.Module, x: Tensor, steps: int = 3) -> None:
 def assert_kept(optimized: nn.Sequential, plain: nn.Sequential, x: Tensor) -> None:
     """Assert that the state_dict and the restored model compute what ``optimized`` does."""
     assert isinstance(optimized[1], nn.Identity)
-    learnt = copy.deepcopy(plain)
-    learnt.load_state_dict(optimized.state_dict())
-    assert_right(optimized, learnt, x)
+    learned = copy.deepcopy(plain)
+    learned.load_state_dict(optimized.state_dict())
+    assert_right(optimized, learned, x)
     before = copied(optimized.state_dict())
     assert_same_state(optimized.state_dict(), before)  # the same each time
     transforms.restore(optimized)
@@ -63,7 +63,7 @@ def assert_kept(optimized: nn.Sequential, plain: nn.Sequential, x: Tensor) -> No
         transforms.restore(optimized)
     assert_same_state(optimized.state_dict(), before)
     with torch.no_grad():
-        assert torch.equal(optimized(x), learnt(x))
+        assert torch.equal(optimized(x), learned(x))
 
 
 @each_kind
@@ -206,14 +206,14 @@ def test_rounded_alone_and_trained(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         train(optimized, torch.randn(7, 5))
     gradients = [p.grad.clone() for p in optimized.parameters() if p.grad is not None]
-    learnt = {name: p.detach().clone() for name, p in optimized.named_parameters()}
+    learned = {name: p.detach().clone() for name, p in optimized.named_parameters()}
     for name, value in optimized.state_dict().items():
         assert value.dtype == torch.float32
-        assert torch.equal(value.to(dtype), learnt[name])
+        assert torch.equal(value.to(dtype), learned[name])
     transforms.restore(optimized)
     for (name, p), gradient in zip(optimized.named_parameters(), gradients, strict=True):
         assert_same(p.grad, gradient.float())
-        assert torch.equal(p.to(dtype), learnt[name])
+        assert torch.equal(p.to(dtype), learned[name])
 
 
 @pytest.mark.parametrize("kind", ["conv2d", "no bias", "no bias in the norm", "transposed, groups"])
@@ -244,12 +244,12 @@ def test_in_training_mode() -> None:
 def test_optimized_further_finalized_and_moved_after_training() -> None:
     plain, x, optimized = folded()
     train(optimized, x)
-    learnt = copy.deepcopy(plain)
-    learnt.load_state_dict(optimized.state_dict())
+    learned = copy.deepcopy(plain)
+    learned.load_state_dict(optimized.state_dict())
     double = copy.deepcopy(optimized).double()
-    assert_same_state(double.state_dict(), copy.deepcopy(learnt).double().state_dict())
+    assert_same_state(double.state_dict(), copy.deepcopy(learned).double().state_dict())
     lower = transforms.optimize(optimized, dtype=torch.bfloat16)
-    assert_same_state(lower.state_dict(), learnt.state_dict())
+    assert_same_state(lower.state_dict(), learned.state_dict())
     with torch.no_grad():
         output = optimized(x)
         assert torch.equal(transforms.finalize(optimized)(x), output)
