@@ -56,7 +56,7 @@ def own_file(name: str) -> Path:
 def overwritten(name: str, path: Path, marker: str | None) -> str:
     """The error for a package that was installed over ours, as its ``marker`` shows."""
     return (
-        f"{path} is not that of fusedoptim {__version__} (its mark is {marker!r}): "
+        f"{path} does not belong to fusedoptim {__version__} (its mark is {marker!r}): "
         f"another distribution named {name!r} was installed over it; uninstall that one, "
         "then pip install --force-reinstall --no-deps fusedoptim"
     )

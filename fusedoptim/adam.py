@@ -54,8 +54,8 @@ class _Adam(FusedOptimizer):
         what = f"{type(self).__name__}: state_dtype={self.state_dtype!r}"
         if group["amsgrad"]:
             raise ValueError(
-                f"{what} does not go with amsgrad=True, whose maximum would grow by each rounding; "
-                "use state_dtype=torch.float32"
+                f"{what} cannot be combined with amsgrad=True, because each rounding could raise "
+                "its maximum; use state_dtype=torch.float32"
             )
         if isinstance(group["params"], list):  # not a generator, before torch has read it
             self._check_param_dtypes(what, group["params"])

@@ -279,7 +279,7 @@ class FusedOptimizer(UpdateDefinition):
         chosen = [p for p in dict.fromkeys(params) if not self.is_split(p)]
         if strangers := set(chosen).difference(own):
             shape = tuple(strangers.pop().shape)
-            raise ValueError(f"{name}: a parameter of shape {shape} is none of the optimizer's")
+            raise ValueError(f"{name}: a parameter of shape {shape} is not one of the optimizer's")
         check_splittable(name, chosen, own)
         with self._lock:
             self._forget_plans()

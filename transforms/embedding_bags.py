@@ -187,7 +187,7 @@ def _check_bags(model: nn.Module, name: str, is_trained: bool) -> None:
     kind = type(container)
     if isinstance(container, MergedEmbeddingBag):
         raise TypeError(
-            f"name={name!r} is a {kind.__name__} already; to merge its bags anew, use "
+            f"name={name!r} is a {kind.__name__} already; to merge its bags again, use "
             "transforms.restore(model) first"
         )
     if kind not in (nn.ModuleList, list, tuple):

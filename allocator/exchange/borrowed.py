@@ -96,7 +96,7 @@ def from_dlpack(obj: Any) -> Array:
         capsule = obj.__dlpack__()
     tensor = Imported(capsule)
     if tensor.device[0] != kind:
-        raise BufferError(f"the capsule's device {tensor.device} is not __dlpack_device__()'s")
+        raise BufferError(f"the capsule's device {tensor.device} differs from __dlpack_device__()")
     strides = contiguous_strides(tensor.shape) if tensor.strides is None else tensor.strides
     memory = Borrowed(tensor, extent(tensor.shape, strides) * tensor.dtype.itemsize)
     return Array(memory, tensor.shape, tensor.dtype, strides, 0)

@@ -59,7 +59,7 @@ def as_dtype(dtype: Any) -> DType:
     if isinstance(dtype, DType):
         return dtype
     if getattr(dtype, "isnative", True) is False:
-        raise TypeError(f"dtype {dtype!r} has another byte order than this machine")
+        raise TypeError(f"dtype {dtype!r} has a byte order other than this machine's")
     name = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
     if isinstance(dtype, type):  # numpy's scalar classes and Python's own
         import numpy as np

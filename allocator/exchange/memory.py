@@ -338,9 +338,13 @@ class Array:
         as_host = target == HOST and isinstance(self.memory, Buffered)
         moves = target != own and not as_usm and not as_host
         if moves and copy is False:
-            raise BufferError(f"copy=False, but from device {own} to {target} is a copy")
+            raise BufferError(
+                f"copy=False, but exporting from device {own} to {target} needs a copy"
+            )
         if self.is_read_only and not versioned and not copy and not moves:
-            raise BufferError("a legacy capsule cannot say that the memory is read-only; copy=True")
+            raise BufferError(
+                "a legacy capsule cannot say that memory is read-only; pass copy=True"
+            )
         self._order(target, stream)
         if copy or moves:
             return self._copied(target)._capsule(target, versioned, IS_COPIED)
@@ -367,7 +371,9 @@ class Array:
         if not isinstance(self.memory, Memory):
             raise AttributeError("memory of another library has no __sycl_usm_array_interface__")
         if self.dtype.typestr is None:
-            raise AttributeError(f"numpy has no {self.dtype.name} to name in an array interface")
+            raise AttributeError(
+                f"numpy has no {self.dtype.name}, so no array interface can name it"
+            )
         self.memory._seen_by_sycl = True
         self._check()
         return {
@@ -396,26 +402,30 @@ class Array:
         if not isinstance(self.memory, Memory):
             if target == self.__dlpack_device__():
                 return
-            raise BufferError(f"memory of another library cannot be given as device {target}")
+            raise BufferError(f"memory of another library cannot be exported as device {target}")
         queue = self.memory.pool.sycl_queue
         if queue is None:
-            raise BufferError(f"memory of no SYCL queue cannot be given as device {target}")
+            raise BufferError(f"memory without a SYCL queue cannot be exported as device {target}")
         device = queue.sycl_device
         if device.parent_device is not None:
-            raise BufferError("memory of a sub-device cannot be given as a oneAPI device's")
+            raise BufferError(
+                "memory of a sub-device cannot be exported as memory of a oneAPI device"
+            )
         if queue.sycl_context != device.sycl_platform.default_context:
             raise BufferError(
-                "memory of a context of your own cannot be given as a oneAPI device's"
+                "memory of a context of your own cannot be exported as memory of a oneAPI device"
             )
         if not self.address:
-            raise BufferError("an empty array has no address, which a oneAPI device's needs")
+            raise BufferError(
+                "an empty array has no address, which memory of a oneAPI device needs"
+            )
         if target[1] != load_dpctl().get_devices().index(device):
             raise BufferError(f"dl_device={target} is not the device that the memory belongs to")
 
     def _order(self, target: tuple[int, ...], stream: Any) -> None:
         """Order the consumer's work after the pool's queue."""
         if target[0] == KDL_CPU and stream is not None:
-            raise BufferError(f"stream={stream!r}: host memory has none; pass None")
+            raise BufferError(f"stream={stream!r}: host memory has no stream; pass None")
         if not isinstance(self.memory, Memory):
             return
         queue = self.memory.pool.sycl_queue
@@ -432,7 +442,9 @@ class Array:
         """A contiguous copy, in memory of the target device."""
         source = self.memory
         if not isinstance(source, (Memory, Buffered)):
-            raise BufferError("device memory of another library cannot be copied; ask its owner to")
+            raise BufferError(
+                "device memory of another library cannot be copied here; copy it with that library"
+            )
         pool = source.pool if isinstance(source, Memory) else _shared_pool("cpu", "device")
         if target[0] == KDL_CPU and not pool.is_host_accessible:
             pool = _shared_pool(pool.sycl_queue, "host")

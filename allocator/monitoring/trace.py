@@ -181,7 +181,7 @@ class Trace(Sequence[Event]):
     def _add(self, event: Event) -> None:
         """Append an event; ValueError if it contradicts the events before."""
         if event.action not in _ACTIONS:
-            raise ValueError(f"action {event.action!r} is none of {', '.join(_ACTIONS)}")
+            raise ValueError(f"action {event.action!r} is not one of {', '.join(_ACTIONS)}")
         as_nbytes(event.size)
         held = self._live.get(event.pointer)
         if not event.size:
@@ -270,7 +270,7 @@ def _memory_events(profiler: torch.profiler.profile) -> list[Any]:
 def _parsed(row: list[str]) -> Event:
     """The event of a line of a file; ValueError if it is malformed."""
     if len(row) != len(_COLUMNS):
-        raise ValueError(f"{len(row)} columns; {','.join(_COLUMNS)} are {len(_COLUMNS)}")
+        raise ValueError(f"{len(row)} columns, not the {len(_COLUMNS)} of {','.join(_COLUMNS)}")
     thread, clock, action, pointer, size, stream = row
     return Event(
         _number("Thread", thread, 10),

@@ -138,7 +138,7 @@ class Reservation:
             if not is_outermost:
                 raise RuntimeError(
                     f"reserve() was called in the middle of {core.name}'s own work, by a finalizer "
-                    "or a signal handler; reserve before"
+                    "or a signal handler; reserve earlier, outside finalizers and signal handlers"
                 )
             core.drain()
             core.flush_cache()

@@ -40,7 +40,7 @@ class _Arena(Heap):
         if not self.fits(nbytes, alignment):
             raise MemoryError(
                 f"the arena of {size_text(self.nbytes)} is exhausted, and a pool with stable "
-                "addresses takes nothing from elsewhere; make it larger with stable_addresses"
+                "addresses allocates only from its arena; make it larger with stable_addresses"
             )
         return super().allocate(nbytes, alignment)
 
@@ -101,8 +101,8 @@ class StableStore(Store):
     def take_alone(self, pool: Any, nbytes: int, alignment: int) -> Allocation:
         """Refuse: there is no memory outside of the arena."""
         raise MemoryError(
-            "a finalizer or a signal handler asked in the middle of the pool's own work, and a "
-            "pool with stable addresses takes nothing from outside of the arena"
+            "a finalizer or a signal handler allocated in the middle of the pool's own work, and a "
+            "pool with stable addresses allocates only from its arena"
         )
 
     def take_back(self, allocation: Allocation) -> None:

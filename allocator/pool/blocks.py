@@ -298,7 +298,7 @@ class Heap:
         """
         segment = block.segment
         if self._segments.get(segment.ordinal) is not segment:
-            raise ValueError("the block is not of this heap, or its memory was returned")
+            raise ValueError("the block does not belong to this heap, or its memory was returned")
         if block.is_free:
             raise ValueError("double free: the block is free already")
         block.is_free = True

@@ -71,8 +71,8 @@ def named_pool(name: str, device: Any = "cpu", kind: str = "device", **options: 
                 pool = _named[name] = new
         elif pool.sycl_queue != queue or pool.kind != kind or options:
             raise ValueError(
-                f"the pool {name!r} exists, of {pool.kind} memory of {pool.driver.name}; ask for "
-                "it with the same device and kind, and without options, or take another name"
+                f"the pool {name!r} already exists, with {pool.kind} memory of {pool.driver.name}; "
+                "ask for it with the same device and kind, and without options, or use another name"
             )
         return pool
 

@@ -47,7 +47,7 @@ class UsmDriver:
     def __init__(self, queue: Any, kind: str) -> None:
         """Memory of the device of ``queue``; RuntimeError if it has none of this kind."""
         if kind not in KINDS:
-            raise ValueError(f"kind={kind!r} is none of {', '.join(KINDS)}")
+            raise ValueError(f"kind={kind!r} is not one of {', '.join(KINDS)}")
         check_not_forked()
         dpctl = load_dpctl()
         if not isinstance(queue, dpctl.SyclQueue):
@@ -71,7 +71,8 @@ class UsmDriver:
         """The address of new memory, and the object that keeps it; raises MemoryError."""
         if nbytes > self._largest:
             raise MemoryError(
-                f"{self.name} gives at most {self._largest:,} bytes at once (max_mem_alloc_size)"
+                f"{self.name} allocates at most {self._largest:,} bytes at once "
+                "(max_mem_alloc_size)"
             )
         # Lets the kernel use huge pages: one page fault for each 2 MiB.
         alignment = HUGE_PAGE if nbytes >= HUGE_PAGE else _ALIGNMENT

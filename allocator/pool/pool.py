@@ -449,7 +449,7 @@ def _allocation_of(pool: Pool, core: Core, memory: Any) -> Allocation:
             raise TypeError(f"{type(memory).__name__} is not a tensor, array or Memory")
         allocation = core.store.at(storage().data_ptr())
     if allocation is None or allocation.pool is not pool:
-        raise ValueError(f"the memory is not of {pool.name}")
+        raise ValueError(f"the memory does not belong to {pool.name}")
     return allocation
 
 

@@ -78,7 +78,7 @@ def as_shape(shape: Any) -> tuple[int, ...]:
     dims = shape if isinstance(shape, Iterable) and not isinstance(shape, str | bytes) else (shape,)
     sizes = tuple(as_integer(n, "shape", shape) for n in dims)
     if len(sizes) > MOST_DIMS:
-        raise ValueError(f"shape has {len(sizes)} dimensions; {MOST_DIMS} are the most")
+        raise ValueError(f"shape has {len(sizes)} dimensions; at most {MOST_DIMS} are supported")
     if min(sizes, default=0) < 0:
         raise ValueError(f"shape={shape!r} has a negative dimension; give 0 or more")
     if math.prod(max(n, 1) for n in sizes) > _MOST_BYTES:

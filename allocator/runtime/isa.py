@@ -110,7 +110,7 @@ def wanted_isa() -> str | None:
     if not wanted:
         return None
     if wanted not in _LEVELS:
-        raise ValueError(f"{VARIABLE}={wanted!r} is none of {', '.join(ISA_LEVELS)}")
+        raise ValueError(f"{VARIABLE}={wanted!r} is not one of {', '.join(ISA_LEVELS)}")
     highest = highest_isa()
     if ISA_LEVELS.index(wanted) > ISA_LEVELS.index(highest):
         raise ValueError(
@@ -121,8 +121,8 @@ def wanted_isa() -> str | None:
     driver = os.environ.get(DRIVER_VARIABLE, target)
     if driver != target:
         raise ValueError(
-            f"{VARIABLE}={wanted!r} means {DRIVER_VARIABLE}={target}, which is set to {driver!r}; "
-            "unset one of the two"
+            f"{VARIABLE}={wanted!r} means {DRIVER_VARIABLE}={target}, but that is set to "
+            f"{driver!r}; unset one of the two"
         )
     return wanted
 

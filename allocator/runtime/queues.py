@@ -126,7 +126,7 @@ def _cure(device: str, limits: list[str]) -> str:
     is_loaded = any(os.path.basename(p).startswith("libintelocl.so") for p in loaded_files())
     if device == "cpu" and cpu_driver() is not None and not is_loaded:
         return (
-            "intel-opencl-rt is installed, but something had OpenCL look for drivers before this "
+            "intel-opencl-rt is installed, but OpenCL looked for drivers before this "
             "package could name it; restart Python, and call allocator.queue() before dpctl is "
             "asked for devices"
         )
@@ -153,7 +153,7 @@ def _check_one_sycl_runtime() -> None:
     majors = sorted({name.split(".")[2] for name in names if name.startswith("libsycl.so.")})
     if len(majors) > 1:
         raise RuntimeError(
-            "torch and dpctl brought SYCL runtimes of different major versions "
-            f"({', '.join(majors)}) into this process, between which a queue cannot pass; "
+            "torch and dpctl loaded SYCL runtimes of different major versions "
+            f"({', '.join(majors)}), which cannot share a queue; "
             "install the dpctl whose intel-sycl-rt is the one that torch requires (pip show torch)"
         )

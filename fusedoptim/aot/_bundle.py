@@ -122,7 +122,7 @@ def read(path: Path) -> list[Module]:
     # zipfile and its decompressors raise almost anything for damaged bytes.
     except Exception as error:
         raise BundleError(
-            f"{path} is no bundle, or is truncated or damaged ({error}); {_CURE}"
+            f"{path} is not a bundle, or is truncated or damaged ({error}); {_CURE}"
         ) from error
     try:
         manifest = json.loads(files[_MANIFEST])
@@ -133,8 +133,8 @@ def read(path: Path) -> list[Module]:
         raise BundleError(f"{path} is a zip archive without a bundle's {_MANIFEST}; {_CURE}")
     if manifest.get("abi") != ABI:
         raise BundleError(
-            f"{path} is of ABI {manifest.get('abi')!r}, made by fusedoptim "
-            f"{manifest.get('fusedoptim')}, and fusedoptim {__version__} reads ABI {ABI}; {_CURE}"
+            f"{path} has ABI {manifest.get('abi')!r}, made by fusedoptim "
+            f"{manifest.get('fusedoptim')}, but fusedoptim {__version__} reads ABI {ABI}; {_CURE}"
         )
     try:
         return [_module(path, files, entry) for entry in manifest["modules"]]
@@ -190,7 +190,7 @@ class Bundle(Mapping[str, RawKernel]):
             return self._kernels[name]
         except KeyError:
             names = ", ".join(self._kernels)
-            raise KeyError(f"{self.path} has no kernel {name!r}; there are {names}") from None
+            raise KeyError(f"{self.path} has no kernel {name!r}; available: {names}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kernels)

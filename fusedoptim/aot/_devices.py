@@ -37,8 +37,8 @@ def parse_devices(devices: str | Sequence[str]) -> tuple[str, ...]:
         ends = [end for end in name.split(":", 1) if end]
         if not ends or not all(end in known or _NUMBER.fullmatch(end) for end in ends):
             raise DeviceError(
-                f"ocloc knows no device {name!r}; it knows {', '.join(known)}, ranges of them such "
-                "as dg1:acm-g10, versions such as 12.10.0 and PCI ids such as 0x4905"
+                f"ocloc does not know the device {name!r}; it knows {', '.join(known)}, ranges of "
+                "them such as dg1:acm-g10, versions such as 12.10.0 and PCI ids such as 0x4905"
             )
     return names
 

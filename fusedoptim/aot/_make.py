@@ -69,7 +69,7 @@ def build(
     """
     path = Path(output)
     if path.suffix != SUFFIX:
-        raise ValueError(f"output={str(path)!r} is no {SUFFIX} file; name the bundle so")
+        raise ValueError(f"output={str(path)!r} is not a {SUFFIX} file; give it this suffix")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"output={str(path)!r}: there is no folder {path.parent}")
     if not sources:

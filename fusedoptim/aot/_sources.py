@@ -67,7 +67,7 @@ def _text(source: _Source) -> str:
     try:
         return source.content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source.name} is no text in UTF-8 ({error})") from error
+        raise ValueError(f"{source.name} is not UTF-8 text ({error})") from error
 
 
 def _read(source: str) -> _Source:
@@ -79,7 +79,7 @@ def _read(source: str) -> _Source:
     is_file = module.endswith(".py")
     is_module = is_file or all(part.isidentifier() for part in module.split("."))
     if not (colon and function.isidentifier() and is_module):
-        raise ValueError(f"source={source!r} is none of {_KINDS}")
+        raise ValueError(f"source={source!r} is not {_KINDS}")
     imported = _module_of_file(Path(module)) if is_file else importlib.import_module(module)
     found = getattr(imported, function, None)
     if not callable(found):

@@ -65,7 +65,8 @@ def warmup(
         bundle = load(bundle, device=device or "cpu")
     elif device is not None:
         raise ValueError(
-            f"device={device!r}: the bundle was loaded for a device; load(path, device={device!r})"
+            f"device={device!r}: the bundle was loaded for a device; use "
+            f"load(path, device={device!r})"
         )
     for kernel in bundle.values():
         named_queue(kernel.device)  # starts the driver, which is not part of a kernel's time

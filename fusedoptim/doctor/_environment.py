@@ -10,12 +10,12 @@ from fusedoptim.doctor._report import Problem, Section, warning
 
 # By prefix; of several that match, the longest counts.
 _MEANINGS = {
-    "OCL_ICD_FILENAMES": "OpenCL drivers besides the system's; ours adds pip's if it is not set",
+    "OCL_ICD_FILENAMES": "OpenCL drivers in addition to the system's; if unset, pip's are added",
     "OCL_ICD_VENDORS": "where the system's OpenCL drivers are registered",
     "OCL_ICD_": "read by the OpenCL loader",
     "ONEAPI_DEVICE_SELECTOR": "SYCL shows only these devices",
     "SYCL_DEVICE_ALLOWLIST": "SYCL shows only these devices",
-    "SYCL_DEVICE_FILTER": "nothing: ONEAPI_DEVICE_SELECTOR took its place",
+    "SYCL_DEVICE_FILTER": "nothing: ONEAPI_DEVICE_SELECTOR replaced it",
     "SYCL_PI_TRACE": "oneAPI 2024 prints its calls",
     "SYCL_UR_TRACE": "oneAPI 2025 and later print their calls",
     "SYCL_CACHE_PERSISTENT": "SYCL caches compiled programs on disk; not those of our kernels",
@@ -59,7 +59,7 @@ def check() -> Section:
     }
     facts: dict[str, Any] = {
         name: f"{value!r}: {meaning(name)}" for name, value in relevant.items()
-    } or {"variables": "none is set that matters here"}
+    } or {"variables": "no relevant variable is set"}
     return Section("environment", facts, list(_surprises(relevant)))
 
 

@@ -40,7 +40,7 @@ def check() -> Section:
         problems.append(
             warning(
                 f"{_SHARED} has {0 if shared is None else shared.free >> 20} MiB free: workers of "
-                "torch's DataLoader hand their batches over in it, and fail with a bus error",
+                "torch's DataLoader pass their batches through it, and fail with a bus error",
                 "start the container with --shm-size=2g (or --ipc=host)",
             )
         )

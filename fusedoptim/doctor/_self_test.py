@@ -404,7 +404,7 @@ def kernel_problem(queue: Any, name: str, *, in_usm: bool) -> str:
     """
     kernel, _, variant = name.rpartition("_")
     if (kernel, variant) not in shipped():
-        return "is no kernel of this package"
+        return "is not a kernel of this package"
     for options in (False, True):
         trial = _Trial(queue, kernel, variant, options=options, in_usm=in_usm)
         if problem := trial.problem():

@@ -54,7 +54,7 @@ def sections(outcomes: Sequence[Outcome]) -> Iterator[Section]:
     }
     yield Section("settings", facts, list(_too_many(found)))
     wished = _wished(found)
-    yield Section("would set", dict(wished) or {"settings": "none, they are as they should be"}, [])
+    yield Section("recommended settings", dict(wished) or {"settings": "none"}, [])
 
 
 def _found(outcomes: Sequence[Outcome]) -> _Found:

@@ -65,8 +65,8 @@ def _unmet() -> Iterator[Problem]:
         requirements = importlib.metadata.requires("fusedoptim") or []
     except importlib.metadata.PackageNotFoundError:
         yield warning(
-            "fusedoptim is not installed, only found in a folder on sys.path, so nothing says "
-            "which versions it requires",
+            "fusedoptim is not installed, only found in a folder on sys.path, so its "
+            "requirements are unknown",
             "pip install . (or --editable .) in the folder of the clone",
         )
         return
@@ -102,7 +102,7 @@ def _mixed_releases() -> Iterator[Problem]:
     found = {name: version for name in _ONE_RELEASE if (version := version_of(name))}
     if len({version.split(".")[0] for version in found.values()}) > 1:
         text = " and ".join(f"{name} {version}" for name, version in found.items())
-        yield error(f"the SYCL runtime is of two oneAPI releases: {text}", REINSTALL_RUNTIME)
+        yield error(f"the SYCL runtime mixes two oneAPI releases: {text}", REINSTALL_RUNTIME)
 
 
 def _missing_runtime() -> Iterator[Problem]:

@@ -52,7 +52,7 @@ def warn_of(place: Path, reason: str) -> None:
     """Warn once that nothing can be cached."""
     warn(
         f"compiled kernels cannot be kept in {place} ({reason}); set FUSEDOPTIM_CACHE_DIR to a "
-        "folder that can be written to, or to nothing to keep none",
+        "writable folder, or to an empty string to disable the cache",
         RuntimeWarning,
     )
 

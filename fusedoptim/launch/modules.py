@@ -83,7 +83,7 @@ def load_module(kernel: str, variant: str) -> Module:
 def check_code(code: bytes) -> None:
     """Raise a ModuleError if this is not the machine code that the package was shipped with."""
     if hashlib.sha256(code).hexdigest() != _read_manifest()["code"]["sha256"]:
-        raise ModuleError(f"the machine code beside {__file__} is not what was shipped; {_CURE}")
+        raise ModuleError(f"the machine code next to {__file__} is not what was shipped; {_CURE}")
 
 
 def kernel_function(kernel: str) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ def _read_manifest() -> dict[str, Any]:
     version = manifest.get("version") if isinstance(manifest, dict) else None
     if version != MANIFEST_VERSION:
         raise ModuleError(
-            f"the manifest {MANIFEST} is of version {version!r} and this fusedoptim reads version "
+            f"the manifest {MANIFEST} has version {version!r}, but this fusedoptim reads version "
             f"{MANIFEST_VERSION}: files of two releases are mixed; {_CURE}"
         )
     return dict(manifest)

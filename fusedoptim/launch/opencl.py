@@ -352,8 +352,8 @@ class OpenCLKernel:
         if not parts.done:
             raise LaunchError(refused)
         raise RuntimeError(
-            f"{refused} when {parts.done} of {parts.groups} work-groups had run: the kernel "
-            "has written a part of its results; load a checkpoint"
+            f"{refused} after {parts.done} of {parts.groups} work-groups: the kernel has "
+            "written part of its results; load a checkpoint"
         )
 
     def wait(self, event: Any) -> None:

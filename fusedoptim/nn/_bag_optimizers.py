@@ -70,7 +70,7 @@ class BagOptimizer(FusedOptimizer):
             if found != shape:
                 raise ValueError(
                     f"{type(self).__name__}: the {_SUM!r} of table {i} has shape {found} in the "
-                    f"checkpoint, and here {shape}; load one of the same tables and optimizer"
+                    f"checkpoint, and here {shape}; load one with the same tables and optimizer"
                 )
 
     def numbers(self) -> Mapping[str, float]:
@@ -158,7 +158,8 @@ def new_optimizer(
 def _check_options(name: str, options: Mapping[str, float]) -> None:
     if name not in OPTIMIZERS:
         raise ValueError(
-            f"MergedEmbeddingBag: optimizer={name!r} is none of {', '.join(map(repr, OPTIMIZERS))}"
+            f"MergedEmbeddingBag: optimizer={name!r} is not one of "
+            f"{', '.join(map(repr, OPTIMIZERS))}"
         )
     taken = OPTIMIZERS[name]._hyper_parameters
     for option in options:

@@ -153,8 +153,8 @@ class MergedEmbeddingBag(torch.nn.Module):
         """
         if self._optimizer is None:
             raise RuntimeError(
-                "MergedEmbeddingBag: optimizer() of a module without one; pass optimizer='sgd' or "
-                "'adagrad', or give its parameters to an optimizer"
+                "MergedEmbeddingBag: this module has no optimizer; construct it with "
+                "optimizer='sgd' or 'adagrad', or give its parameters to an optimizer"
             )
         return self._optimizer
 
@@ -360,34 +360,34 @@ def _as_bag(t: int, table: Any) -> torch.nn.EmbeddingBag:
         )
     if table.mode not in _MODES:
         raise ValueError(
-            f"MergedEmbeddingBag: table {t} has mode={table.mode!r}; merge bags of 'sum' and "
-            "'mean', and keep it by itself"
+            f"MergedEmbeddingBag: table {t} has mode={table.mode!r}; only 'sum' and 'mean' can be "
+            "merged; leave this table out"
         )
     for name in ("max_norm", "scale_grad_by_freq"):
         if getattr(table, name):
             raise ValueError(
-                f"MergedEmbeddingBag: table {t} has {name}={getattr(table, name)!r}; keep it by "
-                "itself, or make it without"
+                f"MergedEmbeddingBag: table {t} has {name}={getattr(table, name)!r}; leave this "
+                f"table out, or construct it without {name}"
             )
     return table
 
 
 def _check_alike(bags: Sequence[torch.nn.EmbeddingBag]) -> None:
     if not bags:
-        raise ValueError("MergedEmbeddingBag: tables=[] has none; pass at least one")
+        raise ValueError("MergedEmbeddingBag: tables=[] is empty; pass at least one")
     for name in ("include_last_offset", "sparse"):
         values = [getattr(bag, name) for bag in bags]
         if len(set(values)) > 1:
             t = values.index(not values[0])
             raise ValueError(
                 f"MergedEmbeddingBag: table {t} has {name}={values[t]}, and table 0 has "
-                f"{values[0]}; make them alike"
+                f"{values[0]}; use the same value for all tables"
             )
     for t, bag in enumerate(bags):
         if bag.weight.dtype != bags[0].weight.dtype:
             raise TypeError(
                 f"MergedEmbeddingBag: table {t} has dtype {bag.weight.dtype}, and table 0 has "
-                f"{bags[0].weight.dtype}; convert them, or merge those of each dtype"
+                f"{bags[0].weight.dtype}; convert them, or merge tables of each dtype separately"
             )
 
 
@@ -399,7 +399,7 @@ def _in_lists(
         if not isinstance(offsets, Tensor):
             raise TypeError(
                 f"MergedEmbeddingBag: input is one tensor and offsets are a "
-                f"{type(offsets).__name__}; pass one tensor of both, or lists"
+                f"{type(offsets).__name__}; pass one tensor for each, or lists"
             )
         return [indices], [offsets], [] if samples is None else [samples]
     indices = list(indices)
@@ -422,7 +422,7 @@ def _in_lists(
         else:
             raise ValueError(
                 f"MergedEmbeddingBag: input {t} has shape {tuple(values.shape)} and no offsets; "
-                "pass where its bags begin, or a bag in each row of two dimensions"
+                "pass offsets, or a two-dimensional input with a bag in each row"
             )
     if all(values is None for values in samples):
         return indices, offsets, []

@@ -35,7 +35,7 @@ def check_batch(
     if len(indices) not in (1, tables) or len(offsets) != len(indices):
         raise ValueError(
             f"embedding_bags: there are {tables} tables, {len(indices)} tensors of indices and "
-            f"{len(offsets)} of offsets; pass one of both for each table, or one for all"
+            f"{len(offsets)} of offsets; pass one of each per table, or one for all"
         )
     if not have_known_kinds:
         _check_integers(indices, offsets, weights[0].device)
@@ -47,7 +47,7 @@ def check_batch(
     if is_joined and (offsets[0].numel() - last) % tables:
         raise ValueError(
             f"embedding_bags: there are {offsets[0].numel() - last} bags for {tables} tables; pass "
-            "as many for each table"
+            "equally many for each table"
         )
     _check_samples(weights, indices, samples, means)
 
@@ -83,7 +83,9 @@ def check_weights(weights: Tensors) -> None:
         _check_alike(weights)
     most = max([weight.shape[0] for weight in weights])
     if most > _MOST_ROWS:
-        raise ValueError(f"embedding_bags: a table has {most} rows; {_MOST_ROWS} are the most")
+        raise ValueError(
+            f"embedding_bags: a table has {most} rows; at most {_MOST_ROWS} are supported"
+        )
 
 
 def _check_alike(weights: Tensors) -> None:
@@ -166,16 +168,18 @@ def check_values(weights: Tensors, indices: Tensors, offsets: Tensors, last: boo
         wrong = (used < 0) | (used >= len(weights[t]))
         if bool(wrong.any()):
             position = int(wrong.nonzero()[0])
+            rows = len(weights[t])
+            cure = f"pass indices from 0 to {rows - 1}" if rows else "leave its bags empty"
             raise IndexError(
-                f"embedding_bags: table {t} has {len(weights[t])} rows, and its index "
-                f"{position + int(starts[0])} is {int(used[position])}; pass indices from 0 on "
-                "that are less"
+                f"embedding_bags: table {t} has {rows} rows, and its index "
+                f"{position + int(starts[0])} is {int(used[position])}; {cure}"
             )
 
 
 def _raise_offset(t: int, position: int, offsets: Tensor, limit: int) -> None:
     before = int(offsets[position - 1])
     raise RuntimeError(
-        f"embedding_bags: offset {position} of offsets {t} is {int(offsets[position])}, after "
-        f"{before} and with {limit} indices; offsets must not fall, nor pass the indices' number"
+        f"embedding_bags: offset {position} of offsets {t} is {int(offsets[position])}, but the "
+        f"previous offset is {before} and there are {limit} indices; offsets must not decrease or "
+        "exceed the number of indices"
     )

@@ -114,7 +114,7 @@ def _check_classes(target: Tensor, classes: int, ignore_index: int) -> None:
     if bool(wrong.any()):
         first = target[wrong][0].item()
         raise IndexError(
-            f"Target {first} is out of bounds: there are {classes} classes, from 0 on, and "
+            f"Target {first} is out of bounds: there are {classes} classes, numbered from 0, and "
             f"ignore_index={ignore_index}"
         )
 

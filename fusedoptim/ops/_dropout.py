@@ -77,7 +77,7 @@ def _like(x: Tensor, seed: Tensor, p: float) -> Tensor:
             "it, or use torch.nn.functional.dropout"
         )
     if not 0 <= p <= 1:
-        raise ValueError(f"dropout: p={p!r} is no probability; pass a number from 0 to 1")
+        raise ValueError(f"dropout: p={p!r} is not a probability; pass a number from 0 to 1")
     if seed.dtype != torch.int64:
         raise TypeError(f"dropout: seed has dtype {seed.dtype}; pass an int64 tensor")
     if seed.numel() != 1 or seed.device != x.device:

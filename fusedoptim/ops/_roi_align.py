@@ -144,7 +144,9 @@ def _like(
     if rois.device != input.device:
         raise ValueError(f"roi_align: boxes are on {rois.device}; move them to {input.device}")
     if y_bins < 0 or x_bins < 0:
-        raise ValueError(f"roi_align: output_size is {(y_bins, x_bins)}; no size is negative")
+        raise ValueError(
+            f"roi_align: output_size is {(y_bins, x_bins)}; sizes must not be negative"
+        )
     return input.new_empty((rois.shape[0], input.shape[1], y_bins, x_bins))
 
 

@@ -174,9 +174,9 @@ def check_boxes(boxes: Reals, grid: Grid, maps: int, sizes: tuple[int, int]) -> 
     of_map = boxes[:, 0]
     wrong = np.flatnonzero(~((of_map > -1) & (of_map < maps)))
     if len(wrong):
+        known = f"maps 0 to {maps - 1}" if maps > 1 else "only map 0" if maps else "no maps"
         raise IndexError(
-            f"roi_align: boxes[{wrong[0]}] is of map {of_map[wrong[0]]:g}, and input has {maps}, "
-            "from 0 on"
+            f"roi_align: boxes[{wrong[0]}] names map {of_map[wrong[0]]:g}, but input has {known}"
         )
     if grid.sampling_ratio > 0:
         with np.errstate(all="ignore"):

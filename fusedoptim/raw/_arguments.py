@@ -37,7 +37,7 @@ class LocalMemory:
 
     def __init__(self, nbytes: int) -> None:
         if not isinstance(nbytes, int):
-            raise TypeError(f"nbytes={nbytes!r} is no integer")
+            raise TypeError(f"nbytes={nbytes!r} is not an integer")
         if nbytes <= 0:
             raise ValueError(f"nbytes={nbytes} is not positive")
         self.nbytes = nbytes
@@ -162,7 +162,7 @@ class Signature:
                 convert(arguments[i])
             except REFUSALS as error:
                 return self._refusal(error, i)
-        raise AssertionError("a value was refused once and taken the second time")
+        raise AssertionError("a value was refused once and accepted the second time")
 
     def _refusal(self, error: Exception, i: int) -> Exception:
         """The error of one argument, with its place, name and type."""
@@ -187,7 +187,7 @@ def _getter(indices: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]
 def _local(value: Any) -> bytes:
     if not isinstance(value, LocalMemory):
         raise TypeError(
-            f"a {type(value).__name__}, where memory of the work-group is wanted; "
+            f"a {type(value).__name__}, where memory of the work-group is expected; "
             "pass LocalMemory(nbytes)"
         )
     if value.nbytes >= _MOST_BYTES:

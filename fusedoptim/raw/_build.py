@@ -192,7 +192,7 @@ class Built:
             rounded = tuple(-(-size // part) * part for size, part in zip(items, group))
             groups = tuple(size * part for size, part in zip(items, group))
             raise ValueError(
-                f"{self._name}: global_size={items} is no multiple of local_size={group}; "
+                f"{self._name}: global_size={items} is not a multiple of local_size={group}; "
                 f"launch {rounded}, and have the kernel return where get_global_id(0) is too "
                 f"large. It counts work items: {items} groups are global_size={groups}"
             )
@@ -269,5 +269,5 @@ def _as_size(size: Any, argument: str) -> tuple[int, ...]:
             f"{argument}={size!r} is neither an integer nor a sequence of them"
         ) from None
     if not 1 <= len(checked) <= 3:
-        raise ValueError(f"{argument}={size!r} has {len(checked)} dimensions; there are 1 to 3")
+        raise ValueError(f"{argument}={size!r} has {len(checked)} dimensions; pass 1 to 3")
     return checked

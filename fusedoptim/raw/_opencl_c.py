@@ -113,7 +113,7 @@ def as_options(options: Sequence[str]) -> tuple[str, ...]:
     options = tuple(options)
     for option in options:
         if not isinstance(option, str):
-            raise TypeError(f"options={options!r}: {option!r} is no string")
+            raise TypeError(f"options={options!r}: {option!r} is not a string")
     return options
 
 
@@ -128,10 +128,10 @@ def _check_option(option: str) -> None:
             raise ValueError(f"the option {option!r} names no folder that exists")
     elif option.startswith("-cl-std="):
         if option.removeprefix("-cl-std=") not in _STANDARDS:
-            raise ValueError(f"the option {option!r} is none of {', '.join(_STANDARDS)}")
+            raise ValueError(f"the option {option!r} is not one of {', '.join(_STANDARDS)}")
     elif option not in DRIVER_OPTIONS + _COMPILER_OPTIONS:
         known = ", ".join(("-D", "-I", "-cl-std=", *_COMPILER_OPTIONS, *DRIVER_OPTIONS))
-        raise ValueError(f"OpenCL C has no option {option!r}; there are {known}")
+        raise ValueError(f"OpenCL C has no option {option!r}; available: {known}")
 
 
 def compile_opencl_c(source: str, options: Sequence[str] = ()) -> bytes:

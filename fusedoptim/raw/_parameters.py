@@ -153,7 +153,7 @@ def parse(text: str, what: str) -> tuple[Param, ...]:
         raw, type_, name = match.groups()
         if type_ not in DTYPES and re.fullmatch("[A-Z]", type_) is None:
             raise ValueError(
-                f"{what}: {type_!r} of {declaration!r} is no type; there are "
+                f"{what}: {type_!r} of {declaration!r} is not a type; supported types are "
                 f"{', '.join(DTYPES)}, and capital letters for any of them"
             )
         if name in _RESERVED or name.endswith("_"):
@@ -162,7 +162,9 @@ def parse(text: str, what: str) -> tuple[Param, ...]:
                 f"{', '.join(_RESERVED)} and those that end with _; choose another"
             )
         if name in _KEYWORDS:
-            raise ValueError(f"{what}: {name!r} is a word of OpenCL C; choose another name")
+            raise ValueError(
+                f"{what}: {name!r} is a reserved word of OpenCL C; choose another name"
+            )
         params.append(Param(type_, name, raw is not None))
     return tuple(params)
 
@@ -219,7 +221,8 @@ def bind(
 def _bind_tensor(kernel: str, param: Param, dtype: torch.dtype, found: dict[str, Dtype]) -> None:
     if dtype not in _BY_TORCH:
         raise TypeError(
-            f"{kernel}: argument {param.name!r} is of {dtype}; there are {', '.join(DTYPES)}"
+            f"{kernel}: argument {param.name!r} is of {dtype}; supported types are "
+            f"{', '.join(DTYPES)}"
         )
     bound = found.setdefault(param.type, _BY_TORCH[dtype])
     if bound.torch != dtype:

@@ -110,7 +110,7 @@ def pointer(parameter: Parameter, index: int) -> Accept:
             uses.add_device(index, device)
         if value.layout is not torch.strided:
             raise ValueError(
-                f"the tensor's layout is {value.layout}, which has no one address; make it dense"
+                f"the tensor's layout is {value.layout}, which has no single address; make it dense"
             )
         if not value.is_contiguous():
             raise ValueError(
@@ -207,8 +207,8 @@ def _memory(value: Any, index: int, uses: Uses) -> tuple[int, str | None, bool]:
     except AttributeError:
         raise TypeError(
             f"{type(value).__name__} {value!r:.60}, where a torch tensor, a numpy array, an array "
-            "or memory with __sycl_usm_array_interface__ (dpctl, dpnp, a pool) or None is wanted; "
-            "torch.from_dlpack(value) may make one"
+            "or memory with __sycl_usm_array_interface__ (dpctl, dpnp, a pool) or None is "
+            "expected; torch.from_dlpack(value) may make one"
         ) from None
     queue, queue_class = interface["syclobj"], load_dpctl().SyclQueue
     uses.add_queue(index, queue if isinstance(queue, queue_class) else queue_class(queue))

@@ -160,8 +160,8 @@ def _check_argument(kernel: str, parameter: inspect.Parameter, argument: Argumen
         raise TypeError(f"{kernel}: argument {name!r} is a 16-bit number; make it a Float32")
     if parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY:
         raise TypeError(
-            f"{kernel}: argument {name!r} has a default or no place; a launch passes all "
-            "arguments, in order"
+            f"{kernel}: argument {name!r} has a default or no position; a launch passes "
+            "all arguments, in order"
         )
 
 

@@ -55,12 +55,12 @@ def _as_int(value: Any, names: list[str]) -> int:
         if value.dtype.name in names:
             return int(value)
         raise TypeError(
-            f"a numpy {value.dtype.name}, where {wanted} is wanted; "
+            f"a numpy {value.dtype.name}, where {wanted} is expected; "
             f"pass int(value) or numpy.{names[-1]}(value)"
         )
     if isinstance(value, (float, np.floating)):
-        raise TypeError(f"the float {value!r}, where {wanted} is wanted; pass int(value)")
-    raise TypeError(f"{_kind(value)}, where {wanted} is wanted")
+        raise TypeError(f"the float {value!r}, where {wanted} is expected; pass int(value)")
+    raise TypeError(f"{_kind(value)}, where {wanted} is expected")
 
 
 def _real(element: Element) -> Convert:
@@ -81,12 +81,12 @@ def _as_float(value: Any, name: str) -> float:
         if value.dtype.name == name:
             return float(value)
         raise TypeError(
-            f"a numpy {value.dtype.name}, where {name} is wanted; "
+            f"a numpy {value.dtype.name}, where {name} is expected; "
             f"pass float(value) or numpy.{name}(value)"
         )
     if isinstance(value, (float, int)):
         return float(value)  # OverflowError: an integer too large for any float
-    raise TypeError(f"{_kind(value)}, where {name} is wanted")
+    raise TypeError(f"{_kind(value)}, where {name} is expected")
 
 
 def _kind(value: Any) -> str:
@@ -112,9 +112,9 @@ def _bytes(parameter: Parameter) -> Convert:
             wanted = f"bytes, a numpy or a ctypes value of {size} bytes"
             if match is not None:
                 wanted = f"a tuple of {match[2]} numbers, or {wanted}"
-            raise TypeError(f"{_kind(value)}, where {wanted} is wanted") from None
+            raise TypeError(f"{_kind(value)}, where {wanted} is expected") from None
         if len(data) != size:
-            raise ValueError(f"a value of {len(data)} bytes, where {size} are wanted")
+            raise ValueError(f"a value of {len(data)} bytes, where {size} are expected")
         return data
 
     return convert
@@ -122,7 +122,7 @@ def _bytes(parameter: Parameter) -> Convert:
 
 def _vector(parameter: Parameter, dtype: str, count: int, values: Any) -> bytes:
     if len(values) != count:
-        raise ValueError(f"{len(values)} numbers, where {count} are wanted")
+        raise ValueError(f"{len(values)} numbers, where {count} are expected")
     code, convert = scalar(Parameter("", "scalar", dtype, 0, False))
     data = struct.pack(f"<{count}{code}", *map(convert, values))
     return data.ljust(parameter.size, b"\0")  # three elements take the room of four

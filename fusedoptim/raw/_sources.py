@@ -95,5 +95,5 @@ def check_source_options(kind: str, options: Sequence[str]) -> tuple[str, ...]:
     for option in options:
         if option not in known:
             listed = ", ".join(known) or "none"
-            raise ValueError(f"a kernel from {kind} has no option {option!r}; there are: {listed}")
+            raise ValueError(f"a kernel from {kind} has no option {option!r}; available: {listed}")
     return options

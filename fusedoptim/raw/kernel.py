@@ -162,7 +162,7 @@ class RawKernel:
     ) -> None:
         if isinstance(source, RawModule):
             if options:
-                raise ValueError(f"options={options!r}: the module was given its own")
+                raise ValueError(f"options={options!r}: the module already has its own")
             self._module = source
         else:
             self._module = RawModule(source, options, device=device)
@@ -340,7 +340,7 @@ class RawKernel:
     def _found_name(self) -> str:
         names = self._module.names
         if len(names) != 1:
-            raise ValueError(f"name=None, and there are several kernels: {', '.join(names)}")
+            raise ValueError(f"name=None, but there are several kernels: {', '.join(names)}")
         return names[0]
 
     def _find(self) -> Signature:
@@ -349,7 +349,7 @@ class RawKernel:
         entry = program.facts.entries.get(name)
         if entry is None:
             names = ", ".join(program.facts.entries)
-            raise KeyError(f"the {self.kind} has no kernel {name!r}; there are {names}")
+            raise KeyError(f"the {self.kind} has no kernel {name!r}; available: {names}")
         self._signature = Signature(name, entry.parameters)
         return self._signature
 
@@ -394,7 +394,7 @@ class RawKernel:
             if other.sycl_context != chosen.sycl_context:
                 raise RuntimeError(
                     f"{self.name}: argument {index} is in the SYCL context of "
-                    f"{other.sycl_device.name}, another than that of {self._place(uses, chosen)}; "
+                    f"{other.sycl_device.name}, not in that of {self._place(uses, chosen)}; "
                     "copy it there"
                 )
         if uses.host is not None and not backend_of(chosen).runs_on_host:

@@ -171,5 +171,5 @@ def barrier() -> None:
 
 def _on_device_only() -> NoReturn:
     raise RuntimeError(
-        "this has a meaning in a kernel only: launch it with fusedoptim.raw.RawKernel"
+        "this has a meaning only in a kernel: launch it with fusedoptim.raw.RawKernel"
     )

@@ -186,12 +186,12 @@ class ReductionKernel(ExpressionKernel):
         self.name = name
         """The kernel's name, as errors use it."""
         if not self._outputs or any(param.raw for param in self._outputs):
-            raise ValueError(f"out_params={out_params!r} needs an output, and no raw one")
+            raise ValueError(f"out_params={out_params!r} must declare outputs, none of them raw")
         letters = {param.type for param in self._params}
         if reduce_type is not None and reduce_type not in DTYPES.keys() | letters:
-            raise ValueError(f"reduce_type={reduce_type!r} is none of {', '.join(DTYPES)}")
+            raise ValueError(f"reduce_type={reduce_type!r} is not one of {', '.join(DTYPES)}")
         if not isinstance(identity, str) or not identity.strip():
-            raise ValueError(f"identity={identity!r} is no C expression, such as '0'")
+            raise ValueError(f"identity={identity!r} is not a C expression, such as '0'")
         self._expressions = {
             "map": map_expr,
             "reduce": reduce_expr,
@@ -345,8 +345,8 @@ def _axes(kernel: str, axis: Any, dims: int) -> list[int]:
     given = range(dims) if axis is None else axis if isinstance(axis, (tuple, list)) else (axis,)
     for one in given:
         if isinstance(one, bool) or not isinstance(one, int) or not -dims <= one < dims:
-            raise ValueError(f"{kernel}: axis={axis!r}, and there are {dims} dimensions")
+            raise ValueError(f"{kernel}: axis={axis!r} is not valid for {dims} dimensions")
     axes = [one % dims for one in given]
     if len(set(axes)) < len(axes):
-        raise ValueError(f"{kernel}: axis={axis!r} has a dimension twice")
+        raise ValueError(f"{kernel}: axis={axis!r} names a dimension twice")
     return axes

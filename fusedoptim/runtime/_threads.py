@@ -103,8 +103,8 @@ class Settings:
         if count > 1 and threading.get_ident() in _forked:
             raise RuntimeError(
                 f"pin() cannot start OpenMP threads on cores {listed(cores)}: this process was "
-                "forked, and those of its parent have not survived that; call the pool's submit(), "
-                "pin to one core, or start processes by the method 'spawn'"
+                "forked, and its parent's threads did not survive the fork; call the pool's "
+                "submit(), pin to one core, or start processes by the method 'spawn'"
             )
         with contextlib.suppress(OSError):  # it may use none of them: the error below says so
             os.sched_setaffinity(0, cores)

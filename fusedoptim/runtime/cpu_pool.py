@@ -151,18 +151,18 @@ def _checked(core_ids: Iterable[int] | None) -> Iterable[int]:
         given = [operator.index(core) for core in core_ids]
     except TypeError:
         raise TypeError(
-            f"core_ids={core_ids!r} is no iterable of integers; pass [0] for core 0, or range(4) "
-            "for the first four"
+            f"core_ids={core_ids!r} is not an iterable of integers; pass [0] for core 0, or "
+            "range(4) for the first four"
         ) from None
     if not given:
-        raise ValueError("core_ids has no core; pass one at least, or None for all")
+        raise ValueError("core_ids is empty; pass at least one core, or None for all")
     if repeated := {core for core in given if given.count(core) > 1}:
         raise ValueError(f"core_ids={given} has core {listed(repeated)} twice; pass each core once")
     if foreign := set(given) - allowed:
         numbers = ", ".join(map(str, sorted(foreign)))
         binding = "".join(f"unset {name}, " for name in _BINDING if name in os.environ)
         raise ValueError(
-            f"core_ids={given}: core {numbers} is not this process's, which may use "
+            f"core_ids={given}: this process may not use core {numbers}, only "
             f"{listed(allowed)} (os.sched_getaffinity); choose among those, or {binding}"
             "start the process with more by taskset -c, numactl -C or the container's --cpuset-cpus"
         )
@@ -175,10 +175,12 @@ def _of_node(node_id: int) -> Iterable[int]:
     try:
         number = operator.index(node_id)
     except TypeError:
-        raise TypeError(f"node_id={node_id!r} is no integer; pass 0 for the first node") from None
+        raise TypeError(
+            f"node_id={node_id!r} is not an integer; pass 0 for the first node"
+        ) from None
     if number not in found:
         raise ValueError(
-            f"node_id={number} is no NUMA node of this machine; choose one of {list(found)}"
+            f"node_id={number} is not a NUMA node of this machine; choose one of {list(found)}"
         )
     if not (own := found[number] & allowed):
         raise ValueError(

@@ -54,7 +54,7 @@ class pin(contextlib.ContextDecorator):  # in lower case, like torch.no_grad
 
     def __init__(self, pool: CPUPool) -> None:
         if not isinstance(pool, CPUPool):
-            raise TypeError(f"pool={pool!r} is no CPUPool; pass CPUPool([0]) for core 0")
+            raise TypeError(f"pool={pool!r} is not a CPUPool; pass CPUPool([0]) for core 0")
         self._cores = frozenset(pool.core_ids)
 
     def __enter__(self) -> None:

@@ -45,8 +45,9 @@ def check_splittable(
             raise TypeError(f"{what} has layout {p.layout}, and only strided ones can be split")
         if is_dtensor(p) and (p.dtype != torch.bfloat16 or is_partial(p)):
             raise TypeError(
-                f"{what} is sharded (DTensor) and {p.dtype}; only bfloat16 ones can be split, as "
-                "what shards them also holds them: call model.bfloat16() before fully_shard()"
+                f"{what} is sharded (DTensor) and {p.dtype}; only bfloat16 ones can be split, "
+                "because what shards them, such as FSDP2, also holds their values: call "
+                "model.bfloat16() before fully_shard()"
             )
         if p.device.type != "meta" and not has_memory(local_of(p)):
             raise TypeError(

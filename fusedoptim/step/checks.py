@@ -171,7 +171,7 @@ def check_candidate(optimizer: str, candidate: Candidate) -> None:
             found = tuple(found) if fact == "shape" else found
             raise RuntimeError(
                 f"{what} has a gradient whose {fact} differs: {found}; "
-                "call zero_grad() after changing a parameter, and compute the gradient anew"
+                "call zero_grad() after changing a parameter, and compute the gradient again"
             )
 
 
@@ -190,7 +190,7 @@ def _check_sharded_grad(what: str, param: Tensor, grad: Tensor) -> None:
     if not same_place(param, grad):
         raise RuntimeError(
             f"{what} is {describe_place(param)}, and its gradient {describe_place(grad)}; call "
-            "zero_grad() after changing a parameter, and compute the gradient anew"
+            "zero_grad() after changing a parameter, and compute the gradient again"
         )
     if grad.shape == param.shape and local_of(grad).shape != local_of(param).shape:
         raise RuntimeError(
@@ -211,11 +211,11 @@ def check_param(what: str, param: Tensor) -> None:
         )
     if param.dtype not in PARAM_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
-        raise TypeError(f"{what} has a dtype that is none of {known}; convert it, or {instead}")
+        raise TypeError(f"{what} has a dtype that is not one of {known}; convert it, or {instead}")
     if is_partial(param):
         raise TypeError(
-            f"{what} is {describe_place(param)}: its values are sums that were not made; call "
-            "redistribute() with Replicate() or Shard() first"
+            f"{what} is {describe_place(param)}: it holds partial sums that were not reduced; "
+            "call redistribute() with Replicate() or Shard() first"
         )
     param = local_of(param)
     if not has_memory(param):
@@ -268,8 +268,8 @@ def check_state_whole(rule: UpdateRule, owner: str, state: State, names: Sequenc
     if lost and not needed.isdisjoint(state):
         raise KeyError(
             f"{rule.optimizer_name}: the state of {owner} has no {lost[0]!r}, and other state of "
-            "earlier steps; load a whole state_dict, or delete optimizer.state[parameter] to begin "
-            "it anew"
+            "earlier steps; load a whole state_dict, or delete optimizer.state[parameter] to "
+            "restart it"
         )
     for name in names:
         value = state.get(name)

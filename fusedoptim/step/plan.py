@@ -55,8 +55,8 @@ _refresh = operator.methodcaller("refresh")
 _call = operator.methodcaller("__call__")
 
 PIECES = (
-    "needs norms of whole parameters, and FullyShardedDataParallel does not tell what other "
-    "processes have of them; shard the model by fully_shard() (FSDP2), or clip gradients by the "
+    "needs norms of whole parameters, but FullyShardedDataParallel does not expose the parts on "
+    "other processes; shard the model by fully_shard() (FSDP2), or clip gradients by the "
     "model's own clip_grad_norm_()"
 )
 _END = object()

@@ -246,8 +246,8 @@ class MeshSum:
             if total != len(self.params) * math.prod(sizes):
                 raise RuntimeError(
                     f"this process has {len(self.params)} sharded parameters on the mesh of shape "
-                    f"{tuple(self.mesh.shape)}, and another has more or less; construct all "
-                    "optimizers with the same parameters"
+                    f"{tuple(self.mesh.shape)}, and another process has a different number; "
+                    "construct all optimizers with the same parameters"
                 )
             self._is_checked = True
 

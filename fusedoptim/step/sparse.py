@@ -104,7 +104,7 @@ class SparseRows:
             if buffer is not None and buffer.sparse_dim() != grad.sparse_dim():
                 raise RuntimeError(
                     f"a gradient of shape {tuple(grad.shape)} has {grad.sparse_dim()} sparse "
-                    f"dimensions, and the state {name!r} that earlier gradients made "
+                    f"dimensions, and the state {name!r} from earlier gradients has "
                     f"{buffer.sparse_dim()}; compute all gradients of a parameter in the same way"
                 )
         self._grad = SparseGradient(grad)

@@ -65,9 +65,9 @@ class StepCounts:
         """
         if (self._array >= MOST_STEPS).any():
             raise RuntimeError(
-                f"{optimizer}: a parameter has taken {self._array.max():.0f} steps; float32 counts "
-                f"to {MOST_STEPS}, and with a state_dtype below float32 each step draws other "
-                f"random words by its count; set state['step'] of all parameters to "
+                f"{optimizer}: a parameter has taken {self._array.max():.0f} steps; float32 cannot "
+                f"count beyond {MOST_STEPS}, and the step count selects the random words for a "
+                f"reduced state_dtype; set state['step'] of all parameters to "
                 f"{MOST_STEPS // 2}, where both bias corrections are 1 as well"
             )
 

@@ -51,7 +51,7 @@ def test_integer_parameter(case: OptimizerCase, dtype: torch.dtype) -> None:
         _assert_not_split(case, bad, TypeError, rf"parameter 1 .*{dtype}.*bfloat16, or float32")
         return
     bad.grad = torch.ones_like(bad)
-    _assert_refused(case, bad, TypeError, f"parameter 1 .*{dtype}.* none of float32")
+    _assert_refused(case, bad, TypeError, f"parameter 1 .*{dtype}.* not one of float32")
 
 
 def test_split_with_a_gradient_that_does_not_fit() -> None:
@@ -194,7 +194,7 @@ class TestCompiledKernels:
         ),
         "manifest of another version": (
             lambda spirv: change_manifest(spirv, version=99),
-            "is of version 99",
+            "has version 99",
         ),
         "manifest without kernels": (
             lambda spirv: change_manifest(spirv, modules={}),
@@ -207,7 +207,7 @@ class TestCompiledKernels:
         ),
         "manifest empty": (
             lambda spirv: (spirv / "manifest.json").write_text("[]"),
-            "is of version None",
+            "has version None",
         ),
     }
 
@@ -254,5 +254,5 @@ except DeviceNotFoundError as error:
 """
     # The folder where the system registers drivers.
     output = run_script(script, OCL_ICD_VENDORS="/nonexistent").stdout
-    assert "had OpenCL look for drivers before this package could name it" in output
+    assert "OpenCL looked for drivers before this package could name it" in output
     assert "pip install" not in output

@@ -149,7 +149,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_unknown_level(wanted: pytest.MonkeyPatch) -> None:
     wanted.setenv("FUSEDOPTIM_ISA", "AVX-1024")
-    with pytest.raises(ValueError, match=r"'AVX-1024' is none of sse4.2, avx, avx2, avx512, "):
+    with pytest.raises(ValueError, match=r"'AVX-1024' is not one of sse4.2, avx, avx2, avx512, "):
         isa.level()
 
 

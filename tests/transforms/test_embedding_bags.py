@@ -366,7 +366,7 @@ def test_refused_with_an_optimizer(what: str) -> None:
     ("options", "message"),
     [
         ({"lr": 0.1}, "lr is for an optimizer"),
-        ({"optimizer": "adam"}, "optimizer='adam' is none of"),
+        ({"optimizer": "adam"}, "optimizer='adam' is not one of"),
         ({"optimizer": "sgd", "lr": -1.0}, "-1.0"),
     ],
 )

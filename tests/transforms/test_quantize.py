@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         network, {"ranges": "min-max", "dynamic": True, "loader": [torch.ones(2, 3, 8, 8)]},
         ValueError, "'min-max' needs a loader and static quantization",
     ),
-    "unknown name": (network, {"keep": "head"}, ValueError, "'head' is the name of no module"),
+    "unknown name": (network, {"keep": "head"}, ValueError, "'head' is not the name of a module"),
     "keep of another type": (network, {"keep": [3]}, TypeError, "not a name"),
     "dynamic of another type": (network, {"dynamic": 1}, TypeError, "not True or False"),
     "inplace of another type": (network, {"inplace": 1}, TypeError, "not True or False"),

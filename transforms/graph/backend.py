@@ -70,7 +70,7 @@ def graph_backend(
 def why_absent() -> str | None:
     """Why this torch cannot be used, if it cannot."""
     absent = [*missing_operators(), *absent_operators()]
-    return f"this torch has another {', '.join(absent)} than torch 2.13" if absent else None
+    return f"this torch differs from torch 2.13 in {', '.join(absent)}" if absent else None
 
 
 def plan(graph: GraphModule, example_inputs: Sequence[Any]) -> Plan | None:

@@ -97,7 +97,7 @@ def _other_dimension(feeder: Any, norm: Any) -> str | None:
         kinds = (nn.Conv3d, nn.ConvTranspose3d)
     made = feeder.out_features if isinstance(feeder, nn.Linear) else feeder.out_channels
     if not isinstance(feeder, kinds):
-        return f"normalizes another dimension than the channels of the {type(feeder).__name__}"
+        return f"normalizes a dimension other than the channels of the {type(feeder).__name__}"
     if (normalized := norm.running_mean.numel()) != made:
         return (
             f"normalizes {normalized} channels, but the module before it has {made}: "

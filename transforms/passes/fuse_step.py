@@ -69,7 +69,7 @@ def fuse_update_step(optimizer: Optimizer) -> Entry:
     if found is None:
         known = ", ".join(f"torch.optim.{cls.__name__}" for cls in fused_step.OURS)
         raise TypeError(
-            f"no fused step for {_name(plain)}: there are those of {known}, and of the Lamb "
+            f"no fused step for {_name(plain)}; supported are {known} and the Lamb "
             "classes of timm, apex and torch_optimizer; use one of these classes or a class of "
             f"fusedoptim, {_INSTEAD}"
         )
@@ -145,5 +145,5 @@ def _refuse_overrides(
         if changed:
             raise RuntimeError(
                 f"{_name(cls)} overrides {', '.join(sorted(changed))} of {base.__name__}, so its "
-                f"step may be another; use {_name(base)} itself, {_INSTEAD}"
+                f"step may differ; use {_name(base)} itself, {_INSTEAD}"
             )

@@ -79,7 +79,7 @@ def _objection(module: nn.Module) -> str | None:
         return f"overrides its methods: {type(module).__name__} may differ"
     absent = (packed_lstm if isinstance(module, nn.LSTM) else packed).missing_operators()
     if absent:
-        return f"this torch has another {', '.join(absent)} than torch 2.13"
+        return f"this torch differs from torch 2.13 in {', '.join(absent)}"
     for weight in (module._parameters[name] for name in names):
         if weight is None or type(weight) not in (nn.Parameter, WatchedParameter):
             return f"has a weight of class {type(weight).__name__}"

@@ -39,7 +39,7 @@ def calibrate(
         if not bool(x.isfinite().all()):
             raise finding(
                 f"loader: the input of {name} is infinite or NaN in calibration, and INT8 has no "
-                f"such values: mend the data, or keep={name!r} in floating point"
+                f"such values: fix the data, or pass keep=[{name!r}]"
             )
         if name not in observers:
             observers[name] = observer()

@@ -47,7 +47,7 @@ def _kept(model: nn.Module, keep: Sequence[str]) -> Mapping[str, str]:
         matches = fnmatch.filter(names, pattern)
         if not matches:
             raise ValueError(
-                f"keep: {pattern!r} is the name of no module; this {type(model).__name__} has "
+                f"keep: {pattern!r} is not the name of a module; this {type(model).__name__} has "
                 f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
             )
         for match in matches:

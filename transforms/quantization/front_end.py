@@ -213,7 +213,7 @@ def _check_loader(loader: Any) -> None:
     """Raise TypeError unless it is a loader; the rows of one batch would be taken for batches."""
     if isinstance(loader, Tensor | Mapping | str):
         raise TypeError(
-            f"loader is a {type(loader).__name__}, which is no sequence of batches; of one batch "
+            f"loader is a {type(loader).__name__}, not a sequence of batches; for one batch, "
             "pass [batch]"
         )
     if loader is not None and not isinstance(loader, Iterable):

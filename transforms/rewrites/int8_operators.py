@@ -214,7 +214,7 @@ def objection() -> str | None:
     absent = changed("onednn", _SCHEMAS)
     if absent:
         return (
-            f"torch {torch.__version__} has another operator, or none, of the name "
+            f"torch {torch.__version__} differs from torch 2.13 in "
             f"{', '.join(f'onednn::{name}' for name in absent)}: INT8 needs those of torch 2.13"
         )
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # untyped in torch

@@ -160,8 +160,8 @@ class _TorchOptimizerLamb(AdaptedLamb):
             )
         if self.debias:
             raise RuntimeError(
-                f"debias=True: {type(self).__name__}'s step corrects the moments, and not, as this "
-                "option does, the learning rate; use fusedoptim.FusedLamb"
+                f"debias=True: {type(self).__name__}'s step corrects the moments, but this option "
+                "corrects the learning rate; use fusedoptim.FusedLamb"
             )
 
     def _options(self, group: Group) -> Group:

@@ -84,7 +84,7 @@ def attributes() -> dict[str, int]:
 def objection() -> str | None:
     """Why oneDNN's products are not used on this machine; None if they are."""
     if "_linear_pointwise" in missing_operators():
-        return "this torch has another _linear_pointwise than torch 2.13"
+        return "this torch differs from torch 2.13 in _linear_pointwise"
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return "this torch computes products without MKL"
     try:

@@ -213,7 +213,11 @@ GOOD = "1,00:00:00.000000,allocate,0x200,100,0"
         ([HEADER, GOOD, GOOD + ",1"], 3, "7 columns"),
         ([HEADER, "1,2,3"], 2, "3 columns"),
         ([HEADER, "", GOOD], 2, "0 columns"),
-        ([HEADER, GOOD.replace("allocate", "realloc")], 2, "action 'realloc' is none of allocate,"),
+        (
+            [HEADER, GOOD.replace("allocate", "realloc")],
+            2,
+            "action 'realloc' is not one of allocate,",
+        ),
         ([HEADER, GOOD.replace("allocate", "free")], 2, "0x200 is freed, but is not allocated"),
         ([HEADER, GOOD, GOOD], 3, "0x200 is allocated again before"),
         (

@@ -135,17 +135,17 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
     "foreign": (
         lambda p: p.record_queue(torch.zeros(3), p.sycl_queue),
         ValueError,
-        "not of pool",
+        "not belong to pool",
     ),
     "other pool": (
         lambda p: p.record_queue(allocator.default_pool().zeros(3), p.sycl_queue),
         ValueError,
-        "not of pool",
+        "not belong to pool",
     ),
     "other memory": (
         lambda p: p.record_queue(allocator.default_pool().allocate(3), p.sycl_queue),
         ValueError,
-        "not of pool",
+        "not belong to pool",
     ),
     "budget text": (lambda p: p.budget("lots"), ValueError, "'lots'"),
     "budget below 0": (lambda p: p.budget(-1), ValueError, "-1"),
@@ -301,7 +301,9 @@ def test_a_named_pool_that_exists() -> None:
     name = "a named pool that exists"
     pool = allocator.named_pool(name, kind="shared")
     assert allocator.named_pool(name, kind="shared") is pool
-    message = rf"exists, of shared memory of {re.escape(pool.driver.name)}; .* same device and kind"
+    message = (
+        rf"exists, with shared memory of {re.escape(pool.driver.name)}; .* same device and kind"
+    )
     for arguments in ({}, {"kind": "shared", "limit": "1MiB"}):
         with pytest.raises(ValueError, match=message):
             allocator.named_pool(name, **arguments)

@@ -320,14 +320,14 @@ class TestBadFree:
         block = heap.allocate(1)
         heap.free(block)
         heap.trim()
-        with pytest.raises(ValueError, match="not of this heap"):
+        with pytest.raises(ValueError, match="not belong to this heap"):
             heap.free(block)
         check(heap, upstream)
 
     def test_of_another_heap(self, heap: Heap, upstream: Upstream) -> None:
         heap.allocate(1)
         foreign = Heap(Upstream()).allocate(1)
-        with pytest.raises(ValueError, match="not of this heap"):
+        with pytest.raises(ValueError, match="not belong to this heap"):
             heap.free(foreign)
         assert not foreign.is_free
         check(heap, upstream)

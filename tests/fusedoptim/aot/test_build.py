@@ -66,14 +66,14 @@ def test_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ("kernel.txt", ValueError, r"none of a \.cl or \.spv file, module\.py:function"),
-        ("kernel.py", ValueError, r"none of a \.cl or \.spv file, module\.py:function"),
-        ("a folder:f", ValueError, r"none of a \.cl or \.spv file"),
+        ("kernel.txt", ValueError, r"is not a \.cl or \.spv file, module\.py:function"),
+        ("kernel.py", ValueError, r"is not a \.cl or \.spv file, module\.py:function"),
+        ("a folder:f", ValueError, r"is not a \.cl or \.spv file"),
         ("none.cl", FileNotFoundError, r"none\.cl"),
         ("none.py:f", FileNotFoundError, r"there is no file .*none\.py"),
         ("no_such_package:f", ModuleNotFoundError, "no_such_package"),
         ("math:cosinus", ValueError, "math has no function 'cosinus'"),
-        ("latin.cl", ValueError, r"latin\.cl is no text in UTF-8"),
+        ("latin.cl", ValueError, r"latin\.cl is not UTF-8 text"),
         ("empty.spv", InvalidModuleError, "not a SPIR-V module"),
         ("wrong.cl", KernelCompileError, "undeclared identifier"),
     ],
@@ -105,7 +105,7 @@ def test_options_that_a_source_has_not(sources: list[Path], tmp_path: Path) -> N
 
 
 def test_output_of_another_kind(sources: list[Path]) -> None:
-    with pytest.raises(ValueError, match=r"is no \.fob file"):
+    with pytest.raises(ValueError, match=r"is not a \.fob file"):
         aot.build(sources, sources[0])
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         aot.build(sources, sources[0] / "no" / "x.fob")

@@ -59,9 +59,9 @@ def test_verify_fails(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda content: b"", "is no bundle"),
-        (lambda content: content[::-1], "is no bundle"),
-        (said_to_be_compressed, "is no bundle"),
+        (lambda content: b"", "is not a bundle"),
+        (lambda content: content[::-1], "is not a bundle"),
+        (said_to_be_compressed, "is not a bundle"),
         (None, "Is a directory"),
     ],
 )
@@ -89,7 +89,7 @@ def test_damaged_bundles(
         (("build", "none.cl", "-o", "x.fob"), "none.cl"),
         (("build", "wrong.cl", "-o", "x.fob"), "undeclared identifier 'y'"),
         (("list", "none.fob"), "none.fob"),
-        (("warmup", "wrong.cl"), "is no bundle"),
+        (("warmup", "wrong.cl"), "is not a bundle"),
         (("verify", "none.fob"), "none.fob"),
     ],
 )

@@ -38,7 +38,9 @@ def test_machine_code_for_each_device(sources: list[Path], tmp_path: Path) -> No
 @needs_ocloc
 @pytest.mark.parametrize("device", ["rtx4090", "skl:rtx4090", ":", "", "-file"])
 def test_unknown_device(device: str, sources: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match=r"ocloc knows no device .*; it knows .*skl.*pvc"):
+    with pytest.raises(
+        DeviceError, match=r"ocloc does not know the device .*; it knows .*skl.*pvc"
+    ):
         aot.build(sources, tmp_path / "x.fob", devices=["skl", device])
     assert not list(tmp_path.iterdir())
 

@@ -134,4 +134,4 @@ def test_a_launch_that_does_nothing_is_found(queue: Any, monkeypatch: pytest.Mon
 
 
 def test_a_kernel_that_is_not_shipped(queue: Any) -> None:
-    assert "is no kernel" in kernel_problem(queue, "other_f32", in_usm=False)
+    assert "is not a kernel" in kernel_problem(queue, "other_f32", in_usm=False)

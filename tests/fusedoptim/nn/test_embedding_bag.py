@@ -183,13 +183,13 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("tables", "options", "error", "message"),
         [
-            ([], {}, ValueError, "tables=[] has none"),
+            ([], {}, ValueError, "tables=[] is empty"),
             ([3], {}, TypeError, "table 0 is a int"),
             (BAG, {}, TypeError, "tables is one EmbeddingBag; pass a list"),
             ([(4, 2)], {"optimizer": "sgd", "eps": 0.1}, ValueError,
              "eps is for optimizer='adagrad' and 'rowwise_adagrad', and 'sgd' takes lr, weight"),
             ([(4, 2)], {"optimizer": "sgd", "split": "yes"}, TypeError, "split is 'yes'; pass"),
-            ([(4, 2)], {"optimizer": "adam"}, ValueError, "optimizer='adam' is none of"),
+            ([(4, 2)], {"optimizer": "adam"}, ValueError, "optimizer='adam' is not one of"),
             ([(4, 2)], {"lr": 0.1}, ValueError, "lr is for an optimizer"),
             ([(4, 2)], {"split": True}, ValueError, "split is for an optimizer"),
             ([(4, 2)], {"optimizer": "sgd", "lr": -1.0}, ValueError, "Invalid learning rate"),
@@ -232,7 +232,7 @@ class TestRefused:
             train(module, new_batches(module, 1))
 
     def test_optimizer_of_none(self) -> None:
-        with pytest.raises(RuntimeError, match="pass optimizer='sgd'"):
+        with pytest.raises(RuntimeError, match="construct it with optimizer='sgd'"):
             new_module(None).optimizer()
 
 

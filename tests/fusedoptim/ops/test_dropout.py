@@ -236,7 +236,7 @@ class TestTracing:
 class TestBadInput:
     @pytest.mark.parametrize("p", [-0.1, 1.1, math.nan, math.inf, -math.inf])
     def test_p(self, p: float) -> None:
-        with pytest.raises(ValueError, match=f"p={p!r} is no probability; pass a number"):
+        with pytest.raises(ValueError, match=f"p={p!r} is not a probability; pass a number"):
             dropout(torch.ones(3), new_seed(), p)
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
@@ -252,7 +252,7 @@ class TestBadInput:
 
     def test_errors_of_a_traced_call_are_the_same(self) -> None:
         x = torch.empty(3, device="meta")
-        with pytest.raises(ValueError, match=r"p=2.0 is no probability"):
+        with pytest.raises(ValueError, match=r"p=2.0 is not a probability"):
             dropout(x, torch.empty((), dtype=torch.int64, device="meta"), 2.0)
 
 

@@ -269,7 +269,7 @@ class TestRefused:
             ({"indices": (torch.tensor([0, -1, 1]), INDICES[1])}, IndexError,
              "table 0 has 4 rows, and its index 1 is -1"),
             ({"offsets": (torch.tensor([0, 2, 1]), OFFSETS[1])}, RuntimeError,
-             "offset 2 of offsets 0 is 1, after 2"),
+             "offset 2 of offsets 0 is 1, but the previous offset is 2 and"),
             ({"offsets": (torch.tensor([0, 4]), OFFSETS[1])}, RuntimeError,
              "offset 1 of offsets 0 is 4"),
             ({"offsets": (torch.tensor([-1, 1]), OFFSETS[1])}, RuntimeError, "offset 0 of"),

@@ -138,19 +138,24 @@ SCALARS = [
     (2, -1, OverflowError, "'u8 B': -1 is not in uint8's range, 0 to 255"),
     (5, 2**31, OverflowError, "'i32 i': 2147483648 is not in int32's range"),
     (8, 2**64, OverflowError, "not in uint64's range"),
-    (5, 1.0, TypeError, "'i32 i': the float 1.0, where int32 is wanted; pass int(value)"),
-    (5, np.float32(1), TypeError, "where int32 is wanted"),
-    (5, np.int64(1), TypeError, "a numpy int64, where int32 is wanted; pass int(value) or numpy."),
-    (5, np.bool_(True), TypeError, "where int32 is wanted"),
+    (5, 1.0, TypeError, "'i32 i': the float 1.0, where int32 is expected; pass int(value)"),
+    (5, np.float32(1), TypeError, "where int32 is expected"),
+    (
+        5,
+        np.int64(1),
+        TypeError,
+        "a numpy int64, where int32 is expected; pass int(value) or numpy.",
+    ),
+    (5, np.bool_(True), TypeError, "where int32 is expected"),
     (5, torch.tensor(1), TypeError, "a tensor of shape (); pass value.item(), where int32"),
     (5, None, TypeError, "None, which only a pointer may be"),
-    (5, "1", TypeError, "str '1', where int32 is wanted"),
+    (5, "1", TypeError, "str '1', where int32 is expected"),
     (9, 65520.0, OverflowError, "'f16 e': 65520.0 is larger than any half"),
     (10, 1e39, OverflowError, "'f32 f': 1e+39 is larger than any float"),
     (10, 10**400, OverflowError, "int too large to convert to float"),
-    (10, np.float64(1), TypeError, "a numpy float64, where float32 is wanted; pass float(value)"),
-    (10, 1j, TypeError, "complex 1j, where float32 is wanted"),
-    (11, torch.ones(3), TypeError, "a tensor of shape (3,), where float64 is wanted"),
+    (10, np.float64(1), TypeError, "a numpy float64, where float32 is expected; pass float(value)"),
+    (10, 1j, TypeError, "complex 1j, where float32 is expected"),
+    (11, torch.ones(3), TypeError, "a tensor of shape (3,), where float64 is expected"),
 ]
 
 
@@ -173,9 +178,9 @@ def test_largest_float_that_rounds_to_it(module: RawModule) -> None:
 def test_vectors_structs_and_local_memory(module: RawModule) -> None:
     out = torch.zeros(5, dtype=F64)
     for value, error, text in [
-        ((1, 2, 3), ValueError, "3 numbers, where 2 are wanted"),
+        ((1, 2, 3), ValueError, "3 numbers, where 2 are expected"),
         ((1, 200), OverflowError, "200 is not in int8's range"),
-        (b"abc", ValueError, "a value of 3 bytes, where 2 are wanted"),
+        (b"abc", ValueError, "a value of 3 bytes, where 2 are expected"),
         (7, TypeError, "a tuple of 2 numbers, or bytes"),
     ]:
         with pytest.raises(error, match=text):
@@ -183,11 +188,11 @@ def test_vectors_structs_and_local_memory(module: RawModule) -> None:
     with pytest.raises(TypeError, match="bytes, a numpy or a ctypes value of 16 bytes"):
         module["wide"](1, 1, (out, (1, 2, 3, 4), (1, 2, 3), (7, 8)))
     x = torch.zeros(8)
-    with pytest.raises(TypeError, match=r"memory of the work-group is wanted; pass LocalMemory"):
+    with pytest.raises(TypeError, match=r"memory of the work-group is expected; pass LocalMemory"):
         module["reversed"](8, 8, (x, x))
     with pytest.raises(ValueError, match="LocalMemory of 1,073,741,824 bytes in all"):
         module["reversed"](8, 8, (x, LocalMemory(1 << 30)))
-    with pytest.raises(TypeError, match=r"nbytes=1.5 is no integer"):
+    with pytest.raises(TypeError, match=r"nbytes=1.5 is not an integer"):
         LocalMemory(1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nbytes=0 is not positive"):
         LocalMemory(0)
@@ -216,7 +221,7 @@ SIZES: list[tuple[Any, Any, type[Exception], str]] = [
     (1.0, None, TypeError, "global_size=1.0 is neither an integer nor a sequence"),
     ((4, 1.0), None, TypeError, "global_size=(4, 1.0) is neither"),
     ("4", None, TypeError, "global_size='4' is neither"),
-    ((), None, ValueError, "has 0 dimensions; there are 1 to 3"),
+    ((), None, ValueError, "has 0 dimensions; pass 1 to 3"),
     ((1, 1, 1, 1), None, ValueError, "has 4 dimensions"),
     (2**31, None, ValueError, "2,147,483,648 work items, and a launch in SYCL has fewer"),
     ((2**16, 2**15), None, ValueError, "fewer than 2**31"),
@@ -224,7 +229,7 @@ SIZES: list[tuple[Any, Any, type[Exception], str]] = [
     (16, 0, ValueError, "local_size=(0,) has a number below 1; None lets"),
     (16, -2, ValueError, "below 1"),
     (16, (4, 1), ValueError, "and global_size=(16,) differ in their dimensions"),
-    (17, 16, ValueError, "global_size=(17,) is no multiple of local_size=(16,); launch (32,)"),
+    (17, 16, ValueError, "global_size=(17,) is not a multiple of local_size=(16,); launch (32,)"),
     (4, 256, ValueError, "counts work items: (4,) groups are global_size=(1024,)"),
     ((2**20, 1), (2**20, 1), ValueError, "allows at most (8192, 8192)"),
     ((8192, 8192), (8192, 8192), ValueError, "are 67108864 work items, and"),
@@ -347,14 +352,14 @@ def test_compile_warnings_are_shown() -> None:
 
 OPTIONS: list[tuple[Any, type[Exception], str]] = [
     ("-DN=1", TypeError, "options='-DN=1' is one string; pass a tuple"),
-    ((5,), TypeError, "5 is no string"),
-    (("-fast",), ValueError, "OpenCL C has no option '-fast'; there are -D, -I"),
+    ((5,), TypeError, "5 is not a string"),
+    (("-fast",), ValueError, "OpenCL C has no option '-fast'; available: -D, -I"),
     (("-O3",), ValueError, "OpenCL C has no option '-O3'"),
     (("-D",), ValueError, "defines no name"),
     (("-D1=2",), ValueError, "defines no name"),
     (('-DN="a"',), ValueError, "has a quote or a line break"),
     (("-I/nowhere/at/all",), ValueError, "names no folder that exists"),
-    (("-cl-std=CL9.0",), ValueError, "is none of CL1.0, CL1.1, CL1.2, CL2.0, CL3.0"),
+    (("-cl-std=CL9.0",), ValueError, "is not one of CL1.0, CL1.1, CL1.2, CL2.0, CL3.0"),
 ]
 
 
@@ -371,18 +376,18 @@ def test_options_that_work(module: RawModule) -> None:
         options = ("-DN=3 + 4", f"-cl-std={standard}", "-cl-fast-relaxed-math")
         RawKernel(source, "f", options)(1, 1, (x,))
         assert x.tolist() == [7, int(float(standard[2:]) * 100)]
-    with pytest.raises(ValueError, match="from SPIR-V has no option '-DN=1'; there are: -cl-den"):
+    with pytest.raises(ValueError, match="from SPIR-V has no option '-DN=1'; available: -cl-den"):
         RawModule(module.spirv, ("-DN=1",))
-    with pytest.raises(ValueError, match="the module was given its own"):
+    with pytest.raises(ValueError, match="the module already has its own"):
         RawKernel(module, "saxpy", ("-DN=1",))
 
 
 def test_names(module: RawModule) -> None:
-    with pytest.raises(KeyError, match="has no kernel 'f'; there are saxpy, copy, where"):
+    with pytest.raises(KeyError, match="has no kernel 'f'; available: saxpy, copy, where"):
         module.get_function("f")
-    with pytest.raises(KeyError, match="the SPIR-V has no kernel 'g'; there are saxpy"):
+    with pytest.raises(KeyError, match="the SPIR-V has no kernel 'g'; available: saxpy"):
         RawKernel(module.spirv, "g").compile()
-    with pytest.raises(ValueError, match="name=None, and there are several kernels: saxpy, copy"):
+    with pytest.raises(ValueError, match="name=None, but there are several kernels: saxpy, copy"):
         RawKernel(module.spirv).compile()
 
 

@@ -140,7 +140,11 @@ class TestArrays:
             (np.ma.ones(3), TypeError, r"difference: an argument is a masked.*filled"),
             (np.ones(3, object), TypeError, "difference: an argument is an array.*object"),
             (np.ones(3)[::-1], ValueError, "difference: an argument is an array.*strides"),
-            (np.ones(3, complex), TypeError, r"'x' is of torch\.complex128; there are bool"),
+            (
+                np.ones(3, complex),
+                TypeError,
+                r"'x' is of torch\.complex128; supported types are bool",
+            ),
             (np.ones(3, "float32"), TypeError, r"'y' is of torch\.float64 and must be of"),
         ],
     )
@@ -239,12 +243,12 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("in_params", "message"),
         [
-            ("float x", "'float' of 'float x' is no type"),
+            ("float x", "'float' of 'float x' is not a type"),
             ("float32", "'float32' is not like"),
             ("float32 x y", "is not like"),
             ("float32 i", "'i' is a name of the generated kernel"),
             ("float32 x_", "'x_' is a name of the generated kernel"),
-            ("float32 global", "'global' is a word of OpenCL C"),
+            ("float32 global", "'global' is a reserved word of OpenCL C"),
             ("float32 z", "two parameters have the name 'z'"),
         ],
     )
@@ -293,7 +297,9 @@ class TestBadInput:
             TypeError, match=r"'z' is a float; pass a torch tensor or a numpy array$"
         ):
             difference(x, x, 1.0)
-        with pytest.raises(TypeError, match=r"'x' is of torch\.complex64; there are bool, int8"):
+        with pytest.raises(
+            TypeError, match=r"'x' is of torch\.complex64; supported types are bool, int8"
+        ):
             difference(x + 1j, x)
         with pytest.raises(TypeError, match=r"'y' is 0\.5 and must be a number of torch\.int64"):
             difference(torch.arange(3), 0.5)

@@ -324,8 +324,8 @@ class TestSignatures:
             ("def bad(x: float): pass", "argument 'x' has no type.*Float32, Global"),
             ("def bad(item, x: Global[Float32]): pass", r"call global_id\(0\) for item.get_id\(0"),
             ("def bad(x: BFloat16): pass", "argument 'x' is a 16-bit number; make it a Float32"),
-            ("def bad(x: Float32 = 1.0): pass", "argument 'x' has a default or no place"),
-            ("def bad(*, x: Float32): pass", "argument 'x' has a default or no place"),
+            ("def bad(x: Float32 = 1.0): pass", "argument 'x' has a default or no position"),
+            ("def bad(*, x: Float32): pass", "argument 'x' has a default or no position"),
             ("def bad(x: 'Missing'): pass", "'Missing' is not defined.*import the types"),
             ("def bad(x: Float32) -> Float32: return x", "a kernel returns None"),
         ],
@@ -344,9 +344,9 @@ def test_the_language_means_something_in_a_kernel_only() -> None:
     for name in ("global_id", "local_id", "group_id", "global_size", "local_size", "barrier"):
         with pytest.raises(RuntimeError, match=r"launch it with fusedoptim\.raw\.RawKernel"):
             getattr(language, name)()
-    with pytest.raises(RuntimeError, match="in a kernel only"):
+    with pytest.raises(RuntimeError, match="only in a kernel"):
         Global[float]()[0]
-    with pytest.raises(RuntimeError, match="in a kernel only"):
+    with pytest.raises(RuntimeError, match="only in a kernel"):
         Local[float]()[0] = 1.0
 
 

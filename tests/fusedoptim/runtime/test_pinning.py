@@ -243,7 +243,7 @@ def test_the_process_has_its_cores_in_a_pin_too() -> None:
 
 
 def test_no_pool() -> None:
-    with pytest.raises(TypeError, match=r"pool=\[0\] is no CPUPool; pass CPUPool\(\[0\]\)"):
+    with pytest.raises(TypeError, match=r"pool=\[0\] is not a CPUPool; pass CPUPool\(\[0\]\)"):
         pin([0])  # type: ignore[arg-type]
 
 

@@ -110,7 +110,7 @@ def test_clipping_and_scaling_are_of_all_parameters() -> None:
 class TestBadInput:
     def test_strange_parameter(self) -> None:
         optimizer = FusedSGD([Parameter(torch.ones(2))])
-        with pytest.raises(ValueError, match=r"shape \(3,\) is none of the optimizer's"):
+        with pytest.raises(ValueError, match=r"shape \(3,\) is not one of the optimizer's"):
             optimizer.split_params([Parameter(torch.ones(3))])
 
     def test_dtype(self) -> None:
