@@ -69,6 +69,14 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def both_roundoffs(dtype: torch.dtype) -> float:
+    """Largest relative error of a rounding of kernels for ``dtype``, and of one in float64.
+
+    A reference in float64 rounds as often as a kernel.
+    """
+    return unit_roundoff(ARITHMETIC[dtype]) + unit_roundoff(torch.float64)
+
+
 def by_hand(expected: Any, roundings: int, dtype: torch.dtype = torch.float64) -> Any:
     """Compare with a number computed by hand, or a list of them, up to so many roundings.
 
@@ -253,7 +261,7 @@ def cross_entropy_errors(
         smoothing: of the labels.
         dtype: of the logits and their gradient; the kernels compute in its arithmetic dtype.
     """
-    u = unit_roundoff(ARITHMETIC[dtype])
+    u = both_roundoffs(dtype)
     classes = logits.shape[1]
     sums = math.ceil(classes / LANES) + LANES  # additions that a term passes through
     largest = logits.max(1, keepdim=True).values
@@ -288,7 +296,7 @@ def bag_errors(magnitudes: Tensor, terms: Tensor | int, dtype: torch.dtype) -> T
         terms: their number, at most.
         dtype: of the result.
     """
-    units = (terms + 3) * unit_roundoff(ARITHMETIC[dtype])
+    units = (terms + 3) * both_roundoffs(dtype)
     error = units / (1 - units) * magnitudes
     return error + unit_roundoff(dtype) * (magnitudes + error) + torch.finfo(dtype).tiny
 
@@ -303,7 +311,7 @@ def interaction_errors(features: Tensor, grad: Tensor, dtype: torch.dtype) -> tu
         dtype: of the features; the kernels compute in its arithmetic dtype.
     """
     u, stored, tiny = (
-        unit_roundoff(ARITHMETIC[dtype]),
+        both_roundoffs(dtype),
         unit_roundoff(dtype),
         torch.finfo(dtype).tiny,
     )
@@ -324,7 +332,7 @@ def gelu_errors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         dtype: of the values; the kernels compute in its arithmetic dtype.
     """
     arithmetic = ARITHMETIC[dtype]
-    u, tiny = unit_roundoff(arithmetic), torch.finfo(arithmetic).tiny
+    u, tiny = both_roundoffs(dtype), torch.finfo(arithmetic).tiny
     slope = 2 * math.sqrt(2 / math.pi)
     exponent = slope * x * (1 + 0.044715 * x**2)
     sigma = torch.sigmoid(exponent)

@@ -184,7 +184,7 @@ def optimize(
         check_halves(model, optimizer)
         check_no_copied_halves(model)
     if sample_input is not None:
-        check_sample(model, sample_input)
+        check_sample(model, sample_input, options.dtype)
     if not inplace:
         model, optimizer = copy_pair(model, optimizer)
         merge_copies(model)

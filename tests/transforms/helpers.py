@@ -21,6 +21,7 @@ from tests.optimizer_cases import TORCHS_CASES, OptimizerCase, configuration_id
 from tests.tolerances import assert_as_exact
 from tests.transforms.models import TASKS, Task
 from transforms.passes.fuse_step import fuse_update_step
+from transforms.rewrites.packed import supported_dtypes
 
 
 def randomise(model: nn.Module) -> nn.Module:
@@ -136,6 +137,11 @@ RATES = {"FusedSGD": 0.01, "FusedAdagrad": 0.02, "FusedAdam": 0.002, "FusedAdamW
 SEED = 0
 each_class = pytest.mark.parametrize("case", TORCHS_CASES, ids=configuration_id)
 each_dtype = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+needs_bfloat16_products = pytest.mark.skipif(
+    torch.bfloat16 not in supported_dtypes(),
+    reason="oneDNN does not compute in bfloat16 on this processor",
+)
+"""A mark of tests of what oneDNN computes in bfloat16; elsewhere such products are torch's."""
 
 
 def converted(case: OptimizerCase) -> OptimizerCase:

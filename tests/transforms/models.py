@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from fusedoptim._torch_private import has_bfloat16_products
+
 BATCH = 8
 CLASSES = 4
 
@@ -135,7 +137,12 @@ class _Lstm(nn.Module):
         self.head = nn.Linear(12, CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        outputs, _ = self.lstm(self.embedding(tokens))
+        x = self.embedding(tokens)
+        if has_bfloat16_products:
+            outputs, _ = self.lstm(x)
+        else:  # torch's LSTM fails under autocast there, whether it was optimized or not
+            with torch.autocast("cpu", enabled=False):
+                outputs, _ = self.lstm(x.to(self.lstm.weight_ih_l0.dtype))
         logits: Tensor = self.head(outputs[:, -1])
         return logits
 

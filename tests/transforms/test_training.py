@@ -47,6 +47,19 @@ def _train(
         optimizer.step()
 
 
+def without_kinks(model: nn.Module) -> nn.Module:
+    """Replace ReLUs, whose gradients jump: a rounding may decide between two.
+
+    One of 500 runs of the GAN went 100 times as far from float64 as the others, from the step on in
+    which a rounding changed the sign of a LeakyReLU's input.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, (nn.ReLU, nn.LeakyReLU)):
+                setattr(module, name, nn.SiLU())
+    return model
+
+
 def _pair(case: OptimizerCase, task: str) -> tuple[nn.Module, Any, Task]:
     """Return a model in training, its optimizer, which has state, and the task."""
     chosen, kwargs = task_and_kwargs(task, case)
@@ -107,7 +120,7 @@ class TestSteps:
         """One scheduler is made before optimizing, where that is possible, and one later."""
         chosen, kwargs = task_and_kwargs(task, case)
         torch.manual_seed(SEED)
-        start = chosen.make()
+        start = without_kinks(chosen.make())
 
         def trained(model: nn.Module, how: str = "") -> nn.Module:
             optimizer: Any = case.reference(model.parameters(), **kwargs)

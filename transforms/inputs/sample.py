@@ -15,8 +15,8 @@ from torch.utils import _pytree
 _LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 2, 10, 0.5
 
 
-def check_sample(model: nn.Module, sample_input: Any) -> None:
-    """Raise TypeError or ValueError unless the model accepts the sample."""
+def check_sample(model: nn.Module, sample_input: Any, dtype: torch.dtype | None) -> None:
+    """Raise TypeError or ValueError unless the model accepts the sample, also under autocast."""
     if model.training:
         raise ValueError(
             "sample_input is for a model in eval mode, and this one is in training mode: call "
@@ -35,6 +35,17 @@ def check_sample(model: nn.Module, sample_input: Any) -> None:
         raise ValueError(
             f"sample_input: {type(model).__name__} fails with it ({error}); it must be a tensor, "
             "a tuple of arguments, or a dict of keyword arguments"
+        ) from error
+    if dtype is None:
+        return
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+            caller(model, sample_input)()
+    except Exception as error:
+        raise ValueError(
+            f"dtype={dtype}: under torch.autocast('cpu', dtype={dtype}), {type(model).__name__} "
+            f"fails with sample_input ({error}); pass dtype=None, or run the layer that fails "
+            "under torch.autocast('cpu', enabled=False)"
         ) from error
 
 

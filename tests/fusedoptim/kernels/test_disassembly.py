@@ -100,7 +100,7 @@ def test_accesses_by_lane(name: str, code: dict[str, str]) -> None:
     kernel, _, variant = name.rpartition("_")
     for access in _BOTH - KERNELS[kernel].by_lane:
         assert _BY_LANE[access].findall(code[name]) == []
-        if variant == "bf16":
+        if variant == "bf16" and AVX512:  # AVX2 has nothing else to narrow a vector's numbers
             assert _BY_LANE_BFLOAT16[access].findall(code[name]) == []
 
 

@@ -13,12 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fusedoptim import transforms
 from tests.tolerances import assert_as_exact
+from tests.transforms.helpers import needs_bfloat16_products
 from transforms.graph import attention
-from transforms.rewrites.packed import supported_dtypes
 
-pytestmark = pytest.mark.skipif(
-    torch.bfloat16 not in supported_dtypes(), reason="oneDNN computes in bfloat16 elsewhere"
-)
+pytestmark = needs_bfloat16_products
 SHAPES = {
     "square": ((2, 3, 151, 17), (2, 3, 151, 17)),
     "other-keys": ((1, 12, 129, 64), (1, 12, 97, 64)),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tests.transforms.graph.helpers import LAST, Compiled, Residual, assert_as_eager
 from tests.transforms.graph.test_numerics import PRODUCTS, Activated, images
-from tests.transforms.helpers import assert_right, randomise
+from tests.transforms.helpers import assert_right, needs_bfloat16_products, randomise
 from transforms.graph import bounds
 from transforms.graph.constants import Evaluator
 from transforms.graph.lowering import simplified
@@ -26,6 +26,9 @@ CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
     "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.2),
 }
 DTYPES = (torch.float32, torch.bfloat16)
+each_packed_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16_products)]
+)
 
 
 class Chain(nn.Module):
@@ -60,7 +63,7 @@ def no_gradients() -> Any:
         yield
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_packed_dtype
 @pytest.mark.parametrize("clamp", CLAMPS)
 def test_what_is_left_to_onednn(clamp: str, dtype: torch.dtype) -> None:
     model = chain(clamp, dtype=dtype)
@@ -100,7 +103,7 @@ def test_values_that_are_larger_than_assumed(factor: float) -> None:
     assert ours.is_scripted()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_packed_dtype
 def test_weights_that_become_large(dtype: torch.dtype) -> None:
     model = chain(dtype=dtype)
     ours, x = Compiled(model), images(2, 3, 9, 11).to(dtype)
@@ -114,7 +117,7 @@ def test_weights_that_become_large(dtype: torch.dtype) -> None:
         assert (compared(ours) is None) == (factor in (1e15, float("inf"), 0.0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_packed_dtype
 def test_bounds_begin_anew_within(dtype: torch.dtype) -> None:
     model = chain(depth=20, dtype=dtype)
     ours, x = Compiled(model), images(2, 3, 9, 11).to(dtype)

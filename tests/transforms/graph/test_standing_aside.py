@@ -19,6 +19,7 @@ from tests.transforms.graph.helpers import (
     assert_as_eager,
 )
 from tests.transforms.helpers import assert_right, randomise
+from transforms.rewrites.packed import supported_dtypes
 
 
 def test_gradients_are_torchs() -> None:
@@ -104,7 +105,7 @@ def test_autocast_inside() -> None:
             assert_as_eager(ours, model, x)
             with torch.autocast("cpu", torch.bfloat16):
                 assert_as_eager(ours, model, x, arithmetic=torch.bfloat16)
-    assert ours.counts.packed == 3
+    assert ours.counts.packed == (3 if torch.bfloat16 in supported_dtypes() else 1)
 
 
 class Branching(nn.Module):

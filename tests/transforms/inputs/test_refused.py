@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from fusedoptim import transforms
@@ -37,6 +37,15 @@ def test_signature() -> None:
     for name in list(parameters)[2:]:
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
     assert (parameters["level"].default, parameters["inplace"].default) == ("O1", False)
+
+
+class _Uncast(Net):
+    """A model that fails under autocast, as torch's LSTM does on processors without AVX-512."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise ArithmeticError("no primitive")
+        return super().forward(x)
 
 
 def _eval() -> nn.Module:
@@ -84,6 +93,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "sample of NumPy": (_eval, {"sample_input": np.ones(3)}, TypeError, "torch.from_numpy makes"),
     "sample of text": (_eval, {"sample_input": "x"}, TypeError, "is a str; pass a tensor, a tuple"),
     "sample that fails": (_eval, {"sample_input": torch.ones(3)}, ValueError, "Net fails with it"),
+    "cast sample that fails": (
+        lambda: _Uncast().eval(),
+        {"dtype": torch.bfloat16, "sample_input": torch.ones(2, 3, 9, 9)},
+        ValueError,
+        r"_Uncast fails with sample_input \(no primitive\); .*enabled=False",
+    ),
 }
 
 

@@ -26,6 +26,7 @@ from tests.transforms.helpers import (
     without_addresses,
 )
 from transforms.graph import products
+from transforms.rewrites.packed import supported_dtypes
 from transforms.rewrites.watched_parameter import WatchedParameter
 
 KNOB = "graph_mode"
@@ -51,7 +52,9 @@ def test_right_reported_and_restored(dtype: torch.dtype | None) -> None:
     )
     assert ours is model
     (entry,) = transforms.report(ours).done(KNOB)
-    done = "1 graph; products packed: 4, activations fused: 4, additions fused: 2, "
+    done = "1 graph; "
+    if dtype is None or dtype in supported_dtypes():
+        done += "products packed: 4, activations fused: 4, additions fused: 2, "
     assert entry.what.startswith(done)
     assert_same_state(ours.state_dict(), state)
     plain = randomise(Residual())
