@@ -125,7 +125,9 @@ class TestWrong:
         bags.offsets[3][200] = bags.offsets[3][199] - 1
         raised = _error_of(module, bags, joined)
         assert isinstance(raised, RuntimeError)
-        assert re.search(r"offset \d+ of offsets [03] is \d+, after \d+", str(raised))
+        assert re.search(
+            r"offset \d+ of offsets [03] is \d+, but the previous offset is \d+", str(raised)
+        )
         assert all(map(torch.equal, before, values_of(module)))
 
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
