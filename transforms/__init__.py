@@ -12,7 +12,7 @@ from transforms.front_end import optimize
 from transforms.graph.backend import graph_backend
 from transforms.passes.channels_last import disable_auto_channels_last, enable_auto_channels_last
 from transforms.quantization.front_end import quantize
-from transforms.reports import Entry, NoEffectWarning, Report, report
+from transforms.reports import Entry, NoEffectWarning, Report, SlowDtypeWarning, report
 from transforms.undo import finalize, restore
 
 __fusedoptim__ = "0.1.0"  # by which `fusedoptim.transforms` recognizes this package
@@ -21,6 +21,7 @@ __all__ = [
     "Entry",
     "NoEffectWarning",
     "Report",
+    "SlowDtypeWarning",
     "disable_auto_channels_last",
     "enable_auto_channels_last",
     "finalize",

@@ -27,7 +27,8 @@ from transforms.inputs.options import DTYPE, SPLIT, check_knobs, resolve
 from transforms.inputs.sample import Comparison, caller, check_sample, seconds
 from transforms.passes import INFERENCE, KNOBS, TRAINING
 from transforms.passes.protocol import Job, Pass
-from transforms.reports import Entry, NoEffectWarning, Report, attach, merged
+from transforms.reports import Entry, NoEffectWarning, Report, SlowDtypeWarning, attach, merged
+from transforms.rewrites.packed import supported_dtypes
 from transforms.rewrites.split import merge_copies
 
 __all__ = ["optimize"]
@@ -185,6 +186,7 @@ def optimize(
         check_no_copied_halves(model)
     if sample_input is not None:
         check_sample(model, sample_input, options.dtype)
+    _warn_of_slow_dtype(model, options.dtype)
     if not inplace:
         model, optimizer = copy_pair(model, optimizer)
         merge_copies(model)
@@ -271,6 +273,19 @@ def _seconds(job: Job) -> float:
     dtype = job.options.dtype
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         return seconds(caller(job.model, job.sample_input))
+
+
+def _warn_of_slow_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Warn if torch has to compute without oneDNN."""
+    if dtype is None or dtype in supported_dtypes():
+        return
+    if any(p.device.type == "cpu" for p in model.parameters()):
+        warnings.warn(
+            f"dtype={dtype}: oneDNN does not compute in it on this processor, so products and "
+            "convolutions take several times as long as in float32; pass dtype=None",
+            SlowDtypeWarning,
+            stacklevel=4,
+        )
 
 
 def _warn_of_no_effect(job: Job, report: Report) -> None:

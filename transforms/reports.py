@@ -11,13 +11,17 @@ from torch import nn
 from transforms.inputs.arguments import check_is_module
 from transforms.rewrites import compiled_call, plain_tensors
 
-__all__ = ["Entry", "NoEffectWarning", "Report", "report"]
+__all__ = ["Entry", "NoEffectWarning", "Report", "SlowDtypeWarning", "report"]
 
 _ATTRIBUTE = "_fusedoptim_report"
 _GRAPH = "graph_mode"
 _LOST = "a copy computes without it: call transforms.optimize(model, graph_mode=True, inplace=True)"
 _NAMES_SHOWN = 4
 _LINES_SHOWN = 3  # of the changes; lines about things left unchanged are all shown
+
+
+class SlowDtypeWarning(UserWarning):
+    """``optimize`` was asked for a dtype in which this processor is slower than in float32."""
 
 
 class NoEffectWarning(UserWarning):

@@ -8,7 +8,8 @@ from tests.running import check_script
 def test_both_models() -> None:
     printed = check_script(
         """
-        import runpy, sys
+        import runpy, sys, warnings
+        warnings.filterwarnings("ignore", "dtype=.*: oneDNN does not")  # without AVX-512
         sys.argv = ["examples/inference.py", "--small"]
         runpy.run_path("examples/inference.py", run_name="__main__")
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -236,3 +237,20 @@ def test_transformer_encoder() -> None:
     x = torch.randn(2, 5, 16)
     with torch.no_grad():
         assert torch.equal(transforms.optimize(model)(x), model(x))
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_dtype_without_onednn(monkeypatch: pytest.MonkeyPatch, is_training: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4)).train(is_training)
+    pair = (model, torch.optim.SGD(model.parameters())) if is_training else (model,)
+    monkeypatch.setattr("transforms.front_end.supported_dtypes", lambda: (torch.float32,))
+    with pytest.warns(transforms.SlowDtypeWarning, match="dtype=torch.bfloat16: oneDNN") as warned:
+        transforms.optimize(*pair, dtype=torch.bfloat16)
+    assert [warning.filename for warning in warned] == [__file__]
+    before = fingerprint(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        transforms.optimize(*pair)
+        with pytest.raises(transforms.SlowDtypeWarning):  # nothing was changed
+            transforms.optimize(*pair, dtype=torch.bfloat16, inplace=True)
+    assert fingerprint(model) == before
