@@ -102,7 +102,7 @@ class Bounded:
         self.value = value
         self.error = torch.as_tensor(error, dtype=torch.float64).expand_as(value)
         self.arithmetic = arithmetic
-        self._u = unit_roundoff(arithmetic) + unit_roundoff(torch.float64)
+        self._u = both_roundoffs(arithmetic)
 
     def split(self, shapes: Sequence[torch.Size]) -> list[Bounded]:
         """Cut the values, one after the other, into these shapes."""
