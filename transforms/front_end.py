@@ -33,6 +33,9 @@ from transforms.rewrites.split import merge_copies
 
 __all__ = ["optimize"]
 
+_USERS_LINE = 4
+"""The stack level of the call of ``optimize``, behind its decorator, from a function it calls."""
+
 
 @torch.inference_mode(False)  # otherwise changes of copied weights could not be tracked
 def optimize(
@@ -284,7 +287,7 @@ def _warn_of_slow_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
             f"dtype={dtype}: oneDNN does not compute in it on this processor, so products and "
             "convolutions take several times as long as in float32; pass dtype=None",
             SlowDtypeWarning,
-            stacklevel=4,
+            stacklevel=_USERS_LINE,
         )
 
 
@@ -300,5 +303,5 @@ def _warn_of_no_effect(job: Job, report: Report) -> None:
                 f"{knob} changed nothing in this {type(job.model).__name__}: "
                 f"{'; '.join(sorted(reasons))}",
                 NoEffectWarning,
-                stacklevel=3,
+                stacklevel=_USERS_LINE,
             )

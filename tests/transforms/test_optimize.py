@@ -163,8 +163,9 @@ def test_report_in_a_terminal_and_in_jupyter() -> None:
 def test_no_effect(arguments: dict[str, Any]) -> None:
     (knob,) = arguments
     model = nn.Sequential(nn.ReLU(), nn.LayerNorm(3)).eval()
-    with pytest.warns(transforms.NoEffectWarning, match=f"{knob} changed nothing"):
+    with pytest.warns(transforms.NoEffectWarning, match=f"{knob} changed nothing") as warned:
         transforms.optimize(model, **arguments)
+    assert {warning.filename for warning in warned} == {__file__}
     transforms.optimize(model)  # without a warning
     with pytest.raises(transforms.NoEffectWarning):  # raised as an error, it undoes everything
         transforms.optimize(model, inplace=True, **arguments)

@@ -15,6 +15,7 @@ from transforms.graph.plan import Plan
 from transforms.graph.products import absent_operators
 from transforms.graph.sources import can_be_source
 from transforms.rewrites.packed import missing_operators
+from transforms.rewrites.schemas import difference
 from transforms.rewrites.watched_parameter import WatchedParameter
 
 __all__ = ["graph_backend"]
@@ -69,8 +70,7 @@ def graph_backend(
 
 def why_absent() -> str | None:
     """Why this torch cannot be used, if it cannot."""
-    absent = [*missing_operators(), *absent_operators()]
-    return f"this torch differs from torch 2.13 in {', '.join(absent)}" if absent else None
+    return difference([*missing_operators(), *absent_operators()])
 
 
 def plan(graph: GraphModule, example_inputs: Sequence[Any]) -> Plan | None:

@@ -12,6 +12,7 @@ from transforms.rewrites.int8 import Int8Module
 from transforms.rewrites.onednn_products import OneDNNModule
 from transforms.rewrites.packed import Pack, PackedModule
 from transforms.rewrites.packed_lstm import PackedLSTM
+from transforms.rewrites.schemas import difference
 from transforms.rewrites.watched_parameter import WatchedParameter, unwatch
 from transforms.tracing.modules import has_computed_tensors, plain_kind
 
@@ -79,7 +80,7 @@ def _objection(module: nn.Module) -> str | None:
         return f"overrides its methods: {type(module).__name__} may differ"
     absent = (packed_lstm if isinstance(module, nn.LSTM) else packed).missing_operators()
     if absent:
-        return f"this torch differs from torch 2.13 in {', '.join(absent)}"
+        return difference(absent)
     for weight in (module._parameters[name] for name in names):
         if weight is None or type(weight) not in (nn.Parameter, WatchedParameter):
             return f"has a weight of class {type(weight).__name__}"

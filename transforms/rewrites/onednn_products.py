@@ -17,6 +17,7 @@ from fusedoptim._torch_private import is_forward_mode, transform_level
 from fusedoptim.ops._linear import linear
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.packed import is_plain_call, missing_operators
+from transforms.rewrites.schemas import difference
 
 LEAST_PRODUCTS = 1 << 26
 """Multiplications of a forward pass for each thread, from which oneDNN gains more than the calls
@@ -84,7 +85,7 @@ def attributes() -> dict[str, int]:
 def objection() -> str | None:
     """Why oneDNN's products are not used on this machine; None if they are."""
     if "_linear_pointwise" in missing_operators():
-        return "this torch differs from torch 2.13 in _linear_pointwise"
+        return difference(["_linear_pointwise"])
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return "this torch computes products without MKL"
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,11 @@ def changed(namespace: str, schemas: Mapping[str, str]) -> list[str]:
         schemas: the expected schemas by name, such as "convolution" or "convolution.binary".
     """
     return [name for name, schema in schemas.items() if _schema(namespace, name) != schema]
+
+
+def difference(operators: Sequence[str]) -> str | None:
+    """Why a rewrite is off where these operators are missing or changed; None if there are none."""
+    return f"this torch differs from torch 2.13 in {', '.join(operators)}" if operators else None
 
 
 def _schema(namespace: str, name: str) -> str | None:
