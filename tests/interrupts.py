@@ -79,6 +79,8 @@ class InterruptAt:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         sys.settrace(self._before)
+        self._frames.clear()  # or each run would leave thousands of objects in cycles
+        self._polled.clear()
         if self._is_collecting:
             gc.enable()
         return self.has_raised and isinstance(error, self._error)
@@ -111,7 +113,7 @@ class InterruptAt:
                     self._pass()
                 if polls[frame.f_lasti]:
                     polled.add(frame)
-            return trace
+            return frame.f_trace
 
         return trace
 
