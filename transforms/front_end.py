@@ -300,8 +300,7 @@ def _warn_of_no_effect(job: Job, report: Report) -> None:
                 "the model has nothing of the kind"
             }
             warnings.warn(
-                f"{knob} changed nothing in the model: "
-                f"{'; '.join(sorted(reasons))}",
+                f"{knob} changed nothing in the model: {'; '.join(sorted(reasons))}",
                 NoEffectWarning,
                 stacklevel=_USERS_LINE,
             )

@@ -183,6 +183,8 @@ class _Rules:
         if called in (*_UP_TO_ONE, "hardtanh") and self._of(first) <= _MOST:
             limits = [abs(given[key]) for key in ("min_val", "max_val") if key in given]
             return max(limits, default=1.0)
+        if called == "cat" and node.args:
+            return max(map(self._of, node.args[0]), default=math.inf)  # type: ignore[arg-type]
         if called == "leaky_relu":
             return self._of(first) * max(1.0, self._of(given.get("negative_slope")))
         if called in ("add", "sub", "mul") and len(node.args) == 2 and not node.kwargs:

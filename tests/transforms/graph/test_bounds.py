@@ -187,6 +187,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.mean((2, 3), keepdim=True),
     "added": lambda x: x + x.sigmoid(),
     "negative": lambda x: -3 - x,
+    "joined": lambda x: torch.cat([x, -3 * x], 1),
     "multiplied": lambda x: x * x,
     "views": lambda x: x.flatten(1).unsqueeze(0)[0, 1:].to(torch.float64),
 }

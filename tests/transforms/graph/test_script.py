@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedoptim import _torch_private as private
+from tests.running import check_script
 from tests.transforms.graph.helpers import LAST, Compiled, Residual, Squeezed, assert_as_eager
 from tests.transforms.helpers import assert_right, randomise
 
@@ -71,6 +72,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "max_pool2d": lambda x: F.max_pool2d(x, 3, stride=2, padding=1),
     "max_pool2d, ceiling": lambda x: F.max_pool2d(x, 2, ceil_mode=True),
     "avg_pool2d": lambda x: F.avg_pool2d(x, 2, padding=1),
+    "avg_pool2d, strides": lambda x: F.avg_pool2d(x, 3, (2, 1), 1, count_include_pad=False),
     "batch_norm": lambda x: F.batch_norm(x, torch.zeros(33), torch.ones(33)),
     "added": lambda x: F.relu(x + x.sigmoid()),
     "multiplied": lambda x: x * x.mean((2, 3), keepdim=True),
@@ -95,7 +97,8 @@ def test_nan_and_infinity_within(name: str) -> None:
 
 @pytest.mark.usefixtures("gradients_off")
 def test_what_is_scripted() -> None:
-    for name in ("relu", "relu6", "hardtanh", "hardswish", "silu", "max_pool2d", "last norm"):
+    scripted = ("relu", "relu6", "hardtanh", "hardswish", "silu", "max_pool2d", "last norm")
+    for name in (*scripted, "joined", "avg_pool2d, strides"):
         torch.compiler.reset()
         ours = Compiled(Chain(FUNCTIONS[name]).eval().to(memory_format=LAST))
         for _ in range(2):
@@ -166,6 +169,52 @@ def test_memory_is_freed() -> None:
     gc.collect()
     assert weight() is None
     assert private.storage_use_count(storage._cdata) == 1
+
+
+@pytest.mark.usefixtures("gradients_off")
+def test_another_that_is_refused() -> None:
+    """A function in use stays right when oneDNN forgets what it has packed for another one."""
+    model = randomise(Residual()).to(memory_format=LAST)
+    ours, x = Compiled(model), images(2, 3, 16, 16)
+    refused, its = Compiled(Chain(torch.square).to(memory_format=LAST)), images(2, 17, 9, 11)
+    for _ in range(3):
+        assert_as_eager(ours, model, x)
+        refused(its)
+    assert ours.is_scripted()
+    assert not refused.is_scripted()
+
+
+def test_a_refused_one_leaves_no_packed_weights() -> None:
+    """Its weights would be in memory three times: plain, packed by oneDNN, and by the plan."""
+    grown = check_script("""
+        import torch
+        from torch import nn
+        from benchmarks._fresh import _peak, _reset_peak
+        from fusedoptim.runtime.memory import return_free_memory
+        from tests.transforms.graph.helpers import Compiled
+
+        class Square(nn.Module):
+            def forward(self, x):
+                return x.square()
+
+        def new(width):
+            body = nn.Conv2d(3, 64, 1), Square(), nn.Flatten()
+            return nn.Sequential(*body, nn.Linear(64 * 64, width)).eval()
+
+        x = torch.randn(16, 3, 8, 8)
+        with torch.no_grad():
+            for width in (1, 4096):  # the first one loads code
+                ours = Compiled(new(width))
+                return_free_memory()
+                before = _reset_peak()
+                for _ in range(3):
+                    ours(x)
+                return_free_memory()
+                grown = _reset_peak() - before
+        assert ours.counts.packed and not ours.is_scripted()
+        print(grown / 2**20)
+    """)
+    assert 60 < float(grown) < 90  # MiB, of which a packed weight has 64
 
 
 @pytest.mark.usefixtures("gradients_off")
