@@ -140,6 +140,90 @@ def test_values_that_are_used_again() -> None:
         assert torch.equal(a, b)
 
 
+Convolutions = list[Callable[[Tensor], Tensor]]
+
+
+def _later(c: Convolutions, x: Tensor) -> Tensor:
+    y = c[0](x)
+    return c[2](c[1](x) + y) + c[3](y)
+
+
+def _clamped(c: Convolutions, x: Tensor) -> Tensor:
+    y = F.relu(c[0](x))
+    return c[2](F.relu(c[1](x) + y)) + c[3](y)
+
+
+def _in_place(c: Convolutions, x: Tensor) -> Tensor:
+    y, z = torch.sigmoid(c[0](x)), c[1](x)
+    z += y
+    return c[2](z) + c[3](y)
+
+
+def _twice(c: Convolutions, x: Tensor) -> Tensor:
+    y = c[0](x)
+    return c[3](c[1](x) + y) + c[4](torch.add(c[2](x), y, alpha=2))
+
+
+def _joined(c: Convolutions, x: Tensor) -> Tensor:
+    y = torch.cat([c[0](x)[:, :8], x[:, 8:]], 1)
+    return torch.cat([c[1](x) + y, y], 1)
+
+
+def _before(c: Convolutions, x: Tensor) -> Tensor:
+    y = F.avg_pool2d(c[0](x), 3, 1, 1)
+    earlier = torch.cat([y, x], 1)
+    return torch.cat([c[2](c[1](x) + y), earlier], 1)
+
+
+def _begun_before(c: Convolutions, x: Tensor) -> Tensor:
+    y = c[0](x)
+    begun = c[1](y)  # computed with its activation
+    z = c[2](x) + y
+    return c[3](torch.tanh(begun)) + c[4](z)
+
+
+def _input_again(c: Convolutions, x: Tensor) -> Tensor:
+    y = c[0](x)
+    return torch.sigmoid(c[1](y) + c[2](x)) * y
+
+
+def _input_added(c: Convolutions, x: Tensor) -> Tensor:
+    y = c[0](x)
+    return F.relu(c[1](y) + c[2](x)) * c[3](x) + y
+
+
+def _computed_twice(c: Convolutions, x: Tensor) -> Tensor:
+    y = c[0](x)
+    return c[1](F.avg_pool2d(y, 3, 1, 1)) + x + F.avg_pool2d(y, 3, 1, 1)
+
+
+_OVERWRITTEN = (_later, _clamped, _in_place, _twice, _joined, _before, _begun_before)
+_TAKEN_TWICE = (_input_again, _input_added, _computed_twice)
+
+
+@pytest.mark.usefixtures("gradients_off")
+@pytest.mark.parametrize("function", [*_OVERWRITTEN, *_TAKEN_TWICE])
+def test_terms_of_sums_that_are_used_again(function: Callable[..., Tensor]) -> None:
+    """The sum would be written over a term, unnoticed with zeros; or the process would end."""
+
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = (nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(5))
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(list(self.layers), x)
+
+    model = Summed().to(memory_format=LAST)
+    ours = Compiled(model)
+    for _ in range(3):
+        ours(torch.zeros(1, 16, 9, 9).to(memory_format=LAST))
+    assert ours.is_scripted()
+    for _ in range(2):
+        assert_as_eager(ours, model, images(1, 16, 9, 9))
+
+
 @pytest.mark.usefixtures("gradients_off")
 def test_changes_and_how_often_is_compiled() -> None:
     model = randomise(Residual()).to(memory_format=LAST)
