@@ -1,0 +1,196 @@
+"""Hides from oneDNN Graph what it would compute otherwise than torch.
+
+It recognizes functions by their names in TorchScript. What replaces a hidden function computes the
+same bits under names that it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node, map_arg
+
+from transforms.graph import operators
+from transforms.graph.bounds import CLAMPS, PRODUCTS
+from transforms.graph.operators import value
+
+
+def _relu(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002  # torch's name
+    return torch.clamp_min(input, 0)
+
+
+def _relu_(input: Tensor) -> Tensor:  # noqa: A002
+    return torch.clamp_min_(input, 0)
+
+
+def _hardtanh(
+    input: Tensor,  # noqa: A002
+    min_val: float = -1.0,
+    max_val: float = 1.0,
+    inplace: bool = False,
+) -> Tensor:
+    return torch.clamp_max_(torch.clamp_min(input, min_val), max_val)
+
+
+def _hardtanh_(input: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:  # noqa: A002
+    return torch.clamp_max_(torch.clamp_min_(input, min_val), max_val)
+
+
+def _relu6(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002
+    return _hardtanh(input, 0.0, 6.0)
+
+
+def _relu6_(input: Tensor) -> Tensor:  # noqa: A002
+    return _hardtanh_(input, 0.0, 6.0)
+
+
+def _max_pool2d(
+    input: Tensor,  # noqa: A002
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor:
+    pooled = torch._C._nn.max_pool2d_with_indices
+    return pooled(input, kernel_size, stride, padding, dilation, ceil_mode)[0]
+
+
+def _layer_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    return torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+
+
+_HIDDEN: dict[str, Callable[..., Tensor]] = {
+    "relu": _relu,
+    "relu_": _relu_,
+    "relu6": _relu6,
+    "relu6_": _relu6_,
+    "hardtanh": _hardtanh,
+    "hardtanh_": _hardtanh_,
+    "max_pool2d": _max_pool2d,
+    "layer_norm": _layer_norm,
+}
+"""Functions that oneDNN Graph would compute otherwise for NaN, as others that it does not know."""
+
+
+def hide(graph: Graph, is_finite: bool) -> None:
+    """Change a graph so that oneDNN Graph computes nothing in it otherwise than torch.
+
+    Args:
+        graph: the graph.
+        is_finite: whether no value up to the last clamp is NaN or infinite.
+    """
+    uses = _uses(graph)
+    for node in graph.nodes:
+        called = operators.name(node) or ""
+        if is_finite and called in CLAMPS:
+            continue
+        hidden = _HIDDEN.get(called)
+        if hidden is None and _is_unsafe(node, uses):
+            hidden = _SUMS[called]
+        if hidden is not None and operators.is_tensor(node):
+            node.op, node.target = "call_function", hidden
+
+
+def _sum(input: Tensor, other: Tensor, alpha: float = 1) -> Tensor:  # noqa: A002
+    return torch.sub(input, other, alpha=-alpha)
+
+
+def _sum_(input: Tensor, other: Tensor, alpha: float = 1) -> Tensor:  # noqa: A002
+    return input.sub_(other, alpha=-alpha)
+
+
+_SUMS = {"add": _sum, "add_": _sum_}
+"""Sums with the same bits that oneDNN Graph does not know."""
+
+
+def _uses(graph: Graph) -> dict[Node, list[Node]]:
+    """What uses each value, or the value of a node that computes the same: torch merges these."""
+    first: dict[tuple[Any, ...], Node] = {}
+    same: dict[Node, Node] = {}
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        given = map_arg((node.args, node.kwargs), same.__getitem__)
+        same[node] = first.setdefault((node.op, node.target, repr(given)), node)
+        found.setdefault(same[node], []).extend(node.users)
+    return {node: found[each] for node, each in same.items()}
+
+
+def _is_unsafe(node: Node, uses: Mapping[Node, Sequence[Node]]) -> bool:
+    """Whether oneDNN Graph may not compute a sum: the result may be wrong, or the process end."""
+    if operators.name(node) not in _SUMS or not operators.is_tensor(node):
+        return False
+    terms = node.all_input_nodes
+    if len(terms) != 2 or not all(value(each).is_floating_point() for each in terms):
+        return False
+    return any(
+        term.op != "placeholder" and _may_be_overwritten(uses[term], node) for term in terms
+    ) or any(
+        _may_be_taken_twice(uses[each], node)
+        for product in _fused_products(terms)
+        for each in product.all_input_nodes
+    )
+
+
+def _may_be_overwritten(users: Sequence[Node], result: Node) -> bool:
+    """Whether a sum may be written over a term with these users before all have read it.
+
+    oneDNN Graph writes the sum of a product and another of its values over the latter, and torch,
+    which also reorders its groups, does not check who else uses that value. A term is safe if all
+    that uses it is needed for the sum, or if a function of ours uses it: then it is an ordinary
+    torch tensor.
+    """
+    if any(map(operators.is_own, users)):
+        return False
+    return not all(user is result or _is_needed(user, result) for user in users)
+
+
+def _may_be_taken_twice(users: Sequence[Node], result: Node) -> bool:
+    """Whether a product's input may also be an operand of what follows the sum in its group.
+
+    torch ends the process then, as for ``(conv(x) + y) * x``.
+    """
+    return any(
+        not (operators.is_own(user) or _is_product(user) or _is_needed(user, result))
+        for user in users
+    )
+
+
+def _fused_products(terms: Sequence[Node]) -> Iterator[Node]:
+    """The products that may be in one group with the sum of these terms."""
+    pending, seen = list(terms), set()
+    while pending:
+        node = pending.pop()
+        if _is_product(node):
+            yield node
+        elif node not in seen and not any(map(_is_product, node.users)):
+            seen.add(node)
+            pending += node.all_input_nodes
+
+
+def _is_product(node: Node) -> bool:
+    return operators.name(node) in (*PRODUCTS, "matmul", "mm", "bmm")
+
+
+def _is_needed(node: Node, result: Node) -> bool:
+    """Whether a result depends on a node."""
+    pending, seen = [result], set()
+    while pending:
+        each = pending.pop()
+        if each is node:
+            return True
+        if each not in seen and node < each:
+            seen.add(each)
+            pending += each.all_input_nodes
+    return False
