@@ -83,7 +83,7 @@ def values_to_compare(
         return None
     while nodes and operators.name(nodes[-1]) not in CLAMPS:  # later values need not be finite
         nodes.pop()
-    values = [node for node in nodes if node not in constants and _is_real(node)]
+    values = [node for node in nodes if node not in constants and is_real(node)]
     if not values or any(map(operators.is_writing, nodes)) or not all(map(_is_wide, values)):
         return None
     cuts = _cuts(graph, values)
@@ -118,7 +118,8 @@ def compare(graph: Graph, names: Container[str]) -> None:
     output.args = ((*output.args[0], *added),)
 
 
-def _is_real(node: Any) -> bool:
+def is_real(node: Any) -> bool:
+    """Whether a node's result is a tensor of floating-point numbers."""
     return is_tensor(node) and bool(value(node).is_floating_point())
 
 
@@ -132,7 +133,7 @@ def _is_plain(node: Node, first: Any) -> bool:
         dilation = node.kwargs.get("dilation", node.args[4] if len(node.args) > 4 else 1)
         return dilation in (1, (1, 1), [1, 1])
     is_cast = operators.name(node) == "to"
-    return is_cast or (_is_real(first) and value(first).dtype == value(node).dtype)
+    return is_cast or (is_real(first) and value(first).dtype == value(node).dtype)
 
 
 def _cuts(graph: Graph, values: Sequence[Node]) -> list[int]:
@@ -177,14 +178,14 @@ class _Rules:
             return self._product(called, given)
         if called in _SHRINKING and _is_plain(node, first):
             return self._of(first)
-        if called in _SUMMING and _is_real(first):
+        if called in _SUMMING and is_real(first):
             count = value(first).numel()
             return self._of(first) * count if isinstance(count, int) and count > 0 else math.inf
         if called in (*_UP_TO_ONE, "hardtanh") and self._of(first) <= _MOST:
             limits = [abs(given[key]) for key in ("min_val", "max_val") if key in given]
             return max(limits, default=1.0)
-        if called == "cat" and node.args:
-            return max(map(self._of, node.args[0]), default=math.inf)  # type: ignore[arg-type]
+        if called == "cat":
+            return max(map(self._of, node.all_input_nodes), default=math.inf)
         if called == "leaky_relu":
             return self._of(first) * max(1.0, self._of(given.get("negative_slope")))
         if called in ("add", "sub", "mul") and len(node.args) == 2 and not node.kwargs:
@@ -198,7 +199,7 @@ class _Rules:
             return abs(given)
         if not isinstance(given, Node):
             return math.inf
-        if given in self._constants and _is_real(given):
+        if given in self._constants and is_real(given):
             constant = self._evaluate(given)
             return math.inf if constant is None else _largest(constant)
         return self._known.get(given, math.inf)

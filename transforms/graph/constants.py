@@ -96,14 +96,8 @@ def positions(graph: Graph) -> dict[Node, int]:
 
 def inputs_of(graph: Graph, nodes: Iterable[Node]) -> list[int]:
     """The positions of the arguments on which some nodes of a graph depend."""
-    pending = list(nodes)
-    seen: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            pending += node.all_input_nodes
-    return sorted(i for node, i in positions(graph).items() if node in seen)
+    needed = operators.dependencies(nodes)
+    return sorted(i for node, i in positions(graph).items() if node in needed)
 
 
 class Evaluator:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from transforms.graph import operators
-from transforms.graph.bounds import CLAMPS, PRODUCTS
-from transforms.graph.operators import value
+from transforms.graph.bounds import CLAMPS, PRODUCTS, is_real
 
 
 def _relu(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002  # torch's name
@@ -94,12 +93,12 @@ def hide(graph: Graph, is_finite: bool) -> None:
     uses = _uses(graph)
     for node in graph.nodes:
         called = operators.name(node) or ""
-        if is_finite and called in CLAMPS:
+        if not operators.is_tensor(node) or (is_finite and called in CLAMPS):
             continue
         hidden = _HIDDEN.get(called)
-        if hidden is None and _is_unsafe(node, uses):
+        if called in _SUMS and _is_unsafe(node, uses):
             hidden = _SUMS[called]
-        if hidden is not None and operators.is_tensor(node):
+        if hidden is not None:
             node.op, node.target = "call_function", hidden
 
 
@@ -129,21 +128,20 @@ def _uses(graph: Graph) -> dict[Node, list[Node]]:
 
 def _is_unsafe(node: Node, uses: Mapping[Node, Sequence[Node]]) -> bool:
     """Whether oneDNN Graph may not compute a sum: the result may be wrong, or the process end."""
-    if operators.name(node) not in _SUMS or not operators.is_tensor(node):
-        return False
     terms = node.all_input_nodes
-    if len(terms) != 2 or not all(value(each).is_floating_point() for each in terms):
+    if len(terms) != 2 or not all(map(is_real, terms)):
         return False
+    needed = operators.dependencies([node])
     return any(
-        term.op != "placeholder" and _may_be_overwritten(uses[term], node) for term in terms
+        term.op != "placeholder" and _may_be_overwritten(uses[term], needed) for term in terms
     ) or any(
-        _may_be_taken_twice(uses[each], node)
+        _may_be_taken_twice(uses[each], needed)
         for product in _fused_products(terms)
         for each in product.all_input_nodes
     )
 
 
-def _may_be_overwritten(users: Sequence[Node], result: Node) -> bool:
+def _may_be_overwritten(users: Sequence[Node], needed: set[Node]) -> bool:
     """Whether a sum may be written over a term with these users before all have read it.
 
     oneDNN Graph writes the sum of a product and another of its values over the latter, and torch,
@@ -151,18 +149,16 @@ def _may_be_overwritten(users: Sequence[Node], result: Node) -> bool:
     that uses it is needed for the sum, or if a function of ours uses it: then it is an ordinary
     torch tensor.
     """
-    if any(map(operators.is_own, users)):
-        return False
-    return not all(user is result or _is_needed(user, result) for user in users)
+    return not any(map(operators.is_own, users)) and not needed.issuperset(users)
 
 
-def _may_be_taken_twice(users: Sequence[Node], result: Node) -> bool:
+def _may_be_taken_twice(users: Sequence[Node], needed: set[Node]) -> bool:
     """Whether a product's input may also be an operand of what follows the sum in its group.
 
     torch ends the process then, as for ``(conv(x) + y) * x``.
     """
     return any(
-        not (operators.is_own(user) or _is_product(user) or _is_needed(user, result))
+        user not in needed and not operators.is_own(user) and not _is_product(user)
         for user in users
     )
 
@@ -181,16 +177,3 @@ def _fused_products(terms: Sequence[Node]) -> Iterator[Node]:
 
 def _is_product(node: Node) -> bool:
     return operators.name(node) in (*PRODUCTS, "matmul", "mm", "bmm")
-
-
-def _is_needed(node: Node, result: Node) -> bool:
-    """Whether a result depends on a node."""
-    pending, seen = [result], set()
-    while pending:
-        each = pending.pop()
-        if each is node:
-            return True
-        if each not in seen and node < each:
-            seen.add(each)
-            pending += each.all_input_nodes
-    return False

@@ -9,7 +9,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -156,6 +156,17 @@ def arguments(node: Node) -> dict[str, Any]:
 @functools.cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
+
+
+def dependencies(nodes: Iterable[Node]) -> set[Node]:
+    """These nodes, and all on which their results depend."""
+    pending, found = list(nodes), set()
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def _is_functional(node: Node) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fusedoptim import _torch_private as private
 from fusedoptim.runtime.memory import return_free_memory
@@ -61,10 +61,17 @@ def can_be_scripted(graph: Graph, products: Sequence[Product]) -> bool:
         private.traced_graph is not None
         and all(each.dtype == torch.float32 for each in products)
         and all(
-            not node.op.startswith("call") or is_pure(node) or is_fresh(node)
+            not node.op.startswith("call")
+            or ((is_pure(node) or is_fresh(node)) and not _is_nameless(node))
             for node in graph.nodes
         )
     )
+
+
+def _is_nameless(node: Node) -> bool:
+    """Whether a node calls an aten operator, which ``operators.name`` does not know, by itself."""
+    target: Any = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
 
 
 def script(

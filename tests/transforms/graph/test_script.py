@@ -225,6 +225,24 @@ def test_terms_of_sums_that_are_used_again(function: Callable[..., Tensor]) -> N
 
 
 @pytest.mark.usefixtures("gradients_off")
+def test_sum_of_a_tensor_and_a_size() -> None:
+    model = Chain(lambda x: x + x.shape[0]).eval().to(memory_format=LAST)
+    ours = Compiled(model, dynamic=True)
+    for _ in range(3):
+        assert_as_eager(ours, model, images(2, 17, 9, 11))
+
+
+@pytest.mark.usefixtures("gradients_off")
+def test_operators_called_by_themselves_are_left_to_python() -> None:
+    add = torch.ops.aten.add.Tensor
+    model = Chain(lambda x: add(x, x.sigmoid())).eval().to(memory_format=LAST)
+    ours = Compiled(model)
+    for _ in range(3):
+        assert_as_eager(ours, model, images(2, 17, 9, 11))
+    assert not ours.is_scripted()
+
+
+@pytest.mark.usefixtures("gradients_off")
 def test_changes_and_how_often_is_compiled() -> None:
     model = randomise(Residual()).to(memory_format=LAST)
     ours, x = Compiled(model), images(2, 3, 16, 16)
