@@ -4,7 +4,8 @@ build    compile every kernel to ``fusedoptim/spirv/``, the machine code that la
          torch's threads, and write the manifest ([jit] extra)
 check    fail if a source changed and its module did not, or a module is damaged (no compiler)
 verify   compile everything again and compare byte for byte ([jit] extra)
-validate pass every module through spirv-val and, for skl, dg2 and pvc, ocloc
+validate pass every module through spirv-val and, for skl, dg2 and pvc, ocloc; float64 modules for
+         dg2 take minutes, and are compiled again if they or ocloc changed since the last time
 """
 
 from __future__ import annotations
@@ -14,19 +15,15 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from fusedoptim.kernels._validation import validate
 from fusedoptim.launch.modules import FOLDER, MANIFEST, MANIFEST_VERSION
 from fusedoptim.launch.parts import CODE
 
 _HERE = Path(__file__).parent
-GPUS = ("skl", "dg2", "pvc")  # Gen9, Arc, Data Center Max
 _HELPERS = (
     "fetching.py",
     "language.py",
@@ -169,57 +166,6 @@ def verify() -> list[str]:
         if not path.exists() or path.read_bytes() != content:
             problems.append(f"{path.name} differs from a fresh build: run `make kernels`")
     return problems
-
-
-def validate() -> list[str]:
-    """The objections of spirv-val and of Intel's offline GPU compiler to the modules."""
-    missing = [tool for tool in ("spirv-val", "ocloc") if shutil.which(tool) is None]
-    if missing:
-        return [f"not found: {', '.join(missing)} (apt install spirv-tools intel-opencl-icd)"]
-    modules = sorted(FOLDER.glob("*.spv"))
-    emulated = [(path, "dg2") for path in modules if path.stem.endswith("_f64")]
-    others = [(path, gpu) for path in modules for gpu in GPUS if (path, gpu) not in emulated]
-    problems = []
-    for path in modules:
-        done = _run(["spirv-val", "--target-env", "opencl2.1", str(path)])
-        if done.returncode != 0:
-            problems.append(_problem(path.name, done))
-    # Arc has no float64 units: its driver emulates them, if asked to. Each operation becomes a
-    # hundred, which take long to optimize and to fit into 128 registers.
-    options = '-options "-cl-opt-disable -cl-intel-256-GRF-per-thread"'
-    problems += _compile_for_gpus(others)
-    problems += _compile_for_gpus(emulated, options, IGC_EnableDPEmulation="1")
-    return problems
-
-
-def _compile_for_gpus(
-    builds: list[tuple[Path, str]], options: str = "", **variables: str
-) -> list[str]:
-    """The objections of ocloc to modules for GPUs.
-
-    One process compiles all, as it takes longer to start than to compile most of them. If one
-    fails, which may end the process, each is compiled separately.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        lines = [f'-spirv_input -file "{path}" -device {gpu} {options}' for path, gpu in builds]
-        Path(folder, "builds.txt").write_text("\n".join(lines))
-        done = _run(["ocloc", "multi", "builds.txt"], cwd=folder, env={**os.environ, **variables})
-    if done.returncode == 0:
-        return []
-    if len(builds) == 1:
-        path, gpu = builds[0]
-        return [_problem(f"{path.name} for {gpu}", done)]
-    return [
-        problem for build in builds for problem in _compile_for_gpus([build], options, **variables)
-    ]
-
-
-def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, **options)
-
-
-def _problem(what: str, done: subprocess.CompletedProcess[str]) -> str:
-    return f"{what}: {done.stdout}{done.stderr}".strip()
 
 
 def main() -> int:
