@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pydoc_data.topics
 import re
 import sys
@@ -14,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from fusedoptim import FusedAdamW, FusedSGD, transforms
+from tests.conftest import SEED
 from transforms.quantization.ranges import OBSERVERS, LeastError, MinMax, Percentile
 from transforms.rewrites.int8 import Int8Module
 
@@ -89,8 +91,13 @@ WORDS = 16
 """The number of words in a sentence."""
 
 
+@functools.cache
 def classifier_of_topics() -> tuple[nn.Module, Tensor]:
-    """A small BERT that tells from which of the longest help texts words come, and the words."""
+    """A small BERT that tells from which of the longest help texts words come, and the words.
+
+    It is trained once, from this run's seed, so that it is the same for any of the tests alone.
+    """
+    torch.manual_seed(SEED)
     texts = sorted(pydoc_data.topics.topics.values(), key=len)[-6:]
     words = [re.findall(r"\w+", text.lower()) for text in texts]
     vocabulary = {word: i for i, word in enumerate(sorted({w for text in words for w in text}))}
