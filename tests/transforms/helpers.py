@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusedoptim import transforms
 from tests.optimizer_cases import TORCHS_CASES, OptimizerCase, configuration_id
-from tests.tolerances import assert_as_exact
+from tests.tolerances import Exact, assert_as_exact, computed_exactly
 from tests.transforms.models import TASKS, Task
 from transforms.passes.fuse_step import fuse_update_step
 from transforms.rewrites.packed import supported_dtypes
@@ -87,21 +87,12 @@ def tensors(output: Any) -> list[Tensor]:
     return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def assert_right(
-    optimized: Callable[..., Any],
-    plain: nn.Module,
-    *args: Any,
-    dtype: torch.dtype = torch.float32,
-    **kwargs: Any,
-) -> None:
-    """Assert that ``optimized`` returns what ``plain`` does in float64, up to ``dtype``'s rounding.
-
-    For 16 bits it runs under autocast, unless inputs of that dtype show that it was moved there.
-    """
+def exactly(
+    plain: nn.Module, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> Exact:
+    """Compute what ``plain`` returns in float64, once for several calls of :func:`assert_right`."""
     double = copy.deepcopy(plain).double()
     exact_args, exact_kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
-    is_moved = any(t.dtype == dtype for t in tensors([*args, kwargs]))
-    is_cast = dtype in (torch.bfloat16, torch.float16) and not is_moved
 
     def exact() -> Sequence[Tensor]:
         module = double
@@ -110,9 +101,27 @@ def assert_right(
         return tensors(module(*exact_args, **exact_kwargs))
 
     with torch.no_grad():
-        with torch.autocast("cpu", dtype=dtype if is_cast else None, enabled=is_cast):
-            results = tensors(optimized(*args, **kwargs))
-        assert_as_exact(results, exact, dtype)
+        return computed_exactly(exact, dtype)
+
+
+def assert_right(
+    optimized: Callable[..., Any],
+    plain: nn.Module | Exact,
+    *args: Any,
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
+) -> None:
+    """Assert that ``optimized`` returns what ``plain`` does in float64, up to ``dtype``'s rounding.
+
+    For 16 bits it runs under autocast, unless inputs of that dtype show that it was moved there.
+    """
+    is_moved = any(t.dtype == dtype for t in tensors([*args, kwargs]))
+    is_cast = dtype in (torch.bfloat16, torch.float16) and not is_moved
+    # Before the optimized model might change what it shares with the plain one.
+    right = plain if isinstance(plain, Exact) else exactly(plain, *args, dtype=dtype, **kwargs)
+    with torch.no_grad(), torch.autocast("cpu", dtype if is_cast else None, enabled=is_cast):
+        results = tensors(optimized(*args, **kwargs))
+    assert_as_exact(results, right, dtype)
 
 
 def _widened(value: Tensor) -> Tensor:
