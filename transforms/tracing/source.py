@@ -11,6 +11,7 @@ import itertools
 import types
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from logging import Logger, RootLogger
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -28,8 +29,8 @@ _REACHING |= {"_modules", "_parameters", "_buffers", "__dict__"}
 _ASKS = ("isinstance", "type", "id", "len", "bool", "callable")
 """Builtins that do not look inside a module."""
 _BY_NAME = ("hasattr", "getattr")
-_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})
-"""Types of values that hold no others."""
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), Logger, RootLogger})
+"""Types of values that hold no modules. A logger leads to every other one of the process."""
 _OPAQUE = (type, types.ModuleType, Tensor)
 """Types of values that are not looked into."""
 
