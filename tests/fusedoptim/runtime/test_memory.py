@@ -17,11 +17,10 @@ import pytest
 from fusedoptim import runtime
 from fusedoptim.runtime import memory
 from tests.interrupts import InterruptAt
-from tests.running import check_fresh, in_fork, in_threads
+from tests.running import check_script, in_fork, in_threads
 
 TOOLS = """
 import ctypes, resource, threading
-import torch
 from fusedoptim.runtime import keep_memory, release_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -29,6 +28,7 @@ libc.free.argtypes = [ctypes.c_void_p]
 
 def faults():
     "Page faults of two rounds of allocations, once the heap has settled: three pairs fault alike."
+    import torch
     def of_a_pair():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for size in 2 * (5, 20, 36, 48):  # MiB
@@ -56,8 +56,11 @@ MANY, FEW = 10_000, 100
 
 
 def run(script: str, *arguments: str, **variables: str) -> list[str]:
-    """The lines that a script with these tools prints; malloc has its initial settings."""
-    return check_fresh(TOOLS + textwrap.dedent(script), *arguments, **variables).splitlines()
+    """The lines that a script with these tools prints; malloc has its initial settings.
+
+    A new interpreter, which malloc's variables need, does not import torch, which is slow.
+    """
+    return check_script(TOOLS + textwrap.dedent(script), *arguments, **variables).splitlines()
 
 
 def test_kept_memory_is_not_faulted_in_again() -> None:
@@ -87,6 +90,7 @@ def test_kept_memory_is_not_faulted_in_again() -> None:
 def test_free_memory_is_returned_unless_it_is_kept() -> None:
     found = run(
         """
+        import torch
         from fusedoptim.runtime.memory import return_free_memory
 
         def free():
