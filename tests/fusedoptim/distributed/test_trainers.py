@@ -45,7 +45,9 @@ TRAININGS = {
 LAUNCH = """
 import json, os, runpy, sys, traceback
 import accelerate, lightning, sklearn.datasets, transformers.trainer
+import fusedoptim.adam, torch.distributed.checkpoint, torch.distributed.tensor.parallel
 from accelerate.state import AcceleratorState, DistributedType
+import tests.frozen
 
 initialize = AcceleratorState.__init__
 
@@ -86,7 +88,7 @@ for port, arguments in json.loads(sys.argv[1]):
 """
 """Runs scripts one after the other, each in two processes with the environment that torchrun sets.
 
-Modules that take long to import are imported once.
+Modules that take long to import are imported once, and left out of garbage collection.
 """
 
 
