@@ -408,20 +408,23 @@ class SideBySide:
 
     def assert_equal(self) -> None:
         values = self._values()
-        for i, (p, reference) in enumerate(zip(self.params, self.references)):
+        states = [
+            {k: v for k, v in self.ours.state.get(p, {}).items() if k != "trail"}
+            for p in self.params
+        ]
+        actual = iter(self._whole([value for state in states for value in state.values()]))
+        for i, (p, reference, state) in enumerate(zip(self.params, self.references, states)):
             errors = self._errors.get(reference, {})
             assert_within(values[p], reference, errors.get("param", 0.0), f"parameter {i}")
-            state = {k: v for k, v in self.ours.state.get(p, {}).items() if k != "trail"}
             expected = self.torchs.state.get(reference, {})
             assert set(state) == set(expected) - {"trail"}
             for key in state:
                 error = 0.0 if key == "step" else errors.get(key, 0.0)
-                actual = self._whole(state[key])
-                assert_within(actual, expected[key], error, f"{key} of parameter {i}")
+                assert_within(next(actual), expected[key], error, f"{key} of parameter {i}")
 
     @staticmethod
-    def _whole(tensor: Tensor) -> Tensor:
-        return tensor
+    def _whole(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return tensors
 
 
 def few(case: OptimizerCase) -> SideBySide:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from fusedoptim import FusedAdam, FusedAdamW
-from tests.fusedoptim.distributed.helpers import flat_mesh, rank, size, square_mesh, whole
+from tests.fusedoptim.distributed.helpers import all_whole, flat_mesh, rank, size, square_mesh
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.helpers import random_like
 from tests.optimizer_cases import ALL_CASES, TORCHS_CASES, OptimizerCase, configuration_id
@@ -70,12 +70,12 @@ def step(model: nn.Module, optimizer: Any, which: int) -> None:
 def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """All elements of weights and state, as a checkpoint has them."""
     names = [name for name, _ in model.named_parameters()]
-    found = {name: whole(p).clone() for name, p in model.named_parameters()}
+    found = dict(model.named_parameters())
     for i, state in optimizer.state_dict()["state"].items():
-        found |= {f"{names[i]} {key}": whole(value).clone() for key, value in state.items()}
+        found |= {f"{names[i]} {key}": value for key, value in state.items()}
     for name, exact in zip(names, optimizer.master_params()):
-        found[f"{name} exact"] = whole(exact)
-    return found
+        found[f"{name} exact"] = exact
+    return {name: value.clone() for name, value in zip(found, all_whole(list(found.values())))}
 
 
 def assert_same(some: dict[str, Tensor], others: dict[str, Tensor], what: str) -> None:
