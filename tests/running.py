@@ -25,6 +25,8 @@ ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n
 """The first line of a script that runs on one core: the driver obeys the process's affinity."""
 _LIMIT = 300  # seconds for a script
 _THREADS = "OMP_NUM_THREADS"
+_READ_LATER = ("FUSEDOPTIM_", "CL_", "OCL_", "ONEAPI_")
+"""How variables begin that only this package and the drivers read, which torch does not load."""
 
 
 def run_script(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -33,7 +35,7 @@ def run_script(script: str, *arguments: str, **variables: str) -> subprocess.Com
     The process is a fork of one that has imported torch, unless some variables matter before that.
     """
     names = (name for name in variables if name != _THREADS)
-    if all(name.startswith("FUSEDOPTIM_") for name in names):
+    if all(name.startswith(_READ_LATER) for name in names):
         forks = _Forks.with_threads(variables.get(_THREADS, os.environ.get(_THREADS)))
         return forks.run(textwrap.dedent(script), arguments, variables)
     return run_fresh(script, *arguments, **variables)
