@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +14,11 @@ import allocator
 from allocator.runtime import isa as driver_isa
 from allocator.runtime import maps
 from fusedoptim import isa
+from tests.running import run_script
 
-ROOT = Path(__file__).parents[2]
 _WITHOUT = "without FUSEDOPTIM_ISA"
+# The driver writes its code to the current folder; packages are imported from this one.
+_ENTER = "import os, sys, fusedoptim, allocator; os.chdir(sys.argv[1])"
 # The bits of parameters and state after a few steps. (A norm, such as Lamb's, would depend on the
 # level: the vector's width determines the order of its sum.)
 _STEPS = """
@@ -68,36 +68,27 @@ def lower_level() -> str:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """The same steps in two processes, at the machine's level and at a lower one."""
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in (driver_isa.VARIABLE, driver_isa.DRIVER_VARIABLE)
-    } | {"CL_CONFIG_DUMP_DISASSEMBLY": "True", "PYTHONPATH": str(ROOT)}
     lower = lower_level()
-    started = {}
+    done = {}
     for name, script, level in (
         (_WITHOUT, _STEPS, {}),
         (lower, _WRONG_THEN_STEPS, {driver_isa.VARIABLE: lower}),
     ):
-        folder = tmp_path_factory.mktemp("disassembly")  # written to the current folder
-        process = subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=folder,
-            env=variables | level,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        started[name] = (process, folder)
-    done = {}
-    for name, (process, folder) in started.items():
-        output, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+        folder = tmp_path_factory.mktemp("disassembly")
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            for variable in (driver_isa.VARIABLE, driver_isa.DRIVER_VARIABLE):
+                monkeypatch.delenv(variable, raising=False)
+            ended = run_script(
+                _ENTER + script, str(folder), CL_CONFIG_DUMP_DISASSEMBLY="True", **level
+            )
+        assert ended.returncode == 0, ended.stderr
         code = "".join(path.read_text() for path in folder.glob("*.asm"))
         assert code
         registers, gathers = r"\b([xyz]mm)\d", r"\bvp?(?:gather|scatter)\w+"
         done[name] = Run(
-            output.splitlines(), set(re.findall(registers, code)), set(re.findall(gathers, code))
+            ended.stdout.splitlines(),
+            set(re.findall(registers, code)),
+            set(re.findall(gathers, code)),
         )
     return done
 
