@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 import types
 import warnings
@@ -19,6 +20,8 @@ from tests.transforms.helpers import CONV, assert_right, assert_same, fold, rand
 from tests.transforms.models import Block, images
 from tests.transforms.tracing.batch_norm_forwards import SHARED, pair
 from tests.transforms.tracing.batch_norm_models import LEFT, hook
+
+LOGGER = logging.getLogger(__name__)
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "in place"])
@@ -108,6 +111,14 @@ class Untraceable(nn.Module):
         return self.tail(x)
 
 
+class Logs(Untraceable):
+    """Code with a logger, which leads to all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOGGER.debug("a batch of %d", len(x))
+        return super().forward(x)
+
+
 class Flagged(Block):
     """torch.fx cannot trace a flag, which is not a tensor."""
 
@@ -161,6 +172,20 @@ def test_folded_and_right(name: str) -> None:
     optimized, report = fold(model)
     assert (len(report.done(CONV)), report.left(CONV)) == (count, [])
     assert_right(optimized, model, images())
+
+
+def test_what_other_loggers_hold_does_not_matter() -> None:
+    model, handler = randomise(Logs()), logging.NullHandler()
+    plain = copy.deepcopy(model)
+    handler.model = model.first  # type: ignore[attr-defined]  # as a handler of a trainer might
+    other = logging.getLogger("another")
+    other.addHandler(handler)
+    try:
+        optimized, report = fold(model, inplace=True)
+    finally:
+        other.removeHandler(handler)
+    assert (len(report.done(CONV)), report.left(CONV)) == (4, [])
+    assert_right(optimized, plain, images())
 
 
 def test_harmless_arguments() -> None:
