@@ -77,10 +77,10 @@ class TestSteps:
     @each_class
     @each_dtype
     @pytest.mark.parametrize("is_last", [False, True], ids=["as it was", "channels_last"])
-    def test_each_of_8(
+    def test_each_of_20(
         self, case: OptimizerCase, task: str, dtype: torch.dtype | None, is_last: bool
     ) -> None:
-        """Each of 8 steps with the model's own gradients equals the reference's."""
+        """Each of 20 steps with the model's own gradients equals the reference's."""
         if is_last and task not in ("cnn", "resnet", "gan"):
             pytest.skip("has no convolutions")
         chosen, kwargs = task_and_kwargs(task, case)
@@ -101,7 +101,7 @@ class TestSteps:
         for reference, value in zip(pair.references, plain):
             assert torch.equal(reference, value.double())
         generator = torch.Generator().manual_seed(SEED)
-        for _ in range(8):
+        for _ in range(STEPS):
             pair.ours.zero_grad()
             autocast_loss(model, chosen, generator, dtype).backward()
             for p, reference in zip(pair.params, pair.references):
