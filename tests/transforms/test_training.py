@@ -211,12 +211,12 @@ def _network() -> nn.Module:
         nn.BatchNorm2d(16),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Flatten(),
-        # Not a convolution of 16 channels, which takes most of the time without AVX-512.
-        nn.Linear(256, 32, bias=False),
-        nn.BatchNorm1d(32),
+        nn.Conv2d(16, 32, 3, padding=1, bias=False),
+        nn.BatchNorm2d(32),
         nn.ReLU(),
-        nn.Linear(32, 10),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 10),
     )
 
 
