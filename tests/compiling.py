@@ -1,4 +1,4 @@
-"""Marks for tests that compile with torch.compile's default backend, which is slow."""
+"""Marks for tests that compile, by torch.compile's default backend, which is slow, or for GPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import pytest
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
+)
+needs_gpu_compiler = pytest.mark.skipif(
+    shutil.which("spirv-val") is None or shutil.which("ocloc") is None,
+    reason="apt install spirv-tools intel-opencl-icd",
 )
 quiet_compiler = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script:DeprecationWarning",

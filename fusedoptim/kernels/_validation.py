@@ -1,8 +1,8 @@
 """Validation of the compiled modules by spirv-val and by Intel's offline GPU compiler, ocloc.
 
 Arc has no float64 units: its driver emulates them, if asked to. Each operation becomes a hundred,
-so these modules take minutes to compile. ``emulated.json`` records those that did, and by which
-ocloc: only a module or an ocloc that has changed since takes that time again.
+so these modules take minutes to compile. ``emulated.json`` records those that did, and what
+compiled them: only a module, an ocloc or options that changed since take that time again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from fusedoptim.launch.modules import FOLDER
 
-__all__ = ["EMULATED", "GPUS", "validate"]
+__all__ = ["EMULATED", "GPUS", "objections", "validate"]
 
 GPUS = ("skl", "dg2", "pvc")  # Gen9, Arc, Data Center Max
 EMULATED = Path(__file__).with_name("emulated.json")
@@ -27,35 +27,39 @@ _EMULATION = '-options "-cl-opt-disable -cl-intel-256-GRF-per-thread"'
 _Build = tuple[Path, str]
 
 
-def validate(folder: Path = FOLDER, record: Path = EMULATED) -> list[str]:
-    """The objections of both tools to the modules of a folder; update the record."""
+def validate() -> list[str]:
+    """The objections of both tools to the package's modules; update their record."""
+    return objections(FOLDER, EMULATED)
+
+
+def objections(folder: Path, record: Path) -> list[str]:
+    """The objections of both tools to the modules of a folder; update the record of them."""
     missing = [tool for tool in ("spirv-val", "ocloc") if shutil.which(tool) is None]
     if missing:
         return [f"not found: {', '.join(missing)} (apt install spirv-tools intel-opencl-icd)"]
     modules = sorted(folder.glob("*.spv"))
-    emulated = [path for path in modules if path.stem.endswith("_f64")]
-    native = [(path, gpu) for path in modules for gpu in GPUS if gpu != "dg2"]
-    native += [(path, "dg2") for path in modules if path not in emulated]
+    emulated = [(path, "dg2") for path in modules if path.stem.endswith("_f64")]
+    others = [(path, gpu) for path in modules for gpu in GPUS if (path, gpu) not in emulated]
     problems = []
     for path in modules:
         done = _run(["spirv-val", "--target-env", "opencl2.1", str(path)])
         if done.returncode != 0:
             problems.append(_problem(path.name, done))
-    return problems + _compile_for_gpus(native) + _compile_emulated(emulated, record)
+    return problems + _compile_for_gpus(others) + _compile_emulated(emulated, record)
 
 
-def _compile_emulated(modules: list[Path], record: Path) -> list[str]:
+def _compile_emulated(builds: list[_Build], record: Path) -> list[str]:
     """The objections to float64 modules for Arc that the record does not have."""
-    version = _ocloc_version()
+    compiler = f"ocloc {_ocloc_version()} {_EMULATION}"
     known = json.loads(record.read_text()) if record.exists() else {}
-    compiled = known.get("modules", {}) if known.get("ocloc") == version else {}
-    now = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in modules}
-    builds = [(path, "dg2") for path in modules if compiled.get(path.name) != now[path.name]]
-    if not builds:
+    compiled = known["modules"] if known.get("compiler") == compiler else {}
+    now = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path, _ in builds}
+    changed = [build for build in builds if compiled.get(build[0].name) != now[build[0].name]]
+    if not changed:
         return []
-    problems = _compile_for_gpus(builds, _EMULATION, IGC_EnableDPEmulation="1")
+    problems = _compile_for_gpus(changed, _EMULATION, IGC_EnableDPEmulation="1")
     if not problems:
-        record.write_text(json.dumps({"ocloc": version, "modules": now}, indent=1) + "\n")
+        record.write_text(json.dumps({"compiler": compiler, "modules": now}, indent=1) + "\n")
     return problems
 
 
@@ -63,7 +67,7 @@ def _ocloc_version() -> str:
     """The version of ocloc's compiler, which it writes to a file."""
     name = "OCL_DRIVER_VERSION"
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["ocloc", "query", name], cwd=folder, capture_output=True, check=True)
+        _run(["ocloc", "query", name], cwd=folder, check=True)
         return Path(folder, name).read_text().strip("\0 \n")
 
 

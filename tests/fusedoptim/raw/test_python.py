@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from fusedoptim.kernels import lamb, sgd
-from fusedoptim.kernels._validation import validate
+from fusedoptim.kernels._validation import objections
 from fusedoptim.launch.modules import load_module
 from fusedoptim.raw import KernelCompileError, LocalMemory, RawKernel, language
 from fusedoptim.raw._python import arguments, compile_python, identity
@@ -40,6 +39,7 @@ from fusedoptim.raw.language import (
     local_id,
     local_size,
 )
+from tests.compiling import needs_gpu_compiler
 from tests.fusedoptim.helpers import assert_within, run_script
 from tests.tolerances import BUILTIN_ULPS, Bounded, unit_roundoff
 
@@ -244,15 +244,12 @@ class TestModules:
             module = load_module(kernel.__name__, "f32")
             assert compile_kernel(kernel, "f32", module.name) == module.spirv
 
-    @pytest.mark.skipif(
-        shutil.which("spirv-val") is None or shutil.which("ocloc") is None,
-        reason="apt install spirv-tools intel-opencl-icd",
-    )
+    @needs_gpu_compiler
     def test_gpus_take_them(self, tmp_path: Path) -> None:
         """GPUs take such kernels, even Arc without float64: literals and integers do not use it."""
         for kernel in (mixed, group_sums):
             (tmp_path / f"{kernel.__name__}.spv").write_bytes(compile_python(kernel))
-        assert validate(tmp_path) == []
+        assert objections(tmp_path, tmp_path / "emulated.json") == []
 
 
 def _kernel(source: str, **names: Any) -> Callable[..., None]:
