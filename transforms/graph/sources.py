@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedoptim._torch_private import BypassSubclasses
-from transforms.rewrites.packed import is_shared
+from transforms.rewrites.packed_copy import is_shared
 from transforms.rewrites.watched_parameter import WatchedParameter, exposures, settle, uses, watch
 
 _MOST_BYTES = 1 << 16

@@ -10,7 +10,8 @@ from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, packed, packed_lstm
 from transforms.rewrites.int8 import Int8Module
 from transforms.rewrites.onednn_products import OneDNNModule
-from transforms.rewrites.packed import Pack, PackedModule
+from transforms.rewrites.packed import PackedModule
+from transforms.rewrites.packed_copy import Pack
 from transforms.rewrites.packed_lstm import PackedLSTM
 from transforms.rewrites.schemas import difference
 from transforms.rewrites.watched_parameter import WatchedParameter, unwatch

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,117 +25,16 @@ from fusedoptim._torch_private import (
 )
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.fused_activation import mark_activated, mark_free
+from transforms.rewrites.packed_copy import Pack, Packed
 from transforms.rewrites.post_ops import NO_OP, PostOp, post_op
 from transforms.rewrites.schemas import changed
-from transforms.rewrites.watched_parameter import is_exposed, settle, state, watch
+from transforms.rewrites.watched_parameter import exposures
 from transforms.tracing.modules import has_hooks
 
 LEAST_PRODUCTS = 1 << 20
 """oneDNN is faster for Linears with at least this many multiplications
 (docs/design/packed-weights.md)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Signature(NamedTuple):
-    """What a packed copy depends on."""
-
-    state: tuple[tuple[int, int, int], ...]
-    """The state of each plain weight."""
-    dtype: torch.dtype
-    """The dtype in which the product is computed: autocast's, or the weight's."""
-    layout: tuple[object, ...]
-    """The shape and strides of a convolution's input; empty for a Linear."""
-
-
-class Packed(NamedTuple):
-    """Packed weights, and what they were made from."""
-
-    signature: Signature
-    sources: tuple[Callable[[], Tensor | None], ...]
-    """Each returns a plain weight, or None if that is gone."""
-    weights: Sequence[Tensor]
-    trials: dict[object, bool]
-    """Whether oneDNN computes an activation as torch does, by all that this depends on."""
-
-    @property
-    def weight(self) -> Tensor:
-        """The packed weight of a module that has one."""
-        return self.weights[0]
-
-
-class Pack:
-    """The packed copy of a module's weights. Copies and pickles of it are empty."""
-
-    def __init__(self) -> None:
-        self._copy: Packed | None = None  # replaced as a whole: threads may call one module
-        self._missed: Signature | None = None
-        self._useless: Signature | None = None
-        """The signature for which oneDNN's layout was useless."""
-
-    def __reduce__(self) -> tuple[type[Pack], tuple[()]]:
-        return Pack, ()
-
-    def __deepcopy__(self, memo: object) -> Pack:
-        return Pack()
-
-    def of(
-        self,
-        params: tuple[Tensor, ...],
-        dtype: torch.dtype,
-        layout: tuple[object, ...],
-        reorder: Callable[[Sequence[Tensor]], Sequence[Tensor] | None],
-    ) -> Packed | None:
-        """The packed copy of ``params``, or None where the plain weights must be used.
-
-        Args:
-            params: the plain weights.
-            dtype: the dtype of the product.
-            layout: the layout of the input.
-            reorder: packs weights of that dtype; returns None if packing is useless.
-        """
-        signature = Signature(tuple(map(state, params)), dtype, layout)
-        kept = self._copy
-        if kept is not None and kept.signature == signature:
-            if _are_sources(kept.sources, params):
-                return kept
-        elif kept is not None and self._is_passing(signature, kept.signature):
-            return None
-        if signature == self._useless or not all(map(_can_follow, params)):
-            return None
-        self._copy = kept = None  # before the new one is made, so that there is never more than one
-        signature = signature._replace(state=tuple(map(state, params)))  # watched only now
-        weights = reorder([param.detach().to(dtype) for param in params])
-        if weights is None:
-            self._useless = signature
-        else:
-            sources = tuple(map(weakref.ref, params))
-            self._copy = kept = Packed(signature, sources, weights, {})
-        return kept
-
-    def _is_passing(self, signature: Signature, kept: Signature) -> bool:
-        """Whether only the input's layout is new: it is ignored until it comes twice."""
-        is_passing = signature != self._missed and signature[:-1] == kept[:-1]
-        self._missed = signature
-        return is_passing
-
-
-def _are_sources(sources: Sequence[Callable[[], Tensor | None]], params: Sequence[Tensor]) -> bool:
-    """Whether the copies are of these weights, and no write into them can have gone unnoticed."""
-    for source, param in zip(sources, params):
-        if source() is not param or is_exposed(param):
-            return False
-    return True
-
-
-def _can_follow(param: Tensor) -> bool:
-    """Whether every later change of a weight will be noticed."""
-    return not is_shared(param) and watch(param) and settle(param)
-
-
-def is_shared(param: Tensor) -> bool:
-    """Whether other processes may write into it."""
-    storage: Any = param.untyped_storage()
-    return bool(storage.is_shared())
 
 
 class PackedModule(nn.Module):
@@ -190,19 +88,28 @@ class PackedProduct(PackedModule):
     _operator: ClassVar[str]
     """oneDNN's operator with a packed weight."""
 
-    def _dtype(self, x: Tensor) -> torch.dtype | None:
+    def _product(self, x: Tensor) -> Tensor | None:
+        """The product with a packed weight; None if the plain one must be used."""
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         if weight is None:
             return None
-        return product_dtype((x,), (weight,) if bias is None else (weight, bias))
+        params = (weight,) if bias is None else (weight, bias)
+        pack = self._fusedoptim_pack
+        packed = pack.of_last_call(x, params) if is_plain_call() else None
+        if packed is None:
+            before = exposures()
+            dtype = product_dtype((x,), params)
+            packed = None if dtype is None else self._packed(x, weight, bias, dtype)
+            if packed is None:
+                return None
+            pack.remember(x, params, packed, before)
+        dtype = packed.signature.dtype
+        return self._activated(_cast(x, dtype), packed, _dense(bias, dtype))
 
-    def _dense_bias(self: Any, dtype: torch.dtype) -> Tensor | None:
-        """The bias made contiguous, as oneDNN's operators ignore its strides."""
-        bias: Tensor | None = self.bias
-        return None if bias is None else bias.to(dtype).contiguous()
-
-    def _product(self, x: Tensor) -> Tensor | None:
-        """The product with a packed weight; None if the plain one must be used."""
+    def _packed(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Packed | None:
+        """The packed copy for a product of ``dtype``; None if the plain weight must be used."""
         raise NotImplementedError
 
     def _geometry(self) -> tuple[Any, ...]:
@@ -211,7 +118,7 @@ class PackedProduct(PackedModule):
 
     def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
         """The product with a packed weight, activated by oneDNN."""
-        operator = getattr(torch.ops.mkldnn, self._operator).default
+        operator = _onednn(self._operator)
         how = post.attribute, post.scalars, post.algorithm
         result: Tensor = operator(x, weight, bias, *self._geometry(), *how)
         return result
@@ -249,6 +156,21 @@ class PackedProduct(PackedModule):
         )
 
 
+@functools.cache
+def _onednn(name: str) -> Any:
+    """One of oneDNN's operators: a look-up takes as long as all checks of a repeated call."""
+    return getattr(torch.ops.mkldnn, name).default
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _dense(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The bias made contiguous, as oneDNN's operators ignore its strides."""
+    return None if bias is None else _cast(bias, dtype).contiguous()
+
+
 _SPOILERS = ((math.nan,), (math.inf, -math.inf))
 
 
@@ -280,18 +202,15 @@ class PackedLinear(PackedProduct, nn.Linear):
         product = _packed_product(self, input)
         return nn.Linear.forward(self, input) if product is None else product
 
-    def _product(self, x: Tensor) -> Tensor | None:
-        dtype = self._dtype(x)
-        if dtype is None or x.dim() == 0 or not x.is_contiguous():
+    def _packed(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Packed | None:
+        if x.dim() == 0 or not x.is_contiguous():
             return None
-        weight = self.weight
         columns = weight.size(1)
         if x.size(-1) != columns or x.numel() // max(columns, 1) * weight.numel() < LEAST_PRODUCTS:
             return None
-        packed = self._fusedoptim_pack.of((weight,), dtype, (), _reorder_linear)
-        if packed is None:
-            return None
-        return self._activated(x.to(dtype), packed, self._dense_bias(dtype))
+        return self._fusedoptim_pack.of((weight,), dtype, (), _reorder_linear)
 
 
 def _reorder_linear(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -311,24 +230,23 @@ class _PackedConvolution(PackedProduct):
     _reorder: ClassVar[str]
     """oneDNN's operator that packs a weight."""
 
-    def _product(self: Any, x: Tensor) -> Tensor | None:
-        dtype = self._dtype(x)
-        if dtype is None or x.dim() != self.weight.dim() or x.numel() == 0:
+    def _packed(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Packed | None:
+        if x.dim() != weight.dim() or x.numel() == 0:
             return None
-        layout = (*x.shape, *x.stride())
-        bias = self._dense_bias(dtype)
 
         def reorder(weights: Sequence[Tensor]) -> list[Tensor] | None:
-            (weight,), x_cast = weights, x.to(dtype)
-            expected = self._plain(x_cast, weight, bias)  # first: its errors are torch's
+            (weight,), x_cast, dense = weights, x.to(dtype), _dense(bias, dtype)
+            expected = self._plain(x_cast, weight, dense)  # first: its errors are torch's
             operator = getattr(torch.ops.mkldnn, self._reorder)
             packed: Tensor = operator(weight, *self._geometry(), list(x.shape))
-            product = self._compute(x_cast, packed, bias, NO_OP)
+            product = self._compute(x_cast, packed, dense, NO_OP)
             # Later code may read strides: only a copy that keeps torch's is used.
             return [packed] if product.stride() == expected.stride() else None
 
-        packed = self._fusedoptim_pack.of((self.weight,), dtype, layout, reorder)
-        return None if packed is None else self._activated(x.to(dtype), packed, bias)
+        layout = (*x.shape, *x.stride())
+        return self._fusedoptim_pack.of((weight,), dtype, layout, reorder)
 
     def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product with a plain weight."""

@@ -1,0 +1,179 @@
+"""The packed copy of a module's weights, and when it may be used."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedoptim._torch_private import TensorGuards
+from transforms.rewrites.watched_parameter import exposures, is_exposed, settle, state, watch
+
+
+class Signature(NamedTuple):
+    """What a packed copy depends on."""
+
+    state: tuple[tuple[int, int, int], ...]
+    """The state of each plain weight."""
+    dtype: torch.dtype
+    """The dtype in which the product is computed: autocast's, or the weight's."""
+    layout: tuple[object, ...]
+    """The shape and strides of a convolution's input; empty for a Linear."""
+
+
+class Packed(NamedTuple):
+    """Packed weights, and what they were made from."""
+
+    signature: Signature
+    sources: tuple[Callable[[], Tensor | None], ...]
+    """Each returns a plain weight, or None if that is gone."""
+    weights: Sequence[Tensor]
+    trials: dict[object, bool]
+    """Whether oneDNN computes an activation as torch does, by all that this depends on."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The packed weight of a module that has one."""
+        return self.weights[0]
+
+
+class _Call(NamedTuple):
+    """A call that used the packed copy, and all that this depended on."""
+
+    guards: TensorGuards
+    """Of the input and the parameters, and of torch's modes: inference, autocast and others."""
+    param_count: int
+    source: Callable[[], Tensor | None]
+    """Returns the plain weight, or None if that is gone."""
+    address: int
+    version: int
+    exposures: int
+    """How often ``data`` of any Parameter had been used before."""
+    autocast: torch.dtype
+    """Autocast's dtype, whether or not it is enabled."""
+    packed: Packed
+
+
+class Pack:
+    """The packed copy of a module's weights. Copies and pickles of it are empty."""
+
+    def __init__(self) -> None:
+        self._copy: Packed | None = None  # replaced as a whole: threads may call one module
+        self._last: _Call | None = None
+        self._missed: Signature | None = None
+        self._useless: Signature | None = None
+        """The signature for which oneDNN's layout was useless."""
+
+    def __reduce__(self) -> tuple[type[Pack], tuple[()]]:
+        return Pack, ()
+
+    def __deepcopy__(self, memo: object) -> Pack:
+        return Pack()
+
+    def of_last_call(self, x: Tensor, params: tuple[Tensor, ...]) -> Packed | None:
+        """The copy that :meth:`remember` was given, if nothing that it depends on has changed.
+
+        This takes a quarter of the time of all checks, which take as long as a small convolution.
+        """
+        last, weight = self._last, params[0]
+        if (
+            last is not None
+            and last.param_count == len(params)
+            and last.source() is weight
+            and last.exposures == exposures()
+            and last.version == weight._version
+            and last.address == weight.data_ptr()
+            and last.autocast == torch.get_autocast_dtype("cpu")
+            and not torch.is_grad_enabled()
+            and last.guards.check(x, *params)
+        ):
+            return last.packed
+        return None
+
+    def remember(
+        self, x: Tensor, params: tuple[Tensor, ...], packed: Packed, exposures: int
+    ) -> None:
+        """Note a call that passed all checks and uses ``packed``.
+
+        Args:
+            x: the input.
+            params: the weight, and the bias if there is one.
+            packed: what :meth:`of` has returned for them.
+            exposures: how often ``data`` of any Parameter had been used before the checks.
+        """
+        if torch.is_grad_enabled():
+            return
+        weight = params[0]
+        self._last = _Call(
+            TensorGuards(*(x, *params), dynamic_dims_sizes=None, dynamic_dims_strides=None),
+            len(params),
+            weakref.ref(weight),
+            weight.data_ptr(),
+            weight._version,
+            exposures,
+            torch.get_autocast_dtype("cpu"),
+            packed,
+        )
+
+    def of(
+        self,
+        params: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        layout: tuple[object, ...],
+        reorder: Callable[[Sequence[Tensor]], Sequence[Tensor] | None],
+    ) -> Packed | None:
+        """The packed copy of ``params``, or None where the plain weights must be used.
+
+        Args:
+            params: the plain weights.
+            dtype: the dtype of the product.
+            layout: the layout of the input.
+            reorder: packs weights of that dtype; returns None if packing is useless.
+        """
+        signature = Signature(tuple(map(state, params)), dtype, layout)
+        kept = self._copy
+        if kept is not None and kept.signature == signature:
+            if _are_sources(kept.sources, params):
+                return kept
+        elif kept is not None and self._is_passing(signature, kept.signature):
+            return None
+        if signature == self._useless or not all(map(_can_follow, params)):
+            return None
+        # Before the new one is made, so that there is never more than one.
+        self._copy = self._last = kept = None
+        signature = signature._replace(state=tuple(map(state, params)))  # watched only now
+        weights = reorder([param.detach().to(dtype) for param in params])
+        if weights is None:
+            self._useless = signature
+        else:
+            sources = tuple(map(weakref.ref, params))
+            self._copy = kept = Packed(signature, sources, weights, {})
+        return kept
+
+    def _is_passing(self, signature: Signature, kept: Signature) -> bool:
+        """Whether only the input's layout is new: it is ignored until it comes twice."""
+        is_passing = signature != self._missed and signature[:-1] == kept[:-1]
+        self._missed = signature
+        return is_passing
+
+
+def _are_sources(sources: Sequence[Callable[[], Tensor | None]], params: Sequence[Tensor]) -> bool:
+    """Whether the copies are of these weights, and no write into them can have gone unnoticed."""
+    for source, param in zip(sources, params):
+        if source() is not param or is_exposed(param):
+            return False
+    return True
+
+
+def _can_follow(param: Tensor) -> bool:
+    """Whether every later change of a weight will be noticed."""
+    return not is_shared(param) and watch(param) and settle(param)
+
+
+def is_shared(param: Tensor) -> bool:
+    """Whether other processes may write into it."""
+    storage: Any = param.untyped_storage()
+    return bool(storage.is_shared())
