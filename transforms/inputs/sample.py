@@ -59,10 +59,9 @@ def caller(model: nn.Module, sample_input: Any) -> Callable[[], object]:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """The time in seconds of the fastest of several forward passes, after a warm-up."""
+    """The time in seconds of the fastest of several forward passes; the first may pack weights."""
     times: list[float] = []
     with torch.no_grad():
-        call()
         while len(times) < _LEAST_PASSES or (
             len(times) < _MOST_PASSES and sum(times) < _ENOUGH_SECONDS
         ):

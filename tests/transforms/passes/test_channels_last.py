@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fusedoptim import transforms
 from tests.transforms.helpers import assert_right, randomise
 from tests.transforms.models import Net, images
+from transforms.passes import channels_last
 
 
 class Views(nn.Sequential):
@@ -75,3 +76,23 @@ def test_shared_weight() -> None:
     optimized = transforms.optimize(model)
     assert optimized[1].weight.is_contiguous(memory_format=torch.channels_last)
     assert transforms.restore(optimized)[1].weight.stride() == strides
+
+
+@pytest.mark.parametrize(
+    ("times", "is_last"),
+    [
+        ((0.004, 0.003), True),
+        ((0.003, 0.004), False),
+        ((0.0040, 0.0038, 0.0037, 0.0039), False),
+        ((0.0038, 0.0040, 0.0039, 0.0037), True),
+    ],
+)
+def test_layouts_are_timed_until_one_is_clearly_faster(
+    times: tuple[float, ...], is_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn the given layout and channels_last; the fastest of each counts."""
+    remaining = list(times)
+    monkeypatch.setattr(channels_last, "seconds", lambda call: remaining.pop(0))
+    optimized = transforms.optimize(randomise(Net()), sample_input=images())
+    assert not remaining
+    assert optimized.conv.weight.is_contiguous(memory_format=torch.channels_last) == is_last
