@@ -41,20 +41,16 @@ class Packed(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call that used the packed copy, and all that this depended on."""
+    """A call that used a packed copy, and what that depended on besides its signature."""
 
+    packed: Packed
     guards: TensorGuards
     """Of the input and the parameters, and of torch's modes: inference, autocast and others."""
     param_count: int
-    source: Callable[[], Tensor | None]
-    """Returns the plain weight, or None if that is gone."""
-    address: int
-    version: int
     exposures: int
     """How often ``data`` of any Parameter had been used before."""
     autocast: torch.dtype
     """Autocast's dtype, whether or not it is enabled."""
-    packed: Packed
 
 
 class Pack:
@@ -79,19 +75,18 @@ class Pack:
         This takes a quarter of the time of all checks, which take as long as a small convolution.
         """
         last, weight = self._last, params[0]
-        if (
-            last is not None
-            and last.param_count == len(params)
-            and last.source() is weight
-            and last.exposures == exposures()
-            and last.version == weight._version
-            and last.address == weight.data_ptr()
+        if last is None or torch.is_grad_enabled() or last.packed.sources[0]() is not weight:
+            return None
+        address, version, _ = last.packed.signature.state[0]
+        is_same = (
+            last.exposures == exposures()
+            and version == weight._version
+            and address == weight.data_ptr()
             and last.autocast == torch.get_autocast_dtype("cpu")
-            and not torch.is_grad_enabled()
+            and last.param_count == len(params)
             and last.guards.check(x, *params)
-        ):
-            return last.packed
-        return None
+        )
+        return last.packed if is_same else None
 
     def remember(
         self, x: Tensor, params: tuple[Tensor, ...], packed: Packed, exposures: int
@@ -104,19 +99,10 @@ class Pack:
             packed: what :meth:`of` has returned for them.
             exposures: how often ``data`` of any Parameter had been used before the checks.
         """
-        if torch.is_grad_enabled():
-            return
-        weight = params[0]
-        self._last = _Call(
-            TensorGuards(*(x, *params), dynamic_dims_sizes=None, dynamic_dims_strides=None),
-            len(params),
-            weakref.ref(weight),
-            weight.data_ptr(),
-            weight._version,
-            exposures,
-            torch.get_autocast_dtype("cpu"),
-            packed,
-        )
+        if not torch.is_grad_enabled():
+            guards = TensorGuards(*(x, *params), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            autocast = torch.get_autocast_dtype("cpu")
+            self._last = _Call(packed, guards, len(params), exposures, autocast)
 
     def of(
         self,
