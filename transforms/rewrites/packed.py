@@ -34,6 +34,10 @@ from transforms.tracing.modules import has_hooks
 LEAST_PRODUCTS = 1 << 20
 """oneDNN is faster for Linears with at least this many multiplications
 (docs/design/packed-weights.md)."""
+_MOST_SMALL, _LARGE_KERNEL, _QUICK_PRODUCTS = 20480, 4, 1 << 23
+"""torch convolves one float32 image of at most so many values without oneDNN, unless there are
+groups or the kernel is so large. Below so many multiplications that is quicker
+(docs/design/packed-weights.md)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,17 +57,15 @@ class PackedModule(nn.Module):
 
 
 def product_dtype(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> torch.dtype | None:
-    """The dtype of a product that may use packed weights; None if it may not.
+    """The dtype of a product in a plain call that may use packed weights; None if it may not.
 
     Args:
         inputs: the tensors that the module is called with.
         params: its weights and biases; the first is a weight.
     """
-    if not is_plain_call():
-        return None
     # Loops, because each product pays for this: a generator would cost more than a few tensors.
     for t in inputs:
-        if type(t) is not Tensor or t.is_mkldnn:
+        if not _is_dense(t):
             return None
     weight, records = params[0], torch.is_grad_enabled()
     if weight.is_inference():
@@ -80,6 +82,11 @@ def product_dtype(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> torch.d
     return dtype if dtype in supported_dtypes() else None
 
 
+def _is_dense(x: object) -> bool:
+    """Whether a value is a Tensor with strides: neither sparse nor of a subclass."""
+    return type(x) is Tensor and x.layout is torch.strided
+
+
 class PackedProduct(PackedModule):
     """A convolution or Linear."""
 
@@ -91,12 +98,14 @@ class PackedProduct(PackedModule):
     def _product(self, x: Tensor) -> Tensor | None:
         """The product with a packed weight; None if the plain one must be used."""
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        if weight is None:
+        if weight is None or not is_plain_call():
             return None
         params = (weight,) if bias is None else (weight, bias)
         pack = self._fusedoptim_pack
-        packed = pack.of_last_call(x, params) if is_plain_call() else None
+        packed = pack.of_last_call(x, params)
         if packed is None:
+            if not _is_dense(x) or not self._pays(x, weight):
+                return None
             before = exposures()
             dtype = product_dtype((x,), params)
             packed = None if dtype is None else self._packed(x, weight, bias, dtype)
@@ -105,6 +114,10 @@ class PackedProduct(PackedModule):
             pack.remember(x, params, packed, before)
         dtype = packed.signature.dtype
         return self._activated(_cast(x, dtype), packed, _dense(bias, dtype))
+
+    def _pays(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether oneDNN takes inputs of this shape, and a packed weight makes up for its call."""
+        raise NotImplementedError
 
     def _packed(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
@@ -202,14 +215,15 @@ class PackedLinear(PackedProduct, nn.Linear):
         product = _packed_product(self, input)
         return nn.Linear.forward(self, input) if product is None else product
 
+    def _pays(self, x: Tensor, weight: Tensor) -> bool:
+        columns = weight.size(1)
+        if x.dim() == 0 or x.size(-1) != columns or not x.is_contiguous():
+            return False
+        return x.numel() // max(columns, 1) * weight.numel() >= LEAST_PRODUCTS
+
     def _packed(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Packed | None:
-        if x.dim() == 0 or not x.is_contiguous():
-            return None
-        columns = weight.size(1)
-        if x.size(-1) != columns or x.numel() // max(columns, 1) * weight.numel() < LEAST_PRODUCTS:
-            return None
         return self._fusedoptim_pack.of((weight,), dtype, (), _reorder_linear)
 
 
@@ -230,12 +244,19 @@ class _PackedConvolution(PackedProduct):
     _reorder: ClassVar[str]
     """oneDNN's operator that packs a weight."""
 
+    def _pays(self: Any, x: Tensor, weight: Tensor) -> bool:
+        numel = x.numel()
+        if x.dim() != weight.dim() or numel == 0:
+            return False
+        if x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return True
+        is_small = numel <= _MOST_SMALL and x.size(0) == 1
+        is_torchs = is_small and self.groups == 1 and min(self.kernel_size) < _LARGE_KERNEL
+        return not is_torchs or numel // x.size(1) * weight.numel() >= _QUICK_PRODUCTS
+
     def _packed(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Packed | None:
-        if x.dim() != weight.dim() or x.numel() == 0:
-            return None
-
         def reorder(weights: Sequence[Tensor]) -> list[Tensor] | None:
             (weight,), x_cast, dense = weights, x.to(dtype), _dense(bias, dtype)
             expected = self._plain(x_cast, weight, dense)  # first: its errors are torch's

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from transforms.rewrites.packed import PackedModule, product_dtype
+from transforms.rewrites.packed import PackedModule, is_plain_call, product_dtype
 from transforms.rewrites.schemas import changed
 
 _State = tuple[Tensor, Tensor]
@@ -38,7 +38,13 @@ class PackedLSTM(PackedModule, nn.LSTM):
 
     def _computed(self, x: Any, given: Any) -> tuple[Tensor, _State] | None:
         """The results with packed weights; None if plain ones must be used."""
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.numel() == 0 or self.training:
+        if (
+            not is_plain_call()
+            or not isinstance(x, Tensor)
+            or x.dim() != 3
+            or x.numel() == 0
+            or self.training
+        ):
             return None
         state = self._zeros(x) if given is None else given
         if not _is_state(state):
