@@ -113,8 +113,9 @@ def optimize(
             copy of their weight in oneDNN's layout, made at the first call. The copy takes as much
             memory as the weight. Where a gradient is recorded, torch's own operators compute: call
             the model under ``torch.no_grad()`` or ``torch.inference_mode()``. Writes into the
-            weight are noticed, except through a NumPy array of it. None, at level "O1": undone if
-            a ``sample_input`` is given and packing does not make it faster.
+            weight are noticed, except through a NumPy array of it. Small products stay torch's.
+            None, at level "O1": undone if a ``sample_input`` is given and packing does not make it
+            faster.
         fuse: in eval mode, let convolutions and Linears with packed weights apply the activation
             after them, if nothing else uses their output: GELU, SiLU, hardswish, sigmoid, tanh and
             LeakyReLU in oneDNN; ReLU, ReLU6, Hardtanh and hardsigmoid in place.
