@@ -36,8 +36,7 @@ _STRIDES = "_fusedoptim_strides"
 _READS_STRIDES = {"view", "view_as", "as_strided", "is_contiguous", "parameters_to_vector"}
 _ROUNDS = 2
 _CLEARLY = 1.2
-"""A layout is clearly faster if the other takes this many times as long. Times of one layout varied
-by less between two rounds, so the next round would not decide otherwise."""
+"""If one layout takes this many times as long as the other, they are not timed again."""
 
 Convolutions = list[tuple[str, Any, torch.memory_format]]
 """Names and modules, with the memory format for the dimensions of each."""

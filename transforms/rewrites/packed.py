@@ -65,7 +65,7 @@ def product_dtype(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> torch.d
     """
     # Loops, because each product pays for this: a generator would cost more than a few tensors.
     for t in inputs:
-        if not _is_dense(t):
+        if not _is_strided(t):
             return None
     weight, records = params[0], torch.is_grad_enabled()
     if weight.is_inference():
@@ -82,7 +82,7 @@ def product_dtype(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> torch.d
     return dtype if dtype in supported_dtypes() else None
 
 
-def _is_dense(x: object) -> bool:
+def _is_strided(x: object) -> bool:
     """Whether a value is a Tensor with strides: neither sparse nor of a subclass."""
     return type(x) is Tensor and x.layout is torch.strided
 
@@ -104,7 +104,7 @@ class PackedProduct(PackedModule):
         pack = self._fusedoptim_pack
         packed = pack.of_last_call(x, params)
         if packed is None:
-            if not _is_dense(x) or not self._pays(x, weight):
+            if not _is_strided(x) or not self._pays(x, weight):
                 return None
             before = exposures()
             dtype = product_dtype((x,), params)
