@@ -28,16 +28,17 @@ from transforms.rewrites.fused_activation import mark_activated, mark_free
 from transforms.rewrites.packed_copy import Pack, Packed
 from transforms.rewrites.post_ops import NO_OP, PostOp, post_op
 from transforms.rewrites.schemas import changed
-from transforms.rewrites.watched_parameter import exposures
 from transforms.tracing.modules import has_hooks
 
 LEAST_PRODUCTS = 1 << 20
 """oneDNN is faster for Linears with at least this many multiplications
 (docs/design/packed-weights.md)."""
-_MOST_SMALL, _LARGE_KERNEL, _QUICK_PRODUCTS = 20480, 4, 1 << 23
-"""torch convolves one float32 image of at most so many values without oneDNN, unless there are
-groups or the kernel is so large. Below so many multiplications that is quicker
-(docs/design/packed-weights.md)."""
+_LEAST_CONVOLUTION = 1 << 23
+"""The same for convolutions that torch computes without oneDNN."""
+_MOST_VALUES = 20480
+"""torch convolves one float32 image of at most this many values without oneDNN, if there are no
+groups and one side of the kernel is at most _MOST_TAPS."""
+_MOST_TAPS = 3
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -106,12 +107,11 @@ class PackedProduct(PackedModule):
         if packed is None:
             if not _is_strided(x) or not self._pays(x, weight):
                 return None
-            before = exposures()
             dtype = product_dtype((x,), params)
             packed = None if dtype is None else self._packed(x, weight, bias, dtype)
             if packed is None:
                 return None
-            pack.remember(x, params, packed, before)
+            pack.remember(x, params, packed)
         dtype = packed.signature.dtype
         return self._activated(_cast(x, dtype), packed, _dense(bias, dtype))
 
@@ -131,7 +131,7 @@ class PackedProduct(PackedModule):
 
     def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
         """The product with a packed weight, activated by oneDNN."""
-        operator = _onednn(self._operator)
+        operator = getattr(torch.ops.mkldnn, self._operator).default
         how = post.attribute, post.scalars, post.algorithm
         result: Tensor = operator(x, weight, bias, *self._geometry(), *how)
         return result
@@ -167,12 +167,6 @@ class PackedProduct(PackedModule):
         return torch.equal(special, ~actual.isfinite()) and torch.allclose(
             expected[special], actual[special], equal_nan=True
         )
-
-
-@functools.cache
-def _onednn(name: str) -> Any:
-    """One of oneDNN's operators: a look-up takes as long as all checks of a repeated call."""
-    return getattr(torch.ops.mkldnn, name).default
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -248,11 +242,11 @@ class _PackedConvolution(PackedProduct):
         numel = x.numel()
         if x.dim() != weight.dim() or numel == 0:
             return False
-        if x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-            return True
-        is_small = numel <= _MOST_SMALL and x.size(0) == 1
-        is_torchs = is_small and self.groups == 1 and min(self.kernel_size) < _LARGE_KERNEL
-        return not is_torchs or numel // x.size(1) * weight.numel() >= _QUICK_PRODUCTS
+        is_float32 = x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        is_small = numel <= _MOST_VALUES and x.size(0) == 1
+        if is_float32 and is_small and self.groups == 1 and min(self.kernel_size) <= _MOST_TAPS:
+            return numel // x.size(1) * weight.numel() >= _LEAST_CONVOLUTION
+        return True
 
     def _packed(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim._torch_private import TensorGuards
+from fusedoptim.step.unchanged import tensor_guards
 from transforms.rewrites.watched_parameter import exposures, is_exposed, settle, state, watch
 
 
@@ -48,7 +49,7 @@ class _Call(NamedTuple):
     """Of the input and the parameters, and of torch's modes: inference, autocast and others."""
     param_count: int
     exposures: int
-    """How often ``data`` of any Parameter had been used before."""
+    """The number of the latest use of ``data`` of any Parameter."""
     autocast: torch.dtype
     """Autocast's dtype, whether or not it is enabled."""
 
@@ -88,21 +89,15 @@ class Pack:
         )
         return last.packed if is_same else None
 
-    def remember(
-        self, x: Tensor, params: tuple[Tensor, ...], packed: Packed, exposures: int
-    ) -> None:
-        """Note a call that passed all checks and uses ``packed``.
-
-        Args:
-            x: the input.
-            params: the weight, and the bias if there is one.
-            packed: what :meth:`of` has returned for them.
-            exposures: how often ``data`` of any Parameter had been used before the checks.
-        """
-        if not torch.is_grad_enabled():
-            guards = TensorGuards(*(x, *params), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    def remember(self, x: Tensor, params: tuple[Tensor, ...], packed: Packed) -> None:
+        """Note a call that passed all checks and uses ``packed``, which :meth:`of` has returned."""
+        latest = exposures()  # first: a later use of data makes the next call check everything
+        weight = params[0]
+        is_current = state(weight) == packed.signature.state[0] and not is_exposed(weight)
+        if is_current and not torch.is_grad_enabled():
+            guards = tensor_guards([x, *params])
             autocast = torch.get_autocast_dtype("cpu")
-            self._last = _Call(packed, guards, len(params), exposures, autocast)
+            self._last = _Call(packed, guards, len(params), latest, autocast)
 
     def of(
         self,

@@ -126,7 +126,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], bool]] = {
     "many values": (lambda: images(nn.Conv2d(16, 8, 1), 1, 16, 36, 36), True),
     "many multiplications": (lambda: images(nn.Conv2d(160, 360, 1), 1, 160, 11, 14), True),
 }
-"""Whether one float32 image takes longer without oneDNN."""
+"""Convolutions and inputs, and whether packed weights pay in float32."""
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)
