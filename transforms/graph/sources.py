@@ -50,13 +50,14 @@ class Snapshot:
         self._buffers = [(i, args[i], args[i].clone()) for i in positions if i not in set(params)]
         self._get = _getter(params)
         found = self._get(args)
+        # Before settle(), so that a use in another thread meanwhile is noticed.
+        self._exposures, self._uses = exposures(), list(map(uses, found))
         if any(is_shared(args[i]) for i in positions) or not all(map(settle, found)):
             raise CannotWatch
         self._is_alive = True
         self._references = [weakref.ref(param, self._died) for param in found]
         self._ids = tuple(map(id, found))
         self._versions, self._addresses = _states(found)
-        self._exposures, self._uses = exposures(), list(map(uses, found))
         self.storages = {args[i].untyped_storage().data_ptr() for i in positions}
 
     def _died(self, _: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fusedoptim._torch_private import storage_use_count
 
 _data: Any = torch._C.TensorBase.data  # a descriptor, which torch annotates as a Tensor
-_exposed: Any = WeakIdKeyDictionary()
-"""The parameters whose ``data`` was read or set since :func:`settle`."""
 _uses: Any = WeakIdKeyDictionary()
-"""For each parameter, the total number of uses of ``data``, over all parameters, at its own latest
-use."""
-_count = 0
+"""For each parameter, the number of its own latest use of ``data``."""
+_settled: Any = WeakIdKeyDictionary()
+"""For each parameter, the number of its use that :func:`settle` has found to be over."""
+_numbers = itertools.count(1)
+"""Numbers of the uses of all parameters: no two threads get the same."""
+_latest = 0
 
 
 class WatchedParameter(nn.Parameter):
@@ -29,26 +31,26 @@ class WatchedParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The values, as torch returns them."""
-        _expose(self)
         result: Tensor = _data.__get__(self)
+        _expose(self)  # last: settle() in another thread must find the other tensor
         return result
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        _expose(self)
         _data.__set__(self, values)
+        _expose(self)  # last, as above
 
 
 def _expose(param: Tensor) -> None:
-    global _count
-    _count += 1
-    _exposed[param] = True
-    _uses[param] = _count
+    global _latest
+    number = next(_numbers)
+    _uses[param] = number
+    _latest = number  # last: who has seen this number also sees the rest
 
 
 def exposures() -> int:
-    """How often ``data`` of any watched Parameter was used."""
-    return _count
+    """A number that changes whenever ``data`` of any watched Parameter is used."""
+    return _latest
 
 
 def uses(param: Tensor) -> int:
@@ -75,20 +77,21 @@ def unwatch(param: Any) -> None:
     if type(param) is WatchedParameter:
         _expose(param)  # for those who still rely on it
         param.__class__ = nn.Parameter  # type: ignore[assignment]  # the class that it had
-        _exposed.pop(param, None)
+        _settled.pop(param, None)
         _uses.pop(param, None)
 
 
 def is_exposed(param: Tensor) -> bool:
     """Whether values may have been written, or may still be, without changing the counter."""
-    return param in _exposed
+    return bool(uses(param) != _settled.get(param, 0))
 
 
 def settle(param: Tensor) -> bool:
     """Forget that ``data`` was used, if no other tensor shares the memory any more."""
-    if is_exposed(param) and _has_aliases(param):
+    number = uses(param)  # first: a use in another thread meanwhile is not over
+    if number != _settled.get(param, 0) and _has_aliases(param):
         return False
-    _exposed.pop(param, None)
+    _settled[param] = number
     return True
 
 

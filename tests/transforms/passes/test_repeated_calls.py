@@ -14,12 +14,13 @@ from fusedoptim import transforms
 from tests.transforms.passes.test_pack_weights import (
     CASES,
     assert_as_in_float64,
+    linear,
     optimized,
     set_data,
     write,
     write_data,
 )
-from transforms.rewrites import packed
+from transforms.rewrites import packed, watched_parameter
 from transforms.rewrites.packed import supported_dtypes
 
 
@@ -76,6 +77,23 @@ def repeat(ours: nn.Module, x: Tensor) -> None:
     with torch.no_grad():
         for _ in range(3):
             ours(x)
+
+
+def test_use_of_data_while_another_thread_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread takes ``data`` when this one has found that nobody holds it."""
+    model, x = linear()
+    plain, ours, taken = copy.deepcopy(model), optimized(model), []
+
+    def take(param: Any) -> bool:
+        taken.append(param.data)
+        return False
+
+    monkeypatch.setattr(watched_parameter, "_has_aliases", take)
+    repeat(ours, x)
+    monkeypatch.undo()
+    for each in taken[-1], plain.weight.data:
+        each.mul_(2)
+    assert_as_in_float64(plain, ours, x, torch.float32)
 
 
 OTHER_INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
