@@ -92,20 +92,39 @@ class Bags:
             self._optimizer.zero_grad()
 
 
-def ours(bags: Bags) -> Callable[[], None]:
-    """A step of merged bags with the same tables."""
+def _merged(bags: Bags) -> Any:
+    """Merged bags with copies of the same tables."""
     from fusedoptim.nn import MergedEmbeddingBag
 
     workload = bags.workload
-    merged = MergedEmbeddingBag.from_embedding_bags(
+    return MergedEmbeddingBag.from_embedding_bags(
         copy.deepcopy(bags.tables), optimizer=workload.optimizer, lr=LR, split=workload.split
     )
+
+
+def ours(bags: Bags) -> Callable[[], None]:
+    """A step of merged bags, each table with tensors of its own."""
+    merged, workload = _merged(bags), bags.workload
     grads = [grad.to(merged[0].weight.dtype) for grad in bags.grads]
 
     def step() -> None:
         outputs = merged(bags.indices, bags.offsets)
         if workload.updates:
             torch.autograd.backward(outputs, grads)
+            merged.optimizer().step()
+
+    return step
+
+
+def joined(bags: Bags) -> Callable[[], None]:
+    """The same with one tensor of indices for all tables, which gives one tensor of bags."""
+    merged, workload = _merged(bags), bags.workload
+    grad = torch.cat(bags.grads, 1).to(merged[0].weight.dtype)
+
+    def step() -> None:
+        output = merged(bags.joined_indices, bags.joined_offsets[:-1])
+        if workload.updates:
+            output.backward(grad)
             merged.optimizer().step()
 
     return step
@@ -157,7 +176,7 @@ def _ipex(bags: Bags) -> Callable[[], None]:
     return step
 
 
-CONTENDERS = {"fusedoptim": ours, "fbgemm": _fbgemm, "IPEX": _ipex}
+CONTENDERS = {"fusedoptim": ours, "joined": joined, "fbgemm": _fbgemm, "IPEX": _ipex}
 """How contenders other than torch take a step, each in its own environment."""
 
 

@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.embedding_bag_peers [--fbgemm PYTHON] [--ipex PYTHON]``. The processes
 alternate. In each, torch's bags are timed interleaved with the contender's. Figures are ratios to
-torch in the same process, because IPEX 2.8 needs an older torch. fbgemm's Python needs
-fbgemm-gpu-cpu, IPEX's needs intel-extension-for-pytorch. malloc keeps freed memory in all.
+torch in the same process, because IPEX 2.8 needs an older torch. "joined" is fusedoptim with one
+tensor of indices for all tables, as fbgemm takes them. fbgemm's Python needs fbgemm-gpu-cpu, IPEX's
+needs intel-extension-for-pytorch. malloc keeps freed memory in all.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     _output.print_machine()
     for workload in args.workload or WORKLOADS:
-        pythons = {"fusedoptim": sys.executable}
+        pythons = {"fusedoptim": sys.executable, "joined": sys.executable}
         if args.fbgemm and not WORKLOADS[workload].split:
             pythons["fbgemm"] = args.fbgemm
         if args.ipex and WORKLOADS[workload].optimizer in _OF_IPEX:
