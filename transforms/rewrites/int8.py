@@ -8,7 +8,7 @@ it keeps the range of its input, or nothing if each call finds the range.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,7 +26,8 @@ from transforms.rewrites import int8_chain as chain
 from transforms.rewrites import int8_operators as operators
 from transforms.rewrites.fused_activation import FusedActivation, mark_activated, mark_free
 from transforms.rewrites.int8_operators import Codes, Geometry, Grid, Result
-from transforms.rewrites.watched_parameter import is_exposed, settle, state, unwatch, watch
+from transforms.rewrites.packed_copy import are_sources, can_follow
+from transforms.rewrites.watched_parameter import state, unwatch
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -43,7 +44,8 @@ class Range(NamedTuple):
 class _Packed(NamedTuple):
     """A weight ready for the operators, and what it was made from."""
 
-    source: Callable[[], Tensor | None]
+    sources: tuple[Callable[[], Tensor | None], ...]
+    """Each returns the Parameter, weight or bias, or None if that is gone."""
     state: tuple[object, ...]
     shape: tuple[int, ...]
     weight: Tensor
@@ -87,7 +89,7 @@ class Int8:
         codes = None if grid is None else operators.quantized_activation(x, grid)
         if grid is None or codes is None:
             return None
-        packed = self._weight(module.weight, grid, module, x)
+        packed = self._weight(grid, module, x)
         if packed is None:
             return None
         return self._compute(module, codes, grid, packed, Result(dtype))
@@ -108,7 +110,7 @@ class Int8:
             grid, codes = taken.grid, x
         if grid is None or codes is None:
             return None
-        packed = self._weight(module.weight, grid, module, x)
+        packed = self._weight(grid, module, x)
         return None if packed is None else self._activated(module, codes, grid, packed, dtype)
 
     def _activated(
@@ -140,26 +142,26 @@ class Int8:
         low, high = (bound.item() for bound in torch.aminmax(x))
         return Grid.over(low, high) if abs(low) + abs(high) < torch.inf else None
 
-    def _weight(self, param: Tensor, grid: Grid, module: Any, x: Tensor) -> _Packed | None:
-        current = _state(param, module.bias)
-        shape = self._shape(x)
-        packed = self._packed
-        is_current = packed is not None and packed.state == current and packed.source() is param
-        is_exposed_ = is_exposed(param) or (module.bias is not None and is_exposed(module.bias))
-        if packed is not None and is_current and not is_exposed_:
+    def _weight(self, grid: Grid, module: Any, x: Tensor) -> _Packed | None:
+        weight, bias = module.weight, module.bias
+        params = (weight,) if bias is None else (weight, bias)
+        shape, packed, current = self._shape(x), self._packed, _state(params)
+        if packed is not None and packed.state == current and are_sources(packed.sources, params):
             self._missed, missed = (None if shape == packed.shape else shape), self._missed
             if self._missed is None or self._missed != missed:
                 return packed  # also for another shape, unless that comes twice in a row
-        codes = operators.quantized_weight(param)
-        bias = None if module.bias is None else module.bias.detach().to(torch.float32, copy=True)
+        self._packed = packed = None  # before the next is made, so that there is one at most
+        can_be_kept = all(map(can_follow, params))
+        current = _state(params)  # watched only now, and before values are read
+        codes = operators.quantized_weight(weight)
+        bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
         if codes is None or not (bias is None or bool(bias.isfinite().all())):
             return None
-        self._packed = None  # freed before another is made, so that there is never more than one
-        weight = self._pack(codes, grid, module, x)
-        is_safe = all(watch(t) and settle(t) for t in (param, module.bias) if t is not None)
-        state = _state(param, module.bias)
-        packed = _Packed(weakref.ref(param), state, shape, weight, codes.scales, bias)
-        self._packed = packed if is_safe else None  # it may still be written to unnoticed
+        sources = tuple(map(weakref.ref, params))
+        values = self._pack(codes, grid, module, x)
+        packed = _Packed(sources, current, shape, values, codes.scales, bias)
+        if can_be_kept:
+            self._packed = packed
         return packed
 
     def _shape(self, x: Tensor) -> tuple[int, ...]:
@@ -235,10 +237,9 @@ class _OfConvolution(Int8):
         return y if is_channels_last else y.contiguous()
 
 
-def _state(param: Tensor, bias: Tensor | None) -> tuple[object, ...]:
-    """What a packed weight, with its bias, was made from."""
-    of_bias = None if bias is None else (id(bias), *state(bias), bias.dtype)
-    return *state(param), param.dtype, of_bias
+def _state(params: Sequence[Tensor]) -> tuple[object, ...]:
+    """The state of what a packed weight was made from."""
+    return tuple([(*state(param), param.dtype) for param in params])
 
 
 def _geometry(module: Any) -> Geometry:

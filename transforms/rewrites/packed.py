@@ -69,8 +69,6 @@ def product_dtype(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> torch.d
         if not _is_strided(t):
             return None
     weight, records = params[0], torch.is_grad_enabled()
-    if weight.is_inference():
-        return None
     is_cast = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if is_cast else weight.dtype
     for t in (*inputs, *params):

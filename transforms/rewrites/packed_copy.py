@@ -117,11 +117,11 @@ class Pack:
         signature = Signature(tuple(map(state, params)), dtype, layout)
         kept = self._copy
         if kept is not None and kept.signature == signature:
-            if _are_sources(kept.sources, params):
+            if are_sources(kept.sources, params):
                 return kept
         elif kept is not None and self._is_passing(signature, kept.signature):
             return None
-        if signature == self._useless or not all(map(_can_follow, params)):
+        if signature == self._useless or not all(map(can_follow, params)):
             return None
         # Before the new one is made, so that there is never more than one.
         self._copy = self._last = kept = None
@@ -141,7 +141,7 @@ class Pack:
         return is_passing
 
 
-def _are_sources(sources: Sequence[Callable[[], Tensor | None]], params: Sequence[Tensor]) -> bool:
+def are_sources(sources: Sequence[Callable[[], Tensor | None]], params: Sequence[Tensor]) -> bool:
     """Whether the copies are of these weights, and no write into them can have gone unnoticed."""
     for source, param in zip(sources, params):
         if source() is not param or is_exposed(param):
@@ -149,9 +149,10 @@ def _are_sources(sources: Sequence[Callable[[], Tensor | None]], params: Sequenc
     return True
 
 
-def _can_follow(param: Tensor) -> bool:
+def can_follow(param: Tensor) -> bool:
     """Whether every later change of a weight will be noticed."""
-    return not is_shared(param) and watch(param) and settle(param)
+    is_tracked = not (is_shared(param) or param.is_inference())
+    return is_tracked and watch(param) and settle(param)
 
 
 def is_shared(param: Tensor) -> bool:

@@ -275,7 +275,24 @@ class TestWeights:
         with torch.inference_mode():
             plain = nn.Linear(40, 8).eval()
             layer = quantized(plain, x)
-            assert torch.equal(layer(x), layer(x))
+            before = layer(x)
+            assert torch.equal(layer(x), before)
+            layer.weight.mul_(2)  # torch does not count writes into these
+            layer.bias.mul_(2)
+            torch.testing.assert_close(layer(x), 2 * before, rtol=1e-6, atol=1e-6)
+
+    @pytest.mark.parametrize("name", ["weight", "bias"])
+    def test_a_write_of_another_process_is_seen(self, name: str) -> None:
+        x = torch.randn(6, 40)
+        layer = quantized(nn.Linear(40, 8), x).share_memory()
+        storage: Any = getattr(layer, name).untyped_storage()
+        mapped = torch.UntypedStorage._new_shared_fd_cpu(*storage._share_fd_cpu_())
+        theirs = torch.empty(0).set_(mapped)  # what another process has
+        with torch.no_grad():
+            before, bias = layer(x), layer.bias.clone()
+            theirs.zero_()
+            expected = bias.expand(6, 8) if name == "weight" else before - bias
+            torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
 
 
 class TestRefused:
