@@ -22,7 +22,9 @@ class Bucket:
 
     A copy of a gradient is valid while the parameter's gradient is the same tensor with the same
     version: a step copies again what has changed since, whether by another backward pass or by
-    clipping. In the same way it notices weights that something else has written.
+    clipping. In the same way it notices weights that something else has written. What torch does
+    not count, such as writes through ``data``, needs :meth:`distrust_copies` or
+    :meth:`distrust_weights`.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Bucket:
         self._grad_views: list[Tensor] = []
         self._fetched: list[tuple[Tensor, int] | None] = [None] * len(params)
         """The gradients that the host has copied or is copying, and their versions."""
-        self._known: list[tuple[int, int, torch.Size]] = []
+        self._known: list[tuple[int, int, torch.Size] | None] = []
         """Version, address and shape of each parameter when the host last had its values."""
         self._arrived: set[int] = set()
         self._with_grad: list[int] = []
@@ -104,6 +106,10 @@ class Bucket:
     def distrust_copies(self) -> None:
         """Make the next step copy all gradients again."""
         self._drop_fetched(range(len(self.params)))
+
+    def distrust_weights(self) -> None:
+        """Make the next step take all weights from the device."""
+        self._known = [None] * len(self.params)
 
     def _drop_fetched(self, chosen: Sequence[int]) -> None:
         """Drop gradients that the host has copied, once their copies are complete.
@@ -159,7 +165,7 @@ class Bucket:
         self._note_weights()
 
     def _note_weights(self) -> None:
-        self._known = [_written(p) for p in self.params]
+        self._known = list(map(_written, self.params))
 
     @property
     def grads(self) -> Iterator[Tensor]:

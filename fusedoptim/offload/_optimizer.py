@@ -44,7 +44,8 @@ class OffloadOptimizer(Optimizer):
             on the device.
         bucket_cap_mb: MiB of weights that are copied at once; a larger parameter is copied whole.
         copy_in_backward: copy gradients as backward makes them. False copies them in ``step()``,
-            for when something changes them after backward, as DistributedDataParallel does. May be
+            for when something changes them after backward that torch does not count, as
+            DistributedDataParallel does and ``torch.distributed.all_reduce(p.grad)``. May be
             changed at any time, for example to False for all but the last of several backward
             passes.
         **kwargs: arguments of ``optimizer_class``.
@@ -90,7 +91,7 @@ class OffloadOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         """Gradients are scaled down to this norm over all parameters."""
         self.copy_in_backward = copy_in_backward
-        """Whether gradients are copied as backward makes them."""
+        """Whether gradients are copied as backward makes them; if not, every step copies all."""
         check_norm(max_grad_norm)
         self._bucket_bytes = bucket_cap_mb * 2**20
         self._make = functools.partial(optimizer_class, **kwargs)
@@ -207,8 +208,9 @@ class OffloadOptimizer(Optimizer):
         if found_inf is not None and found_inf:
             return
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)  # a GradScaler's
-        if found_inf is not None and grad_scale is None:
-            for bucket in self._buckets:  # unscale_() does not change the gradients' versions
+        # unscale_() does not change the gradients' versions.
+        if not self.copy_in_backward or (found_inf is not None and grad_scale is None):
+            for bucket in self._buckets:
                 bucket.distrust_copies()
         for group in self.param_groups:
             check_numbers(type(self).__name__, own_options(group))
@@ -298,6 +300,30 @@ class OffloadOptimizer(Optimizer):
                 self.param_groups[bucket.group].update(options)
             self._torn = None
             self._show_state()
+
+    def weights_changed(self) -> None:
+        """Make the next step take all weights from the device.
+
+        A step notices weights that torch's operations have written, but not those that were
+        written through ``p.data``, as by ``p.data.clamp_()``, by ``torch.distributed.broadcast``,
+        or by a kernel of your own. Call this after such a write.
+
+        Example:
+            >>> import torch
+            >>> from fusedoptim import FusedSGD
+            >>> from fusedoptim.offload import OffloadOptimizer
+            >>> p = torch.nn.Parameter(torch.full((2,), 5.0))
+            >>> optimizer = OffloadOptimizer([p], FusedSGD, lr=1.0)
+            >>> _ = p.data.clamp_(-2, 2)
+            >>> optimizer.weights_changed()
+            >>> p.sum().backward()
+            >>> optimizer.step()
+            >>> p.detach()
+            tensor([1., 1.])
+        """
+        with self._lock:
+            for bucket in self._buckets:
+                bucket.distrust_weights()
 
     def master_params(self) -> Iterator[Tensor]:
         """The parameters' exact values, on the host, float32 if split, in the groups' order."""

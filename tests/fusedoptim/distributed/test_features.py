@@ -128,6 +128,28 @@ def test_ddp_with_the_optimizer_on_the_host() -> None:
 
 
 @on_processes(2)
+def test_collectives_by_hand_with_the_optimizer_on_the_host() -> None:
+    for case in WHOLE_CASES:
+        model = new_model()
+        for p in model.parameters():
+            p.data.add_(rank())
+        optimizer = OffloadOptimizer(
+            model.parameters(), case.cls, copy_in_backward=False, **case.always, **case.kwargs[-1]
+        )
+        for p in model.parameters():
+            torch.distributed.broadcast(p.data, 0)
+        optimizer.weights_changed()
+        for batch in own_batches():
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            for p in model.parameters():
+                torch.distributed.all_reduce(p.grad)
+                p.grad.data.div_(size())
+            optimizer.step()
+        assert_trained(model, case)
+
+
+@on_processes(2)
 def test_ddp_no_sync() -> None:
     """Gradients of two halves of a batch accumulate before they are reduced over processes."""
     for case in WHOLE_CASES:

@@ -290,6 +290,30 @@ class TestContract:
                     model[2].weight.data = torch.ones_like(model[2].weight)
         assert_equal_models(*both)
 
+    @pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.AdamW])
+    def test_weights_written_unseen_count_when_told(self, cls: type[Any]) -> None:
+        both = networks(torch.float32, cls, lr=0.05)
+        for step in range(3):
+            for model, optimizer in both:
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+                for p in model.parameters():
+                    p.data.clamp_(-0.01, 0.01)
+            both[0][1].weights_changed()
+        assert_equal_models(*both)
+
+    def test_gradients_written_unseen_count_if_copied_in_the_step(self) -> None:
+        """After ``unscale_``, users may call the step themselves."""
+        both = networks(torch.float32, FusedSGD, lr=0.1)
+        for model, optimizer in both:
+            scaler = new_scaler()
+            scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+            scaler.unscale_(optimizer)
+            optimizer.copy_in_backward = False  # also copies those again that backward has copied
+            optimizer.step()
+        assert_equal_models(*both)
+
     def test_master_params(self) -> None:
         both = networks(torch.float32, SplitSGD, lr=1e-3)
         for model, optimizer in both:
