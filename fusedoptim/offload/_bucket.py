@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fusedoptim.offload._link import Link, views
-from fusedoptim.step.tensors import Group, State
+from fusedoptim.optimizer import FusedOptimizer
+from fusedoptim.step.tensors import PARAM_DTYPES, Group, State
 
 MakeOptimizer = Callable[[list[Group]], Optimizer]
 """Makes the host's optimizer of some groups."""
@@ -175,6 +177,14 @@ class Bucket:
             if grad is not None:
                 yield grad.detach()
 
+    @property
+    def largest_number(self) -> float:
+        """The largest hyper-parameter, except infinity, that the optimizer accepts."""
+        known = PARAM_DTYPES.get(self._weights.dtype)
+        if known is None or not isinstance(self.optimizer, FusedOptimizer):
+            return math.inf
+        return torch.finfo(known.arithmetic).max
+
     def update(self, options: Group, grad_scale: Tensor | None) -> None:
         """Take the step on the host.
 
@@ -189,15 +199,18 @@ class Bucket:
         if grad_scale is None:
             optimizer.step()
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.grad_scale, optimizer.found_inf = grad_scale, torch.zeros(())
+            optimizer.grad_scale, optimizer.found_inf = grad_scale, torch.zeros((), device="cpu")
             try:
                 optimizer.step()
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
         else:
             grads = [h.grad for h in self.host if h.grad is not None]
-            torch._foreach_div_(grads, grad_scale)
-            optimizer.step()
+            try:
+                torch._foreach_div_(grads, grad_scale)
+                optimizer.step()
+            finally:
+                self.distrust_copies()  # a step that is tried again must not divide them twice
 
     def send(self) -> None:
         """Begin to copy the weights to the device, after :meth:`update`."""

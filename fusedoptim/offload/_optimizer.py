@@ -212,9 +212,7 @@ class OffloadOptimizer(Optimizer):
         if not self.copy_in_backward or (found_inf is not None and grad_scale is None):
             for bucket in self._buckets:
                 bucket.distrust_copies()
-        for group in self.param_groups:
-            check_numbers(type(self).__name__, own_options(group))
-        check_norm(self.max_grad_norm)
+        self._check_numbers()
         # Backward reaches the last parameters first.
         active = [bucket for bucket in reversed(self._buckets) if bucket.prepare()]
         scale = self._divisor(active, grad_scale)
@@ -241,6 +239,16 @@ class OffloadOptimizer(Optimizer):
             for link in self._links.values():
                 link.finish()
         self._show_state()
+
+    def _check_numbers(self) -> None:
+        """Raise if a number is wrong, which a bucket might notice only after others are updated."""
+        check_norm(self.max_grad_norm)
+        numbers = {name: value for name, value in self.defaults.items() if _is_number(value)}
+        limits = {(bucket.group, bucket.largest_number) for bucket in self._buckets}
+        for index, largest in limits:
+            group = self.param_groups[index]
+            options = {name: group[name] for name in numbers if name in group}
+            check_numbers(type(self).__name__, options, numbers, largest)
 
     def _divisor(self, active: list[Bucket], grad_scale: Tensor | None) -> Tensor | None:
         """What gradients are divided by to unscale them, and to clip their norm."""
@@ -385,6 +393,12 @@ def _numbered(
     for bucket in optimizer._buckets:
         names = state_dict["param_groups"][bucket.group]["params"]
         yield bucket, [names[i] for i in bucket.positions]
+
+
+def _is_number(default: Any) -> bool:
+    """Whether a hyper-parameter with this default is a number, or several."""
+    items = default if isinstance(default, tuple) else (default,)
+    return all(isinstance(i, (int, float, Tensor)) and not isinstance(i, bool) for i in items)
 
 
 def _check_param(param: Tensor) -> None:

@@ -19,6 +19,7 @@ from fusedoptim.offload import OffloadOptimizer
 from tests.fusedoptim.helpers import (
     assert_same_bits,
     bits,
+    new_scaler,
     params_of,
     refused,
     run_script,
@@ -198,6 +199,49 @@ class TestFaults:
             optimizer.step()
         optimizer.param_groups[0]["lr"] = 0.1
         optimizer.step()
+
+    @pytest.mark.parametrize(
+        ("value", "error"), [(None, TypeError), ("x", TypeError), (1e39, OverflowError)]
+    )
+    def test_a_wrong_number_of_a_later_bucket_changes_nothing(
+        self, value: object, error: type[Exception]
+    ) -> None:
+        """The last bucket is updated first."""
+        groups = [{"params": [Parameter(torch.ones(3))]} for _ in range(2)]
+        optimizer = OffloadOptimizer(groups, FusedAdamW)
+        step_alike(optimizer)
+        optimizer.param_groups[0]["lr"] = value
+        with refused(optimizer, error, "lr"):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+
+    def test_numbers_of_torchs_classes_and_of_users(self) -> None:
+        """Adafactor's default eps has a None; eps may be larger than float32 in torch's AdamW."""
+        for cls, options in ((torch.optim.Adafactor, {}), (torch.optim.AdamW, {"eps": 1e39})):
+            group = {"params": [Parameter(torch.ones(3))], "best_loss": float("nan")}
+            step_alike(OffloadOptimizer([group], cls, **options))
+
+    @pytest.mark.parametrize("limit", [None, 1.0])
+    def test_gradients_are_scaled_once_if_a_step_is_tried_again(self, limit: float | None) -> None:
+        """torch's class divides them before it raises for its options."""
+        both = networks(torch.float32, torch.optim.AdamW, lr=1.0, eps=1.0)
+        for model, optimizer in both:
+            scaler = new_scaler()
+            scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+            optimizer.max_grad_norm = limit
+            if optimizer is both[0][1]:
+                optimizer.param_groups[0]["betas"] = (0.9,)
+                with refused(optimizer, ValueError, "not enough values"):
+                    scaler.step(optimizer)
+                optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+                del optimizer.grad_scale, optimizer.found_inf
+            elif limit is not None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            scaler.step(optimizer)
+        for p, q in zip(*(model.parameters() for model, _ in both)):
+            torch.testing.assert_close(p, q)
 
     @pytest.mark.parametrize(
         ("change", "match"),
