@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,6 @@ class Bucket:
     def __init__(
         self,
         link: Link,
-        group: int,
-        positions: Sequence[int],
         params: list[Tensor],
         options: Group,
         make: MakeOptimizer,
@@ -42,15 +40,13 @@ class Bucket:
 
         Args:
             link: the link to their device.
-            group: the number of their group.
-            positions: their numbers in the group.
-            params: the parameters, of one device and one dtype.
+            params: the parameters, of one group, device and dtype.
             options: the group's, without its parameters.
             make: makes the host's optimizer.
         """
         self.link = link
-        self.group = group
-        self.positions = positions
+        self.group: Group | None = None
+        """The group that the parameters are in; None if it was removed."""
         self.params = params
         self.host = [Parameter(_on_host(p)) for p in params]
         self.optimizer = make([{"params": self.host, **options}])
@@ -185,17 +181,17 @@ class Bucket:
             return math.inf
         return torch.finfo(known.arithmetic).max
 
-    def update(self, options: Group, grad_scale: Tensor | None) -> None:
-        """Take the step on the host.
+    def update(self, grad_scale: Tensor | None) -> None:
+        """Take the step on the host, with the present options of the group.
 
         Args:
-            options: the group's current ones.
             grad_scale: what gradients are divided by, or None.
         """
+        assert self.group is not None
         self.link.wait(self._end_of_send)
         self.link.wait(self._end_of_fetch)
         optimizer: Any = self.optimizer
-        optimizer.param_groups[0].update(own_options(options))
+        optimizer.param_groups[0].update(own_options(self.group))
         if grad_scale is None:
             optimizer.step()
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -234,6 +230,16 @@ class Bucket:
         for p, h in zip(self.params, self.host):
             if h in state:
                 yield p, state[h]
+
+    def take_states(self, shown: Mapping[Tensor, State]) -> None:
+        """Use the state that the parameters have now, after a user has deleted or replaced some."""
+        state = self.optimizer.state
+        for p, h in zip(self.params, self.host):
+            own = shown.get(p)
+            if own is None:
+                state.pop(h, None)
+            elif own is not state.get(h):
+                state[h] = own
 
 
 def own_options(group: Group) -> Group:

@@ -20,7 +20,8 @@ from fusedoptim.step.checks import check_norm, check_numbers
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import CLIP_EPS
 from fusedoptim.step.sharding import is_dtensor
-from fusedoptim.step.tensors import Group, has_memory, update_order
+from fusedoptim.step.tensors import Group, State, has_memory, update_order
+from fusedoptim.step.unchanged import are_same_objects
 
 __all__ = ["OffloadOptimizer"]
 
@@ -98,6 +99,11 @@ class OffloadOptimizer(Optimizer):
         self._links: dict[torch.device, Link] = {}
         self._buckets: list[Bucket] = []
         self._lock = threading.RLock()
+        self._seen_groups: list[tuple[int, ...]] = []
+        """Identities of the groups and their parameters when the buckets' groups were found."""
+        self._shown: list[State] = []
+        """The values in ``state`` when it last showed what the host has."""
+        self._shown_count = 0
         self._torn: str | None = None
         """Why weights are of two different steps, if they are."""
         # Has the defaults, and raises for wrong arguments before any parameter is copied.
@@ -126,16 +132,10 @@ class OffloadOptimizer(Optimizer):
                     "not; clone() one first, or give one Parameter to both modules"
                 )
             options = own_options(group)
+            known = {p for bucket in self._buckets for p in bucket.params}  # of a removed group
             new = [
-                Bucket(
-                    self._link(group["params"][positions[0]].device),
-                    number,
-                    positions,
-                    [group["params"][i] for i in positions],
-                    options,
-                    self._make,
-                )
-                for positions in self._cut(group["params"])
+                Bucket(self._link(params[0].device), params, options, self._make)
+                for params in self._cut([p for p in group["params"] if p not in known])
             ]
         except BaseException:
             del self.param_groups[number:]
@@ -144,18 +144,44 @@ class OffloadOptimizer(Optimizer):
             bucket.attach()
             self._register(bucket)
         self._buckets += new
-        self._show_state()
+        self._show_states()
 
-    def _cut(self, params: list[Tensor]) -> Iterator[list[int]]:
-        """Numbers of the parameters of each bucket."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for i, p in enumerate(params):
+    def _cut(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
+        """The parameters of each bucket."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for p in params:
             bucket = kinds.setdefault((p.device, p.dtype), [])
-            if bucket and sum(params[j].nbytes for j in bucket) + p.nbytes > self._bucket_bytes:
+            if bucket and sum(other.nbytes for other in bucket) + p.nbytes > self._bucket_bytes:
                 yield bucket
                 bucket = kinds[p.device, p.dtype] = []
-            bucket.append(i)
+            bucket.append(p)
         yield from kinds.values()
+
+    def _find_groups(self) -> None:
+        """Give each bucket its group, as users and checkpoints may remove and replace groups.
+
+        Raises:
+            RuntimeError: a parameter of a group has no bucket, or not all of a bucket are in one
+                group.
+        """
+        seen = [(id(group), *map(id, group["params"])) for group in self.param_groups]
+        if seen == self._seen_groups:
+            return
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        if groups.keys() - {p for bucket in self._buckets for p in bucket.params}:
+            raise RuntimeError(
+                "OffloadOptimizer: a parameter was put into the list of a group; add it by "
+                "optimizer.add_param_group()"
+            )
+        found = [[groups.get(p) for p in bucket.params] for bucket in self._buckets]
+        if any(group is not each[0] for each in found for group in each):
+            raise RuntimeError(
+                "OffloadOptimizer: parameters of one group are no longer together; remove and add "
+                "whole groups, or construct the optimizer again"
+            )
+        for bucket, each in zip(self._buckets, found):
+            bucket.group = each[0]
+        self._seen_groups = seen
 
     def _link(self, device: torch.device) -> Link:
         if device not in self._links:
@@ -212,16 +238,18 @@ class OffloadOptimizer(Optimizer):
         if not self.copy_in_backward or (found_inf is not None and grad_scale is None):
             for bucket in self._buckets:
                 bucket.distrust_copies()
+        self._find_groups()
         self._check_numbers()
+        self._take_states()
         # Backward reaches the last parameters first.
-        active = [bucket for bucket in reversed(self._buckets) if bucket.prepare()]
+        active = [b for b in reversed(self._buckets) if b.group is not None and b.prepare()]
         scale = self._divisor(active, grad_scale)
         for link in self._links.values():
             link.begin()
         updated = 0
         try:
             for bucket in active:
-                bucket.update(self.param_groups[bucket.group], scale)
+                bucket.update(scale)
                 updated += 1
                 bucket.send()
         except BaseException as error:
@@ -238,15 +266,15 @@ class OffloadOptimizer(Optimizer):
         finally:
             for link in self._links.values():
                 link.finish()
-        self._show_state()
+            if self._count_states() != self._shown_count:
+                self._show_states()
 
     def _check_numbers(self) -> None:
         """Raise if a number is wrong, which a bucket might notice only after others are updated."""
         check_norm(self.max_grad_norm)
         numbers = {name: value for name, value in self.defaults.items() if _is_number(value)}
-        limits = {(bucket.group, bucket.largest_number) for bucket in self._buckets}
-        for index, largest in limits:
-            group = self.param_groups[index]
+        limits = {(id(b.group), b.largest_number): b.group or {} for b in self._buckets}
+        for (_, largest), group in limits.items():
             options = {name: group[name] for name in numbers if name in group}
             check_numbers(type(self).__name__, options, numbers, largest)
 
@@ -270,15 +298,29 @@ class OffloadOptimizer(Optimizer):
         divisor: Tensor = ((norm / scale + CLIP_EPS) / self.max_grad_norm).clamp(min=1.0) * scale
         return divisor
 
-    def _show_state(self) -> None:
+    def _show_states(self) -> None:
         """Show in ``state`` what the host has for the device's parameters."""
-        if len(self.state) < sum(len(bucket.optimizer.state) for bucket in self._buckets):
+        for bucket in self._buckets:
+            self.state.update(bucket.states())
+        self._shown, self._shown_count = list(self.state.values()), self._count_states()
+
+    def _take_states(self) -> None:
+        """Use what a user has made of ``state``."""
+        if not are_same_objects(self.state.values(), self._shown):
             for bucket in self._buckets:
-                self.state.update(bucket.states())
+                bucket.take_states(self.state)
+            self._show_states()
+
+    def _count_states(self) -> int:
+        """For how many parameters the host has state."""
+        return sum(len(bucket.optimizer.state) for bucket in self._buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of ``optimizer_class`` for these groups, with all state on the host."""
-        return super().state_dict()  # _with_states adds the state
+        with self._lock:
+            self._find_groups()
+            self._take_states()
+            return super().state_dict()  # _with_states adds the state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class, or any that ``optimizer_class`` can load.
@@ -291,6 +333,7 @@ class OffloadOptimizer(Optimizer):
                 Nothing was changed then.
         """
         with self._lock:
+            self._find_groups()
             before = [
                 (b.optimizer, b.optimizer.state, b.optimizer.param_groups) for b in self._buckets
             ]
@@ -303,11 +346,12 @@ class OffloadOptimizer(Optimizer):
                 raise
             finally:
                 handle.remove()
+            self._find_groups()
             for bucket in self._buckets:  # a class sets some options itself
-                options = own_options(bucket.optimizer.param_groups[0])
-                self.param_groups[bucket.group].update(options)
+                if bucket.group is not None:
+                    bucket.group.update(own_options(bucket.optimizer.param_groups[0]))
             self._torn = None
-            self._show_state()
+            self._show_states()
 
     def weights_changed(self) -> None:
         """Make the next step take all weights from the device.
@@ -336,6 +380,7 @@ class OffloadOptimizer(Optimizer):
     def master_params(self) -> Iterator[Tensor]:
         """The parameters' exact values, on the host, float32 if split, in the groups' order."""
         found: dict[Tensor, Tensor] = {}
+        self._find_groups()
         for bucket in self._buckets:
             bucket.take_weights()
             own = getattr(bucket.optimizer, "master_params", None)
@@ -356,7 +401,7 @@ def _with_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Put the state that the host has into a state_dict."""
     assert isinstance(optimizer, OffloadOptimizer)
     states = {}
-    for bucket, numbers in _numbered(optimizer, state_dict):
+    for bucket, numbers, _ in _numbered(optimizer, state_dict):
         own = bucket.optimizer.state_dict()["state"]
         states.update({numbers[i]: state for i, state in own.items()})
     state_dict["state"] = dict(sorted(states.items()))
@@ -374,25 +419,30 @@ def _load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         type(optimizer).__name__,
         [
             (number, h, state.get(number, {}))
-            for bucket, numbers in numbered
+            for bucket, numbers, _ in numbered
             for number, h in zip(numbers, bucket.host)
             if bucket.is_split(h)
         ],
     )
-    for bucket, numbers in numbered:
+    for bucket, numbers, saved_group in numbered:
         own = {i: state[number] for i, number in enumerate(numbers) if number in state}
-        group = own_options(saved[bucket.group]) | {"params": list(range(len(numbers)))}
+        group = own_options(saved_group) | {"params": list(range(len(numbers)))}
         bucket.optimizer.load_state_dict({"state": own, "param_groups": [group]})
     return {**state_dict, "state": {}}
 
 
 def _numbered(
     optimizer: OffloadOptimizer, state_dict: dict[str, Any]
-) -> Iterator[tuple[Bucket, list[Any]]]:
-    """Each bucket with what a state_dict calls its parameters."""
+) -> Iterator[tuple[Bucket, list[Any], Group]]:
+    """Each bucket with what a state_dict calls its parameters, and their group there."""
+    found = {
+        p: (number, saved)
+        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"])
+        for p, number in zip(group["params"], saved["params"])
+    }
     for bucket in optimizer._buckets:
-        names = state_dict["param_groups"][bucket.group]["params"]
-        yield bucket, [names[i] for i in bucket.positions]
+        if bucket.group is not None:
+            yield bucket, [found[p][0] for p in bucket.params], found[bucket.params[0]][1]
 
 
 def _is_number(default: Any) -> bool:

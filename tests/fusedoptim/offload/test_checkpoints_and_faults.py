@@ -200,6 +200,20 @@ class TestFaults:
         optimizer.param_groups[0]["lr"] = 0.1
         optimizer.step()
 
+    def test_a_group_that_was_changed_in_place(self) -> None:
+        first, second, other = (Parameter(torch.ones(3)) for _ in range(3))
+        optimizer = OffloadOptimizer([first, second], FusedAdamW)
+        step_alike(optimizer)
+        params = optimizer.param_groups[0]["params"]
+        params.append(other)
+        with refused(optimizer, RuntimeError, r"add it by optimizer\.add_param_group\(\)"):
+            optimizer.step()
+        del params[1:]
+        with refused(optimizer, RuntimeError, "remove and add whole groups"):
+            optimizer.step()
+        params.append(second)
+        step_alike(optimizer)
+
     @pytest.mark.parametrize(
         ("value", "error"), [(None, TypeError), ("x", TypeError), (1e39, OverflowError)]
     )

@@ -30,6 +30,7 @@ from tests.fusedoptim.helpers import (
     params_of,
     random_like,
     step_alike,
+    through_a_file,
 )
 from tests.fusedoptim.offload.links import Counted, Late, Short, Staged
 from tests.fusedoptim.offload.models import (
@@ -148,6 +149,41 @@ class TestValues:
         assert_equal_models(*both)
         first, second = (optimizer.state_dict() for _, optimizer in both)
         assert first["param_groups"] == second["param_groups"]
+
+    @pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.AdamW])
+    def test_after_changes_of_state_and_groups(self, cls: type[Any]) -> None:
+        params = [Parameter(torch.randn(3)) for _ in range(3)]
+        peers = copy.deepcopy(params)
+        grads = [[random_like(p) for p in params] for _ in range(9)]
+        for some, make in ((params, OffloadOptimizer), (peers, lambda g, cls, **k: cls(g, **k))):
+            groups = [{"params": some[:1], "lr": 0.5}, {"params": some[1:]}]
+            optimizer = make(groups, cls, lr=0.1)
+            for taken in range(9):
+                if taken == 1:
+                    removed = optimizer.param_groups.pop(0)
+                elif taken == 2:
+                    optimizer.add_param_group(removed)
+                elif taken == 3:
+                    optimizer.state.clear()
+                elif taken == 4:
+                    del optimizer.state[some[1]]
+                elif taken == 5:
+                    optimizer.state[some[0]]["exp_avg"] = torch.full((3,), 0.25)
+                elif taken == 6:
+                    optimizer.state[some[2]] = copy.deepcopy(optimizer.state[some[2]])
+                elif taken == 7:
+                    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+                elif taken == 8:
+                    del (
+                        optimizer.param_groups[0],
+                        optimizer.state[some[1]],
+                        optimizer.state[some[2]],
+                    )
+                for p, grad in zip(some, grads[taken]):
+                    p.grad = grad.clone()
+                optimizer.step()
+            assert optimizer.state.keys() == {some[0]}
+        assert all(map(torch.equal, params, peers))
 
     @pytest.mark.parametrize("cls", [FusedSGD, torch.optim.SGD])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16])
