@@ -70,7 +70,7 @@ class Bucket:
         for p, h in zip(self.params, self.host):
             if p.dtype != h.dtype:
                 grad = p.grad
-                p.data = h.detach().to(p.device)
+                p.data = torch.empty_like(p, dtype=h.dtype).copy_(h.detach())
                 if grad is not None:
                     p.grad = grad.to(h.dtype)
         self._note_weights()
@@ -257,5 +257,5 @@ def _is_strided(grad: Tensor) -> bool:
 
 
 def _on_host(param: Tensor) -> Tensor:
-    copy = torch.empty(param.shape, dtype=param.dtype)
+    copy = torch.empty(param.shape, dtype=param.dtype, device="cpu")  # whatever the default is
     return copy.copy_(param.detach())

@@ -31,7 +31,8 @@ class Link:
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory on the host, pinned if copies run concurrently with other work."""
-        return torch.empty(numel, dtype=dtype, pin_memory=self._stream is not None)
+        pin = self._stream is not None
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin)
 
     def begin(self) -> None:
         """Make later copies wait for all work submitted to the device so far."""

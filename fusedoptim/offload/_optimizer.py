@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedoptim.offload._bucket import Bucket, own_options
@@ -106,8 +105,9 @@ class OffloadOptimizer(Optimizer):
         self._shown_count = 0
         self._torn: str | None = None
         """Why weights are of two different steps, if they are."""
-        # Has the defaults, and raises for wrong arguments before any parameter is copied.
-        defaults = self._make([Parameter(torch.zeros(1))]).defaults
+        # Has the defaults, and raises for wrong arguments before any parameter is copied. It has no
+        # parameter, as classes refuse some dtypes and shapes.
+        defaults = self._make([{"params": []}]).defaults
         super().__init__(params, defaults)
         self.register_state_dict_post_hook(_with_states)
 

@@ -99,6 +99,38 @@ class TestValues:
             step_alike(offload, expected)
         assert_same_bits(offload, expected)
 
+    def test_of_a_class_that_refuses_vectors(self) -> None:
+        offload, expected = pair([Parameter(torch.randn(4, 3))], torch.optim.Muon, lr=0.1)
+        for _ in range(3):
+            step_alike(offload, expected)
+        assert_same_bits(offload, expected)
+
+    @pytest.mark.parametrize(
+        ("cls", "options"),
+        [
+            (FusedAdamW, {"split": True}),
+            (FusedAdamW, {"state_dtype": "float8"}),
+            (torch.optim.AdamW, {}),
+        ],
+    )
+    def test_with_other_defaults_of_torch(self, cls: type[Any], options: dict[str, Any]) -> None:
+        """The copies are on the CPU whatever the default device is, for which "meta" stands."""
+        params = [Parameter(torch.randn(4, dtype=BF16))]
+        grads = [torch.randn(4, dtype=BF16)]
+        peers = copy.deepcopy(params)
+        with torch.device("meta"):
+            torch.set_default_dtype(torch.float64)
+            try:
+                offload = OffloadOptimizer(params, cls, **options)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            for _ in range(2):
+                step_alike(offload, grads=grads)
+        expected = cls(peers, **options)
+        for _ in range(2):
+            step_alike(expected, grads=grads)
+        assert_same_bits(offload, expected)
+
     @pytest.mark.parametrize("in_backward", [True, False])
     @pytest.mark.parametrize("cls", [FusedAdamW, FusedLamb])
     def test_of_a_training(self, link: type[Link], cls: type[Any], in_backward: bool) -> None:
