@@ -102,7 +102,8 @@ class Bucket:
         self._end_of_fetch = self.link.mark()
 
     def distrust_copies(self) -> None:
-        """Make the next step copy all gradients again."""
+        """Make the next step copy all gradients again, and keep none of them."""
+        self._arrived.clear()
         self._drop_fetched(range(len(self.params)))
 
     def distrust_weights(self) -> None:

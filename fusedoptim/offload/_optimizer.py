@@ -17,7 +17,7 @@ from fusedoptim.offload._link import Link
 from fusedoptim.split.halves import check_saved_halves
 from fusedoptim.step.checks import check_norm, check_numbers
 from fusedoptim.step.hooks import with_hooks
-from fusedoptim.step.scalars import CLIP_EPS
+from fusedoptim.step.scalars import CLIP_EPS, common_factor
 from fusedoptim.step.sharding import is_dtensor
 from fusedoptim.step.tensors import Group, State, has_memory, update_order
 from fusedoptim.step.unchanged import are_same_objects
@@ -232,12 +232,12 @@ class OffloadOptimizer(Optimizer):
             raise RuntimeError(self._torn)
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # a GradScaler's
         if found_inf is not None and found_inf:
+            self._distrust_copies()  # which would keep the gradients
             return
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)  # a GradScaler's
         # unscale_() does not change the gradients' versions.
         if not self.copy_in_backward or (found_inf is not None and grad_scale is None):
-            for bucket in self._buckets:
-                bucket.distrust_copies()
+            self._distrust_copies()
         self._find_groups()
         self._check_numbers()
         self._take_states()
@@ -269,6 +269,19 @@ class OffloadOptimizer(Optimizer):
             if self._count_states() != self._shown_count:
                 self._show_states()
 
+    def _distrust_copies(self) -> None:
+        for bucket in self._buckets:
+            bucket.distrust_copies()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as ``torch.optim.Optimizer.zero_grad`` does.
+
+        Args:
+            set_to_none: drop them instead of filling them with zeros.
+        """
+        super().zero_grad(set_to_none)
+        self._distrust_copies()  # which would keep gradients that no step has used
+
     def _check_numbers(self) -> None:
         """Raise if a number is wrong, which a bucket might notice only after others are updated."""
         check_norm(self.max_grad_norm)
@@ -293,10 +306,8 @@ class OffloadOptimizer(Optimizer):
             wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
             each = torch._foreach_norm(grads, 2, dtype=wide)
             norms.append(torch.linalg.vector_norm(torch.stack(each)))
-        norm = torch.linalg.vector_norm(torch.stack([n.to("cpu", torch.float64) for n in norms]))
-        scale = 1.0 if grad_scale is None else grad_scale
-        divisor: Tensor = ((norm / scale + CLIP_EPS) / self.max_grad_norm).clamp(min=1.0) * scale
-        return divisor
+        squares = [norm.to("cpu", torch.float64).square() for norm in norms]
+        return common_factor(grad_scale, squares, self.max_grad_norm, CLIP_EPS).reciprocal()
 
     def _show_states(self) -> None:
         """Show in ``state`` what the host has for the device's parameters."""

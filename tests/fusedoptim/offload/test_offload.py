@@ -260,6 +260,30 @@ class TestContract:
         optimizer.step()
         assert (counted.fetched, counted.sent) == (2 * size, 2 * size)
 
+    @pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.AdamW])
+    def test_gradients_are_freed_with_zero_grad(self, cls: type[Any]) -> None:
+        """Also those that no step has used, or that a GradScaler's step has skipped."""
+        (model, optimizer), _ = networks(torch.float32, cls)
+        for skipped in (False, True):
+            backward(model)
+            grads = [weakref.ref(p.grad) for p in model.parameters()]
+            if skipped:
+                optimizer.found_inf = torch.ones(())
+                optimizer.step()
+                del optimizer.found_inf
+                model.zero_grad()
+            else:
+                optimizer.zero_grad()
+            assert not any(grad() is not None for grad in grads)
+
+    def test_split_parameters_on_the_cpu_keep_their_strides_and_share_no_memory(self) -> None:
+        """A saved layer has no more bytes than its own."""
+        layers = nn.Conv2d(3, 4, 2), nn.Linear(2, 2)
+        model: Any = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+        OffloadOptimizer(model.parameters(), FusedAdamW, split=True)
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        assert [p.untyped_storage().nbytes() for p in model.parameters()] == [96, 8, 8, 4]
+
     def test_state_is_on_the_host_and_gradients_stay(self) -> None:
         (model, optimizer), _ = networks(torch.float32, FusedAdamW)
         assert len(optimizer.state) == 0
