@@ -125,6 +125,7 @@ class _Simulation:
     def __init__(self, rules: Rules) -> None:
         driver = cast(Driver, _Addresses())  # a source uses nothing else of it
         self._store = Store(Source(driver, None), rules)
+        self._queues: dict[int, Any] = {0: None}
 
     @property
     def reserved(self) -> int:
@@ -137,9 +138,16 @@ class _Simulation:
 
     def allocate(self, nbytes: int, stream: int) -> tuple[int, Callable[[], None]]:
         """The size of a new block, and the function that frees it."""
-        heap = self._store.heap_of(stream or None)
+        heap = self._store.heap_of(self._queues.setdefault(stream, _IdleQueue()))
         block = heap.allocate(self._store.room_for(nbytes, GRAIN))
         return block.size, partial(heap.free, block)
+
+
+class _IdleQueue:
+    """A queue without work."""
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 class _Addresses:

@@ -252,11 +252,8 @@ class Guard(Hook):
 
     def _wait(self) -> None:
         """Wait for the queues' kernels: memory may be released while one still uses it."""
-        own = self._store.source.driver.queue
-        for queue in list(self._store.heaps):
-            queue = own if queue is None else queue
-            if queue is not None:
-                queue.wait()
+        for queue in self._store.queues:
+            queue.wait()
 
 
 def _life_of(allocation: Allocation) -> _Life | None:

@@ -98,7 +98,7 @@ class StableStore(Store):
         block = heap.allocate(self.bare_room_for(nbytes, alignment), alignment)
         return self.adopt(pool, block, block.address, nbytes, alignment, heap)
 
-    def take_alone(self, pool: Any, nbytes: int, alignment: int) -> Allocation:
+    def take_alone(self, pool: Any, nbytes: int, alignment: int, queue: Any) -> Allocation:
         """Refuse: there is no memory outside of the arena."""
         raise MemoryError(
             "a finalizer or a signal handler allocated in the middle of the pool's own work, and a "

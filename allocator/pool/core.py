@@ -202,7 +202,7 @@ class Core:
         store = self.store
         with self.lock, self.reentrancy as is_outermost:
             if not is_outermost:
-                return store.take_alone(pool, nbytes, alignment)
+                return store.take_alone(pool, nbytes, alignment, queue)
             self.drain(everything=self.bypasses_cache)
             if self.debugger is not None:
                 store.make_free(self.debugger.discharge(None))
@@ -376,6 +376,10 @@ class Core:
         """Stop allocating, and return free memory to the driver, now and after later releases."""
         self.is_closed = self.store.is_closed = True  # before trim() empties the cache
         self.cache.by_dtype.clear()  # trim() does nothing within one of our own calls
+        with self.lock, self.reentrancy as is_outermost:
+            if is_outermost:
+                self.drain()
+                self.store.wait_for_released()
 
     def abandon(self) -> None:
         """Stop in a forked process, where the driver is not running."""
@@ -384,7 +388,8 @@ class Core:
         self.reentrancy = ReentrancyGuard(self._recover)
 
     def __del__(self) -> None:
-        # No memory is in use, or an allocation would have kept the pool alive.
+        # No memory is in use, or an allocation would have kept the pool alive; but queues may
+        # still use what was released.
         exporter = getattr(self, "exporter", None)
         if exporter is not None and self._process == os.getpid():
             with contextlib.suppress(Exception):  # of a driver that was unloaded first, at exit
@@ -392,5 +397,6 @@ class Core:
                     self.debugger.report(self)
                 self.flush_cache()
                 self.store.is_closed = True
+                self.store.wait()
                 self.store.trim(0)
             exporter.retire()

@@ -189,7 +189,7 @@ class Pool(Constructors, Reports):
             ValueError: the memory is not of this pool.
         """
         allocation = _allocation_of(self, self._core, memory)
-        if queue == self.sycl_queue:
+        if queue == self.sycl_queue and allocation.stream == 0:
             return
         _check_queue(queue)
         if queue not in allocation.queues:
@@ -396,6 +396,8 @@ class Pool(Constructors, Reports):
 
     def close(self, *, force: bool = False) -> None:
         """Return all memory to the driver; the pool allocates nothing more.
+
+        Waits for queues that still use released memory.
 
         Args:
             force: close even if memory is in use; such memory stays valid until it is released.

@@ -43,6 +43,26 @@ class Source:
         self.driver.release(memory)
 
 
+class QueueSource:
+    """Gives segments to the heap of a queue other than the pool's own."""
+
+    def __init__(self, source: Source, queue: Any) -> None:
+        self._source = source
+        self._queue = queue
+
+    def allocate(self, nbytes: int) -> tuple[int, Any]:
+        """The address of new memory, and the handle that returns it; raises MemoryError."""
+        return self._source.allocate(nbytes)
+
+    def release(self, handle: Any) -> None:
+        """Return the memory of ``handle`` once the queue has finished its work.
+
+        The driver waits for the pool's own queue only.
+        """
+        self._queue.wait()
+        self._source.release(handle)
+
+
 def limit_of(limit: int | str | None, fraction: float | None, capacity: int) -> int | None:
     """The limit in bytes, from a size or a fraction of a device's capacity."""
     if limit is not None and fraction is not None:

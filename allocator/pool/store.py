@@ -12,7 +12,7 @@ from typing import Any
 from allocator.pool.allocation import Allocation
 from allocator.pool.blocks import GRAIN, Block, Heap, Rules, Segment
 from allocator.pool.counters import ALLOCATIONS, BLOCKS, SEGMENTS, Counters
-from allocator.pool.source import Source
+from allocator.pool.source import QueueSource, Source
 from allocator.runtime.libraries import load_dpctl
 
 _PAGE = 4096
@@ -56,8 +56,16 @@ class Store:
     def heap_of(self, queue: Any) -> Heap:
         """The heap of a queue's memory."""
         if queue not in self.heaps:
-            self.heaps[queue] = Heap(self.source, self.rules, len(self.heaps))
+            upstream = QueueSource(self.source, queue)
+            self.heaps[queue] = Heap(upstream, self.rules, len(self.heaps))
         return self.heaps[queue]
+
+    @property
+    def queues(self) -> list[Any]:
+        """The queue of each heap, without that of a driver that has none."""
+        own = self.source.driver.queue
+        queues = (own if queue is None else queue for queue in list(self.heaps))
+        return [queue for queue in queues if queue is not None]
 
     def room_for(self, nbytes: int, alignment: int) -> int:
         """The size of the block for a request."""
@@ -107,13 +115,15 @@ class Store:
         block.tag = holder
         block.segment.idle_since = None
 
-    def take_alone(self, pool: Any, nbytes: int, alignment: int) -> Allocation:
+    def take_alone(self, pool: Any, nbytes: int, alignment: int, queue: Any) -> Allocation:
         """Memory directly from the source, without touching the heaps, which are being changed."""
         room = whole_grains(nbytes + alignment + 2 * self.margin)
         address, handle = self.source.allocate(room)
         start = -(-(address + self.margin) // alignment) * alignment
         allocation = Allocation(pool, start, nbytes, self.in_use)
         allocation.handle = handle
+        if queue is not None:
+            allocation.queues.append(queue)  # no heap knows of it
         self.in_use[allocation.address] = allocation
         self.counters.misses += 1
         self.counters.grew(room, False)
@@ -155,6 +165,20 @@ class Store:
             if all(event.execution_status == complete for event in events):
                 self.awaiting.remove(waiting)
                 self.make_free((allocation,))
+
+    def wait_for_released(self) -> None:
+        """Wait until other queues have finished with released blocks, and free these."""
+        for _, events in list(self.awaiting):
+            for event in events:
+                event.wait()
+        self.take_back_finished()
+
+    def wait(self) -> None:
+        """Wait for all work that may use the memory, released or not."""
+        recorded = [queue for each in list(self.in_use.values()) for queue in each.queues]
+        for queue in (*self.queues, *recorded):
+            queue.wait()
+        self.wait_for_released()
 
     def cache(self, allocation: Allocation) -> None:
         """Count the allocation as free, but leave its block allocated."""

@@ -107,6 +107,10 @@ class OtherQueue:
         status = load_dpctl().event_status_type
         return status.complete if self.is_done else status.running
 
+    def wait(self) -> None:
+        """Finish its work."""
+        self.is_done = True
+
     def fail(self) -> None:
         if self.error is not None:
             error, self.error = self.error, None
