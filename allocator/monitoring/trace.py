@@ -222,6 +222,7 @@ def recorded(core: Core) -> Iterator[Trace]:
         try:
             core.update()  # takes in what was released in the block
         finally:
+            recorder.is_over = True
             core.remove_hook(recorder)
 
 
@@ -230,19 +231,24 @@ class _Recorder(Hook):
 
     def __init__(self) -> None:
         self.trace = Trace()
+        self.is_over = False
+        """whether to ignore events: threads inside an allocation still report it, but no releases
+        are reported any more."""
         self._start = time.perf_counter_ns()
 
     def allocated(self, pool: Any, allocation: Allocation) -> None:
-        if allocation.nbytes:  # the release of zero bytes is not reported
+        if allocation.nbytes and not self.is_over:  # the release of zero bytes is not reported
             place = allocation.address, allocation.nbytes, allocation.stream
             self.trace._add(Event(threading.get_native_id(), self._now(), "allocate", *place))
 
     def released(self, pool: Any, allocation: Allocation) -> None:
-        self.trace._add_free(threading.get_native_id(), self._now(), allocation.address)
+        if not self.is_over:
+            self.trace._add_free(threading.get_native_id(), self._now(), allocation.address)
 
     def out_of_memory(self, pool: Any, nbytes: int) -> bool:
-        thread, now = threading.get_native_id(), self._now()
-        self.trace._add(Event(thread, now, "allocate failure", 0, nbytes, 0))
+        if not self.is_over:
+            thread, now = threading.get_native_id(), self._now()
+            self.trace._add(Event(thread, now, "allocate failure", 0, nbytes, 0))
         return False
 
     def _now(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from allocator import (
     Event,
+    Hook,
+    Memory,
     OutOfMemoryError,
     Pool,
     Rules,
@@ -146,6 +149,26 @@ def test_threads(pool: Pool) -> None:
     assert len(trace) == 4 * 2 * 200
     assert len({event.thread for event in trace if event.action == "allocate"}) == 4
     assert trace.ignored == 0
+
+
+def test_an_allocation_that_the_end_of_a_recording_overtakes(pool: Pool) -> None:
+    """Another thread may end it in the middle of an allocation; here a hook does."""
+
+    class Ends(Hook):
+        def before_allocate(self, pool: Pool, nbytes: int) -> None:
+            recording.close()
+            if kept:
+                kept.pop().release()
+
+    kept: list[Memory] = []
+    with contextlib.ExitStack() as recording:
+        trace = recording.enter_context(pool.record())
+        kept.append(pool.allocate(100))
+        address = kept[0].address
+        with pool.hook(Ends()):
+            again = pool.allocate(100)
+    assert again.address == address
+    assert actions(trace) == [("allocate", 100)]
 
 
 def test_an_exception_in_the_block_leaves_a_trace(pool: Pool) -> None:
