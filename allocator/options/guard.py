@@ -10,14 +10,13 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from allocator.monitoring.history import Frames, Stacks
 from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
 from allocator.pool.core import Core
-from allocator.pool.errors import report
+from allocator.pool.errors import reduced, report
 from allocator.pool.store import Store
 from allocator.runtime.formatting import size_text
 
@@ -71,7 +70,7 @@ class MemoryCorruptionError(RuntimeError):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **vars(self)), ()
+        return reduced(self)
 
 
 class _Life:

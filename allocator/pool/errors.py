@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from allocator.runtime.formatting import size_text
@@ -17,6 +16,18 @@ class Site(NamedTuple):
     """file:line(function), if recorded."""
     nbytes: int
     blocks: int
+
+
+def reduced(error: BaseException) -> tuple[Any, ...]:
+    """What ``__reduce__`` returns for an error whose constructor takes keywords.
+
+    The constructor is not called again, so attributes and notes may be added to the error.
+    """
+    return _without_init, (type(error), *error.args), vars(error)
+
+
+def _without_init(kind: type[BaseException], *args: Any) -> BaseException:
+    return kind.__new__(kind, *args)
 
 
 class OutOfMemoryError(MemoryError):
@@ -78,7 +89,7 @@ class OutOfMemoryError(MemoryError):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **vars(self)), ()
+        return reduced(self)
 
 
 def report(error: BaseException, message: str, source: Any = None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,6 +120,20 @@ def test_error_can_be_pickled(protocol: int) -> None:
     assert type(restored) is OutOfMemoryError
     assert vars(restored) == vars(caught.value)
     assert str(restored) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))]
+)
+def test_error_keeps_what_was_added(copied: Callable[[Any], Any]) -> None:
+    """Code that catches an error may add a note or an attribute, and raise it further."""
+    with pytest.raises(OutOfMemoryError) as caught:
+        Pool(driver=FaultyDriver(), limit=MIB).empty(MIB)
+    caught.value.add_note("rank 3")
+    vars(caught.value)["rank"] = 3
+    restored = copied(caught.value)
+    assert (restored.__notes__, restored.rank) == (["rank 3"], 3)
+    assert vars(restored) == vars(caught.value)
 
 
 @pytest.mark.parametrize("size", [100, MIB])
