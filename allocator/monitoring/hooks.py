@@ -97,8 +97,13 @@ class Hooks:
         self.all = (*self.all, hook)
 
     def remove(self, hook: Hook) -> None:
-        """Stop calling a hook; one that was never added changes nothing."""
-        self.all = tuple(h for h in self.all if h is not hook)
+        """Undo the last addition of a hook; one that was never added changes nothing."""
+        hooks = list(self.all)
+        for i in reversed(range(len(hooks))):
+            if hooks[i] is hook:
+                del hooks[i]
+                break
+        self.all = tuple(hooks)
 
     def allocated(self, pool: Any, allocation: Allocation, hooks: tuple[Hook, ...]) -> None:
         """Report an allocation to hooks; if one refuses, report a release to the earlier ones."""

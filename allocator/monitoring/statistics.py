@@ -80,18 +80,18 @@ class Health(NamedTuple):
     ooms: int
     """Allocations that failed."""
 
-    def prometheus(self, **labels: str) -> str:
+    def prometheus(self, **labels: object) -> str:
         """The numbers in the text format that Prometheus reads.
 
         Args:
-            labels: labels of every number.
+            labels: labels of every number, such as ``rank=0``.
 
         Example:
             >>> from allocator import Pool
             >>> print(Pool("cpu").health().prometheus(pool="main").splitlines()[1])
             allocator_allocated_bytes{pool="main"} 0
         """
-        pairs = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+        pairs = ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
         where = f"{{{pairs}}}" if pairs else ""
         lines = []
         for field, value in self._asdict().items():

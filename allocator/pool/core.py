@@ -148,7 +148,7 @@ class Core:
             self.hooks.add(hook)
 
     def remove_hook(self, hook: Hook) -> None:
-        """Stop calling a hook."""
+        """Undo the last addition of a hook."""
         with self.lock:
             self.hooks.remove(hook)
 

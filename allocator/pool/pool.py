@@ -192,7 +192,7 @@ class Pool(Constructors, Reports):
         if queue == self.sycl_queue and allocation.stream == 0:
             return
         _check_queue(queue)
-        if queue not in allocation.queues:
+        if allocation.nbytes and queue not in allocation.queues:
             allocation.queues.append(queue)
             self._core.exporter.stop_reuse(allocation)
 
@@ -366,7 +366,7 @@ class Pool(Constructors, Reports):
         self._core.add_hook(hook)
 
     def remove_hook(self, hook: Hook) -> None:
-        """Stop calling a hook.
+        """Stop calling a hook; if it was added more than once, undo the last addition.
 
         Args:
             hook: a hook; one that was never added changes nothing.
@@ -446,10 +446,12 @@ def _allocation_of(pool: Pool, core: Core, memory: Any) -> Allocation:
         if allocation is None:
             raise ValueError(f"{memory!r} was released")
     else:
-        storage = getattr(memory, "untyped_storage", None)
-        if storage is None:
+        if not hasattr(memory, "untyped_storage"):
             raise TypeError(f"{type(memory).__name__} is not a tensor, array or Memory")
-        allocation = core.store.at(storage().data_ptr())
+        storage = memory.untyped_storage()
+        if storage.nbytes() == 0:
+            return Allocation(pool, 0, 0)  # whose pool it is of, nothing tells
+        allocation = core.store.at(storage.data_ptr())
     if allocation is None or allocation.pool is not pool:
         raise ValueError(f"the memory does not belong to {pool.name}")
     return allocation

@@ -75,7 +75,9 @@ def as_shape(shape: Any) -> tuple[int, ...]:
     Raises ValueError for a negative dimension, more than 64 of them, and more than 2^63 - 1
     elements, for which torch would abort the process.
     """
-    dims = shape if isinstance(shape, Iterable) and not isinstance(shape, str | bytes) else (shape,)
+    is_whole = not isinstance(shape, Iterable) or isinstance(shape, str | bytes)
+    # An array or tensor without dimensions has a method __iter__, which raises.
+    dims = (shape,) if is_whole or getattr(shape, "ndim", 1) == 0 else shape
     sizes = tuple(as_integer(n, "shape", shape) for n in dims)
     if len(sizes) > MOST_DIMS:
         raise ValueError(f"shape has {len(sizes)} dimensions; at most {MOST_DIMS} are supported")

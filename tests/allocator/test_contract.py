@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from allocator import Hook, OutOfMemoryError, Pool
+from allocator import Allocation, Hook, OutOfMemoryError, Pool
 from tests.allocator.helpers import AligningDriver, blocks_of
 from tests.conftest import SEED
 from tests.garbage import without_collections
@@ -154,6 +154,23 @@ def test_hooks(pool: Pool, case: PoolCase) -> None:
     assert sizes == [case.size(4000)]
     assert [event.action for event in trace] == ["allocate", "free"]
     assert trace.replay().allocations == 1
+
+
+def test_nested_blocks_of_one_hook(pool: Pool, case: PoolCase) -> None:
+    """The inner block's end leaves the outer block's hook."""
+    nbytes: list[int] = []
+
+    class Noting(Hook):
+        def allocated(self, pool: Pool, allocation: Allocation) -> None:
+            nbytes.append(allocation.nbytes)
+
+    hook = Noting()
+    with pool.hook(hook):
+        with pool.hook(hook):
+            pass
+        pool.allocate(100)
+    pool.allocate(200)
+    assert nbytes == [100]
 
 
 def test_threads(pool: Pool, case: PoolCase) -> None:

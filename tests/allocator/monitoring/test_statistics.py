@@ -147,6 +147,9 @@ def test_prometheus(pool: Pool) -> None:
     text = pool.health().prometheus(pool='a "b"\\c\nd')
     assert 'allocator_hit_rate{pool="a \\"b\\"\\\\c\\nd"} 1.0\n' in text
     assert "# TYPE allocator_ooms_total counter\n" in text
+    assert 'allocator_ooms_total{rank="0",first="True"} 0\n' in pool.health().prometheus(
+        rank=0, first=True
+    )
     lines = pool.health().prometheus().splitlines()
     assert len(lines) == 2 * len(pool.health())
     for line in lines[1::2]:

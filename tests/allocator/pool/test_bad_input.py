@@ -70,7 +70,9 @@ def test_sizes(pool: Pool, size: Any, error: type[Exception], message: str) -> N
         rejects(pool, call, error, f"shape.*{message}")
 
 
-@pytest.mark.parametrize("size", [7, np.int64(7), np.uint8(7), Index()])
+@pytest.mark.parametrize(
+    "size", [7, np.int64(7), np.uint8(7), np.array(7), torch.tensor(7), Index()]
+)
 def test_integers_of_any_kind(pool: Pool, size: Any) -> None:
     assert pool.allocate(size).nbytes == 7
     assert pool.empty((size, 2)).shape == pool.array([size, 2]).shape == (7, 2)

@@ -131,6 +131,15 @@ def test_memory_of_another_queue_allocated_inside_a_call(
     assert not driver.handles
 
 
+def test_memory_of_nothing(pool: Pool) -> None:
+    for memory in (pool.empty(0), pool.zeros((3, 0)), pool.array(0), pool.allocate(0)):
+        for queue in (pool.sycl_queue, OtherQueue()):
+            pool.record_queue(memory, queue)
+        with pytest.raises(TypeError, match="queue=3"):
+            pool.record_queue(memory, 3)
+    assert pool.memory_reserved() == 0
+
+
 def test_a_pool_of_real_queues_can_be_closed() -> None:
     own = allocator.queue("cpu")
     other = allocator.load_dpctl().SyclQueue(own.sycl_context, own.sycl_device)
