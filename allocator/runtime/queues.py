@@ -15,6 +15,7 @@ from allocator.runtime.maps import loaded_files
 _lock = threading.RLock()  # a finalizer or signal handler may ask in the middle of a call
 renew_lock_in_child(globals())
 _queues: dict[str, Any] = {}
+"""the queue of each filter string that was asked for; strings for one device share its queue."""
 _borrowed: dict[int, Any] = {}
 
 # Environment variables that select drivers and devices.
@@ -33,11 +34,11 @@ class DeviceNotFoundError(RuntimeError):
 
 
 def queue(device: str = "cpu") -> Any:
-    """The in-order SYCL queue of ``device``, the same object at every call.
+    """The in-order SYCL queue of a device, the same object at every call.
 
     Args:
         device: a SYCL filter string such as "cpu", "gpu" or "level_zero:gpu:1". If several drivers
-            serve the "cpu", Intel's is used.
+            serve the "cpu", Intel's is used. All names of one device have the same queue.
 
     Returns:
         a ``dpctl.SyclQueue``.
@@ -55,7 +56,7 @@ def queue(device: str = "cpu") -> Any:
     check_not_forked()
     with _lock:
         if device not in _queues:
-            _queues[device] = _new_queue(device)
+            _queues[device] = _queue_of(device)
             note_driver_runs()
         found = _queues[device]
     check_isa(found.sycl_device)
@@ -94,7 +95,8 @@ def borrowed_queue(address: int) -> Any:
         return _borrowed[address]
 
 
-def _new_queue(device: str) -> Any:
+def _queue_of(device: str) -> Any:
+    """The queue of the device that a filter string names: that of its other names, or a new one."""
     dpctl = load_dpctl()
     limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
     with cpu_driver_registered():
@@ -104,8 +106,11 @@ def _new_queue(device: str) -> Any:
             present = ", ".join(d.filter_string for d in dpctl.get_devices()) or "none"
             raise DeviceNotFoundError(
                 f"no SYCL driver serves the device {device!r} (devices found: {present}); "
-                f"{_cure(device, limits)}"
+                f"{_cure(device, present, limits)}"
             ) from error
+        for known in _queues.values():
+            if known.sycl_device == found:
+                return known
         try:
             return dpctl.SyclQueue(found, property="in_order")
         except dpctl.SyclQueueCreationError as error:
@@ -118,9 +123,21 @@ def _new_queue(device: str) -> Any:
             ) from error
 
 
-def _cure(device: str, limits: list[str]) -> str:
-    """The advice for a device that was not found; ``limits`` are variables that may hide it."""
-    hint = _INSTALL_HINT["gpu" if "gpu" in device else "cpu"]
+def _cure(device: str, present: str, limits: list[str]) -> str:
+    """The advice for a device that was not found.
+
+    Args:
+        device: its filter string.
+        present: filter strings of those that were found.
+        limits: variables that may hide it.
+    """
+    kind = next((kind for kind in _INSTALL_HINT if kind in device.split(":")), None)
+    if kind is None:
+        hint = "use 'cpu', 'gpu' or one of those found"
+    elif kind in present:
+        hint = "use one of those found"
+    else:
+        hint = _INSTALL_HINT[kind]
     if limits:
         return f"unset {' and '.join(limits)}, which may hide it, or {hint}"
     is_loaded = any(os.path.basename(p).startswith("libintelocl.so") for p in loaded_files())

@@ -72,5 +72,4 @@ def _third_level_cache(cores: Collection[int]) -> int:
 
 def _is_shared(queue: Any) -> bool:
     """Whether the queue is the allocator's: only SYCL orders other work on a user's own queue."""
-    names = "cpu", queue.sycl_device.filter_string
-    return any(queue is shared_queue(name) for name in names)
+    return queue is shared_queue(queue.sycl_device.filter_string)

@@ -18,6 +18,15 @@ def test_one_queue_for_each_device() -> None:
     assert allocator.queue().is_in_order
 
 
+def test_names_of_one_device() -> None:
+    """Tensors and optimizers find a pool by its queue, so all names of its device share one."""
+    own = allocator.queue("cpu")
+    for name in (own.sycl_device.filter_string, "cpu:0", "opencl:cpu"):
+        assert allocator.queue(name) is own
+        with allocator.Pool(name) as pool:
+            assert allocator.current_pool() is pool
+
+
 def test_threads_get_the_same_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "_queues", {})
     found: list[object] = []
@@ -28,6 +37,24 @@ def test_threads_get_the_same_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_device() -> None:
     with pytest.raises(allocator.DeviceNotFoundError, match=r"'level_zero:gpu:7'.*apt install"):
         allocator.queue("level_zero:gpu:7")
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("cpu:1", "use one of those found"),
+        ("opencl:cpu:7", "use one of those found"),
+        ("CPU", "use 'cpu', 'gpu' or one of those found"),
+        ("cuda", "use 'cpu', 'gpu' or one of those found"),
+        ("xpu", "use 'cpu', 'gpu' or one of those found"),
+        ("", "use 'cpu', 'gpu' or one of those found"),
+    ],
+)
+def test_misnamed_device(name: str, cure: str) -> None:
+    """Nothing is missing: a CPU is found."""
+    found = rf"'{name}' \(devices found: .*opencl:cpu:0.*\); {cure}$"
+    with pytest.raises(allocator.DeviceNotFoundError, match=found):
+        allocator.queue(name)
 
 
 @pytest.mark.parametrize("names", [["Portable Computing Language", "Intel(R) OpenCL"], ["Other"]])
