@@ -30,16 +30,16 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UnsafeError(OSError):
-    """Another user may have put files into the cache's folder."""
+    """Another user may put files into the cache's folder, or the home folder is unknown."""
 
 
 def folder() -> Path | None:
     """Where compiled kernels are cached; None if FUSEDOPTIM_CACHE_DIR is empty."""
     own = os.environ.get(_VARIABLE)
     if own is not None:
-        return Path(own) if own else None
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "fusedoptim"
+        return Path(os.path.expanduser(own)) if own else None
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(base)) / "fusedoptim"
 
 
 def is_named_by_user() -> bool:
@@ -135,6 +135,7 @@ def _head(module: bytes) -> bytes:
 
 
 def _write(place: Path, name: str, module: bytes) -> None:
+    _check_home(place)
     _make(place)
     temporary = f"{name}.{secrets.token_hex(8)}{_UNFINISHED}"
     with _opened_folder(place) as inside:
@@ -151,6 +152,12 @@ def _write(place: Path, name: str, module: bytes) -> None:
                 os.unlink(temporary, dir_fd=inside)
             raise
         _drop_oldest(inside, LIMIT)
+
+
+def _check_home(place: Path) -> None:
+    """Raise if ``~`` stands for no folder: it would be one of this name in the current folder."""
+    if str(place).startswith("~"):
+        raise UnsafeError("the home folder is unknown")
 
 
 def _make(place: Path) -> None:
@@ -174,6 +181,7 @@ def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator
 @contextlib.contextmanager
 def _opened_folder(place: Path) -> Iterator[int]:
     """A descriptor of the folder, so that the folder checked is the folder used."""
+    _check_home(place)
     with _opened(place, os.O_RDONLY | os.O_DIRECTORY) as inside:
         if not is_named_by_user():
             _make_private(place, inside)

@@ -15,6 +15,7 @@ import pytest
 from fusedoptim.launch import cache
 from fusedoptim.launch.cache import cached
 from fusedoptim.raw import RawKernel, _sources
+from tests.running import in_fork
 
 PARTS = ("kind", "source")
 
@@ -186,11 +187,30 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.folder() == Path("/caches/fusedoptim")
     monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", "/kernels")
     assert cache.folder() == Path("/kernels")
+    monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", "~/kernels")  # no shell expands it in a unit file
+    assert cache.folder() == Path("/home/of/mine/kernels")
     monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", "")
     assert cache.folder() is None
     build = new_build()
     assert cached(PARTS, build) == cached(PARTS, build) == b"module"
     assert build.call_count == 2
+
+
+def check_home_is_unknown(text: str) -> None:
+    place = Path(text)
+    with pytest.warns(RuntimeWarning, match=f"in {text} .*home folder is unknown.*CACHE_DIR"):
+        assert cached(PARTS, new_build(), on_write_failure=lambda *_: None) == b"module"
+    assert cache.folder() == place
+    assert cache.danger_in(place) == "the home folder is unknown"
+    assert os.listdir() == []
+
+
+def test_home_of_a_user_that_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", "~nobody-of-this-name/kernels")
+    check_home_is_unknown("~nobody-of-this-name/kernels")
 
 
 def mode(path: Path) -> int:
@@ -202,6 +222,23 @@ def given_away(path: Path) -> None:
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
+@as_root
+def test_user_without_a_home(tmp_path: Path) -> None:
+    """A container may run as a user that the system does not know."""
+
+    def child() -> None:
+        for name in ("HOME", "XDG_CACHE_HOME", "FUSEDOPTIM_CACHE_DIR"):
+            os.environ.pop(name, None)
+        os.chdir(tmp_path)
+        os.setuid(54321)
+        check_home_is_unknown("~/.cache/fusedoptim")
+
+    tmp_path.chmod(0o777)
+    in_fork(child)
+
+
 UNSAFE = [
     pytest.param(lambda path: path.chmod(path.stat().st_mode | 0o020), r"mode 0[67]20", id="g+w"),
     pytest.param(lambda path: path.chmod(path.stat().st_mode | 0o002), r"mode 0[67]02", id="o+w"),
