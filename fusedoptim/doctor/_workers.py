@@ -55,10 +55,11 @@ class Workers:
         self._processes = [self._start(with_torch=i == 0) for i in range(count)]
 
     def _start(self, *, with_torch: bool) -> subprocess.Popen[str]:
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python uses no others
         script = (
             "import gc, sys\n"
             "gc.disable()\n"  # importing torch is faster so
-            f"sys.path[:] = {sys.path!r}\n"  # it must find what this process finds
+            f"sys.path[:] = {path!r}\n"  # it must find what this process finds
             "from fusedoptim.doctor._worker import main\n"
             f"main({self._device!r}, {self._claims}, {with_torch})"
         )

@@ -103,6 +103,15 @@ def test_hidden_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.exit_code == 1
 
 
+def test_a_path_that_is_no_string(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Python ignores such an entry of ``sys.path``."""
+    monkeypatch.setenv("ONEAPI_DEVICE_SELECTOR", "level_zero:gpu")  # so that nothing is tested
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    messages = [problem.message for problem in doctor.examine("cpu").problems]
+    assert any("no SYCL driver serves the device 'cpu'" in message for message in messages)
+    assert not any("a process that examines the devices ended" in text for text in messages)
+
+
 @pytest.mark.parametrize("device", [0, b"cpu"])
 def test_device_is_no_string(device: object) -> None:
     with pytest.raises(TypeError, match=r"device=.* is neither a SYCL filter string nor None"):
