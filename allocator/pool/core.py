@@ -379,7 +379,7 @@ class Core:
         with self.lock, self.reentrancy as is_outermost:
             if is_outermost:
                 self.drain()
-                self.store.wait_for_released()
+                self.store.take_back_finished(wait=True)
 
     def abandon(self) -> None:
         """Stop in a forked process, where the driver is not running."""

@@ -157,28 +157,23 @@ class Store:
                 self.source.release(allocation.handle)
                 self.counters.shrank(allocation.handle[1], False)
 
-    def take_back_finished(self) -> None:
-        """Free the blocks that other queues have finished with."""
+    def take_back_finished(self, *, wait: bool = False) -> None:
+        """Free the blocks that other queues have finished with, or wait for all of them."""
         for waiting in list(self.awaiting):
             allocation, events = waiting
+            for event in events if wait else ():
+                event.wait()
             complete = load_dpctl().event_status_type.complete
             if all(event.execution_status == complete for event in events):
                 self.awaiting.remove(waiting)
                 self.make_free((allocation,))
-
-    def wait_for_released(self) -> None:
-        """Wait until other queues have finished with released blocks, and free these."""
-        for _, events in list(self.awaiting):
-            for event in events:
-                event.wait()
-        self.take_back_finished()
 
     def wait(self) -> None:
         """Wait for all work that may use the memory, released or not."""
         recorded = [queue for each in list(self.in_use.values()) for queue in each.queues]
         for queue in (*self.queues, *recorded):
             queue.wait()
-        self.wait_for_released()
+        self.take_back_finished(wait=True)
 
     def cache(self, allocation: Allocation) -> None:
         """Count the allocation as free, but leave its block allocated."""
