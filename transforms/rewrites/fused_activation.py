@@ -25,9 +25,12 @@ class FusedActivation(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """Return the activated input."""
-        is_value = type(input) is Tensor and not torch.compiler.is_compiling()
-        mark = getattr(input, _MARK, None) if is_value else None
-        if mark in (_ACTIVATED, _FREE):
+        mark = getattr(input, _MARK, None) if type(input) is Tensor else None
+        if mark is not None and torch.compiler.is_compiling():
+            setattr(input, _MARK, None)  # torch.compile cannot trace delattr
+            if mark == _ACTIVATED:  # by a product that ran eagerly, before a graph break
+                return input
+        elif mark is not None:
             delattr(input, _MARK)
             post = post_op(self) if mark == _FREE else None
             return input if post is None else post.in_place(input)

@@ -206,6 +206,38 @@ def test_gradients_copies_scripts_and_restore() -> None:
     assert [vars(m).keys() for m in restored] == [vars(m).keys() for m in model]
 
 
+class PartlyEager(nn.Module):
+    """A Linear that torch.compile does not compile, and one activation, called again later."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = linear()[0], nn.Linear(515, 9)
+        self.activation = activation
+
+    @torch.compiler.disable
+    def features(self, x: Tensor) -> Tensor:
+        features: Tensor = self.first(x)
+        return features
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activation(self.features(x))
+        result: Tensor = self.second(self.activation(y))
+        return result
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("graph_mode", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "hardswish"])
+def test_compiled_after_an_eager_product(activation: str, graph_mode: bool) -> None:
+    x = linear()[1]
+    model = PartlyEager(ACTIVATIONS[activation]())
+    ours = fused(model, graph_mode=graph_mode)
+    assert [entry.where for entry in transforms.report(ours).done(KNOB)] == ["activation"]
+    compiled = ours if graph_mode else torch.compile(ours, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_scripts() -> None:
     model, x = nn.Sequential(linear()[0], nn.GELU()).eval(), linear()[1]

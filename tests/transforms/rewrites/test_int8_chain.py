@@ -210,6 +210,17 @@ def test_copies_pickles_and_autocast() -> None:
         )
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("activation", ["SiLU", "GELU", "ReLU6", "Hardswish"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_activations_are_applied_once(kind: str, activation: str) -> None:
+    chained, _, x = pair(kind, activation)
+    compiled = torch.compile(chained, backend="eager")
+    expected = chained(x)
+    for _ in range(2):
+        assert torch.equal(compiled(x), expected)
+
+
 @passes_codes
 @torch.no_grad()
 def test_a_follower_that_must_compute_in_floating_point() -> None:
