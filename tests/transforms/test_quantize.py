@@ -301,6 +301,18 @@ class TestUndone:
         transforms.restore(ours)(torch.randn(2, 4)).sum().backward()
         assert ours[0].weight.grad is not None
 
+    @torch.no_grad()
+    def test_a_kept_layer_forgets_its_activation(self) -> None:
+        """It applied the activation before, which is plain now."""
+        plain = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8)).eval()
+        x = torch.randn(64, 256)
+        ours = transforms.quantize(transforms.optimize(plain), keep="0")
+        again = transforms.optimize(ours, fuse=False)
+        assert type(again[0]).__name__ == "PackedLinear"
+        torch.testing.assert_close(again[:2](x), plain[:2](x))
+        transforms.restore(again)
+        assert [vars(module).keys() for module in again] == [vars(m).keys() for m in plain]
+
     def test_optimize_afterwards_leaves_it(self) -> None:
         ours, batch = transforms.quantize(network(), batches()), batches(1)[0]
         again = transforms.optimize(ours)

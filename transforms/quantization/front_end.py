@@ -244,6 +244,7 @@ def _unpack(model: nn.Module, undo: ExitStack) -> None:
     for module in model.modules():
         if isinstance(module, PackedModule | FusedActivation | OneDNNModule):
             exchanged_class.suspend(module, undo)
+            vars(module).pop(ACTIVATION, None)  # the callback sets it again
     if (report := find(model)) is not None:
         undo.callback(attach, model, report)
         passes = {knob: done for knob, done in report.passes.items() if knob not in _REPLACED}

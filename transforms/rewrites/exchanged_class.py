@@ -16,12 +16,14 @@ def exchange(
     """Give a module another class.
 
     Args:
-        module: the module; its class has not been replaced yet.
+        module: the module. If it has one of our classes already, that one is suspended.
         ours: the new class.
         undo: gets a callback that reverts it.
         attributes: attributes that instances of the new class have, and the module may lack.
     """
     own = vars(module)
+    if _BEFORE in own:  # the record holds one class, the module's own
+        suspend(module, undo)
     undo.callback(revert, module)
     own[_BEFORE] = type(module), {name: own[name] for name in attributes if name in own}, attributes
     module.__class__ = ours

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from fusedoptim import transforms
 from fusedoptim.nn import GELU
 from tests.transforms.helpers import optimized, optimized_twice
+from transforms.rewrites.fused_activation import FusedActivation
 
 KNOB = "fuse_gelu"
 
@@ -63,6 +66,23 @@ def test_twice_changes_nothing_more_and_restore_restores_every_bit() -> None:
         given(torch.ones(2, 4))
         assert seen == ["after"]
     assert [type(each) for each in given] == [nn.Linear, nn.GELU, GELU]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prepare", [transforms.optimize, transforms.quantize])
+def test_restored_after_training_and_inference(prepare: Callable[[nn.Module], Any]) -> None:
+    plain = nn.Sequential(nn.Linear(256, 256), nn.GELU("tanh"), nn.Linear(256, 8))
+    x = torch.randn(64, 256)
+    trained = optimized(plain)
+    assert type(trained[1]) is GELU
+    ours = prepare(trained.eval())
+    assert type(ours[1]) is FusedActivation
+    ours(x)
+    for each in (trained, ours):
+        transforms.restore(each)
+        assert [type(module) for module in each] == [type(module) for module in plain]
+        assert [vars(module).keys() for module in each] == [vars(m).keys() for m in plain]
+        assert torch.equal(each(x), plain(x))
 
 
 class TestTransformers:
