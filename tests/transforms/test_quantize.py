@@ -132,6 +132,29 @@ class TestStatic:
         (entry,) = transforms.report(ours).left(KNOB)
         assert (entry.where, entry.what) == ("unused", "was not called in calibration")
 
+    @torch.no_grad()
+    @pytest.mark.parametrize("is_static", [False, True])
+    def test_layers_in_torchs_fast_path(self, is_static: bool) -> None:
+        """It reads their weights without calling them, so it has to be turned off first."""
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+        x = torch.randn(4, 5, 16)
+        loader = [x] if is_static else None
+        with pytest.raises(
+            ValueError, match=r"torch\.backends\.mha\.set_fastpath_enabled\(False\)"
+        ):
+            transforms.quantize(model, loader)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            ours = transforms.quantize(model, loader)
+            assert names(transforms.report(ours).done(KNOB)) == {
+                "layers.0.linear1",
+                "layers.0.linear2",
+            }
+            assert not torch.equal(ours(x), model(x))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
     def test_layers_that_stay(self) -> None:
         class Own(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:

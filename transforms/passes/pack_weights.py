@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
-from transforms.rewrites import exchanged_class, packed, packed_lstm
+from transforms.rewrites import exchanged_class, fast_path, packed, packed_lstm
 from transforms.rewrites.int8 import Int8Module
 from transforms.rewrites.onednn_products import OneDNNModule
 from transforms.rewrites.packed import PackedModule
@@ -35,12 +35,13 @@ class PackWeights(Pass):
     def run(self, job: Job) -> list[Entry]:
         """Replace classes; entries are the convolutions, Linears and recurrent networks."""
         entries = []
+        uncalled = fast_path.uncalled(job.model)
         for name, module in job.model.named_modules():
             if isinstance(module, PackedModule) or not isinstance(module, _KINDS):
                 continue
             if isinstance(module, OneDNNModule):  # the model was trained
                 exchanged_class.suspend(module, job.undo)
-            reason = _objection(module)
+            reason = fast_path.OBJECTION if module in uncalled else _objection(module)
             if reason is None:
                 job.undo.callback(_unwatch, module)
                 ours = _CLASSES[type(module)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from transforms.rewrites import fast_path
 from transforms.rewrites.int8 import CLASSES, Int8Module
 from transforms.rewrites.watched_parameter import WatchedParameter
 from transforms.tracing.modules import has_computed_tensors, plain_kind
@@ -29,10 +30,13 @@ def objections(model: nn.Module, keep: Sequence[str], is_dynamic: bool) -> dict[
         ValueError: no module has one of the names in ``keep``.
     """
     kept = _kept(model, keep)
+    uncalled = fast_path.uncalled(model)
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, _KINDS) and not isinstance(module, Int8Module):
             why = kept.get(name) or _objection(module)
+            if why is None and module in uncalled:
+                why = fast_path.OBJECTION
             if why is None and is_dynamic and not isinstance(module, nn.Linear):
                 why = "is a convolution: it needs the range of its input, so pass a loader"
             found[name] = why

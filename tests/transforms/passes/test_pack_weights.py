@@ -331,6 +331,22 @@ def test_report_and_levels(monkeypatch: pytest.MonkeyPatch) -> None:
         optimized(linear()[0])
 
 
+@pytest.mark.parametrize("options", [{"activation": torch.tanh}, {"nhead": 3}, {"bias": False}])
+def test_linears_that_torch_does_not_call(options: dict[str, Any]) -> None:
+    """torch's fast path for transformer layers reads their weights; it needs some options."""
+    encoder: Any = nn.TransformerEncoderLayer
+    usual = {"d_model": 96, "nhead": 2, "dim_feedforward": 256, "batch_first": True}
+    for given, is_called in ((usual, False), ({**usual, **options}, True)):
+        ours, seen = transforms.optimize(encoder(**given).eval()), []
+        done = {entry.where for entry in transforms.report(ours).done(KNOB)}
+        assert done == ({"linear1", "linear2"} if is_called else set())
+        forward = ours.linear1.forward
+        ours.linear1.forward = lambda x, forward=forward, seen=seen: (seen.append(x), forward(x))[1]
+        with torch.no_grad():
+            ours(torch.randn(3, 40, 96))
+        assert bool(seen) == is_called
+
+
 def test_training_needs_a_restored_model() -> None:
     ours = optimized(linear()[0]).train()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
