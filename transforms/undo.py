@@ -11,7 +11,7 @@ from transforms.inputs.arguments import check_halves, check_optimizer, check_sam
 from transforms.passes import INFERENCE, TRAINING
 from transforms.reports import attach, detach, find
 from transforms.reports import report as report_of
-from transforms.rewrites import int8, merged_bags, plain_tensors
+from transforms.rewrites import exchanged_class, int8, merged_bags, plain_tensors
 from transforms.rewrites.fused_step import is_converted
 
 __all__ = ["finalize", "restore"]
@@ -38,7 +38,8 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
             another model; or weights are split, and the optimizer with their lower halves is not
             given.
         RuntimeError: a folded or rounded weight was pruned, parametrized or given another shape
-            since. Whatever is raised, nothing was changed.
+            since, or another rewritten module was parametrized. Whatever is raised, nothing was
+            changed.
 
     Example:
         >>> import torch
@@ -60,6 +61,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         check_same_parameters(model, optimizer)
     check_halves(model, optimizer)
     plain_tensors.check_all(model)
+    exchanged_class.check_all(model)
     int8.revert_all(model)  # first, because quantization came last
     for passes in (INFERENCE, TRAINING):  # a model is not optimized for training after inference
         for each in reversed(passes):

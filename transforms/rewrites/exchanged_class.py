@@ -6,6 +6,7 @@ import copy
 from contextlib import ExitStack
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 _BEFORE = "_fusedoptim_exchanged"
 
@@ -36,8 +37,24 @@ def revert_all(model: nn.Module) -> None:
         revert(module)
 
 
+def check_all(model: nn.Module) -> None:
+    """Raise unless all modules of ``model`` can get their own classes again."""
+    for module in model.modules():
+        _check(module)
+
+
+def _check(module: nn.Module) -> None:
+    """Raise if a parametrization has replaced our class by its own, without a plain tensor."""
+    if _BEFORE in vars(module) and parametrize.is_parametrized(module):
+        raise RuntimeError(
+            f"{type(module).__name__} was parametrized since transforms.optimize, so its own class "
+            "cannot be restored: call torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+
+
 def suspend(module: nn.Module, undo: ExitStack) -> None:
     """Give ``module`` its own class again; ``undo`` gets a callback that replaces it as before."""
+    _check(module)
     ours, attributes = type(module), dict(vars(module))
 
     def resume() -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import remove_parametrizations
 
 from fusedoptim import transforms
 from tests.transforms.helpers import fingerprint
@@ -134,6 +136,27 @@ def test_what_restore_and_report_refuse() -> None:
     for function in (transforms.restore, transforms.report, transforms.finalize):
         with pytest.raises(TypeError, match=r"the model is a tuple, not a torch\.nn\.Module"):
             function((model, None))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rewrite", [transforms.optimize, transforms.quantize])
+def test_what_is_parametrized_later(rewrite: Callable[[nn.Module], Any]) -> None:
+    plain, x = nn.Sequential(nn.Linear(256, 256), nn.GELU()).eval(), torch.randn(64, 256)
+    ours = rewrite(plain)
+    weight_norm(ours[0])
+    expected, classes = ours(x), [type(module) for module in ours.modules()]
+    undoing = [transforms.restore]
+    if rewrite is transforms.optimize:
+        undoing.append(lambda model: transforms.quantize(model, inplace=True))
+    for undo in undoing:
+        with pytest.raises(RuntimeError, match="Linear was parametrized since"):
+            undo(ours)
+        assert [type(module) for module in ours.modules()] == classes
+        assert torch.equal(ours(x), expected)
+    remove_parametrizations(ours[0], "weight")
+    restored = transforms.restore(ours)
+    assert [type(module) for module in restored] == [nn.Linear, nn.GELU]
+    torch.testing.assert_close(restored(x), plain(x))
 
 
 @pytest.mark.parametrize("inplace", ["no", 1, None])
