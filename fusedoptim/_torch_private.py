@@ -18,17 +18,20 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_pre_hooks
+from torch.utils._device import DeviceContext
 
 __all__ = [
     "BelowAutograd",
     "BypassModes",
     "BypassSubclasses",
+    "DeviceContext",
     "TensorGuards",
     "active_modes",
     "any_requires_grad",
     "count_function_modes",
     "count_modes",
     "disable_dynamo",
+    "function_mode_at",
     "global_post_hooks",
     "global_pre_hooks",
     "graph_function",
@@ -57,6 +60,7 @@ __all__ = [
 #     records.
 # TensorGuards: torch.compile's guard, which compares class, dtype, device, shape, strides and the
 #     conjugate and negative bits of a list of tensors in one call.
+# DeviceContext: the mode that torch.set_default_device and "with torch.device(...)" activate.
 # global_pre_hooks, global_post_hooks: what register_optimizer_step_pre_hook has registered.
 
 disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # torch does not export it
@@ -102,6 +106,9 @@ count_modes = torch._C._len_torch_dispatch_stack
 
 count_function_modes = torch._C._len_torch_function_stack
 """How many modes of ``__torch_function__`` are active."""
+
+function_mode_at = torch._C._get_function_stack_at
+"""The mode of ``__torch_function__`` with this number, of those that are active."""
 
 is_zero_tensor = torch.Tensor._is_zerotensor
 """Whether a tensor is zeros without memory, which autograd may pass on as a gradient."""
@@ -161,15 +168,24 @@ looking for ``__torch_function__`` in its class, which takes longer than the rea
 
 
 def is_plain_execution() -> bool:
-    """Whether torch runs operators itself: no compiler, tracer, transform or mode is active."""
+    """Whether torch runs operators itself: no compiler, tracer, transform or mode is active.
+
+    The mode that makes the CPU the default device changes nothing, and does not count.
+    """
     return (
         not torch.compiler.is_compiling()
         and tracing_state() is None
         and transform_level() is None
         and not is_forward_mode()
         and count_modes() == 0
-        and count_function_modes() == 0
+        and (count_function_modes() == 0 or _only_set_cpu())
     )
+
+
+def _only_set_cpu() -> bool:
+    """Whether all function modes are those of a default device, which is the CPU anyway."""
+    modes = map(function_mode_at, range(count_function_modes()))
+    return all(type(mode) is DeviceContext and mode.device.type == "cpu" for mode in modes)
 
 
 def is_flattened(param: torch.Tensor) -> bool:

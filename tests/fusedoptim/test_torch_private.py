@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedoptim import _torch_private
@@ -247,13 +248,18 @@ def test_is_plain_execution() -> None:
     torch.func.vmap(note)(x)
     with torch.autograd.forward_ad.dual_level():
         note(x)
-    with torch.device("cpu"):
+    with BaseTorchFunctionMode():
+        note(x)
+    with torch.device("meta"):
+        note(x)
+    with torch.device("cpu"), BaseTorchFunctionMode():
         note(x)
     with FakeTensorMode():
         note(torch.ones(3))
-    assert found == [False] * 4
-    with torch.no_grad():
-        assert _torch_private.is_plain_execution()
+    assert found == [False] * 6
+    for context in (torch.no_grad(), torch.device("cpu")):
+        with context:
+            assert _torch_private.is_plain_execution()
 
 
 def test_softmax_backward() -> None:
@@ -305,6 +311,28 @@ def test_count_function_modes() -> None:
     assert _torch_private.count_function_modes() == 0
     with torch.device("cpu"):
         assert _torch_private.count_function_modes() == 1
+
+
+def test_function_mode_at() -> None:
+    mode = BaseTorchFunctionMode()
+    with torch.device("cpu"), mode:
+        assert type(_torch_private.function_mode_at(0)) is _torch_private.DeviceContext
+        assert _torch_private.function_mode_at(1) is mode
+
+
+def test_devicecontext() -> None:
+    """Each is a mode, also inside another, and has its device."""
+    torch.set_default_device("cpu")
+    try:
+        with torch.device("meta"):
+            modes = [_torch_private.function_mode_at(i) for i in range(2)]
+            assert _torch_private.count_function_modes() == 2
+        assert all(type(mode) is _torch_private.DeviceContext for mode in modes)
+        assert [mode.device.type for mode in modes] == ["cpu", "meta"]
+        with torch.device("cpu"):
+            assert _torch_private.is_plain_execution()
+    finally:
+        torch.set_default_device(None)
 
 
 def test_is_zero_tensor() -> None:

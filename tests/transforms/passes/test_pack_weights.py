@@ -118,6 +118,15 @@ def test_uses_the_packed_weight(case: str) -> None:
     assert is_packed(optimized(model), x)
 
 
+@pytest.mark.parametrize(("device", "packs"), [("cpu", True), ("meta", False)])
+def test_default_devices(device: str, packs: bool) -> None:
+    """The CPU is the default anyway; with another one, torch's functions make other tensors."""
+    model, x = CASES["linear"]()
+    ours = optimized(model)
+    with torch.device(device):
+        assert is_packed(ours, x) == packs
+
+
 CONVOLUTIONS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], bool]] = {
     "few multiplications": (lambda: images(nn.Conv2d(16, 8, 1), 1, 16, 9, 9), False),
     "two images": (lambda: images(nn.Conv2d(16, 8, 1), 2, 16, 9, 9), True),
