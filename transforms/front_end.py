@@ -117,8 +117,9 @@ def optimize(
             None, at level "O1": undone if a ``sample_input`` is given and packing does not make it
             faster.
         fuse: in eval mode, let convolutions and Linears with packed weights apply the activation
-            after them, if nothing else uses their output: GELU, SiLU, hardswish, sigmoid, tanh and
-            LeakyReLU in oneDNN; ReLU, ReLU6, Hardtanh and hardsigmoid in place.
+            after them, if nothing else uses their output in calls of the model: GELU, SiLU,
+            hardswish, sigmoid, tanh and LeakyReLU in oneDNN; ReLU, ReLU6, Hardtanh and hardsigmoid
+            in place.
         graph_mode: in eval mode, capture the model with ``torch.compile`` and compute it by one
             plan of calls, as the backend :func:`transforms.graph_backend` does. The first call, and
             the first with other shapes or another gradient mode, takes seconds. Copies and pickles

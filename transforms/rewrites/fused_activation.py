@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.post_ops import post_op
+from transforms.tracing.modules import GLOBAL_HOOKS, has_hooks
 
 _MARK = "_fusedoptim_output"
 _ACTIVATED, _FREE = "activated", "free"
@@ -47,6 +48,11 @@ class FusedActivation(nn.Module):
     def extra_repr(self) -> str:
         """Return what the activation's own class does."""
         return exchanged_class.own_class(self).extra_repr(self)
+
+
+def are_observed(product: nn.Module, follower: nn.Module) -> bool:
+    """Whether hooks see what one of the modules hands to the other."""
+    return any(GLOBAL_HOOKS) or has_hooks(product) or has_hooks(follower)
 
 
 def mark_activated(product: Any) -> None:

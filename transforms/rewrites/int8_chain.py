@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from transforms.rewrites.fused_activation import are_observed
 from transforms.rewrites.int8_operators import Grid
 from transforms.rewrites.post_ops import ACTIVATION, PostOp, post_op
-from transforms.tracing.modules import has_hooks
 
 FOLLOWER = "_fusedoptim_follower"
 """The key in ``vars`` of a layer (it is not a child) for the layer that is the only user of its
@@ -38,7 +38,7 @@ class Passed(NamedTuple):
 def activation_of(layer: nn.Module) -> PostOp | None:
     """The activation that a layer may apply, if it has one."""
     activation = vars(layer).get(ACTIVATION)
-    if activation is None or has_hooks(layer) or has_hooks(activation):
+    if activation is None or are_observed(layer, activation):
         return None
     return post_op(activation)
 
@@ -49,7 +49,7 @@ def grid_of_follower(layer: nn.Module, is_activated: bool) -> Grid | None:
     has_activation = vars(layer).get(ACTIVATION) is not None
     if follower is None or (has_activation and not is_activated):
         return None
-    if has_hooks(layer) or has_hooks(follower) or follower.training:
+    if follower.training or are_observed(layer, follower):
         return None
     computation = vars(follower).get("_fusedoptim_int8")
     grid: Grid | None = None if computation is None else computation.grid

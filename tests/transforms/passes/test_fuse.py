@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from fusedoptim import transforms
 from tests.tolerances import unit_roundoff
@@ -178,6 +179,23 @@ def test_hooks_added_later_see_what_they_would() -> None:
         ours[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
         ours(x)
         torch.testing.assert_close(seen[0], model[0](x))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_hooks_of_all_modules_see_what_they_would(activation: str) -> None:
+    model, x = nn.Sequential(linear()[0], ACTIVATIONS[activation]()).eval(), linear()[1]
+    ours = fused(model)
+    outputs: list[list[Tensor]] = []
+    with torch.no_grad():
+        ours(x)
+        for each in (ours, model):
+            seen: list[Tensor] = []
+            hook = register_module_forward_hook(lambda *args, to=seen: to.append(args[2].clone()))
+            each(x)
+            hook.remove()
+            outputs.append(seen)
+    for actual, expected in zip(*outputs, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_hooks_before_are_left_alone() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from fusedoptim import transforms
 from transforms.rewrites import int8, int8_chain, int8_operators
@@ -170,6 +171,21 @@ def test_hooks_see_values() -> None:
         assert torch.equal(chained(x), apart(x))
         (value,) = seen[0] if isinstance(seen[0], tuple) else seen
         assert value.dtype == torch.float32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", ["ReLU", "SiLU"])
+def test_hooks_of_all_modules_see_values(activation: str) -> None:
+    chained, apart, x = pair("conv", activation)
+    outputs: list[list[Tensor]] = []
+    for model in (chained, apart):
+        seen: list[Tensor] = []
+        hook = register_module_forward_hook(lambda *args, to=seen: to.append(args[2].clone()))
+        model(x)
+        hook.remove()
+        outputs.append(seen)
+    for actual, expected in zip(*outputs, strict=True):
+        assert torch.equal(actual, expected)
 
 
 class Branching(nn.Module):
