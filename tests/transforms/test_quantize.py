@@ -238,6 +238,15 @@ class TestKeep:
             assert names(report.left(KNOB)) == kept | {"body.3"}
             assert any(entry.what.startswith("keep=") for entry in report.left(KNOB))
 
+    def test_any_name_of_a_shared_module(self) -> None:
+        block = nn.Sequential(nn.Linear(4, 4))
+        model = nn.Sequential(block, block, nn.Linear(4, 4)).eval()
+        for keep in ("0", "1", "0.0", "1.0"):
+            report = transforms.report(transforms.quantize(model, keep=keep))
+            assert [(entry.where, entry.what) for entry in report.left(KNOB)] == [
+                ("0.0", f"keep={keep!r}")
+            ]
+
     def test_max_error(self) -> None:
         model, data = network(), batches()
         errors = {

@@ -34,7 +34,7 @@ def objections(model: nn.Module, keep: Sequence[str], is_dynamic: bool) -> dict[
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, _KINDS) and not isinstance(module, Int8Module):
-            why = kept.get(name) or _objection(module)
+            why = kept.get(module) or _objection(module)
             if why is None and module in uncalled:
                 why = fast_path.OBJECTION
             if why is None and is_dynamic and not isinstance(module, nn.Linear):
@@ -43,10 +43,11 @@ def objections(model: nn.Module, keep: Sequence[str], is_dynamic: bool) -> dict[
     return found
 
 
-def _kept(model: nn.Module, keep: Sequence[str]) -> Mapping[str, str]:
+def _kept(model: nn.Module, keep: Sequence[str]) -> Mapping[nn.Module, str]:
     """The modules that ``keep`` names and those inside them, with the reason."""
-    names = [name for name, _ in model.named_modules() if name]
-    reasons: dict[str, str] = {}
+    modules = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
+    names = list(modules)  # a module that is used twice has several
+    reasons: dict[nn.Module, str] = {}
     for pattern in keep:
         matches = fnmatch.filter(names, pattern)
         if not matches:
@@ -55,9 +56,8 @@ def _kept(model: nn.Module, keep: Sequence[str]) -> Mapping[str, str]:
                 f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
             )
         for match in matches:
-            for name in names:
-                if name == match or name.startswith(f"{match}."):
-                    reasons.setdefault(name, f"keep={pattern!r}")
+            for module in modules[match].modules():
+                reasons.setdefault(module, f"keep={pattern!r}")
     return reasons
 
 
