@@ -39,8 +39,13 @@ class FusedActivation(nn.Module):
         return result
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """The module that ``torch.jit.script`` compiles instead."""
-        return exchanged_class.plain_copy(self)
+        """This module with its own class, which ``torch.jit.script`` can compile.
+
+        It is no copy, because torch puts the result into the given model: products there find out
+        from the class that it does not look at their marks any more.
+        """
+        exchanged_class.revert(self)
+        return self
 
     def _get_name(self) -> str:
         return f"Fused{exchanged_class.own_class(self).__name__}"
@@ -48,6 +53,11 @@ class FusedActivation(nn.Module):
     def extra_repr(self) -> str:
         """Return what the activation's own class does."""
         return exchanged_class.own_class(self).extra_repr(self)
+
+
+def may_apply(product: nn.Module, activation: nn.Module) -> bool:
+    """Whether the activation looks at the marks of ``product``, and no hooks see its input."""
+    return isinstance(activation, FusedActivation) and not are_observed(product, activation)
 
 
 def are_observed(product: nn.Module, follower: nn.Module) -> bool:

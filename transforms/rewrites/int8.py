@@ -310,6 +310,13 @@ class Int8Module(nn.Module):
         result: Tensor = super().forward(input if taken is None else taken.values(input))
         return result
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Raise RuntimeError: ``torch.jit.script`` cannot compile it."""
+        raise RuntimeError(
+            f"this {type(self).__name__} computes in INT8, and cannot be scripted: call "
+            "transforms.restore(model) first"
+        )
+
 
 class Int8Linear(Int8Module, nn.Linear):
     r""":math:`y = x W^T + b` in INT8."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from transforms.rewrites.fused_activation import are_observed
+from transforms.rewrites.fused_activation import are_observed, may_apply
 from transforms.rewrites.int8_operators import Grid
 from transforms.rewrites.post_ops import ACTIVATION, PostOp, post_op
 
@@ -38,7 +38,7 @@ class Passed(NamedTuple):
 def activation_of(layer: nn.Module) -> PostOp | None:
     """The activation that a layer may apply, if it has one."""
     activation = vars(layer).get(ACTIVATION)
-    if activation is None or are_observed(layer, activation):
+    if activation is None or not may_apply(layer, activation):
         return None
     return post_op(activation)
 

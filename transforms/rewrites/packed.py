@@ -24,7 +24,7 @@ from fusedoptim._torch_private import (
     is_plain_execution,
 )
 from transforms.rewrites import exchanged_class
-from transforms.rewrites.fused_activation import are_observed, mark_activated, mark_free
+from transforms.rewrites.fused_activation import mark_activated, mark_free, may_apply
 from transforms.rewrites.packed_copy import Pack, Packed
 from transforms.rewrites.post_ops import NO_OP, PostOp, post_op
 from transforms.rewrites.schemas import changed
@@ -136,7 +136,7 @@ class PackedProduct(PackedModule):
     def _activated(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         """The product, activated or marked for the activation, if there is one."""
         activation = self._fusedoptim_activation
-        is_alone = activation is None or are_observed(self, activation)
+        is_alone = activation is None or not may_apply(self, activation)
         post = None if activation is None or is_alone else post_op(activation)
         if post is None:
             return self._compute(x, packed.weight, bias, NO_OP)

@@ -213,6 +213,31 @@ def test_values_with_other_users_stay_values() -> None:
     )
 
 
+class ActivationFirst(nn.Module):
+    """A model whose activation has a lower place among its children than the layer before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.SiLU()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.activation(self.first(x)))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@torch.no_grad()
+def test_a_refused_script_leaves_the_results() -> None:
+    """torch.jit.script puts what it compiles into the model, before it comes to a layer in INT8."""
+    x = torch.randn(5, 16)
+    model = transforms.quantize(ActivationFirst().eval())
+    expected = model(x)
+    with pytest.raises(RuntimeError, match=r"Int8Linear .* scripted: call transforms\.restore"):
+        torch.jit.script(model)
+    assert torch.equal(model(x), expected)
+
+
 @torch.no_grad()
 def test_copies_pickles_and_autocast() -> None:
     chained, apart, x = pair("linear", "GELU")
