@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C._autograd import _profiler_enabled as profiler_enabled
+from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 from torch._C._dynamo.guards import TensorGuards
 from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_post_hooks
@@ -45,6 +46,7 @@ __all__ = [
     "keys_after_autograd",
     "local_tensor",
     "profiler_enabled",
+    "saved_tensors_hooks",
     "set_grad_enabled",
     "shard_spec",
     "softmax_backward",
@@ -58,6 +60,8 @@ __all__ = [
 
 # profiler_enabled: torch.optim wraps every step in a profiler range; we do so only while a profiler
 #     records.
+# saved_tensors_hooks: the innermost torch.autograd.graph.saved_tensors_hooks, or None. Its argument
+#     says whether to ignore whether torch.compile is tracing.
 # TensorGuards: torch.compile's guard, which compares class, dtype, device, shape, strides and the
 #     conjugate and negative bits of a list of tensors in one call.
 # DeviceContext: the mode that torch.set_default_device and "with torch.device(...)" activate.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.adagrad import FusedAdagrad
+from fusedoptim.ops._bag_checks import check_contiguous
 from fusedoptim.ops._embedding_bags import ROWWISE
 from fusedoptim.ops._updated_bags import numbered
 from fusedoptim.optimizer import FusedOptimizer
@@ -173,11 +174,7 @@ def _check_options(name: str, options: Mapping[str, float]) -> None:
 
 def _check_memory(weights: Sequence[Tensor]) -> None:
     for t, weight in enumerate(weights):
-        if not weight.is_contiguous():
-            raise ValueError(
-                f"MergedEmbeddingBag: table {t} has strides {weight.stride()}; the update takes "
-                "contiguous ones: use weight.data = weight.data.contiguous()"
-            )
+        check_contiguous(t, weight)
     orders = update_order(list(weights))
     if any(orders) or len(set(weights)) < len(weights):
         t = next((t for t, order in enumerate(orders) if order), len(weights) - 1)

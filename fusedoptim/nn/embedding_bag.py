@@ -195,7 +195,7 @@ class MergedEmbeddingBag(torch.nn.Module):
             input, offsets, per_sample_weights, len(self), self.include_last_offset
         )
         weights = self._weights()
-        if self._optimizer is None or self._anchor is None:
+        if self._optimizer is None or self._anchor is None or not torch.is_grad_enabled():
             bags = embedding_bags(
                 weights,
                 indices,

@@ -52,18 +52,18 @@ class Batch:
         indices: Sequence[Tensor],
         offsets: Sequence[Tensor],
         sample_weights: Sequence[Tensor],
-        tables: int,
+        tables: Tables,
         has_last_offset: bool,
         is_read_directly: bool = False,
     ) -> None:
         """Read the bags; ``is_read_directly`` says that all integers are known to need no copy."""
-        self.device = indices[0].device
+        self.tables, self.device = tables, indices[0].device
         self._indices, self._offsets = indices, offsets
         if not is_read_directly:
             self._indices, self._offsets = _as_read(indices), _as_read(offsets)
         self.sample_weights = sample_weights
         self._counts, starts = (tuple(map(Tensor.numel, own)) for own in (indices, offsets))
-        self.shape = _shape_of(len(indices), starts, tables, int(has_last_offset))
+        self.shape = _shape_of(len(indices), starts, len(tables.rows), int(has_last_offset))
         self.ends = np.array(self._counts)[self.shape.tensor]
         """Where each table's last bag ends, counted as its offsets are."""
 

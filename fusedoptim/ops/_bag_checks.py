@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.ops._bag_gradients import by_table
-from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF
+from fusedoptim.ops._launching import ARITHMETIC_OF, DTYPE_NAMES, VARIANT_OF
 
 _MOST_ROWS = 1 << 31
 """The most rows of a table: a row's number is the upper half of a sorted key."""
@@ -85,6 +85,58 @@ def check_weights(weights: Tensors) -> None:
     if most > _MOST_ROWS:
         raise ValueError(
             f"embedding_bags: a table has {most} rows; at most {_MOST_ROWS} are supported"
+        )
+
+
+def check_updated(weights: Tensors, sums: Tensors, trails: Tensors, is_rowwise: bool) -> None:
+    """Raise unless a kernel can update these tables and their state in place.
+
+    Args:
+        weights: the tables.
+        sums: Adagrad's state, or none.
+        trails: the lower halves of split tables, or none.
+        is_rowwise: whether there is one sum for each row.
+    """
+    for t, weight in enumerate(weights):
+        check_contiguous(t, weight)
+        if trails and weight.dtype != torch.bfloat16:
+            raise RuntimeError(
+                f"MergedEmbeddingBag: table {t} is split, and its upper half has become "
+                f"{weight.dtype}; keep split tables torch.bfloat16, or convert them before a "
+                "MergedEmbeddingBag is constructed"
+            )
+        shape = weight.shape[:1] if is_rowwise else weight.shape
+        for name, states, dtype, wanted in (
+            ("sum", sums, ARITHMETIC_OF[weight.dtype], shape),
+            ("trail", trails, torch.int16, weight.shape),
+        ):
+            if states:
+                _check_state(f"the {name!r} of table {t}", states[t], dtype, wanted, weight.device)
+
+
+def check_contiguous(t: int, weight: Tensor) -> None:
+    """Raise unless a kernel can update the table in place."""
+    if not weight.is_contiguous():
+        raise ValueError(
+            f"MergedEmbeddingBag: table {t} has strides {weight.stride()}; the update takes "
+            "contiguous ones: use weight.data = weight.data.contiguous()"
+        )
+
+
+def _check_state(
+    what: str, state: Tensor, dtype: torch.dtype, shape: torch.Size, device: torch.device
+) -> None:
+    if (state.dtype, state.shape, state.device) != (dtype, shape, device):
+        raise RuntimeError(
+            f"MergedEmbeddingBag: {what} is {state.dtype} of shape {tuple(state.shape)} on "
+            f"{state.device}, and the table now needs {dtype} of shape {tuple(shape)} on {device}; "
+            "for another dtype or device, load optimizer().state_dict() into optimizer(), which "
+            "converts the state; for another shape, construct a new MergedEmbeddingBag"
+        )
+    if not state.is_contiguous():
+        raise RuntimeError(
+            f"MergedEmbeddingBag: {what} has strides {state.stride()}; the update takes contiguous "
+            "state: load optimizer().state_dict() into optimizer()"
         )
 
 

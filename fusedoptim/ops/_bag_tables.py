@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim._torch_private import BelowAutograd, TensorGuards
-from fusedoptim.ops._bag_checks import check_weights
+from fusedoptim.ops._bag_checks import check_updated, check_weights
 from fusedoptim.ops._launching import ARITHMETIC_OF, VARIANT_OF
 from fusedoptim.step.unchanged import tensor_guards
 
@@ -25,15 +25,26 @@ the number of tables, and whether autocast is on, as that changes what the check
 class Tables:
     """What is the same in every call with the same tables."""
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        check_weights(weights)
-        self.rows, widths = zip(*[tuple(weight.shape) for weight in weights])
-        self.widths = np.array(widths, np.int64)
-        self.are_contiguous = all(weight.is_contiguous() for weight in weights)
-        self.device, dtype = weights[0].device, weights[0].dtype
+    def __init__(
+        self,
+        rows: tuple[int, ...],
+        widths: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        are_contiguous: bool = True,
+    ) -> None:
+        self.rows, self.widths = rows, np.array(widths, np.int64)
+        self.are_contiguous = are_contiguous
+        self.dtype, self.device = dtype, device
         self.itemsize = dtype.itemsize
         self.variant, self.real = VARIANT_OF[dtype], ARITHMETIC_OF[dtype]
+        self._kind = rows, widths, dtype, device
         self._known: dict[int, Integers] = {}
+        self._known_states: dict[Any, TensorGuards] = {}
+
+    def is_like(self, other: Tables) -> bool:
+        """Whether kernels read and write the same elements, in the same memory order or not."""
+        return self is other or self._kind == other._kind
 
     def known(self, integers: Sequence[Tensor]) -> Integers | None:
         """What :meth:`remember` found for earlier tensors, if these are like them."""
@@ -44,6 +55,23 @@ class Tables:
         """Make :meth:`known` compare with these one-dimensional tensors, except for lengths."""
         self._known[len(integers)] = found = Integers(integers)
         return found
+
+    def check_updated(
+        self,
+        weights: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        trails: Sequence[Tensor],
+        is_rowwise: bool,
+    ) -> None:
+        """Raise unless a kernel can update these tables, ``weights``, and their state in place."""
+        if self.are_contiguous and not sums and not trails:
+            return
+        states, key = [*sums, *trails], (len(sums), len(trails), is_rowwise)
+        known = self._known_states.get(key)
+        with BelowAutograd():  # as in tables_of
+            if known is None or not known.check(*states):
+                check_updated(weights, sums, trails, is_rowwise)
+                self._known_states[key] = tensor_guards(states)
 
 
 class Integers:
@@ -76,7 +104,10 @@ def tables_of(weights: Sequence[Tensor]) -> Tables:
     with BelowAutograd():  # always, as autograd too changes what the check compares
         if found is not None and found[0].check(*weights):
             return found[1]
-        tables = Tables(weights)
+        check_weights(weights)
+        rows, widths = zip(*[tuple(weight.shape) for weight in weights])
+        are_contiguous = all(weight.is_contiguous() for weight in weights)
+        tables = Tables(rows, widths, weights[0].dtype, weights[0].device, are_contiguous)
         if len(_known) >= _MOST_KEPT:
             _known.clear()
         _known[key] = tensor_guards(weights), tables

@@ -3,6 +3,7 @@ r"""Bags of several embedding tables as one operator, whose backward pass may up
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fusedoptim._torch_private import BelowAutograd, saved_tensors_hooks
 from fusedoptim.launch.block import Indices, row_addresses
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._bag_batch import (
@@ -25,8 +27,8 @@ from fusedoptim.ops._bag_batch import (
 from fusedoptim.ops._bag_checks import check_batch, check_options, check_values, check_weights
 from fusedoptim.ops._bag_gradients import sample_gradients, sparse_gradients
 from fusedoptim.ops._bag_tables import Tables, tables_of
-from fusedoptim.ops._launching import ARITHMETIC_OF, DEVICES, VARIANT_OF, TableLaunch
-from fusedoptim.ops._registering import needed, register
+from fusedoptim.ops._launching import DEVICES, TableLaunch
+from fusedoptim.ops._registering import is_plain, needed, register
 
 __all__ = ["embedding_bags"]
 
@@ -121,15 +123,15 @@ def embedding_bags(
 
 
 def batch_of(
-    weights: Tensors,
+    tables: Tables,
     indices: Tensors,
     offsets: Tensors,
     samples: Tensors,
     last: bool,
     is_read_directly: bool = False,
 ) -> Batch:
-    real = [values.to(ARITHMETIC_OF[weights[0].dtype]).contiguous() for values in samples]
-    return Batch(indices, offsets, real, len(weights), last, is_read_directly)
+    real = [values.to(tables.real).contiguous() for values in samples]
+    return Batch(indices, offsets, real, tables, last, is_read_directly)
 
 
 class _Sums:
@@ -191,7 +193,7 @@ def bags_and_batch(
     check_batch(weights, indices, offsets, samples, means, last, known is not None)
     if known is None:
         known = tables.remember(integers)
-    batch = batch_of(weights, indices, offsets, samples, last, known.are_read_directly)
+    batch = batch_of(tables, indices, offsets, samples, last, known.are_read_directly)
     outputs = _new_outputs(weights[0], tables.widths.tolist(), batch.shape.bags_of_tensor)
     is_on_host = BACKENDS[tables.device.type].runs_on_host  # a GPU would have to be waited for
     if not any(map(Tensor.numel, outputs)):
@@ -212,6 +214,14 @@ def bags_and_batch(
     if is_on_host and faults:
         check_values(weights, indices, offsets, last)
     return outputs, batch
+
+
+def _direct(ctx: Any, *inputs: Any) -> list[Tensor]:
+    with BelowAutograd():
+        bags, batch = bags_and_batch(*inputs)
+    if ctx is not None:
+        ctx.tables = batch.tables
+    return bags
 
 
 def compute_bags(*inputs: Any) -> list[Tensor]:
@@ -285,13 +295,12 @@ class Gradient:
     def __init__(
         self,
         grads: Tensors,
-        weights: Tensors,
         batch: Batch,
         means: Sequence[bool],
         paddings: Sequence[int],
     ) -> None:
         self._grads = _with_rows(grads)
-        self._tables = tables = tables_of(weights)
+        self._tables = tables = batch.tables
         self._sorted = Sorted(batch, tables.rows, paddings, means, tables.real)
 
     def walk(
@@ -335,9 +344,10 @@ def _dense_gradients(
     results = [
         torch.zeros_like(weight, memory_format=torch.contiguous_format) for weight in weights
     ]
-    batch = batch_of(weights, indices, offsets, samples, last)
-    gradient = Gradient(grads, weights, batch, means, paddings)
-    gradient.walk("sum_rows", VARIANT_OF[weights[0].dtype], {"result": results}, {})
+    tables = tables_of(weights)
+    batch = batch_of(tables, indices, offsets, samples, last)
+    gradient = Gradient(grads, batch, means, paddings)
+    gradient.walk("sum_rows", tables.variant, {"result": results}, {})
     return results
 
 
@@ -357,9 +367,17 @@ _dense_gradients_of.register_fake(
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensors) -> None:
-    weights, indices, offsets, samples, *ctx.options = inputs
-    ctx.save_for_backward(*weights, *indices, *offsets, *samples)
-    ctx.counts = [len(weights), len(indices), len(offsets), len(samples)]
+    # Not saved, as only gradients of sample weights need the values; torch saves no more.
+    ctx.weights, indices, offsets, samples, *ctx.options = inputs
+    read = ctx.weights if samples and needed(ctx)[3] else []
+    save_lists(ctx, read, indices, offsets, samples)
+
+
+def save_lists(ctx: Any, *lists: Tensors) -> None:
+    """Save lists of tensors for the backward pass, which gets them from :func:`saved_lists`."""
+    ctx.counts = list(map(len, lists))
+    ctx.save_for_backward(*itertools.chain(*lists))
+    ctx.are_hooked = saved_tensors_hooks(False) is not None
 
 
 def saved_lists(ctx: Any) -> list[Tensors]:
@@ -371,12 +389,13 @@ def saved_lists(ctx: Any) -> list[Tensors]:
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
-    weights, indices, offsets, samples = saved_lists(ctx)
+    weights, (read, indices, offsets, samples) = ctx.weights, saved_lists(ctx)
     means, paddings, last, sparse = ctx.options
+    check_again(ctx, weights, indices, offsets, last, getattr(ctx, "tables", None))
     needs_weights, _, _, needs_samples, *_ = needed(ctx)
     of_samples = None
     if needs_samples:
-        of_samples = sample_gradients(grads, weights, indices, offsets, paddings, last)
+        of_samples = sample_gradients(grads, read, indices, offsets, paddings, last)
     of_weights: list[Tensor | None] | None = None
     if needs_weights:
         of_weights = [None] * len(weights)
@@ -387,6 +406,40 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
         for t, gradient in zip(chosen, gradients(*arguments, last)):
             of_weights[t] = gradient if needs_weights[t] else None
     return [of_weights, None, None, of_samples, None, None, None, None]
+
+
+def check_again(
+    ctx: Any,
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    last: bool,
+    before: Tables | None,
+) -> None:
+    """Raise if what the forward pass has checked may no longer hold.
+
+    Args:
+        ctx: the context of the backward pass.
+        weights: the tables.
+        indices: the indices that were saved.
+        offsets: the offsets that were saved.
+        last: whether offsets include where the last bag ends.
+        before: what the tables were; None if the forward pass was no plain call.
+    """
+    if before is not None:
+        check_like(tables_of(weights), before)
+    # Without hooks, autograd has noticed if saved tensors were changed.
+    if ctx.are_hooked and is_plain(indices, offsets) and weights[0].is_cpu:
+        check_values(weights, indices, offsets, last)
+
+
+def check_like(tables: Tables, before: Tables) -> None:
+    """Raise unless tables are as in the forward pass."""
+    if not tables.is_like(before):
+        raise RuntimeError(
+            "embedding_bags: a table's shape, dtype or device changed between the forward and the "
+            "backward pass; change tables before the forward pass"
+        )
 
 
 def tables_with_gradient(grads: Sequence[Tensor | None], tables: int) -> list[int]:
@@ -408,4 +461,5 @@ _embedding_bags = register(
     fake=new_bags,
     setup_context=_setup_context,
     backward=_backward,
+    direct=_direct,
 )

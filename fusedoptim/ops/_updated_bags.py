@@ -12,17 +12,21 @@ from torch import Tensor
 from fusedoptim._torch_private import BelowAutograd, increment_version
 from fusedoptim.ops._bag_batch import Batch
 from fusedoptim.ops._bag_gradients import sample_gradients
+from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._embedding_bags import (
+    ROWWISE,
     Gradient,
     bags_and_batch,
     batch_of,
+    check_again,
+    check_like,
     chosen_of,
     compute_bags,
     new_bags,
+    save_lists,
     saved_lists,
     tables_with_gradient,
 )
-from fusedoptim.ops._launching import VARIANT_OF
 from fusedoptim.ops._registering import is_plain, needed, register, register_without_gradient
 
 Tensors = Sequence[Tensor]
@@ -54,16 +58,41 @@ def numbered(rule: Rule) -> int:
     return number
 
 
+def _rule_of(number: int) -> Rule:
+    rule = _rules.get(number)
+    if rule is None:
+        raise RuntimeError(
+            "MergedEmbeddingBag: the module was deleted before the backward pass of its bags, "
+            "which updates its tables; keep the module until then"
+        )
+    return rule
+
+
 def _forward(anchor: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *rest: Any) -> Any:
-    return compute_bags(weights, *rest[:-1])
+    *arguments, rule = rest
+    found = _rule_of(rule)
+    _check_updated(tables_of(weights), weights, sums, trails, found)
+    return compute_bags(weights, *arguments)
 
 
-def _direct(ctx: Any, _: Tensor, weights: Tensors, __: Tensors, ___: Tensors, *rest: Any) -> Any:
+def _direct(
+    ctx: Any, _: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *rest: Any
+) -> Any:
+    *arguments, rule = rest
     with BelowAutograd():
-        bags, batch = bags_and_batch(weights, *rest[:-1])
+        bags, batch = bags_and_batch(weights, *arguments)
     if ctx is not None:
+        found = _rule_of(rule)
+        _check_updated(batch.tables, weights, sums, trails, found)
         ctx.batch = batch
     return bags
+
+
+def _check_updated(
+    tables: Tables, weights: Tensors, sums: Tensors, trails: Tensors, rule: Rule
+) -> None:
+    """Raise unless the kernel of ``rule`` can update tables and their state in place."""
+    tables.check_updated(weights, sums, trails, is_rowwise=rule.kernel == ROWWISE)
 
 
 def _fake(anchor: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *rest: Any) -> Any:
@@ -83,8 +112,21 @@ def _update(
     last: bool,
     rule: int,
 ) -> None:
-    batch = batch_of(weights, indices, offsets, samples, last)
+    batch = batch_of(tables_of(weights), indices, offsets, samples, last)
+    _check_grads(grads, batch)
     _update_rows(weights, sums, trails, grads, batch, means, paddings, rule)
+
+
+def _check_grads(grads: Tensors, batch: Batch) -> None:
+    """Raise unless these gradients are those of the bags of the batch's tables."""
+    tables, shape = batch.tables, batch.shape
+    widths = [int(tables.widths.sum())] if shape.is_joined else tables.widths.tolist()
+    wanted = [(tables.dtype, size) for size in zip(shape.bags_of_tensor, widths)]
+    if [(grad.dtype, tuple(grad.shape)) for grad in grads] != wanted:
+        raise RuntimeError(
+            "MergedEmbeddingBag: gradients do not fit the tables, whose shapes or dtype changed "
+            "between the forward and the backward pass; change tables before the forward pass"
+        )
 
 
 def _update_rows(
@@ -97,14 +139,16 @@ def _update_rows(
     paddings: Sequence[int],
     rule: int,
 ) -> None:
-    found = _rules[rule]
-    gradient = Gradient(grads, weights, batch, means, paddings)
+    found, tables = _rule_of(rule), tables_of(weights)
+    check_like(tables, batch.tables)
+    _check_updated(tables, weights, sums, trails, found)
+    gradient = Gradient(grads, batch, means, paddings)
     columns = {"param": weights}
     if sums:
         columns["sum"] = sums
     if trails:
         columns["trail"] = trails
-    variant = "split" if trails else VARIANT_OF[weights[0].dtype]
+    variant = "split" if trails else batch.tables.variant
     gradient.walk(found.kernel, variant, columns, found.numbers())
     increment_version(weights)
 
@@ -120,23 +164,29 @@ _update_tables = register_without_gradient(
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensors) -> None:
     _, ctx.weights, ctx.sums, ctx.trails, indices, offsets, samples, *ctx.options = inputs
-    ctx.counts = [len(indices), len(offsets), len(samples)]
-    ctx.save_for_backward(*indices, *offsets, *samples)
+    ctx.rule = _rules.get(ctx.options[-1])  # for as long as there may be a backward pass
+    # Updates change the tables, and gradients of sample weights need them as they were.
+    read = ctx.weights if samples and needed(ctx)[6] else []
+    save_lists(ctx, read, indices, offsets, samples)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
     weights, sums, trails = ctx.weights, ctx.sums, ctx.trails
-    indices, offsets, samples = saved_lists(ctx)
+    read, indices, offsets, samples = saved_lists(ctx)
     means, paddings, last, rule = ctx.options
     of_samples = None
     if needed(ctx)[6]:
-        of_samples = sample_gradients(grads, weights, indices, offsets, paddings, last)
+        of_samples = sample_gradients(grads, read, indices, offsets, paddings, last)
     chosen = tables_with_gradient(grads, len(weights))
     batch, ctx.batch = getattr(ctx, "batch", None), None  # it holds memory
-    if batch is not None and len(chosen) == len(weights) and is_plain(grads):
+    is_plain_update = len(chosen) == len(weights) and is_plain(grads)
+    # With hooks, the saved tensors may be others than the batch's.
+    if batch is not None and is_plain_update and not ctx.are_hooked:
         of_all: Any = grads
         _update_rows(weights, sums, trails, of_all, batch, means, paddings, rule)
     else:
+        before = None if batch is None else batch.tables
+        check_again(ctx, weights, indices, offsets, last, before)
         lists = weights, sums, trails, grads, indices, offsets, samples, means, paddings
         _update_tables(*chosen_of(chosen, len(weights), *lists), last, rule)
     return [None, None, None, None, None, None, of_samples, None, None, None, None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -51,6 +51,15 @@ def test_tensorguards() -> None:
         torch.ones(2, dtype=torch.complex64), dynamic_dims_sizes=None, dynamic_dims_strides=None
     )
     assert not complex_guards.check(torch.ones(2, dtype=torch.complex64).conj())
+
+
+def test_saved_tensors_hooks() -> None:
+    assert _torch_private.saved_tensors_hooks(False) is None
+    pack, unpack = Tensor.clone, Tensor.detach
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert _torch_private.saved_tensors_hooks(False) == (pack, unpack)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        assert _torch_private.saved_tensors_hooks(False) is not None
 
 
 def test_disable_dynamo() -> None:

@@ -181,6 +181,30 @@ class TestValues:
         torch.autograd.backward([y.sum() for y in outputs])
         assert all(w.grad is None or not w.grad.any() for w in weights)
 
+    @pytest.mark.parametrize("sparse", [False, True])
+    def test_tables_that_are_updated_before_the_backward_pass(self, sparse: bool) -> None:
+        """The gradients do not depend on the tables, so nothing saves these, as in torch."""
+        weights, bags = tables(), new_bags(ROWS)
+        options: Any = {"include_last_offset": True, "sparse": sparse}
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: [saved.append(x), x][1], Tensor):
+            embedding_bags(weights, *bags, **options)
+        assert {x.dtype for x in saved} == {torch.int64}
+        one, other = (embedding_bags(weights, *bags, **options) for _ in range(2))
+        grads = [torch.randn_like(y) for y in one]
+        wanted = torch.autograd.grad(one, weights, grads)
+        with torch.no_grad():
+            torch._foreach_add_(weights, 1.0)
+        for x, y in zip(torch.autograd.grad(other, weights, grads), wanted):
+            assert torch.equal(x.to_dense(), y.to_dense())
+
+    def test_tables_that_change_shape_before_the_backward_pass(self) -> None:
+        weights, bags = tables(), new_bags(ROWS)
+        outputs = embedding_bags(weights, *bags, include_last_offset=True)
+        weights[0].data = weights[0].data[:2]
+        with pytest.raises(RuntimeError, match="a table's shape, dtype or device changed"):
+            torch.autograd.backward([y.sum() for y in outputs])
+
     def test_unused_outputs_and_frozen_tables(self) -> None:
         weights, bags = tables(), new_bags(ROWS)
         weights[2].requires_grad_(False)

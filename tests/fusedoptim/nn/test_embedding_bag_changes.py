@@ -1,0 +1,175 @@
+"""Merged embedding bags whose tables, state, options or saved tensors changed since they were made.
+
+An update writes through addresses, so nothing may be written where something no longer fits.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fusedoptim.nn import MergedEmbeddingBag
+from tests.fusedoptim.bag_cases import ROWS, new_bags
+from tests.fusedoptim.nn.merged_bags import (
+    LR,
+    OPTIMIZERS,
+    new_batches,
+    new_module,
+    train,
+    weights_of,
+)
+
+
+def _grow(module: MergedEmbeddingBag) -> None:
+    weight = module[0].weight
+    weight.data = torch.cat([weight.data, torch.zeros(1000, weight.shape[1])])
+
+
+def _shrink(module: MergedEmbeddingBag) -> None:
+    module[0].weight.data = module[0].weight.data[:10].clone()
+
+
+def _transpose(module: MergedEmbeddingBag) -> None:
+    module[0].weight.data = module[0].weight.data.t().contiguous().t()
+
+
+def _check_unchanged(module: MergedEmbeddingBag, call: Callable[[], Any], message: str) -> None:
+    optimizer = module.optimizer()
+    before = [w.clone() for w in weights_of(module)], copy.deepcopy(optimizer.state_dict())
+    with pytest.raises((RuntimeError, ValueError), match=re.escape(message)):
+        call()
+    assert all(map(torch.equal, before[0], weights_of(module)))
+    assert repr(optimizer.state_dict()) == repr(before[1])
+
+
+class TestTables:
+    @pytest.mark.parametrize(
+        ("optimizer", "split", "change", "message"),
+        [
+            ("adagrad", False, torch.nn.Module.double, "the 'sum' of table 0 is torch.float32"),
+            ("rowwise_adagrad", False, torch.nn.Module.double, "the table now needs torch.float64"),
+            ("adagrad", False, _grow, "the table now needs torch.float32 of shape (1050, 20)"),
+            ("rowwise_adagrad", False, _grow, "the table now needs torch.float32 of shape (1050,)"),
+            ("sgd", False, _transpose, "table 0 has strides (1, 50); the update takes contiguous"),
+            ("adagrad", False, _transpose, "table 0 has strides (1, 50); the update takes"),
+            ("sgd", True, torch.nn.Module.float, "its upper half has become torch.float32"),
+            ("adagrad", True, torch.nn.Module.double, "its upper half has become torch.float64"),
+        ],
+    )
+    @pytest.mark.parametrize("is_dispatched", [False, True])
+    def test_changed(
+        self, optimizer: str, split: bool, change: Any, message: str, is_dispatched: bool
+    ) -> None:
+        module = new_module(optimizer, split=split)
+        train(module, new_batches(module, 1))
+        change(module)
+
+        def step() -> None:
+            with torch.device("cpu") if is_dispatched else torch.enable_grad():
+                train(module, new_batches(module, 1))
+
+        _check_unchanged(module, step, message)
+        with torch.no_grad():
+            module(*new_bags(ROWS))
+
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize("change", [_shrink, torch.nn.Module.double])
+    @pytest.mark.parametrize("used", [1, len(ROWS)])
+    def test_changed_before_the_backward_pass(self, optimizer: str, change: Any, used: int) -> None:
+        module, bags = new_module(optimizer), new_bags(ROWS)
+        loss = torch.stack([y.sum() for y in module(*bags)[:used]]).sum()
+        change(module)
+        _check_unchanged(module, loss.backward, "a table's shape, dtype or device changed")
+
+    def test_sgd_in_another_dtype(self) -> None:
+        module = new_module("sgd", lr=LR)
+        module.double()
+        exact = copy.deepcopy(module)
+        indices, offsets = [torch.tensor([0])] * 4, [torch.tensor([0, 1])] * 4
+        sum(y.sum() for y in module(indices, offsets)).backward()
+        for mine, before in zip(weights_of(module), weights_of(exact)):
+            before[0] -= LR
+            assert torch.equal(mine, before)
+
+    @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
+    def test_state_is_converted_by_loading_it(self, optimizer: str) -> None:
+        module = new_module(optimizer, lr=LR)
+        train(module, new_batches(module, 1))
+        sums = [state["sum"].clone() for state in module.optimizer().state.values()]
+        module.double()
+        module.optimizer().load_state_dict(module.optimizer().state_dict())
+        states = module.optimizer().state.values()
+        assert all(torch.equal(s["sum"], old.double()) for s, old in zip(states, sums))
+        train(module, new_batches(module, 1))
+
+
+class TestSavedTensors:
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize("pack", [Tensor.clone, Tensor.tolist])
+    def test_indices_are_those_that_hooks_return(self, optimizer: str, pack: Any) -> None:
+        """A buffer that gets the next batch before the backward pass is read as it was packed."""
+        module = new_module(optimizer, lr=LR)
+        other, ((bags, grads),) = copy.deepcopy(module), new_batches(module, 1)
+        train(other, [(copy.deepcopy(bags), grads)])
+        with saved_tensors_hooks(pack, torch.as_tensor):
+            outputs = module(*bags)
+        for indices in bags.indices:
+            indices.zero_()
+        torch.autograd.backward(outputs, grads)
+        assert all(map(torch.equal, weights_of(module), weights_of(other)))
+
+    @pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS])
+    @pytest.mark.parametrize("used", [1, len(ROWS)])
+    def test_indices_that_hooks_let_change(self, optimizer: str | None, used: int) -> None:
+        """The hooks switch off autograd's check that saved tensors are unchanged."""
+        module, bags = new_module(optimizer), new_bags(ROWS)
+        bags.indices[0][-1] = 0
+        before = [w.clone() for w in weights_of(module)]
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            outputs = module(*bags)
+        bags.indices[0][-1] = 1 << 20
+        with pytest.raises(IndexError, match="table 0 has 50 rows"):
+            torch.autograd.backward([y.sum() for y in outputs[:used]])
+        assert all(map(torch.equal, before, weights_of(module)))
+
+    def test_trained_sample_weights_after_an_update(self) -> None:
+        """Their gradients need the tables as they were, so an update in between is noticed."""
+        module, bags = new_module("sgd"), new_bags(ROWS)
+        samples = [torch.rand(len(i), requires_grad=True) for i in bags.indices]
+        first, second = ([y.sum() for y in module(*bags, samples)] for _ in range(2))
+        torch.autograd.backward(first)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.backward(second)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_module_that_is_gone(optimizer: str) -> None:
+    module = new_module(optimizer, lr=LR)
+    other, ((bags, grads),) = copy.deepcopy(module), new_batches(module, 1)
+    train(other, [(bags, grads)])
+    weights, outputs = [bag.weight for bag in module], module(*bags)
+    del module
+    gc.collect()
+    torch.autograd.backward(outputs, grads)
+    assert all(map(torch.equal, weights, weights_of(other)))
+
+
+def test_compiled_module_that_is_gone() -> None:
+    """A compiled graph has the number of the optimizer alone."""
+    torch.compiler.reset()
+    module = new_module("sgd")
+    ((bags, grads),) = new_batches(module, 1)
+    outputs = torch.compile(module, backend="aot_eager")(*bags)
+    torch.compiler.reset()
+    del module
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the module was deleted before the backward pass"):
+        torch.autograd.backward(outputs, grads)
