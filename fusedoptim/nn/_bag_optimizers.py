@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,34 +35,41 @@ class BagOptimizer(FusedOptimizer):
     """The hyper-parameters that the kernel gets."""
     number: int
     """The number by which the operator finds this object."""
+    _absent: Sequence[tuple[str, Any]]
+    """The options that the kernel does not get, with the only value that each may have."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._become_rule()
+
+    def _become_rule(self) -> None:
+        """Set what the operator needs, in a new object or in a copy."""
         self.number = numbered(self)
+        taken = {*self._hyper_parameters, *OPTIONS, _FIRST_SUM}
+        self._absent = [item for item in sorted(self.defaults.items()) if item[0] not in taken]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not hasattr(self, "number"):  # copied or unpickled
-            self.number = numbered(self)
+            self._become_rule()
         for own in self.state.values():  # a checkpoint's may be strided; kernels read no strides
             own.update({name: own[name].contiguous() for name in (_SUM, TRAIL) if name in own})
 
     def _check_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super()._check_checkpoint(state_dict)
-        self._check_saved_groups(state_dict["param_groups"])
+        for group in state_dict["param_groups"]:
+            self._check_absent(group, "the checkpoint has", "load one without it")
         if _SUM in self._saved_state:
             self._check_saved_sums(state_dict)
 
-    def _check_saved_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _check_absent(self, group: Mapping[str, Any], what: str, cure: str) -> None:
         """Raise if a group has an option that the kernel does not get."""
-        absent = self.defaults.keys() - {*self._hyper_parameters, *OPTIONS, _FIRST_SUM}
-        for group in groups:
-            for option in sorted(absent & group.keys()):
-                if group[option] != self.defaults[option]:
-                    raise ValueError(
-                        f"{type(self).__name__}: the checkpoint has {option}={group[option]}, "
-                        "which the update in the backward pass lacks; load one without it"
-                    )
+        for option, default in self._absent:
+            if group.get(option, default) != default:
+                raise ValueError(
+                    f"{type(self).__name__}: {what} {option}={group[option]}, which the update in "
+                    f"the backward pass lacks; {cure}"
+                )
 
     def _check_saved_sums(self, state_dict: dict[str, Any]) -> None:
         """Raise unless Adagrad's sums have the shapes of those that are here."""
@@ -77,13 +85,47 @@ class BagOptimizer(FusedOptimizer):
     def numbers(self) -> Mapping[str, float]:
         """See :class:`fusedoptim.ops._updated_bags.Rule`."""
         (group,) = self.param_groups
+        self._check_absent(
+            group,
+            "param_groups have",
+            "set its default there; OneCycleLR and CyclicLR leave momentum alone with "
+            "cycle_momentum=False",
+        )
         return {name: number(group[name]) for name in self._hyper_parameters}
 
     def state_lists(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Adagrad's sums and the lower halves of split tables, if there are any."""
+        (group,) = self.param_groups
+        are_own = list(map(operator.is_, weights, group["params"]))
+        if not all(are_own):
+            table = are_own.index(False)
+            raise RuntimeError(
+                f"MergedEmbeddingBag: the weight of table {table} is not the one that the "
+                "optimizer updates, as after load_state_dict(assign=True), to_empty() of a module "
+                "on the meta device, or in torch.func.functional_call; construct the "
+                "MergedEmbeddingBag, or merge the model, when the bags have their final weights"
+            )
+        if not self._saved_state and not self.split:
+            return [], []
         states = [self.state[weight] for weight in weights]
         sums = [state[_SUM] for state in states] if _SUM in self._saved_state else []
         return sums, [state[TRAIL] for state in states] if self.split else []
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise: the tables are one group, and nothing else can be updated in the backward pass.
+
+        Args:
+            param_group: the group.
+
+        Raises:
+            RuntimeError: always, except within the constructor.
+        """
+        if self._is_complete:
+            raise RuntimeError(
+                f"{type(self).__name__}: add_param_group() was called, and this optimizer updates "
+                "only its tables; give other parameters to an optimizer of their own"
+            )
+        super().add_param_group(param_group)
 
     @with_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -110,6 +110,60 @@ class TestTables:
         assert all(torch.equal(s["sum"], old.double()) for s, old in zip(states, sums))
         train(module, new_batches(module, 1))
 
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    def test_replaced(self, optimizer: str) -> None:
+        """Another Parameter in a table's place is not the one that the optimizer updates."""
+        message = "the weight of table 0 is not the one that the optimizer updates"
+        module, ((bags, _),) = new_module(optimizer), new_batches(new_module(optimizer), 1)
+        others = {name: torch.randn_like(p) for name, p in module.named_parameters()}
+
+        def functional() -> None:
+            torch.func.functional_call(module, others, tuple(bags))
+
+        _check_unchanged(module, functional, message)
+        module.load_state_dict(others, assign=True)
+        _check_unchanged(module, lambda: module(*bags), message)
+        with torch.no_grad():
+            module(*bags)
+        with torch.device("meta"):
+            empty = MergedEmbeddingBag([(4, 2)], optimizer)
+        empty.to_empty(device="cpu")
+        with pytest.raises(RuntimeError, match=message):
+            empty([torch.tensor([0])], [torch.tensor([0])])
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("optimizer", "name", "value"),
+        [("sgd", "momentum", 0.9), ("sgd", "maximize", True), ("adagrad", "lr_decay", 0.1)],
+    )
+    def test_that_the_update_lacks(self, optimizer: str, name: str, value: Any) -> None:
+        module = new_module(optimizer)
+        ((bags, grads),) = new_batches(module, 1)
+        outputs = module(*bags)
+        module.optimizer().param_groups[0][name] = value
+        message = f"param_groups have {name}={value}, which the update in the backward pass lacks"
+        _check_unchanged(module, lambda: torch.autograd.backward(outputs, grads), message)
+
+    def test_one_cycle(self) -> None:
+        """The scheduler changes momentum unless it is told not to."""
+        scheduler: Any = torch.optim.lr_scheduler.OneCycleLR
+        module = new_module("sgd", lr=LR)
+        scheduler(module.optimizer(), LR, total_steps=9)
+        with pytest.raises(ValueError, match="cycle_momentum=False"):
+            train(module, new_batches(module, 1))
+        module = new_module("sgd", lr=LR)
+        scheduler(module.optimizer(), LR, total_steps=9, cycle_momentum=False)
+        train(module, new_batches(module, 1))
+
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    def test_another_group(self, optimizer: str) -> None:
+        module = new_module(optimizer)
+        group = {"params": [torch.nn.Parameter(torch.zeros(2))]}
+        call = module.optimizer().add_param_group
+        _check_unchanged(module, lambda: call(group), "updates only its tables")
+        train(module, new_batches(module, 1))
+
 
 class TestSavedTensors:
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
