@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -128,11 +128,25 @@ class MergedEmbeddingBag(torch.nn.Module):
     def __len__(self) -> int:
         return len(self._means)
 
-    def __getitem__(self, table: int) -> torch.nn.EmbeddingBag:
-        return cast(torch.nn.EmbeddingBag, self.get_submodule(str(range(len(self))[table])))
+    def _bags(self) -> list[Any]:
+        # They are the first submodules; a user or a subclass may have added others.
+        return list(self._modules.values())[: len(self)]
+
+    @overload
+    def __getitem__(self, table: int) -> torch.nn.EmbeddingBag: ...
+
+    @overload
+    def __getitem__(self, table: slice) -> torch.nn.ModuleList: ...
+
+    def __getitem__(self, table: int | slice) -> torch.nn.EmbeddingBag | torch.nn.ModuleList:
+        bags = self._bags()
+        if isinstance(table, slice):
+            return torch.nn.ModuleList(bags[table])  # as the ModuleList that this replaces
+        bag: torch.nn.EmbeddingBag = bags[table]
+        return bag
 
     def __iter__(self) -> Iterator[torch.nn.EmbeddingBag]:
-        return (self[t] for t in range(len(self)))
+        return iter(self._bags())
 
     def _update_by(self, optimizer: BagOptimizer) -> None:
         """Let the backward pass, and nothing else, update the tables."""
@@ -223,7 +237,7 @@ class MergedEmbeddingBag(torch.nn.Module):
         return bags[0] if is_joined else bags
 
     def _weights(self) -> list[Tensor]:
-        bags: Any = self._modules.values()
+        bags = self._bags()
         try:  # ``bag.weight`` finds the same, but calls a Python function for it
             return [bag._parameters["weight"] for bag in bags]
         except KeyError:  # a parametrization computes it
@@ -414,6 +428,12 @@ def _in_lists(
         if starts is not None:
             continue
         if values.dim() == 2:
+            if samples[t] is not None and samples[t].shape != values.shape:
+                raise ValueError(
+                    f"MergedEmbeddingBag: per_sample_weights {t} have shape "
+                    f"{tuple(samples[t].shape)}, and input {t} has {tuple(values.shape)}; pass "
+                    "one for each index, in the input's shape"
+                )
             rows, columns = values.shape
             count = rows + int(has_last_offset)
             offsets[t] = columns * torch.arange(count, device=values.device)

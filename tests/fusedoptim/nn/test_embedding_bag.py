@@ -231,9 +231,38 @@ class TestRefused:
             module.train()
             train(module, new_batches(module, 1))
 
+    def test_sample_weights_of_another_shape(self) -> None:
+        indices, samples = torch.randint(4, (2, 3)), torch.rand(3, 2)
+        with pytest.raises(ValueError, match="must have the same shape"):
+            self.BAG(indices, per_sample_weights=samples)
+        message = re.escape("per_sample_weights 0 have shape (3, 2), and input 0 has (2, 3)")
+        with pytest.raises(ValueError, match=message):
+            MergedEmbeddingBag([self.BAG])([indices], None, [samples])
+
     def test_optimizer_of_none(self) -> None:
         with pytest.raises(RuntimeError, match="construct it with optimizer='sgd'"):
             new_module(None).optimizer()
+
+
+class TestModules:
+    def test_slices(self) -> None:
+        """Bags are found as in the ModuleList that the module replaces."""
+        module = new_module(None)
+        bags = torch.nn.ModuleList(module)
+        for part in (slice(0, 1), slice(1, None), slice(None, None, 2), slice(4, 9)):
+            assert isinstance(module[part], torch.nn.ModuleList)
+            assert [*module[part]] == [*bags[part]]
+        assert module[-1] is bags[-1]
+        with pytest.raises(IndexError):
+            module[len(ROWS)]
+
+    @pytest.mark.parametrize("optimizer", [None, "sgd"])
+    def test_submodules_besides_the_bags(self, optimizer: str | None) -> None:
+        module, bags = new_module(optimizer), new_bags(ROWS)
+        wanted = module(*bags)
+        module.after = torch.nn.Linear(2, 2)
+        assert all(map(torch.equal, module(*bags), wanted))
+        assert len([*module]) == len(module) == len(ROWS)
 
 
 def test_names_of_ipex() -> None:
