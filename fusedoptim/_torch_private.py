@@ -27,6 +27,7 @@ __all__ = [
     "BypassSubclasses",
     "DeviceContext",
     "TensorGuards",
+    "active_ddp",
     "active_modes",
     "any_requires_grad",
     "count_function_modes",
@@ -190,6 +191,14 @@ def _only_set_cpu() -> bool:
     """Whether all function modes are those of a default device, which is the CPU anyway."""
     modes = map(function_mode_at, range(count_function_modes()))
     return all(type(mode) is DeviceContext and mode.device.type == "cpu" for mode in modes)
+
+
+def active_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward runs; no hook tells a submodule that it is in one.
+
+    torch.compile reads the same attribute.
+    """
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
 def is_flattened(param: torch.Tensor) -> bool:

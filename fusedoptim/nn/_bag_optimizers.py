@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from fusedoptim._torch_private import active_ddp
 from fusedoptim.adagrad import FusedAdagrad
 from fusedoptim.ops._bag_checks import check_contiguous
 from fusedoptim.ops._embedding_bags import ROWWISE
@@ -45,6 +48,7 @@ class BagOptimizer(FusedOptimizer):
     def _become_rule(self) -> None:
         """Set what the operator needs, in a new object or in a copy."""
         self.number = numbered(self)
+        self._allowed: weakref.ref[DistributedDataParallel] | None = None
         taken = {*self._hyper_parameters, *OPTIONS, _FIRST_SUM}
         self._absent = [item for item in sorted(self.defaults.items()) if item[0] not in taken]
 
@@ -92,6 +96,24 @@ class BagOptimizer(FusedOptimizer):
             "cycle_momentum=False",
         )
         return {name: number(group[name]) for name in self._hyper_parameters}
+
+    def check_replicas(self) -> None:
+        """See :class:`fusedoptim.ops._updated_bags.Rule`."""
+        ddp = active_ddp()
+        if ddp is None or (self._allowed is not None and self._allowed() is ddp):
+            return
+        if ddp.process_group.size() > 1:
+            own = set(self.param_groups[0]["params"])
+            for name, param in ddp.module.named_parameters():
+                if param in own and name not in ddp.parameters_to_ignore:
+                    raise RuntimeError(
+                        f"{type(self).__name__}: the table {name!r} is in a "
+                        "DistributedDataParallel, and its update in the backward pass would use "
+                        "the batch of this process alone, so that the processes' tables would "
+                        "diverge; make a MergedEmbeddingBag without an optimizer, or, if each "
+                        "process has tables of its own, keep it outside"
+                    )
+        self._allowed = weakref.ref(ddp)
 
     def state_lists(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Adagrad's sums and the lower halves of split tables, if there are any."""

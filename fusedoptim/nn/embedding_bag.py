@@ -37,6 +37,13 @@ class MergedEmbeddingBag(torch.nn.Module):
     of threads. With an optimizer, a bag that is called on its own in training mode, with gradients
     enabled, would learn nothing, and raises RuntimeError.
 
+    The update takes the gradients as they arrive in the backward pass. What changes gradients or
+    skips steps later has no effect on the tables: clipping them, accumulating them over several
+    backward passes, of which each updates, or a ``GradScaler``, whose factor the tables would get
+    (bfloat16 autocast needs none). ``DistributedDataParallel`` does not average them either, so a
+    forward pass within one of several processes raises RuntimeError, unless the tables are among
+    those that it ignores. Use ``optimizer=None`` for all of these.
+
     Args:
         tables: an ``EmbeddingBag``, or its number of rows and its width, for each table. The
             modules become submodules, and share their parameters.

@@ -42,6 +42,9 @@ class Rule(Protocol):
     def numbers(self) -> Mapping[str, float]:
         """The current hyper-parameters that the kernel gets."""
 
+    def check_replicas(self) -> None:
+        """Raise if the forward pass that runs is of replicas whose tables must stay equal."""
+
 
 _rules: weakref.WeakValueDictionary[int, Rule] = weakref.WeakValueDictionary()
 _next_number = itertools.count()
@@ -71,6 +74,7 @@ def _rule_of(number: int) -> Rule:
 def _forward(anchor: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *rest: Any) -> Any:
     *arguments, rule = rest
     found = _rule_of(rule)
+    found.check_replicas()
     _check_updated(tables_of(weights), weights, sums, trails, found)
     return compute_bags(weights, *arguments)
 
@@ -83,6 +87,7 @@ def _direct(
         bags, batch = bags_and_batch(weights, *arguments)
     if ctx is not None:
         found = _rule_of(rule)
+        found.check_replicas()
         _check_updated(batch.tables, weights, sums, trails, found)
         ctx.batch = batch
     return bags

@@ -62,6 +62,26 @@ def test_saved_tensors_hooks() -> None:
         assert _torch_private.saved_tensors_hooks(False) is not None
 
 
+def test_active_ddp() -> None:
+    class Inner(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(_torch_private.active_ddp())
+            return x
+
+    seen: list[Any] = []
+    model = torch.nn.Sequential(Inner(), torch.nn.Linear(2, 2))
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        wrapped(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    finally:
+        distributed.destroy_process_group()
+    assert seen == [wrapped, None]
+    assert wrapped.parameters_to_ignore == set()
+    assert {name for name, _ in wrapped.module.named_parameters()} == {"1.weight", "1.bias"}
+
+
 def test_disable_dynamo() -> None:
     assert _torch_private.disable_dynamo(lambda x: x + 1)(1) == 2
 

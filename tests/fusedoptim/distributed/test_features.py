@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedoptim.nn import MergedEmbeddingBag
 from fusedoptim.offload import OffloadOptimizer
 from tests.fusedoptim.distributed.helpers import Block, flat_mesh, rank, size, whole
 from tests.fusedoptim.distributed.processes import on_processes
@@ -163,6 +164,38 @@ def test_ddp_no_sync() -> None:
             (loss_of(model, second) / 2).backward()
             optimizer.step()
         assert_trained(model, case)
+
+
+@on_processes(2)
+def test_ddp_with_tables_that_backward_updates() -> None:
+    """Each process would update its replica by its own batch, so this is refused."""
+
+    class Model(nn.Module):
+        def __init__(self, optimizer: str | None) -> None:
+            super().__init__()
+            self.tables = MergedEmbeddingBag([(10, 4)], optimizer)
+            self.top = nn.Linear(4, 1)
+
+        def forward(self, indices: Tensor) -> Tensor:
+            result: Tensor = self.top(self.tables([indices], [torch.tensor([0])])[0])
+            return result
+
+    indices, name = torch.tensor([rank()]), "tables.0.weight"
+    wrapped = ddp(Model("sgd"))
+    with pytest.raises(RuntimeError, match=f"the table '{name}' is in a DistributedDataParallel"):
+        wrapped(indices)
+    with torch.no_grad():
+        wrapped(indices)
+    averaged = ddp(Model(None))
+    averaged(indices).sum().backward()
+    grad = averaged.module.tables[0].weight.grad
+    assert grad[:2].abs().sum(1).bool().all()
+    own = Model("sgd")  # whose tables differ on purpose
+    before = own.tables[0].weight.clone()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(own, [name])
+    ddp(own)(indices).sum().backward()
+    changed = (own.tables[0].weight != before).any(1)
+    assert changed.nonzero().flatten().tolist() == [rank()]
 
 
 def replayed(case: OptimizerCase, gradients: list[list[Tensor]]) -> Callable[[], list[Tensor]]:
