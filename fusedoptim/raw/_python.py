@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import builtins
 import dis
+import enum
 import functools
 import hashlib
 import importlib.metadata
 import inspect
+import itertools
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +36,7 @@ _SOURCES = (
 _LANGUAGES = (language.__name__, fusedoptim.kernels.language.__name__)
 _NUMBERS = (bool, int, float, str, type(None), np.generic)
 _BUILTINS = {"abs", "bool", "divmod", "float", "int", "max", "min", "pow", "range", "round"}
+_stand_ins = itertools.count()
 # The module then has the arguments' types in OpenCL C too: SPIR-V's integers have no signs.
 _KEEP_TYPES = "--preserve-ocl-kernel-arg-type-metadata-through-string"
 
@@ -189,17 +192,44 @@ def _tools() -> tuple[str, ...]:
     return (platform.python_version(), *versions, *sources)
 
 
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """``code``, and that of the functions and lambdas defined in it."""
+    yield code
+    for nested in code.co_consts:
+        if isinstance(nested, CodeType):
+            yield from _codes(nested)
+
+
+def _operands(function: FunctionType, *operations: str) -> set[str]:
+    return {
+        op.argval
+        for code in _codes(function.__code__)
+        for op in dis.get_instructions(code)
+        if op.opname in operations
+    }
+
+
 def _names(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """The globals and variables of enclosing functions that ``function`` uses."""
-    for name in sorted(_operands(function.__code__, "LOAD_GLOBAL")):
+    for name in sorted(_operands(function, "LOAD_GLOBAL")):
         if name in function.__globals__:
             yield name, function.__globals__[name]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         yield name, cell.cell_contents
 
 
-def _operands(code: CodeType, *operations: str) -> set[str]:
-    return {op.argval for op in dis.get_instructions(code) if op.opname in operations}
+def _attributes(function: FunctionType) -> list[str]:
+    """The names of all attributes that ``function`` uses, of whatever object."""
+    return sorted(_operands(function, "LOAD_ATTR", "LOAD_METHOD"))
+
+
+def _values(module: ModuleType, attributes: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """What a kernel can use of a module, except what numba knows, such as ``math.exp``."""
+    for name in attributes:
+        value = getattr(module, name, None)
+        is_known = callable(value) and not isinstance(value, enum.EnumMeta)
+        if value is not None and (hasattr(value, "py_func") or not is_known):
+            yield name, value
 
 
 def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> Any:
@@ -208,34 +238,44 @@ def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> A
     Raises:
         TypeError: it uses something that a kernel cannot.
     """
-    code, name = function.__code__, function.__name__
+    name = function.__name__
     if function in callers:
         raise TypeError(f"{name} calls itself, which no device can do: write a loop")
-    if _operands(code, "RAISE_VARARGS"):
+    if _operands(function, "RAISE_VARARGS"):
         raise TypeError(
             f"{name} raises an exception or asserts, which nobody would see: store a flag in a "
             "Global[Int32] and look at it after the launch"
         )
-    builtin = _operands(code, "LOAD_GLOBAL") - function.__globals__.keys()
+    builtin = _operands(function, "LOAD_GLOBAL") - function.__globals__.keys()
     if unknown := sorted(builtin.intersection(vars(builtins)) - _BUILTINS):
         raise TypeError(
             f"{name} uses {unknown[0]}; of Python's built-ins, a kernel can use "
             f"{', '.join(sorted(_BUILTINS))}"
         )
-    attributes = _operands(code, "LOAD_ATTR", "LOAD_METHOD")
+    attributes = _attributes(function)
 
-    def describe(used: str, value: Any) -> Any:
+    def describe(used: str, value: Any, modules: tuple[ModuleType, ...] = ()) -> Any:
         value = getattr(value, "py_func", value)
         if isinstance(value, _NUMBERS):
             return type(value).__name__, repr(value)
         if isinstance(value, tuple):
-            return tuple([describe(used, item) for item in value])
+            fields = getattr(value, "_fields", None)
+            return type(value).__name__, fields, [describe(used, item) for item in value]
+        if isinstance(value, CodeType):
+            consts = [describe("a constant", const) for const in value.co_consts]
+            names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+            return value.co_name, value.co_code.hex(), names, consts
         if isinstance(value, ModuleType):
-            held = [(a, getattr(value, a)) for a in sorted(attributes) if hasattr(value, a)]
-            compiled = [(a, v) for a, v in held if isinstance(v, _NUMBERS) or hasattr(v, "py_func")]
-            return value.__name__, [(a, describe(a, v)) for a, v in compiled]
+            if value in modules:  # modules of a package that import each other
+                return value.__name__
+            inside = (*modules, value)
+            held = [(a, describe(a, v, inside)) for a, v in _values(value, attributes)]
+            return value.__name__, held
         if isinstance(value, FunctionType) and value.__module__ not in _LANGUAGES:
             return _description(value, (*callers, function))
+        if isinstance(value, enum.EnumMeta):
+            members: list[enum.Enum] = list(value)
+            return value.__module__, value.__name__, list(map(repr, members))
         if isinstance(value, (FunctionType, BuiltinFunctionType, type, np.ufunc)):
             return getattr(value, "__module__", "numpy"), value.__name__
         raise TypeError(
@@ -243,9 +283,9 @@ def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> A
             "kernel can use numbers, tuples of numbers, functions and modules"
         )
 
-    consts = [describe("a constant", v) for v in code.co_consts if not isinstance(v, CodeType)]
+    defaults = describe("a default", function.__defaults__ or ())
     used = [(key, describe(key, value)) for key, value in _names(function)]
-    return name, code.co_code.hex(), code.co_names, code.co_varnames, consts, used
+    return name, describe("its code", function.__code__), defaults, used
 
 
 def _prepared(function: FunctionType, real: type[np.floating[Any]]) -> FunctionType:
@@ -256,24 +296,42 @@ def _prepared(function: FunctionType, real: type[np.floating[Any]]) -> FunctionT
     """
     from numba_dpex import device_func
 
+    attributes = _attributes(function)
+
     def prepare(value: Any) -> Any:
         value = getattr(value, "py_func", value)
         if type(value) is float:
             return real(value)
-        if type(value) is tuple:
-            return tuple(map(prepare, value))
+        if isinstance(value, tuple):
+            items = map(prepare, value)
+            return value._make(items) if hasattr(value, "_make") else tuple(items)
+        if isinstance(value, CodeType):
+            return value.replace(co_consts=prepare(value.co_consts))
+        if isinstance(value, ModuleType):
+            return prepare_module(value, {})
         if isinstance(value, FunctionType) and value.__module__ not in _LANGUAGES:
             return device_func(_prepared(value, real))
         return value
 
-    code = function.__code__
+    def prepare_module(module: ModuleType, known: dict[ModuleType, ModuleType]) -> ModuleType:
+        """A stand-in with the attributes that the function may use."""
+        if module not in known:
+            # For numba, modules of one name are one module.
+            known[module] = ModuleType(f"{module.__name__} ({next(_stand_ins)})")
+            held = {a: getattr(module, a) for a in attributes if hasattr(module, a)}
+            for name, value in _values(module, attributes):
+                is_module = isinstance(value, ModuleType)
+                held[name] = prepare_module(value, known) if is_module else prepare(value)
+            vars(known[module]).update(held)
+        return known[module]
+
     names = {name: prepare(value) for name, value in _names(function)}
     return FunctionType(
-        code.replace(co_consts=prepare(code.co_consts)),
+        prepare(function.__code__),
         function.__globals__ | names,
         function.__name__,
-        function.__defaults__,
-        tuple([CellType(names[name]) for name in code.co_freevars]),
+        prepare(function.__defaults__),
+        tuple([CellType(names[name]) for name in function.__code__.co_freevars]),
     )
 
 

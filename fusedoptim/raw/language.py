@@ -14,13 +14,13 @@ Float32, Float64                           a real number
 Float16 and BFloat16 are types of memory only: a load gives a float32, a store rounds to nearest
 even. Indices are not checked, and a negative one does not count from the end.
 
-The function runs once for each work item, whose index is :func:`global_id`. It may use
-``if``, ``for``, ``while``, arithmetic, ``abs``, ``min``, ``max``, the functions of ``math``,
-numbers of its module and closure, and plain functions, which are compiled with it. It returns
-nothing and raises nothing. A number such as ``0.5`` is a float32 unless an argument of the kernel
-is Float64, and ``+``, ``-``, ``*`` and ``/`` of an integer and a float32 give a float32. The other
-conversions are numba's: a quotient of integers, ``float(i)``, ``math.sqrt(i)`` and comparing a
-variable integer with a float32 are float64 (write ``numpy.float32(i)``). A division by zero gives
+The function runs once for each work item, whose index is :func:`global_id`. It may use ``if``,
+``for``, ``while``, arithmetic, ``abs``, ``min``, ``max``, the functions of ``math``, numbers of its
+module, of imported modules and of its closure, and plain functions, which are compiled with it. It
+returns nothing and raises nothing. A number such as ``0.5`` is a float32 unless an argument of the
+kernel is Float64, and ``+``, ``-``, ``*`` and ``/`` of an integer and a float32 give a float32. The
+other conversions are numba's: a quotient of integers, ``float(i)``, ``math.sqrt(i)`` and comparing
+a variable integer with a float32 are float64 (write ``numpy.float32(i)``). A division by zero gives
 infinity or NaN, and 0 for ``//`` and ``%`` of integers.
 
 A kernel in this language (launching it needs the ``[jit]`` extra)::

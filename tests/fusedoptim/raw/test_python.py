@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import enum
 import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -18,6 +20,7 @@ from fusedoptim.kernels._validation import objections
 from fusedoptim.launch.modules import load_module
 from fusedoptim.raw import KernelCompileError, LocalMemory, RawKernel, language
 from fusedoptim.raw._python import arguments, compile_python, identity
+from fusedoptim.raw._spirv import read_module
 from fusedoptim.raw.language import (
     BFloat16,
     Float16,
@@ -47,6 +50,7 @@ HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="pip install 'fusedoptim[jit]'")
 GAIN = 0.25
 SHIFTS = (1, 2)
+FLOAT64 = 10  # SPIR-V's capability
 
 
 def saxpy(n: Int64, a: Float32, x: Global[Float32], y: Global[Float32]) -> None:
@@ -257,6 +261,64 @@ def _kernel(source: str, **names: Any) -> Callable[..., None]:
     namespace: dict[str, Any] = {**vars(language), "__name__": "kernels", "math": math, **names}
     exec(source, namespace)
     return next(value for name, value in namespace.items() if name.startswith("bad"))
+
+
+def _with_number(number: float) -> dict[str, Callable[..., None]]:
+    """Kernels that multiply by ``number``, which each has in another place."""
+    constants, package = ModuleType("constants"), ModuleType("package")
+    package.constants = constants  # type: ignore[attr-defined]
+    constants.package = package  # type: ignore[attr-defined]
+    constants.N, constants.T = number, (1, (number,))  # type: ignore[attr-defined]
+    pair = collections.namedtuple("pair", "a b" if number == 77.5 else "b a")(77.5, 2.5)
+    head = "def bad(x: Global[Float32]):"
+    sources = {
+        "lambda": f"{head} f = lambda v: v * {number}; x[0] = f(x[0])",
+        "global of a lambda": f"{head} f = lambda v: v * N; x[0] = f(x[0])",
+        "default of a lambda": f"{head} f = lambda v, k={number}: v * k; x[0] = f(x[0])",
+        "lambda in a lambda": f"{head} f = lambda v: (lambda w: w * N)(v); x[0] = f(x[0])",
+        "function": f"{head}\n def f(v):\n  return v * {number}\n x[0] = f(x[0])",
+        "default": f"def f(v, k={number}): return v * k\n{head} x[0] = f(x[0])",
+        "module": f"{head} x[0] *= package.constants.N",
+        "tuple of a module": f"{head} x[0] *= package.constants.T[1][0]",
+        "module of another name": f"{head} m = package.constants; x[0] *= m.N",
+        "named tuple": f"{head} x[0] *= pair.a",
+    }
+    names = {"N": number, "package": package, "pair": pair}
+    return {place: _kernel(source, **names) for place, source in sources.items()}
+
+
+@needs_compiler
+class TestNumbersFromElsewhere:
+    @pytest.mark.parametrize("place", _with_number(2.5))
+    def test_change(self, place: str) -> None:
+        """A kernel with another number is another kernel, in one process and in the cache."""
+        for number in (2.5, 77.5):
+            x = torch.ones(1)
+            RawKernel(_with_number(number)[place])(1, 1, (x,))
+            assert x.item() == number
+
+    @pytest.mark.parametrize("place", _with_number(2.5))
+    def test_float32(self, place: str) -> None:
+        module = read_module(compile_python(_with_number(0.1)[place]))
+        assert FLOAT64 not in module.capabilities
+
+    def test_constants_of_math(self) -> None:
+        kernel = _kernel("def bad(x: Global[Float32]): x[0] = math.exp(x[0]) * math.pi")
+        assert FLOAT64 not in read_module(compile_python(kernel)).capabilities
+        x = torch.zeros(1)
+        RawKernel(kernel)(1, 1, (x,))
+        assert x.item() == numpy.float32(math.pi)
+
+    def test_members_of_an_enum(self) -> None:
+        source = "def bad(x: Global[Float32]): x[0] = E.A.value"
+        kernels = [_kernel(source, E=enum.IntEnum("E", {"A": value})) for value in (2, 77)]
+        assert identity(kernels[0]) != identity(kernels[1])
+
+    def test_an_array_of_a_module(self) -> None:
+        module = ModuleType("module")
+        module.A = numpy.ones(1)  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match="bad uses 'A', of type ndarray"):
+            identity(_kernel("def bad(x: Global[Float32]): x[0] = module.A[0]", module=module))
 
 
 @needs_compiler
