@@ -18,6 +18,7 @@ from typing import Any
 from fusedoptim._warn import warn
 from fusedoptim.allocator import load_opencl_compiler
 from fusedoptim.raw._errors import KernelCompileError, KernelCompileWarning
+from fusedoptim.raw._typedefs import answers, question, unknown_types, with_types
 
 # Positions in the result's table of functions.
 _SIZE, _BYTES, _LOG, _RELEASE = 0, 1, 4, 5
@@ -155,6 +156,11 @@ def compile_opencl_c(source: str, options: Sequence[str] = ()) -> bytes:
     options = check_options(options)
     with _lock:
         status, spirv, log = _compile(source, ["-cl-kernel-arg-info", *options], _extra_options())
+        if not status and (names := unknown_types(spirv)):
+            asked = source + question(names)
+            failed, answer, _ = _compile(asked, [*options, "-w"], _extra_options())
+            if not failed:  # as it does if a name means an image
+                spirv = with_types(spirv, answers(names, answer))
     log = re.sub(r"^\d+:(?=\d+:\d+: )", "line ", log, flags=re.MULTILINE).rstrip()
     if status:
         reason = log or f"the compiler's status is {status}"

@@ -12,9 +12,9 @@ from fusedoptim.dtypes import ELEMENTS
 from fusedoptim.raw._errors import InvalidModuleError
 
 _MAGIC = 0x07230203
-_HEADER = 5  # words
+HEADER = 5  # words
 # Instructions, by number (section 3 of the SPIR-V specification).
-_STRING, _NAME, _ENTRY_POINT, _EXECUTION_MODE, _CAPABILITY, _DECORATE = 7, 5, 15, 16, 17, 71
+STRING, NAME, _ENTRY_POINT, _EXECUTION_MODE, _CAPABILITY, _DECORATE = 7, 5, 15, 16, 17, 71
 _TYPE_VOID, _TYPE_BOOL, _TYPE_INT, _TYPE_FLOAT, _TYPE_VECTOR = 19, 20, 21, 22, 23
 _TYPE_ARRAY, _TYPE_STRUCT, _TYPE_OPAQUE, _TYPE_POINTER, _TYPE_FUNCTION = 28, 30, 31, 32, 33
 _CONSTANT, _FUNCTION, _FUNCTION_PARAMETER, _FUNCTION_END, _CALL = 43, 54, 55, 56, 57
@@ -27,8 +27,9 @@ _CPACKED, _FUNC_PARAM_ATTR, _NO_WRITE = 10, 38, 6  # decorations
 # Storage classes.
 _UNIFORM_CONSTANT, _WORKGROUP, _CROSS_WORKGROUP, _BY_VALUE, _GENERIC = 0, 4, 5, 7, 8
 
-_OPENCL_TYPES = {element.c: element for element in ELEMENTS.values()}
-_TARGET = re.compile(rf"({'|'.join(_OPENCL_TYPES)})(\d*)\*")
+OPENCL_TYPES = {element.c: element for element in ELEMENTS.values()}
+"""The types that a tensor can hold, by their names in OpenCL C."""
+_TARGET = re.compile(rf"({'|'.join(OPENCL_TYPES)})(\d*)\*")
 
 
 class Parameter(NamedTuple):
@@ -94,7 +95,7 @@ def read_signatures(spirv: bytes) -> dict[str, tuple[Parameter, ...]]:
 def read_module(spirv: bytes) -> ModuleFacts:
     """The kernels of a SPIR-V module and its requirements; see :func:`read_signatures`."""
     try:
-        facts = _Reader(_words(spirv)).facts()
+        facts = _Reader(spirv).facts()
     except (IndexError, KeyError) as error:  # of a missing operand or id
         raise InvalidModuleError(f"the SPIR-V module is damaged ({error!r})") from error
     if not facts.entries:
@@ -102,10 +103,11 @@ def read_module(spirv: bytes) -> ModuleFacts:
     return facts
 
 
-def _words(spirv: bytes) -> array.array[int]:
-    if len(spirv) < 4 * _HEADER or len(spirv) % 4:
+def words_of(spirv: bytes) -> array.array[int]:
+    """The words of a SPIR-V module, in this machine's byte order; checks its header."""
+    if len(spirv) < 4 * HEADER or len(spirv) % 4:
         raise InvalidModuleError(
-            f"{len(spirv)} bytes are not a SPIR-V module, which has a header of {4 * _HEADER} "
+            f"{len(spirv)} bytes are not a SPIR-V module, which has a header of {4 * HEADER} "
             "bytes and then words of 4 bytes: the file is truncated or of another kind"
         )
     words = array.array("I", spirv)
@@ -124,11 +126,30 @@ def _words(spirv: bytes) -> array.array[int]:
     return words
 
 
+def instructions(words: array.array[int]) -> Iterator[tuple[int, list[int]]]:
+    """The opcode and operands of each instruction of a module."""
+    place, end = HEADER, len(words)
+    while place < end:
+        count, opcode = words[place] >> 16, words[place] & 0xFFFF
+        if count == 0 or place + count > end:
+            raise InvalidModuleError(
+                f"the SPIR-V module is truncated or damaged: its instruction at byte "
+                f"{4 * place} has {count} words, and {end - place} remain"
+            )
+        yield opcode, words[place + 1 : place + count].tolist()
+        place += count
+
+
+def text_of(words: list[int]) -> str:
+    """The string that an instruction's words contain."""
+    data = b"".join(word.to_bytes(4, "little") for word in words)
+    return data.split(b"\0", 1)[0].decode(errors="replace")
+
+
 class _Reader:
     """Collects what a module's instructions state about its kernels."""
 
-    def __init__(self, words: array.array[int]) -> None:
-        self._words = words
+    def __init__(self, spirv: bytes) -> None:
         self._names: dict[int, str] = {}
         self._types: dict[int, tuple[int, list[int]]] = {}  # an id's instruction and operands
         self._constants: dict[int, int] = {}
@@ -143,36 +164,24 @@ class _Reader:
         self._has_globals = False
         self._open_functions = 0
         self._called: set[int] = set()
-        for opcode, operands in self._instructions():
+        for opcode, operands in instructions(words_of(spirv)):
             self._take(opcode, operands)
         if self._open_functions:
             raise InvalidModuleError("the SPIR-V module is truncated: its last function has no end")
         if not self._called <= self._functions.keys():
             raise InvalidModuleError("the SPIR-V module is truncated: it calls functions it lacks")
 
-    def _instructions(self) -> Iterator[tuple[int, list[int]]]:
-        place, end = _HEADER, len(self._words)
-        while place < end:
-            count, opcode = self._words[place] >> 16, self._words[place] & 0xFFFF
-            if count == 0 or place + count > end:
-                raise InvalidModuleError(
-                    f"the SPIR-V module is truncated or damaged: its instruction at byte "
-                    f"{4 * place} has {count} words, and {end - place} remain"
-                )
-            yield opcode, self._words[place + 1 : place + count].tolist()
-            place += count
-
     def _take(self, opcode: int, operands: list[int]) -> None:
         if opcode == _CAPABILITY:
             self._capabilities.add(operands[0])
         elif opcode == _ENTRY_POINT and operands[0] == _KERNEL:
-            self._entries[operands[1]] = _text(operands[2:])
+            self._entries[operands[1]] = text_of(operands[2:])
         elif opcode == _EXECUTION_MODE and operands[1] == _LOCAL_SIZE:
             self._local_sizes[operands[0]] = tuple(operands[2:5])
-        elif opcode == _STRING:
-            self._texts.append(_text(operands[1:]))
-        elif opcode == _NAME:
-            self._names[operands[0]] = _text(operands[1:])
+        elif opcode == STRING:
+            self._texts.append(text_of(operands[1:]))
+        elif opcode == NAME:
+            self._names[operands[0]] = text_of(operands[1:])
         elif opcode == _DECORATE and operands[1:] == [_FUNC_PARAM_ATTR, _NO_WRITE]:
             self._read_only.add(operands[0])
         elif opcode == _DECORATE and operands[1] == _CPACKED:
@@ -252,7 +261,7 @@ class _Reader:
             scalar = self._dtype(operands[0], re.sub(r"\d+$", "", text))
             return f"{scalar}x{operands[1]}" if scalar else ""
         if opcode == _TYPE_INT:
-            known = _OPENCL_TYPES.get(text)
+            known = OPENCL_TYPES.get(text)
             if known and not known.is_float and 8 * known.size == operands[0]:
                 return known.name
             return f"int{operands[0]}"
@@ -297,12 +306,6 @@ def _recorded_target(text: str) -> tuple[str, int]:
     match = _TARGET.fullmatch(text)
     if match is None:
         return "", 0
-    scalar, lanes = _OPENCL_TYPES[match[1]], int(match[2] or 1)
+    scalar, lanes = OPENCL_TYPES[match[1]], int(match[2] or 1)
     size = scalar.size * (4 if lanes == 3 else lanes)
     return (f"{scalar.name}x{lanes}" if lanes > 1 else scalar.name), size
-
-
-def _text(words: list[int]) -> str:
-    """The string that an instruction's words contain."""
-    data = b"".join(word.to_bytes(4, "little") for word in words)
-    return data.split(b"\0", 1)[0].decode(errors="replace")
