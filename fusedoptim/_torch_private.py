@@ -16,6 +16,7 @@ from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
 from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_pre_hooks
@@ -47,6 +48,7 @@ __all__ = [
     "keys_after_autograd",
     "local_tensor",
     "profiler_enabled",
+    "proxy_mode",
     "saved_tensors_hooks",
     "set_grad_enabled",
     "shard_spec",
@@ -208,7 +210,12 @@ def is_flattened(param: torch.Tensor) -> bool:
 
 def is_forward_mode() -> bool:
     """Whether a level of forward-mode differentiation is active."""
-    return torch.autograd.forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0
+
+
+def proxy_mode() -> Any:
+    """What make_fx records operators with, as torch.compile and torch.export do; or None."""
+    return _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
 
 
 def active_modes() -> list[Any]:

@@ -99,6 +99,6 @@ class Owned:
         self._release = release
 
     def __del__(self) -> None:
-        # In a forked child there is no driver.
-        if hasattr(self, "_release") and not is_forked():
+        # In a forked child there is no driver. At exit, Python may have cleared this module.
+        if is_forked is not None and hasattr(self, "_release") and not is_forked():
             self._release(self.handle)

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusedoptim._torch_private import tracing_state
 from fusedoptim.launch.arguments import LOCAL, Frame, Packing
 from fusedoptim.raw._pointers import Uses, alignment, pointer
 from fusedoptim.raw._recent import Recent
 from fusedoptim.raw._scalars import scalar
+from fusedoptim.raw._seen import check_seen
 from fusedoptim.raw._spirv import Parameter
 
 _BYTE_TYPE = 1  # of the elements of a work-group's memory
@@ -139,6 +141,8 @@ class Signature:
 
     def _checked(self, pointed: Sequence[Any]) -> tuple[Uses, list[int]]:
         """The memory that the pointers use, and their addresses."""
+        if tracing_state() is not None:  # which makes every call come here
+            check_seen(self._kernel, pointed)
         uses = Uses()
         addresses = []
         for value, (i, accept) in zip(pointed, self._pointers):

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from fusedoptim._torch_private import increment_version
+from fusedoptim._torch_private import count_modes, increment_version, is_forward_mode, tracing_state
 from fusedoptim.allocator import check_not_forked
 from fusedoptim.launch.backend import LaunchShape, Traits
 from fusedoptim.launch.devices import BACKENDS
@@ -19,6 +20,7 @@ from fusedoptim.raw._parameters import Dtype, Operand
 from fusedoptim.raw._pointers import PLAIN
 from fusedoptim.raw._recent import Recent
 from fusedoptim.raw._repeat import Repeat
+from fusedoptim.raw._seen import check_seen
 from fusedoptim.raw._sources import check_source_options
 from fusedoptim.raw._spirv import Parameter
 from fusedoptim.raw._walk import memory
@@ -146,8 +148,10 @@ class ExpressionKernel(abc.ABC):
 
     def _call(self, args: tuple[Any, ...], *options: Any) -> Any:
         """The outputs; ``options`` are those of :meth:`_plan`."""
-        if torch.compiler.is_compiling():
-            return untraced(self._call, args, *options)
+        if is_compiling():
+            return untraced(self, self._call, args, *options)
+        if count_modes() or is_forward_mode():
+            check_seen(self._name, args)
         outputs = self._repeated(args, options)
         if outputs is None:
             outputs = self._checked(args, options)
@@ -174,6 +178,8 @@ class ExpressionKernel(abc.ABC):
 
     def _checked(self, args: Sequence[Any], options: tuple[Any, ...]) -> tuple[Any, ...]:
         """The outputs of a call whose arguments are checked."""
+        if tracing_state() is not None:  # which makes every call come here
+            check_seen(self._name, args)
         values, forms = _parameters.read(self._name, args, self._input_count)
         key = forms, options
         known = self._plans.get(key)

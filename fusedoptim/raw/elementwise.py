@@ -120,7 +120,8 @@ class ElementwiseKernel(ExpressionKernel):
         Raises:
             TypeError: too few or too many arguments, or one of another type.
             ValueError: shapes that cannot be broadcast, or an output of another shape.
-            RuntimeError: an argument requires a gradient.
+            RuntimeError: an argument requires a gradient or has a tangent, or torch.jit.trace,
+                make_fx or torch.export records the call.
             KernelCompileError: the operation does not compile.
         """
         return self._call(args, size)

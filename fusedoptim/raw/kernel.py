@@ -13,8 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
-from fusedoptim._torch_private import disable_dynamo, increment_version
+from fusedoptim._torch_private import (
+    count_modes,
+    disable_dynamo,
+    increment_version,
+    is_forward_mode,
+)
 from fusedoptim.allocator import check_not_forked, load_dpctl, queue
 from fusedoptim.launch.backend import NO_TRAITS, Traits
 from fusedoptim.launch.devices import backend_of, named_queue, queue_of
@@ -22,6 +28,7 @@ from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Built, Program, Size
 from fusedoptim.raw._pointers import Uses, owners
 from fusedoptim.raw._repeat import Repeat
+from fusedoptim.raw._seen import check_not_exported, check_seen
 from fusedoptim.raw._sources import Source, check_source_options, compile_source, read_source
 from fusedoptim.raw._spirv import Parameter
 
@@ -215,12 +222,15 @@ class RawKernel:
             TypeError: a wrong number of arguments, or one of a wrong type or dtype.
             ValueError: sizes that cannot be launched, or an argument that cannot be passed.
             OverflowError: an integer that does not fit its parameter.
-            RuntimeError: tensors of two devices, or a tensor that requires grad and may be written;
-                a call in a process that was forked after its parent used a device.
+            RuntimeError: tensors of two devices, a tensor that requires grad and may be written, or
+                one with a tangent; a call that torch.jit.trace, make_fx or torch.export records, or
+                in a process that was forked after its parent used a device.
         """
-        if torch.compiler.is_compiling():
-            untraced(self, global_size, local_size, args, wait=wait)
+        if is_compiling():
+            untraced(self, self, global_size, local_size, args, wait=wait)
             return
+        if count_modes() or is_forward_mode():
+            check_seen(self.name, args)
         signature = self._signature
         if signature is None:
             signature = self._find()
@@ -450,8 +460,9 @@ def _type_text(parameter: Parameter) -> str:
 
 
 @disable_dynamo  # type: ignore[untyped-decorator]
-def untraced(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def untraced(kernel: Any, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """A call that torch.compile does not trace, out of a function that it traces."""
+    check_not_exported(kernel)
     return call(*args, **options)
 
 

@@ -224,7 +224,8 @@ class ReductionKernel(ExpressionKernel):
             TypeError: too few or too many arguments, or one of another type.
             ValueError: shapes that cannot be broadcast, an axis that does not exist, or an output
                 of another shape.
-            RuntimeError: an argument requires a gradient.
+            RuntimeError: an argument requires a gradient or has a tangent, or torch.jit.trace,
+                make_fx or torch.export records the call.
             KernelCompileError: an expression does not compile.
         """
         if out is not None:

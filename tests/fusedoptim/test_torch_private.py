@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 from torch.optim.optimizer import (
     Optimizer,
@@ -205,6 +206,19 @@ def test_active_modes() -> None:
     assert _torch_private.active_modes() == []
     with FakeTensorMode() as mode:
         assert _torch_private.active_modes() == [mode]
+
+
+def test_proxy_mode() -> None:
+    found = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append(_torch_private.proxy_mode())
+        return x * 2
+
+    note(torch.ones(3))
+    make_fx(note)(torch.ones(3))
+    assert found[0] is None
+    assert type(found[1]).__name__ == "ProxyTorchDispatchMode"
 
 
 def test_transform_level() -> None:
