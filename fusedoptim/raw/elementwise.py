@@ -102,7 +102,7 @@ class ElementwiseKernel(ExpressionKernel):
         if not self._outputs:
             raise ValueError("out_params declares no output")
         self._operation = operation
-        uses_index = re.search(r"\bi\b", operation) is not None
+        uses_index = _may_use_index(operation, preamble, self._options)
         self._keeps_order = uses_index or any(param.raw for param in self._params)
 
     def __call__(self, *args: Tensor | NDArray[Any] | Scalar, size: int | None = None) -> Any:
@@ -217,3 +217,12 @@ class ElementwiseKernel(ExpressionKernel):
             stores="\n".join(stores),
             **_parameters.declared(numbers, operands, self._outputs),
         )
+
+
+def _may_use_index(operation: str, preamble: str, options: Sequence[str]) -> bool:
+    """Whether ``i`` is in the operation or in a macro, which may be in a file that is included."""
+    directives = re.findall(r"^\s*#.*", preamble.replace("\\\n", " "), re.MULTILINE)
+    macros = [*directives, *[option for option in options if option.startswith("-D")]]
+    return re.search(r"\bi\b", operation) is not None or any(
+        re.search(r"\b(i|include|import)\b", macro) for macro in macros
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,6 +176,30 @@ def test_all_16_bit_numbers(dtype: torch.dtype) -> None:
     assert torch.equal(result.isnan(), expected.isnan())
     numbers = ~expected.isnan()
     assert torch.equal(result[numbers].view(torch.int16), expected[numbers].view(torch.int16))
+
+
+def test_index_of_a_macro(tmp_path: Path) -> None:
+    (tmp_path / "index.h").write_text("#define INDEX i\n")
+    x = torch.zeros(2, 3).t()
+    for preamble, options in [
+        ("#define INDEX ((long)i)\n", ()),
+        ("#define INDEX \\\n  i\n", ()),
+        ("", ("-DINDEX=i",)),
+        ('#include "index.h"\n', (f"-I{tmp_path}",)),
+    ]:
+        by_macro = ElementwiseKernel("T x", "int64 y", "y = INDEX", "f", preamble, options)
+        assert by_macro(x).tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert by_macro(x, torch.empty(2, 3, dtype=torch.int64).t())[1].tolist() == [2, 3]
+
+
+def test_a_function_with_a_variable_of_the_indexs_name() -> None:
+    preamble = (
+        "static float sum(float x) { float s = 0; for (int i = 0; i < 3; i++) s += x; return s; }"
+    )
+    x = torch.randint(-9, 9, (2, 3)).float().t()
+    y = ElementwiseKernel("T x", "T y", "y = sum(x)", "f", preamble)(x)
+    assert torch.equal(y, 3 * x)
+    assert y.stride() == x.stride()
 
 
 def test_index_raw_and_size() -> None:
