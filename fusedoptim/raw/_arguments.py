@@ -38,8 +38,10 @@ class LocalMemory:
     __slots__ = ("nbytes",)
 
     def __init__(self, nbytes: int) -> None:
-        if not isinstance(nbytes, int):
-            raise TypeError(f"nbytes={nbytes!r} is not an integer")
+        try:
+            nbytes = operator.index(nbytes)
+        except TypeError:
+            raise TypeError(f"nbytes={nbytes!r} is not an integer") from None
         if nbytes <= 0:
             raise ValueError(f"nbytes={nbytes} is not positive")
         self.nbytes = nbytes

@@ -28,7 +28,8 @@ from fusedoptim.raw._spirv import ModuleFacts, read_module
 
 Size = int | Sequence[int]
 _MOST_SHAPES = 1024  # sizes that are remembered
-_LARGEST = 1 << 31  # SYCL refuses launches of at least so many work items in all
+LARGEST = 1 << 31
+"""SYCL refuses launches of at least so many work items in all."""
 # SPIR-V capabilities that some devices lack: the aspect in SYCL, the feature, and what to do.
 _ASPECTS = {
     9: ("fp16", "float16 arithmetic", "compute in float, with vload_half and vstore_half"),
@@ -155,7 +156,7 @@ class Built:
     def _checked(self, items: tuple[int, ...], group: tuple[int, ...] | None) -> Shape:
         if any(size < 0 for size in items):
             raise ValueError(f"{self._name}: global_size={items} has a negative number")
-        if math.prod(items) >= _LARGEST or max(items) >= _LARGEST:
+        if math.prod(items) >= LARGEST or max(items) >= LARGEST:
             raise ValueError(
                 f"{self._name}: global_size={items} are {math.prod(items):,} work items, and a "
                 "launch in SYCL has fewer than 2**31; have each one compute several elements"

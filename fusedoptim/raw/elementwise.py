@@ -5,6 +5,7 @@ Source: https://docs.cupy.dev/en/stable/user_guide/kernel.html
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -124,7 +125,18 @@ class ElementwiseKernel(ExpressionKernel):
                 make_fx or torch.export records the call.
             KernelCompileError: the operation does not compile.
         """
+        if size is not None and type(size) is not int:
+            size = self._as_size(size)
         return self._call(args, size)
+
+    def _as_size(self, size: Any) -> int:
+        # Not True, for which the plan of a call with 1 would be found.
+        try:
+            if not isinstance(size, bool):
+                return operator.index(size)
+        except TypeError:
+            pass
+        raise ValueError(f"{self.name}: size={size!r} is not a number of elements")
 
     def _plan(self, values: Sequence[Any], size: int | None) -> Plan:
         operands, found = self._operands(values)
@@ -164,7 +176,7 @@ class ElementwiseKernel(ExpressionKernel):
                     f"{self.name}: size={size!r} was given, but the size is the shape of "
                     "the tensors that are not raw"
                 )
-            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            if size < 0:
                 raise ValueError(f"{self.name}: size={size!r} is not a number of elements")
             return torch.Size([size]), tensors[0].device if tensors else torch.device("cpu")
         inputs = operands[: len(self._inputs)]

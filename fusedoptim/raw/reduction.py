@@ -5,6 +5,7 @@ Source: https://docs.cupy.dev/en/stable/user_guide/kernel.html
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fusedoptim.raw import _parameters
+from fusedoptim.raw._build import LARGEST
 from fusedoptim.raw._expressions import (
     LEAST_GROUPS,
     NUMBERS,
@@ -230,9 +232,24 @@ class ReductionKernel(ExpressionKernel):
         """
         if out is not None:
             args = *args, *(out if isinstance(out, tuple) else (out,))
-        return self._call(args, tuple(axis) if isinstance(axis, list) else axis, keepdims)
+        if axis is not None and type(axis) is not int:
+            axis = self._as_axes(axis, args)
+        return self._call(args, axis, keepdims)
 
-    def _plan(self, values: Sequence[Any], axis: Any, keepdims: bool) -> Plan:
+    def _as_axes(self, axis: Any, args: Sequence[Any]) -> tuple[int, ...]:
+        # Not True, for which the plan of a call with 1 would be found.
+        axes = axis if isinstance(axis, Sequence) else (axis,)
+        try:
+            if not any(isinstance(one, bool) for one in axes):
+                return tuple(map(operator.index, axes))
+        except TypeError:
+            pass
+        dims = max([getattr(value, "ndim", 0) for value in args[: self._input_count]], default=0)
+        raise ValueError(f"{self.name}: axis={axis!r} is not valid for {dims} dimensions")
+
+    def _plan(
+        self, values: Sequence[Any], axis: int | tuple[int, ...] | None, keepdims: bool
+    ) -> Plan:
         operands, found = self._operands(values)
         shape, device = _parameters.common_shape(self.name, operands[: len(self._inputs)])
         axes = _axes(self.name, axis, len(shape))
@@ -272,6 +289,11 @@ class ReductionKernel(ExpressionKernel):
         opening = self._opening(parameters, device)
         source += self._source(opening, operands, elements, numbers, inner, outer, lanes, body)
         groups = chunks * -(-count // results)
+        if groups * lanes >= LARGEST:
+            raise ValueError(
+                f"{self.name}: {count:,} results of {n:,} elements each are too many for one "
+                "launch; reduce parts of the tensor"
+            )
         zeros = count * (_COUNTER + chunks * stored.torch.itemsize) if chunks > 1 else 0
         return self._planned(outputs, source, parameters, numbers, operands, device, groups, zeros)
 
@@ -341,11 +363,11 @@ def _results_of_group(n: int, count: int, chunks: int, device: torch.device) -> 
     return min(max(few, 1), _RESULTS, shape.lanes)
 
 
-def _axes(kernel: str, axis: Any, dims: int) -> list[int]:
+def _axes(kernel: str, axis: int | tuple[int, ...] | None, dims: int) -> list[int]:
     """The dimensions that are reduced, counted from 0."""
-    given = range(dims) if axis is None else axis if isinstance(axis, (tuple, list)) else (axis,)
+    given = range(dims) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     for one in given:
-        if isinstance(one, bool) or not isinstance(one, int) or not -dims <= one < dims:
+        if not -dims <= one < dims:
             raise ValueError(f"{kernel}: axis={axis!r} is not valid for {dims} dimensions")
     axes = [one % dims for one in given]
     if len(set(axes)) < len(axes):

@@ -207,7 +207,8 @@ def test_index_raw_and_size() -> None:
     assert index(x).tolist() == [[1, 10, 21], [30, 41, 51]]  # as elements are numbered in the shape
     reverse = ElementwiseKernel("raw T x, T scale", "T y", "y = x[n - 1 - i] * scale", "reverse")
     values = torch.arange(5.0)
-    assert reverse(values, 2.0, size=5).tolist() == [8, 6, 4, 2, 0]
+    for size in (5, np.int64(5)):
+        assert reverse(values, 2.0, size=size).tolist() == [8, 6, 4, 2, 0]
     scatter = ElementwiseKernel("int64 at, T x", "raw T y", "y[at] = x", "scatter")
     y = torch.zeros(4)
     assert scatter(torch.tensor([3, 0]), torch.tensor([5.0, 6.0]), y) is y
@@ -354,8 +355,10 @@ class TestBadInput:
         with pytest.raises(ValueError, match="size=3 was given, but"):
             difference(x, x, size=3)
         numbered = ElementwiseKernel("", "float32 y", "y = i")
-        with pytest.raises(ValueError, match="size=-1 is not a number of elements"):
-            numbered(size=-1)
+        numbered(size=1)
+        for size in (-1, True, 1.0):
+            with pytest.raises(ValueError, match=f"size={size} is not a number of elements"):
+                numbered(size=size)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="no argument gives a shape"):
             numbered()
         scatter = ElementwiseKernel("T x", "raw T y", "y[i] = x")

@@ -66,7 +66,7 @@ def test_first_size_is_that_of_id_0(module: RawModule, size: tuple[int, ...], as
 
 def test_local_memory_and_barrier(module: RawModule) -> None:
     out = torch.zeros(32)
-    module["reversed"](32, 8, (out, LocalMemory(8 * 4)))
+    module["reversed"](32, 8, (out, LocalMemory(np.int64(8 * 4))))
     assert torch.equal(out.view(4, 8).flip(1).flatten(), torch.arange(32.0))
 
 

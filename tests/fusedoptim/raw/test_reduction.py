@@ -64,6 +64,9 @@ def test_axes_kept_negative_and_all() -> None:
     x = torch.randn(13, 40, 3)
     _assert_sum(total(x, axis=1, keepdims=True), x.double(), [1], keepdims=True)
     _assert_sum(total(x, axis=[-1, 0]), x.double(), [0, 2])
+    _assert_sum(total(x, axis=np.int64(1)), x.double(), [1])
+    _assert_sum(total(x, axis=(np.int8(-1), 0)), x.double(), [0, 2])
+    _assert_sum(total(x, axis=range(2)), x.double(), [0, 1])
     _assert_sum(total(x, keepdims=True), x.double(), [0, 1, 2], keepdims=True)
 
 
@@ -221,6 +224,18 @@ class TestBadInput:
     def test_axis(self, axis: object) -> None:
         with pytest.raises(ValueError, match="is not valid for 2 dimensions"):
             total(torch.ones(3, 4), axis=axis)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("axis", [True, 1.0, (True,), "1", (1, 0.0)])
+    def test_axis_that_equals_another(self, axis: object) -> None:
+        x = torch.ones(3, 4)
+        total(x, axis=1), total(x, axis=(1,)), total(x, axis=(1, 0))
+        with pytest.raises(ValueError, match="is not valid for 2 dimensions"):
+            total(x, axis=axis)  # type: ignore[arg-type]
+
+    def test_too_many_results(self) -> None:
+        x = torch.ones(1, dtype=torch.uint8).expand(2**31, 2)
+        with pytest.raises(ValueError, match=r"total: 2,147,483,648 results of 2 elements each"):
+            total(x, axis=1)
 
     def test_axis_twice(self) -> None:
         with pytest.raises(ValueError, match="names a dimension twice"):
