@@ -89,7 +89,7 @@ def cached(
     if place is None:
         return build()
     name = _name(parts)
-    module = None if rebuild else _read(place, name)
+    module, damage = (None, None) if rebuild else _read(place, name)
     if module is None:
         module = build()
         try:
@@ -98,6 +98,9 @@ def cached(
             warn_of(place, str(error))
         except OSError as error:
             on_write_failure(place, str(error))
+        if damage is not None:  # warns when the file is replaced, as the warning may be an error
+            text = f"the cached kernel {place / name} is {damage}, and is compiled again"
+            warn(text, RuntimeWarning)
     return module
 
 
@@ -107,7 +110,8 @@ def _name(parts: tuple[str, ...]) -> str:
     return hashlib.sha256(text.encode()).hexdigest() + _SUFFIX
 
 
-def _read(place: Path, name: str) -> bytes | None:
+def _read(place: Path, name: str) -> tuple[bytes | None, str | None]:
+    """The module in a file, or None; and what is wrong with a file that is not used, or None."""
     # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -119,15 +123,10 @@ def _read(place: Path, name: str) -> bytes | None:
             if head == _head(module):
                 with contextlib.suppress(OSError):
                     os.utime(descriptor)  # used last, deleted last
-                return module
+                return module, None
     except OSError:
-        return None
-    warn(
-        f"the cached kernel {place / name} is {danger or 'truncated or damaged'}, and is compiled "
-        "again",
-        RuntimeWarning,
-    )
-    return None
+        return None, None
+    return None, danger or "truncated or damaged"
 
 
 def _head(module: bytes) -> bytes:

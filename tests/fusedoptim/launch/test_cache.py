@@ -88,6 +88,19 @@ def test_damaged_files_are_made_again(place: Path, damage) -> None:
     assert build.call_count == 2
 
 
+def test_a_damaged_file_where_warnings_are_errors(place: Path) -> None:
+    build = new_build()
+    cached(PARTS, build)
+    (path,) = place.iterdir()
+    path.write_bytes(b"")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="truncated or damaged"):
+            cached(PARTS, build)
+        assert cached(PARTS, build) == b"module"
+    assert build.call_count == 2
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("FUSEDOPTIM_CACHE_DIR", str(tmp_path / "file" / "cache"))
