@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fusedoptim.allocator import queue
+from fusedoptim.allocator import DeviceNotFoundError, queue
 from fusedoptim.launch.backend import Backend
 from fusedoptim.launch.cpu import CPU
 from fusedoptim.launch.xpu import XPU
@@ -41,6 +41,9 @@ def named_queue(device: Any) -> Any:
     Args:
         device: a SYCL filter string such as "cpu" or "level_zero:gpu:1"; the name of a torch device
             that is not the host's, such as "xpu"; or a queue.
+
+    Raises:
+        DeviceNotFoundError: there is no such device.
     """
     if not isinstance(device, str):
         return device
@@ -49,4 +52,11 @@ def named_queue(device: Any) -> Any:
         return queue(device)
     import torch
 
-    return backend.queue(torch.device(device))
+    place, found = torch.device(device), backend.devices()
+    if not found or (place.index is not None and place not in found):
+        listed = ", ".join(map(str, found)) or "none"
+        raise DeviceNotFoundError(
+            f"device={device!r} is not among torch's devices of this type ({listed}); "
+            f"install torch with support for {place.type}, or name another device, such as 'cpu'"
+        )
+    return backend.queue(place)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fusedoptim import FusedAdam, aot
+from fusedoptim.allocator import DeviceNotFoundError
 from fusedoptim.aot import BundleError, _bundle, _warmup
 from fusedoptim.launch.kernel import Kernel
 from fusedoptim.launch.modules import shipped
@@ -301,6 +302,13 @@ def test_warmup_of_a_bundle(built: Path) -> None:
     assert [each.name for each in aot.warmup(built)] == list(bundle.names)
     with pytest.raises(ValueError, match=r"load\(path, device='gpu'\)"):
         aot.warmup(bundle, device="gpu")
+
+
+@pytest.mark.skipif(torch.xpu.is_available(), reason="there is an xpu")
+def test_warmup_of_a_device_that_torch_lacks(built: Path) -> None:
+    for bundle in (None, built):
+        with pytest.raises(DeviceNotFoundError, match=r"'xpu' is not among .* \(none\); inst"):
+            aot.warmup(bundle, device="xpu")
 
 
 def test_warmup_of_the_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
