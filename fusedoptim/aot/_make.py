@@ -47,6 +47,7 @@ def build(
         the compilations, each with its size and time.
 
     Raises:
+        TypeError: ``sources`` is a string or a path; or ``options`` is a string.
         ValueError: a source of an unknown kind, one kernel name in two sources, or options that a
             source does not accept.
         FileNotFoundError: a source or the folder of ``output`` does not exist.
@@ -67,6 +68,8 @@ def build(
         >>> compiled.kernels, compiled.target
         (('twice',), 'SPIR-V')
     """
+    if isinstance(sources, (str, os.PathLike)):
+        raise TypeError(f"sources={sources!r} is one source; pass a list, [{sources!r}]")
     path = Path(output)
     if path.suffix != SUFFIX:
         raise ValueError(f"output={str(path)!r} is not a {SUFFIX} file; give it this suffix")

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from fusedoptim.aot._bundle import Module, parameters
 from fusedoptim.raw import RawModule
 from fusedoptim.raw._opencl_c import compile_opencl_c, compiler_version
+from fusedoptim.raw._python import TOOLS
+from fusedoptim.raw._sources import FILES, text_of
 
 _KINDS = "a .cl or .spv file, module.py:function or package.module:function"
-_PYTHON_TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
 
 
 class _Source(NamedTuple):
@@ -42,11 +43,11 @@ def compile_source(source: str | os.PathLike[str], options: Sequence[str]) -> Mo
     found = _read(os.fspath(source))
     # Not RawModule's cached SPIR-V, which another version of the tools may have made.
     if found.kind == "OpenCL C":
-        spirv = compile_opencl_c(_text(found), options)
+        spirv = compile_opencl_c(text_of(found.name, found.content), options)
         tools = {"intel-opencl-rt": compiler_version()}
     elif found.function is not None:
         spirv = RawModule(found.function, options).spirv
-        tools = {tool: importlib.metadata.version(tool) for tool in _PYTHON_TOOLS}
+        tools = {tool: importlib.metadata.version(tool) for tool in TOOLS}
     else:
         spirv = RawModule(found.content, options).spirv
         tools = {}
@@ -63,18 +64,10 @@ def compile_source(source: str | os.PathLike[str], options: Sequence[str]) -> Mo
     )
 
 
-def _text(source: _Source) -> str:
-    try:
-        return source.content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source.name} is not UTF-8 text ({error})") from error
-
-
 def _read(source: str) -> _Source:
     path = Path(source)
-    if path.suffix in (".cl", ".spv"):
-        kind = "OpenCL C" if path.suffix == ".cl" else "SPIR-V"
-        return _Source(kind, path.name, path.read_bytes())
+    if path.suffix in FILES:
+        return _Source(FILES[path.suffix], path.name, path.read_bytes())
     module, colon, function = source.rpartition(":")
     is_file = module.endswith(".py")
     is_module = is_file or all(part.isidentifier() for part in module.split("."))
@@ -92,13 +85,16 @@ def _module_of_file(path: Path) -> Any:
     """Import a file. Like a script, it may import modules of its folder."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"{path} for fusedoptim.aot"  # not that of another module, which the file may import
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[name] = module  # where a dataclass looks for the types of its fields
     try:
         spec.loader.exec_module(module)
     finally:
+        del sys.modules[name]
         sys.path.pop(0)
     return module

@@ -27,7 +27,8 @@ from fusedoptim.raw import language
 from fusedoptim.raw._errors import KernelCompileError
 from fusedoptim.raw.language import Element, Global, Local
 
-_TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
+TOOLS = ("numba-dpex", "numba", "llvmlite", "dpcpp-llvm-spirv")
+"""The packages that compile."""
 _FOLDER = Path(__file__).parents[1]
 _SOURCES = (
     *("raw/language.py", "raw/_lowering.py", "raw/_python.py"),
@@ -180,7 +181,7 @@ def _plain(function: Any) -> FunctionType:
 def _tools() -> tuple[str, ...]:
     """The versions of all tools that compile."""
     try:
-        versions = [importlib.metadata.version(tool) for tool in _TOOLS]
+        versions = [importlib.metadata.version(tool) for tool in TOOLS]
     except importlib.metadata.PackageNotFoundError as error:
         raise ImportError(
             f"{error.name} is not installed, which compiles kernels that are written in Python: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from fusedoptim.raw._opencl_c import (
 from fusedoptim.raw._python import compile_python, identity
 
 Source = str | bytes | Path | Callable[..., Any]
+FILES = {".cl": "OpenCL C", ".spv": "SPIR-V"}
+"""The kinds of files that are sources, by suffix."""
 
 
 class _Identified(NamedTuple):
@@ -41,7 +44,7 @@ def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> Program:
     elif kind == "Python":
         parts = ("Python", source.identity.hex())
         spirv = cached(parts, lambda: compile_python(source.function, options))
-    elif "include" in source:  # files that may change
+    elif _reads_files(source):  # which may change
         spirv = compile_opencl_c(source, options)
     else:
         parts = ("OpenCL C in known types", compiler_version(), *options, source)
@@ -57,18 +60,22 @@ def compile_source(kind: str, source: Any, options: tuple[str, ...]) -> Program:
     """The program of a source that :func:`read_source` has read."""
     if kind == "Python":
         source = _Identified(identity(source), source)
-    includes = kind == "OpenCL C" and "include" in source
-    return (_compiled if includes else _shared)(kind, source, options)
+    is_shared = kind != "OpenCL C" or not _reads_files(source)
+    return (_shared if is_shared else _compiled)(kind, source, options)
+
+
+def _reads_files(source: str) -> bool:
+    return re.search(r"include|\b(import|embed)\b", source) is not None
 
 
 def read_source(source: Any) -> tuple[str, Any]:
     """The kind of a source, and its text, bytes or function."""
     if isinstance(source, Path):
-        if source.suffix == ".cl":
-            return "OpenCL C", source.read_text()
-        if source.suffix == ".spv":
-            return "SPIR-V", source.read_bytes()
-        raise ValueError(f"source={source} is neither a .cl nor a .spv file")
+        kind = FILES.get(source.suffix)
+        if kind is None:
+            raise ValueError(f"source={source} is neither a .cl nor a .spv file")
+        content = source.read_bytes()
+        return kind, text_of(source.name, content) if kind == "OpenCL C" else content
     if isinstance(source, str):
         if "\n" not in source and "{" not in source and source.endswith((".cl", ".spv")):
             raise ValueError(
@@ -84,6 +91,14 @@ def read_source(source: Any) -> tuple[str, Any]:
         f"source is a {type(source).__name__}; pass OpenCL C text, SPIR-V bytes, a pathlib.Path or "
         "a Python function"
     )
+
+
+def text_of(name: str, content: bytes) -> str:
+    """OpenCL C from the bytes of the file ``name``; ValueError if it is in another encoding."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text ({error})") from error
 
 
 def check_source_options(kind: str, options: Sequence[str]) -> tuple[str, ...]:

@@ -13,8 +13,14 @@ from fusedoptim.raw import InvalidModuleError, KernelCompileError
 
 HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
 SQUARE = """
+from __future__ import annotations
+from dataclasses import dataclass
 from neighbour import power
 from fusedoptim.raw.language import Float32, Global, global_id
+
+@dataclass
+class Unused:
+    size: int = 4
 
 def square(x: Global[Float32]) -> None:
     i = global_id()
@@ -97,6 +103,12 @@ def test_bad_source(
 def test_no_sources(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sources is empty"):
         aot.build([], tmp_path / "x.fob")
+
+
+@pytest.mark.parametrize("source", ["lion.cl", Path("lion.cl")])
+def test_one_source_without_a_list(source: object, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"lion\.cl'\)? is one source; pass a list, \["):
+        aot.build(source, tmp_path / "x.fob")  # type: ignore[arg-type]
 
 
 def test_options_that_a_source_has_not(sources: list[Path], tmp_path: Path) -> None:

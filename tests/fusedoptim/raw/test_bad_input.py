@@ -279,9 +279,11 @@ def test_host_memory_where_the_device_cannot_read_it(monkeypatch: pytest.MonkeyP
 
 
 def test_sources(tmp_path: Path) -> None:
+    (tmp_path / "latin.cl").write_bytes("// é".encode("latin-1"))
     for source, error, text in [
         ("kernels/f.cl", ValueError, "looks like a file's name; pass pathlib.Path"),
         (5, TypeError, "source is a int; pass OpenCL C text, SPIR-V bytes"),
+        (tmp_path / "latin.cl", ValueError, "latin.cl is not UTF-8 text"),
         (tmp_path / "f.txt", ValueError, "is neither a .cl nor a .spv file"),
         (tmp_path / "none.cl", FileNotFoundError, "none.cl"),
     ]:

@@ -315,8 +315,9 @@ def test_sources_of_every_kind(module: RawModule, tmp_path: Path) -> None:
     assert [k.kind for k in kernels[1:3]] == ["OpenCL C", "SPIR-V"]
 
 
-def test_included_files_may_change(tmp_path: Path) -> None:
-    text = '#include "n.h"\nkernel void f(global int *x) { x[0] = N; }'
+@pytest.mark.parametrize("directive", ["include", "import"])
+def test_included_files_may_change(tmp_path: Path, directive: str) -> None:
+    text = f'#{directive} "n.h"\n' + "kernel void f(global int *x) { x[0] = N; }"
     folder = tmp_path / "a folder"
     folder.mkdir()
     for n in (1, 2):
