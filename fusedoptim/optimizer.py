@@ -32,7 +32,7 @@ from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
 from fusedoptim.step.scalars import CLIP_EPS, common_factor
 from fusedoptim.step.sharding import Spread, is_dtensor, like_param, local_of, over_meshes
-from fusedoptim.step.state import as_saved_value, restore_state, without_gaps
+from fusedoptim.step.state import as_saved_value, restore_state, without_gaps, without_trails
 from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
 
 
@@ -62,7 +62,7 @@ class FusedOptimizer(UpdateDefinition):
     _clip_eps = CLIP_EPS
     """Added to the norm that ``max_grad_norm`` is divided by."""
     _to_restore: Sequence[tuple[Tensor, Group, Tensor | None]] = ()
-    """While a checkpoint is loaded: each parameter, its state there, and its present trail."""
+    """While a checkpoint is loaded: each parameter, its state there, and its coming trail."""
     _before_launch: Callable[[], None] | None = None
     """What a subclass does once all checks have passed, before anything is launched."""
     _plan: StepPlan
@@ -169,6 +169,8 @@ class FusedOptimizer(UpdateDefinition):
         commit.run(self._plan.all, common, state)
         if not self._plan.state_seen:
             self._plan.see_state(state)
+            if self._plan.state_seen:  # else there is no state, and every step comes here
+                self.halves.settle(self._params())
 
     def _rule(self, group: Group) -> UpdateRule:
         return UpdateRule(self, group)
@@ -340,17 +342,15 @@ class FusedOptimizer(UpdateDefinition):
     def __setstate__(self, state: dict[str, Any]) -> None:
         for p, saved, trail in self._to_restore:  # before torch's class takes the state over
             restore_state(state["state"], p, saved, trail)
-        # torch's classes assume that a parameter with any state has taken a step.
-        unstepped = {p: s for p, s in state["state"].items() if s.keys() == {TRAIL}}
-        for p in unstepped:
-            del state["state"][p]
         super().__setstate__(state)
-        self.state.update(unstepped)
         if not hasattr(self, "_lock"):  # copied or unpickled
             halves = self.halves
             self._set_up(self.max_grad_norm, self.split)
             self.halves = halves
         self.halves.belong_to(self)
+        for p, _, trail in self._to_restore:
+            if trail is not None:
+                self.halves.keep(p, trail)
         self._forget_plans()
         # A checkpoint brings hyper-parameters; which implementation runs is the class's choice.
         for group in self.param_groups:
@@ -378,7 +378,7 @@ class FusedOptimizer(UpdateDefinition):
             }
             for (p, state), i in zip(self._saved(state_dict), _numbers(state_dict)):
                 trail = self.halves.before_first_step(p)
-                if trail is not None:
+                if trail is not None and TRAIL not in unsaved:
                     states[i] = state | {TRAIL: as_saved_value(TRAIL, trail)}
             state_dict["state"] = {key: state for key, state in states.items() if state}
 
@@ -407,15 +407,13 @@ class FusedOptimizer(UpdateDefinition):
             ValueError: the checkpoint does not fit the groups, is of another kind of optimizer, or
                 has lost some of its state or of its lower halves. Nothing was changed then.
         """
-        trails = {
-            p: self.state.get(p, {}).get(TRAIL, self.halves.before_first_step(p))
-            for p in self._params()
-        }
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:
             final["state"] = {i: without_gaps(state) for i, state in final["state"].items()}
             self._check_checkpoint(final)
-            self._to_restore = [(p, s, trails.get(p)) for p, s in self._saved(final)]
+            self._to_restore = [(p, s, self._coming_trail(p, s)) for p, s in self._saved(final)]
+            # torch's class would cast the trails, and take each for the state of an earlier step.
+            final["state"] = without_trails(final["state"])
 
         with self._lock:  # torch iterates over the hooks, which another thread's load changes
             handle = self.register_load_state_dict_pre_hook(check)  # the last before torch reads it
@@ -424,6 +422,15 @@ class FusedOptimizer(UpdateDefinition):
             finally:
                 vars(self).pop("_to_restore", None)
                 handle.remove()
+
+    def _coming_trail(self, param: Tensor, saved: Any) -> Tensor | None:
+        """The trail that a parameter will have once its ``saved`` state is loaded."""
+        if not self.is_split(param):
+            return None
+        if isinstance(saved, dict) and TRAIL in saved:
+            trail: Tensor = saved[TRAIL].to(param.device, torch.int16, copy=True)
+            return trail
+        return self.halves.find(param)
 
     def _check_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Raise unless a state_dict is of this kind of optimizer, and whole."""

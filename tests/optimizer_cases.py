@@ -211,7 +211,6 @@ SPLIT_SGD = dataclasses.replace(
     dtypes=(torch.float32, torch.bfloat16),
     is_split=True,
     supports_complex=False,
-    has_state_from_the_start=True,
 )
 
 CASES = (SGD, ADAGRAD, ADAM, ADAMW, LAMB, SPLIT_SGD)
@@ -229,7 +228,6 @@ SPLIT_CASES = tuple(
         dtypes=SPLIT_SGD.dtypes,
         is_split=True,
         supports_complex=False,
-        has_state_from_the_start=True,
     )
     for case in WHOLE_CASES
 )

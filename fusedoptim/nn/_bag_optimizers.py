@@ -44,6 +44,7 @@ class BagOptimizer(FusedOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._become_rule()
+        self._show_trails()
 
     def _become_rule(self) -> None:
         """Set what the operator needs, in a new object or in a copy."""
@@ -56,8 +57,16 @@ class BagOptimizer(FusedOptimizer):
         super().__setstate__(state)
         if not hasattr(self, "number"):  # copied or unpickled
             self._become_rule()
+        self._show_trails()
         for own in self.state.values():  # a checkpoint's may be strided; kernels read no strides
             own.update({name: own[name].contiguous() for name in (_SUM, TRAIL) if name in own})
+
+    def _show_trails(self) -> None:
+        """Move the lower halves to the state: there is no first step that would."""
+        for weight in self.halves:
+            trail = self.halves.find(weight)
+            if trail is not None:
+                self.state[weight][TRAIL] = trail
 
     def _check_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super()._check_checkpoint(state_dict)

@@ -148,9 +148,9 @@ def _words(values: Tensor) -> Tensor:
 class Halves:
     """The parameters that an optimizer keeps in two halves.
 
-    The trails are in the optimizer's state. A sharded parameter's trail goes there at its first
-    step, with the rest of its state: torch.distributed.checkpoint assumes that a parameter with any
-    state has all of it, and would save and load no other.
+    The trails are in the optimizer's state. A parameter's trail goes there at its first step, with
+    the rest of its state: torch.distributed.checkpoint assumes that an optimizer with any state has
+    all of it, and torch's classes that a parameter with any state has taken a step.
 
     A model whose state_dict has the exact values holds the Halves of its optimizer. If there is no
     optimizer, as in a copy of the model alone or once the optimizer is deleted, the Halves hold the
@@ -174,12 +174,12 @@ class Halves:
         def keep_trails(_: object) -> None:
             halves = this()
             if halves is not None:
-                halves._trails, halves._state = {p: halves._find(p) for p in halves}, {}
+                halves._trails, halves._state = {p: halves.find(p) for p in halves}, {}
 
         self._optimizer: weakref.ref[Optimizer] | None = weakref.ref(optimizer, keep_trails)
         self._state = getattr(optimizer, "state", {})  # none yet, in a constructor
         for p in self:
-            self._find(p)
+            self.find(p)
 
     @property
     def is_alone(self) -> bool:
@@ -193,7 +193,7 @@ class Halves:
         return iter(list(self._trails))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return object.__new__, (Halves,), ({p: self._find(p) for p in self}, self.in_model)
+        return object.__new__, (Halves,), ({p: self.find(p) for p in self}, self.in_model)
 
     def __setstate__(self, state: tuple[dict[Tensor, Tensor | None], bool]) -> None:
         self._optimizer = None
@@ -202,13 +202,13 @@ class Halves:
 
     @on_memory
     def split(self, param: Tensor) -> None:
-        """Make a float32 or bfloat16 ``param`` an upper half, and add its trail to the state.
+        """Make a float32 or bfloat16 ``param`` an upper half, and keep its trail.
 
         An error or an interrupt changes nothing.
         """
-        self._read_state()
-        if is_dtensor(param):
-            self._split_shard(param)
+        if is_dtensor(param):  # bfloat16: its local shard stays as it is
+            zeros = new_state(local_of(param), torch.int16).zero_()
+            self.keep(param, like_param(zeros, param))
             return
         consume = param.dtype == torch.float32 and has_sole_owner(param)
         values, grad = param.data, param.grad
@@ -220,8 +220,7 @@ class Halves:
                 halves = halves_of(values, consume)
             upper, trail = halves
             rounded = _converted_grad(param, torch.bfloat16)
-            self._trails[param] = None
-            self._state[param][TRAIL] = trail
+            self.keep(param, trail)
             _replace(param, upper, rounded)
         except BaseException:
             if consume and halves is not None:
@@ -231,14 +230,13 @@ class Halves:
             self.forget(param)
             raise
 
-    def _split_shard(self, param: Tensor) -> None:
-        """Make a bfloat16 DTensor an upper half."""
-        zeros = new_state(local_of(param), torch.int16).zero_()
-        trail = like_param(zeros, param)
+    def keep(self, param: Tensor, trail: Tensor) -> None:
+        """Make ``trail`` the lower half of ``param``: in its state, if it has taken a step."""
+        self._read_state()
         if self._state.get(param):
             self._state[param][TRAIL] = trail
         self._trails[param] = trail
-        self._find(param)
+        self.find(param)
 
     @on_memory
     def merge(self, param: Tensor) -> None:
@@ -288,8 +286,19 @@ class Halves:
         self._trails.pop(param, None)
         state = self._state.get(param, {})
         state.pop(TRAIL, None)
-        if not state:  # torch's classes assume that any state is of an earlier step
+        if not state:  # a trail is all the state of SGD without momentum
             self._state.pop(param, None)
+
+    def settle(self, params: Iterable[Tensor]) -> None:
+        """Note the trails that a step has moved to the state of the optimizer.
+
+        A parameter that is not in ``params``, the optimizer's, and whose state was deleted is
+        forgotten, unless a model's state_dict needs its trail.
+        """
+        own = set(params)
+        for p in self:
+            if self.find(p) is None and p not in own and not self.in_model:
+                del self._trails[p]
 
     def _read_state(self) -> None:
         """Find the state of the optimizer, which a user may have replaced."""
@@ -297,21 +306,23 @@ class Halves:
         if optimizer is not None:
             self._state = optimizer.state
 
-    def _find(self, param: Tensor) -> Tensor | None:
+    def find(self, param: Tensor) -> Tensor | None:
+        """The trail of ``param``; None if it is not split, or if the optimizer has lost it."""
         self._read_state()
         trail: Tensor | None = self._state.get(param, {}).get(TRAIL)
         if trail is None:
-            return self._trails[param]
-        self._trails[param] = None
+            return self._trails.get(param)
+        if param in self:
+            self._trails[param] = None
         return trail
 
     def before_first_step(self, param: Tensor) -> Tensor | None:
-        """The trail of a sharded parameter that has taken no step; None for any other."""
-        return None if param not in self or self._find(param) is None else self._trails[param]
+        """The trail of a parameter that has taken no step; None for any other."""
+        return None if param not in self or self.find(param) is None else self._trails[param]
 
     def trail(self, param: Tensor) -> Tensor:
         """The lower half of ``param``; a ValueError if the optimizer has lost it."""
-        trail = self._find(param)
+        trail = self.find(param)
         if trail is None:
             raise ValueError(LOST)
         return trail

@@ -109,7 +109,7 @@ class UpdateRule:
         return bool(optimizer.is_split(param))
 
     def trail_before_first_step(self, param: Tensor) -> Tensor | None:
-        """The trail of a sharded parameter that has taken no step."""
+        """The trail of a split parameter that has taken no step."""
         optimizer: Any = self._owner()
         trail: Tensor | None = optimizer.halves.before_first_step(param)
         return trail

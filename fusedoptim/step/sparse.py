@@ -23,7 +23,13 @@ from fusedoptim.step.rule import Candidate, UpdateRule
 from fusedoptim.step.scalars import Settings, grad_factor
 from fusedoptim.step.sharding import Spread
 from fusedoptim.step.sparse_gradient import SparseGradient, row_numbers
-from fusedoptim.step.state import names_of, state_arguments, state_tensors, variant_of
+from fusedoptim.step.state import (
+    local_state,
+    names_of,
+    state_arguments,
+    state_tensors,
+    variant_of,
+)
 from fusedoptim.step.step_counts import KEY, StepCounts
 from fusedoptim.step.tensors import PARAM_DTYPES, State, memory_of
 from fusedoptim.step.unchanged import tensor_guards
@@ -80,7 +86,7 @@ class SparseRows:
         self._kernel = kernel_for(queue_of(param.device), kernel, variant_of(rule, param))
         row = self._kernel.layout.row
         names = state_arguments(row)
-        self._held = held = rule.states.get(param, {})
+        self._held = held = local_state(rule, candidate.name, param, names)
         has_steps = bool(names_of(Role.ROW_SCALAR, row))
         check_state_whole(rule, candidate.name, held, [*names, KEY] if has_steps else list(names))
         self._steps = StepCounts([held]) if has_steps else None

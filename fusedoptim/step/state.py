@@ -47,15 +47,19 @@ def state_arguments(arguments: Iterable[Argument]) -> dict[str, Role]:
 
 
 def local_state(rule: UpdateRule, owner: str, param: Tensor, names: Mapping[str, Role]) -> State:
-    """The state of a parameter, with this process's shards of state that is sharded like it."""
+    """The state of a parameter, with this process's shards of state that is sharded like it.
+
+    The trail of a parameter that has taken no step is part of it.
+    """
     state = rule.states.get(param, {})
+    if Role.TRAIL in names.values() and TRAIL not in state:
+        trail = rule.trail_before_first_step(param)
+        state = state if trail is None else {**state, TRAIL: trail}
     if not is_dtensor(param):
         return state
     local = dict(state)
     for name, role in names.items():
         value = state.get(name)
-        if value is None and role is Role.TRAIL:
-            value = rule.trail_before_first_step(param)
         if value is not None and role is not Role.BLOCK_SCALES:
             check_state_place(rule, owner, name, value, param)
             local[name] = local_of(value)
@@ -169,19 +173,27 @@ def without_gaps(saved: Any) -> Any:
     return {name: value for name, value in saved.items() if not _is_empty(value)}
 
 
+def without_trails(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The parameters' states in a checkpoint without trails; a state may be nothing else."""
+    rest = {
+        i: {name: value for name, value in saved.items() if name != TRAIL}
+        if isinstance(saved, dict)
+        else saved
+        for i, saved in states.items()
+    }
+    return {i: saved for i, saved in rest.items() if not _is_empty(saved)}
+
+
 def restore_state(
     states: MutableMapping[Tensor, State], param: Tensor, saved: State, trail: Tensor | None
 ) -> None:
     """Restore from a checkpoint the values that torch's load has cast to the parameter's dtype.
 
-    The parameter keeps its ``trail`` if the ``saved`` state has none.
+    A parameter that has taken steps gets its ``trail`` too.
     """
-    if trail is not None and TRAIL not in saved:
+    dtype = state_dtype(param)
+    for key, value in saved.items() if isinstance(saved, dict) and dtype != param.dtype else ():
+        if isinstance(value, Tensor) and key != KEY and value.is_floating_point():
+            states[param][key] = value.to(param.device, dtype, copy=True)
+    if trail is not None and states.get(param):
         states[param][TRAIL] = trail
-    for key, value in saved.items() if isinstance(saved, dict) else ():
-        if key == TRAIL:
-            states[param][key] = value.to(param.device, torch.int16, copy=True)
-        elif isinstance(value, Tensor) and key != KEY and value.is_floating_point():
-            dtype = state_dtype(param)
-            if dtype != param.dtype:
-                states[param][key] = value.to(param.device, dtype, copy=True)

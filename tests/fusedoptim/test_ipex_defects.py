@@ -66,7 +66,8 @@ class Test10:
             p, reference = pair.params[0], pair.references[0]
             with torch.no_grad():
                 if zero != "gradient":
-                    pair.ours.state.get(p, {}).get("trail", p).zero_()
+                    if p in pair.ours.halves:
+                        pair.ours.halves.trail(p).zero_()
                     p.zero_()
                     reference.zero_()
                 if zero != "parameter":

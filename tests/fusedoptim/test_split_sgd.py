@@ -37,7 +37,7 @@ class TestByHand:
         p = Parameter(torch.tensor([1 + 2**-7 + 2**-8]))
         optimizer = SplitSGD([p], lr=0.5)
         assert p.item() == 1 + 2**-7
-        assert optimizer.state[p]["trail"].tolist() == [-(2**15)]  # 0x8000, half a unit
+        assert optimizer.halves.trail(p).tolist() == [-(2**15)]  # 0x8000, half a unit
         (master,) = optimizer.master_params()
         assert master.item() == 1 + 2**-7 + 2**-8
 
@@ -83,7 +83,7 @@ class TestConversion:
             assert p is kept
             assert (p.dtype, p.requires_grad, p.is_leaf) == (torch.bfloat16, True, True)
             assert p.stride() == values.stride()
-            assert optimizer.state[p]["trail"].dtype == torch.int16
+            assert optimizer.halves.trail(p).dtype == torch.int16
             assert torch.equal(upper_half(values), p)
             assert torch.equal(_bits(exact_values(optimizer)[p]), _bits(values))
 
@@ -105,7 +105,7 @@ class TestConversion:
         optimizer = case.make([p], lr=0.1)
         assert p.data_ptr() == address
         assert torch.equal(p, before)
-        assert not optimizer.state[p]["trail"].any()
+        assert not optimizer.halves.trail(p).any()
         (master,) = optimizer.master_params()
         assert torch.equal(master, before.float())
 
@@ -176,7 +176,7 @@ class TestStep:
         ours, reference = SplitSGD(params, **kwargs), FusedSGD(wide, **kwargs)
         for p, w, master in zip(params, wide, ours.master_params()):
             assert torch.equal(master, w)
-            assert ours.state[p]["trail"].shape == p.shape
+            assert ours.halves.trail(p).shape == p.shape
         for _ in range(4):
             for p, w in zip(params, wide):
                 p.grad = torch.randn_like(p)
@@ -253,7 +253,7 @@ class TestCheckpoints:
         for p, w in zip(params, wide):
             p.data.copy_(w.detach())
         optimizer = SplitSGD(params, lr=0.5, momentum=0.5)
-        trails = [optimizer.state[p]["trail"].clone() for p in params]
+        trails = [optimizer.halves.trail(p).clone() for p in params]
         optimizer.load_state_dict(through_a_file(torchs.state_dict()))
         assert optimizer.param_groups[0]["momentum"] == 0.9
         for p, w, trail in zip(params, wide, trails):

@@ -201,7 +201,7 @@ def test_a_step_for_each_parameter_in_backward(case: OptimizerCase) -> None:
         p.register_post_accumulate_grad_hook(update)
     if case.is_split:  # lower halves of the first model's values
         for p, master in zip(second.parameters(), together.master_params()):
-            alone[p].state[p]["trail"].copy_(master.view(torch.int32))
+            alone[p].halves.trail(p).copy_(master.view(torch.int32))
     for x in _batches(first):
         _train(x, (first, together))
         _backward(second, x)

@@ -166,6 +166,40 @@ class TestCheckpoints:
         with refused(optimizer, ValueError, "lost the 'trail' of parameter 1"):
             optimizer.load_state_dict(checkpoint)
 
+    def test_through_one_that_is_not_split(self) -> None:
+        """An unsplit optimizer drops the lower halves, which its steps would not update."""
+        optimizer, _ = _trained()
+        whole = [Parameter(value) for value in optimizer.master_params()]
+        between = FusedAdam(whole)
+        between.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for p, state in between.state.items():
+            assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}, tuple(p.shape)
+        step_alike(between)
+        last = FusedAdam([Parameter(p.detach().clone()) for p in whole], split=True)
+        last.load_state_dict(copy.deepcopy(between.state_dict()))
+        assert all(map(torch.equal, last.master_params(), whole))
+
+    def test_of_a_parameter_without_a_step(self) -> None:
+        """Its lower half is saved, and loads into an optimizer that has taken steps."""
+        params = [Parameter(torch.randn(5)) for _ in range(2)]
+        optimizer = FusedAdam(params, split=True)
+        assert not optimizer.state
+        params[0].grad = torch.ones_like(params[0])
+        optimizer.step()
+        assert list(optimizer.state) == params[:1]
+        checkpoint = copy.deepcopy(optimizer.state_dict())
+        assert checkpoint["state"][1].keys() == {"trail"}
+        loaded = FusedAdam([Parameter(torch.randn(5)) for _ in range(2)], split=True)
+        step_alike(loaded)
+        with torch.no_grad():
+            for p, q in zip(params_of(loaded), params):
+                p.copy_(q)
+        loaded.load_state_dict(checkpoint)
+        assert list(loaded.state) == params_of(loaded)[:1]
+        assert all(map(torch.equal, loaded.master_params(), optimizer.master_params()))
+        step_alike(optimizer, loaded)
+        assert_same_bits(optimizer, loaded)
+
     @each_way_to_copy
     def test_copies(self, copied: Any) -> None:
         optimizer, _ = _trained()
@@ -202,6 +236,15 @@ class TestHalves:
         del optimizer
         assert moment() is None
         assert all(torch.equal(halves.exact(p), value) for p, value in zip(halves, values))
+
+    def test_let_go_of_a_parameter_that_was_removed(self) -> None:
+        params = [Parameter(torch.randn(5)) for _ in range(2)]
+        optimizer = FusedAdam([{"params": [p]} for p in params], split=True)
+        step_alike(optimizer)
+        removed = weakref.ref(params[1])
+        del optimizer.state[params.pop()], optimizer.param_groups[1]
+        step_alike(optimizer)
+        assert removed() is None
 
     def test_follow_a_state_that_is_replaced(self) -> None:
         optimizer, params = _trained()

@@ -154,7 +154,7 @@ optimizer = FusedSGD([p], lr=0.1)
 with Wrapping():
     optimizer.split_params([p])
 assert (type(p.data), type(p.grad), p.dtype) == (torch.Tensor, torch.Tensor, torch.bfloat16)
-assert type(optimizer.state[p]["trail"]) is torch.Tensor
+assert type(optimizer.halves.trail(p)) is torch.Tensor
 with Wrapping():
     optimizer.merge_params([p])
 assert (type(p.data), type(p.grad), p.dtype) == (torch.Tensor, torch.Tensor, torch.float32)

@@ -153,6 +153,15 @@ class TestMerge:
         assert model.state_dict()["0.weight"].dtype == torch.bfloat16
         assert "trail" in optimizer.state_dict()["state"][0]
 
+    def test_lower_halves_are_in_one_state_dict(self) -> None:
+        """The model's has the exact values, whether or not the optimizer has taken a step."""
+        model, optimizer = _split(FusedAdam)
+        for _ in range(2):
+            assert not any("trail" in s for s in optimizer.state_dict()["state"].values())
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+
 
 def test_clipping_of_gradients_of_both_dtypes() -> None:
     model, optimizer = _split(lr=0.1)
@@ -400,6 +409,9 @@ class TestBadInput:
 
     def test_lost_halves(self) -> None:
         model, optimizer = _split()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
         optimizer.state.clear()
         for action in (model.state_dict, lambda: merge_master_weights(model, optimizer)):
             with pytest.raises(ValueError, match="lost its lower half"):

@@ -281,7 +281,7 @@ def test_copy_of_split_weights_moves_alone() -> None:
 
 
 def test_split_weights_that_lost_their_lower_halves() -> None:
-    model, optimizer = _split_pair(steps=0)
+    model, optimizer = _split_pair()
     optimizer.state.clear()
     with pytest.raises(ValueError, match="lost its lower half"):
         model[2].double()
