@@ -129,12 +129,15 @@ class FusedOptimizer(UpdateDefinition):
                 "the same optimizer, as by a signal handler; call it when that has returned"
             )
         with self._lock:
-            if count_modes() or transform_level() is not None:
-                check_not_traced(f"{type(self).__name__}: step()")
-                with BypassModes():
+            try:
+                if count_modes() or transform_level() is not None:
+                    check_not_traced(f"{type(self).__name__}: step()")
+                    with BypassModes():
+                        self._update()
+                else:
                     self._update()
-            else:
-                self._update()
+            finally:
+                self._plan.release()
         return loss
 
     def _update(self) -> None:

@@ -227,6 +227,9 @@ class DenseRows:
             self._add_state(states, self._uncommitted)
         for param, target in self._copied:
             param.detach().copy_(target)
+
+    def release(self) -> None:
+        """See :class:`fusedoptim.step.rows.Rows`."""
         for run in self._runs:
             run.held = []
 

@@ -91,16 +91,24 @@ class GroupPlan:
     """Whether the plan fits for as long as the group and the state hold the same objects."""
 
     @on_memory
-    def __init__(self, rule: UpdateRule, groups: Sequence[Group], given_before: set[int]) -> None:
+    def __init__(
+        self,
+        rule: UpdateRule,
+        groups: Sequence[Group],
+        given_before: set[int],
+        first_number: int,
+    ) -> None:
         """Check all parameters that have a gradient, and lay out their updates.
 
         Args:
             rule: the group's rule.
             groups: the optimizer's groups.
             given_before: ids of the group's parameters that an earlier group has too.
+            first_number: how many parameters earlier groups have, with which rows are numbered.
         """
         rule.check_options()
         self._rule = rule
+        self._first_number = first_number
         self._implementation = _implementation(rule)
         self._params = list(rule.group["params"])
         found = _candidates(rule, groups)
@@ -131,6 +139,7 @@ class GroupPlan:
         """See :attr:`fusedoptim.step.commit.Plan.updates`."""
         arithmetic = {PARAM_DTYPES[candidate.param.dtype].arithmetic for candidate in candidates}
         self._largest = min((torch.finfo(dtype).max for dtype in arithmetic), default=math.inf)
+        self._serves_once = bool(self._deferred)
         self._read_numbers()
 
     def _lay_out(self, candidates: list[Candidate], given_before: set[int]) -> None:
@@ -148,9 +157,11 @@ class GroupPlan:
             if not alike.is_repeated:
                 self._without_repeated.append(rows)
 
-    def fits(self, rule: UpdateRule) -> bool:
+    def fits(self, rule: UpdateRule, first_number: int) -> bool:
         """Read the group's numbers; False if the plan does not fit the group any more."""
-        if self._deferred or _implementation(rule) != self._implementation:
+        if self._serves_once or _implementation(rule) != self._implementation:
+            return False
+        if first_number != self._first_number:
             return False
         if not are_same_objects(rule.group["params"], self._params):
             return False
@@ -161,6 +172,14 @@ class GroupPlan:
     def refresh(self) -> bool:
         """Take this step's gradients; False if the plan does not fit them."""
         return _are_idle(self.idle) and all(map(_refresh, self.rows))
+
+    def release(self) -> None:
+        """Keep no gradient alive once a step has ended, whether or not it was taken."""
+        for rows in self.rows:
+            rows.release()
+        if self._serves_once:
+            self.rows, self.joint, self._without_repeated = [], [], []
+            self._deferred, self.updates = [], []
 
     def sums_of_squares(self) -> list[tuple[Spread | None, Tensor]]:
         """The squares of the elements of all gradients, each summed once, and their spread."""
@@ -183,7 +202,7 @@ class GroupPlan:
         self.settings = Settings(numbers, -1.0 if group.get("maximize") else 1.0)
         hyper_parameters = [group[name] for name in group if name not in ("params", "param_names")]
         self.is_final = (
-            not self._deferred
+            not self._serves_once
             and not rule.depends_on_optimizer
             and all(map(_is_unchanging, hyper_parameters))
         )
@@ -241,7 +260,7 @@ class StepPlan:
                 self._sharded.read()
             if is_same and all(map(_call, self._refreshes)):
                 return
-            self._seen = []
+            self._seen, self._refreshes = [], []
             all_fit = self._revise(state, groups, rule_of)
         finally:
             if self._sharded is not None:
@@ -261,6 +280,11 @@ class StepPlan:
             self._sharded = ShardedGradients(params) if params else None
             self.groups = []  # their plans read the gradients of the others
 
+    def release(self) -> None:
+        """Keep no gradient alive."""
+        for plan in self.groups:
+            plan.release()
+
     def see_state(self, state: Mapping[Tensor, State]) -> None:
         """Note the state that a step has made."""
         self.state_seen = [*state, *state.values()]
@@ -276,17 +300,19 @@ class StepPlan:
             self.groups, self.state_seen = [], []
         all_fit = True
         given_before: list[set[int]] = []
+        first_number = 0
         for i, group in enumerate(groups):
             plan = self.groups[i] if i < len(self.groups) else None
             rule = rule_of(group)
             rule.sharded = self._sharded
-            if plan is None or not (plan.fits(rule) and plan.refresh()):
+            if plan is None or not (plan.fits(rule, first_number) and plan.refresh()):
                 all_fit = False
                 self.state_seen = []  # the step will make state
                 given_before = given_before or _given_before(groups)
-                self.groups[i : i + 1] = [GroupPlan(rule, groups, given_before[i])]
+                self.groups[i : i + 1] = [GroupPlan(rule, groups, given_before[i], first_number)]
                 if any(given_before):  # perhaps because this group has changed
                     del self.groups[i + 1 :]
+            first_number += len(group["params"])
         del self.groups[len(groups) :]
         return all_fit
 

@@ -46,5 +46,8 @@ class Rows(Update, Protocol):
     def refresh(self) -> bool:
         """Take this step's gradients; False if any tensor has changed since it was checked."""
 
+    def release(self) -> None:
+        """Keep no gradient alive; nothing is launched before the next :meth:`refresh`."""
+
     def sum_of_squares(self) -> Tensor:
         """The squares of all gradients' elements, summed: a 0-d tensor."""

@@ -135,6 +135,11 @@ class SparseRows:
         self._read_gradient(grad)
         return True
 
+    def release(self) -> None:
+        """See :class:`fusedoptim.step.rows.Rows`."""
+        for name in ("_grad", "_rows", "_new", "_no_grad"):
+            vars(self).pop(name, None)
+
     def sum_of_squares(self) -> Tensor:
         """See :class:`fusedoptim.step.rows.Rows`."""
         return self._grad.sum_of_squares(self._arithmetic)

@@ -222,6 +222,27 @@ class TestRefused:
             cls([p], state_dtype=state_dtype).step()
 
 
+@each_dtype
+def test_a_resume_after_an_earlier_group_has_grown(state_dtype: Any) -> None:
+    """The random words depend on a parameter's place among all, as in the resumed optimizer."""
+    values = [torch.randn(500) for _ in range(3)]
+    params, others = ([Parameter(v.clone()) for v in values] for _ in range(2))
+    groups = [{"params": params[:1]}, {"params": params[2:]}]
+    optimizer = FusedAdamW(groups, state_dtype=state_dtype)
+    run(optimizer, range(3))
+    optimizer.param_groups[0]["params"].append(params[1])
+    run(optimizer, range(3, 4))
+    with torch.no_grad():
+        for p, q in zip(others, params):
+            p.copy_(q)
+    groups = [{"params": others[:2]}, {"params": others[2:]}]
+    resumed = FusedAdamW(groups, state_dtype=state_dtype)
+    resumed.load_state_dict(saved(optimizer))
+    for each in (optimizer, resumed):
+        run(each, range(4, 5))
+    assert_equal(optimizer, resumed)
+
+
 def test_float64_parameters_keep_their_state() -> None:
     p = Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer = FusedAdam([p], state_dtype=torch.float32)

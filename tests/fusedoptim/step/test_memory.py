@@ -17,6 +17,7 @@ from fusedoptim.allocator import queue
 from fusedoptim.launch import pipeline
 from fusedoptim.launch.cpu import CPU
 from fusedoptim.launch.kernel import kernel_for
+from fusedoptim.split.pages import has_sole_owner
 from fusedoptim.step import commit
 from fusedoptim.step.tensors import update_order
 from tests.fusedoptim.helpers import run_in_threads
@@ -279,6 +280,55 @@ def test_gradients_are_not_kept_alive(dtype: torch.dtype) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert gone() is None
+
+
+@pytest.mark.parametrize("is_skipped", [True, False])
+def test_gradients_of_a_step_that_is_not_taken(is_skipped: bool) -> None:
+    """A GradScaler skips a step that has infinities; a wrong hyper-parameter raises."""
+    params, optimizer = _with_ones(3, count=2, groups=True)
+    optimizer.step()
+    for p in params:
+        p.grad = torch.ones(3)
+    gone = [weakref.ref(p.grad) for p in params]
+    if is_skipped:
+        optimizer.found_inf = torch.ones(())
+        optimizer.step()
+    else:
+        optimizer.param_groups[1]["lr"] = float("nan")
+        with pytest.raises(ValueError, match="lr is nan"):
+            optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert [gradient() for gradient in gone] == [None, None]
+
+
+def test_gradients_of_parameters_that_share_memory() -> None:
+    whole = torch.zeros(8)
+    params = [Parameter(whole[:6]), Parameter(whole[2:])]
+    optimizer = FusedSGD(params, lr=1.0)
+    for steps in (1, 2):
+        for p in params:
+            p.grad = torch.ones(6)
+        gone = [weakref.ref(p.grad) for p in params if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert [gradient() for gradient in gone] == [None, None]
+        assert whole.tolist() == [-steps] * 2 + [-2 * steps] * 4 + [-steps] * 2
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_sparse_gradients_are_not_kept_alive(momentum: float) -> None:
+    rows = torch.arange(0, 400_000, 2)
+    p = Parameter(torch.zeros(400_000, 4))
+    optimizer = FusedSGD([p], lr=1.0, momentum=momentum)
+    for _ in range(2):
+        indices, values = rows[None].clone(), torch.ones(len(rows), 4)
+        p.grad = torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=True)
+        assert not has_sole_owner(values)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert has_sole_owner(values)
 
 
 def test_removed_group_is_forgotten() -> None:
