@@ -25,14 +25,21 @@ from fusedoptim.step.checks import (
     describe,
     named_params,
 )
-from fusedoptim.step.float8 import readable
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.modes import check_not_traced
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
 from fusedoptim.step.scalars import CLIP_EPS, common_factor
 from fusedoptim.step.sharding import Spread, is_dtensor, like_param, local_of, over_meshes
-from fusedoptim.step.state import as_saved_value, restore_state, without_gaps, without_trails
+from fusedoptim.step.state import (
+    as_saved_state,
+    as_saved_value,
+    restore_state,
+    without_empty,
+    without_gaps,
+    without_trails,
+)
+from fusedoptim.step.step_counts import KEY
 from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
 
 
@@ -80,7 +87,8 @@ class FusedOptimizer(UpdateDefinition):
         self._set_up(max_grad_norm, split)
         self._is_complete = False
         super().__init__(*args, **kwargs)
-        self._convert(self.param_groups)
+        self._convert_state()
+        self._split(self.param_groups)
         self._is_complete = True
 
     def _set_up(self, max_grad_norm: float | None, split: bool) -> None:
@@ -220,7 +228,7 @@ class FusedOptimizer(UpdateDefinition):
             if self.split:
                 check_splittable(type(self).__name__, self._params())
             if self._is_complete:
-                self._convert(self.param_groups[before:])
+                self._split(self.param_groups[before:])
         except BaseException:
             del self.param_groups[before:]
             raise
@@ -233,15 +241,18 @@ class FusedOptimizer(UpdateDefinition):
         """
         without_dynamo(super().zero_grad)(set_to_none)
 
-    def _convert(self, groups: list[Group]) -> None:
-        """Bring new parameters, and the state that torch made for them, into our form."""
-        for group in groups:
+    def _convert_state(self) -> None:
+        """Make anew, in our dtype, the state that the constructor of torch's class has made."""
+        for group in self.param_groups:
             for p in group["params"]:
                 dtype = state_dtype(p)
                 for name, value in self.state.get(p, {}).items():
-                    if name not in (TRAIL, "step") and value.dtype != dtype:
+                    if name != KEY and value.dtype != dtype:
                         initial = self._initial_state(group, name, local_of(p), dtype)
                         self.state[p][name] = like_param(initial, p)
+
+    def _split(self, groups: list[Group]) -> None:
+        """With ``split``, split the parameters of new groups."""
         if self.split:
             self.halves.split_all(p for group in groups for p in group["params"])
 
@@ -373,24 +384,20 @@ class FusedOptimizer(UpdateDefinition):
         unsaved = self._unsaved_state()
 
         def as_saved(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            states = {
-                key: {
-                    n: as_saved_value(n, v) for n, v in readable(state).items() if n not in unsaved
-                }
-                for key, state in state_dict["state"].items()
-            }
-            for (p, state), i in zip(self._saved(state_dict), _numbers(state_dict)):
+            states = {key: as_saved_state(s, unsaved) for key, s in state_dict["state"].items()}
+            for p, i in zip(self._params(), _numbers(state_dict)):
                 trail = self.halves.before_first_step(p)
                 if trail is not None and TRAIL not in unsaved:
-                    states[i] = state | {TRAIL: as_saved_value(TRAIL, trail)}
-            state_dict["state"] = {key: state for key, state in states.items() if state}
+                    states[i] = states.get(i, {}) | {TRAIL: as_saved_value(TRAIL, trail)}
+            state_dict["state"] = without_empty(states)
 
-        handle = self.register_state_dict_post_hook(as_saved, prepend=True)
-        try:
-            state_dict: dict[str, Any] = without_dynamo(super().state_dict)()
-            return state_dict
-        finally:
-            handle.remove()
+        with self._lock:  # torch iterates over the hooks, which another thread's call changes
+            handle = self.register_state_dict_post_hook(as_saved, prepend=True)
+            try:
+                state_dict: dict[str, Any] = without_dynamo(super().state_dict)()
+                return state_dict
+            finally:
+                handle.remove()
 
     def _unsaved_state(self) -> set[str]:
         """The names of the state that :meth:`state_dict` leaves out."""

@@ -22,7 +22,7 @@ from fusedoptim.step.checks import OPTIONS
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import number
 from fusedoptim.step.step_counts import KEY
-from fusedoptim.step.tensors import TRAIL, state_dtype, update_order
+from fusedoptim.step.tensors import TRAIL, State, state_dtype, update_order
 
 _LR = 0.01
 _SUM, _FIRST_SUM = "sum", "initial_accumulator_value"
@@ -58,8 +58,12 @@ class BagOptimizer(FusedOptimizer):
         if not hasattr(self, "number"):  # copied or unpickled
             self._become_rule()
         self._show_trails()
-        for own in self.state.values():  # a checkpoint's may be strided; kernels read no strides
+        for own in self._states():  # a checkpoint's may be strided; kernels read no strides
             own.update({name: own[name].contiguous() for name in (_SUM, TRAIL) if name in own})
+
+    def _states(self) -> list[State]:
+        """The states of the tables; users may keep other things beside them."""
+        return [self.state[weight] for weight in self._params() if weight in self.state]
 
     def _show_trails(self) -> None:
         """Move the lower halves to the state: there is no first step that would."""
@@ -172,7 +176,7 @@ class BagOptimizer(FusedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        states = [state for state in self.state.values() if KEY in state]
+        states = [state for state in self._states() if KEY in state]
         counts = [state[KEY] for state in states]
         if states and all(isinstance(count, Tensor) for count in counts):
             torch._foreach_add_(counts, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -148,6 +148,19 @@ def _state_tensor(
     return memory_of(value.to(target.device, dtype), target)
 
 
+def as_saved_state(state: Any, unsaved: Set[str]) -> Any:
+    """A parameter's state, or anything else that users keep in the state, as a checkpoint has it.
+
+    Args:
+        state: the state.
+        unsaved: the names of what a checkpoint lacks.
+    """
+    if not isinstance(state, dict):
+        return state
+    readable = float8.readable(state).items()
+    return {name: as_saved_value(name, value) for name, value in readable if name not in unsaved}
+
+
 def as_saved_value(name: str, value: Any) -> Any:
     """The value that a checkpoint has for the state ``name``.
 
@@ -181,7 +194,12 @@ def without_trails(states: Mapping[Any, Any]) -> dict[Any, Any]:
         else saved
         for i, saved in states.items()
     }
-    return {i: saved for i, saved in rest.items() if not _is_empty(saved)}
+    return without_empty(rest)
+
+
+def without_empty(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The states of a checkpoint without empty ones."""
+    return {i: state for i, state in states.items() if not _is_empty(state)}
 
 
 def restore_state(

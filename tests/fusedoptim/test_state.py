@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.fusedoptim.helpers import (
     each_way_to_copy,
     make_params,
     refused,
+    run_in_threads,
     single,
     step_alike,
     through_a_file,
@@ -211,6 +213,47 @@ class TestState:
             with refused(optimizer, ValueError, f"has no '{key}' of parameter 0"):
                 optimizer.load_state_dict(checkpoint)
             assert _options(optimizer) == options
+
+    @each_case
+    def test_group_added_again(self, case: OptimizerCase) -> None:
+        """Parameters that are frozen for a while keep their state, and what users added to it."""
+        params = [Parameter(torch.randn(10)) for _ in range(2)]
+        optimizer = case.make([{"params": [p]} for p in params], **case.kwargs[-1])
+        step_alike(optimizer)
+        state = optimizer.state[params[1]]
+        state |= {"mask": torch.ones(10, dtype=torch.bool), "buffer": None}
+        before = dict(state)
+        optimizer.add_param_group(optimizer.param_groups.pop())
+        assert optimizer.state[params[1]] is state
+        assert state.keys() == before.keys()
+        assert all(state[key] is value for key, value in before.items())
+        step_alike(optimizer)
+
+    @each_class
+    def test_what_is_no_state_of_a_parameter(self, case: OptimizerCase) -> None:
+        """torch lets users keep anything in the state."""
+        _, optimizer = single(case)
+        optimizer.step()
+        optimizer.state["epoch"] = 0
+        checkpoint = through_a_file(optimizer.state_dict())
+        assert checkpoint["state"]["epoch"] == 0
+        other = copy.deepcopy(optimizer)
+        other.state["epoch"] = 1
+        other.load_state_dict(checkpoint)
+        assert other.state["epoch"] == 0
+        step_alike(optimizer, other)
+        assert_same_bits(optimizer, other)
+
+    @each_class
+    def test_saved_by_several_threads(self, case: OptimizerCase) -> None:
+        optimizer = case.make([Parameter(torch.randn(3)) for _ in range(50)], **case.kwargs[-1])
+        step_alike(optimizer)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            run_in_threads(*[lambda: [optimizer.state_dict() for _ in range(50)]] * 3)
+        finally:
+            sys.setswitchinterval(interval)
 
     @each_class
     @each_way_to_copy

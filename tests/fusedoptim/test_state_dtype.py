@@ -243,6 +243,22 @@ def test_a_resume_after_an_earlier_group_has_grown(state_dtype: Any) -> None:
     assert_equal(optimizer, resumed)
 
 
+@each_dtype
+def test_group_added_again(state_dtype: Any) -> None:
+    """Parameters that are frozen for a while keep their moments."""
+    values = [torch.randn(500) for _ in range(2)]
+    ours, twin = (
+        FusedAdamW([{"params": [Parameter(v.clone())]} for v in values], state_dtype=state_dtype)
+        for _ in range(2)
+    )
+    for optimizer in (ours, twin):
+        run(optimizer, range(2))
+    ours.add_param_group(ours.param_groups.pop())
+    for optimizer in (ours, twin):
+        run(optimizer, range(2, 4))
+    assert_equal(ours, twin)
+
+
 def test_float64_parameters_keep_their_state() -> None:
     p = Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer = FusedAdam([p], state_dtype=torch.float32)

@@ -111,7 +111,8 @@ def unfuse(optimizer: Optimizer) -> None:
             "first, as transforms.restore(model, optimizer) does"
         )
     for p, state in optimizer.state.items():
-        _as_torchs(p, state)
+        if isinstance(state, dict):  # users may keep other things there
+            _as_torchs(p, state)
     if isinstance(this, AdaptedLamb):
         this.give_back_steps()
     _become(optimizer, this._plain)

@@ -83,8 +83,8 @@ class _CountingByGroup(AdaptedLamb):
         return super()._unsaved_state() | {_STEP}  # for each parameter; the plain class has none
 
     def give_back_steps(self) -> None:
-        for state in self.state.values():
-            state.pop(_STEP, None)
+        for p in self._params():
+            self.state.get(p, {}).pop(_STEP, None)
 
 
 class _TimmLamb(_CountingByGroup):
@@ -176,8 +176,8 @@ class _TorchOptimizerLamb(AdaptedLamb):
         return group | ours
 
     def give_back_steps(self) -> None:
-        for state in self.state.values():
-            if _STEP in state:
+        for state in map(self.state.get, self._params()):
+            if state and _STEP in state:
                 state[_STEP] = int(state[_STEP])
 
 
