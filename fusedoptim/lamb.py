@@ -148,9 +148,9 @@ class FusedLamb(FusedOptimizer):
             "beta2": beta2,
             "one_minus_beta2": 1 - beta2,
             "eps": number(group["eps"]),
-            "adapt": group["always_adapt"] or decay != 0,
-            "clip": group["trust_clip"],
-            "max_param_norm": float("inf") if most is None else most,
+            "adapt": bool(group["always_adapt"]) or decay != 0,
+            "clip": bool(group["trust_clip"]),
+            "max_param_norm": float("inf") if most is None else number(most),
         }
 
     def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:

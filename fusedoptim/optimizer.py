@@ -220,7 +220,7 @@ class FusedOptimizer(UpdateDefinition):
         if isinstance(param_group, dict):
             whole = self.defaults | param_group
             self._check_options(whole)
-            check_numbers(type(self).__name__, whole)
+            check_numbers(type(self).__name__, {name: whole[name] for name in self.defaults})
         before = len(self.param_groups)
         try:
             without_dynamo(super().add_param_group)(param_group)

@@ -107,7 +107,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
             "weight_decay": number(group["weight_decay"]),
             "momentum": number(group["momentum"]),
             "one_minus_dampening": 1 - number(group["dampening"]),
-            "nesterov": group["nesterov"],
+            "nesterov": bool(group["nesterov"]),
         }
 
     def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:

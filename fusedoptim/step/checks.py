@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.step.rule import Candidate, UpdateRule
+from fusedoptim.step.scalars import number
 from fusedoptim.step.sharding import (
     describe_place,
     is_dtensor,
@@ -35,12 +36,13 @@ _KINDS = {"dampening": "SGD", "lr_decay": "Adagrad", "amsgrad": "Adam", "trust_c
 
 def named_params(groups: Sequence[Group], group: Group) -> Iterator[tuple[Tensor, str]]:
     """The parameters of ``group``, one of an optimizer's ``groups``, and their names in errors."""
-    names = group.get("param_names")
+    names = group.get("param_names") or []
     where = ""
     if len(groups) > 1:
         where = f" of group {[g is group for g in groups].index(True)}"
     for i, p in enumerate(group["params"]):
-        yield p, names[i] if names else f"parameter {i}{where}"
+        # A parameter that was appended to the group has no name.
+        yield p, names[i] if i < len(names) else f"parameter {i}{where}"
 
 
 def describe(optimizer: str, candidate: Candidate) -> str:
@@ -78,9 +80,11 @@ def check_numbers(
         largest: the largest number of the kernels' arithmetic.
     """
     for name, value in group.items():
+        if defaults is not None and name not in defaults:  # the user's own
+            continue
         default = (defaults or {}).get(name)
         must_be_number = isinstance(default, tuple) or _as_number(default) is not None
-        for item in value if isinstance(value, tuple) else (value,):
+        for item in value if isinstance(value, (tuple, list)) else (value,):
             found = _as_number(item)
             error: type[Exception] | None = None
             if found is None:
@@ -109,7 +113,7 @@ def check_norm(max_grad_norm: float | None) -> None:
 
 def _as_number(value: Any) -> float | None:
     try:
-        return None if isinstance(value, str) else float(value)
+        return None if isinstance(value, str) else float(number(value))
     except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor of several elements
         return None
 

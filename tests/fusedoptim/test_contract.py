@@ -5,19 +5,24 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fusedoptim import FusedSGD
+from fusedoptim.step.checks import OPTIONS
 from tests.fusedoptim.helpers import (
     SideBySide,
+    assert_same_bits,
     each_class,
     exact_values,
     make_params,
     refused,
     single,
+    step_alike,
     widened,
 )
 from tests.optimizer_cases import Kwargs, OptimizerCase
@@ -108,6 +113,48 @@ class TestTorchContract:
             optimizer.param_groups[0][name] = nan
             with refused(optimizer, ValueError, message):
                 optimizer.step()
+
+    @each_class
+    def test_flags_that_are_no_bool(self, case: OptimizerCase) -> None:
+        """A flag of NumPy's or torch's is one."""
+        momentum = {"momentum": 0.9} if "momentum" in case.kwargs[-1] else {}
+        for name, default in case.make([Parameter(torch.ones(1))]).defaults.items():
+            if not isinstance(default, bool) or name in OPTIONS:
+                continue
+            optimizers = [case.make([Parameter(torch.ones(4))], **momentum) for _ in range(3)]
+            for optimizer, flag in zip(optimizers, (True, np.bool_(True), torch.tensor(True))):
+                optimizer.param_groups[0][name] = flag
+            for _ in range(2):
+                step_alike(*optimizers)
+            for other in optimizers[1:]:
+                assert_same_bits(optimizers[0], other)
+
+    @each_class
+    def test_rate_that_requires_grad(self, case: OptimizerCase) -> None:
+        """It is read as a number, without torch's warning."""
+        _, optimizer = single(case, lr=torch.tensor(0.1, requires_grad=True))
+        optimizer.step()
+
+    @each_class
+    def test_what_users_add_to_a_group(self, case: OptimizerCase) -> None:
+        nan = float("nan")
+        p = Parameter(torch.ones(3))
+        optimizer = case.make([{"params": [p], "best_loss": nan}])
+        step_alike(optimizer)
+        optimizer.param_groups[0]["lr"] = nan
+        with refused(optimizer, ValueError, "lr is nan"):
+            optimizer.step()
+
+    def test_parameter_appended_to_a_named_group(self) -> None:
+        first, second = (Parameter(torch.zeros(3)) for _ in range(2))
+        optimizer = FusedSGD([("first", first)], lr=1.0)
+        optimizer.param_groups[0]["params"].append(second)
+        first.grad = second.grad = torch.ones(3)
+        optimizer.step()
+        assert first.tolist() == second.tolist() == [-1.0] * 3
+        second.data = torch.zeros(4)
+        with refused(optimizer, RuntimeError, "parameter 1 .*zero_grad"):
+            optimizer.step()
 
     @each_class
     def test_fused_true_is_accepted(self, case: OptimizerCase) -> None:
