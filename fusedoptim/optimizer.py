@@ -144,8 +144,9 @@ class FusedOptimizer(UpdateDefinition):
                         self._update()
                 else:
                     self._update()
-            finally:
+            except BaseException:
                 self._plan.release()
+                raise
         return loss
 
     def _update(self) -> None:
@@ -155,6 +156,7 @@ class FusedOptimizer(UpdateDefinition):
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # a GradScaler's
         mesh_sums = self._plan.mesh_sums
         if found_inf is not None and not mesh_sums and found_inf:
+            self._plan.release()
             return
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)  # a GradScaler's
         if grad_scale is not None and not has_memory(grad_scale):
@@ -170,6 +172,7 @@ class FusedOptimizer(UpdateDefinition):
         if mesh_sums and (found_inf is not None or self.max_grad_norm is not None):
             squares, found_inf = over_meshes(mesh_sums, squares, found_inf)
             if found_inf is not None and found_inf:
+                self._plan.release()
                 return
         common: Tensor | None = None
         if grad_scale is not None or self.max_grad_norm is not None:
@@ -178,6 +181,8 @@ class FusedOptimizer(UpdateDefinition):
         if self._before_launch is not None:
             self._before_launch()
         commit.run(self._plan.all, common, state)
+        for plan in self._plan.keeping:
+            plan.release()
         if not self._plan.state_seen:
             self._plan.see_state(state)
             if self._plan.state_seen:  # else there is no state, and every step comes here

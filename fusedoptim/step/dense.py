@@ -227,6 +227,8 @@ class DenseRows:
             self._add_state(states, self._uncommitted)
         for param, target in self._copied:
             param.detach().copy_(target)
+        for run in self._runs:  # as release() does, without a call in each step
+            run.held = []
 
     def release(self) -> None:
         """See :class:`fusedoptim.step.rows.Rows`."""

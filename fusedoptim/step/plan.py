@@ -140,6 +140,10 @@ class GroupPlan:
         arithmetic = {PARAM_DTYPES[candidate.param.dtype].arithmetic for candidate in candidates}
         self._largest = min((torch.finfo(dtype).max for dtype in arithmetic), default=math.inf)
         self._serves_once = bool(self._deferred)
+        self.keeps_gradients = self._serves_once or any(
+            isinstance(rows, SparseRows) for rows in self.rows
+        )
+        """Whether gradients are kept until :meth:`release`, also by rows that are committed."""
         self._read_numbers()
 
     def _lay_out(self, candidates: list[Candidate], given_before: set[int]) -> None:
@@ -174,7 +178,7 @@ class GroupPlan:
         return _are_idle(self.idle) and all(map(_refresh, self.rows))
 
     def release(self) -> None:
-        """Keep no gradient alive once a step has ended, whether or not it was taken."""
+        """Keep no gradient alive once a step has ended."""
         for rows in self.rows:
             rows.release()
         if self._serves_once:
@@ -225,6 +229,8 @@ class StepPlan:
         self._seen: list[object] = []
         """The state's and the groups' contents when the plans last fitted; empty if a value among
         them may change in place."""
+        self.keeping: list[GroupPlan] = []
+        """The plans that keep gradients until they are told to release them."""
         self._joined: list[GroupPlan] = []
         """The plans for which ``all`` was made."""
         self._refreshes: list[Callable[[], bool]] = []
@@ -265,6 +271,7 @@ class StepPlan:
         finally:
             if self._sharded is not None:
                 self._sharded.forget()
+        self.keeping = [plan for plan in self.groups if plan.keeps_gradients]
         if not (all_fit and are_same_objects(self.groups, self._joined)):
             self._join()
         if all_fit and all(plan.is_final for plan in self.groups):
@@ -281,7 +288,7 @@ class StepPlan:
             self.groups = []  # their plans read the gradients of the others
 
     def release(self) -> None:
-        """Keep no gradient alive."""
+        """Keep no gradient alive after a step that was not taken."""
         for plan in self.groups:
             plan.release()
 

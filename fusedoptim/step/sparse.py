@@ -7,7 +7,7 @@ block. Rows that occur more than once in the gradient are summed first.
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -135,11 +135,6 @@ class SparseRows:
         self._read_gradient(grad)
         return True
 
-    def release(self) -> None:
-        """See :class:`fusedoptim.step.rows.Rows`."""
-        for name in ("_grad", "_rows", "_new", "_no_grad"):
-            vars(self).pop(name, None)
-
     def sum_of_squares(self) -> Tensor:
         """See :class:`fusedoptim.step.rows.Rows`."""
         return self._grad.sum_of_squares(self._arithmetic)
@@ -238,6 +233,11 @@ class SparseRows:
             self._held.update(made)
         self._sparse = {name: made[name] for name in self._sparse}
         self._is_committed = True
+
+    def release(self) -> None:
+        """See :class:`fusedoptim.step.rows.Rows`."""
+        nothing: Any = None  # refresh() and prepare() set them again
+        self._grad = self._rows = self._new = self._no_grad = nothing
 
 
 def _spread(values: Tensor, numbers: Indices, among: Indices) -> Tensor:
