@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import traceback
 import types
 import weakref
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
+from torch.utils import _pytree
 
 from transforms.rewrites.exchanged_class import own_class
 from transforms.rewrites.plain_tensors import kept_tensors
@@ -22,6 +24,7 @@ from transforms.tracing.watch import TensorReads, Watch
 _GEOMETRY = {"stride", "kernel_size", "dilation", "padding", "groups"}
 _GEOMETRY |= {"in_channels", "out_channels", "in_features", "out_features", "training"}
 _SHAPE_OF_OTHER = {"reshape_as", "view_as", "expand_as"}
+_one_at_a_time = threading.RLock()  # torch.fx replaces methods of nn.Module while it traces
 
 
 class _Proxy(fx.Proxy):
@@ -53,6 +56,7 @@ class _Tracer(fx.Tracer):
         self._tensors: dict[nn.Module, list[int]] = {}
         self.exchanged: set[nn.Module] = set()
         """Modules that were called with tensors other than their own."""
+        self._thread = threading.get_ident()
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         self._tensors = {m: _identities(m) for m in root.modules()}
@@ -77,7 +81,15 @@ class _Tracer(fx.Tracer):
             return True
         return own_class(m).__module__.startswith("torch.nn") and own_class(m) is not type(m)
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # Another thread's call is part of the trace only if it got a traced value from here.
+        if threading.get_ident() != self._thread and not _has_proxies((args, kwargs)):
+            return forward(*args, **kwargs)
         if _identities(m) != self._tensors.get(m):
             self.exchanged.add(m)
         self.path_of_module(m)  # raises, in the caller, for a module that is not registered
@@ -87,6 +99,10 @@ class _Tracer(fx.Tracer):
             if not self.is_leaf_module(m, ""):
                 self.culprit = self.culprit or m
             raise
+
+
+def _has_proxies(value: object) -> bool:
+    return any(type(leaf) is _Proxy for leaf in _pytree.tree_leaves(value))
 
 
 def _identities(module: nn.Module) -> list[int]:
@@ -154,7 +170,7 @@ def run_trace(
     tracer = _Tracer(lambda m: is_leaf(originals[m]), functions)
     reads, watch = TensorReads(clone.modules()), Watch(changing, originals)
     try:
-        with watch, reads:
+        with _one_at_a_time, watch, reads:
             graph = tracer.trace(clone, concrete_args=_defaults(root) or None)
     except Exception as error:
         culprit = originals.get(tracer.culprit or clone, root)

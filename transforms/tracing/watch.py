@@ -201,8 +201,9 @@ class Watch:
 def _is_users(filename: str) -> bool:
     path = os.path.realpath(filename)
     is_standard = path.startswith(_STANDARD) and "-packages" not in path
-    is_generated = filename.startswith("<") and not filename.startswith("<ipython")
-    return not (path.startswith(_TRUSTED) or is_standard or is_generated)
+    # Other names in brackets are those of users' code without a file, such as <stdin>.
+    is_frozen = filename.startswith("<frozen")
+    return not (path.startswith(_TRUSTED) or is_standard or is_frozen)
 
 
 _Key = tuple[str, int, int]
@@ -214,7 +215,8 @@ def _is_module(value: object) -> bool:
 
 
 def _has_conditions(code: types.CodeType) -> bool:
-    return any("JUMP_IF" in instruction.opname for instruction in dis.get_instructions(code))
+    names = (instruction.opname for instruction in dis.get_instructions(code))
+    return any("JUMP" in name and "_IF_" in name for name in names)
 
 
 def _nodes(value: object) -> Iterator[fx.Node]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -236,3 +238,80 @@ def test_tracing_leaves_no_trace() -> None:
     transforms.optimize(model, inplace=True)
     assert model.calls == 0
     assert model.count == 0
+
+
+UNREADABLE = """
+class Net(Block):
+    def forward(self, x, raw=False):
+        y = self.conv(x)
+        return y if raw else self.norm(y)
+"""
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<string>", "<torch_package_0>.net.py", "gone.py"])
+def test_conditions_in_code_without_a_file_are_open(file: str) -> None:
+    namespace: dict[str, Any] = {"Block": Block, "__name__": "__main__"}
+    exec(compile(UNREADABLE, file, "exec"), namespace)
+    model, x = randomise(namespace["Net"]()), images()
+    optimized, report = fold(model)
+    assert [entry.where for entry in report.left(CONV)] == ["norm"]
+    for raw in (False, True):
+        assert_right(optimized, model, x, raw)
+
+
+def _in_a_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_another_thread_may_call_a_model_meanwhile() -> None:
+    served, found = randomise(Block()), []
+
+    class Waits(Block):
+        """Code that waits until another thread has called another model."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            _in_a_thread(lambda: found.append(served(images())))
+            return super().forward(x)
+
+    model = randomise(Waits())
+    optimized, report = fold(model)
+    assert [type(output) for output in found] == [Tensor]
+    assert [entry.where for entry in report.done(CONV)] == ["norm"]
+    assert_right(optimized, model, images())
+
+
+def test_calls_in_threads_of_forward_count() -> None:
+    class Threaded(Block):
+        """Code that uses the convolution's output in another thread too."""
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            found: list[Tensor] = []
+            _in_a_thread(lambda: found.append(self.conv(x)))
+            return self.norm(self.conv(x)), found[0]
+
+    model = randomise(Threaded())
+    optimized, report = fold(model)
+    assert report.done(CONV) == []
+    assert_right(optimized, model, images())
+
+
+def test_models_optimized_in_several_threads() -> None:
+    models = [randomise(nn.Sequential(*(Block() for _ in range(10)))) for _ in range(3)]
+    counts: list[list[int]] = [[] for _ in models]
+
+    def optimize(model: nn.Module, count: list[int]) -> None:
+        count.extend(len(fold(model)[1].done(CONV)) for _ in range(3))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that the threads take turns within a trace
+    try:
+        threads = [threading.Thread(target=optimize, args=both) for both in zip(models, counts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert counts == [[10, 10, 10]] * len(models)
