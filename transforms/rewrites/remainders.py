@@ -88,7 +88,9 @@ def join(folded: Tensor, remainder: Remainder) -> Tensor:
     Where the folded weight was written to, the result is an arbitrary value.
     """
     folded = folded.detach().cpu()
-    plain = torch.empty_strided(remainder.shape, remainder.strides)
+    plain = torch.empty_strided(
+        remainder.shape, remainder.strides, dtype=torch.float32, device="cpu"
+    )
     start = 0
     for rows in row_pieces(plain):
         quotient = _quotient(folded, remainder.scale, rows)
@@ -101,7 +103,7 @@ def join(folded: Tensor, remainder: Remainder) -> Tensor:
 
 
 def _shifts() -> Tensor:
-    return torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+    return torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device="cpu")
 
 
 def _bytes_of(count: int) -> int:
@@ -111,7 +113,7 @@ def _bytes_of(count: int) -> int:
 def _packed(differences: Tensor) -> Tensor:
     """Differences packed into bytes; the last byte is padded."""
     count = differences.numel()
-    codes = torch.zeros(_bytes_of(count), _PER_BYTE, dtype=torch.uint8)
+    codes = torch.zeros(_bytes_of(count), _PER_BYTE, dtype=torch.uint8, device="cpu")
     codes.view(-1)[:count] = (differences - _LEAST).view(-1)
     return (codes << _shifts()).sum(1, dtype=torch.uint8)
 

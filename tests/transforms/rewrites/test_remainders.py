@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -88,6 +89,30 @@ def test_restores_and_saves_every_bit(transposed: bool) -> None:
     restored = transforms.restore(ours)
     assert_same_state(restored.state_dict(), plain)
     assert restored[0].weight.stride() == strides
+
+
+@pytest.fixture(params=["float64", "bfloat16", "meta"])
+def other_default(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Another default dtype or device."""
+    if request.param == "meta":
+        with torch.device("meta"):
+            yield
+        return
+    torch.set_default_dtype(getattr(torch, request.param))
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("other_default")
+def test_default_dtype_and_device_do_not_matter() -> None:
+    with torch.device("cpu"):
+        model = pair().float()
+    plain = copied(model.state_dict())
+    ours = optimized(model)
+    assert fold(ours)._remainder is not None
+    assert_same_state(ours.state_dict(), plain)
+    ours.load_state_dict(plain)
+    assert_same_state(transforms.restore(ours).state_dict(), plain)
 
 
 @pytest.mark.parametrize("has_zero", [False, True])
