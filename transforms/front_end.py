@@ -27,7 +27,15 @@ from transforms.inputs.options import DTYPE, SPLIT, check_knobs, resolve
 from transforms.inputs.sample import Comparison, caller, check_sample, seconds
 from transforms.passes import INFERENCE, KNOBS, TRAINING
 from transforms.passes.protocol import Job, Pass
-from transforms.reports import Entry, NoEffectWarning, Report, SlowDtypeWarning, attach, merged
+from transforms.reports import (
+    Entry,
+    NoEffectWarning,
+    Report,
+    SlowDtypeWarning,
+    attach,
+    check_not_final,
+    merged,
+)
 from transforms.rewrites.packed import supported_dtypes
 from transforms.rewrites.split import merge_copies
 
@@ -185,6 +193,7 @@ def optimize(
     options = resolve(dtype, knobs, defaults, model.training)
     check_pair(model, optimizer)
     if optimizer is not None:
+        check_not_final(model)
         check_not_for_inference(model)
     if inplace:
         check_halves(model, optimizer)

@@ -174,7 +174,18 @@ def merged(model: nn.Module, report: Report) -> Report:
     if (before := find(model)) is not None:
         for knob in before.passes:
             passes[knob] = [*before.done(knob), *passes.get(knob, before.left(knob))]
+        report = report._replace(is_final=before.is_final)
     return report._replace(passes=passes)
+
+
+def check_not_final(model: nn.Module) -> None:
+    """Raise if ``model``, which is to be trained, was finalized, or contains such a model."""
+    for name, module in model.named_modules():
+        if (found := find(module)) is not None and found.is_final:
+            raise ValueError(
+                f"{name or 'the model'} was finalized, which is for inference only: optimize the "
+                "plain model for training"
+            )
 
 
 def attach(model: nn.Module, report: Report) -> None:

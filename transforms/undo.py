@@ -11,7 +11,7 @@ from transforms.inputs.arguments import check_halves, check_optimizer, check_sam
 from transforms.passes import INFERENCE, TRAINING
 from transforms.reports import attach, detach, find
 from transforms.reports import report as report_of
-from transforms.rewrites import exchanged_class, int8, merged_bags, plain_tensors
+from transforms.rewrites import exchanged_class, int8, merged_bags, plain_tensors, stand_ins
 from transforms.rewrites.fused_step import is_converted
 
 __all__ = ["finalize", "restore"]
@@ -75,7 +75,8 @@ def finalize(model: _Model) -> _Model:
     """Free the plain model's tensors that are kept for :func:`restore` and ``state_dict()``.
 
     Afterwards the model saves and loads the tensors that it computes with: folded, in 16 bits,
-    without the BatchNorms.
+    without the BatchNorms. It is for inference only, and stays finalized when it is optimized or
+    quantized again. Inside a larger model it keeps what was folded when that model is restored.
 
     Args:
         model: a model that :func:`transforms.optimize` returned for inference.
@@ -93,5 +94,6 @@ def finalize(model: _Model) -> _Model:
     """
     report = report_of(model)
     plain_tensors.discard(model)
+    stand_ins.keep_all(model)
     attach(model, report._replace(kept_bytes=0, is_final=True))
     return model

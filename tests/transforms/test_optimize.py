@@ -132,6 +132,37 @@ def test_finalize() -> None:
         transforms.restore(optimized)
 
 
+@pytest.mark.parametrize("again", ["optimize", "quantize"])
+def test_a_finalized_model_stays_final(again: str) -> None:
+    model = transforms.finalize(transforms.optimize(randomise(Net())))
+    rewritten = (
+        transforms.quantize(model, [images()])
+        if again == "quantize"
+        else transforms.optimize(model)
+    )
+    with pytest.raises(ValueError, match="finalized"):
+        transforms.restore(rewritten)
+    with torch.no_grad():
+        rewritten(images())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the model was finalized"):
+        transforms.optimize(model.train(), optimizer)
+    with pytest.raises(RuntimeError, match="a finalized model is only for inference"):
+        model(images())
+
+
+def test_a_finalized_part_stays_final_in_a_restored_model() -> None:
+    plain = randomise(nn.Sequential(Net(), nn.Dropout()))
+    model = nn.Sequential(transforms.finalize(transforms.optimize(plain)), nn.Dropout()).eval()
+    restored = transforms.restore(transforms.optimize(model))
+    assert type(restored[1]) is nn.Dropout
+    assert restored.state_dict().keys() == model.state_dict().keys()
+    assert_right(restored, plain, images())
+    optimizer = torch.optim.SGD(restored.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="0 was finalized"):
+        transforms.optimize(restored.train(), optimizer)
+
+
 def test_report_in_a_terminal_and_in_jupyter() -> None:
     class Odd(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ class SkippedDropout(nn.Identity):
         if self.training:
             raise RuntimeError(
                 "this Dropout was removed for inference, but is in training mode: call "
-                "transforms.restore(model) before training, or model.eval()"
+                "transforms.restore(model) before training, or model.eval(); a finalized model "
+                "is only for inference"
             )
         return input
 
@@ -39,7 +40,8 @@ class FoldedBatchNorm(nn.Identity):
         if self.training:
             raise RuntimeError(
                 "this BatchNorm was folded for inference, but is in training mode: call "
-                "transforms.restore(model) before training, or model.eval()"
+                "transforms.restore(model) before training, or model.eval(); a finalized model "
+                "is only for inference"
             )
         expected: int = self._fusedoptim_dimensions  # type: ignore[assignment]
         # A torch.fx proxy is not a Tensor and has no number of dimensions.
@@ -70,7 +72,7 @@ def stand_in(module: nn.Module, kind: type[nn.Identity], dimensions: int = _ANY)
 
 
 def is_stand_in(module: nn.Module) -> bool:
-    """Whether the class of ``module`` was replaced."""
+    """Whether the class of ``module`` was replaced, and can be reverted."""
     return _CLASS in vars(module)
 
 
@@ -85,3 +87,9 @@ def revert_all(model: nn.Module) -> None:
     """Give all modules of ``model`` their own classes again."""
     for module in model.modules():
         revert(module)
+
+
+def keep_all(model: nn.Module) -> None:
+    """Make the classes of all stand-ins in ``model`` permanent."""
+    for module in model.modules():
+        vars(module).pop(_CLASS, None)
