@@ -13,7 +13,15 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+)
 
 from torch import Tensor, nn
 
@@ -29,6 +37,9 @@ _COMPOSED = ast.BoolOp | ast.BinOp | ast.UnaryOp | ast.Compare | ast.IfExp | ast
 _COMPOSED |= ast.Slice | ast.Tuple | ast.List | ast.Set | ast.Dict
 _NO_CODE = (ast.Global, ast.Nonlocal, ast.Pass)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_Global = ast.Global | ast.Nonlocal
+_CHANGEABLE = (MutableMapping, MutableSequence, MutableSet, nn.Module, Tensor)
+"""Kinds of global values whose contents may differ in another call."""
 
 
 class Source:
@@ -94,7 +105,9 @@ class Conditions:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         }
         self._locals = set(_all_parameters(source.tree)) | _assigned(source.tree)
-        self._fixed = set(modules) | (self._locals - set(_all_parameters(source.tree)))
+        declared = (node for node in ast.walk(source.tree) if isinstance(node, _Global))
+        outer = {name for node in declared for name in node.names}
+        self._fixed = set(modules) | (self._locals - set(_all_parameters(source.tree)) - outer)
         while True:  # until all remaining variables depend on fixed values only
             variables = self._fixed & _assigned(source.tree)
             wrong = {name for name in variables if not self._is_fixed_variable(name)}
@@ -171,7 +184,7 @@ class Conditions:
         return [] if all(map(self._is_fixed, tests)) else parts
 
     def _is_table(self, node: ast.AST) -> bool:
-        return isinstance(node, _LITERALS) or self._is_fixed(node)
+        return isinstance(node, _LITERALS) or self._is_fixed(node) or self._is_container(node)
 
     def _is_open(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.If):
@@ -232,7 +245,10 @@ class Conditions:
             case ast.Name():
                 return node.id in self._fixed or self._is_fixed_global(node.id)
             case ast.Attribute():
-                return node.attr not in self._changing and self._is_fixed(node.value)
+                is_same = node.attr not in self._changing and self._is_fixed(node.value)
+                return is_same and not self._is_container(node)
+            case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[table]):
+                return self._is_fixed(left) and (self._is_fixed(table) or self._is_container(table))
             case ast.Call(func=ast.Name(id=name)):
                 is_pure = name in _PURE and name not in self._locals
                 return is_pure and not node.keywords and all(map(self._is_fixed, node.args))
@@ -248,8 +264,23 @@ class Conditions:
         if name in self._locals:
             return False
         if name in self._namespace:
-            return not isinstance(self._namespace[name], nn.Module | Tensor)
+            return not isinstance(self._namespace[name], _CHANGEABLE)
         return hasattr(builtins, name)
+
+    def _is_container(self, node: ast.AST) -> bool:
+        """Whether it is a list, dict or set that a global variable, module or class holds."""
+        value = self._global_value(node)
+        return isinstance(value, MutableMapping | MutableSequence | MutableSet)
+
+    def _global_value(self, node: ast.AST) -> object:
+        """The value of a global variable, or of an attribute of a module or class; else None."""
+        if isinstance(node, ast.Name) and node.id not in self._locals:
+            return self._namespace.get(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self._global_value(node.value)
+            if isinstance(owner, types.ModuleType | type):
+                return vars(owner).get(node.attr)
+        return None
 
 
 def _parameters(tree: ast.AST) -> list[str]:

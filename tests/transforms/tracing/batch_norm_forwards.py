@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -61,8 +62,37 @@ def _weight(model: nn.Module) -> nn.Parameter:
     return nn.Parameter(torch.randn(3, 3, 3, 3))
 
 
+calls = 0
+COUNTS = {"calls": 0}
+CACHE: list[Tensor] = []
+_OPEN = "a condition that may differ in another call"
+
+
 class Forwards(Block):
     """Code that uses a convolution, or its BatchNorm, in another way too."""
+
+    @stays(_OPEN)
+    def counts_in_a_global_variable(self, x: Tensor) -> Tensor:
+        global calls
+        calls += 1
+        y = self.conv(x)
+        return y if calls > 1e9 else self.norm(y)
+
+    @stays(_OPEN)
+    def counts_in_a_global_dict(self, x: Tensor) -> Tensor:
+        COUNTS["calls"] += 1
+        y = self.conv(x)
+        return y if COUNTS["calls"] > 1e9 else self.norm(y)
+
+    @stays(_OPEN)
+    def asks_a_global_list(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y if len(CACHE) > 0 else self.norm(y)
+
+    @stays(_OPEN)
+    def asks_the_environment(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y if os.environ.get("FUSEDOPTIM_TEST_RAW") else self.norm(y)
 
     @stays("also feeds")
     def two_consumers(self, x: Tensor) -> Tensor:

@@ -58,6 +58,9 @@ def outputs(model: nn.Module, x: Tensor) -> list[Any]:
     return found
 
 
+ACTIVATIONS = {"relu": torch.relu}
+
+
 class Harmless(Block):
     """A model with conditions and reads that do not matter."""
 
@@ -79,6 +82,9 @@ class Harmless(Block):
         x = self.conv(x)
         if self.norm is not None:
             x = self.norm(x)
+        if self.config.act in ACTIVATIONS:
+            activation = ACTIVATIONS[self.config.act]
+            x = activation(x)
         x = torch.relu(x) if self.config.act.lower() == "relu" else self.conv(x)
         outputs = []
         for i, layer in enumerate(self.layers):
