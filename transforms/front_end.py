@@ -121,7 +121,8 @@ def optimize(
             copy of their weight in oneDNN's layout, made at the first call. The copy takes as much
             memory as the weight. Where a gradient is recorded, torch's own operators compute: call
             the model under ``torch.no_grad()`` or ``torch.inference_mode()``. Writes into the
-            weight are noticed, except through a NumPy array of it. Small products stay torch's.
+            weight are noticed, except direct collectives and writes past torch, as through a NumPy
+            array of it (docs/transforms.md). Small products stay torch's.
             None, at level "O1": undone if a ``sample_input`` is given and packing does not make it
             faster.
         fuse: in eval mode, let convolutions and Linears with packed weights apply the activation

@@ -33,7 +33,8 @@ def graph_backend(
     depend on parameters and buffers alone are computed once. Results are written over values that
     are no longer needed. float32 graphs with convolutions run in C++, by oneDNN Graph. All other
     operators are torch's. Where gradients are recorded, the graph runs unchanged. Changes of the
-    parameters are noticed before the next call, except those through NumPy arrays of them.
+    parameters are noticed before the next call, except direct collectives and writes past torch, as
+    through NumPy arrays of them (docs/transforms.md).
 
     Args:
         graph: the graph that torch.compile captured.
@@ -88,7 +89,16 @@ def plan(graph: GraphModule, example_inputs: Sequence[Any]) -> Plan | None:
         for i, (node, given) in enumerate(zip(placeholders, example_inputs, strict=True))
         if _is_owned(node) and can_be_source(given)
     ]
+    _detach_unnoticed(graph)
     return Plan(graph, sources)
+
+
+def _detach_unnoticed(graph: GraphModule) -> None:
+    """Call the function for the method ``detach``, which a watched Parameter takes for a use."""
+    for node in graph.graph.nodes:
+        if node.op == "call_method" and node.target == "detach":
+            node.op, node.target = "call_function", torch.detach
+    graph.recompile()
 
 
 def _is_unsized(node: Node) -> bool:

@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 
 from transforms.graph import operators
 from transforms.graph.operators import arguments, is_tensor, value
+from transforms.rewrites.watched_parameter import detached
 
 _ASSUMED = 1e6
 """The largest norm of the values that are compared in each call."""
@@ -217,7 +218,7 @@ class _Rules:
 
 
 def _largest(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values.detach(), math.inf)) if values.numel() else 0.0
+    return float(torch.linalg.vector_norm(detached(values), math.inf)) if values.numel() else 0.0
 
 
 def _largest_sum(weight: Tensor, called: str) -> float:
@@ -225,4 +226,4 @@ def _largest_sum(weight: Tensor, called: str) -> float:
     # In a transposed convolution this adds up the channels of the same number in all groups.
     channel = 1 if called == "addmm" or called.startswith("conv_transpose") else 0
     others = [i for i in range(weight.dim()) if i != channel]
-    return _largest(torch.linalg.vector_norm(weight.detach(), 1, others, dtype=torch.float32))
+    return _largest(torch.linalg.vector_norm(detached(weight), 1, others, dtype=torch.float32))

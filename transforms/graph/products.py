@@ -21,6 +21,7 @@ from transforms.graph.operators import arguments, is_writing, value
 from transforms.rewrites.packed import LEAST_PRODUCTS, reorder_linear, supported_dtypes
 from transforms.rewrites.post_ops import NO_OP, OF_FUNCTIONS, RELU, PostOp, clamp, gelu, leaky_relu
 from transforms.rewrites.schemas import changed
+from transforms.rewrites.watched_parameter import detached
 
 _OPS = torch.ops.mkldnn
 _DIMENSIONS = {"conv2d": 2, "conv3d": 3, "conv_transpose2d": 2}
@@ -29,13 +30,13 @@ _DIMENSIONS = {"conv2d": 2, "conv3d": 3, "conv_transpose2d": 2}
 @operators.own
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy in this dtype; contiguous if the tensor is a strided vector."""
-    return tensor.detach().to(dtype, copy=True)
+    return detached(tensor).to(dtype, copy=True)
 
 
 @operators.own
 def pack_linear(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight of a Linear in oneDNN's layout, good for any number of rows."""
-    return reorder_linear(weight.detach().to(dtype))
+    return reorder_linear(detached(weight).to(dtype))
 
 
 @operators.own
@@ -50,14 +51,14 @@ def pack_convolution(weight: Tensor, dtype: torch.dtype, *geometry: Any) -> Tens
 
     The geometry is: padding, stride, dilation, groups and an input's shape.
     """
-    result: Tensor = _OPS._reorder_convolution_weight(weight.detach().to(dtype), *geometry)
+    result: Tensor = _OPS._reorder_convolution_weight(detached(weight).to(dtype), *geometry)
     return result
 
 
 @operators.own
 def pack_transposed(weight: Tensor, dtype: torch.dtype, *geometry: Any) -> Tensor:
     """The weight of a transposed convolution; the output's padding follows the input's."""
-    weight = weight.detach().to(dtype)
+    weight = detached(weight).to(dtype)
     result: Tensor = _OPS._reorder_convolution_transpose_weight(weight, *geometry)
     return result
 

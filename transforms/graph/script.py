@@ -22,6 +22,7 @@ from transforms.graph.hiding import hide
 from transforms.graph.operators import is_fresh, is_pure
 from transforms.graph.products import Product
 from transforms.inputs.sample import agrees
+from transforms.rewrites.watched_parameter import detached
 
 _GROUP = "prim::oneDNNFusionGroup"
 _CONVOLUTIONS = frozenset({"aten::_convolution", "aten::conv2d", "aten::conv3d"})
@@ -52,7 +53,7 @@ class Script(NamedTuple):
 
 def _detached(tensor: Tensor) -> Tensor:
     # For a parameter, TorchScript would prepare for gradients.
-    return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+    return detached(tensor) if isinstance(tensor, nn.Parameter) else tensor
 
 
 def can_be_scripted(graph: Graph, products: Sequence[Product]) -> bool:
@@ -103,7 +104,7 @@ def script(
         for i, (node, given) in enumerate(zip(nodes, args, strict=True))
         if node.users and isinstance(given, Tensor) and i not in fixed
     ]
-    constants = [given.detach() if isinstance(given, Tensor) else given for given in args]
+    constants = [detached(given) if isinstance(given, Tensor) else given for given in args]
     for i in inputs:
         constants[i] = None
 

@@ -14,6 +14,7 @@ from fusedoptim.split.pages import has_sole_owner, release_pages
 from transforms.rewrites import plain_tensors, remainders
 from transforms.rewrites.fold_arithmetic import PlainPair, factors, folded, unfolded
 from transforms.rewrites.stand_ins import FoldedBatchNorm, revert, stand_in
+from transforms.rewrites.watched_parameter import detached
 from transforms.tracing.modules import TRANSPOSED, has_computed_tensors, own_tensors
 
 
@@ -194,7 +195,7 @@ class Fold:
         plain = self._feeder.weight
         if not plain.dtype == weight.dtype == torch.float32 or not has_sole_owner(plain):
             return None
-        return remainders.split(plain.detach(), weight, factors(self._plain_pair()))
+        return remainders.split(detached(plain), weight, factors(self._plain_pair()))
 
     def _kept_tensors(self, module: nn.Module) -> dict[str, Any]:
         """The tensors that one of the two modules held when it was folded."""
@@ -262,7 +263,7 @@ def _digest(*tensors: Tensor) -> bytes:
     """A digest of the bits, for any strides; version counters miss writes through ``.data``."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        values = tensor.detach().cpu().contiguous().view(torch.uint8)
+        values = detached(tensor).cpu().contiguous().view(torch.uint8)
         digest.update(values.numpy().data)
     return digest.digest()
 

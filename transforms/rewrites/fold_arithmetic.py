@@ -21,6 +21,7 @@ from torch import Tensor
 
 from transforms.rewrites import plain_tensors
 from transforms.rewrites.remainders import row_pieces
+from transforms.rewrites.watched_parameter import detached
 
 
 class PlainPair(NamedTuple):
@@ -86,7 +87,7 @@ def unfolded(weight: Tensor, bias: Tensor, plain: PlainPair) -> PlainPair:
         >>> trained.weight, trained.beta
         (tensor([[4.]]), tensor([1.]))
     """
-    new = weight.detach().cpu(), bias.detach().cpu()
+    new = detached(weight).cpu(), detached(bias).cpu()
     old = folded(plain)
     is_new = new[0] != old[0].to(weight.dtype), new[1] != old[1].to(bias.dtype)
     trained = _quotient(*new, *is_new, plain)
@@ -119,7 +120,7 @@ def _quotient(
 
 def _changed(values: Tensor, where: Tensor, exact: Tensor) -> Tensor:
     """A copy of ``values`` with the same strides, and with the values of ``exact`` at ``where``."""
-    mixed = torch.where(where, exact.to(values.dtype), values.detach().cpu())
+    mixed = torch.where(where, exact.to(values.dtype), detached(values).cpu())
     return plain_tensors.shared_as(torch.empty_like(values).copy_(mixed), values)
 
 
@@ -148,4 +149,4 @@ def _channels(is_so: Tensor, plain: PlainPair) -> Tensor:
 
 
 def _double(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float64)  # not every GPU has float64
+    return detached(tensor).to("cpu", torch.float64)  # not every GPU has float64

@@ -27,7 +27,7 @@ from transforms.rewrites import int8_operators as operators
 from transforms.rewrites.fused_activation import FusedActivation, mark_activated, mark_free
 from transforms.rewrites.int8_operators import Codes, Geometry, Grid, Result
 from transforms.rewrites.packed_copy import are_sources, can_follow
-from transforms.rewrites.watched_parameter import state, unwatch
+from transforms.rewrites.watched_parameter import detached, state, unwatch
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -154,7 +154,7 @@ class Int8:
         can_be_kept = all(map(can_follow, params))
         current = _state(params)  # watched only now, and before values are read
         codes = operators.quantized_weight(weight)
-        bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
+        bias = None if bias is None else detached(bias).to(torch.float32, copy=True)
         if codes is None or not (bias is None or bool(bias.isfinite().all())):
             return None
         sources = tuple(map(weakref.ref, params))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fusedoptim.raw import ElementwiseKernel
 from transforms.rewrites.schemas import changed
+from transforms.rewrites.watched_parameter import detached
 
 _LARGEST_WEIGHT = 127  # -128 is not used: two products of it would not fit 16 bits
 _LEAST_SCALE = 2.0**-100  # its inverse is finite
@@ -69,7 +70,7 @@ def code_bits() -> int:
 
 def quantized_weight(weight: Tensor) -> Codes | None:
     """The codes of a weight, symmetric in each output channel; None if one is not finite."""
-    values = weight.detach().float()
+    values = detached(weight).float()
     rows = values.flatten(1)
     largest = rows.abs().amax(1) if rows.numel() else rows.new_zeros(len(rows))
     if not bool(largest.isfinite().all()):

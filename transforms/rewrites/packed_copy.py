@@ -11,7 +11,14 @@ from torch import Tensor
 
 from fusedoptim._torch_private import TensorGuards
 from fusedoptim.step.unchanged import tensor_guards
-from transforms.rewrites.watched_parameter import exposures, is_exposed, settle, state, watch
+from transforms.rewrites.watched_parameter import (
+    detached,
+    exposures,
+    is_exposed,
+    settle,
+    state,
+    watch,
+)
 
 
 class Signature(NamedTuple):
@@ -49,7 +56,7 @@ class _Call(NamedTuple):
     """Of the input and the parameters, and of torch's modes: inference, autocast and others."""
     param_count: int
     exposures: int
-    """The number of the latest use of ``data`` of any Parameter."""
+    """The number of the latest use of any watched Parameter."""
     autocast: torch.dtype
     """Autocast's dtype, whether or not it is enabled."""
 
@@ -91,7 +98,7 @@ class Pack:
 
     def remember(self, x: Tensor, params: tuple[Tensor, ...], packed: Packed) -> None:
         """Note a call that passed all checks and uses ``packed``, which :meth:`of` has returned."""
-        latest = exposures()  # first: a later use of data makes the next call check everything
+        latest = exposures()  # first: a later use makes the next call check everything
         weight = params[0]
         is_current = state(weight) == packed.signature.state[0] and not is_exposed(weight)
         if is_current and not torch.is_grad_enabled():
@@ -126,7 +133,7 @@ class Pack:
         # Before the new one is made, so that there is never more than one.
         self._copy = self._last = kept = None
         signature = signature._replace(state=tuple(map(state, params)))  # watched only now
-        weights = reorder([param.detach().to(dtype) for param in params])
+        weights = reorder([detached(param).to(dtype) for param in params])
         if weights is None:
             self._useless = signature
         else:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.split.pages import CHUNK
+from transforms.rewrites.watched_parameter import detached
 
 _LEAST, _MOST = -1, 2
 """The differences that two bits hold."""
@@ -87,7 +88,7 @@ def join(folded: Tensor, remainder: Remainder) -> Tensor:
 
     Where the folded weight was written to, the result is an arbitrary value.
     """
-    folded = folded.detach().cpu()
+    folded = detached(folded).cpu()
     plain = torch.empty_strided(
         remainder.shape, remainder.strides, dtype=torch.float32, device="cpu"
     )

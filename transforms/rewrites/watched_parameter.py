@@ -13,7 +13,7 @@ from fusedoptim._torch_private import storage_use_count
 
 _data: Any = torch._C.TensorBase.data  # a descriptor, which torch annotates as a Tensor
 _uses: Any = WeakIdKeyDictionary()
-"""For each parameter, the number of its own latest use of ``data``."""
+"""For each parameter, the number of the latest use of its ``data`` or ``detach``."""
 _settled: Any = WeakIdKeyDictionary()
 """For each parameter, the number of its use that :func:`settle` has found to be over."""
 _numbers = itertools.count(1)
@@ -22,10 +22,11 @@ _latest = 0
 
 
 class WatchedParameter(nn.Parameter):
-    """A Parameter that remembers that its ``data`` was used.
+    """A Parameter that remembers that its ``data`` was used, or that it was detached.
 
     torch counts the writes into a tensor, but not those through ``data``, which shares the memory
-    but not the counter. Pickling gives a plain Parameter.
+    but not the counter. A detached tensor, such as those of ``state_dict()``, shares the counter,
+    but its ``data`` does not. Pickling gives a plain Parameter.
     """
 
     @property
@@ -40,6 +41,17 @@ class WatchedParameter(nn.Parameter):
         _data.__set__(self, values)
         _expose(self)  # last, as above
 
+    def detach(self) -> Tensor:
+        """The values, as torch returns them; :func:`detached` does not count as a use."""
+        result = detached(self)
+        _expose(self)  # last, as above
+        return result
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """The values, to be read: of a watched Parameter too, this does not count as a use."""
+    return Tensor.detach(tensor)
+
 
 def _expose(param: Tensor) -> None:
     global _latest
@@ -49,12 +61,12 @@ def _expose(param: Tensor) -> None:
 
 
 def exposures() -> int:
-    """A number that changes whenever ``data`` of any watched Parameter is used."""
+    """A number that changes with each use, which may be a write, of any watched Parameter."""
     return _latest
 
 
 def uses(param: Tensor) -> int:
-    """A number that changes whenever ``data`` of this Parameter is used."""
+    """A number that changes with each use, which may be a write, of this Parameter."""
     return int(_uses.get(param, 0))
 
 
@@ -87,7 +99,7 @@ def is_exposed(param: Tensor) -> bool:
 
 
 def settle(param: Tensor) -> bool:
-    """Forget that ``data`` was used, if no other tensor shares the memory any more."""
+    """Forget the uses, if no other tensor shares the memory any more."""
     number = uses(param)  # first: a use in another thread meanwhile is not over
     if number != _settled.get(param, 0) and _has_aliases(param):
         return False

@@ -34,6 +34,10 @@ def write_detached(tensor: Any) -> None:
     tensor.detach().add_(0.5)
 
 
+def write_data_of_detached(tensor: Any) -> None:
+    tensor.detach().data.add_(0.5)
+
+
 def write_in_inference_mode(tensor: Any) -> None:
     with torch.inference_mode():
         tensor.mul_(1.5)
@@ -46,7 +50,10 @@ TENSORS: dict[str, Callable[[Any], Any]] = {
     "variance": lambda model: model.norm.running_var,
     "bias": lambda model: model.second.bias,
 }
-WRITES = [write, write_data, set_data, write_detached, write_in_inference_mode]
+WRITES = [
+    *(write, write_data, set_data, write_detached, write_data_of_detached),
+    write_in_inference_mode,
+]
 
 
 def residual() -> tuple[nn.Module, Compiled, Tensor]:
@@ -80,6 +87,22 @@ def test_held_data() -> None:
         for _ in range(3):
             assert_as_eager(ours, model, x)
         assert ours.is_kept()
+
+
+def test_forward_that_detaches_its_weights() -> None:
+    class Detaching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + nn.functional.linear(x, self.weight.detach())
+
+    plain, x = Detaching(257, 515).eval(), torch.randn(65, 257)
+    ours = Compiled(copy.deepcopy(plain))
+    with torch.no_grad():
+        for _ in range(3):
+            assert_as_eager(ours, plain, x)
+        kept = ours.plans[-1]._kept
+        assert_as_eager(ours, plain, x)
+        assert ours.is_computed()
+        assert ours.plans[-1]._kept is kept
 
 
 def test_writes_that_another_consumer_saw_first() -> None:

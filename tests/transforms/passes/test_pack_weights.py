@@ -165,7 +165,25 @@ def write_detached(weight: Any) -> None:
     weight.detach().add_(1)
 
 
-@pytest.mark.parametrize("change", [write_data, set_data, write, write_detached])
+def write_data_of_detached(weight: Any) -> None:
+    weight.detach().data.add_(1)
+
+
+def write_array(weight: Any) -> None:
+    weight.detach().numpy()[:] += 1
+
+
+def write_dlpack(weight: Any) -> None:
+    torch.from_dlpack(weight.detach()).add_(1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(write_data, set_data, write, write_detached),
+        *(write_data_of_detached, write_array, write_dlpack),
+    ],
+)
 @pytest.mark.parametrize("case", ["linear", "conv2d"])
 def test_sees_changes_of_the_weight(case: str, change: Any) -> None:
     model, x = CASES[case]()

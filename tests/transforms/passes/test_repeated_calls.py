@@ -36,6 +36,11 @@ def unseen_by_torch(ours: Any) -> None:
     write_data(ours.weight)
 
 
+def state_dict(ours: Any) -> None:
+    for tensor in ours.state_dict().values():
+        tensor.data.mul_(2)
+
+
 def other_weight(ours: Any) -> None:
     ours.weight = nn.Parameter(torch.randn_like(ours.weight))
 
@@ -57,7 +62,7 @@ def shared_memory(ours: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *(other_version, other_memory, unseen_by_torch, other_weight),
+        *(other_version, other_memory, unseen_by_torch, state_dict, other_weight),
         *(strided_bias, no_bias, shared_memory),
     ],
 )

@@ -248,6 +248,8 @@ class TestWeights:
             assert torch.equal(layer(x), layer(x))
             layer.weight.data.mul_(2)
             torch.testing.assert_close(layer(x), 8 * before, rtol=1e-6, atol=1e-6)
+            layer.state_dict()["weight"].data.mul_(2)
+            torch.testing.assert_close(layer(x), 16 * before, rtol=1e-6, atol=1e-6)
 
     def test_another_shape_of_images(self) -> None:
         """A weight is packed for one shape, but correct for all."""
