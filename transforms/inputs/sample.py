@@ -50,12 +50,15 @@ def check_sample(model: nn.Module, sample_input: Any, dtype: torch.dtype | None)
 
 
 def caller(model: nn.Module, sample_input: Any) -> Callable[[], object]:
-    """A function that calls ``model`` with the sample."""
-    if isinstance(sample_input, Tensor):
-        return lambda: model(sample_input)
-    if isinstance(sample_input, dict):
-        return lambda: model(**sample_input)
-    return lambda: model(*sample_input)
+    """A function that calls ``model`` with a copy of the sample, into which it may write."""
+
+    def call() -> object:
+        given = _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), sample_input)
+        if isinstance(given, Tensor):
+            return model(given)
+        return model(**given) if isinstance(given, dict) else model(*given)
+
+    return call
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -101,13 +104,12 @@ class Comparison:
         return _difference(self._before, after, precision)
 
     def _run(self) -> list[Tensor]:
-        sample = _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self._sample)
         others = {p.device for p in self._model.parameters() if p.device.type != "cpu"}
         kind = next(iter(others)).type if others else "cuda"
         with torch.no_grad(), torch.random.fork_rng(others, device_type=kind):
             torch.manual_seed(0)
             with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype is not None):
-                output = caller(self._model, sample)()
+                output = caller(self._model, self._sample)()
         return [t.detach().clone() for t in _tensors(output)]
 
 

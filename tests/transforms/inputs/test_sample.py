@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fusedoptim import transforms
 from transforms.inputs.sample import Comparison
 
 
@@ -67,3 +68,19 @@ def test_integers_are_not_compared() -> None:
     comparison = Comparison(model, torch.tensor([1.0, 2.0]))
     model.factor = 2.0
     assert comparison.difference() is None
+
+
+def test_the_sample_is_unchanged_by_a_model_that_writes_into_its_input() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.conv(x.mul_(10))
+            return y
+
+    x = torch.randn(2, 3, 5, 5)
+    before = x.clone()
+    transforms.optimize(Writing().eval(), sample_input=x, graph_mode=True)
+    assert torch.equal(x, before)
