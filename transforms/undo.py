@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ __all__ = ["finalize", "restore"]
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
+@torch.inference_mode(False)  # otherwise the plain tensors could not be trained
 def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     """Undo all that :func:`transforms.optimize` and :func:`transforms.quantize` did, bit for bit.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from transforms.inputs.arguments import check_halves, check_model, check_no_copied_halves
@@ -57,6 +58,7 @@ class _Choices(NamedTuple):
     run: Run
 
 
+@torch.inference_mode(False)  # as for optimize
 def quantize(
     model: nn.Module,
     loader: Iterable[Any] | None = None,

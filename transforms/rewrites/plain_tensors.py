@@ -150,6 +150,7 @@ def shared_as(values: Tensor, source: Tensor) -> Tensor:
     return values
 
 
+@torch.inference_mode(False)  # otherwise what is computed here could not be trained
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
     rewrite = vars(module)[_REWRITE]
     rewrite.check()
@@ -160,12 +161,14 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: 
             state_dict[prefix + name] = tensor
 
 
+@torch.inference_mode(False)  # as above
 def _before_load(module: nn.Module, *_: object) -> None:
     rewrite = vars(module)[_REWRITE]
     rewrite.check()
     rewrite.undo()
 
 
+@torch.inference_mode(False)  # as above
 def _after_load(module: nn.Module, _: object) -> None:
     vars(module)[_REWRITE].redo()
 
@@ -176,9 +179,11 @@ def _move(
     """``Module._apply`` on the plain tensors."""
     rewrite = vars(module)[_REWRITE]
     rewrite.check()
-    rewrite.undo()
+    with torch.inference_mode(False):
+        rewrite.undo()
     try:
         type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
     finally:
-        rewrite.redo()
+        with torch.inference_mode(False):
+            rewrite.redo()
     return module

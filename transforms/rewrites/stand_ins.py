@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from transforms.rewrites import plain_tensors
@@ -60,7 +61,8 @@ class FoldedBatchNorm(nn.Identity):
             super()._load_from_state_dict(*args, **kwargs)
             return
         rewrite.check()
-        rewrite.undo()
+        with torch.inference_mode(False):
+            rewrite.undo()
         self._load_from_state_dict(*args, **kwargs)  # the BatchNorm's
 
 

@@ -388,3 +388,32 @@ def test_unfolded_once() -> None:
         spy.assert_called_once()
         transforms.restore(optimized)
         spy.assert_called_once()
+
+
+INSIDE: dict[str, Callable[[Any, nn.Module], Any]] = {
+    "quantize": lambda model, other: transforms.quantize(model, [torch.randn(4, 5)]),
+    "load": lambda model, other: (model.load_state_dict(other.state_dict()), model)[1],
+    "restore": lambda model, other: transforms.restore(model),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("action", INSIDE)
+def test_tensors_made_in_inference_mode_can_be_trained(
+    action: str, dtype: torch.dtype | None
+) -> None:
+    """As those of a plain model: only what the user makes there is an inference tensor."""
+    plain, other = (randomise(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8))) for _ in range(2))
+    model = transforms.optimize(plain, dtype=None if action == "quantize" else dtype)
+    if action == "restore":
+        with torch.no_grad():
+            model[0].weight.mul_(2)  # so that the plain tensors are computed
+    with torch.inference_mode():
+        model = INSIDE[action](model, other)
+    assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
+    model.load_state_dict(other.state_dict())
+    if action != "restore":
+        transforms.restore(model)
+    x = torch.randn(4, 5)
+    assert_right(model, other, x)
+    model.train()(x).sum().backward()
