@@ -106,6 +106,22 @@ def test_loading_folds_anew(assign: bool) -> None:
     assert torch.equal(optimized(x), other(x))
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_assigned_parameters_of_another_model_stay_unchanged(dtype: torch.dtype | None) -> None:
+    optimized, other = transforms.optimize(randomise(Net()), dtype=dtype), randomise(Net())
+    before = fingerprint(other)
+    optimized.load_state_dict(other.state_dict(keep_vars=True), assign=True)
+    with torch.no_grad():
+        optimized.conv.weight.mul_(2)
+    optimized.state_dict()
+    assert fingerprint(other) == before
+    optimized.load_state_dict(other.state_dict(keep_vars=True), assign=True)
+    assert_same_state(optimized.state_dict(), other.state_dict())
+    transforms.restore(optimized)
+    assert_right(optimized, other, images())
+    assert fingerprint(other) == before
+
+
 def test_loading_what_does_not_fit() -> None:
     model = randomise(Net())
     optimized = transforms.optimize(model)

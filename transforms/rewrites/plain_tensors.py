@@ -14,9 +14,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 _REWRITE, _HANDLES = "_fusedoptim_rewrite", "_fusedoptim_handles"
+_OWN = "_fusedoptim_own"
+"""Holds the module's Parameters while torch loads into it."""
 _APPLY = "_apply"
 """The method behind ``to``, ``half``, ``cpu`` and ``share_memory``."""
 
@@ -166,10 +169,15 @@ def _before_load(module: nn.Module, *_: object) -> None:
     rewrite = vars(module)[_REWRITE]
     rewrite.check()
     rewrite.undo()
+    vars(module)[_OWN] = list(module._parameters.values())
 
 
 @torch.inference_mode(False)  # as above
 def _after_load(module: nn.Module, _: object) -> None:
+    own = set(map(id, vars(module).pop(_OWN, module._parameters.values())))
+    for name, param in module._parameters.items():
+        if param is not None and id(param) not in own:  # assigned: another model may hold it too
+            module._parameters[name] = Parameter(param.data, param.requires_grad)
     vars(module)[_REWRITE].redo()
 
 
