@@ -121,6 +121,10 @@ class Plan:
         except NotFinite:
             return self._without_folding(args)
 
+    def forget(self) -> None:
+        """Free what is kept between calls; a later call computes it again."""
+        self._kept = None
+
     def _run(self, kept: _Kept, variant: _Variant, args: Sequence[Any]) -> Any:
         constants = kept.arguments.get(variant)
         if constants is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ class GraphMode(Pass):
         was_lost = compiled_call.is_lost(model)
         listener = _Listener()
         job.undo.callback(compiled_call.leave, model)
-        compiled_call.enter(model, listener)
+        compiled_call.enter(model, listener, listener.forget)
         if job.sample_input is None:
             entries = [Entry("", "captured at the first call")]
         else:
@@ -59,18 +60,26 @@ class GraphMode(Pass):
 
 
 class _Listener:
-    """The backend, which also lists the plans that it makes while someone listens."""
+    """The backend, which knows its plans, and lists those that it makes while someone listens."""
 
     __name__ = "fusedoptim"
 
     def __init__(self) -> None:
         self._plans: list[Plan] | None = None
+        self._all: weakref.WeakSet[Plan] = weakref.WeakSet()
 
     def __call__(self, graph: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         result = backend.graph_backend(graph, example_inputs)
-        if self._plans is not None and isinstance(result, Plan):
-            self._plans.append(result)
+        if isinstance(result, Plan):
+            self._all.add(result)
+            if self._plans is not None:
+                self._plans.append(result)
         return result
+
+    def forget(self) -> None:
+        """Free what the plans keep between calls."""
+        for each in self._all:
+            each.forget()
 
     @contextmanager
     def listening(self) -> Iterator[list[Plan]]:

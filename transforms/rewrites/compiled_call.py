@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,9 @@ _NO_HOOKS = "none"
 class _Mark:
     """Records which compiled call is ours; in a copy of the model it records none."""
 
-    def __init__(self, call: object = None) -> None:
+    def __init__(self, call: object = None, forget: Callable[[], object] = lambda: None) -> None:
         self.call = call
+        self.forget = forget
 
     def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
         return _Mark, ()
@@ -64,8 +66,11 @@ class _Hooks:
         self._registered, self._found, self._before = registered, found, list(map(dict, found))
 
 
-def enter(model: nn.Module, backend: Callable[..., Any]) -> None:
-    """Compile the model's calls when they are made, hooks included."""
+def enter(model: nn.Module, backend: Callable[..., Any], forget: Callable[[], object]) -> None:
+    """Compile the model's calls when they are made, hooks included.
+
+    ``forget`` is called once when they are no longer needed, as torch keeps what a backend returns.
+    """
     hooks = _Hooks(model)
 
     # torch.compile does not capture torch's own modules, such as Sequential, if the call begins in
@@ -84,14 +89,18 @@ def enter(model: nn.Module, backend: Callable[..., Any]) -> None:
             hooks.look()
         return compiled(*args, **kwargs)
 
-    vars(model)[_MARK] = _Mark(call)
+    forget_once = weakref.finalize(model, forget)
+    forget_once.atexit = False
+    vars(model)[_MARK] = _Mark(call, forget_once)
     vars(model)[_CALL] = call
 
 
 def leave(model: nn.Module) -> None:
     """Call the model, or a copy of it, as before; do nothing to a model that is not ours."""
-    if vars(model).pop(_MARK, None) is None:
+    mark: _Mark | None = vars(model).pop(_MARK, None)
+    if mark is None:
         return
+    mark.forget()
     vars(model).pop(_CALL, None)
     modules = (m for m in model.modules() if isinstance(m, PackedModule))
     packed = {id(param) for module in modules for param in module.packed_parameters()}

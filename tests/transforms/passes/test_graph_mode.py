@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from tests.transforms.helpers import (
     without_addresses,
 )
 from transforms.graph import products
+from transforms.graph.plan import Plan
 from transforms.rewrites.packed import supported_dtypes
 from transforms.rewrites.watched_parameter import WatchedParameter
 
@@ -302,3 +304,25 @@ print("transforms.graph.plan" in sys.modules, type(model.weight).__name__)
 """
     assert run_script(script).stdout == "True WatchedParameter\n"
     assert sys.modules["transforms.graph.backend"].graph_backend is transforms.graph_backend
+
+
+def _kept_tensors() -> int:
+    """The packed weights and other constants of all plans."""
+    gc.collect()
+    plans = [each for each in gc.get_objects() if type(each) is Plan]
+    return sum(len(each._kept.values) for each in plans if each._kept is not None)
+
+
+@pytest.mark.parametrize("end", ["restored", "deleted"])
+def test_frees_packed_weights(end: str) -> None:
+    before = _kept_tensors()
+    model: Any = transforms.optimize(nn.Sequential(nn.Linear(257, 515)).eval(), graph_mode=True)
+    with torch.inference_mode():
+        for _ in range(2):
+            model(torch.randn(65, 257))
+    assert _kept_tensors() > before
+    if end == "restored":
+        transforms.restore(model)
+    else:
+        del model
+    assert _kept_tensors() == before
