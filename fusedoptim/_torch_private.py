@@ -41,6 +41,7 @@ __all__ = [
     "has_bfloat16_products",
     "has_onednn_graph",
     "increment_version",
+    "is_batched",
     "is_flattened",
     "is_forward_mode",
     "is_plain_execution",
@@ -119,6 +120,10 @@ function_mode_at = torch._C._get_function_stack_at
 
 is_zero_tensor = torch.Tensor._is_zerotensor
 """Whether a tensor is zeros without memory, which autograd may pass on as a gradient."""
+
+is_batched = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a tensor is many at once, without memory of its own: a gradient in
+``torch.autograd.grad(..., is_grads_batched=True)`` and ``jacobian(..., vectorize=True)``."""
 
 tracing_state = torch._C._get_tracing_state
 """What torch.jit.trace records into, or None."""

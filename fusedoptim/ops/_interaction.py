@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fusedoptim._torch_private import is_batched
 from fusedoptim.kernels.language import VECTOR
 from fusedoptim.launch.block import row_addresses
 from fusedoptim.ops._launching import ARITHMETIC_OF, DTYPE_NAMES, VARIANT_OF, launch_table
@@ -235,7 +236,9 @@ def _setup_context(ctx: Any, inputs: tuple[list[Tensor]], output: Tensor) -> Non
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor]]:
     features = list(ctx.saved_tensors)
-    if torch.is_grad_enabled():  # of backward(create_graph=True)
+    # Grad is enabled in backward(create_graph=True). torch calls no operator with a list of tensors
+    # for many gradients at once.
+    if torch.is_grad_enabled() or is_batched(grad):
         return (_differentiable_gradients(grad, features),)
     return (_interaction_backward(grad, features),)
 

@@ -16,6 +16,7 @@ from fusedoptim._torch_private import (
     TensorGuards,
     any_requires_grad,
     disable_dynamo,
+    is_batched,
     is_plain_execution,
     is_zero_tensor,
     keys_after_autograd,
@@ -132,7 +133,7 @@ def is_plain(*inputs: Any) -> bool:
         if kind in _TENSORS:
             if not value.is_cpu and value.device.type not in DEVICES:
                 return False
-            if value.is_neg() or is_zero_tensor(value):
+            if value.is_neg() or is_zero_tensor(value) or is_batched(value):
                 return False
         elif _is_list_of_tensors(value):
             if not _are_memory(value):
@@ -153,6 +154,7 @@ def _are_memory(tensors: Sequence[torch.Tensor]) -> bool:
         and first.device.type in DEVICES
         and not any(map(torch.Tensor.is_neg, tensors))
         and not any(map(is_zero_tensor, tensors))
+        and not any(map(is_batched, tensors))
     )
     if are_memory and guards is None and len(_lists) < _MOST_LISTS:
         _lists[key] = _guards_of_kinds(tensors)

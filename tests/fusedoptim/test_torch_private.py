@@ -383,5 +383,16 @@ def test_is_zero_tensor() -> None:
     assert not _torch_private.is_zero_tensor(torch.zeros(2))
 
 
+def test_is_batched() -> None:
+    """Gradients are batched while torch computes those for many vectors at once."""
+    x, found = torch.ones(2, requires_grad=True), []
+    y = 2 * x
+    y.register_hook(lambda grad: found.append(_torch_private.is_batched(grad)))
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert found == [True, False]
+    assert not _torch_private.is_batched(x)
+
+
 def test_tracing_state() -> None:
     assert _torch_private.tracing_state() is None
