@@ -10,6 +10,7 @@ from torch import Tensor
 from fusedoptim import ops
 from fusedoptim._torch_private import is_forward_mode, transform_level
 from fusedoptim.ops._attention import attention
+from fusedoptim.ops._autocast import autocast, autocast_dtype
 from fusedoptim.ops._launching import is_served
 
 __all__ = ["cross_entropy", "dropout", "gelu", "scaled_dot_product_attention"]
@@ -59,7 +60,8 @@ def cross_entropy(
     Some calls go to torch's own function: those with class weights, with probabilities as targets,
     with inputs of more than two dimensions, inside a ``torch.func`` transform or forward-mode
     differentiation, and with fewer than a million logits, for which a launch costs more than the
-    kernel gains.
+    kernel gains. As no probabilities are kept, the logits must stay unchanged until the backward
+    pass, which otherwise raises.
 
     Args:
         input: the logits x, (N, C) or (C,).
@@ -99,7 +101,7 @@ def cross_entropy(
     loss = loss.view(target.shape) if reduction == "none" else loss.sum()
     if reduction == "mean":
         loss = loss / (target != ignore_index).sum()
-    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+    return loss.to(input.dtype) if autocast_dtype(input.device) is None else loss
 
 
 def dropout(
@@ -235,12 +237,15 @@ def scaled_dot_product_attention(
 
     Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of torch 2.13.
     """
-    q, k, v = _autocast(query), _autocast(key), _autocast(value)
-    mask = None if attn_mask is None else _autocast(attn_mask)
-    if enable_gqa and _has_groups(q, k, v):
-        repeats = q.shape[-3] // k.shape[-3]
-        k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
-    if not (0 < dropout_p <= 1 and _is_attention(q, k, v, mask, is_causal)):
+    q, k, v, mask = query, key, value, attn_mask
+    is_dropped = 0 < dropout_p <= 1 and q.device.type == "cpu"
+    if is_dropped:
+        q, k, v = autocast(q), autocast(k), autocast(v)
+        mask = None if mask is None else autocast(mask)
+        if enable_gqa and _has_groups(q, k, v):
+            repeats = q.shape[-3] // k.shape[-3]
+            k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+    if not (is_dropped and _is_attention(q, k, v, mask, is_causal)):
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -254,14 +259,6 @@ def scaled_dot_product_attention(
 def additive_mask(left_out: Tensor, dtype: torch.dtype) -> Tensor:
     """What to add to scores so that those ``left_out``, a bool tensor, do not count."""
     return torch.zeros_like(left_out, dtype=dtype).masked_fill_(left_out, -math.inf)
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """The tensor as torch's function gets it under autocast."""
-    is_eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-    if not (is_eligible and torch.is_autocast_enabled("cpu") and tensor.device.type == "cpu"):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype("cpu"))
 
 
 def _has_groups(query: Tensor, key: Tensor, value: Tensor) -> bool:

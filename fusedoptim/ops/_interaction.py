@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedoptim._torch_private import is_batched
 from fusedoptim.kernels.language import VECTOR
 from fusedoptim.launch.block import row_addresses
+from fusedoptim.ops._autocast import autocast_dtype
 from fusedoptim.ops._launching import ARITHMETIC_OF, DTYPE_NAMES, VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register, register_without_gradient
 
@@ -60,9 +61,8 @@ def _of_one_dtype(features: Sequence[Tensor]) -> list[Tensor]:
         raise TypeError("interaction: there are no features; pass tensors, of shape (B, d) first")
     dtypes = {feature.dtype for feature in features}
     dtype = functools.reduce(torch.promote_types, dtypes)
-    kind = features[0].device.type
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64 and dtype in VARIANT_OF:
-        dtype = torch.get_autocast_dtype(kind)
+    if dtype != torch.float64 and dtype in VARIANT_OF:
+        dtype = autocast_dtype(features[0].device) or dtype
     if dtypes == {dtype}:
         return list(features)
     return [feature.to(dtype) for feature in features]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fusedoptim.launch.block import row_addresses
 from fusedoptim.ops._arguments import as_real, check_tensors
+from fusedoptim.ops._autocast import autocast
 from fusedoptim.ops._launching import VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register_without_gradient
 
@@ -57,8 +58,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """
     check_tensors("nms", boxes=boxes, scores=scores)
     threshold = as_real("nms", "iou_threshold", iou_threshold)
-    if torch.is_autocast_enabled(boxes.device.type):
-        boxes, scores = boxes.float(), scores.float()
+    boxes, scores = autocast(boxes, torch.float32), autocast(scores, torch.float32)
     result: Tensor = _nms(boxes, scores, None, threshold)
     return result
 
@@ -91,8 +91,7 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
     """
     check_tensors("batched_nms", boxes=boxes, scores=scores, idxs=idxs)
     threshold = as_real("batched_nms", "iou_threshold", iou_threshold)
-    if torch.is_autocast_enabled(boxes.device.type):
-        boxes, scores = boxes.float(), scores.float()
+    boxes, scores = autocast(boxes, torch.float32), autocast(scores, torch.float32)
     if boxes.numel() > _FEW.get(boxes.device.type, 100_000):
         result: Tensor = _nms(boxes, scores, idxs, threshold)
         return result

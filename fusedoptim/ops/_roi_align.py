@@ -18,6 +18,7 @@ from fusedoptim.allocator import current_pool
 from fusedoptim.launch.block import row_addresses
 from fusedoptim.launch.devices import queue_of
 from fusedoptim.ops._arguments import as_integer, as_real, check_tensors
+from fusedoptim.ops._autocast import autocast
 from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register
 from fusedoptim.ops._roi_align_backward import roi_align_backward
@@ -86,8 +87,7 @@ def roi_align(
     scale = as_real("roi_align", "spatial_scale", spatial_scale)
     ratio = as_integer("roi_align", "sampling_ratio", sampling_ratio)
     rois = boxes if isinstance(boxes, Tensor) else _joined(boxes)
-    if torch.is_autocast_enabled(input.device.type) and rois.dtype != torch.float64:
-        rois = rois.float()
+    rois = autocast(rois, torch.float32)
     result: Tensor = _roi_align(input, rois, scale, height, width, ratio, aligned)
     return result
 

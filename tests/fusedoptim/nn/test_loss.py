@@ -62,6 +62,18 @@ def test_dtypes_are_torchs(dtype: torch.dtype, is_autocast: bool) -> None:
     assert logits.grad.dtype == dtype
 
 
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_meta_tensors(is_autocast: bool) -> None:
+    arguments = [tensor.to("meta") for tensor in inputs(torch.bfloat16)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        found, expected = (
+            module()(*arguments) for module in (ours.CrossEntropyLoss, nn.CrossEntropyLoss)
+        )
+    assert found.is_meta
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert is_fused(*arguments)
+
+
 def test_one_row() -> None:
     logits, target = torch.randn(MIN_FUSED), torch.tensor(5)
     for reduction in ("mean", "none"):

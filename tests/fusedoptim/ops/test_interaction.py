@@ -181,6 +181,10 @@ class TestDtypes:
         grads = gradients(output, features, torch.ones_like(output))
         assert {grad.dtype for grad in grads} == {torch.float32}
 
+    def test_meta_tensors(self) -> None:
+        x = torch.empty(5, 20, device="meta")
+        assert (interaction(x, x).shape, interaction(x, x).device.type) == ((5, 21), "meta")
+
 
 class TestGradient:
     def test_gradcheck(self) -> None:

@@ -74,6 +74,18 @@ class TestValues:
             kept = nms(boxes.bfloat16(), scores.bfloat16(), 0.5)
         assert torch.equal(kept, nms(boxes, scores.bfloat16().float(), 0.5))
 
+    @pytest.mark.parametrize("count", [200, 1500])
+    def test_autocast_keeps_float64(self, count: int) -> None:
+        """Boxes that differ by less than float32 can tell."""
+        boxes, scores = new_boxes(count, torch.float64)
+        boxes = 1000 + boxes * 1e-6
+        scores, classes = 1 + scores * 1e-9, torch.zeros(count)
+        expected = nms(boxes, scores, 0.5), batched_nms(boxes, scores, classes, 0.5)
+        assert len(expected[0]) < count  # in float32, no box has an area, and all are kept
+        with torch.autocast("cpu", torch.bfloat16):
+            kept = nms(boxes, scores, 0.5), batched_nms(boxes, scores, classes, 0.5)
+        assert all(map(torch.equal, kept, expected))
+
     def test_arguments_that_require_grad(self) -> None:
         boxes, scores = new_boxes(40)
         kept = nms(boxes.requires_grad_(), scores.requires_grad_(), 0.5)

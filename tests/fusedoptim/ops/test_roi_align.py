@@ -108,6 +108,11 @@ class TestValues:
                 expected = roi_align(x.float(), boxes.float(), BINS, SCALE, 2).bfloat16()
                 assert torch.equal(roi_align(x, boxes, BINS, SCALE, 2), expected)
 
+    def test_meta_tensors(self) -> None:
+        x, boxes = torch.empty(1, 3, 8, 9, device="meta"), torch.empty(2, 4, device="meta")
+        y = roi_align(x, [boxes], 5)
+        assert (y.shape, y.device.type) == ((2, 3, 5, 5), "meta")
+
     @pytest.mark.parametrize("shape", [(0, 5), (3, 5)])
     def test_empty(self, shape: tuple[int, int]) -> None:
         x = torch.randn(2, 3, HEIGHT, WIDTH, requires_grad=True)
