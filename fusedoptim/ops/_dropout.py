@@ -50,7 +50,8 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
     Semantics: ``torch.nn.functional.dropout`` of torch 2.13 in training, with another generator.
     """
-    result: Tensor = _dropout(x, seed, p)
+    # torch accepts a tensor for a float, and its dispatcher, which plain calls bypass, converts it.
+    result: Tensor = _dropout(x, seed, float(p) if isinstance(p, Tensor) else p)
     return result
 
 

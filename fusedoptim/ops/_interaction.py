@@ -164,15 +164,20 @@ def _places(features: Sequence[Tensor], width: int, prefix: str = "") -> _Places
     Distances, and those between the samples of a feature, are in elements.
     """
     features = [_dense_last(feature) for feature in features]
-    first, size = features[0].data_ptr(), features[0].element_size()
+    size = features[0].element_size()
+    starts = [feature.data_ptr() for feature in features]
+    if any((start - starts[0]) % size for start in starts):  # memory that is not torch's
+        features = [feature.clone(memory_format=torch.contiguous_format) for feature in features]
+        starts = [feature.data_ptr() for feature in features]
+    first = starts[0]
     offsets: list[int] = []
     strides: list[int] = []
-    for feature in features:
-        start = (feature.data_ptr() - first) // size
+    for feature, start in zip(features, starts):
         of_sample, *between, _ = feature.stride()
         of_feature = between[0] if between else width
         count = feature.shape[1] if between else feature.shape[1] // width
-        offsets += [start + k * of_feature for k in range(count)]
+        before = (start - first) // size
+        offsets += [before + k * of_feature for k in range(count)]
         strides += [of_sample] * count
     numbers = torch.tensor([offsets, strides], device=features[0].device)
     of_offsets, of_strides = row_addresses(numbers).tolist()

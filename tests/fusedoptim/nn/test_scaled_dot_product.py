@@ -176,6 +176,16 @@ class TestValues:
         both = dropped[:, 0] & dropped[:, 1]
         assert abs(int(both.sum()) - p * p * both.numel()) < binomial_bound(both.numel(), p * p)
 
+    def test_probability_is_a_tensor(self) -> None:
+        q, k, v = inputs(2, 3)
+        q.requires_grad_()
+        results = []
+        for p in (0.5, torch.tensor(0.5)):
+            torch.manual_seed(1)
+            y = attention(q, k, v, dropout_p=p)  # type: ignore[arg-type]  # torch takes it too
+            results.append((y, *gradients(y, q, torch.ones_like(y))))
+        assert all(map(torch.equal, *results))
+
     def test_nan_stays(self) -> None:
         q, k, v = inputs(2, 3)
         q[0, 0, 3, 1] = math.nan

@@ -122,6 +122,10 @@ class TestValues:
         assert torch.equal(dropout(x, new_seed(), 0.0), x)
         assert torch.equal(dropout(x, new_seed(), 1.0), torch.zeros_like(x))
 
+    def test_p_is_a_tensor(self) -> None:
+        x, seed = torch.randn(100), new_seed()
+        assert torch.equal(dropout(x, seed, torch.tensor(0.5)), dropout(x, seed, 0.5))  # type: ignore[arg-type]  # as torch's parser, which takes it for a float
+
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_infinity_and_nan_as_torchs(self, dtype: torch.dtype) -> None:
         """Dropping multiplies by zero: a dropped infinity is NaN."""

@@ -108,6 +108,22 @@ class TestValues:
         parts = [g.reshape(19, g.shape[1:].numel() // width, width) for g in grads]
         assert torch.equal(torch.cat(parts, 1), torch.stack(right, 1))
 
+    def test_memory_that_is_not_aligned(self) -> None:
+        """Distances between features need not be multiples of an element's size."""
+        plain = inputs(9, 4, 20)
+        memory = torch.zeros(9 * 60 * 4 + 1, dtype=torch.uint8)
+        apart = torch.frombuffer(memory.numpy(), dtype=torch.float32, offset=1).view(9, 60)
+        assert apart.data_ptr() % 4 == 1
+        apart.copy_(torch.cat(plain[1:], 1).detach())
+        features = [plain[0], apart.requires_grad_()]
+        output, expected = interaction(*features), interaction(*plain)
+        assert torch.equal(output, expected)
+        grad = torch.randn_like(output)
+        (first, *others), right = (
+            gradients(y, x, grad) for y, x in ((output, features), (expected, plain))
+        )
+        assert torch.equal(torch.cat([first, *others], 1), torch.cat(right, 1))
+
     def test_gradient_of_any_layout(self) -> None:
         features = inputs(9, 4, 20)
         output = interaction(*features)
