@@ -28,7 +28,8 @@ _NAMESPACE = "torchvision"
 class Replacement:
     """What :func:`replace_torchvision` has replaced; a context manager that restores it at its end.
 
-    Made by :func:`replace_torchvision`.
+    Made by :func:`replace_torchvision`. Contexts may be nested, and run in several threads: the
+    last one that ends restores, unless a call without a context has replaced the kernels too.
 
     Example:
         >>> import fusedoptim
@@ -38,6 +39,10 @@ class Replacement:
 
     def __init__(self, library: Any) -> None:
         self._library: Any = library
+        self._calls = 0
+        """Calls that have returned this, without those that a context has begun with."""
+        self._contexts = 0
+        """Contexts that have begun and not ended."""
 
     @property
     def is_active(self) -> bool:
@@ -45,13 +50,22 @@ class Replacement:
         return self._library is not None
 
     def restore(self) -> None:
-        """Make torchvision's operators use its own kernels again; a second call does nothing."""
-        global _current
+        """Make torchvision's operators use its own kernels again, whoever else replaced them.
+
+        A second call does nothing.
+        """
         with _lock:
-            if self._library is not None:
-                self._library = _current = None  # a library lasts as long as it is referred to
+            self._restore()
+
+    def _restore(self) -> None:
+        global _current
+        if self._library is not None:
+            self._library = _current = None  # a library lasts as long as it is referred to
 
     def __enter__(self) -> Replacement:
+        with _lock:
+            self._calls = max(self._calls - 1, 0)
+            self._contexts += 1
         return self
 
     def __exit__(
@@ -60,7 +74,10 @@ class Replacement:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.restore()
+        with _lock:
+            self._contexts -= 1
+            if not (self._calls or self._contexts):
+                self._restore()
 
 
 _lock = threading.Lock()
@@ -77,7 +94,7 @@ def replace_torchvision() -> Replacement:
 
     Returns:
         a ``Replacement``; call its ``restore()``, or use it as a context manager. While one is
-        active, further calls return the same.
+        active, further calls return the same, which stays active until the last context ends.
 
     Raises:
         ImportError: torchvision cannot be imported.
@@ -100,6 +117,7 @@ def replace_torchvision() -> Replacement:
     with _lock:
         if _current is None:
             _current = Replacement(_registered())
+        _current._calls += 1
         return _current
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,15 +63,16 @@ def test_backward_operator(torchvision: Any) -> None:
     assert torch.equal(ours, expected)
 
 
-def test_restored(torchvision: Any) -> None:
-    def is_ours() -> bool:
-        x = torch.randn(1, 2, 9, 9, requires_grad=True)
-        try:
-            y = torch.ops.torchvision.roi_align(x, torch.zeros(1, 5), 1.0, 2, 2, 1, False)
-        except (NotImplementedError, RuntimeError):  # where torchvision has no kernels
-            return False
-        return "GeneratedBackward" not in type(y.grad_fn).__name__
+def is_ours() -> bool:
+    x = torch.randn(1, 2, 9, 9, requires_grad=True)
+    try:
+        y = torch.ops.torchvision.roi_align(x, torch.zeros(1, 5), 1.0, 2, 2, 1, False)
+    except (NotImplementedError, RuntimeError):  # where torchvision has no kernels
+        return False
+    return "GeneratedBackward" not in type(y.grad_fn).__name__
 
+
+def test_restored(torchvision: Any) -> None:
     assert not is_ours()
     replaced = replace_torchvision()
     assert replace_torchvision() is replaced
@@ -82,6 +84,55 @@ def test_restored(torchvision: Any) -> None:
     assert not is_ours()
     with pytest.raises(ZeroDivisionError), replace_torchvision():
         raise ZeroDivisionError
+    assert not is_ours()
+
+
+def test_nested_contexts(torchvision: Any) -> None:
+    """The end of an inner context restores nothing that an outer one, or a call, has replaced."""
+    with replace_torchvision() as replaced:
+        with replace_torchvision(), replaced:
+            assert is_ours()
+        assert replaced.is_active
+        assert is_ours()
+    assert not is_ours()
+    replaced = replace_torchvision()
+    with replace_torchvision():
+        assert is_ours()
+    assert is_ours()
+    with replaced:
+        assert is_ours()
+    assert not is_ours()
+
+
+def test_restore_within_a_context(torchvision: Any) -> None:
+    with replace_torchvision(), replace_torchvision() as replaced:
+        replaced.restore()
+        assert not is_ours()
+        other = replace_torchvision()
+    assert other.is_active
+    other.restore()
+    assert not is_ours()
+
+
+def test_contexts_in_threads(torchvision: Any) -> None:
+    """A thread that leaves its context does not end that of another."""
+    entered, left = threading.Event(), threading.Event()
+    found = []
+
+    def first() -> None:
+        with replace_torchvision():
+            entered.set()
+            left.wait(60)
+            found.append(is_ours())
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    entered.wait(60)
+    with replace_torchvision():
+        found.append(is_ours())
+    left.set()
+    thread.join()
+    assert found == [True, True]
     assert not is_ours()
 
 
