@@ -6,9 +6,10 @@ See docs/design/pinned-threads.md.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fusedoptim.runtime._cores import listed, unpinned
 from fusedoptim.runtime._threads import Settings
@@ -16,15 +17,24 @@ from fusedoptim.runtime.cpu_pool import CPUPool
 
 __all__ = ["pin"]
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_RUN_LATER = (
+    inspect.iscoroutinefunction,
+    inspect.isgeneratorfunction,
+    inspect.isasyncgenfunction,
+)
+"""Whether a call of a function only returns an object that runs its body later."""
+
 
 class pin(contextlib.ContextDecorator):  # in lower case, like torch.no_grad
     """Run the calling thread on the cores of a pool, with as many OpenMP threads as cores.
 
-    A context manager, and a decorator of functions. It holds for the calling thread and its OpenMP
-    threads, on which torch runs that thread's operations and this package its kernels. Leaving it
-    restores the previous cores of each thread and the previous number of threads, even if
-    ``torch.set_num_threads`` was called within. Other threads are not affected. Pins may be nested:
-    the innermost counts. Threads and processes that start within inherit the cores.
+    A context manager, and a decorator of functions, but not of generators and coroutines. It holds
+    for the calling thread and its OpenMP threads, on which torch runs that thread's operations and
+    this package its kernels. Leaving it restores the previous cores of each thread and the previous
+    number of threads, even if ``torch.set_num_threads`` was called within. Other threads are not
+    affected. Pins may be nested: the innermost counts. Threads and processes that start within
+    inherit the cores.
 
     The threads of the CPU driver run only kernels of :class:`fusedoptim.raw.RawKernel`. The whole
     process shares them, on the cores that the process had when the driver started.
@@ -33,7 +43,7 @@ class pin(contextlib.ContextDecorator):  # in lower case, like torch.no_grad
         pool: a :class:`CPUPool`. Only its cores are used; its thread is not started.
 
     Raises:
-        TypeError: ``pool`` is not a CPUPool.
+        TypeError: ``pool`` is not a CPUPool; or it decorates a generator or coroutine function.
         ValueError: on entering it, this process may no longer use a core.
         RuntimeError: on entering it with several cores, the process was forked, and the OpenMP
             threads of the forking thread have not survived; or torch has no OpenMP.
@@ -56,6 +66,21 @@ class pin(contextlib.ContextDecorator):  # in lower case, like torch.no_grad
         if not isinstance(pool, CPUPool):
             raise TypeError(f"pool={pool!r} is not a CPUPool; pass CPUPool([0]) for core 0")
         self._cores = frozenset(pool.core_ids)
+
+    def __call__(self, func: _Function) -> _Function:
+        """Pin the thread during each call of a function.
+
+        Args:
+            func: the function; its calls must run its body, which those of a generator or
+                coroutine function do not.
+        """
+        if any(is_later(func) for is_later in _RUN_LATER):
+            raise TypeError(
+                f"pin cannot decorate {func!r}: its body runs after the call has returned; pin the "
+                "code that runs it, or use `with pin(pool):` in it around code without yield or "
+                "await"
+            )
+        return super().__call__(func)
 
     def __enter__(self) -> None:
         entered = _Entered(self, Settings())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import textwrap
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import torch
@@ -214,6 +215,22 @@ def test_a_decorator_and_an_exception() -> None:
         _ = 1 / 0
     assert masks() == before
     assert torch.get_num_threads() == count
+
+
+def test_functions_that_run_later_are_refused() -> None:
+    """A call only makes a generator or a coroutine, whose body would run unpinned."""
+
+    def generator() -> Iterator[int]:
+        yield 1
+
+    async def coroutine() -> None: ...
+
+    async def both() -> AsyncIterator[int]:
+        yield 1
+
+    for function in (generator, coroutine, both, functools.partial(generator)):
+        with pytest.raises(TypeError, match=r"its body runs after the call has returned; pin the"):
+            pin(CPUPool())(function)
 
 
 def test_results_are_those_of_unpinned_threads() -> None:
