@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.nn import functional
+from fusedoptim.nn._scripting import refuse_script
 
 __all__ = ["GELU"]
 
@@ -27,6 +28,8 @@ class GELU(torch.nn.GELU):
     Semantics: ``torch.nn.GELU`` of torch 2.13; see :func:`fusedoptim.nn.functional.gelu` for what
     the kernel takes.
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """The activation.

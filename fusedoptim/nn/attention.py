@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.nn import functional
+from fusedoptim.nn._scripting import refuse_script
 
 __all__ = ["MultiheadAttention"]
 
@@ -47,6 +48,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     Semantics: ``torch.nn.MultiheadAttention`` of torch 2.13.
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def forward(
         self,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.nn import functional
+from fusedoptim.nn._scripting import refuse_script
 
 __all__ = ["Dropout"]
 
@@ -32,6 +33,8 @@ class Dropout(torch.nn.Dropout):
     Semantics: ``torch.nn.Dropout`` of torch 2.13; see
     :func:`fusedoptim.nn.functional.dropout` for what it takes.
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """Drop elements in training mode; return ``input`` in eval mode.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.nn import functional
+from fusedoptim.nn._scripting import refuse_script
 
 __all__ = ["CrossEntropyLoss"]
 
@@ -36,6 +37,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     Semantics: ``torch.nn.CrossEntropyLoss`` of torch 2.13; see
     :func:`fusedoptim.nn.functional.cross_entropy` for what kernels compute.
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """The loss.
