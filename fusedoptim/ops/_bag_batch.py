@@ -210,23 +210,15 @@ _layout_of = functools.lru_cache(MOST_KEPT)(Layout)
 class Sorted:
     """The indices of a batch, sorted: where the keys of each table lie."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        table_rows: tuple[int, ...],
-        paddings: Sequence[int],
-        means: Sequence[bool],
-        real: torch.dtype,
-    ) -> None:
+    def __init__(self, batch: Batch, paddings: Sequence[int], means: Sequence[bool]) -> None:
         """Sort.
 
         Args:
             batch: whose indices are sorted.
-            table_rows: rows of each table.
             paddings: the index of each table that is ignored, or -1.
             means: whether each table's bags are means.
-            real: the dtype of factors.
         """
+        table_rows, real = batch.tables.rows, batch.tables.real
         device, is_weighted = batch.device, bool(batch.sample_weights)
         sizes = batch.sizes()
         threads = torch.get_num_threads() if BACKENDS[device.type].runs_on_host else 1

@@ -300,8 +300,8 @@ class Gradient:
         paddings: Sequence[int],
     ) -> None:
         self._grads = _with_rows(grads)
-        self._tables = tables = batch.tables
-        self._sorted = Sorted(batch, tables.rows, paddings, means, tables.real)
+        self._tables = batch.tables
+        self._sorted = Sorted(batch, paddings, means)
 
     def walk(
         self, name: str, variant: str, columns: Mapping[str, Tensors], numbers: Mapping[str, float]

@@ -13,9 +13,11 @@ from torch import Tensor
 from fusedoptim.nn import MergedEmbeddingBag
 from fusedoptim.ops import _bag_batch, _bag_sorting
 from fusedoptim.ops._bag_batch import Batch, Sorted
+from fusedoptim.ops._bag_tables import Tables
 from tests.running import at_each_thread_count
 
 ROWS = (500_000, 1, 40, 3000)
+TABLES = Tables(ROWS, (1,) * len(ROWS), torch.float32, torch.device("cpu"))
 
 
 class Sorting(NamedTuple):
@@ -47,11 +49,11 @@ def new_batch(counts: tuple[int, ...], weighted: bool = False, zipf: bool = Fals
         indices.append(torch.from_numpy(own))
         offsets.append(torch.from_numpy(starts))
     samples = [torch.rand(count) for count in counts] if weighted else []
-    return Batch(indices, offsets, samples, len(ROWS), False)
+    return Batch(indices, offsets, samples, TABLES, False)
 
 
 def sorting_of(batch: Batch, paddings: list[int], is_mean: bool) -> Sorting:
-    found = Sorted(batch, ROWS, paddings, [is_mean] * len(ROWS), torch.float32)
+    found = Sorted(batch, paddings, [is_mean] * len(ROWS))
     memory = found._keys.view(-1)
     keys = []
     for t, address in enumerate(found.keys):
