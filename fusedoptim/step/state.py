@@ -214,4 +214,4 @@ def restore_state(
         if isinstance(value, Tensor) and key != KEY and value.is_floating_point():
             states[param][key] = value.to(param.device, dtype, copy=True)
     if trail is not None and states.get(param):
-        states[param][TRAIL] = trail
+        states[param] = {**saved, **states[param], TRAIL: trail}  # in the order of the checkpoint
