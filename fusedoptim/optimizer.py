@@ -137,27 +137,28 @@ class FusedOptimizer(UpdateDefinition):
                 "the same optimizer, as by a signal handler; call it when that has returned"
             )
         with self._lock:
+            is_taken = False
             try:
                 if count_modes() or transform_level() is not None:
                     check_not_traced(f"{type(self).__name__}: step()")
                     with BypassModes():
-                        self._update()
+                        is_taken = self._update()
                 else:
-                    self._update()
-            except BaseException:
-                self._plan.release()
-                raise
+                    is_taken = self._update()
+            finally:
+                if not is_taken:
+                    self._plan.release()
         return loss
 
-    def _update(self) -> None:
+    def _update(self) -> bool:
+        """Take the step, unless a GradScaler skips it; say whether it was taken."""
         state = self.state
         self._plan.update(state, self.param_groups, self._rule)
         plans = self._plan.groups
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # a GradScaler's
         mesh_sums = self._plan.mesh_sums
         if found_inf is not None and not mesh_sums and found_inf:
-            self._plan.release()
-            return
+            return False
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)  # a GradScaler's
         if grad_scale is not None and not has_memory(grad_scale):
             raise TypeError(
@@ -172,8 +173,7 @@ class FusedOptimizer(UpdateDefinition):
         if mesh_sums and (found_inf is not None or self.max_grad_norm is not None):
             squares, found_inf = over_meshes(mesh_sums, squares, found_inf)
             if found_inf is not None and found_inf:
-                self._plan.release()
-                return
+                return False
         common: Tensor | None = None
         if grad_scale is not None or self.max_grad_norm is not None:
             own = [square for _, square in squares]
@@ -187,6 +187,7 @@ class FusedOptimizer(UpdateDefinition):
             self._plan.see_state(state)
             if self._plan.state_seen:  # else there is no state, and every step comes here
                 self.halves.settle(self._params())
+        return True
 
     def _rule(self, group: Group) -> UpdateRule:
         return UpdateRule(self, group)

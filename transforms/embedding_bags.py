@@ -60,8 +60,8 @@ def merge_embedding_bags(
     With ``optimizer``, the backward pass of the merged module updates the tables. They have no
     gradients, so leave them out of the optimizer of the model. A ``GradScaler``, the clipping or
     accumulation of gradients, and ``DistributedDataParallel`` do not work with this: see
-    :class:`fusedoptim.nn.MergedEmbeddingBag`. Calling a single bag in training
-    mode with gradients enabled raises, as that bag would learn nothing.
+    :class:`fusedoptim.nn.MergedEmbeddingBag`. Calling a single bag in training mode with gradients
+    enabled raises, as that bag would learn nothing.
 
     Args:
         model: a module on one device.

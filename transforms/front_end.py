@@ -122,9 +122,8 @@ def optimize(
             memory as the weight. Where a gradient is recorded, torch's own operators compute: call
             the model under ``torch.no_grad()`` or ``torch.inference_mode()``. Writes into the
             weight are noticed, except direct collectives and writes past torch, as through a NumPy
-            array of it (docs/transforms.md). Small products stay torch's.
-            None, at level "O1": undone if a ``sample_input`` is given and packing does not make it
-            faster.
+            array of it (docs/transforms.md). Small products stay torch's. None, at level "O1":
+            undone if a ``sample_input`` is given and packing does not make it faster.
         fuse: in eval mode, let convolutions and Linears with packed weights apply the activation
             after them, if nothing else uses their output in calls of the model: GELU, SiLU,
             hardswish, sigmoid, tanh and LeakyReLU in oneDNN; ReLU, ReLU6, Hardtanh and hardsigmoid

@@ -16,7 +16,7 @@ from fusedoptim.aot._bundle import Module, parameters
 from fusedoptim.raw import RawModule
 from fusedoptim.raw._opencl_c import compile_opencl_c, compiler_version
 from fusedoptim.raw._python import TOOLS
-from fusedoptim.raw._sources import FILES, text_of
+from fusedoptim.raw._sources import FILES, opencl_text
 
 _KINDS = "a .cl or .spv file, module.py:function or package.module:function"
 
@@ -43,7 +43,7 @@ def compile_source(source: str | os.PathLike[str], options: Sequence[str]) -> Mo
     found = _read(os.fspath(source))
     # Not RawModule's cached SPIR-V, which another version of the tools may have made.
     if found.kind == "OpenCL C":
-        spirv = compile_opencl_c(text_of(found.name, found.content), options)
+        spirv = compile_opencl_c(opencl_text(found.name, found.content), options)
         tools = {"intel-opencl-rt": compiler_version()}
     elif found.function is not None:
         spirv = RawModule(found.function, options).spirv

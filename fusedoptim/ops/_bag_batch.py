@@ -57,7 +57,7 @@ class Batch:
         is_read_directly: bool = False,
     ) -> None:
         """Read the bags; ``is_read_directly`` says that all integers are known to need no copy."""
-        self.tables, self.device = tables, indices[0].device
+        self.tables = tables
         self._indices, self._offsets = indices, offsets
         if not is_read_directly:
             self._indices, self._offsets = _as_read(indices), _as_read(offsets)
@@ -218,11 +218,11 @@ class Sorted:
             paddings: the index of each table that is ignored, or -1.
             means: whether each table's bags are means.
         """
-        table_rows, real = batch.tables.rows, batch.tables.real
-        device, is_weighted = batch.device, bool(batch.sample_weights)
+        tables, is_weighted = batch.tables, bool(batch.sample_weights)
+        device, real = tables.device, tables.real
         sizes = batch.sizes()
         threads = torch.get_num_threads() if BACKENDS[device.type].runs_on_host else 1
-        self.places = places = _places_of(sizes, table_rows, threads)
+        self.places = places = _places_of(sizes, tables.rows, threads)
         options = tuple(paddings), tuple(means), is_weighted, device, real
         self.layout = layout = _layout_of(batch.shape, *options, work_of(places.room, len(sizes)))
         self._batch = batch

@@ -31,7 +31,7 @@ class Tables:
         widths: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        are_contiguous: bool = True,
+        are_contiguous: bool,
     ) -> None:
         self.rows, self.widths = rows, np.array(widths, np.int64)
         self.are_contiguous = are_contiguous

@@ -73,9 +73,7 @@ def _rule_of(number: int) -> Rule:
 
 def _forward(anchor: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *rest: Any) -> Any:
     *arguments, rule = rest
-    found = _rule_of(rule)
-    found.check_replicas()
-    _check_updated(tables_of(weights), weights, sums, trails, found)
+    _check_pass(tables_of(weights), weights, sums, trails, rule)
     return compute_bags(weights, *arguments)
 
 
@@ -86,11 +84,18 @@ def _direct(
     with BelowAutograd():
         bags, batch = bags_and_batch(weights, *arguments)
     if ctx is not None:
-        found = _rule_of(rule)
-        found.check_replicas()
-        _check_updated(batch.tables, weights, sums, trails, found)
+        _check_pass(batch.tables, weights, sums, trails, rule)
         ctx.batch = batch
     return bags
+
+
+def _check_pass(
+    tables: Tables, weights: Tensors, sums: Tensors, trails: Tensors, rule: int
+) -> None:
+    """Raise unless the backward pass of this forward pass can update the tables."""
+    found = _rule_of(rule)
+    found.check_replicas()
+    _check_updated(tables, weights, sums, trails, found)
 
 
 def _check_updated(

@@ -75,7 +75,7 @@ def read_source(source: Any) -> tuple[str, Any]:
         if kind is None:
             raise ValueError(f"source={source} is neither a .cl nor a .spv file")
         content = source.read_bytes()
-        return kind, text_of(source.name, content) if kind == "OpenCL C" else content
+        return kind, opencl_text(source.name, content) if kind == "OpenCL C" else content
     if isinstance(source, str):
         if "\n" not in source and "{" not in source and source.endswith((".cl", ".spv")):
             raise ValueError(
@@ -93,7 +93,7 @@ def read_source(source: Any) -> tuple[str, Any]:
     )
 
 
-def text_of(name: str, content: bytes) -> str:
+def opencl_text(name: str, content: bytes) -> str:
     """OpenCL C from the bytes of the file ``name``; ValueError if it is in another encoding."""
     try:
         return content.decode()

@@ -17,7 +17,7 @@ from fusedoptim.ops._bag_tables import Tables
 from tests.running import at_each_thread_count
 
 ROWS = (500_000, 1, 40, 3000)
-TABLES = Tables(ROWS, (1,) * len(ROWS), torch.float32, torch.device("cpu"))
+TABLES = Tables(ROWS, (1,) * len(ROWS), torch.float32, torch.device("cpu"), True)
 
 
 class Sorting(NamedTuple):
