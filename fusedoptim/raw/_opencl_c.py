@@ -157,10 +157,7 @@ def compile_opencl_c(source: str, options: Sequence[str] = ()) -> bytes:
     with _lock:
         status, spirv, log = _compile(source, ["-cl-kernel-arg-info", *options], _extra_options())
         if not status and (names := unknown_types(spirv)):
-            asked = source + question(names)
-            failed, answer, _ = _compile(asked, [*options, "-w"], _extra_options())
-            if not failed:  # as it does if a name means an image
-                spirv = with_types(spirv, answers(names, answer))
+            spirv = with_types(spirv, _meanings(source, names, options))
     log = re.sub(r"^\d+:(?=\d+:\d+: )", "line ", log, flags=re.MULTILINE).rstrip()
     if status:
         reason = log or f"the compiler's status is {status}"
@@ -170,6 +167,18 @@ def compile_opencl_c(source: str, options: Sequence[str] = ()) -> bytes:
     if log:
         warn(f"the OpenCL C source compiles, with warnings:\n{log}", KernelCompileWarning)
     return spirv
+
+
+def _meanings(source: str, names: Sequence[str], options: Sequence[str]) -> dict[str, str]:
+    """The numbers and vectors that ``names`` stand for in ``source``."""
+    asked = source + question(names)
+    failed, answer, _ = _compile(asked, [*options, "-w"], _extra_options())
+    if not failed:
+        return answers(names, answer)
+    if len(names) == 1:  # an image, or a struct that is only declared
+        return {}
+    alone = [_meanings(source, [name], options) for name in names]
+    return {name: meaning for found in alone for name, meaning in found.items()}
 
 
 def _advice(source: str) -> str:

@@ -47,7 +47,7 @@ def _compiled(kind: str, source: Any, options: tuple[str, ...]) -> Program:
     elif _reads_files(source):  # which may change
         spirv = compile_opencl_c(source, options)
     else:
-        parts = ("OpenCL C in known types", compiler_version(), *options, source)
+        parts = ("OpenCL C, each type known", compiler_version(), *options, source)
         spirv = cached(parts, lambda: compile_opencl_c(source, options))
     return Program(spirv, [option for option in options if option in DRIVER_OPTIONS])
 

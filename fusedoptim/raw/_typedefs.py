@@ -25,9 +25,12 @@ _NAME = re.compile(r"(?<![\w ])([A-Za-z_]\w*)(?=\*?,)")  # not the E of "enum E*
 _QUESTION = "fusedoptim_type_"
 # The second parameter tells the alignment: a name may be for vectors of any address.
 _FUNCTION = """
+#undef {name}
 __attribute__((overloadable))
 void {question}{k}_(global {name} *, char (*)[__alignof__({name})]) {{}}
 """
+# Words of the question that the source may have defined as macros, such as #define global __global.
+_WORDS = ("__attribute__", "overloadable", "void", "global", "char", "__alignof__")
 # Codes of the ABI for C++: https://itanium-cxx-abi.github.io/cxx-abi/abi.html#mangling-builtin
 _CODES = {"c": "char", "a": "char", "s": "short", "i": "int", "l": "long"}
 _CODES |= {"h": "uchar", "t": "ushort", "j": "uint", "m": "ulong"}
@@ -49,7 +52,8 @@ def question(names: Sequence[str]) -> str:
     functions = [
         _FUNCTION.format(question=_QUESTION, k=k, name=name) for k, name in enumerate(names)
     ]
-    return "".join(["\n", *functions])
+    plain = [f"\n#undef {word}" for word in _WORDS]
+    return "".join([*plain, *functions])
 
 
 def answers(names: Sequence[str], spirv: bytes) -> dict[str, str]:

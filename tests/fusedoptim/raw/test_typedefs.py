@@ -54,6 +54,24 @@ def test_values_and_local_memory() -> None:
     assert RawKernel(kernel.spirv).signature == kernel.signature
 
 
+@pytest.mark.parametrize(
+    "before, parameter, after",
+    [
+        ("typedef struct tree tree;", "global tree *t", ""),  # never defined
+        ("", "read_only image2d_t t", ""),
+        ("", "global int *t", "#define char int\n#define global __global\n#define real double"),
+    ],
+)
+def test_others_that_cannot_be_asked(before: str, parameter: str, after: str) -> None:
+    kernel = RawKernel(
+        f"typedef float real; {before}\n"
+        f"kernel void f(global real *x, {parameter}) {{ x[0] = 1; }}\n{after}"
+    )
+    assert kernel.signature[0].dtype == "f32"
+    with pytest.raises(TypeError, match=r"argument 0, 'f32 \*x': its dtype is torch.float64"):
+        kernel(1, 1, (torch.zeros(4, dtype=torch.float64), torch.zeros(4)))
+
+
 def test_a_name_of_an_included_file(tmp_path: Path) -> None:
     (tmp_path / "real.h").write_text("typedef float real;")
     for text in ('#include "real.h"', "#define HEADER <real.h>\n#include HEADER"):
