@@ -232,9 +232,13 @@ class ElementwiseKernel(ExpressionKernel):
 
 
 def _may_use_index(operation: str, preamble: str, options: Sequence[str]) -> bool:
-    """Whether ``i`` is in the operation or in a macro, which may be in a file that is included."""
-    directives = re.findall(r"^\s*#.*", preamble.replace("\\\n", " "), re.MULTILINE)
-    macros = [*directives, *[option for option in options if option.startswith("-D")]]
+    """Whether ``i`` is in the operation, or may be in a macro or in a file that is included.
+
+    In a preamble with directives, any ``i`` counts: only a preprocessor knows where they end.
+    """
+    texts = [option for option in options if option.startswith("-D")]
+    if any(mark in preamble for mark in ("#", "%:", "??=")):  # all spellings of #
+        texts.append(preamble)
     return re.search(r"\bi\b", operation) is not None or any(
-        re.search(r"\b(i|include|import)\b", macro) for macro in macros
+        re.search(r"\b(i|include|import)\b", text) for text in texts
     )

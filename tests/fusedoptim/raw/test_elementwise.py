@@ -184,6 +184,9 @@ def test_index_of_a_macro(tmp_path: Path) -> None:
     for preamble, options in [
         ("#define INDEX ((long)i)\n", ()),
         ("#define INDEX \\\n  i\n", ()),
+        ("#define INDEX \\\r\n  i\r\n", ()),
+        ("/* the index */ #define INDEX i\n", ()),
+        ("%:define INDEX i\n", ()),
         ("", ("-DINDEX=i",)),
         ('#include "index.h"\n', (f"-I{tmp_path}",)),
     ]:
