@@ -219,18 +219,45 @@ def _names(function: FunctionType) -> Iterator[tuple[str, Any]]:
         yield name, cell.cell_contents
 
 
-def _attributes(function: FunctionType) -> list[str]:
-    """The names of all attributes that ``function`` uses, of whatever object."""
-    return sorted(_operands(function, "LOAD_ATTR", "LOAD_METHOD"))
+class _Attributes:
+    """The attributes that ``function`` uses of each module.
+
+    A path is the name of a variable and those of attributes, as in ``package.module``. It is ()
+    for a module that is not used by name, as in ``m = package.module; m.scale``: that has every
+    attribute that the function uses, of whatever object.
+    """
+
+    def __init__(self, function: FunctionType) -> None:
+        self._all = sorted(_operands(function, "LOAD_ATTR", "LOAD_METHOD"))
+        self._paths: set[tuple[str, ...]] = set()
+        """What is loaded, with all attributes that are taken of it at once."""
+        for code in _codes(function.__code__):
+            path: tuple[str, ...] = ()
+            for op in dis.get_instructions(code):
+                if op.opname in ("LOAD_ATTR", "LOAD_METHOD") and path:
+                    path = *path, op.argval
+                elif op.opname != "EXTENDED_ARG":
+                    self._paths.add(path)
+                    path = (op.argval,) if op.opname in ("LOAD_GLOBAL", "LOAD_DEREF") else ()
+
+    def of(self, path: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+        """The attributes of the module at ``path``, with their paths."""
+        if path in self._paths:
+            return [(name, ()) for name in self._all]
+        n = len(path)
+        names = {each[n] for each in self._paths if each[:n] == path and len(each) > n}
+        return [(name, (*path, name)) for name in sorted(names)]
 
 
-def _values(module: ModuleType, attributes: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _values(
+    module: ModuleType, attributes: Sequence[tuple[str, tuple[str, ...]]]
+) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """What a kernel can use of a module, except what numba knows, such as ``math.exp``."""
-    for name in attributes:
+    for name, path in attributes:
         value = getattr(module, name, None)
         is_known = callable(value) and not isinstance(value, enum.EnumMeta)
         if value is not None and (hasattr(value, "py_func") or not is_known):
-            yield name, value
+            yield name, value, path
 
 
 def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> Any:
@@ -253,9 +280,11 @@ def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> A
             f"{name} uses {unknown[0]}; of Python's built-ins, a kernel can use "
             f"{', '.join(sorted(_BUILTINS))}"
         )
-    attributes = _attributes(function)
+    attributes = _Attributes(function)
 
-    def describe(used: str, value: Any, modules: tuple[ModuleType, ...] = ()) -> Any:
+    def describe(
+        used: str, value: Any, path: tuple[str, ...] = (), modules: tuple[Any, ...] = ()
+    ) -> Any:
         value = getattr(value, "py_func", value)
         if isinstance(value, _NUMBERS):
             return type(value).__name__, repr(value)
@@ -267,11 +296,11 @@ def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> A
             names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
             return value.co_name, value.co_code.hex(), names, consts
         if isinstance(value, ModuleType):
-            if value in modules:  # modules of a package that import each other
+            if (value, path) in modules:  # modules of a package that import each other
                 return value.__name__
-            inside = (*modules, value)
-            held = [(a, describe(a, v, inside)) for a, v in _values(value, attributes)]
-            return value.__name__, held
+            inside = (*modules, (value, path))
+            found = _values(value, attributes.of(path))
+            return value.__name__, [(a, describe(a, v, p, inside)) for a, v, p in found]
         if isinstance(value, FunctionType) and value.__module__ not in _LANGUAGES:
             return _description(value, (*callers, function))
         if isinstance(value, enum.EnumMeta):
@@ -285,7 +314,7 @@ def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> A
         )
 
     defaults = describe("a default", function.__defaults__ or ())
-    used = [(key, describe(key, value)) for key, value in _names(function)]
+    used = [(key, describe(key, value, (key,))) for key, value in _names(function)]
     return name, describe("its code", function.__code__), defaults, used
 
 
@@ -297,9 +326,9 @@ def _prepared(function: FunctionType, real: type[np.floating[Any]]) -> FunctionT
     """
     from numba_dpex import device_func
 
-    attributes = _attributes(function)
+    attributes = _Attributes(function)
 
-    def prepare(value: Any) -> Any:
+    def prepare(value: Any, path: tuple[str, ...] = ()) -> Any:
         value = getattr(value, "py_func", value)
         if type(value) is float:
             return real(value)
@@ -309,24 +338,27 @@ def _prepared(function: FunctionType, real: type[np.floating[Any]]) -> FunctionT
         if isinstance(value, CodeType):
             return value.replace(co_consts=prepare(value.co_consts))
         if isinstance(value, ModuleType):
-            return prepare_module(value, {})
+            return prepare_module(value, path, {})
         if isinstance(value, FunctionType) and value.__module__ not in _LANGUAGES:
             return device_func(_prepared(value, real))
         return value
 
-    def prepare_module(module: ModuleType, known: dict[ModuleType, ModuleType]) -> ModuleType:
+    def prepare_module(
+        module: ModuleType, path: tuple[str, ...], known: dict[Any, ModuleType]
+    ) -> ModuleType:
         """A stand-in with the attributes that the function may use."""
-        if module not in known:
+        if (module, path) not in known:
             # For numba, modules of one name are one module.
-            known[module] = ModuleType(f"{module.__name__} ({next(_stand_ins)})")
-            held = {a: getattr(module, a) for a in attributes if hasattr(module, a)}
-            for name, value in _values(module, attributes):
+            stand_in = known[module, path] = ModuleType(f"{module.__name__} ({next(_stand_ins)})")
+            used = attributes.of(path)
+            held = {a: getattr(module, a) for a, _ in used if hasattr(module, a)}
+            for name, value, p in _values(module, used):
                 is_module = isinstance(value, ModuleType)
-                held[name] = prepare_module(value, known) if is_module else prepare(value)
-            vars(known[module]).update(held)
-        return known[module]
+                held[name] = prepare_module(value, p, known) if is_module else prepare(value)
+            vars(stand_in).update(held)
+        return known[module, path]
 
-    names = {name: prepare(value) for name, value in _names(function)}
+    names = {name: prepare(value, (name,)) for name, value in _names(function)}
     return FunctionType(
         prepare(function.__code__),
         function.__globals__ | names,

@@ -320,6 +320,19 @@ class TestNumbersFromElsewhere:
         with pytest.raises(TypeError, match="bad uses 'A', of type ndarray"):
             identity(_kernel("def bad(x: Global[Float32]): x[0] = module.A[0]", module=module))
 
+    def test_only_what_is_used_of_each_module(self) -> None:
+        def lazily(name: str) -> Any:
+            raise ImportError(name) if name == "shift" else AttributeError(name)
+
+        one, two = ModuleType("one"), ModuleType("two")
+        vars(one).update(package=two, scale=2.0, __getattr__=lazily)
+        vars(two).update(package=one, shift=5.0, scale=[1, 2, 3])
+        for source in ("one.scale + two.shift", "two.package.scale + one.package.shift"):
+            kernel = _kernel(f"def bad(x: Global[Float32]): x[0] = {source}", one=one, two=two)
+            x = torch.zeros(1)
+            RawKernel(kernel)(1, 1, (x,))
+            assert x.item() == 7
+
 
 @needs_compiler
 class TestCompileErrors:

@@ -55,7 +55,7 @@ def test_values_and_local_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "before, parameter, after",
+    ("before", "parameter", "after"),
     [
         ("typedef struct tree tree;", "global tree *t", ""),  # never defined
         ("", "read_only image2d_t t", ""),
