@@ -45,7 +45,7 @@ class Calls:
         """Values that a function holds when it evaluates an open condition."""
         self.module_of: dict[fx.Node, nn.Module] = {}
         kinds = {type(module) for module in model.modules()}
-        self._changing = {name for kind in kinds for name in changing_attributes(kind)}
+        self._changing = changing_attributes(kinds)
         self._waiting = [model]
         self._seen = {model}
         self._roots: set[nn.Module] = set()

@@ -13,17 +13,10 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import (
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    MutableSequence,
-    MutableSet,
-    Sequence,
-)
+from collections.abc import Iterable, Iterator, Mapping, MutableSet, Sequence
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 _PURE = {"len", "isinstance", "issubclass", "hasattr", "getattr", "callable", "type", "bool", "int"}
 _PURE |= {"float", "str", "abs", "any", "all", "min", "max", "sum", "sorted", "list", "tuple"}
@@ -31,6 +24,9 @@ _PURE |= {"set", "frozenset", "dict", "range", "enumerate", "zip", "reversed"}
 """Builtins whose result is fixed if their arguments are."""
 _PURE_METHODS = {"startswith", "endswith", "lower", "upper", "get", "keys", "values", "items"}
 _LOOKUPS = {"get", "pop", "setdefault", "__getitem__"}
+_FILLING = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
+_FILLING |= {"remove", "discard", "pop", "popleft", "popitem", "clear", "sort", "reverse"}
+"""Methods that change what their object contains. So do those of a tensor that end in _."""
 _ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _LITERALS = (ast.List, ast.Tuple, ast.Dict)
 _COMPOSED = ast.BoolOp | ast.BinOp | ast.UnaryOp | ast.Compare | ast.IfExp | ast.Subscript
@@ -38,8 +34,15 @@ _COMPOSED |= ast.Slice | ast.Tuple | ast.List | ast.Set | ast.Dict
 _NO_CODE = (ast.Global, ast.Nonlocal, ast.Pass)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Global = ast.Global | ast.Nonlocal
-_CHANGEABLE = (MutableMapping, MutableSequence, MutableSet, nn.Module, Tensor)
-"""Kinds of global values whose contents may differ in another call."""
+
+
+class Changing(NamedTuple):
+    """Names of attributes that may differ in another call."""
+
+    values: frozenset[str]
+    """Those of properties, and those that code assigns to."""
+    contents: frozenset[str]
+    """Those of lists, dicts and others whose items code changes."""
 
 
 class Source:
@@ -87,23 +90,26 @@ class Conditions:
     """The open conditions of a function.
 
     ``modules`` are parameters that hold modules of the model, such as ``self``. ``changing`` are
-    attributes of these modules that are properties, or that forward assigns to.
+    attributes of these modules.
     """
 
     def __init__(
         self,
         source: Source,
         modules: Iterable[str],
-        changing: Iterable[str],
+        changing: Changing,
         namespace: Mapping[str, object],
     ) -> None:
         self._source = source
         self._namespace = namespace
-        self._changing = set(changing) | {
+        self._changing = changing.values | {
             node.attr
             for node in ast.walk(source.tree)
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         }
+        filled = [*filled_by(source.tree)]
+        self._filled = changing.contents | {n.attr for n in filled if isinstance(n, ast.Attribute)}
+        self._filled_names = {node.id for node in filled if isinstance(node, ast.Name)}
         self._locals = set(_all_parameters(source.tree)) | _assigned(source.tree)
         declared = (node for node in ast.walk(source.tree) if isinstance(node, _Global))
         outer = {name for node in declared for name in node.names}
@@ -184,7 +190,7 @@ class Conditions:
         return [] if all(map(self._is_fixed, tests)) else parts
 
     def _is_table(self, node: ast.AST) -> bool:
-        return isinstance(node, _LITERALS) or self._is_fixed(node) or self._is_container(node)
+        return isinstance(node, _LITERALS) or self._is_same(node) or self._is_container(node)
 
     def _is_open(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.If):
@@ -239,16 +245,25 @@ class Conditions:
 
     def _is_fixed(self, node: ast.AST) -> bool:
         """Whether an expression has the same value in every call."""
+        return self._is_same(node) and not self._is_filled(node)
+
+    def _is_same(self, node: ast.AST) -> bool:
+        """Whether an expression is the same object in every call, whatever it then contains."""
         match node:
             case ast.Constant():
                 return True
             case ast.Name():
                 return node.id in self._fixed or self._is_fixed_global(node.id)
             case ast.Attribute():
-                is_same = node.attr not in self._changing and self._is_fixed(node.value)
+                is_same = node.attr not in self._changing and self._is_same(node.value)
                 return is_same and not self._is_container(node)
             case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[table]):
-                return self._is_fixed(left) and (self._is_fixed(table) or self._is_container(table))
+                is_table = self._is_same(table) or self._is_container(table)
+                return self._is_fixed(left) and is_table and not self._is_filled(table)
+            case ast.Compare(left=left, ops=ops, comparators=others) if all(
+                isinstance(op, ast.Is | ast.IsNot) for op in ops
+            ):
+                return all(map(self._is_same, [left, *others]))
             case ast.Call(func=ast.Name(id=name)):
                 is_pure = name in _PURE and name not in self._locals
                 return is_pure and not node.keywords and all(map(self._is_fixed, node.args))
@@ -264,23 +279,51 @@ class Conditions:
         if name in self._locals:
             return False
         if name in self._namespace:
-            return not isinstance(self._namespace[name], _CHANGEABLE)
+            return not _may_change(self._namespace[name])
         return hasattr(builtins, name)
 
     def _is_container(self, node: ast.AST) -> bool:
-        """Whether it is a list, dict or set that a global variable, module or class holds."""
-        value = self._global_value(node)
-        return isinstance(value, MutableMapping | MutableSequence | MutableSet)
+        """Whether it is a list, dict or the like that a global variable leads to."""
+        return _may_change(self._global_value(node))
+
+    def _is_filled(self, node: ast.AST) -> bool:
+        """Whether it is a global variable or an attribute whose contents code changes."""
+        if isinstance(node, ast.Name):
+            return node.id in self._filled_names and node.id not in self._locals
+        return isinstance(node, ast.Attribute) and node.attr in self._filled
 
     def _global_value(self, node: ast.AST) -> object:
-        """The value of a global variable, or of an attribute of a module or class; else None."""
+        """The value of a global variable, or of its attributes; None if it is another node."""
         if isinstance(node, ast.Name) and node.id not in self._locals:
             return self._namespace.get(node.id)
         if isinstance(node, ast.Attribute):
-            owner = self._global_value(node.value)
-            if isinstance(owner, types.ModuleType | type):
-                return vars(owner).get(node.attr)
+            # No property runs, and no module is imported.
+            return inspect.getattr_static(self._global_value(node.value), node.attr, None)
         return None
+
+
+def filled_by(tree: ast.AST) -> Iterator[ast.expr]:
+    """The variables and attributes whose contents code changes, as ``self.seen[0] += 1`` does."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=value, ctx=ast.Store() | ast.Del()):
+                pass
+            case ast.Call(func=ast.Attribute(attr=name, value=value)) if name in _FILLING or (
+                name.endswith("_") and not name.endswith("__")
+            ):
+                pass
+            case _:
+                continue
+        while isinstance(value, ast.Subscript):
+            value = value.value
+        yield value
+
+
+def _may_change(value: object) -> bool:
+    """Whether the contents of a global value may differ in another call."""
+    if isinstance(value, tuple):
+        return any(map(_may_change, value))
+    return isinstance(value, MutableSet | nn.Module) or hasattr(type(value), "__setitem__")
 
 
 def _parameters(tree: ast.AST) -> list[str]:

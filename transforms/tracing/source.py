@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from transforms.tracing.conditions import Source, source_of
+from transforms.tracing.conditions import Changing, Source, filled_by, source_of
 from transforms.tracing.modules import META_DATA
 
 _HARMLESS = {"training", "__class__", "_get_name", "extra_repr", "forward", "__init__"}
@@ -228,15 +228,22 @@ def dispatches(cls: type) -> bool:
     return any(isinstance(method, functools.singledispatchmethod) for method in methods)
 
 
-def changing_attributes(cls: type) -> set[str]:
-    """The attributes that are properties of ``cls``, or that its forward code assigns to."""
-    own = [base for base in cls.__mro__ if not _is_torchs(base)]
-    names = {name for base in own for name, v in vars(base).items() if isinstance(v, property)}
-    for function in _reachable(cls):
-        for instruction in dis.get_instructions(function):
-            if instruction.opname == "STORE_ATTR":
-                names.add(instruction.argval)
-    return names
+def changing_attributes(classes: Iterable[type]) -> Changing:
+    """The attributes that are properties of ``classes``, or that their forward code changes."""
+    values, contents = set(), set()
+    for cls in classes:
+        own = [base for base in cls.__mro__ if not _is_torchs(base)]
+        values |= {
+            name for base in own for name, v in vars(base).items() if isinstance(v, property)
+        }
+        for function in _reachable(cls):
+            for instruction in dis.get_instructions(function):
+                if instruction.opname == "STORE_ATTR":
+                    values.add(instruction.argval)
+            source = source_of(function.__code__)  # without one, all its conditions are open
+            filled = filled_by(source.tree) if source is not None else ()
+            contents |= {node.attr for node in filled if isinstance(node, ast.Attribute)}
+    return Changing(frozenset(values), frozenset(contents))
 
 
 def names_used(cls: type) -> set[str]:

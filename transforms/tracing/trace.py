@@ -9,7 +9,7 @@ import traceback
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -17,6 +17,7 @@ from torch.utils import _pytree
 
 from transforms.rewrites.exchanged_class import own_class
 from transforms.rewrites.plain_tensors import kept_tensors
+from transforms.tracing.conditions import Changing
 from transforms.tracing.modules import META_DATA, all_hooks, own_tensors
 from transforms.tracing.source import reads_only
 from transforms.tracing.watch import TensorReads, Watch
@@ -148,7 +149,7 @@ def run_trace(
     root: nn.Module,
     is_leaf: Callable[[nn.Module], bool],
     functions: set[types.FunctionType],
-    changing: Collection[str],
+    changing: Changing,
 ) -> Trace:
     """Trace ``root`` on a copy that shares its tensors, as forward may write to its attributes.
 

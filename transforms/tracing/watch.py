@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import types
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree
 
-from transforms.tracing.conditions import Conditions, Source, source_of
+from transforms.tracing.conditions import Changing, Conditions, Source, source_of
 from transforms.tracing.modules import META_DATA, own_tensors
 from transforms.tracing.source import Reader, Use, modules_in
 
@@ -89,7 +89,7 @@ def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
 class _Function:
     """A function outside torch, called with one module as its first argument."""
 
-    def __init__(self, frame: types.FrameType, changing: Collection[str]) -> None:
+    def __init__(self, frame: types.FrameType, changing: Changing) -> None:
         code, variables = frame.f_code, frame.f_locals
         self.source: Source | None = source_of(code)
         self._file = code.co_filename
@@ -127,10 +127,10 @@ class _Function:
 class Watch:
     """Follows the code that runs while a module is traced; a context manager.
 
-    ``changing`` are attributes of modules whose value may differ in another call.
+    ``changing`` are attributes of modules that may differ in another call.
     """
 
-    def __init__(self, changing: Collection[str], originals: Originals) -> None:
+    def __init__(self, changing: Changing, originals: Originals) -> None:
         self._changing = changing
         self._originals = originals
         self._functions: dict[_Key, _Function] = {}

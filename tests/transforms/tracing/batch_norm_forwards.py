@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
@@ -65,6 +66,9 @@ def _weight(model: nn.Module) -> nn.Parameter:
 calls = 0
 COUNTS = {"calls": 0}
 CACHE: list[Tensor] = []
+NUMBERS = np.zeros(1)
+NESTED = ([0],)
+STATE = types.SimpleNamespace(calls=[])
 _OPEN = "a condition that may differ in another call"
 
 
@@ -88,6 +92,44 @@ class Forwards(Block):
     def asks_a_global_list(self, x: Tensor) -> Tensor:
         y = self.conv(x)
         return y if len(CACHE) > 0 else self.norm(y)
+
+    @stays(_OPEN)
+    def counts_in_a_global_array(self, x: Tensor) -> Tensor:
+        NUMBERS[0] += 1
+        y = self.conv(x)
+        return y if NUMBERS[0] > 1e9 else self.norm(y)
+
+    @stays(_OPEN)
+    def counts_in_a_list_of_a_global_tuple(self, x: Tensor) -> Tensor:
+        NESTED[0][0] += 1
+        y = self.conv(x)
+        return y if NESTED[0][0] > 1e9 else self.norm(y)
+
+    @stays(_OPEN)
+    def asks_a_list_of_a_global_object(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y if len(STATE.calls) > 1e9 else self.norm(y)
+
+    @stays(_OPEN)
+    def looks_up_what_it_adds_to_a_global_dict(self, x: Tensor) -> Tensor:
+        COUNTS["calls"] += 1
+        y = self.conv(x)
+        return y if "raw" in COUNTS else self.norm(y)
+
+    @stays(_OPEN, seen=lambda m: [])
+    def counts_in_a_list(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        y = self.conv(x)
+        return y if len(self.seen) > 1e9 else self.norm(y)
+
+    @stays(_OPEN, seen=lambda m: {"n": 0})
+    def counts_in_a_dict(self, x: Tensor) -> Tensor:
+        self._count()
+        y = self.conv(x)
+        return y if self.seen["n"] > 1e9 else self.norm(y)
+
+    def _count(self) -> None:
+        self.seen["n"] += 1
 
     @stays(_OPEN)
     def asks_the_environment(self, x: Tensor) -> Tensor:

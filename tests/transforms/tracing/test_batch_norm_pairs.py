@@ -71,6 +71,8 @@ class Harmless(Block):
         self.shortcut = None
         self.config = types.SimpleNamespace(act="relu", scale=2.0)
         self.taps = [1]
+        self.widths = {"first": (3, 3)}
+        self.seen: list[int] = []
         self.layers = nn.ModuleList([nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)])
 
     def forward(self, x: Any, scale: Tensor | None = None, names: Any = None) -> Any:
@@ -80,7 +82,7 @@ class Harmless(Block):
         if not hasattr(x, "shape"):
             raise TypeError(f"no tensor: {x}")
         x = self.conv(x)
-        if self.norm is not None:
+        if self.norm is not None and self.widths["first"][0] == 3 and len(self.taps) == 1:
             x = self.norm(x)
         if self.config.act in ACTIVATIONS:
             activation = ACTIVATIONS[self.config.act]
@@ -92,7 +94,10 @@ class Harmless(Block):
             if i in self.taps:
                 outputs.append(x)
         identity = x if self.shortcut is None else self.shortcut(x)
-        y = self.norm2(self.conv2(x)) + identity
+        y = self.conv2(x)
+        if self.seen is not None:
+            self.seen.append(len(self.layers))
+        y = self.norm2(y) + identity
         if scale is not None:
             y = y * scale
         if torch.jit.is_scripting():
