@@ -86,6 +86,7 @@ def detach(module: nn.Module) -> None:
     handles: list[RemovableHandle] = vars(module).pop(_HANDLES, [])
     for handle in handles:
         handle.remove()
+    vars(module).pop(_OWN, None)  # is there if a hook of the module raised while torch loaded
     if vars(module).pop(_REWRITE, None) is not None:
         vars(module).pop(_APPLY, None)
 

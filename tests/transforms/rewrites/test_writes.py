@@ -288,6 +288,21 @@ def test_hooks_of_others_are_called_once() -> None:
     assert seen == [nn.BatchNorm2d, nn.BatchNorm2d]
 
 
+def test_a_hook_that_raises_leaves_nothing_behind() -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("refused")
+
+    plain, _ = make()
+    attributes = vars(plain[1]).keys()
+    optimized = transforms.optimize(plain)
+    optimized[1].register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(ValueError, match="refused"):
+        optimized.load_state_dict(plain.state_dict())
+    restored = transforms.restore(optimized)
+    assert_same_state(restored.state_dict(), plain.state_dict())
+    assert vars(restored[1]).keys() == attributes
+
+
 def test_buffer_that_is_not_saved() -> None:
     plain, _ = make()
     plain[1].register_buffer("extra", torch.ones(3), persistent=False)
