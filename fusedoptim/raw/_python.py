@@ -305,7 +305,8 @@ def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> A
             return _description(value, (*callers, function))
         if isinstance(value, enum.EnumMeta):
             members: list[enum.Enum] = list(value)
-            return value.__module__, value.__name__, list(map(repr, members))
+            # Not its module, whose name aot makes from the file's path.
+            return value.__name__, list(map(repr, members))
         if isinstance(value, (FunctionType, BuiltinFunctionType, type, np.ufunc)):
             return getattr(value, "__module__", "numpy"), value.__name__
         raise TypeError(

@@ -311,8 +311,12 @@ class TestNumbersFromElsewhere:
 
     def test_members_of_an_enum(self) -> None:
         source = "def bad(x: Global[Float32]): x[0] = E.A.value"
-        kernels = [_kernel(source, E=enum.IntEnum("E", {"A": value})) for value in (2, 77)]
+        kernels = [
+            _kernel(source, E=enum.IntEnum("E", {"A": value}, module=module))
+            for value, module in [(2, "one"), (77, "one"), (2, "two")]
+        ]
         assert identity(kernels[0]) != identity(kernels[1])
+        assert identity(kernels[0]) == identity(kernels[2])
 
     def test_an_array_of_a_module(self) -> None:
         module = ModuleType("module")
