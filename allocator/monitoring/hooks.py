@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from allocator.pool.allocation import Allocation
@@ -112,31 +112,40 @@ class Hooks:
                 hook.allocated(pool, allocation)
             except BaseException:
                 for told in hooks[:i]:
-                    _call(told, told.released, pool, allocation)
+                    _call(told, "released", pool, allocation)
                 raise
 
     def released(self, pool: Any, allocation: Allocation) -> None:
         """Report a release to all hooks."""
         for hook in self.all:
-            _call(hook, hook.released, pool, allocation)
+            _call(hook, "released", pool, allocation)
 
     def segments(self, pool: Any, returned: Iterable[Segment], taken: Iterable[Segment]) -> None:
         """Report segments returned to the driver and taken from it to all hooks."""
         for segment in returned:
             for hook in self.all:
-                _call(hook, hook.shrunk, pool, segment.address, segment.size)
+                _call(hook, "shrunk", pool, segment.address, segment.size)
         for segment in taken:
             for hook in self.all:
-                _call(hook, hook.grown, pool, segment.address, segment.size)
+                _call(hook, "grown", pool, segment.address, segment.size)
 
     def out_of_memory(self, pool: Any, nbytes: int) -> bool:
         """Whether a hook asks for another try."""
         return any(hook.out_of_memory(pool, nbytes) for hook in self.all)
 
 
-def _call(hook: Hook, method: Callable[..., None], *args: Any) -> None:
+def check_hook(hook: Any) -> None:
+    """Raise TypeError unless ``hook`` is a :class:`Hook`."""
+    if not isinstance(hook, Hook):
+        raise TypeError(
+            f"hook={hook!r} is not an instance of allocator.Hook; derive a class from it, and pass "
+            "an instance"
+        )
+
+
+def _call(hook: Hook, method: str, *args: Any) -> None:
     """Call a hook's method; an error cannot undo what has happened."""
     try:
-        method(*args)
+        getattr(hook, method)(*args)  # the attribute may be the user's code too
     except Exception as error:  # user code may raise anything
         report(error, "Exception ignored in a pool's hook", hook)

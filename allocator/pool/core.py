@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from allocator.exchange.exports import REUSES_CAPSULES, Export, Exporter
 from allocator.exchange.reuse import Entry, ReuseCache
-from allocator.monitoring.hooks import Hook, Hooks
+from allocator.monitoring.hooks import Hook, Hooks, check_hook
 from allocator.pool import lifecycle
 from allocator.pool.allocation import Allocation, largest_sites
 from allocator.pool.blocks import GRAIN
@@ -140,7 +140,8 @@ class Core:
             self.debugger.raise_found()
 
     def add_hook(self, hook: Hook) -> None:
-        """Call a hook from now on."""
+        """Call a hook from now on; TypeError if it is none."""
+        check_hook(hook)
         with self.lock, self.reentrancy as is_outermost:
             self.cache.by_dtype.clear()  # from now on no reuse bypasses the hooks
             if is_outermost:

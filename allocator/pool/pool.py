@@ -349,7 +349,10 @@ class Pool(Constructors, Reports):
         """Call a hook in the ``with`` block.
 
         Args:
-            hook: an object with the methods of :class:`Hook`.
+            hook: a :class:`Hook`.
+
+        Raises:
+            TypeError: ``hook`` is not a :class:`Hook`.
         """
         self.add_hook(hook)
         try:
@@ -361,7 +364,10 @@ class Pool(Constructors, Reports):
         """Call a hook from now on.
 
         Args:
-            hook: an object with the methods of :class:`Hook`.
+            hook: a :class:`Hook`.
+
+        Raises:
+            TypeError: ``hook`` is not a :class:`Hook`.
         """
         self._core.add_hook(hook)
 

@@ -211,6 +211,22 @@ def test_error_of_a_hook_is_reported_as_python_does(
         assert part in reported
 
 
+def test_a_hook_whose_attribute_fails_keeps_no_memory_in_use(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Hook):
+        @property
+        def released(self) -> Any:  # type: ignore[override]  # as in a hook that is half made
+            raise AttributeError("mine")
+
+    reported: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", reported.append)
+    with pool.hook(Failing()):
+        pool.empty(100)
+        assert Pool("cpu").memory_allocated() == pool.memory_allocated() == 0
+    assert [str(error.exc_value) for error in reported] == ["mine"]
+
+
 def test_threads_are_all_counted(pool: Pool) -> None:
     def work() -> None:
         for i in range(300):

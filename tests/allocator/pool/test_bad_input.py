@@ -14,7 +14,7 @@ import torch
 from torch.utils.dlpack import from_dlpack as to_torch
 
 import allocator
-from allocator import OutOfMemoryError, Pool
+from allocator import Hook, OutOfMemoryError, Pool
 from allocator.pool.driver import UsmDriver
 from tests.allocator.helpers import MIB, FaultyDriver
 
@@ -158,6 +158,12 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
     "reserve below 0": (lambda p: p.reserve(-1), ValueError, "-1"),
     "reserve real": (lambda p: p.reserve(1.5), TypeError, r"1\.5"),
     "reserve None": (lambda p: p.reserve(None), TypeError, "None"),  # type: ignore[arg-type]
+    "hook": (lambda p: p.add_hook(3), TypeError, r"hook=3 is not an instance of allocator\.Hook"),  # type: ignore[arg-type]
+    "hook's class": (
+        lambda p: p.hook(Hook).__enter__(),  # type: ignore[arg-type]
+        TypeError,
+        "hook=<class.*pass an instance",
+    ),
     "no rows": (lambda p: p.timeline(max_entries=0), ValueError, "max_entries=0"),
     "rows bool": (lambda p: p.timeline(max_entries=True), TypeError, "max_entries=True"),
     "rows text": (lambda p: p.timeline(max_entries="x"), TypeError, "max_entries='x'"),  # type: ignore[arg-type]
