@@ -24,7 +24,7 @@ from fusedoptim.raw._expressions import (
     chunk_of,
     launch_shape,
 )
-from fusedoptim.raw._parameters import DTYPES, Operand, Scalar
+from fusedoptim.raw._parameters import DTYPES, Dtype, Operand, Scalar
 from fusedoptim.raw._spirv import Parameter
 from fusedoptim.raw._walk import Walk, walk
 
@@ -153,7 +153,8 @@ class ReductionKernel(ExpressionKernel):
         map_expr: the value to reduce, such as ``"x * x"``.
         reduce_expr: combines ``a`` and ``b``, such as ``"a + b"``; in any order and grouping.
         post_map_expr: computes the outputs, such as ``"y = sqrt(a)"``.
-        identity: the neutral element of ``reduce_expr``, such as ``"0"``.
+        identity: the neutral element of ``reduce_expr``, such as ``"0"``, or ``"-INFINITY"`` for
+            the least number of any type: for integers the nearest one is taken.
         name: the kernel's name.
         reduce_type: the type of ``a`` and ``b``, by torch's name; default: the first output's.
         preamble: OpenCL C before the kernel, such as functions.
@@ -287,7 +288,10 @@ class ReductionKernel(ExpressionKernel):
         body = _ACROSS if is_across else _ALONG if results == 1 else _ALONG_SEVERAL
         parameters = _parameters.of_kernel([NUMBERS, _SCRATCH], operands, self._outputs)
         opening = self._opening(parameters, device)
-        source += self._source(opening, operands, elements, numbers, inner, outer, lanes, body)
+        identity = _identity(self._expressions["identity"], reduced)
+        source += self._source(
+            opening, operands, elements, numbers, inner, outer, lanes, identity, body
+        )
         groups = chunks * -(-count // results)
         if groups * lanes >= LARGEST:
             raise ValueError(
@@ -327,6 +331,7 @@ class ReductionKernel(ExpressionKernel):
         inner: Walk,
         outer: Walk,
         lanes: int,
+        identity: str,
         body: str,
     ) -> str:
         """OpenCL C for operands of these types and strides."""
@@ -340,7 +345,7 @@ class ReductionKernel(ExpressionKernel):
                 loads.append(operand.load(f"{inner.offset('i', k)} + {place}", const=True))
         words = _parameters.declared(numbers, operands, self._outputs) | self._expressions
         words |= {"name": self.name, "counter": str(_COUNTER)}
-        words |= {"lanes": str(lanes), "most_results": str(_RESULTS)}
+        words |= {"identity": identity, "lanes": str(lanes), "most_results": str(_RESULTS)}
         return _SOURCE.format(
             **words,
             opening=opening,
@@ -349,6 +354,18 @@ class ReductionKernel(ExpressionKernel):
             stores="\n".join(stores),
             body=body.format(**words),
         )
+
+
+def _identity(text: str, reduced: Dtype) -> str:
+    """C for the identity ``text`` in the type ``reduced``.
+
+    In C, the conversion of a floating number that an integer type cannot hold is undefined. Here
+    it gives the nearest integer, so -INFINITY is the least one.
+    """
+    if reduced.torch.is_floating_point or reduced.torch == torch.bool:
+        return text
+    nearest = f"convert_{reduced.arithmetic}_sat({text})"
+    return f"_Generic(({text}), float: {nearest}, double: {nearest}, default: ({text}))"
 
 
 def _results_of_group(n: int, count: int, chunks: int, device: torch.device) -> int:

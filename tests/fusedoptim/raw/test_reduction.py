@@ -150,6 +150,20 @@ def test_integers_and_bool() -> None:
     assert torch.equal(any_true(flags, axis=0), flags.any(0))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
+def test_a_floating_identity_of_integers_is_the_nearest(dtype: str) -> None:
+    limits = np.iinfo(dtype)
+    x = np.random.default_rng().integers(limits.min, limits.max, (50, 3), dtype, endpoint=True)
+    smallest = ReductionKernel("T x", "T y", "x", "min(a, b)", "y = a", "1.0 / 0", "smallest")
+    for axis in (0, 1):
+        assert np.array_equal(largest(x, axis=axis).numpy(), x.max(axis))
+        assert np.array_equal(smallest(x, axis=axis).numpy(), x.min(axis))
+    nothing = torch.from_numpy(x[:0])
+    assert (largest(nothing).item(), smallest(nothing).item()) == (limits.min, limits.max)
+    common = ReductionKernel("T x", "T y", "x", "a & b", "y = a", "-1", "common")
+    assert common(x).item() == np.bitwise_and.reduce(x, None)
+
+
 _SUMS = """
 import hashlib
 import torch
