@@ -23,7 +23,8 @@ def default_pool(device: Any = "cpu", kind: str = "device") -> Pool:
     """The shared pool of a device, the same object at every call.
 
     Args:
-        device: a SYCL filter string such as "cpu" or "gpu", or a ``dpctl.SyclQueue``.
+        device: a SYCL filter string such as "cpu" or "gpu", a ``torch.device`` of the CPU or an
+            XPU, or a ``dpctl.SyclQueue``.
         kind: "device", "shared" or "host".
 
     Raises:
@@ -33,7 +34,7 @@ def default_pool(device: Any = "cpu", kind: str = "device") -> Pool:
         >>> default_pool("cpu") is default_pool()
         True
     """
-    queue = queue_of(device) if isinstance(device, str) else device
+    queue = queue_of(device)
     pool = _defaults.get((queue, kind))
     if pool is not None and pool.is_usable:
         return pool
@@ -50,7 +51,8 @@ def named_pool(name: str, device: Any = "cpu", kind: str = "device", **options: 
 
     Args:
         name: name of the pool, also in reports.
-        device: a SYCL filter string such as "cpu" or "gpu", or a ``dpctl.SyclQueue``.
+        device: a SYCL filter string such as "cpu" or "gpu", a ``torch.device`` of the CPU or an
+            XPU, or a ``dpctl.SyclQueue``.
         kind: "device", "shared" or "host".
         options: further arguments of :class:`Pool`.
 
@@ -61,7 +63,7 @@ def named_pool(name: str, device: Any = "cpu", kind: str = "device", **options: 
         >>> named_pool("activations") is named_pool("activations")
         True
     """
-    queue = queue_of(device) if isinstance(device, str) else device
+    queue = queue_of(device)
     with _lock:
         pool = _named.get(name)
         if pool is None or not pool.is_usable:
@@ -81,14 +83,15 @@ def current_pool(device: Any = "cpu") -> Pool:
     """The pool of the innermost ``with pool:`` of this device, else the default one.
 
     Args:
-        device: a SYCL filter string such as "cpu" or "gpu", or a ``dpctl.SyclQueue``.
+        device: a SYCL filter string such as "cpu" or "gpu", a ``torch.device`` of the CPU or an
+            XPU, or a ``dpctl.SyclQueue``.
 
     Example:
         >>> with named_pool("activations") as pool:
         ...     current_pool() is pool
         True
     """
-    queue = queue_of(device) if isinstance(device, str) else device
+    queue = queue_of(device)
     for pool in reversed(entered_pools()):
         if pool.sycl_queue == queue:
             return pool

@@ -50,8 +50,6 @@ class UsmDriver:
             raise ValueError(f"kind={kind!r} is not one of {', '.join(KINDS)}")
         check_not_forked()
         dpctl = load_dpctl()
-        if not isinstance(queue, dpctl.SyclQueue):
-            raise TypeError(f"queue={queue!r} is not a dpctl.SyclQueue; use allocator.queue()")
         device = queue.sycl_device
         if not getattr(device, f"has_aspect_usm_{kind}_allocations"):
             raise RuntimeError(

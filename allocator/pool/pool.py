@@ -37,6 +37,7 @@ from allocator.pool.sizes import (
 from allocator.pool.source import Source, limit_of
 from allocator.pool.store import Store
 from allocator.runtime.formatting import size_text
+from allocator.runtime.queues import check_queue
 from allocator.runtime.queues import queue as queue_of
 
 
@@ -48,7 +49,8 @@ class Pool(Constructors, Reports):
     free again from the pool's next call on.
 
     Args:
-        device: a SYCL filter string such as "cpu" or "gpu", or a ``dpctl.SyclQueue``.
+        device: a SYCL filter string such as "cpu" or "gpu", a ``torch.device`` of the CPU or an
+            XPU, or a ``dpctl.SyclQueue``.
         kind: "device", "shared" or "host".
         name: name in messages and reports.
         limit: most bytes to take from the driver, as 4096 or "64MiB".
@@ -106,7 +108,7 @@ class Pool(Constructors, Reports):
                     "exclude each other: the arena is never returned; leave one out"
                 )
         if driver is None:
-            driver = UsmDriver(queue_of(device) if isinstance(device, str) else device, kind)
+            driver = UsmDriver(queue_of(device), kind)
         self.driver = driver
         """source of segments."""
         self.kind = kind
@@ -151,7 +153,7 @@ class Pool(Constructors, Reports):
         """
         size, alignment = as_nbytes(nbytes), as_integer(alignment, "alignment")
         if queue is not None:
-            _check_queue(queue)
+            check_queue(queue)
         if not 0 < alignment <= LARGEST_ALIGNMENT or alignment & (alignment - 1):
             raise ValueError(
                 f"alignment={alignment} is not a power of two of at most {LARGEST_ALIGNMENT}"
@@ -191,7 +193,7 @@ class Pool(Constructors, Reports):
         allocation = _allocation_of(self, self._core, memory)
         if queue == self.sycl_queue and allocation.stream == 0:
             return
-        _check_queue(queue)
+        check_queue(queue)
         if allocation.nbytes and queue not in allocation.queues:
             allocation.queues.append(queue)
             self._core.exporter.stop_reuse(allocation)
@@ -461,11 +463,6 @@ def _allocation_of(pool: Pool, core: Core, memory: Any) -> Allocation:
     if allocation is None or allocation.pool is not pool:
         raise ValueError(f"the memory does not belong to {pool.name}")
     return allocation
-
-
-def _check_queue(queue: Any) -> None:
-    if not hasattr(queue, "submit_barrier"):
-        raise TypeError(f"queue={queue!r} is not a dpctl.SyclQueue; use allocator.queue()")
 
 
 _entered: contextvars.ContextVar[tuple[Pool, ...]] = contextvars.ContextVar("entered", default=())

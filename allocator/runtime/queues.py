@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from typing import Any
 
@@ -33,26 +34,32 @@ class DeviceNotFoundError(RuntimeError):
     """No SYCL driver serves the requested device."""
 
 
-def queue(device: str = "cpu") -> Any:
+def queue(device: Any = "cpu") -> Any:
     """The in-order SYCL queue of a device, the same object at every call.
 
     Args:
         device: a SYCL filter string such as "cpu", "gpu" or "level_zero:gpu:1". If several drivers
-            serve the "cpu", Intel's is used. All names of one device have the same queue.
+            serve the "cpu", Intel's is used. All names of one device have the same queue. A
+            ``torch.device`` of the CPU is "cpu"; that of an XPU has the queue of torch's current
+            stream. A ``dpctl.SyclQueue`` is returned as it is.
 
     Returns:
         a ``dpctl.SyclQueue``.
 
     Raises:
+        TypeError: ``device`` is of another type.
         DeviceNotFoundError: no driver serves the device; the message says what to install.
         RuntimeError: this process was forked from one that already used a device, or
             FUSEDOPTIM_ISA was set after the CPU driver had started.
-        ValueError: FUSEDOPTIM_ISA names a level that this machine lacks.
+        ValueError: FUSEDOPTIM_ISA names a level that this machine lacks; or SYCL serves no
+            ``torch.device`` of this type.
 
     Example:
         >>> queue("cpu") is queue("cpu")
         True
     """
+    if not isinstance(device, str):
+        return device if _is_queue(device) else _queue_of_torch(device)
     check_not_forked()
     with _lock:
         if device not in _queues:
@@ -93,6 +100,37 @@ def borrowed_queue(address: int) -> Any:
             note_driver_runs()
             _borrowed[address] = dpctl.SyclQueue(new_capsule(address, b"SyclQueueRef", None))
         return _borrowed[address]
+
+
+def check_queue(queue: Any) -> None:
+    """Raise TypeError unless the argument ``queue`` is a ``dpctl.SyclQueue``."""
+    if not _is_queue(queue):
+        raise TypeError(f"queue={queue!r} is not a dpctl.SyclQueue; use allocator.queue()")
+
+
+def _is_queue(value: Any) -> bool:
+    return hasattr(value, "submit_barrier")
+
+
+def _queue_of_torch(device: Any) -> Any:
+    """The queue of a ``torch.device``."""
+    torch = sys.modules.get("torch")  # which whoever has a torch.device has imported
+    if torch is None or not isinstance(device, torch.device):
+        raise TypeError(
+            f"device={device!r} is not a device; pass a SYCL filter string such as 'cpu' or 'gpu', "
+            "a torch.device or a dpctl.SyclQueue"
+        )
+    if device.type == "cpu":
+        return queue("cpu")
+    if device.type != "xpu":
+        raise ValueError(f"device={device!r} is not served by SYCL; pass one of type cpu or xpu")
+    count = torch.xpu.device_count()
+    if (device.index or 0) >= count:
+        raise DeviceNotFoundError(
+            f"device={device!r} is not among torch's XPUs ({count} found); install torch with "
+            "support for XPU, or pass a SYCL filter string such as 'gpu'"
+        )
+    return borrowed_queue(torch.xpu.current_stream(device).sycl_queue)
 
 
 def _queue_of(device: str) -> Any:

@@ -40,13 +40,13 @@ def named_queue(device: Any) -> Any:
 
     Args:
         device: a SYCL filter string such as "cpu" or "level_zero:gpu:1"; the name of a torch device
-            that is not the host's, such as "xpu"; or a queue.
+            that is not the host's, such as "xpu"; a ``torch.device``; or a queue.
 
     Raises:
         DeviceNotFoundError: there is no such device.
     """
     if not isinstance(device, str):
-        return device
+        return queue(device)
     backend = BACKENDS.get(device.partition(":")[0])
     if backend is None or backend.runs_on_host:
         return queue(device)

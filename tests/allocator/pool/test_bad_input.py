@@ -205,7 +205,8 @@ def test_more_than_the_device_gives(pool: Pool) -> None:
     ("arguments", "error", "message"),
     [
         ({"kind": "gpu"}, ValueError, "kind='gpu'"),
-        ({"device": 5}, TypeError, "queue=5"),
+        ({"device": 5}, TypeError, r"device=5 is not a device; .*torch\.device"),
+        ({"device": torch.device("cuda")}, ValueError, "device=device.*'cuda'.* cpu or xpu"),
         ({"device": "level_zero:gpu:7"}, allocator.DeviceNotFoundError, "level_zero:gpu:7"),
         ({"limit": -1}, ValueError, "limit=-1"),
         ({"limit": "many"}, ValueError, "limit='many'"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import allocator
 from allocator.runtime import libraries, maps, queues
@@ -25,6 +26,24 @@ def test_names_of_one_device() -> None:
         assert allocator.queue(name) is own
         with allocator.Pool(name) as pool:
             assert allocator.current_pool() is pool
+
+
+def test_devices_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = allocator.queue("cpu")
+    for device in (torch.ones(1).device, torch.device("cpu", 0), own):
+        assert allocator.queue(device) is own
+        assert allocator.default_pool(device) is allocator.default_pool("cpu")
+        assert allocator.named_pool("of a device of torch", device).sycl_queue is own
+        assert allocator.memory_allocated(device) == allocator.memory_allocated()
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)  # the CPU's own queue stands in
+    stream = SimpleNamespace(sycl_queue=own.addressof_ref())
+    monkeypatch.setattr(torch.xpu, "current_stream", lambda device: stream)
+    for index in (None, 0):
+        assert allocator.queue(torch.device("xpu", index)) == own
+    with pytest.raises(allocator.DeviceNotFoundError, match=r"index=1\) is not among .*1 found"):
+        allocator.queue(torch.device("xpu", 1))
+    with pytest.raises(TypeError, match="device=0 is not a device; pass a SYCL filter string"):
+        allocator.memory_allocated(0)
 
 
 def test_threads_get_the_same_queue(monkeypatch: pytest.MonkeyPatch) -> None:
