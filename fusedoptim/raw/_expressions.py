@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,12 +125,15 @@ class _Again(NamedTuple):
 class ExpressionKernel(abc.ABC):
     """The base of ElementwiseKernel and ReductionKernel."""
 
+    _reserved: ClassVar[tuple[str, ...]]
+    """Names that the expressions use."""
+
     def __init__(
         self, in_params: str, out_params: str, name: str, preamble: str, options: Sequence[str]
     ) -> None:
         check_text(name=name, preamble=preamble)
-        self._inputs = _parameters.parse(in_params, "in_params")
-        self._outputs = _parameters.parse(out_params, "out_params")
+        self._inputs = _parameters.parse(in_params, "in_params", self._reserved)
+        self._outputs = _parameters.parse(out_params, "out_params", self._reserved)
         self._params = self._inputs + self._outputs
         self._input_count = len(self._inputs)
         _parameters.check_names(name, self._params)
@@ -180,7 +183,7 @@ class ExpressionKernel(abc.ABC):
         """The outputs of a call whose arguments are checked."""
         if tracing_state() is not None:  # which makes every call come here
             check_seen(self._name, args)
-        values, forms = _parameters.read(self._name, args, self._input_count)
+        values, forms = _parameters.read(self._name, self._params, args, self._input_count)
         key = forms, options
         known = self._plans.get(key)
         plan = known or self._plan(values, *options)

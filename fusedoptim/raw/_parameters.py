@@ -51,7 +51,6 @@ _KEYWORDS = frozenset(
     private generic pipe read_only write_only read_write uniform
     """.split()  # noqa: SIM905
 )
-_RESERVED = ("i", "n", "a", "b")  # names that operations use
 
 # Round to nearest even in integer arithmetic, as fusedoptim/kernels/_lowering.py explains. A half
 # is read as a ushort: reading a half takes the extension for float16 arithmetic.
@@ -139,8 +138,14 @@ class Operand(NamedTuple):
         return f"((global {'const ' * const}ushort *){self.c_name})"
 
 
-def parse(text: str, what: str) -> tuple[Param, ...]:
-    """The parameters that ``text`` declares; errors call it ``what``."""
+def parse(text: str, what: str, reserved: Sequence[str]) -> tuple[Param, ...]:
+    """The parameters that ``text`` declares.
+
+    Args:
+        text: the declarations.
+        what: what errors call it.
+        reserved: names that the kernel's expressions use.
+    """
     if not isinstance(text, str):
         raise TypeError(
             f'{what}={text!r} is a {type(text).__name__}; pass a str, such as "float32 x, raw T y"'
@@ -156,10 +161,10 @@ def parse(text: str, what: str) -> tuple[Param, ...]:
                 f"{what}: {type_!r} of {declaration!r} is not a type; supported types are "
                 f"{', '.join(DTYPES)}, and capital letters for any of them"
             )
-        if name in _RESERVED or name.endswith("_"):
+        if name in reserved or name.endswith("_"):
             raise ValueError(
                 f"{what}: {name!r} is a name of the generated kernel, as are "
-                f"{', '.join(_RESERVED)} and those that end with _; choose another"
+                f"{', '.join(reserved)} and those that end with _; choose another"
             )
         if name in _KEYWORDS:
             raise ValueError(
@@ -234,12 +239,13 @@ def _bind_tensor(kernel: str, param: Param, dtype: torch.dtype, found: dict[str,
 
 
 def read(
-    kernel: str, args: Sequence[Any], inputs: int
+    kernel: str, params: Sequence[Param], args: Sequence[Any], inputs: int
 ) -> tuple[list[Tensor | Scalar], tuple[Any, ...]]:
     """The arguments, and for each everything that the plan of a call depends on.
 
     Args:
         kernel: its name, for errors.
+        params: its parameters, for errors.
         args: the arguments; numpy arrays become tensors over the same memory.
         inputs: how many of them, the first ones, are only read.
 
@@ -252,15 +258,17 @@ def read(
     forms: list[Any] = []
     for k, value in enumerate(args):
         if isinstance(value, np.ndarray):
-            value = _tensor_over(kernel, value, is_input=k < inputs)
+            value = _tensor_over(value, _label(kernel, params, k), is_input=k < inputs)
         if isinstance(value, Tensor):
             if value.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"{kernel}: an argument requires a gradient, and autograd does not see a "
+                    f"{_label(kernel, params, k)} requires a gradient, and autograd does not see a "
                     "kernel; call it under torch.no_grad(), or pass tensor.detach()"
                 )
             if value.layout is not torch.strided:
-                raise ValueError(f"{kernel}: an argument is {value.layout}; pass its .to_dense()")
+                raise ValueError(
+                    f"{_label(kernel, params, k)} is {value.layout}; pass its .to_dense()"
+                )
             forms.append((value.dtype, value.shape, value.stride(), value.device))
         else:
             if isinstance(value, np.generic):
@@ -270,20 +278,23 @@ def read(
     return values, tuple(forms)
 
 
-def _tensor_over(kernel: str, array: NDArray[Any], is_input: bool) -> Tensor:
-    """A tensor over an array's memory."""
+def _label(kernel: str, params: Sequence[Param], k: int) -> str:
+    """What errors call argument ``k``, which may be one too many."""
+    return f"{kernel}: argument {repr(params[k].name) if k < len(params) else k}"
+
+
+def _tensor_over(array: NDArray[Any], label: str, is_input: bool) -> Tensor:
+    """A tensor over an array's memory; errors call it ``label``."""
     if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(f"{kernel}: an argument is {MASKED}")
+        raise TypeError(f"{label} is {MASKED}")
     if not array.flags.writeable:
         if not is_input:
-            raise ValueError(f"{kernel}: an output is a read-only array; pass one to write to")
+            raise ValueError(f"{label} is an output and a read-only array; pass one to write to")
         array = np.asarray(_Writable(array))
     try:
         return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
-        raise type(error)(
-            f"{kernel}: an argument is an array that torch refuses: {error}"
-        ) from None
+        raise type(error)(f"{label} is an array that torch refuses: {error}") from None
 
 
 class _Writable:
@@ -315,11 +326,19 @@ def check_count(kernel: str, inputs: int, outputs: int, values: Sequence[Any]) -
             )
 
 
-def common_shape(kernel: str, operands: Sequence[Operand]) -> tuple[torch.Size, torch.device]:
-    """The shape to which tensors that are not raw are broadcast, and their device."""
+def common_shape(
+    kernel: str, operands: Sequence[Operand], cure: str = "pass a tensor that is not raw"
+) -> tuple[torch.Size, torch.device]:
+    """The shape to which tensors that are not raw are broadcast, and their device.
+
+    Args:
+        kernel: its name, for errors.
+        operands: the arguments.
+        cure: what to do if none of them is such a tensor.
+    """
     elements = [operand.tensor for operand in operands if operand.is_element]
     if not elements:
-        raise ValueError(f"{kernel}: no argument gives a shape; pass a tensor that is not raw")
+        raise ValueError(f"{kernel}: no argument gives a shape; {cure}")
     try:
         shape = torch.broadcast_shapes(*[t.shape for t in elements])  # type: ignore[no-untyped-call]
     except RuntimeError as error:

@@ -87,6 +87,8 @@ class ElementwiseKernel(ExpressionKernel):
         tensor([1., 0., 1.])
     """
 
+    _reserved = ("i", "n")
+
     def __init__(
         self,
         in_params: str,
@@ -182,7 +184,8 @@ class ElementwiseKernel(ExpressionKernel):
         inputs = operands[: len(self._inputs)]
         if not any(operand.is_element for operand in inputs):
             inputs = operands
-        shape, device = _parameters.common_shape(self.name, inputs)
+        cure = "pass a tensor that is not raw, or size=, the number of elements"
+        shape, device = _parameters.common_shape(self.name, inputs, cure)
         for operand in operands[len(self._inputs) :]:
             if operand.is_element:
                 _parameters.check_output(self.name, operand, shape)

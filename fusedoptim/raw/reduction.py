@@ -171,6 +171,8 @@ class ReductionKernel(ExpressionKernel):
         tensor([ 5., 10.])
     """
 
+    _reserved = ("i", "n", "a", "b")
+
     def __init__(
         self,
         in_params: str,

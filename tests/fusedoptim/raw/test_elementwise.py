@@ -131,16 +131,18 @@ class TestArrays:
         assert np.array_equal(difference(wide, 1.0).numpy(), wide - 1)
         address = ElementwiseKernel("raw T x", "uint64 z", "z = (ulong)x", "address")
         assert int(address(x, size=1)[0]) == x.ctypes.data
-        with pytest.raises(ValueError, match="an output is a read-only array"):
+        with pytest.raises(
+            ValueError, match="difference: argument 'z' is an output and a read-only array"
+        ):
             difference(np.ones(6), 1.0, x)
 
     @pytest.mark.parametrize(
         ("array", "error", "message"),
         [
-            (np.ones(3, ">f8"), ValueError, "difference: an argument is an array.*byte order"),
-            (np.ma.ones(3), TypeError, r"difference: an argument is a masked.*filled"),
-            (np.ones(3, object), TypeError, "difference: an argument is an array.*object"),
-            (np.ones(3)[::-1], ValueError, "difference: an argument is an array.*strides"),
+            (np.ones(3, ">f8"), ValueError, "difference: argument 'x' is an array.*byte order"),
+            (np.ma.ones(3), TypeError, r"difference: argument 'x' is a masked.*filled"),
+            (np.ones(3, object), TypeError, "difference: argument 'x' is an array.*object"),
+            (np.ones(3)[::-1], ValueError, "difference: argument 'x' is an array.*strides"),
             (
                 np.ones(3, complex),
                 TypeError,
@@ -152,6 +154,12 @@ class TestArrays:
     def test_refused(self, array: object, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             difference(array, torch.ones(3, dtype=torch.float64))  # type: ignore[arg-type]
+
+
+def test_parameters_may_have_the_names_that_reductions_reserve() -> None:
+    added = ElementwiseKernel("T a, T b", "T c", "c = a + b")
+    x = torch.randn(2, 9)
+    assert torch.equal(added(*x), x[0] + x[1])
 
 
 def test_bool() -> None:
@@ -275,7 +283,7 @@ class TestBadInput:
             ("float x", "'float' of 'float x' is not a type"),
             ("float32", "'float32' is not like"),
             ("float32 x y", "is not like"),
-            ("float32 i", "'i' is a name of the generated kernel"),
+            ("float32 i", "'i' is a name of the generated kernel, as are i, n and those"),
             ("float32 x_", "'x_' is a name of the generated kernel"),
             ("float32 global", "'global' is a reserved word of OpenCL C"),
             ("float32 z", "two parameters have the name 'z'"),
@@ -362,7 +370,7 @@ class TestBadInput:
         for size in (-1, True, 1.0):
             with pytest.raises(ValueError, match=f"size={size} is not a number of elements"):
                 numbered(size=size)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="no argument gives a shape"):
+        with pytest.raises(ValueError, match=r"no argument gives a shape; .* not raw, or size="):
             numbered()
         scatter = ElementwiseKernel("T x", "raw T y", "y[i] = x")
         with pytest.raises(ValueError, match="the raw output 'y' must be passed"):
@@ -372,9 +380,13 @@ class TestBadInput:
 
     def test_gradients_layouts_and_devices(self) -> None:
         x = torch.ones(3)
-        with pytest.raises(RuntimeError, match="autograd does not see a kernel"):
-            difference(x.clone().requires_grad_(), x)
-        with pytest.raises(ValueError, match=r"torch\.sparse_coo; pass its \.to_dense"):
+        with pytest.raises(
+            RuntimeError, match="'y' requires a gradient, and autograd does not see"
+        ):
+            difference(x, x.clone().requires_grad_())
+        with pytest.raises(RuntimeError, match="argument 3 requires a gradient"):
+            difference(x, x, x.clone(), x.clone().requires_grad_())
+        with pytest.raises(ValueError, match=r"'x' is torch\.sparse_coo; pass its \.to_dense"):
             difference(x.to_sparse(), x)
         with pytest.raises(ValueError, match="are on cpu and meta"):
             difference(x, x.to("meta"))

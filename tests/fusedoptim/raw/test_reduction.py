@@ -258,6 +258,8 @@ class TestBadInput:
     def test_declarations(self) -> None:
         with pytest.raises(ValueError, match="must declare outputs, none of them raw"):
             ReductionKernel("T x", "raw T y", "x", "a + b", "y = a", "0")
+        with pytest.raises(ValueError, match="'b' is a name of the generated kernel"):
+            ReductionKernel("T b", "T y", "b", "a + b", "y = a", "0")
         with pytest.raises(TypeError, match="map_expr=None is a NoneType; pass a str"):
             ReductionKernel("T x", "T y", None, "a + b", "y = a", "0")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="identity='' is not a C expression"):
@@ -271,7 +273,9 @@ class TestBadInput:
             TypeError, match="takes 1 inputs and then its 1 outputs or none; 0 were given"
         ):
             total()
-        with pytest.raises(ValueError, match="no argument gives a shape"):
+        with pytest.raises(
+            ValueError, match=r"no argument gives a shape; pass a tensor that is not raw$"
+        ):
             total(1.0)
         with pytest.raises(ValueError, match=r"shape \(3,\), and the result's is \(4,\)"):
             total(x, torch.ones(3), axis=0)
