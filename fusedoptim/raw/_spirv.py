@@ -99,7 +99,10 @@ def read_module(spirv: bytes) -> ModuleFacts:
     except (IndexError, KeyError) as error:  # of a missing operand or id
         raise InvalidModuleError(f"the SPIR-V module is damaged ({error!r})") from error
     if not facts.entries:
-        raise InvalidModuleError("the SPIR-V module has no kernel (no OpEntryPoint Kernel)")
+        raise InvalidModuleError(
+            "the SPIR-V module has no kernel (no OpEntryPoint Kernel); in OpenCL C, a kernel "
+            "begins with `kernel void`"
+        )
     return facts
 
 

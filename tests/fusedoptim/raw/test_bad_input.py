@@ -408,7 +408,10 @@ MODULES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "header alone": (lambda spirv: spirv[:20], "has no kernel"),
     "swapped": (swapped, "is in big-endian byte order"),
     "zeros": (lambda spirv: spirv[:20] + bytes(40), "is truncated or damaged"),
-    "no kernel": (lambda spirv: compile_opencl_c("int f(int x) { return x; }"), "has no kernel"),
+    "no kernel": (
+        lambda spirv: compile_opencl_c("int f(int x) { return x; }"),
+        "has no kernel .*; in OpenCL C, .* `kernel void`",
+    ),
 }
 
 
