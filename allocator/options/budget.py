@@ -140,7 +140,7 @@ class Budget(Hook):
         return self._used + whole_grains(nbytes) <= self.limit
 
     def _exceeded(self, nbytes: int) -> OutOfMemoryError:
-        reason = f"{self._text}, of which {size_text(self._used)} are in use"
+        reason = f"{self._text}, of which {size_text(self._used)} are in use; raise its limit"
         return self._core.out_of_memory_error(nbytes, reason)
 
     @property

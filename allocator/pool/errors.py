@@ -85,7 +85,9 @@ class OutOfMemoryError(MemoryError):
         if self.sites:
             lines.append("  most is held by:")
             lines += [f"    {size_text(s.nbytes)} in {s.blocks}: {s.where}" for s in self.sites]
-        lines.append("  cure: release tensors that are no longer needed, or raise the limit")
+        is_limited = self.limit is not None and self.reserved + self.requested > self.limit
+        other = "raise the limit" if is_limited else "allocate less at once"
+        lines.append(f"  cure: release tensors that are no longer needed, or {other}")
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
