@@ -38,6 +38,15 @@ class Lender(Protocol):
         """A capsule that describes a view of the memory."""
 
 
+class Uncopyable:
+    """Memory of which a copy would own the same bytes."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} can be neither copied nor pickled; copy a tensor made from it")
+
+
 class _Reader:
     """Keeps memory alive while a numpy array reads it, and counts as one of its views."""
 

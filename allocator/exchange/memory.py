@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from allocator.exchange.buffers import Buffered, Lender, bytes_of
+from allocator.exchange.buffers import Buffered, Lender, Uncopyable, bytes_of
 from allocator.exchange.devices import HOST, KDL_CPU, KDL_ONEAPI, TAKEN
 from allocator.exchange.dlpack import IS_COPIED, READ_ONLY, View, as_pair
 from allocator.exchange.dtypes import DType, as_dtype
@@ -33,7 +33,7 @@ def copy_into(shared_pool: Callable[[Any, str], Any]) -> None:
     _shared_pool = shared_pool
 
 
-class Memory:
+class Memory(Uncopyable):
     """Bytes of a pool, in use until they are released or nothing refers to them.
 
     torch, numpy, dpnp and dpctl read it without a copy: it has ``__dlpack__``,
@@ -211,10 +211,6 @@ class Memory:
         self.views += 1
         return exporter.public_capsule(export, self)
 
-    def __reduce__(self) -> Any:
-        # A copy would own the same bytes.
-        raise TypeError(f"{self!r} can be neither copied nor pickled; copy a tensor made from it")
-
     def __del__(self) -> None:
         # May run at any moment, even inside the pool's own calls, so it takes no lock.
         allocation = getattr(self, "allocation", None)
@@ -235,7 +231,7 @@ class _HostMemory(Buffered, Memory):  # type: ignore[misc]  # a C type is Any to
 _HostMemory.__name__ = _HostMemory.__qualname__ = "Memory"
 
 
-class Array:
+class Array(Uncopyable):
     """A shape and an element type over :class:`Memory`, or over another library's memory.
 
     It has no arithmetic: ``torch.from_dlpack``, ``numpy.from_dlpack`` and ``dpctl.tensor.asarray``

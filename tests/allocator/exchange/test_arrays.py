@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +40,11 @@ def test_shape(pool: Pool) -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_memory_is_not_duplicated(pool: Pool, duplicate: Callable[[Any], Any]) -> None:
-    with pytest.raises(TypeError, match="neither copied nor pickled"):
-        duplicate(pool.allocate(8))
+    for memory in (pool.allocate(8), pool.array(3), pool.array(3, "bfloat16"), lent()):
+        with pytest.raises(
+            TypeError, match=f"^{re.escape(repr(memory))} can be neither copied nor"
+        ):
+            duplicate(memory)
 
 
 def test_queue(pool: Pool) -> None:
