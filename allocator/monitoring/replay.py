@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from allocator.exchange.memory import Memory
 from allocator.pool.blocks import GRAIN, Rules
 from allocator.pool.driver import HUGE_PAGE, Driver
+from allocator.pool.sizes import check_bool
 from allocator.pool.source import Source
 from allocator.pool.store import Store
 from allocator.runtime.libraries import load_dpctl
@@ -62,6 +63,7 @@ def replay(trace: Trace, target: Any = None, *, touch: bool = False) -> Replay:
         touch: write to all memory, as programs do; for pools only.
 
     Raises:
+        TypeError: ``touch`` is not a bool.
         ValueError: ``touch`` is True, but the target is rules, which have no memory.
         OutOfMemoryError: the pool has no room; all memory of the replay is released.
 
@@ -77,6 +79,7 @@ def replay(trace: Trace, target: Any = None, *, touch: bool = False) -> Replay:
         >>> figures._replace(seconds=0) == trace.replay(allocator.Pool("cpu"))._replace(seconds=0)
         True
     """
+    check_bool(touch, "touch")
     if target is None or isinstance(target, Rules):
         if touch:
             raise ValueError("touch=True needs memory, and rules have none; give a pool")

@@ -23,6 +23,7 @@ from allocator.monitoring.timeline import Timeline
 from allocator.monitoring.trace import Trace, recorded
 from allocator.pool.core import Core
 from allocator.pool.counters import Counters
+from allocator.pool.sizes import check_bool
 
 
 class Reports:
@@ -109,11 +110,15 @@ class Reports:
         Args:
             abbreviated: leave out the separate figures for large and small blocks.
 
+        Raises:
+            TypeError: ``abbreviated`` is not a bool.
+
         Example:
             >>> from allocator import Pool
             >>> print(Pool("cpu").memory_summary().splitlines()[1].split()[0])
             metric
         """
+        check_bool(abbreviated, "abbreviated")
         self.memory_stats()  # measures the free blocks in partly used segments
         return summary(self._core.name, self._core.store.counters, abbreviated=abbreviated)
 
@@ -139,7 +144,7 @@ class Reports:
             stacks: "python", or None to record none.
 
         Raises:
-            TypeError: ``max_entries`` is not an integer.
+            TypeError: ``enabled`` is not a bool, or ``max_entries`` not an integer.
             ValueError: ``max_entries`` is negative, or ``stacks`` has another value.
 
         Example:
@@ -150,6 +155,7 @@ class Reports:
             >>> [entry["action"] for entry in pool.snapshot()["device_traces"][0]]
             ['segment_alloc', 'alloc']
         """
+        check_bool(enabled, "enabled")
         core = self._core
         history = History(core.store, max_entries, stacks) if enabled else self._history
         if self._history is not None:

@@ -29,6 +29,7 @@ from allocator.pool.sizes import (
     as_nbytes,
     as_shape,
     as_strides,
+    check_bool,
     checked_nbytes,
     contiguous_strides,
     extent,
@@ -96,8 +97,7 @@ class Pool(Constructors, Reports):
         idle_seconds: float | None = None,
         debug: bool = False,
     ) -> None:
-        if not isinstance(debug, bool):
-            raise TypeError(f"debug={debug!r} is not True or False")
+        check_bool(debug, "debug")
         if rules is not None and not isinstance(rules, Rules):
             raise TypeError(f"rules={rules!r} is not an allocator.Rules")
         if idle_seconds is not None:
@@ -412,7 +412,9 @@ class Pool(Constructors, Reports):
 
         Raises:
             RuntimeError: memory is in use, and ``force`` is False.
+            TypeError: ``force`` is not a bool.
         """
+        check_bool(force, "force")
         core = self._core
         core.check_process()
         core.drain_if_idle(with_unclaimed=True)

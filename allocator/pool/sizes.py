@@ -1,4 +1,4 @@
-"""Sizes, shapes and strides given by users, checked."""
+"""Sizes, shapes, strides and switches given by users, checked."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def as_number(value: Any, argument: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{argument}={value!r} is not a number")
     return value
+
+
+def check_bool(value: Any, argument: str) -> None:
+    """Raise TypeError unless an argument is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument}={value!r} is not True or False")
 
 
 def as_nbytes(nbytes: Any) -> int:

@@ -164,6 +164,9 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
         TypeError,
         "hook=<class.*pass an instance",
     ),
+    "enabled": (lambda p: p.record_history("foo"), TypeError, "enabled='foo' is not True or False"),  # type: ignore[arg-type]
+    "force": (lambda p: p.close(force="no"), TypeError, "force='no' is not True or False"),  # type: ignore[arg-type]
+    "abbreviated": (lambda p: p.memory_summary("cpu"), TypeError, "abbreviated='cpu' is not True"),  # type: ignore[arg-type]
     "no rows": (lambda p: p.timeline(max_entries=0), ValueError, "max_entries=0"),
     "rows bool": (lambda p: p.timeline(max_entries=True), TypeError, "max_entries=True"),
     "rows text": (lambda p: p.timeline(max_entries="x"), TypeError, "max_entries='x'"),  # type: ignore[arg-type]
@@ -195,10 +198,13 @@ def test_calls(pool: Pool, name: str) -> None:
 
 
 def test_more_than_the_device_gives(pool: Pool) -> None:
-    pool.set_limit(None)
     largest = pool.sycl_queue.sycl_device.max_mem_alloc_size
-    rejects(pool, lambda p: p.allocate(largest + 1), OutOfMemoryError, f"{largest:,} .*max_mem")
+    message = rf"(?s){largest:,} bytes at once \(max_mem_alloc_size\).*, or allocate less at once$"
+    for limit in (None, 2 * largest):
+        pool.set_limit(limit)
+        rejects(pool, lambda p: p.allocate(largest + 1), OutOfMemoryError, message)
     pool.set_limit("1GiB")
+    rejects(pool, lambda p: p.allocate(2 << 30), OutOfMemoryError, "raise the limit$")
 
 
 @pytest.mark.parametrize(
