@@ -10,6 +10,7 @@ import torch
 
 from fusedoptim._torch_private import tracing_state
 from fusedoptim.launch.arguments import LOCAL, Frame, Packing
+from fusedoptim.raw._errors import class_of
 from fusedoptim.raw._pointers import Uses, alignment, pointer
 from fusedoptim.raw._recent import Recent
 from fusedoptim.raw._scalars import scalar
@@ -108,7 +109,7 @@ class Signature:
         """
         if type(arguments) is not tuple and type(arguments) is not list:
             raise TypeError(
-                f"{self._kernel}: args is a {type(arguments).__name__}; pass a tuple, as in "
+                f"{self._kernel}: args is {class_of(arguments)}; pass a tuple, as in "
                 "kernel(1024, 16, (x, y))"
             )
         if len(arguments) != self.count:
@@ -193,7 +194,7 @@ def _getter(indices: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]
 def _local(value: Any) -> bytes:
     if not isinstance(value, LocalMemory):
         raise TypeError(
-            f"a {type(value).__name__}, where memory of the work-group is expected; "
+            f"{class_of(value)}, where memory of the work-group is expected; "
             "pass LocalMemory(nbytes)"
         )
     if value.nbytes >= _MOST_BYTES:

@@ -1,8 +1,14 @@
-"""The errors and warnings of raw kernels."""
+"""The errors and warnings of raw kernels, and words for them."""
 
 from __future__ import annotations
 
 from typing import Any
+
+
+def class_of(value: Any) -> str:
+    """The name of a value's class for an error, with its article: "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 class KernelCompileError(RuntimeError):

@@ -16,6 +16,7 @@ from fusedoptim.launch.backend import LaunchShape, Traits
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.raw import _parameters
 from fusedoptim.raw._arguments import Signature
+from fusedoptim.raw._errors import class_of
 from fusedoptim.raw._parameters import Dtype, Operand
 from fusedoptim.raw._pointers import PLAIN
 from fusedoptim.raw._recent import Recent
@@ -293,7 +294,7 @@ def check_text(**texts: Any) -> None:
     """Raise TypeError unless all these arguments are strings."""
     for name, text in texts.items():
         if not isinstance(text, str):
-            raise TypeError(f"{name}={text!r} is a {type(text).__name__}; pass a str")
+            raise TypeError(f"{name}={text!r} is {class_of(text)}; pass a str")
 
 
 def takes_frame(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from fusedoptim._warn import warn
 from fusedoptim.allocator import load_opencl_compiler
-from fusedoptim.raw._errors import KernelCompileError, KernelCompileWarning
+from fusedoptim.raw._errors import KernelCompileError, KernelCompileWarning, class_of
 from fusedoptim.raw._typedefs import answers, question, unknown_types, with_types
 
 # Positions in the result's table of functions.
@@ -150,7 +150,7 @@ def compile_opencl_c(source: str, options: Sequence[str] = ()) -> bytes:
         '0x7230203'
     """
     if not isinstance(source, str):
-        raise TypeError(f"source is a {type(source).__name__}; OpenCL C is a str")
+        raise TypeError(f"source is {class_of(source)}; OpenCL C is a str")
     if "\0" in source:
         raise ValueError("source has a null character; OpenCL C is text")
     options = check_options(options)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusedoptim.dtypes import ELEMENTS, Element
 from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.raw._errors import class_of
 from fusedoptim.raw._pointers import MASKED
 from fusedoptim.raw._spirv import Parameter
 
@@ -148,7 +149,7 @@ def parse(text: str, what: str, reserved: Sequence[str]) -> tuple[Param, ...]:
     """
     if not isinstance(text, str):
         raise TypeError(
-            f'{what}={text!r} is a {type(text).__name__}; pass a str, such as "float32 x, raw T y"'
+            f'{what}={text!r} is {class_of(text)}; pass a str, such as "float32 x, raw T y"'
         )
     params = []
     for declaration in filter(None, map(str.strip, text.split(","))):
@@ -210,7 +211,7 @@ def bind(
             numbers.append((param, value))
         else:
             raise TypeError(
-                f"{kernel}: argument {param.name!r} is a {type(value).__name__}; pass a torch "
+                f"{kernel}: argument {param.name!r} is {class_of(value)}; pass a torch "
                 f"tensor or a numpy array{', or a number' if may_be_number else ''}"
             )
     for param, value in numbers:

@@ -13,6 +13,7 @@ from torch.nn import Parameter as TorchParameter
 from fusedoptim.allocator import Array, Memory, load_dpctl
 from fusedoptim.dtypes import ELEMENTS
 from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.raw._errors import class_of
 from fusedoptim.raw._spirv import Parameter
 
 MASKED = "a masked array, whose mask no kernel sees; pass value.filled(...), or value.data"
@@ -135,7 +136,7 @@ def pointer(parameter: Parameter, index: int) -> Accept:
         address: int = value.data_ptr()
         check_alignment(address)
         if not address and value.numel():
-            raise TypeError(f"a {type(value).__name__} with no memory of its own")
+            raise TypeError(f"{class_of(value)} with no memory of its own")
         return address
 
     def accept_other(value: Any, uses: Uses) -> int:
@@ -153,7 +154,7 @@ def pointer(parameter: Parameter, index: int) -> Accept:
     def check_alignment(address: int) -> None:
         if address % aligned:
             raise ValueError(
-                f"its address {address:#x} is not a multiple of {parameter.size}, the size of a "
+                f"its address {address:#x} is not a multiple of {parameter.size}, the size of "
                 f"{parameter.dtype}; pass a clone(), or declare a pointer to scalars"
             )
 
@@ -264,15 +265,14 @@ def _plain(value: Tensor) -> Tensor:
         return value
     if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(
-            f"a {type(value).__name__} has no memory of its own; pass the tensor inside it "
+            f"{class_of(value)} has no memory of its own; pass the tensor inside it "
             "(of a DTensor: value.to_local())"
         )
     return value.as_subclass(Tensor)
 
 
 def _wrong_dtype(dtype: object, names: Sequence[str] | None) -> str:
-    hint = ", or torch.view_as_real(value)" if "complex" in str(dtype) else ""
-    return (
-        f"its dtype is {dtype}, and the kernel reads {' or '.join(names or ())}; "
-        f"convert it, declare another pointer{hint}"
-    )
+    cure = "convert it, or declare another pointer"
+    if "complex" in str(dtype):
+        cure = "convert it, declare another pointer, or pass torch.view_as_real(value)"
+    return f"its dtype is {dtype}, and the kernel reads {' or '.join(names or ())}; {cure}"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fusedoptim.launch.cache import cached
 from fusedoptim.raw._build import Program
+from fusedoptim.raw._errors import class_of
 from fusedoptim.raw._opencl_c import (
     DRIVER_OPTIONS,
     as_options,
@@ -88,7 +89,7 @@ def read_source(source: Any) -> tuple[str, Any]:
     if inspect.isroutine(source):
         return "Python", source
     raise TypeError(
-        f"source is a {type(source).__name__}; pass OpenCL C text, SPIR-V bytes, a pathlib.Path or "
+        f"source is {class_of(source)}; pass OpenCL C text, SPIR-V bytes, a pathlib.Path or "
         "a Python function"
     )
 

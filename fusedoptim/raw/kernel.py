@@ -322,7 +322,8 @@ class RawKernel:
 
     def __repr__(self) -> str:
         if self._signature is None:
-            return f"<RawKernel {self._asked or ''} of {self.kind}, not compiled>"
+            name = "" if self._asked is None else f"{self._asked} "
+            return f"<RawKernel {name}of {self.kind}, not compiled>"
         return f"<RawKernel {self.name}({', '.join(map(str, self.signature))})>"
 
     def _repr_html_(self) -> str:

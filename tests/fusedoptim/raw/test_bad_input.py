@@ -128,7 +128,7 @@ def test_misaligned_vectors(module: RawModule) -> None:
     given = {key: torch.zeros(16, dtype=dtype) for key, dtype in TYPED.items()}
     shift = next(i for i in range(5) if given["four"][i:].data_ptr() % 16)
     for _ in range(2):
-        with pytest.raises(ValueError, match="is not a multiple of 16, the size of a f32x4"):
+        with pytest.raises(ValueError, match="is not a multiple of 16, the size of f32x4"):
             module["typed"](1, None, [*(given | {"four": given["four"][shift:]}).values()])
         module["typed"](1, None, [*given.values()])
 
@@ -282,7 +282,7 @@ def test_sources(tmp_path: Path) -> None:
     (tmp_path / "latin.cl").write_bytes("// é".encode("latin-1"))
     for source, error, text in [
         ("kernels/f.cl", ValueError, "looks like a file's name; pass pathlib.Path"),
-        (5, TypeError, "source is a int; pass OpenCL C text, SPIR-V bytes"),
+        (5, TypeError, "source is an int; pass OpenCL C text, SPIR-V bytes"),
         (tmp_path / "latin.cl", ValueError, "latin.cl is not UTF-8 text"),
         (tmp_path / "f.txt", ValueError, "is neither a .cl nor a .spv file"),
         (tmp_path / "none.cl", FileNotFoundError, "none.cl"),

@@ -349,6 +349,8 @@ class TestBadInput:
             TypeError, match=r"'x' is a float; pass a torch tensor or a numpy array$"
         ):
             raw(1.0, x)
+        with pytest.raises(TypeError, match="'x' is an int; pass"):
+            raw(1, x)
         unbound = ElementwiseKernel("float32 x", "T y", "y = x")
         with pytest.raises(TypeError, match="no input says what T of the output 'y' is"):
             unbound(x)

@@ -283,6 +283,7 @@ def test_a_kernel_tells_of_itself(module: RawModule) -> None:
     assert "const f32 *" in table
     assert kernel._own().queue.sycl_device.name in table
     assert repr(RawKernel("text", "f")) == "<RawKernel f of OpenCL C, not compiled>"
+    assert repr(RawKernel("text")) == "<RawKernel of OpenCL C, not compiled>"
     assert "saxpy" in module
     assert module.names[:2] == tuple(module)[:2] == ("saxpy", "copy")
     assert len(module) == len(module.names)
