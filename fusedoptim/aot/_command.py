@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     for command in (show, verify):
         command.add_argument("bundle", metavar="BUNDLE.fob")
     warmup.add_argument(
-        "bundle", metavar="BUNDLE.fob", nargs="?", help="default: the optimizers' kernels"
+        "bundle", metavar="BUNDLE.fob", nargs="?", help="default: all kernels that are shipped"
     )
     for command in (verify, warmup):
         command.add_argument(

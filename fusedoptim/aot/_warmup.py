@@ -31,8 +31,8 @@ def warmup(
     The CPU driver's programs are cached on disk, so later processes find them compiled.
 
     Args:
-        bundle: the bundle with the kernels; None for the kernels of this package's optimizers, in
-            all dtypes that the device has.
+        bundle: the bundle with the kernels; None for all kernels that this package ships, for
+            optimizers and operators, in all dtypes that the device has.
         device: the device to compile for. None is "cpu", or the device for which the
             :class:`Bundle` was loaded; "xpu" is torch's current stream.
 
