@@ -351,10 +351,10 @@ class Pool(Constructors, Reports):
         """Call a hook in the ``with`` block.
 
         Args:
-            hook: a :class:`Hook`.
+            hook: a :class:`Hook`, or another object with its methods.
 
         Raises:
-            TypeError: ``hook`` is not a :class:`Hook`.
+            TypeError: ``hook`` lacks one of them.
         """
         self.add_hook(hook)
         try:
@@ -366,10 +366,10 @@ class Pool(Constructors, Reports):
         """Call a hook from now on.
 
         Args:
-            hook: a :class:`Hook`.
+            hook: a :class:`Hook`, or another object with its methods.
 
         Raises:
-            TypeError: ``hook`` is not a :class:`Hook`.
+            TypeError: ``hook`` lacks one of them.
         """
         self._core.add_hook(hook)
 

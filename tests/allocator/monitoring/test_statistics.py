@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,6 +226,19 @@ def test_a_hook_whose_attribute_fails_keeps_no_memory_in_use(
         pool.empty(100)
         assert Pool("cpu").memory_allocated() == pool.memory_allocated() == 0
     assert [str(error.exc_value) for error in reported] == ["mine"]
+
+
+def test_an_object_with_all_methods_of_a_hook(pool: Pool) -> None:
+    called: list[str] = []
+    names = [name for name in vars(Hook) if not name.startswith("_")]
+    hook: Any = SimpleNamespace(**{n: lambda *_, n=n: called.append(n) for n in names})
+    with pool.hook(hook):
+        pool.empty(100)
+        assert pool.memory_allocated() == 0
+    assert {"before_allocate", "allocated", "released"} <= set(called)
+    del hook.released
+    with pytest.raises(TypeError, match="derive a class"):
+        pool.add_hook(hook)
 
 
 def test_threads_are_all_counted(pool: Pool) -> None:
