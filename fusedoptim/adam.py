@@ -31,6 +31,7 @@ class _Adam(FusedOptimizer):
     state_dtype: torch.dtype | str = torch.float32
     """The dtype of both moments."""
 
+    _of_all_groups = (*FusedOptimizer._of_all_groups, "state_dtype")
     _saved_options = frozenset({"lr", "betas", "eps", "weight_decay"})
     _saved_state = frozenset({"exp_avg", "exp_avg_sq", "step"})
     _optional_state = frozenset({"max_exp_avg_sq"})  # amsgrad may be switched on later

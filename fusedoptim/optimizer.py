@@ -17,6 +17,7 @@ from fusedoptim.step import commit
 from fusedoptim.step.checks import (
     OPTIONS,
     check_norm,
+    check_not_of_group,
     check_numbers,
     check_options,
     check_param,
@@ -66,6 +67,8 @@ class FusedOptimizer(UpdateDefinition):
     """IPEX sets the same attribute on its fused optimizers."""
     _step_supports_amp_scaling = True
     """GradScaler leaves it to the step to unscale, and to skip a step with infinities."""
+    _of_all_groups: tuple[str, ...] = ("max_grad_norm", "split")
+    """The constructor's arguments that no group can have, each an attribute of the same name."""
     _clip_eps = CLIP_EPS
     """Added to the norm that ``max_grad_norm`` is divided by."""
     _to_restore: Sequence[tuple[Tensor, Group, Tensor | None]] = ()
@@ -220,10 +223,13 @@ class FusedOptimizer(UpdateDefinition):
         Raises:
             RuntimeError: the group asks for ``foreach``, ``differentiable``, ``capturable`` or
                 ``fused=False``.
-            ValueError: a hyper-parameter is NaN.
+            ValueError: a hyper-parameter is NaN, or the group has an argument of the constructor
+                that is one for all groups, such as ``max_grad_norm``, with another value.
             TypeError: with ``split``, a parameter is neither float32 nor bfloat16.
         """
         if isinstance(param_group, dict):
+            for_all = {n: getattr(self, n) for n in self._of_all_groups if n not in self.defaults}
+            check_not_of_group(type(self).__name__, param_group, for_all)
             whole = self.defaults | param_group
             self._check_options(whole)
             check_numbers(type(self).__name__, {name: whole[name] for name in self.defaults})

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedoptim.offload._bucket import Bucket, own_options
+from fusedoptim.offload._checks import check_arguments, check_param
 from fusedoptim.offload._link import Link
 from fusedoptim.split.halves import check_saved_halves
-from fusedoptim.step.checks import check_norm, check_numbers
+from fusedoptim.step.checks import check_norm, check_not_of_group, check_numbers
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import CLIP_EPS, common_factor
-from fusedoptim.step.sharding import is_dtensor
-from fusedoptim.step.tensors import Group, State, has_memory, update_order
+from fusedoptim.step.tensors import Group, State, update_order
 from fusedoptim.step.unchanged import are_same_objects
 
 __all__ = ["OffloadOptimizer"]
@@ -52,8 +52,8 @@ class OffloadOptimizer(Optimizer):
 
     Raises:
         TypeError: a parameter is sharded (DTensor) or has no memory, or ``optimizer_class`` does
-            not take it. Nothing was converted then.
-        ValueError: an argument is out of range.
+            not take it, or an argument is of a wrong type. Nothing was converted then.
+        ValueError: an argument is out of range, or a group has one that is for all groups.
         RuntimeError: parameters share memory.
 
     Example:
@@ -86,14 +86,12 @@ class OffloadOptimizer(Optimizer):
         copy_in_backward: bool = True,
         **kwargs: Any,
     ) -> None:
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"Invalid bucket_cap_mb value: {bucket_cap_mb}")
+        check_arguments(optimizer_class, max_grad_norm, bucket_cap_mb, copy_in_backward)
         self.max_grad_norm = max_grad_norm
         """Gradients are scaled down to this norm over all parameters."""
         self.copy_in_backward = copy_in_backward
         """Whether gradients are copied as backward makes them; if not, every step copies all."""
-        check_norm(max_grad_norm)
-        self._bucket_bytes = bucket_cap_mb * 2**20
+        self._bucket_cap_mb = bucket_cap_mb
         self._make = functools.partial(optimizer_class, **kwargs)
         self._links: dict[torch.device, Link] = {}
         self._buckets: list[Bucket] = []
@@ -120,18 +118,26 @@ class OffloadOptimizer(Optimizer):
         Raises:
             TypeError, ValueError, RuntimeError: as the constructor. Nothing was added then.
         """
+        own = {
+            "max_grad_norm": self.max_grad_norm,
+            "bucket_cap_mb": self._bucket_cap_mb,
+            "copy_in_backward": self.copy_in_backward,
+        }
+        own = {name: value for name, value in own.items() if name not in self.defaults}
+        if isinstance(param_group, dict):
+            check_not_of_group(type(self).__name__, param_group, own)
         number = len(self.param_groups)
         try:
             super().add_param_group(param_group)
             group = self.param_groups[number]
             for p in group["params"]:
-                _check_param(p)
+                check_param(p)
             if any(update_order([p for g in self.param_groups for p in g["params"]])):
                 raise RuntimeError(
                     "OffloadOptimizer: parameters share memory, and their copies on the host would "
                     "not; clone() one first, or give one Parameter to both modules"
                 )
-            options = own_options(group)
+            options = {n: value for n, value in own_options(group).items() if n not in own}
             known = {p for bucket in self._buckets for p in bucket.params}  # of a removed group
             new = [
                 Bucket(self._link(params[0].device), params, options, self._make)
@@ -151,7 +157,10 @@ class OffloadOptimizer(Optimizer):
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in params:
             bucket = kinds.setdefault((p.device, p.dtype), [])
-            if bucket and sum(other.nbytes for other in bucket) + p.nbytes > self._bucket_bytes:
+            if (
+                bucket
+                and sum(other.nbytes for other in bucket) + p.nbytes > self._bucket_cap_mb * 2**20
+            ):
                 yield bucket
                 bucket = kinds[p.device, p.dtype] = []
             bucket.append(p)
@@ -460,20 +469,6 @@ def _is_number(default: Any) -> bool:
     """Whether a hyper-parameter with this default is a number, or several."""
     items = default if isinstance(default, tuple) else (default,)
     return all(isinstance(i, (int, float, Tensor)) and not isinstance(i, bool) for i in items)
-
-
-def _check_param(param: Tensor) -> None:
-    what = f"OffloadOptimizer: a parameter of shape {tuple(param.shape)}"
-    if is_dtensor(param):
-        raise TypeError(
-            f"{what} is sharded (DTensor); give fully_shard a CPUOffloadPolicy, and its parameters "
-            "to the optimizer's class itself"
-        )
-    if not has_memory(param):
-        raise TypeError(
-            f"{what} on {param.device} is a {type(param).__name__} with no memory of its own; "
-            "construct the optimizer when the model has its values"
-        )
 
 
 def _values(grad: Tensor) -> Tensor:

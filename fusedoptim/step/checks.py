@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -68,6 +68,20 @@ def check_options(optimizer: str, group: Group, instead: str) -> None:
             raise RuntimeError(f"{option}={value}: {optimizer}'s step is {why}; {instead}")
 
 
+def check_not_of_group(optimizer: str, group: Group, arguments: Mapping[str, Any]) -> None:
+    """Raise if ``group`` asks for another value of the constructor's ``arguments`` for all groups.
+
+    The same value is accepted: ZeroRedundancyOptimizer puts all arguments into its groups.
+    """
+    for name, value in arguments.items():
+        if name in group and group[name] != value:
+            raise ValueError(
+                f"{optimizer}: a group has {name}={group[name]!r}, and {name} is one for all "
+                "groups; pass it to the constructor, or give these parameters to an optimizer of "
+                "their own"
+            )
+
+
 def check_numbers(
     optimizer: str, group: Group, defaults: Group | None = None, largest: float = math.inf
 ) -> None:
@@ -105,10 +119,15 @@ def check_norm(max_grad_norm: float | None) -> None:
     """Raise unless gradients can be scaled down to this norm."""
     if max_grad_norm is None:
         return
-    if _as_number(max_grad_norm) is None:
-        raise TypeError(f"max_grad_norm is {max_grad_norm!r}; pass a number above 0, or None")
-    if not max_grad_norm > 0:
-        raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
+    check_above_zero("max_grad_norm", max_grad_norm, ", or None")
+
+
+def check_above_zero(name: str, value: Any, otherwise: str = "") -> None:
+    """Raise unless ``value`` is a number above 0; the error ends with what is also allowed."""
+    if _as_number(value) is None:
+        raise TypeError(f"{name} is {value!r}; pass a number above 0{otherwise}")
+    if not value > 0:
+        raise ValueError(f"Invalid {name} value: {value}; pass a number above 0{otherwise}")
 
 
 def _as_number(value: Any) -> float | None:

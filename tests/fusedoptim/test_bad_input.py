@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import fusedoptim
 from fusedoptim.launch import kernel, modules
-from tests.fusedoptim.helpers import each_class, refused, run_script, step_alike
+from tests.fusedoptim.helpers import each_case, each_class, refused, run_script, step_alike
 from tests.optimizer_cases import OptimizerCase
 
 
@@ -93,6 +93,28 @@ def test_trail_of_another_dtype() -> None:
         ValueError, match=r"'trail' of parameter 0.* is torch\.bfloat16 .*load_state"
     ):
         optimizer.step()
+
+
+@each_case
+def test_argument_for_all_groups_in_one(case: OptimizerCase) -> None:
+    """Another value than the constructor's would be ignored; wrappers pass the same one."""
+    others = {"max_grad_norm": 1.0, "split": not case.is_split, "state_dtype": "float8"}
+    for name in ("max_grad_norm", "split", "state_dtype"):
+        good, new = (Parameter(torch.randn(3)) for _ in range(2))
+        optimizer = case.make([good])
+        own = {"params": [new], name: getattr(optimizer, name, None)}
+        if not hasattr(optimizer, name):  # only Adam has a state_dtype
+            optimizer.add_param_group({"params": [new], name: others[name]})
+            continue
+        other = own | {name: others[name]}
+        with pytest.raises(ValueError, match=f"{name} is one for all groups; pass it to the con"):
+            case.make([other])
+        with pytest.raises(ValueError, match=f"a group has {name}="):
+            optimizer.add_param_group(other)
+        assert len(optimizer.param_groups) == 1
+        assert new.dtype == torch.float32
+        optimizer.add_param_group(own)
+        step_alike(optimizer)
 
 
 @each_class

@@ -62,7 +62,10 @@ def trained(wrap, make):
 
 
 def zero(params):
-    return ZeroRedundancyOptimizer(params, optimizer_class=FusedAdamW, lr=1e-3)
+    # It also puts all arguments into its groups.
+    return ZeroRedundancyOptimizer(
+        params, optimizer_class=FusedAdamW, lr=1e-3, max_grad_norm=1e9, state_dtype=torch.float32
+    )
 
 
 def fsdp(model):

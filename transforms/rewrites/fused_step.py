@@ -39,6 +39,8 @@ class _Converted:
     halves: Any
     _plain: type[Any]
     """The optimizer's own class."""
+    _of_all_groups = ()
+    """That class has no such arguments, and ignores what its users call like them."""
 
     @property
     def _original_step(self) -> Callable[..., Any]:

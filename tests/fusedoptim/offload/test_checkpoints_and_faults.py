@@ -315,6 +315,41 @@ class TestFaults:
         with pytest.raises(ValueError, match="Invalid"):
             OffloadOptimizer([Parameter(torch.ones(3))], FusedSGD, **options)
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"optimizer_class": "FusedSGD"}, "optimizer_class is of type str; pass a class"),
+            ({"bucket_cap_mb": "100"}, "bucket_cap_mb is '100'; pass a number above 0"),
+            ({"copy_in_backward": "no"}, "copy_in_backward is 'no'; pass True or False"),
+        ],
+    )
+    def test_arguments_of_wrong_types(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(TypeError, match=message):
+            OffloadOptimizer(
+                [Parameter(torch.ones(3))], **({"optimizer_class": FusedSGD} | options)
+            )
+
+    @pytest.mark.parametrize(
+        ("cls", "name", "value", "own"),
+        [
+            (torch.optim.SGD, "max_grad_norm", 1.0, 2.0),
+            (FusedSGD, "max_grad_norm", 1.0, 2.0),
+            (FusedSGD, "bucket_cap_mb", 50, 100),
+            (FusedSGD, "copy_in_backward", False, True),
+            (FusedSGD, "split", True, False),
+        ],
+    )
+    def test_argument_for_all_groups_in_one(
+        self, cls: Any, name: str, value: object, own: object
+    ) -> None:
+        p, q = (Parameter(torch.ones(3)) for _ in range(2))
+        optimizer = OffloadOptimizer([p], cls, lr=0.1, max_grad_norm=2.0)
+        with pytest.raises(ValueError, match=f"a group has {name}={value}.*pass it to the con"):
+            optimizer.add_param_group({"params": [q], name: value})
+        assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": [q], name: own})
+        step_alike(optimizer)
+
 
 def _fail(*_: object, **__: object) -> None:
     raise OSError("on purpose")
