@@ -2,7 +2,7 @@ r"""Adam and AdamW whose step is one kernel launch."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ _KERNELS: dict[Any, str] = {
 class _Adam(FusedOptimizer):
     """What Adam and AdamW have in common; an option of the group says which of the two it is."""
 
-    state_dtype: torch.dtype | str = torch.float32
-    """The dtype of both moments."""
-
     _of_all_groups = (*FusedOptimizer._of_all_groups, "state_dtype")
     _saved_options = frozenset({"lr", "betas", "eps", "weight_decay"})
     _saved_state = frozenset({"exp_avg", "exp_avg_sq", "step"})
@@ -42,8 +39,22 @@ class _Adam(FusedOptimizer):
             raise ValueError(
                 f"{type(self).__name__}: state_dtype is {state_dtype!r}; pass one of {offered}"
             )
-        self.state_dtype = state_dtype
+        vars(self)["state_dtype"] = state_dtype
         super().__init__(*args, **kwargs)
+
+    @property
+    def state_dtype(self) -> torch.dtype | str:
+        """The dtype of both moments."""
+        # One that `transforms.optimize` converts was not constructed here.
+        value: torch.dtype | str = self.__dict__.get("state_dtype", torch.float32)
+        return value
+
+    @state_dtype.setter
+    def state_dtype(self, value: torch.dtype | str) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__}: state_dtype cannot be changed; construct an optimizer with "
+            f"state_dtype={value!r}, and load the state_dict of this one"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"state_dtype": self.state_dtype}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -58,8 +58,6 @@ class FusedOptimizer(UpdateDefinition):
 
     max_grad_norm: float | None
     """Gradients are scaled down, inside the step, to this norm over all parameters."""
-    split: bool
-    """Whether all parameters are bfloat16 halves, whose lower halves are the state "trail"."""
     halves: Halves
     """The parameters that are split."""
 
@@ -99,9 +97,22 @@ class FusedOptimizer(UpdateDefinition):
         self._lock = threading.RLock()
         self._forget_plans()
         self.max_grad_norm = max_grad_norm
-        self.split = split
+        vars(self)["split"] = split
         self.halves = Halves(self)
         self._is_complete = True
+
+    @property
+    def split(self) -> bool:
+        """Whether all parameters are bfloat16 halves, whose lower halves are the state "trail"."""
+        value: bool = self.__dict__["split"]
+        return value
+
+    @split.setter
+    def split(self, value: bool) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__}: split cannot be changed; construct an optimizer with "
+            f"split={value!r}, or use split_params() and merge_params()"
+        )
 
     def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         """The state ``name`` of a parameter that has taken no step, laid out like ``target``."""

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import fusedoptim
 from fusedoptim.launch import kernel, modules
-from tests.fusedoptim.helpers import each_case, each_class, refused, run_script, step_alike
+from tests.fusedoptim.helpers import each_case, each_class, refused, run_script, single, step_alike
 from tests.optimizer_cases import OptimizerCase
 
 
@@ -115,6 +115,19 @@ def test_argument_for_all_groups_in_one(case: OptimizerCase) -> None:
         assert new.dtype == torch.float32
         optimizer.add_param_group(own)
         step_alike(optimizer)
+
+
+@each_case
+def test_what_only_the_constructor_sets(case: OptimizerCase) -> None:
+    p, optimizer = single(case)
+    names = [name for name in ("split", "state_dtype") if hasattr(optimizer, name)]
+    for name in names:
+        value = getattr(optimizer, name)
+        with pytest.raises(AttributeError, match=f"{name} cannot be changed; construct an optimi"):
+            setattr(optimizer, name, "float8" if name == "state_dtype" else not value)
+        assert getattr(optimizer, name) == value
+    optimizer.step()
+    assert p.dtype == (torch.bfloat16 if case.is_split else torch.float32)
 
 
 @each_class
