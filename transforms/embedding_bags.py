@@ -163,7 +163,9 @@ def _attach(model: nn.Module, entries: Sequence[Entry]) -> None:
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds the named container, and the container's name there."""
     if not isinstance(name, str):
-        raise TypeError(f"name={name!r} is a {type(name).__name__}; pass a name, such as 'tables'")
+        raise TypeError(
+            f"name={name!r} is of type {type(name).__name__}; pass a name, such as 'tables'"
+        )
     path, _, attribute = name.rpartition(".")
     try:
         parent = model.get_submodule(path)
@@ -194,8 +196,8 @@ def _check_bags(model: nn.Module, name: str, is_trained: bool) -> None:
         )
     if kind not in (nn.ModuleList, list, tuple):
         raise TypeError(
-            f"name={name!r} is a {kind.__name__}; name a torch.nn.ModuleList, a list or a tuple "
-            "of torch.nn.EmbeddingBag"
+            f"name={name!r} is of type {kind.__name__}; name a torch.nn.ModuleList, a list or a "
+            "tuple of torch.nn.EmbeddingBag"
         )
     if kind is nn.ModuleList and (
         has_hooks(container) or any(getattr(container, hooks) for hooks in _OF_STATE)
@@ -220,7 +222,7 @@ def _check_bags(model: nn.Module, name: str, is_trained: bool) -> None:
 def _check_bag(where: str, bag: Any) -> None:
     cls = type(bag).__name__
     if not isinstance(bag, nn.EmbeddingBag):
-        raise TypeError(f"{where} is a {cls}; only lists of torch.nn.EmbeddingBag are merged")
+        raise TypeError(f"{where} is of type {cls}; only lists of torch.nn.EmbeddingBag are merged")
     if has_computed_tensors(bag):
         raise ValueError(
             f"{where} has a weight that is computed from others (a parametrization, pruning or "
@@ -228,8 +230,8 @@ def _check_bag(where: str, bag: Any) -> None:
         )
     if type(bag) is not nn.EmbeddingBag or plain_kind(bag, (nn.EmbeddingBag,)) is None:
         raise TypeError(
-            f"{where} is a {cls} with methods of its own, which the merged module would not call; "
-            "use a plain torch.nn.EmbeddingBag, or keep this bag in another list"
+            f"{where} is of type {cls} with methods of its own, which the merged module would not "
+            "call; use a plain torch.nn.EmbeddingBag, or keep this bag in another list"
         )
     if has_hooks(bag):
         raise ValueError(

@@ -376,8 +376,8 @@ def _as_bag(t: int, table: Any) -> torch.nn.EmbeddingBag:
         return torch.nn.EmbeddingBag(table[0], table[1], mode="sum")
     if not isinstance(table, torch.nn.EmbeddingBag):
         raise TypeError(
-            f"MergedEmbeddingBag: table {t} is a {type(table).__name__}; pass an EmbeddingBag, or "
-            "the number of rows and the width"
+            f"MergedEmbeddingBag: table {t} is of type {type(table).__name__}; pass an "
+            "EmbeddingBag, or the number of rows and the width"
         )
     if table.mode not in _MODES:
         raise ValueError(

@@ -89,7 +89,8 @@ def cross_entropy(
     Semantics: ``torch.nn.functional.cross_entropy`` of torch 2.13.
     """
     is_plain = weight is None and size_average is None and reduce is None
-    has_classes = target.dtype == torch.int64 and target.shape == input.shape[:-1]
+    are_tensors = isinstance(input, Tensor) and isinstance(target, Tensor)
+    has_classes = are_tensors and target.dtype == torch.int64 and target.shape == input.shape[:-1]
     is_fused = is_plain and has_classes and input.dim() in (1, 2) and input.numel() >= MIN_FUSED
     is_fused = is_fused and isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
     if not (is_fused and reduction in _REDUCTIONS and is_ours(input)):  # torch's errors are plain

@@ -12,13 +12,15 @@ def check_tensors(function: str, **arguments: Any) -> None:
     """Raise TypeError unless all arguments are tensors."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"{function}: {name} is a {type(value).__name__}; pass a tensor")
+            raise TypeError(f"{function}: {name} is of type {type(value).__name__}; pass a tensor")
 
 
 def as_real(function: str, name: str, value: Any) -> float:
     """A number as a float; TypeError for anything else, such as text that float() would read."""
     if not hasattr(value, "__float__"):
-        raise TypeError(f"{function}: {name}={value!r} is a {type(value).__name__}; pass a number")
+        raise TypeError(
+            f"{function}: {name}={value!r} is of type {type(value).__name__}; pass a number"
+        )
     return float(value)
 
 
@@ -28,5 +30,5 @@ def as_integer(function: str, name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(
-            f"{function}: {name}={value!r} is a {type(value).__name__}; pass an integer"
+            f"{function}: {name}={value!r} is of type {type(value).__name__}; pass an integer"
         ) from None

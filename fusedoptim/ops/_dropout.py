@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedoptim.ops._arguments import check_tensors
 from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, in_order_of, launch
 from fusedoptim.ops._registering import register
 
@@ -50,6 +51,8 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
     Semantics: ``torch.nn.functional.dropout`` of torch 2.13 in training, with another generator.
     """
+    if not isinstance(seed, Tensor):
+        check_tensors("dropout", seed=seed)
     # torch accepts a tensor for a float, and its dispatcher, which plain calls bypass, converts it.
     result: Tensor = _dropout(x, seed, float(p) if isinstance(p, Tensor) else p)
     return result

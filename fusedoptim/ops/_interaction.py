@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedoptim._torch_private import is_batched
 from fusedoptim.kernels.language import VECTOR
 from fusedoptim.launch.block import row_addresses
+from fusedoptim.ops._arguments import check_tensors
 from fusedoptim.ops._autocast import autocast_dtype
 from fusedoptim.ops._launching import ARITHMETIC_OF, DTYPE_NAMES, VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register, register_without_gradient
@@ -40,7 +41,8 @@ def interaction(*features: Tensor) -> Tensor:
         a new tensor, (B, d + n (n - 1) / 2) for n features, of their dtype.
 
     Raises:
-        TypeError: features have a dtype that no kernel computes with, or there are none.
+        TypeError: features have a dtype that no kernel computes with, or are no tensors, or there
+            are none.
         ValueError: a shape or device does not fit that of the first.
 
     Example:
@@ -59,7 +61,11 @@ def interaction(*features: Tensor) -> Tensor:
 def _of_one_dtype(features: Sequence[Tensor]) -> list[Tensor]:
     if not features:
         raise TypeError("interaction: there are no features; pass tensors, of shape (B, d) first")
-    dtypes = {feature.dtype for feature in features}
+    try:
+        dtypes = {feature.dtype for feature in features}
+    except AttributeError:
+        check_tensors("interaction", **{f"feature {i}": x for i, x in enumerate(features)})
+        raise
     dtype = functools.reduce(torch.promote_types, dtypes)
     if dtype != torch.float64 and dtype in VARIANT_OF:
         dtype = autocast_dtype(features[0].device) or dtype

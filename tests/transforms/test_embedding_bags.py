@@ -262,13 +262,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, type[Exception], str]] = 
     "no such path": (Outer, "outer.tables", AttributeError, "name='outer.tables'.*named_modules"),
     "no such name": (Outer, "inner.bags", AttributeError, "name='inner.bags'.*no 'bags'"),
     "the model": (Outer, "", AttributeError, "name=''"),
-    "no list": (Outer, "inner.after", TypeError, "is a Linear; name a torch.nn.ModuleList"),
-    "a Linear": (lambda: _with(1, nn.Linear(1, 1)), "inner.tables", TypeError, "tables.1 is a Lin"),
+    "no list": (Outer, "inner.after", TypeError, "is of type Linear; name a torch.nn.ModuleList"),
+    "a Linear": (
+        lambda: _with(1, nn.Linear(1, 1)),
+        "inner.tables",
+        TypeError,
+        "tables.1 is of type Lin",
+    ),
     "a subclass": (
         lambda: _with(1, Own(20, 8, mode="sum")),
         "inner.tables",
         TypeError,
-        "tables.1 is a Own",
+        "tables.1 is of type Own",
     ),
     "none": (
         lambda: Outer(Inner(kind=lambda _: nn.ModuleList())),

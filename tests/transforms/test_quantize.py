@@ -364,16 +364,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     ),
     "all kept": (lambda: nn.Linear(4, 4).eval(), {"loader": []}, ValueError, "no batches"),
     "empty loader": (network, {"loader": []}, ValueError, "loader has no batches"),
-    "no loader": (network, {"loader": 3}, TypeError, "loader is a int"),
+    "no loader": (network, {"loader": 3}, TypeError, "loader is of type int"),
     "one batch": (network, {"loader": torch.ones(2, 3, 8, 8)}, TypeError, r"pass \[batch\]"),
     "one batch by name": (
-        network, {"loader": {"x": torch.ones(2, 3, 8, 8)}}, TypeError, r"is a dict.*pass \[batch\]",
+        network, {"loader": {"x": torch.ones(2, 3, 8, 8)}}, TypeError,
+        r"is of type dict.*pass \[batch\]",
     ),
     "another batch": (network, {"loader": [{"x": 1}]}, ValueError, r"with batch 0.*run=lambda"),
     "labels too": (
         network, {"loader": [(torch.ones(2, 3, 8, 8), torch.ones(2))]}, ValueError, "batch 0",
     ),
-    "no batch": (network, {"loader": [3]}, ValueError, "a batch is a int"),
+    "no batch": (network, {"loader": [3]}, ValueError, "a batch is of type int"),
     "NaN": (
         network, {"loader": [torch.full((2, 3, 8, 8), torch.nan)]}, ValueError,
         "input of 0 is infinite or NaN",
@@ -397,6 +398,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "max_error without loader": (network, {"max_error": 0.1}, ValueError, "needs a loader"),
     "max_batches": (network, {"max_batches": 0}, ValueError, "positive number"),
     "run": (network, {"run": 3}, TypeError, "cannot be called"),
+    "run raises": (
+        network, {"loader": [torch.ones(2, 3, 8, 8)], "run": lambda model, batch: model(batch[9])},
+        ValueError, r"^run=<function .*> fails with batch 0 \(IndexError: index 9 ",
+    ),
+    "run without loader": (network, {"run": lambda *_: None}, ValueError, "run needs a loader"),
+    "max_batches without loader": (network, {"max_batches": 1}, ValueError, "es needs a loader"),
     "max_error too small": (
         network, {"loader": [torch.ones(2, 3, 8, 8)], "max_error": 1e-9}, ValueError,
         "nothing to quantize: 0: its error would be",

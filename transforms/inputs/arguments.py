@@ -30,14 +30,14 @@ _BEFORE_FSDP = (
 def check_is_module(model: Any) -> None:
     """Raise TypeError unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+        raise TypeError(f"the model is of type {type(model).__name__}, not a torch.nn.Module")
 
 
 def check_model(model: Any) -> None:
     """Raise unless ``model`` is a plain module on one device."""
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
-            f"a {type(model).__name__} cannot be rewritten: optimize the model first, then "
+            f"{type(model).__name__} cannot be rewritten: optimize the model first, then "
             "torch.jit.script or torch.jit.trace it"
         )
     check_is_module(model)
@@ -102,7 +102,9 @@ def check_pair(model: nn.Module, optimizer: Any) -> None:
 def check_optimizer(optimizer: Any) -> None:
     """Raise TypeError unless ``optimizer`` is one, or None."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        raise TypeError(
+            f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        )
 
 
 def check_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:

@@ -25,8 +25,8 @@ def check_sample(model: nn.Module, sample_input: Any, dtype: torch.dtype | None)
     if not isinstance(sample_input, Tensor | dict | list | tuple):
         cure = "torch.from_numpy makes a tensor of it; " * isinstance(sample_input, np.ndarray)
         raise TypeError(
-            f"sample_input is a {type(sample_input).__name__}; {cure}pass a tensor, a tuple of "
-            "arguments, or a dict of keyword arguments"
+            f"sample_input is of type {type(sample_input).__name__}; {cure}pass a tensor, a "
+            "tuple of arguments, or a dict of keyword arguments"
         )
     try:
         with torch.no_grad():

@@ -165,7 +165,7 @@ def _objection(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | N
         if getattr(module, "max_norm", None) is not None:
             return "a forward pass with max_norm writes to it"
     if type(param) is not nn.Parameter:
-        return f"it is a {type(param).__name__}"
+        return f"it is of type {type(param).__name__}"
     if param.dtype != torch.float32:
         return "only float32 weights are split"
     if param.device.type not in BACKENDS:

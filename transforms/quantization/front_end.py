@@ -121,9 +121,10 @@ def quantize(
 
     Raises:
         TypeError: the model is not a module, or cannot be copied; an argument has another type.
-        ValueError: training mode, a model that is quantized already, an empty loader, a batch that
-            the model does not accept, infinite values or NaN in calibration, an unknown name in
-            ``keep`` or ``ranges``, ``ranges`` in dynamic quantization, nothing to quantize.
+        ValueError: training mode, a model that is quantized already, an empty loader, a batch with
+            which the model or ``run`` fails, infinite values or NaN in calibration, an unknown name
+            in ``keep`` or ``ranges``, ``ranges`` in dynamic quantization, an argument that needs a
+            loader, nothing to quantize.
         RuntimeError: this torch lacks oneDNN's INT8 operators, or has different ones.
             Whatever is raised, nothing was changed.
 
@@ -208,6 +209,9 @@ def _checked(
         raise ValueError(f"max_batches={max_batches!r} is not a positive number of batches")
     if run is not None and not callable(run):
         raise TypeError(f"run={run!r} cannot be called as run(model, batch)")
+    for name, value in (("run", run), ("max_batches", max_batches)):
+        if value is not None and loader is None:
+            raise ValueError(f"{name} needs a loader: without one, the model is not called")
     return _Choices(keep, max_error, is_dynamic, ranges, max_batches, progress, run or run_batch)
 
 
@@ -215,11 +219,11 @@ def _check_loader(loader: Any) -> None:
     """Raise TypeError unless it is a loader; the rows of one batch would be taken for batches."""
     if isinstance(loader, Tensor | Mapping | str):
         raise TypeError(
-            f"loader is a {type(loader).__name__}, not a sequence of batches; for one batch, "
+            f"loader is of type {type(loader).__name__}, not a sequence of batches; for one batch, "
             "pass [batch]"
         )
     if loader is not None and not isinstance(loader, Iterable):
-        raise TypeError(f"loader is a {type(loader).__name__}, which yields no batches")
+        raise TypeError(f"loader is of type {type(loader).__name__}, which yields no batches")
 
 
 def _check_max_error(max_error: Any, loader: Any) -> None:

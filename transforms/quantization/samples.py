@@ -31,7 +31,9 @@ def run_batch(model: nn.Module, batch: Any) -> object:
         batch = dict(batch)
     if isinstance(batch, Tensor | dict | list | tuple):
         return caller(model, batch)()
-    raise TypeError(f"a batch is a {type(batch).__name__}, not a tensor, a tuple, a list or a dict")
+    raise TypeError(
+        f"a batch is of type {type(batch).__name__}, not a tensor, a tuple, a list or a dict"
+    )
 
 
 def run_all(
@@ -74,6 +76,11 @@ def _run_one(model: nn.Module, batch: Any, run: Run, number: int) -> None:
     except _FindingError as error:
         raise ValueError(*error.args) from None
     except Exception as error:  # of any class: the model's own
+        if run is not run_batch:
+            raise ValueError(
+                f"run={run!r} fails with batch {number} ({type(error).__name__}: {error}); it is "
+                "called as run(model, batch)"
+            ) from error
         raise ValueError(
             f"loader: {type(model).__name__} fails with batch {number} ({error}); a batch is a "
             "tensor, a tuple or list of arguments, or a dict of keyword arguments; for others, "

@@ -184,7 +184,7 @@ class TestRefused:
         ("tables", "options", "error", "message"),
         [
             ([], {}, ValueError, "tables=[] is empty"),
-            ([3], {}, TypeError, "table 0 is a int"),
+            ([3], {}, TypeError, "table 0 is of type int"),
             (BAG, {}, TypeError, "tables is one EmbeddingBag; pass a list"),
             ([(4, 2)], {"optimizer": "sgd", "eps": 0.1}, ValueError,
              "eps is for optimizer='adagrad' and 'rowwise_adagrad', and 'sgd' takes lr, weight"),

@@ -120,6 +120,8 @@ def test_other_inputs_go_to_torch() -> None:
         {"label_smoothing": 1.5},
         {"target": torch.zeros(3, dtype=torch.int64)},
         {"target": torch.zeros(ROWS, dtype=torch.int32)},
+        {"target": [0] * ROWS},
+        {"input": [[0.0, 1.0]] * ROWS},
     ],
 )
 def test_errors_are_torchs(arguments: dict[str, Any]) -> None:
@@ -129,7 +131,7 @@ def test_errors_are_torchs(arguments: dict[str, Any]) -> None:
     for function in (cross_entropy, nn.functional.cross_entropy):
         try:
             function(**given)
-        except (ValueError, RuntimeError, IndexError) as error:
+        except (ValueError, RuntimeError, IndexError, TypeError) as error:
             errors.append((type(error), str(error)))
     assert len(errors) == 2
     assert errors[0] == errors[1]

@@ -249,6 +249,8 @@ class TestBadInput:
             dropout(torch.ones(3, dtype=dtype), new_seed(), 0.5)
 
     def test_seed(self) -> None:
+        with pytest.raises(TypeError, match="dropout: seed is of type int; pass a tensor"):
+            dropout(torch.ones(4), 3, 0.5)  # type: ignore[arg-type]  # on purpose
         with pytest.raises(TypeError, match=r"seed has dtype torch.int32; pass an int64 tensor"):
             dropout(torch.ones(3), new_seed().int(), 0.5)
         with pytest.raises(ValueError, match=r"seed has shape \(2,\) and is on cpu; pass one"):

@@ -253,6 +253,11 @@ class TestBadInput:
         with pytest.raises(TypeError, match="there are no features; pass tensors"):
             interaction()
 
+    def test_a_list_of_features(self) -> None:
+        x = torch.ones(3, 4)
+        with pytest.raises(TypeError, match="interaction: feature 1 is of type list; pass a tens"):
+            interaction(x, [x, x])  # type: ignore[arg-type]  # on purpose
+
     @pytest.mark.parametrize("shape", [(4,), (2, 3, 4), (4, 0)])
     def test_first(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(

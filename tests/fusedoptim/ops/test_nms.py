@@ -123,10 +123,14 @@ class TestRefused:
             ({"boxes": torch.zeros(4)}, ValueError, r"pass \(N, 4\)"),
             ({"scores": torch.zeros(2)}, ValueError, r"pass \(3,\)"),
             ({"scores": torch.zeros(3, 1)}, ValueError, r"pass \(3,\)"),
-            ({"boxes": [[0.0, 0, 1, 1]]}, TypeError, "boxes is a list; pass a tensor"),
-            ({"scores": [0.5]}, TypeError, "scores is a list; pass a tensor"),
-            ({"iou_threshold": ".5"}, TypeError, r"iou_threshold='\.5' is a str; pass a number"),
-            ({"iou_threshold": None}, TypeError, "iou_threshold=None is a NoneType"),
+            ({"boxes": [[0.0, 0, 1, 1]]}, TypeError, "boxes is of type list; pass a tensor"),
+            ({"scores": [0.5]}, TypeError, "scores is of type list; pass a tensor"),
+            (
+                {"iou_threshold": ".5"},
+                TypeError,
+                r"iou_threshold='\.5' is of type str; pass a number",
+            ),
+            ({"iou_threshold": None}, TypeError, "iou_threshold=None is of type NoneType"),
         ],
     )
     def test_refused(self, change: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -144,7 +148,7 @@ class TestRefused:
         boxes, scores = torch.zeros(count, 4), torch.zeros(count)
         with pytest.raises(ValueError, match=rf"idxs have shape \({classes},\); pass \({count},"):
             batched_nms(boxes, scores, torch.zeros(classes), 0.5)
-        with pytest.raises(TypeError, match="idxs is a list; pass a tensor"):
+        with pytest.raises(TypeError, match="idxs is of type list; pass a tensor"):
             batched_nms(boxes, scores, [0] * count, 0.5)  # type: ignore[arg-type]
 
     def test_numbers_of_other_types(self) -> None:

@@ -93,7 +93,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "fuse in eval": (_eval, {"fuse_update_step": True}, ValueError, "True is for .* train mode"),
     "fold in training": (Net, {"conv_bn_folding": True}, ValueError, "True is for .* eval mode"),
     "sample of NumPy": (_eval, {"sample_input": np.ones(3)}, TypeError, "torch.from_numpy makes"),
-    "sample of text": (_eval, {"sample_input": "x"}, TypeError, "is a str; pass a tensor, a tuple"),
+    "sample of text": (
+        _eval,
+        {"sample_input": "x"},
+        TypeError,
+        "is of type str; pass a tensor, a tuple",
+    ),
     "sample that fails": (_eval, {"sample_input": torch.ones(3)}, ValueError, "Net fails with it"),
     "cast sample that fails": (
         lambda: _Uncast().eval(),
@@ -130,11 +135,11 @@ def test_a_sample_in_training() -> None:
 
 def test_what_restore_and_report_refuse() -> None:
     model = transforms.optimize(_eval())
-    with pytest.raises(TypeError, match=r"optimizer is a str, not a torch\.optim\.Optimizer"):
+    with pytest.raises(TypeError, match=r"optimizer is of type str, not a torch\.optim\.Optimizer"):
         transforms.restore(model, "x")  # type: ignore[arg-type]
     assert transforms.report(model).passes
     for function in (transforms.restore, transforms.report, transforms.finalize):
-        with pytest.raises(TypeError, match=r"the model is a tuple, not a torch\.nn\.Module"):
+        with pytest.raises(TypeError, match=r"the model is of type tuple, not a torch\.nn\.Module"):
             function((model, None))
 
 
