@@ -1,8 +1,8 @@
 """Fused PyTorch optimizers for Intel GPUs and x86 CPUs.
 
 Each optimizer is a drop-in for its ``torch.optim`` namesake. Its step is one launch of a kernel
-written in Python. Importing the package touches no device. torch is loaded when a class is first
-accessed, so ``python -m fusedoptim`` works where torch does not.
+written in Python. Importing the package touches no device. torch is loaded when a class or a
+submodule is first accessed, so ``python -m fusedoptim`` works where torch does not.
 """
 
 from __future__ import annotations
@@ -40,9 +40,15 @@ _HOMES = {
     "ModuleError": "launch.modules",
     "SplitSGD": "split_sgd",
 }
+_SUBMODULES = frozenset(
+    {"allocator", "aot", "doctor", "isa", "nn", "offload", "ops", "raw", "runtime", "transforms"}
+)
+"""Those for users, which are imported when they are first accessed."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"fusedoptim.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"fusedoptim.{_HOMES[name]}"), name)
@@ -51,4 +57,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -22,29 +22,31 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("allocator", "fusedoptim", "transforms")
 
 
-def run(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script], cwd=cwd, capture_output=True, text=True, timeout=120
-    )
+def run(script: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def test_imports_load_no_compiler_and_touch_no_device(tmp_path: Path) -> None:
-    """The allocator does not import torch either. The packages are imported one after the other."""
+    """Nor torch, but for ``transforms``. Submodules for users are attributes of ``fusedoptim``."""
     script = """
 import sys
 unwanted = {"numba", "numba_dpex", "dpnp", "dpctl", "llvmlite"}
 import allocator
 print(sorted((unwanted | {"torch"}) & set(sys.modules)))
 import fusedoptim
-print(sorted(unwanted & set(sys.modules)))
+print(sorted((unwanted | {"torch"}) & set(sys.modules)), {*sys.argv[1:]} <= {*dir(fusedoptim)})
 import transforms
 print(sorted(unwanted & set(sys.modules)))
 bare = allocator
 from fusedoptim import FusedSGD, transforms, allocator
 print(allocator.queue is bare.queue)
+print(all(getattr(fusedoptim, name).__name__ == f"fusedoptim.{name}" for name in sys.argv[1:]))
 """
-    done = run(script, tmp_path)
-    assert (done.stdout, done.stderr) == ("[]\n[]\n[]\nTrue\n", "")
+    pages = (Path(__file__).parents[2] / "docs" / "reference").glob("fusedoptim.*.md")
+    public = {page.name.split(".")[1] for page in pages} | {"allocator", "transforms"}
+    done = run(script, tmp_path, *sorted(public))
+    assert (done.stdout, done.stderr) == ("[]\n[] True\n[]\nTrue\nTrue\n", "")
 
 
 @pytest.mark.parametrize("name", ["allocator", "transforms"])
