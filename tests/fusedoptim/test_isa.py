@@ -13,7 +13,8 @@ import torch
 import allocator
 from allocator.runtime import isa as driver_isa
 from allocator.runtime import maps
-from fusedoptim import isa
+from fusedoptim import FusedSGD, isa
+from fusedoptim.ops import dropout
 from tests.running import run_script
 
 _WITHOUT = "without FUSEDOPTIM_ISA"
@@ -159,9 +160,17 @@ def test_above_the_machine(wanted: pytest.MonkeyPatch) -> None:
 
 def test_too_late_for_this_process(wanted: pytest.MonkeyPatch) -> None:
     other = next(level for level in isa.LEVELS if level != isa.level())
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for p in params:
+        p.grad = torch.ones(3)
+    stepping, new = (FusedSGD([p], lr=0.5) for p in params)
+    stepping.step()
     wanted.setenv("FUSEDOPTIM_ISA", other)
-    with pytest.raises(RuntimeError, match="was set after the CPU driver had started"):
-        allocator.queue("cpu")
+    for use in (new.step, lambda: dropout(params[0], torch.tensor(0), 0.5), allocator.queue):
+        with pytest.raises(RuntimeError, match="was set after the CPU driver had started"):
+            use()
+    stepping.step()
+    assert [p.detach().tolist() for p in params] == [[0.0] * 3, [1.0] * 3]
 
 
 def test_same_level_is_never_too_late(wanted: pytest.MonkeyPatch) -> None:
