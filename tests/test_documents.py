@@ -13,7 +13,6 @@ import importlib.util
 import io
 import itertools
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -33,27 +32,8 @@ REFERENCE = ROOT / "docs" / "reference"
 PACKAGES = ["allocator", "fusedoptim", "transforms"]
 FOLDERS = [*PACKAGES, "benchmarks", "docs", "examples", "notebooks", "tests", "tools"]
 
-# Names that a page uses without defining them, by the heading of the first block that does.
-SETUP = {
-    ("docs/transforms.md", "Optimizing a model"): """
-        import torch
-        images, labels = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
-        criterion = torch.nn.CrossEntropyLoss()
-        model = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(),
-            torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 2),
-        )
-    """,
-    ("docs/migrating-from-ipex.md", "Migrating from Intel Extension for PyTorch"): """
-        import torch
-        images = torch.randn(2, 3, 8, 8)
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
-    """,
-}
-
 
 class Block(NamedTuple):
-    heading: str
     line: int
     info: str
     code: str
@@ -84,13 +64,9 @@ def headings(path: Path) -> list[str]:
 
 
 def blocks(path: Path) -> Iterator[Block]:
-    heading = ""
-    stream = tokens(path)
-    for before, token in zip([None, *stream], stream):
-        if before is not None and before.type == "heading_open":
-            heading = plain(token)
+    for token in tokens(path):
         if token.type == "fence":
-            yield Block(heading, token.map[0] + 1, token.info.strip(), token.content)
+            yield Block(token.map[0] + 1, token.info.strip(), token.content)
 
 
 def inlines(path: Path) -> Iterator[Token]:
@@ -118,28 +94,19 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_code_runs(page: str) -> None:
     path = ROOT / page
     namespace = {"__name__": "__main__"}
-    prepared = set()
     dtype = torch.get_default_dtype()
     try:
-        for heading, line, info, code in blocks(path):
+        for line, info, code in blocks(path):
             if info not in ("python", "python jit"):
                 assert not info.startswith("python"), f"{page}:{line}: no such block: {info}"
                 continue
             if info == "python jit" and not HAS_COMPILER:
                 continue
-            if heading not in prepared:
-                prepared.add(heading)
-                exec(textwrap.dedent(SETUP.get((page, heading), "")), namespace)
             padding = "\n" * line  # so that tracebacks have the page's lines
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(padding + code, str(path), "exec"), namespace)
     finally:
         torch.set_default_dtype(dtype)
-
-
-def test_setups_are_for_headings_with_code() -> None:
-    present = {(page, block.heading) for page in pages_with_code() for block in blocks(ROOT / page)}
-    assert SETUP.keys() <= present
 
 
 @pytest.mark.parametrize("path", paths(), ids=name_of)
