@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -224,6 +225,14 @@ class Bucket:
         """Whether one of ``host`` is the upper half of float32 values."""
         ask = getattr(self.optimizer, "is_split", None)
         return ask is not None and ask(host)
+
+    def contents(self) -> dict[str, Any]:
+        """What a checkpoint replaces in the host's optimizer, whose ``__setstate__`` restores it."""
+        optimizer = self.optimizer
+        contents = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+        if isinstance(optimizer, FusedOptimizer):
+            contents["halves"] = copy.copy(optimizer.halves)  # trails that are not in the state yet
+        return contents
 
     def states(self) -> Iterator[tuple[Tensor, State]]:
         """The state that each parameter has on the host."""

@@ -354,15 +354,14 @@ class OffloadOptimizer(Optimizer):
         """
         with self._lock:
             self._find_groups()
-            before = [
-                (b.optimizer, b.optimizer.state, b.optimizer.param_groups) for b in self._buckets
-            ]
+            before = {"state": self.state, "param_groups": self.param_groups}
+            on_host = [(bucket.optimizer, bucket.contents()) for bucket in self._buckets]
             handle = self.register_load_state_dict_pre_hook(_load_states)  # the last to run
             try:
                 super().load_state_dict(state_dict)
             except BaseException:
-                for optimizer, state, groups in before:
-                    optimizer.__setstate__({"state": state, "param_groups": groups})
+                for optimizer, contents in [(self, before), *on_host]:
+                    optimizer.__setstate__(contents)
                 raise
             finally:
                 handle.remove()

@@ -151,6 +151,25 @@ class TestCheckpoints:
         with refused(optimizer, OSError, "on purpose"):
             optimizer.load_state_dict(saved)
 
+    @pytest.mark.parametrize("stepped", [False, True])
+    def test_that_are_refused_leave_the_lower_halves(self, stepped: bool) -> None:
+        """The first buckets have loaded theirs when a later one, or a hook, raises."""
+        (_, optimizer), (_, other) = networks(torch.float32, FusedAdamW, split=True)
+        if stepped:
+            step_alike(optimizer)
+        step_alike(other)
+        before = list(optimizer.master_params())
+        saved = copy.deepcopy(other.state_dict())
+        handle = optimizer.register_load_state_dict_post_hook(_fail)
+        with refused(optimizer, OSError, "on purpose"):
+            optimizer.load_state_dict(saved)
+        handle.remove()
+        del saved["state"][5]["exp_avg_sq"]
+        with refused(optimizer, ValueError, "no 'exp_avg_sq' of parameter"):
+            optimizer.load_state_dict(saved)
+        assert all(map(torch.equal, optimizer.master_params(), before))
+        step_alike(optimizer)
+
 
 class TestFaults:
     def test_an_error_between_two_buckets_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
