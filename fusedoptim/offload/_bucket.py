@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fusedoptim.offload._link import Link, views
 from fusedoptim.optimizer import FusedOptimizer
+from fusedoptim.step.checks import check_numbers
 from fusedoptim.step.tensors import PARAM_DTYPES, Group, State
 
 MakeOptimizer = Callable[[list[Group]], Optimizer]
@@ -81,7 +82,8 @@ class Bucket:
         self._arrived.add(index)
         if len(self._arrived) == len(self.params):
             self._arrived.clear()
-            if all(p.grad is not None and _is_strided(p.grad) for p in self.params):
+            # A removed group may be changed, and backward still computes its gradients.
+            if self.fits and all(p.grad is not None and _is_strided(p.grad) for p in self.params):
                 self._fetch(range(len(self.params)))
 
     def _fetch(self, chosen: Sequence[int]) -> None:
@@ -150,11 +152,27 @@ class Bucket:
                 h.grad = self._grad_views[i]
         return bool(self._with_grad)
 
+    @property
+    def fits(self) -> bool:
+        """Whether all parameters are what the host's copies were made for."""
+        return all(map(self._has_copy, self.params, self.host))
+
+    def is_whole(self) -> bool:
+        """Whether parameters that were removed can be added again with what the host has."""
+        if not isinstance(self.optimizer, FusedOptimizer):
+            return self.fits
+        halves = self.optimizer.halves
+        return self.fits and not any(h in halves and halves.find(h) is None for h in self.host)
+
+    def _has_copy(self, param: Tensor, host: Tensor) -> bool:
+        place = self.link.device, host.dtype, host.shape
+        return (param.device, param.dtype, param.shape) == place
+
     def take_weights(self) -> None:
         """Copy to the host the weights that something other than a step has written."""
         for p, h, known in zip(self.params, self.host, self._known):
             if known != _written(p):
-                if p.device != self.link.device or p.dtype != h.dtype or p.shape != h.shape:
+                if not self._has_copy(p, h):
                     raise RuntimeError(
                         f"OffloadOptimizer: a parameter of shape {tuple(h.shape)}, {h.dtype}, on "
                         f"{self.link.device} has become one of shape {tuple(p.shape)}, {p.dtype}, "
@@ -175,13 +193,21 @@ class Bucket:
             if grad is not None:
                 yield grad.detach()
 
-    @property
-    def largest_number(self) -> float:
-        """The largest hyper-parameter, except infinity, that the optimizer accepts."""
-        known = PARAM_DTYPES.get(self._weights.dtype)
-        if known is None or not isinstance(self.optimizer, FusedOptimizer):
-            return math.inf
-        return torch.finfo(known.arithmetic).max
+    def check_numbers(self, owner: str, numbers: Group) -> None:
+        """Raise if a number among the group's options is one that the optimizer cannot take.
+
+        Args:
+            owner: the optimizer's name in errors.
+            numbers: the options whose defaults are numbers, with these.
+        """
+        group = self.group or {}
+        options = {name: group[name] for name in numbers if name in group}
+        largest = math.inf
+        if not isinstance(self.optimizer, FusedOptimizer):  # a user's class may take None
+            options = {name: value for name, value in options.items() if value is not None}
+        elif (known := PARAM_DTYPES.get(self._weights.dtype)) is not None:
+            largest = torch.finfo(known.arithmetic).max
+        check_numbers(owner, options, numbers, largest)
 
     def update(self, grad_scale: Tensor | None) -> None:
         """Take the step on the host, with the present options of the group.
@@ -227,8 +253,9 @@ class Bucket:
         return ask is not None and ask(host)
 
     def contents(self) -> dict[str, Any]:
-        """What a checkpoint replaces in the host's optimizer, whose ``__setstate__`` restores it."""
+        """What a load replaces in the host's optimizer, for ``__setstate__``."""
         optimizer = self.optimizer
+        contents: dict[str, Any]
         contents = {"state": optimizer.state, "param_groups": optimizer.param_groups}
         if isinstance(optimizer, FusedOptimizer):
             contents["halves"] = copy.copy(optimizer.halves)  # trails that are not in the state yet
@@ -242,7 +269,7 @@ class Bucket:
                 yield p, state[h]
 
     def take_states(self, shown: Mapping[Tensor, State]) -> None:
-        """Use the state that the parameters have now, after a user has deleted or replaced some."""
+        """Use the state that the parameters have now, after a user has changed some of it."""
         state = self.optimizer.state
         for p, h in zip(self.params, self.host):
             own = shown.get(p)

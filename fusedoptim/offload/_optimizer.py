@@ -16,7 +16,7 @@ from fusedoptim.offload._bucket import Bucket, own_options
 from fusedoptim.offload._checks import check_arguments, check_param
 from fusedoptim.offload._link import Link
 from fusedoptim.split.halves import check_saved_halves
-from fusedoptim.step.checks import check_norm, check_not_of_group, check_numbers
+from fusedoptim.step.checks import check_norm, check_not_of_group
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import CLIP_EPS, common_factor
 from fusedoptim.step.tensors import Group, State, update_order
@@ -98,8 +98,8 @@ class OffloadOptimizer(Optimizer):
         self._lock = threading.RLock()
         self._seen_groups: list[tuple[int, ...]] = []
         """Identities of the groups and their parameters when the buckets' groups were found."""
-        self._shown: list[State] = []
-        """The values in ``state`` when it last showed what the host has."""
+        self._shown: dict[Tensor, State] = {}
+        """``state`` when it last showed what the host has."""
         self._shown_count = 0
         self._torn: str | None = None
         """Why weights are of two different steps, if they are."""
@@ -138,7 +138,10 @@ class OffloadOptimizer(Optimizer):
                     "not; clone() one first, or give one Parameter to both modules"
                 )
             options = {n: value for n, value in own_options(group).items() if n not in own}
-            known = {p for bucket in self._buckets for p in bucket.params}  # of a removed group
+            chosen = set(group["params"])
+            self._take_states()
+            kept = [b for b in self._buckets if chosen.isdisjoint(b.params) or b.is_whole()]
+            known = {p for bucket in kept for p in bucket.params}  # of a removed group
             new = [
                 Bucket(self._link(params[0].device), params, options, self._make)
                 for params in self._cut([p for p in group["params"] if p not in known])
@@ -148,8 +151,12 @@ class OffloadOptimizer(Optimizer):
             raise
         for bucket in new:
             bucket.attach()
+            bucket.group = group
+            # Of a removed group whose parameters have changed: what the user has not deleted.
+            left = {p: self.state[p] for p in bucket.params if self.state.get(p)}
+            bucket.take_states(dict(bucket.states()) | left)
             self._register(bucket)
-        self._buckets += new
+        self._buckets = kept + new
         self._show_states()
 
     def _cut(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -203,7 +210,9 @@ class OffloadOptimizer(Optimizer):
 
         def hook(index: int, _: Tensor) -> None:
             optimizer, bucket = this(), found()
-            if optimizer is not None and bucket is not None and optimizer.copy_in_backward:
+            if optimizer is None or bucket is None or bucket.group is None:
+                return
+            if optimizer.copy_in_backward:
                 bucket.arrive(index)
 
         for i, p in enumerate(bucket.params):
@@ -295,10 +304,9 @@ class OffloadOptimizer(Optimizer):
         """Raise if a number is wrong, which a bucket might notice only after others are updated."""
         check_norm(self.max_grad_norm)
         numbers = {name: value for name, value in self.defaults.items() if _is_number(value)}
-        limits = {(id(b.group), b.largest_number): b.group or {} for b in self._buckets}
-        for (_, largest), group in limits.items():
-            options = {name: group[name] for name in numbers if name in group}
-            check_numbers(type(self).__name__, options, numbers, largest)
+        kinds = {(id(bucket.group), bucket.host[0].dtype): bucket for bucket in self._buckets}
+        for bucket in kinds.values():
+            bucket.check_numbers(type(self).__name__, numbers)
 
     def _divisor(self, active: list[Bucket], grad_scale: Tensor | None) -> Tensor | None:
         """What gradients are divided by to unscale them, and to clip their norm."""
@@ -322,11 +330,15 @@ class OffloadOptimizer(Optimizer):
         """Show in ``state`` what the host has for the device's parameters."""
         for bucket in self._buckets:
             self.state.update(bucket.states())
-        self._shown, self._shown_count = list(self.state.values()), self._count_states()
+        self._shown, self._shown_count = dict(self.state), self._count_states()
 
     def _take_states(self) -> None:
         """Use what a user has made of ``state``."""
-        if not are_same_objects(self.state.values(), self._shown):
+        state, shown = self.state, self._shown
+        if not (
+            are_same_objects(state.values(), shown.values())
+            and are_same_objects(state.keys(), shown.keys())
+        ):
             for bucket in self._buckets:
                 bucket.take_states(self.state)
             self._show_states()
@@ -401,6 +413,8 @@ class OffloadOptimizer(Optimizer):
         found: dict[Tensor, Tensor] = {}
         self._find_groups()
         for bucket in self._buckets:
+            if bucket.group is None:
+                continue
             bucket.take_weights()
             own = getattr(bucket.optimizer, "master_params", None)
             values = own() if own is not None else (h.detach().clone() for h in bucket.host)
@@ -423,7 +437,7 @@ def _with_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for bucket, numbers, _ in _numbered(optimizer, state_dict):
         own = bucket.optimizer.state_dict()["state"]
         states.update({numbers[i]: state for i, state in own.items()})
-    state_dict["state"] = dict(sorted(states.items()))
+    state_dict["state"] = dict(sorted(states.items())) | _others(state_dict)
 
 
 def _load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -447,7 +461,13 @@ def _load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         own = {i: state[number] for i, number in enumerate(numbers) if number in state}
         group = own_options(saved_group) | {"params": list(range(len(numbers)))}
         bucket.optimizer.load_state_dict({"state": own, "param_groups": [group]})
-    return {**state_dict, "state": {}}
+    return {**state_dict, "state": _others(state_dict)}
+
+
+def _others(state_dict: dict[str, Any]) -> dict[Any, Any]:
+    """What users keep in the state that is not of a parameter."""
+    numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
+    return {key: value for key, value in state_dict["state"].items() if key not in numbers}
 
 
 def _numbered(

@@ -255,6 +255,13 @@ class TestFaults:
             group = {"params": [Parameter(torch.ones(3))], "best_loss": float("nan")}
             step_alike(OffloadOptimizer([group], cls, **options))
 
+    def test_none_for_a_number_of_a_users_class(self) -> None:
+        groups = [{"params": [Parameter(torch.ones(3))]} for _ in range(2)]
+        optimizer = OffloadOptimizer(groups, _Clipping)
+        optimizer.param_groups[1]["clip"] = None
+        step_alike(optimizer)
+        assert optimizer.defaults["clip"] == 1.0
+
     @pytest.mark.parametrize("limit", [None, 1.0])
     def test_gradients_are_scaled_once_if_a_step_is_tried_again(self, limit: float | None) -> None:
         """torch's class divides them before it raises for its options."""
@@ -368,6 +375,14 @@ class TestFaults:
         assert len(optimizer.param_groups) == 1
         optimizer.add_param_group({"params": [q], name: own})
         step_alike(optimizer)
+
+
+class _Clipping(torch.optim.SGD):
+    def __init__(self, params: Any, clip: float | None = 1.0) -> None:
+        super().__init__(params)
+        self.defaults["clip"] = clip
+        for group in self.param_groups:
+            group.setdefault("clip", clip)
 
 
 def _fail(*_: object, **__: object) -> None:

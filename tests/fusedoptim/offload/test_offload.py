@@ -7,6 +7,7 @@ streams. ``python -m benchmarks.offload --check`` compares on a real one.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -216,6 +217,56 @@ class TestValues:
                 optimizer.step()
             assert optimizer.state.keys() == {some[0]}
         assert all(map(torch.equal, params, peers))
+
+    @pytest.mark.parametrize("split", [False, True])
+    @pytest.mark.parametrize("steps", [1, 2])
+    def test_a_removed_group_may_change_and_come_back(self, split: bool, steps: int) -> None:
+        """The head of a model gets other classes, in place, and some steps are taken without it."""
+        body, head = nn.Linear(4, 4), nn.Linear(4, 2)
+        larger = torch.randn(5, 4), torch.randn(5)
+        batch = torch.randn(3, 4)
+        values = []
+        for make in (FusedAdamW, functools.partial(OffloadOptimizer, optimizer_class=FusedAdamW)):
+            parts = copy.deepcopy([body, head])
+            model = nn.Sequential(*parts)
+            groups = [{"params": list(part.parameters())} for part in parts]
+            optimizer = make(groups, lr=0.1, split=split)
+            for step in range(4):
+                if step == 1:
+                    for p, value in zip(optimizer.param_groups.pop()["params"], larger):
+                        del optimizer.state[p]
+                        p.data, p.grad = value.to(p.dtype, copy=True), None
+                model.zero_grad()
+                model(batch.to(parts[0].weight.dtype)).float().square().sum().backward()
+                optimizer.step()
+                if step == steps:
+                    assert len(list(optimizer.master_params())) == 2
+                    optimizer.add_param_group({"params": parts[1].parameters()})
+            values.append(list(optimizer.master_params()))
+        assert all(map(torch.equal, *values))
+
+    def test_state_that_was_moved(self) -> None:
+        old, new = (Parameter(torch.ones(3)) for _ in range(2))
+        optimizer = OffloadOptimizer([old, new], FusedAdamW)
+        old.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.state[new] = optimizer.state.pop(old)
+        old.grad, new.grad = None, torch.ones(3)
+        optimizer.step()
+        assert optimizer.state.keys() == {new}
+        assert optimizer.state[new]["step"] == 2
+
+    def test_what_is_no_state_of_a_parameter(self) -> None:
+        """torch lets users keep anything in the state."""
+        (_, optimizer), _ = networks(torch.float32, FusedAdamW)
+        optimizer.state["epoch"] = 0
+        step_alike(optimizer)
+        checkpoint = through_a_file(optimizer.state_dict())
+        assert checkpoint["state"]["epoch"] == 0
+        optimizer.state["epoch"] = 1
+        optimizer.load_state_dict(checkpoint)
+        step_alike(optimizer)
+        assert optimizer.state["epoch"] == 0
 
     @pytest.mark.parametrize("cls", [FusedSGD, torch.optim.SGD])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16])
