@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from fusedoptim._locks import new_lock
 from fusedoptim._torch_private import BypassModes, count_modes, transform_level, without_dynamo
 from fusedoptim.allocator import check_not_forked, is_forked
 from fusedoptim.split.halves import LOST, Halves, check_saved_halves, check_splittable
@@ -94,7 +94,7 @@ class FusedOptimizer(UpdateDefinition):
 
     def _set_up(self, max_grad_norm: float | None, split: bool) -> None:
         """Set what ours has beyond torch's, in a new object or in one that becomes ours."""
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._forget_plans()
         self.max_grad_norm = max_grad_norm
         vars(self)["split"] = split

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from fusedoptim._locks import new_lock
 from fusedoptim.offload._bucket import Bucket, own_options
 from fusedoptim.offload._checks import check_arguments, check_param
 from fusedoptim.offload._link import Link
@@ -95,7 +95,7 @@ class OffloadOptimizer(Optimizer):
         self._make = functools.partial(optimizer_class, **kwargs)
         self._links: dict[torch.device, Link] = {}
         self._buckets: list[Bucket] = []
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._seen_groups: list[tuple[int, ...]] = []
         """Identities of the groups and their parameters when the buckets' groups were found."""
         self._shown: dict[Tensor, State] = {}

@@ -90,6 +90,29 @@ optimizer.step()
     assert refusal[-1].endswith(" True")
 
 
+def test_fork_while_another_thread_saves() -> None:
+    """The child can save: the lock that the other thread holds is free there."""
+    output = run("""
+import signal, threading
+from fusedoptim.offload import OffloadOptimizer
+for saved in optimizer, OffloadOptimizer([p], FusedSGD, lr=0.5):
+    entered, left = threading.Event(), threading.Event()
+    wait = saved.register_state_dict_post_hook(lambda *_: (entered.set(), left.wait()) and None)
+    thread = threading.Thread(target=saved.state_dict)
+    thread.start()
+    entered.wait()
+    if os.fork() == 0:
+        signal.alarm(60)  # instead of a child that waits forever
+        wait.remove()
+        print(saved.state_dict()["param_groups"][0]["lr"], flush=True)
+        os._exit(0)
+    os.wait()
+    left.set()
+    thread.join()
+""")
+    assert output == "0.5\n0.5\n"
+
+
 def final_weights() -> dict[str, list[Tensor]]:
     """The weights that each class reaches after five steps from one seed."""
     weights = {}

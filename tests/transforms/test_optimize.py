@@ -302,3 +302,35 @@ def test_a_dtype_without_onednn(monkeypatch: pytest.MonkeyPatch, is_training: bo
         with pytest.raises(transforms.SlowDtypeWarning):  # nothing was changed
             transforms.optimize(*pair, dtype=torch.bfloat16, inplace=True)
     assert fingerprint(model) == before
+
+
+def test_in_a_fork_while_another_thread_traces() -> None:
+    """torch.fx traces one model at a time; the thread that holds the lock is not in the child."""
+    script = """
+    import os, signal, threading
+    import torch
+    from torch import nn
+    from fusedoptim import transforms
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            if threading.current_thread() is thread:
+                traced.set()
+                left.wait()
+            return x
+
+    traced, left = threading.Event(), threading.Event()
+    model = nn.Sequential(Slow(), nn.Linear(4, 4), nn.ReLU()).eval()
+    thread = threading.Thread(target=transforms.optimize, args=(model,))
+    thread.start()
+    traced.wait()
+    if os.fork() == 0:
+        signal.alarm(60)  # instead of a child that waits forever
+        transforms.optimize(nn.Sequential(Slow(), nn.Linear(4, 4)).eval())
+        print("done", flush=True)
+        os._exit(0)
+    os.wait()
+    left.set()
+    thread.join()
+    """
+    assert run_script(script).stdout == "done\n"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
+from fusedoptim._locks import new_lock
 from transforms.rewrites.exchanged_class import own_class
 from transforms.rewrites.plain_tensors import kept_tensors
 from transforms.tracing.conditions import Changing
@@ -25,7 +26,7 @@ from transforms.tracing.watch import TensorReads, Watch
 _GEOMETRY = {"stride", "kernel_size", "dilation", "padding", "groups"}
 _GEOMETRY |= {"in_channels", "out_channels", "in_features", "out_features", "training"}
 _SHAPE_OF_OTHER = {"reshape_as", "view_as", "expand_as"}
-_one_at_a_time = threading.RLock()  # torch.fx replaces methods of nn.Module while it traces
+_one_at_a_time = new_lock()  # torch.fx replaces methods of nn.Module while it traces
 
 
 class _Proxy(fx.Proxy):
