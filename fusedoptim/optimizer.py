@@ -12,7 +12,13 @@ from torch.optim.optimizer import Optimizer
 from fusedoptim._locks import new_lock
 from fusedoptim._torch_private import BypassModes, count_modes, transform_level, without_dynamo
 from fusedoptim.allocator import check_not_forked, is_forked
-from fusedoptim.split.halves import LOST, Halves, check_saved_halves, check_splittable
+from fusedoptim.split.halves import (
+    LOST,
+    Halves,
+    check_saved_halves,
+    check_splittable,
+    with_trails_of_frozen,
+)
 from fusedoptim.step import commit
 from fusedoptim.step.checks import (
     OPTIONS,
@@ -431,7 +437,8 @@ class FusedOptimizer(UpdateDefinition):
 
         torch.optim casts the state to the parameter's dtype. Here, the state of 16-bit parameters
         is float32, and a float32 checkpoint loads without losing a bit. If the checkpoint is
-        torch's and has no lower halves, split parameters keep theirs.
+        torch's and has no lower halves, split parameters keep theirs. If it lacks only those of
+        frozen parameters, which torch.distributed.checkpoint does not load, these become zeros.
 
         Args:
             state_dict: what :meth:`state_dict` of either class returned.
@@ -442,7 +449,9 @@ class FusedOptimizer(UpdateDefinition):
         """
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:
-            final["state"] = {i: without_gaps(state) for i, state in final["state"].items()}
+            states = {i: without_gaps(state) for i, state in final["state"].items()}
+            split = [(i, p) for i, p in zip(_numbers(final), self._params()) if self.is_split(p)]
+            final["state"] = with_trails_of_frozen(states, split)
             self._check_checkpoint(final)
             self._to_restore = [(p, s, self._coming_trail(p, s)) for p, s in self._saved(final)]
             # torch's class would cast the trails, and take each for the state of an earlier step.

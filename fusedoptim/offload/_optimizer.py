@@ -15,7 +15,7 @@ from fusedoptim._locks import new_lock
 from fusedoptim.offload._bucket import Bucket, own_options
 from fusedoptim.offload._checks import check_arguments, check_param
 from fusedoptim.offload._link import Link
-from fusedoptim.split.halves import check_saved_halves
+from fusedoptim.split.halves import check_saved_halves, with_trails_of_frozen
 from fusedoptim.step.checks import check_norm, check_not_of_group
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import CLIP_EPS, common_factor
@@ -446,17 +446,15 @@ def _load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     groups, saved = optimizer.param_groups, state_dict["param_groups"]
     if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
         return state_dict  # torch raises
-    state = state_dict["state"]
     numbered = list(_numbered(optimizer, state_dict))
-    check_saved_halves(
-        type(optimizer).__name__,
-        [
-            (number, h, state.get(number, {}))
-            for bucket, numbers, _ in numbered
-            for number, h in zip(numbers, bucket.host)
-            if bucket.is_split(h)
-        ],
-    )
+    split = [
+        (number, p)
+        for bucket, numbers, _ in numbered
+        for number, p, h in zip(numbers, bucket.params, bucket.host)
+        if bucket.is_split(h)
+    ]
+    state = with_trails_of_frozen(state_dict["state"], split)
+    check_saved_halves(type(optimizer).__name__, [(i, p, state.get(i, {})) for i, p in split])
     for bucket, numbers, saved_group in numbered:
         own = {i: state[number] for i, number in enumerate(numbers) if number in state}
         group = own_options(saved_group) | {"params": list(range(len(numbers)))}

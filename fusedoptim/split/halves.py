@@ -344,6 +344,31 @@ LOST = (
 )
 
 
+def with_trails_of_frozen(
+    states: dict[Any, Any], params: Iterable[tuple[Any, Tensor]]
+) -> dict[Any, Any]:
+    """The states of a checkpoint, with trails of zeros for frozen parameters that have none there.
+
+    The functions of torch.distributed.checkpoint load no state of parameters that require no
+    gradient. The trail that such a parameter has may be the lower half of another weight.
+
+    Args:
+        states: the states.
+        params: the key in ``states`` of each split parameter, and the parameter.
+    """
+    whole = dict(states)
+    if any(_has_trail(state) for state in states.values()):
+        for key, p in params:
+            if not p.requires_grad and not _has_trail(states.get(key)):
+                zeros = new_state(local_of(p), torch.int16).zero_()
+                whole[key] = states.get(key, {}) | {TRAIL: like_param(zeros, p)}
+    return whole
+
+
+def _has_trail(state: Any) -> bool:
+    return isinstance(state, dict) and TRAIL in state
+
+
 def check_saved_halves(optimizer: str, saved: Iterable[tuple[int, Tensor, dict[str, Any]]]) -> None:
     """Raise unless a checkpoint has the trails of all split parameters, or of none.
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import copy
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.nn import Parameter
 
-from fusedoptim import FusedAdam, FusedLamb, FusedSGD, SplitSGD
+from fusedoptim import FusedAdam, FusedAdamW, FusedLamb, FusedSGD, SplitSGD
+from fusedoptim.offload import OffloadOptimizer
 from tests.fusedoptim.helpers import (
     SideBySide,
     assert_same_bits,
@@ -150,6 +158,32 @@ class TestBadInput:
 
 
 class TestCheckpoints:
+    @pytest.mark.parametrize("is_flat", [False, True])
+    @pytest.mark.parametrize(
+        "cls", [FusedAdamW, partial(OffloadOptimizer, optimizer_class=FusedAdamW)]
+    )
+    def test_of_torchs_functions_with_a_frozen_parameter(self, cls: Any, is_flat: bool) -> None:
+        """They drop its lower half; the one that the optimizer has belongs to another weight."""
+        flat = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+        parts = []
+        for _ in range(2):
+            model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+            optimizer = cls(model.parameters(), split=True)
+            model[0].weight.requires_grad_(False)
+            model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            parts.append((model, optimizer))
+        frozen = parts[0][0][0].weight
+        states = copy.deepcopy(get_state_dict(*parts[0], options=flat))
+        set_state_dict(
+            *parts[1], model_state_dict=states[0], optim_state_dict=states[1], options=flat
+        )
+        first, *others = parts[0][1].master_params()
+        loaded, *rest = parts[1][1].master_params()
+        assert not torch.equal(first, loaded)
+        assert torch.equal(frozen.float(), loaded)
+        assert all(map(torch.equal, others, rest))
+
     def test_goes_on_as_before(self) -> None:
         optimizer, params = _trained()
         twins = [Parameter(p.detach().clone()) for p in params]
