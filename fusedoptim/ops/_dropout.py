@@ -39,7 +39,8 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
         a new tensor. Its backward pass draws the mask again.
 
     Raises:
-        TypeError: x has a dtype that no kernel computes with, or the seed is not an int64.
+        TypeError: x has a dtype that no kernel computes with, the seed is not an int64, or p is a
+            tensor that has dimensions or requires grad.
         ValueError: p is not between 0 and 1; the seed has several elements or another device.
 
     Example:
@@ -53,8 +54,15 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """
     if not isinstance(seed, Tensor):
         check_tensors("dropout", seed=seed)
-    # torch accepts a tensor for a float, and its dispatcher, which plain calls bypass, converts it.
-    result: Tensor = _dropout(x, seed, float(p) if isinstance(p, Tensor) else p)
+    if isinstance(p, Tensor):  # torch's functions accept some for a float
+        if p.dim() or p.requires_grad:
+            raise TypeError(
+                f"dropout: p is a tensor of shape {tuple(p.shape)}"
+                f"{' that requires grad' * p.requires_grad}; pass p.item(), as there is one p for "
+                "all elements, and it has no gradient"
+            )
+        p = float(p)
+    result: Tensor = _dropout(x, seed, p)
     return result
 
 

@@ -126,6 +126,14 @@ class TestValues:
         x, seed = torch.randn(100), new_seed()
         assert torch.equal(dropout(x, seed, torch.tensor(0.5)), dropout(x, seed, 0.5))  # type: ignore[arg-type]  # as torch's parser, which takes it for a float
 
+    @pytest.mark.parametrize(
+        "p", [torch.tensor([0.5]), torch.tensor(0.5, requires_grad=True)], ids=["1-d", "grad"]
+    )
+    def test_p_is_a_tensor_that_torch_refuses(self, p: Any) -> None:
+        for function in (dropout, lambda x, _, p: torch.nn.functional.dropout(x, p)):
+            with pytest.raises(TypeError, match=r"p\.item\(\)|must be float, not Tensor"):
+                function(torch.ones(8), torch.tensor(3), p)
+
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_infinity_and_nan_as_torchs(self, dtype: torch.dtype) -> None:
         """Dropping multiplies by zero: a dropped infinity is NaN."""
