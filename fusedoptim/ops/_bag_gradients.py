@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,11 +55,46 @@ def sparse_gradients(
     last: bool,
 ) -> list[Tensor]:
     """The tables' gradients as torch has them: not coalesced, a row for each index."""
+    each = _row_gradients(grads, weights, indices, offsets, samples, means, paddings, last)
+    return [
+        torch.sparse_coo_tensor(rows[None].long(), values, weight.shape, check_invariants=False)
+        for weight, (rows, values) in zip(weights, each)
+    ]
+
+
+def batched_gradients(
+    grads: Tensors,
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    samples: Tensors,
+    means: Sequence[bool],
+    paddings: Sequence[int],
+    last: bool,
+) -> list[Tensor]:
+    """The tables' dense gradients, for many gradients of the bags at once."""
+    each = _row_gradients(grads, weights, indices, offsets, samples, means, paddings, last)
+    return [
+        torch.zeros_like(weight).index_add(0, rows, values)
+        for weight, (rows, values) in zip(weights, each)
+    ]
+
+
+def _row_gradients(
+    grads: Tensors,
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    samples: Tensors,
+    means: Sequence[bool],
+    paddings: Sequence[int],
+    last: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each table the rows that were read, and a gradient for each of them."""
     own, starts = by_table(indices, offsets, len(weights), last)
     factors: Sequence[Tensor | None] = [None] * len(weights)
     if samples:
         factors, _ = by_table(samples, offsets, len(weights), last)
-    results = []
     for t, grad in enumerate(_by_bag(grads, weights)):
         assert grad is not None
         bags, rows, factor = _bags_of(starts[t]), own[t][: int(starts[t][-1])], factors[t]
@@ -74,11 +109,7 @@ def sparse_gradients(
             factor = torch.bincount(bags, minlength=len(grad)).to(grad.dtype).reciprocal()[bags]
         if factor is not None:
             values = values * factor[:, None]
-        shape = weights[t].shape
-        results.append(
-            torch.sparse_coo_tensor(rows[None].long(), values, shape, check_invariants=False)
-        )
-    return results
+        yield rows, values
 
 
 def sample_gradients(
@@ -98,7 +129,8 @@ def sample_gradients(
             bags = _bags_of(starts[t])
             rows = own[t][: len(bags)]
             products = (grad.index_select(0, bags) * weights[t].index_select(0, rows)).sum(1)
-            result[: len(bags)] = torch.where(rows == paddings[t], 0.0, products)
+            known = torch.where(rows == paddings[t], 0.0, products)
+            result = torch.cat([known, result[len(bags) :]])
         results.append(result)
     if len(indices) == len(weights):
         return results

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import BelowAutograd, saved_tensors_hooks
+from fusedoptim._torch_private import BelowAutograd, is_batched, saved_tensors_hooks
 from fusedoptim.launch.block import Indices, row_addresses
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._bag_batch import (
@@ -25,7 +25,7 @@ from fusedoptim.ops._bag_batch import (
     cut_of,
 )
 from fusedoptim.ops._bag_checks import check_batch, check_options, check_values, check_weights
-from fusedoptim.ops._bag_gradients import sample_gradients, sparse_gradients
+from fusedoptim.ops._bag_gradients import batched_gradients, sample_gradients, sparse_gradients
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._launching import DEVICES, TableLaunch
 from fusedoptim.ops._registering import is_plain, needed, register
@@ -403,6 +403,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
         lists = grads, weights, indices, offsets, samples, means, paddings
         arguments = chosen_of(chosen, len(weights), *lists)
         gradients: Any = sparse_gradients if sparse else _dense_gradients_of
+        # torch calls no operator with a list of tensors for many gradients at once.
+        if not sparse and any(map(is_batched, arguments[0])):
+            gradients = batched_gradients
         for t, gradient in zip(chosen, gradients(*arguments, last)):
             of_weights[t] = gradient if needs_weights[t] else None
     return [of_weights, None, None, of_samples, None, None, None, None]

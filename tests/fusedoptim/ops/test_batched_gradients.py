@@ -16,6 +16,7 @@ from fusedoptim.ops._linear import linear
 SEED = torch.tensor(7)
 BOXES = torch.tensor([[0.0, 1, 1, 6, 5], [1, 0, 0, 4, 7]])
 CLASSES = torch.arange(5)
+INDICES, OFFSETS = torch.tensor([3, 0, 3, 5, 1]), torch.tensor([0, 2, 2])
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "dropout": (lambda x: ops.dropout(x, SEED, 0.5), [(4, 3)]),
     "dropout, transposed": (lambda x: ops.dropout(x.t(), SEED, 0.5), [(4, 3)]),
@@ -24,6 +25,19 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         [(2, 4, 8), (2, 5, 8), (2, 5, 6)],
     ),
     "interaction": (lambda *x: ops.interaction(*x), [(5, 4), (5, 3, 4)]),
+    "embedding_bags": (
+        lambda *x: torch.cat(
+            ops.embedding_bags(
+                x, [INDICES] * 2, [OFFSETS] * 2, mean=[False, True], padding_idx=[None, 1]
+            ),
+            1,
+        ),
+        [(7, 4), (6, 3)],
+    ),
+    "embedding_bags, weighted": (
+        lambda x, samples: ops.embedding_bags([x], [INDICES], [OFFSETS], [samples])[0],
+        [(7, 4), (5,)],
+    ),
     "linear": (lambda *x: linear(*x, None), [(5, 4), (6, 4)]),
     "roi_align": (lambda x: ops.roi_align(x, BOXES, 2), [(2, 3, 8, 9)]),
     "gelu_tanh": (ops.gelu_tanh, [(4, 3)]),
