@@ -318,7 +318,8 @@ class Halves:
 
     def before_first_step(self, param: Tensor) -> Tensor | None:
         """The trail of a parameter that has taken no step; None for any other."""
-        return None if param not in self or self.find(param) is None else self._trails[param]
+        self.find(param)  # notes a trail that is in the state now
+        return self._trails.get(param)
 
     def trail(self, param: Tensor) -> Tensor:
         """The lower half of ``param``; a ValueError if the optimizer has lost it."""
