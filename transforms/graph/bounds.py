@@ -183,7 +183,7 @@ class _Rules:
             count = value(first).numel()
             return self._of(first) * count if isinstance(count, int) and count > 0 else math.inf
         if called in (*_UP_TO_ONE, "hardtanh") and self._of(first) <= _MOST:
-            limits = [abs(given[key]) for key in ("min_val", "max_val") if key in given]
+            limits = [self._of(given[key]) for key in ("min_val", "max_val") if key in given]
             return max(limits, default=1.0)
         if called == "cat":
             return max(map(self._of, node.all_input_nodes), default=math.inf)

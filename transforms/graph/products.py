@@ -220,10 +220,15 @@ def activation(node: Node, of: Product, is_finite: bool) -> PostOp | None:
     return None if post is None or post.attribute is None else post
 
 
-def clamp_of(node: Node) -> PostOp:
-    """How oneDNN computes ReLU, ReLU6 or Hardtanh where no value is NaN."""
+def clamp_of(node: Node) -> PostOp | None:
+    """How oneDNN computes ReLU, ReLU6 or Hardtanh where no value is NaN.
+
+    None if a limit is a value of the graph.
+    """
     given = arguments(node)
     limits = given.get("min_val", 0.0), given.get("max_val", 6.0)
+    if any(isinstance(limit, Node) for limit in limits):
+        return None
     post = RELU if operators.name(node) == "relu" else clamp(*limits)
     return post._replace(attribute=post.of_numbers)
 

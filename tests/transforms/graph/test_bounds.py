@@ -104,6 +104,17 @@ def test_values_that_are_larger_than_assumed(factor: float) -> None:
     assert ours.is_scripted()
 
 
+def test_limits_that_are_arguments_and_sizes() -> None:
+    class Limited(nn.Conv2d):
+        def forward(self, x: Tensor, least: int) -> Tensor:
+            return F.relu(F.hardtanh(super().forward(x), least, x.shape[-1] / 16))
+
+    model = Limited(3, 16, 3).eval().to(memory_format=LAST)
+    ours = Compiled(model, dynamic=True)
+    for i in (1, 2, 2, 2, 3):
+        assert_as_eager(ours, model, images(2, 3, 9, 8 + i), -i)
+
+
 @each_packed_dtype
 def test_weights_that_become_large(dtype: torch.dtype) -> None:
     model = chain(dtype=dtype)
