@@ -84,6 +84,10 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
         *("input", "weight", "bias", "stride", "padding"),
         *("output_padding", "groups", "dilation"),
     ),
+    "batch_norm": (
+        *("input", "weight", "bias", "running_mean", "running_var"),
+        *("training", "momentum", "eps", "cudnn_enabled"),
+    ),
     "gelu": ("input", "approximate"),
     "add": ("input", "other", "alpha"),
     "mul": ("input", "other"),

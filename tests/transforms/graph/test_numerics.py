@@ -83,6 +83,25 @@ def test_products_before_batch_norms(kind: str) -> None:
     assert ours.counts.folded == 1
 
 
+def test_batch_norm_called_with_keywords() -> None:
+    class Normal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            norm, y = self.norm, self.conv(x)
+            of = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+            options = {"training": False, "momentum": 0.1, "cudnn_enabled": False}
+            return torch.batch_norm(y, *of, eps=norm.eps, **options)
+
+    model = randomise(Normal())
+    ours = Compiled(model)
+    for _ in range(2):
+        assert_right(ours, model, torch.randn(2, 3, 9, 9))
+    assert ours.counts.folded == 1
+
+
 def images(*shape: int) -> Tensor:
     layout = LAST if len(shape) == 4 else torch.channels_last_3d
     return torch.randn(*shape).to(memory_format=layout)
