@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from transforms.graph.operators import is_fresh, written
+from transforms.graph.operators import is_fresh, is_random, written
 
 Roots = dict[Node, frozenset[Node]]
 """For each node, the nodes whose memory its value may share: placeholders and fresh results."""
@@ -31,3 +31,10 @@ def written_roots(graph: Graph, of: Roots) -> frozenset[Node]:
 def returned_roots(graph: Graph, of: Roots) -> frozenset[Node]:
     """The roots whose memory the graph may return."""
     return of[graph.output_node()]
+
+
+def is_repeatable(graph: Graph) -> bool:
+    """Whether a graph may run twice in one call: it writes to no input and draws no numbers."""
+    if any(map(is_random, graph.nodes)):
+        return False
+    return all(each.op.startswith("call") for each in written_roots(graph, roots(graph)))

@@ -19,7 +19,7 @@ from transforms.graph import operators
 from transforms.graph.operators import is_tensor, value
 from transforms.rewrites.packed import supported_dtypes
 
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_NAMES = operators.PARAMETERS[operators.ATTENTION]
 _LEAST_SCORES, _MOST_KEYS = 1 << 17, 512
 """The products are faster than torch's kernel for at least so many scores and at most so many keys.
 """
@@ -48,7 +48,7 @@ def split_attention(graph: Graph) -> int:
     """Replace calls of attention in 16 bits by products; return how many were replaced."""
     count = 0
     for node in list(graph.nodes):
-        if operators.name(node) == "scaled_dot_product_attention":
+        if operators.name(node) == operators.ATTENTION:
             count += _split(graph, node)
     return count
 

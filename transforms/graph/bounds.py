@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from transforms.graph import operators
+from transforms.graph.aliases import is_repeatable
 from transforms.graph.operators import arguments, is_tensor, value
 from transforms.rewrites.watched_parameter import detached
 
@@ -72,7 +73,8 @@ def values_to_compare(
 ) -> tuple[str, ...] | None:
     """The names of values which, if as small as assumed, show that all values are finite.
 
-    Only values up to the last clamp count. None if it cannot be shown, or does not matter.
+    Only values up to the last clamp count. None if it cannot be shown, does not matter, or if the
+    graph must not run twice in one call.
 
     Args:
         graph: the graph.
@@ -81,6 +83,8 @@ def values_to_compare(
     """
     nodes = list(graph.nodes)
     if not isinstance(nodes[-1].args[0], tuple | list):  # values can be added to a tuple only
+        return None
+    if not is_repeatable(graph):  # it runs again if a value is larger than assumed
         return None
     while nodes and operators.name(nodes[-1]) not in CLAMPS:  # later values need not be finite
         nodes.pop()

@@ -19,6 +19,7 @@ from torch.fx import Node
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _F = torch.nn.functional
 _NN = torch._C._nn
+_SEEDED = torch.Tag.nondeterministic_seeded
 
 _OPERATORS: dict[Any, str] = {
     operator.add: "add",
@@ -69,14 +70,24 @@ _VIEWS = _words(
     """
 )
 """Functions that depend on their inputs only, and may return a part of them."""
+_WRITE_STATISTICS = ("fused_moving_avg_obs_fake_quant", "rrelu_with_noise")
 _OWN: set[Any] = set()
 """Functions of this package whose result is fresh."""
+_RANDOM = _words(
+    """
+    dropout1d dropout2d dropout3d fractional_max_pool2d fractional_max_pool3d
+    fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices gumbel_softmax lobpcg
+    manual_seed multi_head_attention_forward pca_lowrank seed set_rng_state svd_lowrank
+    """
+)
+"""Functions in Python that use torch's random numbers. Operators say so themselves, by a tag."""
 _GRADIENTS = "_set_grad_enabled"
 _CONTEXTS = (
     *("_enter_autocast", "_exit_autocast", _GRADIENTS),
     *("_enter_inference_mode", "_exit_inference_mode"),
 )
 _TRANSFORMS = ("torch._functorch", "torch._C._functorch", "torch.autograd.forward_ad")
+ATTENTION = "scaled_dot_product_attention"
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
     "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
@@ -88,6 +99,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
         *("input", "weight", "bias", "running_mean", "running_var"),
         *("training", "momentum", "eps", "cudnn_enabled"),
     ),
+    ATTENTION: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
     "gelu": ("input", "approximate"),
     "add": ("input", "other", "alpha"),
     "mul": ("input", "other"),
@@ -118,6 +130,8 @@ def name(node: Node) -> str | None:
     """
     if node.op == "call_method":
         found = str(node.target)
+        if found.startswith("__"):  # it may write, as __iadd__ does
+            return None
     elif node.op == "call_function":
         target: Any = node.target
         known = _OPERATORS.get(target) or _functions().get(target)
@@ -218,12 +232,37 @@ def _transforms() -> frozenset[Any]:
 
 def is_fresh(node: Node) -> bool:
     """Whether the result shares no memory with anything else."""
-    return is_own(node) or _is_functional(node) or (name(node) in _FRESH and not is_writing(node))
+    if is_own(node):
+        return True
+    is_known = _is_functional(node) or (name(node) in _FRESH and not is_writing(node))
+    return is_known and not is_random(node)
 
 
 def is_pure(node: Node) -> bool:
     """Whether the result depends on the inputs alone, and nothing is written."""
-    return is_own(node) or (name(node) in _FRESH | _VIEWS and not is_writing(node))
+    if is_own(node):
+        return True
+    return name(node) in _FRESH | _VIEWS and not is_writing(node) and not is_random(node)
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node may use torch's random numbers, as an unknown function may."""
+    if not node.op.startswith("call") or is_own(node) or is_context(node):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _SEEDED in node.target.tags
+    called = name(node)
+    if called == ATTENTION:
+        return bool(arguments(node).get("dropout_p", 0.0) != 0.0)
+    return called is None or called in _RANDOM or _is_seeded(called)
+
+
+@functools.cache
+def _is_seeded(called: str) -> bool:
+    packet: Any = getattr(torch.ops.aten, called, None)
+    if not hasattr(packet, "overloads"):
+        return False
+    return any(_SEEDED in getattr(packet, each).tags for each in packet.overloads())
 
 
 def is_writing(node: Node) -> bool:
@@ -238,12 +277,12 @@ def written(node: Node) -> Iterator[Node]:
     if is_own(node) or _is_functional(node):
         return
     called = name(node)
-    if called is not None and not _writes_more(node, called):
-        first = node.args[0] if node.args else None
-        if called.endswith("_") and not called.endswith("__") and isinstance(first, Node):
-            yield first
-    else:
+    if called is None or _writes_more(node, called):
         yield from (each for each in node.all_input_nodes if not _is_number(each))
+    elif called.endswith("_"):
+        first = node.args[0] if node.args else node.kwargs.get("input")
+        if isinstance(first, Node):
+            yield first
 
 
 def _is_number(node: Node) -> bool:
@@ -255,8 +294,9 @@ def _writes_more(node: Node, called: str) -> bool:
     given = arguments(node)
     return (
         node.kwargs.get("out") is not None
-        or (called == "batch_norm" and given.get("training") is not False)
+        or (called.endswith("batch_norm") and given.get("training") is not False)
         or (called == "instance_norm" and given.get("use_input_stats") is not False)
         or (called in ("embedding", "embedding_bag") and given.get("max_norm") is not None)
-        or called.startswith("_foreach")
+        or called in _WRITE_STATISTICS
+        or called.startswith("_")
     )

@@ -104,6 +104,61 @@ def test_values_that_are_larger_than_assumed(factor: float) -> None:
     assert ours.is_scripted()
 
 
+class Later(nn.Module):
+    """A function of the input, a clamped convolution, and a buffer."""
+
+    total: Tensor
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(3, 16, 3, padding=1), function
+        self.register_buffer("total", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, F.relu(self.conv(x)), self.total)
+
+
+def written_and_returned(x: Tensor, y: Tensor, total: Tensor) -> Tensor:
+    y[0] = 0
+    return y
+
+
+ONCE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "input": lambda x, y, total: y + x.sub_(x.mean()).mean(),
+    "input by keyword": lambda x, y, total: y + F.elu(input=x, inplace=True).mean(),
+    "buffer": lambda x, y, total: total.add_(y.mean((0, 2, 3))).clone(),
+    "dropout": lambda x, y, total: F.dropout(y, 0.5),
+    "dropout2d": lambda x, y, total: F.dropout2d(y, 0.5),
+    "random": lambda x, y, total: y + torch.rand(11),
+    "method": lambda x, y, total: y.sigmoid().bernoulli(),
+    "attention": lambda x, y, total: F.scaled_dot_product_attention(y, y, y, None, 0.5),
+}
+
+
+def seeded(model: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
+    def call(x: Tensor) -> Any:
+        torch.manual_seed(0)
+        return model(x), torch.rand(())
+
+    return call
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_nothing_happens_twice(name: str) -> None:
+    """A larger value than assumed lets a graph run again, but not one with effects."""
+    model = Later(ONCE[name]).eval()
+    ours, plain = Compiled(copy.deepcopy(model)), seeded(model)
+    for factor in (1.0, 1.0, 1e8, 1.0):
+        assert_as_eager(seeded(ours), plain, factor * images(2, 3, 9, 11))
+
+
+def test_a_result_may_be_written_to() -> None:
+    ours = Compiled(Later(written_and_returned).eval())
+    for _ in range(2):
+        ours(images(2, 3, 9, 11))
+    assert compared(ours) == ("l_x_",)
+
+
 def test_limits_that_are_arguments_and_sizes() -> None:
     class Limited(nn.Conv2d):
         def forward(self, x: Tensor, least: int) -> Tensor:

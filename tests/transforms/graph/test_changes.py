@@ -202,6 +202,45 @@ def test_buffers_that_the_model_writes() -> None:
     assert ours.counts.packed == 1
 
 
+def written_by_a_method(model: Any, x: Tensor) -> Tensor:
+    before = model.all * 2
+    model.all.__iadd__(1.0)
+    y: Tensor = x + (model.all.exp() + before)[:4]
+    return y
+
+
+def written_by_batch_norm(model: Any, x: Tensor) -> Tensor:
+    statistics = model.all[:4], model.all[4:]
+    normal, *_ = torch.native_batch_norm(x.outer(x), None, None, *statistics, True, 0.5, 1e-5)
+    y: Tensor = normal + model.all.exp()[:4]
+    return y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [written_by_a_method, written_by_batch_norm],
+)
+def test_buffers_written_in_other_ways(function: Callable[[Any, Tensor], Tensor]) -> None:
+    class Writing(nn.Module):
+        """Two buffers that share memory."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            both = torch.randn(8)
+            self.register_buffer("all", both)
+            self.register_buffer("part", both[:4])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self, x)
+
+    model = Writing()
+    ours, plain = Compiled(model), Writing()
+    plain.all.copy_(model.all)
+    with torch.no_grad():
+        for _ in range(3):
+            assert_as_eager(ours, plain, torch.randn(4))
+
+
 def test_constants_are_not_returned() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
