@@ -17,9 +17,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusedoptim import _torch_private as private
 from fusedoptim.runtime.memory import return_free_memory
+from transforms.graph.aliases import returned_roots, roots
 from transforms.graph.bounds import CLAMPS
 from transforms.graph.hiding import hide
-from transforms.graph.operators import is_fresh, is_pure
+from transforms.graph.operators import dependencies, is_fresh, is_pure
 from transforms.graph.products import Product
 from transforms.inputs.sample import agrees
 from transforms.rewrites.watched_parameter import detached
@@ -96,14 +97,16 @@ def script(
     """
     if not _is_plain(expected) or torch.is_autocast_enabled("cpu"):
         return None
-    hide(graph, is_finite)
-    forward = GraphModule(module, graph, "Plan").forward
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = [
         i
         for i, (node, given) in enumerate(zip(nodes, args, strict=True))
         if node.users and isinstance(given, Tensor) and i not in fixed
     ]
+    if not _are_computed(graph, {nodes[i] for i in inputs}):
+        return None
+    hide(graph, is_finite)
+    forward = GraphModule(module, graph, "Plan").forward
     constants = [detached(given) if isinstance(given, Tensor) else given for given in args]
     for i in inputs:
         constants[i] = None
@@ -125,6 +128,12 @@ def script(
         _forget_packed_weights()
         return None
     return Script(found, inputs)
+
+
+def _are_computed(graph: Graph, inputs: Set[Node]) -> bool:
+    """Whether each call computes all results: TorchScript keeps what depends on no input."""
+    returned = returned_roots(graph, roots(graph))
+    return all(dependencies([root]) & inputs for root in returned)
 
 
 def _compiled(function: Callable[..., Any], given: Sequence[Tensor]) -> Any:

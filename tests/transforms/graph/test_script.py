@@ -140,6 +140,29 @@ def test_values_that_are_used_again() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.usefixtures("gradients_off")
+@pytest.mark.parametrize(
+    "constant",
+    [
+        lambda conv, x: torch.zeros(4),
+        lambda conv, x: conv.weight * 2,
+        lambda conv, x: (conv.weight * 2)[0, 0].expand_as(x[0, 0, :3, :3]),
+    ],
+)
+def test_results_that_depend_on_no_input(constant: Callable[[nn.Conv2d, Tensor], Tensor]) -> None:
+    """The caller may write into them: each call returns new ones."""
+
+    class Constant(nn.Conv2d):
+        def forward(self, x: Tensor) -> Any:
+            return F.relu(super().forward(x)), constant(self, x)
+
+    model = Constant(16, 16, 3).eval().to(memory_format=LAST)
+    ours, x = Compiled(model), images(2, 16, 9, 9)
+    for _ in range(4):
+        assert_as_eager(ours, model, x)
+        ours(x)[1].add_(7)
+
+
 Convolutions = list[Callable[[Tensor], Tensor]]
 
 
