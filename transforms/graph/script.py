@@ -7,6 +7,7 @@ once. torch makes it available through TorchScript only.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence, Set
 from typing import Any, NamedTuple
@@ -38,6 +39,14 @@ _RIGHT = frozenset(
 _RIGHT_IF_FINITE = _RIGHT | {f"aten::{name}" for name in CLAMPS}
 _WARM_UP = 3  # one to see shapes, one to compile, and one to pack the weights
 _compiling = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _compiling
+    _compiling = threading.Lock()  # another thread may have held it at the fork
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Script(NamedTuple):

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedoptim import _torch_private as private
-from tests.running import check_script
+from tests.running import check_script, in_fork
 from tests.transforms.graph.helpers import LAST, Compiled, Residual, Squeezed, assert_as_eager
 from tests.transforms.helpers import assert_right, randomise
+from transforms.graph import script
 
 
 def images(*shape: int) -> Tensor:
@@ -368,6 +369,14 @@ def test_inference_mode_and_threads() -> None:
         assert len(results) == 20
         for result in results:
             torch.testing.assert_close(result, right, rtol=0, atol=0)
+
+
+def test_a_fork_while_another_thread_compiles() -> None:
+    def check() -> None:
+        assert script._compiling.acquire(blocking=False)
+
+    with script._compiling:
+        in_fork(check)
 
 
 @pytest.mark.usefixtures("gradients_off")
