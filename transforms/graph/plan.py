@@ -13,7 +13,8 @@ from transforms.graph.aliases import roots, written_roots
 from transforms.graph.batch_norms import NotFinite
 from transforms.graph.bounds import are_as_assumed, values_to_compare
 from transforms.graph.constants import Evaluator, Names, computed, inputs_of, positions
-from transforms.graph.lowering import Counts, Lowered, lowered, simplified
+from transforms.graph.lowering import Counts, Lowered, Simplified, lowered, simplified
+from transforms.graph.operators import is_own
 from transforms.graph.recording import Layouts, Recorder
 from transforms.graph.script import Script, can_be_scripted, script
 from transforms.graph.sources import CannotWatch, Snapshot
@@ -82,12 +83,16 @@ class Plan:
         self._inputs = [i for i in range(len(placeholders)) if i not in known]
         of = roots(captured.graph)
         changed = written_roots(captured.graph, of)
-        self._written = [i for i in self._inputs if placeholders[i] in changed]
+        self._written = [i for i, node in enumerate(placeholders) if node in changed]
         self._prepare()
+
+    def _simplified(self) -> Simplified:
+        """A copy of the captured graph, which lowering uses up."""
+        return simplified(self._captured.graph, self._sources, self._folds)
 
     def _prepare(self) -> None:
         """Lower the graph for inputs of any shape; a variant for one shape may follow later."""
-        given = simplified(self._captured.graph, self._sources, self._folds)
+        given = self._simplified()
         convolutions = [each for each in given.products if each.is_convolution]
         self._has_convolutions = bool(convolutions)
         general = lowered(given, None)
@@ -154,7 +159,7 @@ class Plan:
 
     @torch.no_grad()
     def _examined(self, args: Sequence[Any]) -> tuple[str, ...] | None:
-        given = simplified(self._captured.graph, self._sources, self._folds)
+        given = self._simplified()
         watched = set(self._watched)
 
         def evaluate(node: Node) -> Tensor | None:
@@ -202,7 +207,7 @@ class Plan:
         return found
 
     def _compiled(self, laid_out: _LaidOut, args: Sequence[Any]) -> Script | None:
-        given = simplified(self._captured.graph, self._sources, self._folds)
+        given = self._simplified()
         weights = {node for each in given.products for node in (each.weight, each.bias) if node}
         if not can_be_scripted(given.graph, given.products):
             return None
@@ -217,10 +222,12 @@ class Plan:
     def _computed(self, kept: _Kept, variant: _Variant, args: Sequence[Any]) -> list[Tensor]:
         """The constants of a variant; those that are missing are computed."""
         source, nodes = variant.lowered.source, variant.lowered.kept
-        missing = [i for i, n in enumerate(variant.numbers) if n not in kept.values]
+        known = dict(kept.values)  # a copy: another thread may lay out again, and remove some
+        missing = [i for i, n in enumerate(variant.numbers) if n not in known]
         values = computed(source, [nodes[i] for i in missing], args)
-        kept.values.update((variant.numbers[i], v) for i, v in zip(missing, values))
-        result = [kept.values[number] for number in variant.numbers]
+        found = {variant.numbers[i]: each for i, each in zip(missing, values)}
+        kept.values.update(found)
+        result = [{**known, **found}[number] for number in variant.numbers]
         kept.arguments[variant] = result
         return result
 
@@ -240,7 +247,9 @@ class Plan:
 
     def _record(self, kept: _Kept, key: tuple[object, ...], args: Sequence[Any]) -> Any:
         """Run the graph once, and lower it for the layouts that occur."""
-        given = simplified(self._captured.graph, self._sources, self._folds)
+        given = self._simplified()
+        folded = [node for node in given.graph.nodes if is_own(node)]
+        computed(given.graph, folded, args)  # may raise NotFinite, so before anything is written
         recorder = Recorder(GraphModule(self._captured, given.graph), given.products)
         result = recorder.run(*args)
         self._lay_out(kept, key, recorder.layouts, args)
@@ -249,7 +258,7 @@ class Plan:
     def _lay_out(
         self, kept: _Kept, key: tuple[object, ...], layouts: Layouts, args: Sequence[Any]
     ) -> _LaidOut:
-        given = simplified(self._captured.graph, self._sources, self._folds)
+        given = self._simplified()
         before, compared = self._laid_out, self._compared(kept, args)
         made = lowered(given, layouts, compared=compared)
         variant = _Variant(self._captured, made, self._names)
@@ -262,7 +271,7 @@ class Plan:
         return laid_out
 
     def _overlaps(self, kept: _Kept, args: Sequence[Any]) -> bool:
-        """Whether the graph may write into a source through another argument."""
+        """Whether the graph may write into a watched source through another argument."""
         return any(
             args[i].untyped_storage().data_ptr() in kept.snapshot.storages for i in self._written
         )

@@ -172,6 +172,27 @@ def test_infinite_statistics() -> None:
         assert_as_eager(ours, model, x)
 
 
+def test_infinite_statistics_and_a_write() -> None:
+    """The call that finds them has written nothing before the captured graph runs."""
+
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            y: Tensor = self.norm(self.conv(x))
+            return y
+
+    model = randomise(Doubling())
+    model.norm.running_var.fill_(-1)
+    ours, plain = Compiled(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_as_eager(ours, plain, torch.randn(2, 3, 9, 9))
+
+
 class Counting(nn.Module):
     """A module with buffers that a call reads and writes."""
 
@@ -202,6 +223,12 @@ def test_buffers_that_the_model_writes() -> None:
     assert ours.counts.packed == 1
 
 
+def written_through_another(model: Any, x: Tensor) -> Tensor:
+    model.all.add_(1)
+    y: Tensor = x * model.part.exp()
+    return y
+
+
 def written_by_a_method(model: Any, x: Tensor) -> Tensor:
     before = model.all * 2
     model.all.__iadd__(1.0)
@@ -218,7 +245,7 @@ def written_by_batch_norm(model: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "function",
-    [written_by_a_method, written_by_batch_norm],
+    [written_through_another, written_by_a_method, written_by_batch_norm],
 )
 def test_buffers_written_in_other_ways(function: Callable[[Any, Tensor], Tensor]) -> None:
     class Writing(nn.Module):
