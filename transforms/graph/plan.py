@@ -77,6 +77,10 @@ class Plan:
         self._kept: _Kept | None = None
         self._is_steady = True
         self._missed: tuple[object, ...] | None = None
+        """The inputs' shapes, and strides, in the latest call that was not laid out for them."""
+        self._misses = 0
+        """How many such calls in a row had these shapes."""
+        self._most_misses = 2
         self._patience = 0
         known = set(sources)
         placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
@@ -240,10 +244,18 @@ class Plan:
         return tuple(key)
 
     def _is_passing(self, key: tuple[object, ...]) -> bool:
-        """Whether an input's shape is new: it is ignored until it comes twice in a row."""
-        is_passing = self._laid_out is not None and key != self._missed
+        """Whether an input's shape is new: it is ignored until it comes often enough in a row.
+
+        Laying out takes longer than many calls, so each waits for more calls than the one before.
+        """
+        if self._laid_out is None:
+            return False
+        self._misses = self._misses + 1 if key == self._missed else 1
         self._missed = key
-        return is_passing
+        if self._misses < self._most_misses:
+            return True
+        self._most_misses *= 2
+        return False
 
     def _record(self, kept: _Kept, key: tuple[object, ...], args: Sequence[Any]) -> Any:
         """Run the graph once, and lower it for the layouts that occur."""

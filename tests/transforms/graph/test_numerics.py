@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -221,6 +222,18 @@ def test_other_shapes_ranks_and_dtypes(dynamic: bool | None) -> None:
         for shape in ((65, 257), (3, 257), (2, 65, 257), (257,), (0, 257), (66, 257), (1, 257)):
             assert_as_eager(ours, linear, torch.randn(shape))
         assert_as_eager(ours, linear.double(), torch.randn(65, 257).double())
+
+
+def test_shapes_in_turn_are_laid_out_ever_less_often() -> None:
+    ours = Compiled(randomise(Residual()).to(memory_format=LAST), dynamic=True)
+    inputs, keys = [images(2, 3, size, size) for size in (9, 12)], []
+    with torch.no_grad():
+        for _ in range(16):
+            for x in (inputs[0], inputs[0], inputs[1], inputs[1]):
+                ours(x)
+                (plan,) = ours.plans
+                keys.append(plan._laid_out and plan._laid_out.key)
+    assert 1 < sum(a != b for a, b in itertools.pairwise(keys)) < 7  # of 31
 
 
 class Gpt(nn.Module):
