@@ -19,6 +19,7 @@ from fusedoptim.split.halves import (
     check_splittable,
     with_trails_of_frozen,
 )
+from fusedoptim.split.hooks import check_no_hooks
 from fusedoptim.step import commit
 from fusedoptim.step.checks import (
     OPTIONS,
@@ -304,8 +305,8 @@ class FusedOptimizer(UpdateDefinition):
         Raises:
             ValueError: a parameter is not of this optimizer.
             TypeError: a parameter is neither float32 nor bfloat16, or not strided.
-            RuntimeError: parameters share memory, a gradient does not fit, or the call is inside a
-                tracing mode. Nothing was converted then.
+            RuntimeError: parameters share memory or are in a DistributedDataParallel, a gradient
+                does not fit, or the call is inside a tracing mode. Nothing was converted then.
 
         Example:
             >>> import torch
@@ -341,7 +342,8 @@ class FusedOptimizer(UpdateDefinition):
             ValueError: a parameter is not split; or ``split=True`` has split it, which holds for
                 the whole optimizer; or its lower half is lost.
             TypeError: a parameter is sharded.
-            RuntimeError: the call is inside a tracing mode. Nothing was converted then.
+            RuntimeError: a parameter is in a DistributedDataParallel, or the call is inside a
+                tracing mode. Nothing was converted then.
         """
         chosen = list(dict.fromkeys(params))
         name = type(self).__name__
@@ -356,6 +358,7 @@ class FusedOptimizer(UpdateDefinition):
                 )
         for p in chosen:
             self.halves.trail(p)  # raises if it is lost
+        check_no_hooks(name, chosen)
         with self._lock:
             self._forget_plans()
             self.halves.merge_all(chosen)

@@ -8,7 +8,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from transforms.inputs.arguments import check_halves, check_optimizer, check_same_parameters
+from transforms.inputs.arguments import (
+    check_halves,
+    check_no_wrapper,
+    check_optimizer,
+    check_same_parameters,
+)
 from transforms.passes import INFERENCE, TRAINING
 from transforms.reports import attach, detach, find
 from transforms.reports import report as report_of
@@ -40,8 +45,8 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
             another model; or weights are split, and the optimizer with their lower halves is not
             given.
         RuntimeError: a folded or rounded weight was pruned, parametrized or given another shape
-            since, or another rewritten module was parametrized. Whatever is raised, nothing was
-            changed.
+            since, or another rewritten module was parametrized; or split weights are in a
+            DistributedDataParallel. Whatever is raised, nothing was changed.
 
     Example:
         >>> import torch
@@ -62,6 +67,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     if optimizer is not None:
         check_same_parameters(model, optimizer)
     check_halves(model, optimizer)
+    check_no_wrapper(model, optimizer)
     plain_tensors.check_all(model)
     exchanged_class.check_all(model)
     int8.revert_all(model)  # first, because quantization came last

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fusedoptim.offload._link import Link, views
 from fusedoptim.optimizer import FusedOptimizer
+from fusedoptim.split.hooks import check_no_hooks
 from fusedoptim.step.checks import check_numbers
 from fusedoptim.step.tensors import PARAM_DTYPES, Group, State
 
@@ -52,6 +53,8 @@ class Bucket:
         self.params = params
         self.host = [Parameter(_on_host(p)) for p in params]
         self.optimizer = make([{"params": self.host, **options}])
+        converted = [p for p, h in zip(params, self.host) if p.dtype != h.dtype]
+        check_no_hooks("OffloadOptimizer", converted)  # before any of them is converted
         numel = sum(h.numel() for h in self.host)
         self._weights = link.buffer(numel, self.host[0].dtype)  # after a split: the upper halves
         for h, view in zip(self.host, views(self._weights, self.host)):

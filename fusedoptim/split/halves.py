@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fusedoptim.split.hooks import check_no_hooks
 from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
 from fusedoptim.step.modes import check_not_traced, on_memory
 from fusedoptim.step.sharding import is_dtensor, is_partial, like_param, local_of
@@ -74,6 +75,7 @@ def check_splittable(
                 "memory, among themselves or with another parameter; clone() it first, or give "
                 "one Parameter to both modules"
             )
+    check_no_hooks(optimizer, [p for p in once if p.dtype == torch.float32])
 
 
 def _replace(param: Tensor, values: Tensor, grad: Tensor | None) -> None:

@@ -70,6 +70,28 @@ def check_refused(wrapper: str) -> None:
     train(model.train(), optimizer)
 
 
+def check_split_is_refused() -> None:
+    """Splitting the weights of a model inside DDP would drop the hooks that average gradients."""
+    wrapped = wrap("ddp", network().train())
+    inside = wrapped.module
+    optimizer = sgd(inside)
+    with pytest.raises(RuntimeError, match=r"before DistributedDataParallel\(model\)"):
+        transforms.optimize(inside, optimizer, dtype=torch.bfloat16, inplace=True)
+    assert type(optimizer) is torch.optim.SGD
+    assert all(p.dtype == torch.float32 for p in inside.parameters())
+
+
+def check_restore_is_refused(model: nn.Module, optimizer: Any) -> None:
+    """Merging them would do the same; nothing is restored."""
+    halves = list(optimizer.halves)
+    assert halves
+    with pytest.raises(RuntimeError, match="delete the wrapper first"):
+        transforms.restore(model, optimizer)
+    assert type(optimizer) is not torch.optim.SGD
+    assert list(optimizer.halves) == halves
+    assert all(p.dtype == torch.bfloat16 for p in halves)
+
+
 def check_cure(wrapper: str) -> None:
     is_ddp = wrapper == "ddp"
     plain = wrap(wrapper, network())
@@ -93,8 +115,12 @@ def check_cure(wrapper: str) -> None:
             off = torch.dist(value.float(), states[1][key].float())
             assert off <= ROUNDINGS * eps * states[1][key].float().norm(), (key, off)
         if is_ddp:
+            if dtype is not None:
+                check_restore_is_refused(model, optimizer)
+            del wrapped
             transforms.restore(model, optimizer)
             assert type(optimizer) is torch.optim.SGD
+            assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def check(wrapper: str) -> None:
@@ -109,6 +135,7 @@ def check(wrapper: str) -> None:
 @on_processes(1)
 def test_ddp() -> None:
     check("ddp")
+    check_split_is_refused()
 
 
 @on_processes(1)

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from fusedoptim.optimizer import FusedOptimizer
+from fusedoptim.split.hooks import check_no_hooks
 from transforms.rewrites import compiled_call, int8, plain_tensors, split, stand_ins
 from transforms.rewrites.fused_step import is_schedulers
 from transforms.rewrites.packed import PackedModule
@@ -145,6 +147,13 @@ def check_halves(model: nn.Module, optimizer: Optimizer | None) -> None:
                 "the model's weights are split into halves, and an optimizer holds the lower ones: "
                 "call transforms.restore(model, optimizer) with that optimizer"
             )
+
+
+def check_no_wrapper(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Raise if weights that are to be merged are in a DistributedDataParallel."""
+    if isinstance(optimizer, FusedOptimizer) and not optimizer.split:
+        merged = [p for p in model.parameters() if p in optimizer.halves]
+        check_no_hooks(type(optimizer).__name__, merged)
 
 
 def check_no_copied_halves(model: nn.Module) -> None:

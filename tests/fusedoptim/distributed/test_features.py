@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedoptim import FusedAdamW, FusedLamb
 from fusedoptim.nn import MergedEmbeddingBag
 from fusedoptim.offload import OffloadOptimizer
 from tests.fusedoptim.distributed.helpers import Block, flat_mesh, rank, size, whole
@@ -198,6 +199,37 @@ def test_ddp_with_tables_that_backward_updates() -> None:
     assert changed.nonzero().flatten().tolist() == [rank()]
 
 
+@on_processes(2)
+def test_split_inside_ddp_is_refused() -> None:
+    """A new dtype would drop the hooks that average gradients; nothing is converted."""
+    offload = functools.partial(
+        OffloadOptimizer, optimizer_class=FusedAdamW, copy_in_backward=False, bucket_cap_mb=1e-5
+    )
+    for kind in (FusedAdamW, FusedLamb, offload):
+        model = ddp(new_model())
+        with pytest.raises(RuntimeError, match=r"before DistributedDataParallel\(model\)"):
+            kind(model.parameters(), lr=0.1, split=True)
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        train(model, make(ADAMW, model))
+        assert_trained(model, ADAMW)
+
+
+@on_processes(2)
+def test_merge_inside_ddp_is_refused() -> None:
+    model = new_model().down
+    optimizer = FusedAdamW(model.parameters())
+    optimizer.split_params([model.weight])
+    values = list(optimizer.master_params())
+    wrapped = ddp(model)
+    with pytest.raises(RuntimeError, match="delete the wrapper first"):
+        optimizer.merge_params([model.weight])
+    assert optimizer.is_split(model.weight)
+    del wrapped
+    optimizer.merge_params([model.weight])
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert all(map(torch.equal, model.parameters(), values))
+
+
 def replayed(case: OptimizerCase, gradients: list[list[Tensor]]) -> Callable[[], list[Tensor]]:
     """A function that trains the reference in float64 with recorded gradients."""
 
@@ -303,6 +335,9 @@ def test_apply_optimizer_in_backward() -> None:
         wrapped = ddp(model)
         with pytest.raises(RuntimeError, match="accelerator"):  # torch's own code needs one
             loss_of(wrapped, next(own_batches())).backward()
+    model = new_model()
+    with pytest.raises(RuntimeError, match="would lose the hooks"):  # of this very function
+        _apply_optimizer_in_backward(FusedAdamW, model.parameters(), {"split": True})
 
 
 @on_processes(2)
