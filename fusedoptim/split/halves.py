@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fusedoptim._torch_private import is_flattened
 from fusedoptim.split.hooks import check_no_hooks
 from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
 from fusedoptim.step.modes import check_not_traced, on_memory
@@ -49,6 +50,11 @@ def check_splittable(
                 f"{what} is sharded (DTensor) and {p.dtype}; only bfloat16 ones can be split, "
                 "because what shards them, such as FSDP2, also holds their values: call "
                 "model.bfloat16() before fully_shard()"
+            )
+        if is_flattened(p):
+            raise TypeError(
+                f"{what} is a piece of a flat parameter (FullyShardedDataParallel), which cannot "
+                "be split, as torch could not save its lower half; use fully_shard"
             )
         if p.device.type != "meta" and not has_memory(local_of(p)):
             raise TypeError(
@@ -147,6 +153,12 @@ def _words(values: Tensor) -> Tensor:
     return values.as_strided((values.numel(),), (1,)).view(torch.int16)
 
 
+@on_memory
+def _zero(trail: Tensor | None) -> None:
+    if trail is not None:
+        trail.zero_()
+
+
 class Halves:
     """The parameters that an optimizer keeps in two halves.
 
@@ -157,6 +169,10 @@ class Halves:
     A model whose state_dict has the exact values holds the Halves of its optimizer. If there is no
     optimizer, as in a copy of the model alone or once the optimizer is deleted, the Halves hold the
     trails. A model and an optimizer that are copied or pickled together share one Halves again.
+
+    If something else writes a parameter before its first step, its trail becomes zero: it belongs
+    to other values. DistributedDataParallel writes rank 0's upper halves to all processes, which
+    then have the same values.
     """
 
     in_model: bool = False
@@ -165,6 +181,9 @@ class Halves:
     def __init__(self, optimizer: Optimizer) -> None:
         self._trails: dict[Tensor, Tensor | None] = {}
         """The trail of each parameter; None once it is in the optimizer's state."""
+        self._versions: dict[Tensor, int] = {}
+        """The versions of parameters that have taken no step, when their trails were noted. Those
+        of a loaded checkpoint are not here: their upper halves may be loaded later."""
         self._state: MutableMapping[Tensor, Any] = {}
         """The optimizer's state."""
         self.belong_to(optimizer)
@@ -200,6 +219,7 @@ class Halves:
     def __setstate__(self, state: tuple[dict[Tensor, Tensor | None], bool]) -> None:
         self._optimizer = None
         self._state = {}
+        self._versions = {}
         self._trails, self.in_model = state
 
     @on_memory
@@ -224,6 +244,7 @@ class Halves:
             rounded = _converted_grad(param, torch.bfloat16)
             self.keep(param, trail)
             _replace(param, upper, rounded)
+            self.note_values(param)
         except BaseException:
             if consume and halves is not None:
                 upper, trail = halves
@@ -238,7 +259,13 @@ class Halves:
         if self._state.get(param):
             self._state[param][TRAIL] = trail
         self._trails[param] = trail
+        self._versions.pop(param, None)
         self.find(param)
+
+    def note_values(self, param: Tensor) -> None:
+        """Note that the trail of ``param`` belongs to its present values."""
+        if self.before_first_step(param) is not None and not param.is_inference():
+            self._versions[param] = param._version
 
     @on_memory
     def merge(self, param: Tensor) -> None:
@@ -286,6 +313,7 @@ class Halves:
     def forget(self, param: Tensor) -> None:
         """Drop ``param``, if it is one of these, and its trail."""
         self._trails.pop(param, None)
+        self._versions.pop(param, None)
         state = self._state.get(param, {})
         state.pop(TRAIL, None)
         if not state:  # a trail is all the state of SGD without momentum
@@ -301,6 +329,7 @@ class Halves:
         for p in self:
             if self.find(p) is None and p not in own and not self.in_model:
                 del self._trails[p]
+                self._versions.pop(p, None)
 
     def _read_state(self) -> None:
         """Find the state of the optimizer, which a user may have replaced."""
@@ -313,10 +342,19 @@ class Halves:
         self._read_state()
         trail: Tensor | None = self._state.get(param, {}).get(TRAIL)
         if trail is None:
+            self._drop_stale(param)
             return self._trails.get(param)
         if param in self:
             self._trails[param] = None
+            self._versions.pop(param, None)
         return trail
+
+    def _drop_stale(self, param: Tensor) -> None:
+        """Make the trail of ``param`` zero if something has written its upper half."""
+        known = self._versions.get(param)
+        if known is not None and known != param._version:
+            _zero(self._trails[param])
+            self._versions[param] = param._version
 
     def before_first_step(self, param: Tensor) -> Tensor | None:
         """The trail of a parameter that has taken no step; None for any other."""
@@ -335,9 +373,13 @@ class Halves:
         return like_param(join(param, self.trail(param)), param)
 
     def write(self, param: Tensor, values: Tensor) -> Tensor:
-        """Set the trail of ``param`` to the lower half of float32 ``values``; return the upper."""
+        """Set the trail of ``param`` to the lower half of float32 ``values``; return the upper.
+
+        Call :meth:`note_values` when the upper half is in ``param``.
+        """
         upper, lower = halves_of(values)
         self.trail(param).copy_(lower)
+        self._versions.pop(param, None)
         return upper
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -50,6 +51,8 @@ def _is_held(param: Tensor) -> bool:
     if not param.requires_grad or not param.is_leaf:
         return False
     with torch.inference_mode(False), torch.enable_grad():
-        get_gradient_edge(param).node.metadata[_KEY] = True
+        metadata: Any = get_gradient_edge(param).node.metadata
+        metadata[_KEY] = True
         # Nothing else holds the node of a parameter: the next call makes another one.
-        return bool(get_gradient_edge(param).node.metadata.pop(_KEY, False))
+        metadata = get_gradient_edge(param).node.metadata
+        return bool(metadata.pop(_KEY, False))

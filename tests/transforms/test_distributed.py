@@ -92,6 +92,23 @@ def check_restore_is_refused(model: nn.Module, optimizer: Any) -> None:
     assert all(p.dtype == torch.bfloat16 for p in halves)
 
 
+def check_lower_halves_of_loaded_weights() -> None:
+    """They stay when a model is loaded or moved, and are zero when DDP has written the upper."""
+    loaded = network().state_dict()
+    for name, _ in network().named_parameters():
+        loaded[name] = torch.randn_like(loaded[name])
+    model = network().train()
+    model, _ = transforms.optimize(model, sgd(model), dtype=torch.bfloat16)
+    halves = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+    assert halves
+    model.load_state_dict(loaded)
+    model.to("cpu")
+    assert all(torch.equal(model.state_dict()[name], loaded[name]) for name in halves)
+    wrap("ddp", model)
+    uppers = dict(model.named_parameters())
+    assert all(torch.equal(model.state_dict()[name], uppers[name].float()) for name in halves)
+
+
 def check_cure(wrapper: str) -> None:
     is_ddp = wrapper == "ddp"
     plain = wrap(wrapper, network())
@@ -136,6 +153,7 @@ def check(wrapper: str) -> None:
 def test_ddp() -> None:
     check("ddp")
     check_split_is_refused()
+    check_lower_halves_of_loaded_weights()
 
 
 @on_processes(1)

@@ -50,7 +50,12 @@ def attach(model: nn.Module, halves: Halves) -> None:
 
 
 def _hook(module: nn.Module) -> list[RemovableHandle]:
-    handles = [plain_tensors.hook_save(module, _save), plain_tensors.hook_load(module, _load)]
+    register: Any = module.register_load_state_dict_post_hook
+    handles = [
+        plain_tensors.hook_save(module, _save),
+        plain_tensors.hook_load(module, _load),
+        register(_note_loaded),
+    ]
     kind = exchanged_class.own_class(module)
     if kind in COMPUTING:
         handles.append(module.register_forward_pre_hook(_require_autocast))
@@ -136,6 +141,11 @@ def _load(
         state_dict[key] = halves.write(param, exact)
 
 
+def _note_loaded(module: nn.Module, _: object) -> None:
+    for _name, param, halves in _halves_of(module):
+        halves.note_values(param)
+
+
 def _move(
     module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
 ) -> nn.Module:
@@ -156,6 +166,7 @@ def _move(
             if is_same and param.dtype == torch.float32:
                 upper = halves.write(param, param.data)
                 _exchange(param, plain_tensors.shared_as(upper, param.data))
+                halves.note_values(param)
             else:
                 halves.forget(param)
         own = list(module.parameters(recurse=False))

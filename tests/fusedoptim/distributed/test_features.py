@@ -215,12 +215,33 @@ def test_split_inside_ddp_is_refused() -> None:
 
 
 @on_processes(2)
+def test_ddp_of_split_replicas_that_began_differently() -> None:
+    """DDP copies rank 0's weights to all processes, but not the lower halves."""
+    offload = functools.partial(
+        OffloadOptimizer, optimizer_class=FusedAdamW, copy_in_backward=False
+    )
+    for kind in (FusedAdamW, offload):
+        torch.manual_seed(rank())
+        model = Block()
+        optimizer = kind(model.parameters(), lr=1e-3, split=True)
+        wrapped = ddp(model)
+        for batch in own_batches(torch.bfloat16):
+            optimizer.zero_grad()
+            loss_of(wrapped, batch).backward()
+            optimizer.step()
+            for value in optimizer.master_params():
+                theirs = value.clone()
+                torch.distributed.broadcast(theirs, 0)
+                assert torch.equal(value, theirs)
+
+
+@on_processes(2)
 def test_merge_inside_ddp_is_refused() -> None:
     model = new_model().down
     optimizer = FusedAdamW(model.parameters())
     optimizer.split_params([model.weight])
-    values = list(optimizer.master_params())
     wrapped = ddp(model)
+    values = list(optimizer.master_params())
     with pytest.raises(RuntimeError, match="delete the wrapper first"):
         optimizer.merge_params([model.weight])
     assert optimizer.is_split(model.weight)
@@ -393,6 +414,16 @@ def test_norms_of_fsdp1_are_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match="fully_shard"):
             optimizer.step()
+
+
+@on_processes(2)
+def test_split_of_fsdp1_is_refused() -> None:
+    """It would train, but torch could not save the lower halves."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = fsdp1(new_model().to(dtype))
+        with pytest.raises(TypeError, match="use fully_shard"):
+            FusedAdamW(model.parameters(), split=True)
+        assert {p.dtype for p in model.parameters()} == {dtype}
 
 
 @on_processes(1)

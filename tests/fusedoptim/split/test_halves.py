@@ -243,6 +243,31 @@ class TestCheckpoints:
         assert_same_bits(optimizer, twin)
 
 
+class TestWrittenFromOutside:
+    """A lower half belongs to the values of which it was split."""
+
+    def test_before_the_first_step(self) -> None:
+        params = [Parameter(torch.randn(50)) for _ in range(2)]
+        optimizer = FusedAdam(params, lr=0.0, split=True)
+        kept = list(optimizer.master_params())[1]
+        written = torch.randn(50).bfloat16()
+        with torch.no_grad():
+            params[0].copy_(written)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert all(map(torch.equal, optimizer.master_params(), (written.float(), kept)))
+
+    def test_after_a_load(self) -> None:
+        """The upper halves may be loaded after the lower ones."""
+        saved = FusedAdam([Parameter(torch.randn(50))], split=True)
+        loaded = FusedAdam([Parameter(torch.randn(50))], split=True)
+        loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+        with torch.no_grad():
+            params_of(loaded)[0].copy_(params_of(saved)[0])
+        assert all(map(torch.equal, loaded.master_params(), saved.master_params()))
+
+
 class TestHalves:
     """``halves`` is the part of an optimizer that its model refers to."""
 
