@@ -410,8 +410,8 @@ class FusedOptimizer(UpdateDefinition):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's, but without lower halves if a model's state_dict has the exact values.
 
-        8-bit state is saved as bfloat16, which represents all its values exactly. The lower halves
-        of sharded parameters are saved as int32, because processes cannot exchange 16-bit integers.
+        8-bit state is saved as bfloat16, which represents all its values exactly. Within a process
+        group, lower halves are saved as int32, because processes cannot exchange 16-bit integers.
         """
         unsaved = self._unsaved_state()
 

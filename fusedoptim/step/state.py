@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch.devices import BACKENDS
@@ -164,9 +164,10 @@ def as_saved_state(state: Any, unsaved: Set[str]) -> Any:
 def as_saved_value(name: str, value: Any) -> Any:
     """The value that a checkpoint has for the state ``name``.
 
-    Neither gloo nor NCCL sends int16, so the trails of sharded parameters are widened.
+    Neither gloo nor NCCL sends int16, so trails are widened where there are other processes, to
+    which torch.distributed.checkpoint may send a state_dict.
     """
-    if name != TRAIL or not is_dtensor(value):
+    if name != TRAIL or not (is_dtensor(value) or distributed.is_initialized()):
         return value
     return like_param(local_of(value).int(), value)
 

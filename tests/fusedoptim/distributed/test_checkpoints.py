@@ -232,6 +232,20 @@ def test_split_parameters_that_are_not_sharded() -> None:
         for one, its in ((model, optimizer), (other, loaded)):
             step(one, its, 2)
         assert_same_bits(loaded, optimizer)
+        states = get_optimizer_state_dict(
+            model, optimizer, options=StateDictOptions(full_state_dict=True)
+        )
+        third = new_model(None, "")
+        fresh = make(third.parameters())
+        set_optimizer_state_dict(
+            third,
+            fresh,
+            copy.deepcopy(states) if rank() == 0 else {},
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        )
+        for p, q in zip(third.parameters(), model.parameters()):
+            for name, value in optimizer.state[q].items():
+                assert torch.equal(fresh.state[p][name], value), name
 
 
 @on_processes(2)
