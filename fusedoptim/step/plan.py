@@ -262,11 +262,12 @@ class StepPlan:
             seen = [*chain.from_iterable(parts), _END]
             self._find_sharded(groups if has_dtensors(seen) else [])
         try:
-            if self._sharded is not None:
-                self._sharded.read()
+            self._read_gradients()
             if is_same and all(map(_call, self._refreshes)):
                 return
             self._seen, self._refreshes = [], []
+            if is_same and self._find_sharded(groups):  # swap_tensors keeps the objects
+                self._read_gradients()
             all_fit = self._revise(state, groups, rule_of)
         finally:
             if self._sharded is not None:
@@ -279,13 +280,21 @@ class StepPlan:
             self._refreshes = [*idle, *(rows.refresh for plan in self.groups for rows in plan.rows)]
             self._seen = seen
 
-    def _find_sharded(self, groups: Sequence[Group]) -> None:
-        """Find the DTensors of groups."""
+    def _find_sharded(self, groups: Sequence[Group]) -> bool:
+        """Find the DTensors of groups; return whether they or their placements have changed."""
         params = dtensors(p for group in groups for p in group["params"])
-        known = [] if self._sharded is None else self._sharded.params
-        if not are_same_objects(params, known):
-            self._sharded = ShardedGradients(params) if params else None
-            self.groups = []  # their plans read the gradients of the others
+        known = self._sharded
+        if are_same_objects(params, known.params if known else ()) and not (
+            known and known.are_moved()
+        ):
+            return False
+        self._sharded = ShardedGradients(params) if params else None
+        self.groups = []  # their plans read the gradients of the others
+        return True
+
+    def _read_gradients(self) -> None:
+        if self._sharded is not None:
+            self._sharded.read()
 
     def release(self) -> None:
         """Keep no gradient alive after a step that was not taken."""

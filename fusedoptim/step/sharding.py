@@ -123,6 +123,10 @@ class ShardedGradients:
         """The gradients' specs when all of them were last placed like their parameters."""
         self._index = {p: i for i, p in enumerate(params)}
 
+    def are_moved(self) -> bool:
+        """Whether the parameters' placements have changed, as torch.utils.swap_tensors can."""
+        return list(map(shard_spec, self.params)) != self._specs
+
     def read(self) -> None:
         """Take this step's gradients."""
         with BypassSubclasses():

@@ -223,6 +223,24 @@ def test_gradients_between_steps() -> None:
 
 
 @on_processes(2)
+def test_swapped_for_other_placements() -> None:
+    """torch.utils.swap_tensors keeps the parameter's object."""
+    mesh = flat_mesh()
+    values = torch.randn(4, 6)
+    p, alone = Parameter(distribute_tensor(values, mesh, [Shard(0)])), Parameter(values.clone())
+    optimizers = FusedSGD([p], max_grad_norm=1.0), FusedSGD([alone], max_grad_norm=1.0)
+    for place in (Shard(0), Shard(1), Replicate(), Shard(0)):
+        torch.utils.swap_tensors(p, Parameter(p.detach().redistribute(placements=[place])))
+        for _ in range(3):
+            alone.grad = torch.randn_like(alone)
+            p.grad = distribute_tensor(alone.grad, mesh, [place])
+            for optimizer in optimizers:
+                optimizer.step()
+        p.grad = None
+        torch.testing.assert_close(whole(p), alone.detach())
+
+
+@on_processes(2)
 def test_split_parameters() -> None:
     """Upper halves and trails are sharded alike, and a pair of them is the exact value."""
     mesh = flat_mesh()
