@@ -74,7 +74,9 @@ class pin(contextlib.ContextDecorator):  # in lower case, like torch.no_grad
             func: the function; its calls must run its body, which those of a generator or
                 coroutine function do not.
         """
-        if any(is_later(func) for is_later in _RUN_LATER):
+        body = getattr(func, "__func__", func)  # of a staticmethod or classmethod
+        called = type(body).__call__  # of an object, its method
+        if any(is_later(each) for is_later in _RUN_LATER for each in (body, called)):
             raise TypeError(
                 f"pin cannot decorate {func!r}: its body runs after the call has returned; pin the "
                 "code that runs it, or use `with pin(pool):` in it around code without yield or "

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -228,7 +229,12 @@ def test_functions_that_run_later_are_refused() -> None:
     async def both() -> AsyncIterator[int]:
         yield 1
 
-    for function in (generator, coroutine, both, functools.partial(generator)):
+    class Called:
+        async def __call__(self) -> None: ...
+
+    partial = functools.partial(generator)
+    methods: list[Any] = [staticmethod(coroutine), classmethod(coroutine), Called()]
+    for function in (generator, coroutine, both, partial, *methods):
         with pytest.raises(TypeError, match=r"its body runs after the call has returned; pin the"):
             pin(CPUPool())(function)
 
