@@ -36,13 +36,14 @@ def with_hooks(step: _Step) -> _Step:
     def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return untraced(self, *args, **kwargs)
-        if (
+        is_watched = (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or global_pre_hooks
             or global_post_hooks
             or profiler_enabled()
-        ):
+        )
+        if is_watched and _leads_to(type(self).step, wrapper):
             return hooked(self, *args, **kwargs)
         if args or kwargs:
             return step(self, *args, **kwargs)
@@ -50,3 +51,13 @@ def with_hooks(step: _Step) -> _Step:
 
     wrapper.hooked = True  # type: ignore[attr-defined]  # to mypy, functions have no such attribute
     return cast(_Step, wrapper)
+
+
+def _leads_to(method: Any, wrapper: object) -> bool:
+    """Whether a class's ``step`` is ``wrapper``, as it is or decorated.
+
+    Otherwise a subclass has overridden it. torch has wrapped that step, and calls the hooks.
+    """
+    while method is not None and method is not wrapper:
+        method = getattr(method, "__wrapped__", None)
+    return method is wrapper

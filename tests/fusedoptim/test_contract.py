@@ -254,6 +254,31 @@ class TestTorchContract:
         assert seen == ["pre", "post", optimizer]
 
     @each_class
+    def test_step_hooks_of_a_subclass(self, case: OptimizerCase) -> None:
+        """torch calls them around the overriding step; the step within does not call them again."""
+        seen: list[str] = []
+
+        class Overriding(case.cls):  # type: ignore[name-defined,misc]  # a class in a variable
+            def step(self, closure: Any = None) -> Any:
+                seen.append("begin")
+                result = super().step(closure)
+                seen.append("end")
+                return result
+
+        class Decorated(case.cls):  # type: ignore[name-defined,misc]  # a class in a variable
+            step = torch.no_grad()(case.cls.step)
+
+        for kind, inner in ((Overriding, ["begin", "end"]), (Decorated, [])):
+            seen.clear()
+            p = Parameter(torch.ones(2))
+            optimizer = kind([p], lr=0.1, **case.always)
+            p.grad = torch.ones_like(p)
+            optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+            optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+            optimizer.step()
+            assert seen == ["pre", *inner, "post"]
+
+    @each_class
     def test_profiler_range(self, case: OptimizerCase) -> None:
         _, optimizer = single(case, lr=0.1)
         with torch.autograd.profiler.profile() as profile:
