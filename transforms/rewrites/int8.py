@@ -57,9 +57,6 @@ class _Packed(NamedTuple):
 class Int8:
     """How one module computes in INT8. A copy or pickle keeps the range, and packs again."""
 
-    _activations: ClassVar[frozenset[str]]
-    """The activations that its operator applies."""
-
     def __init__(self, range_: Range | None) -> None:
         self.range = range_
         """None if each call finds its own range."""
@@ -81,23 +78,10 @@ class Int8:
         return self._grid
 
     def product(self, module: Any, x: Tensor) -> Tensor | None:
-        """The result of ``module`` for ``x``; None if it must be computed in floating point."""
-        dtype = _result_dtype(module, x)
-        if dtype is None or not self._takes(module, x):
-            return None
-        grid = self._grid_of(x)
-        codes = None if grid is None else operators.quantized_activation(x, grid)
-        if grid is None or codes is None:
-            return None
-        packed = self._weight(grid, module, x)
-        if packed is None:
-            return None
-        return self._compute(module, codes, grid, packed, Result(dtype))
+        """The result of ``module`` for ``x``; None if it must be computed in floating point.
 
-    def passed_on(self, module: Any, x: Tensor) -> Tensor | None:
-        """Like :meth:`product`, with the activation after it, or as codes for the next layer.
-
-        ``x`` may be codes of the previous layer.
+        A module that knows what follows it applies the activation, and returns codes for the next
+        layer. ``x`` may be codes of the previous layer.
         """
         taken = chain.passed(x)
         dtype = _result_dtype(module, x, None if taken is None else taken.dtype)
@@ -118,7 +102,7 @@ class Int8:
     ) -> Tensor:
         post = chain.activation_of(module)
         name = None if post is None else post.attribute or post.of_numbers
-        result, is_applied = Result(dtype), post is not None and name in self._activations
+        result, is_applied = Result(dtype), name in self._activations(module)
         if post is not None and is_applied:
             result = Result(dtype, 1.0, 0, name or "", post.scalars, post.algorithm)
         follower = chain.grid_of_follower(module, is_applied)
@@ -168,6 +152,10 @@ class Int8:
         """The part of the input's shape that a weight is packed for; others work, but slower."""
         return ()
 
+    def _activations(self, module: Any) -> frozenset[str]:
+        """The activations that its operator applies."""
+        raise NotImplementedError
+
     def _takes(self, module: Any, x: Tensor) -> bool:
         """Whether the operators accept this shape; if not, the module computes or refuses it."""
         raise NotImplementedError
@@ -187,7 +175,8 @@ class Int8:
 
 
 class _OfLinear(Int8):
-    _activations = operators.OF_LINEARS
+    def _activations(self, module: Any) -> frozenset[str]:
+        return operators.OF_LINEARS
 
     def _takes(self, module: Any, x: Tensor) -> bool:
         return x.dim() > 0 and x.numel() > 0 and x.size(-1) == module.weight.size(1)
@@ -207,7 +196,8 @@ class _OfLinear(Int8):
 
 
 class _OfConvolution(Int8):
-    _activations = operators.OF_CONVOLUTIONS
+    def _activations(self, module: Any) -> frozenset[str]:
+        return operators.OF_CONVOLUTIONS[module.weight.dim() - 2]
 
     def _takes(self, module: Any, x: Tensor) -> bool:
         channels = module.weight.size(1) * module.groups
@@ -266,8 +256,10 @@ def _result_dtype(module: Any, x: Tensor, given: torch.dtype | None = None) -> t
         x: its input.
         given: the dtype of the values that ``x`` has the codes of, if it has codes.
     """
+    if type(x) not in (Tensor, Parameter):
+        return None
     weight, bias, x_dtype = module.weight, module.bias, given or x.dtype
-    if not (x.is_cpu and weight.is_cpu) or type(x) not in (Tensor, Parameter):
+    if not (x.is_cpu and weight.is_cpu):
         return None
     if x.layout is not torch.strided or not torch.backends.mkldnn.enabled:
         return None
@@ -303,7 +295,7 @@ class Int8Module(nn.Module):
             untraced: Tensor = _untraced(self, input)
             return untraced
         _check(self, input)
-        product = self._fusedoptim_int8.passed_on(self, input)
+        product = self._fusedoptim_int8.product(self, input)
         if product is not None:
             return product
         taken = chain.passed(input)
@@ -381,8 +373,11 @@ def _check(module: Int8Module, x: Any) -> None:
             f"this {name} computes in INT8, but is in training mode: call "
             "transforms.restore(model) before training, or model.eval()"
         )
+    is_tensor = isinstance(x, Tensor)
+    if not is_tensor and not hasattr(x, "__torch_function__"):
+        return  # torch's module raises
     is_traced = torch.compiler.is_compiling() or tracing_state() is not None
-    if is_traced or transform_level() is not None or not isinstance(x, Tensor):
+    if is_traced or transform_level() is not None or not is_tensor:  # or a Proxy of torch.fx
         raise RuntimeError(
             f"this {name} computes in INT8, and cannot be exported, traced or "
             "transformed by torch.func: call transforms.restore(model) first"

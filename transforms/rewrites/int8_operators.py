@@ -10,7 +10,7 @@ of 7 bits it cannot.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -150,8 +150,12 @@ class Result(NamedTuple):
 
 OF_LINEARS = frozenset({"relu", "hardtanh", "swish", "hardswish", "tanh", "leaky_relu", "gelu"})
 """The activations that the operator of a Linear applies."""
-OF_CONVOLUTIONS = frozenset({"relu", "hardtanh", "swish", "hardswish"})
-"""The activations that the operator of a convolution applies."""
+OF_CONVOLUTIONS: Mapping[int, frozenset[str]] = {
+    1: frozenset({"relu"}),
+    2: frozenset({"relu", "hardtanh", "swish", "hardswish"}),
+    3: frozenset(),
+}
+"""Those that the operator of a convolution applies, by the number of an image's dimensions."""
 
 
 def linear(

@@ -308,6 +308,16 @@ class TestRefused:
         with pytest.raises(RuntimeError, match="no gradients"):
             layer(x.requires_grad_())
 
+    @pytest.mark.parametrize("wrong", [None, [1.0], torch.ones(2, 40).numpy()])
+    def test_what_is_no_tensor_raises_as_torchs_does(self, wrong: Any) -> None:
+        plain = nn.Linear(40, 8)
+        layer = quantized(plain, torch.randn(6, 40))
+        with pytest.raises(TypeError) as expected:
+            plain(wrong)
+        with pytest.raises(TypeError) as actual:
+            layer(wrong)
+        assert str(actual.value) == str(expected.value)
+
     @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own import
     def test_forward_derivatives(self) -> None:
         x = torch.randn(6, 40)

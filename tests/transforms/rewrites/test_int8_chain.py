@@ -38,6 +38,8 @@ KINDS = {
         lambda: (nn.Conv2d(17, 33, 3, padding=1), nn.Conv2d(33, 16, 3, 2, groups=1)),
         (2, 17, 9, 11),
     ),
+    "conv1d": (lambda: (nn.Conv1d(5, 9, 3), nn.Conv1d(9, 4, 3)), (3, 5, 21)),
+    "conv3d": (lambda: (nn.Conv3d(4, 6, 3, padding=1), nn.Conv3d(6, 5, 1)), (2, 4, 5, 6, 7)),
 }
 passes_codes = pytest.mark.skipif(code_bits() == 7, reason="codes of 7 bits are not handed on")
 
@@ -88,7 +90,11 @@ def test_chained_as_apart(kind: str, activation: str, monkeypatch: pytest.Monkey
         assert len(codes) == 2
         codes.clear()
         actual = chained(x)
-        own = {"linear": int8_operators.OF_LINEARS, "conv": int8_operators.OF_CONVOLUTIONS}[kind]
+        own = (
+            int8_operators.OF_LINEARS
+            if kind == "linear"
+            else int8_operators.OF_CONVOLUTIONS[x.dim() - 2]
+        )
         post = int8_chain.activation_of(chained[0])
         name = None if post is None else post.attribute or post.of_numbers
         is_passed = (activation == "none" or name in own) and code_bits() == 8
