@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from transforms.graph.operators import records_gradients, value
 from transforms.graph.plan import Plan
-from transforms.graph.products import absent_operators
+from transforms.graph.products import absent_operators, may_crash
 from transforms.graph.sources import can_be_source
 from transforms.rewrites.packed import missing_operators
 from transforms.rewrites.schemas import difference
@@ -76,14 +76,15 @@ def why_absent() -> str | None:
 
 def plan(graph: GraphModule, example_inputs: Sequence[Any]) -> Plan | None:
     """A plan for a captured graph; None if the graph has to run unchanged."""
-    if any(records_gradients(node) or _is_unsized(node) for node in graph.graph.nodes):
+    nodes = graph.graph.nodes
+    if any(records_gradients(node) or _is_unsized(node) or may_crash(node) for node in nodes):
         return None
     tensors = [each for each in example_inputs if isinstance(each, Tensor)]
     if not all(type(each) in _PLAIN and each.layout == torch.strided for each in tensors):
         return None
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return None
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    placeholders = [node for node in nodes if node.op == "placeholder"]
     sources = [
         i
         for i, (node, given) in enumerate(zip(placeholders, example_inputs, strict=True))

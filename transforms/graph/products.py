@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from transforms.graph import operators
 from transforms.graph.bounds import CLAMPS
 from transforms.graph.operators import arguments, is_writing, value
+from transforms.rewrites.geometry import expanded, may_see_only_padding
 from transforms.rewrites.packed import LEAST_PRODUCTS, reorder_linear, supported_dtypes
 from transforms.rewrites.post_ops import NO_OP, OF_FUNCTIONS, RELU, PostOp, clamp, gelu, leaky_relu
 from transforms.rewrites.schemas import changed
@@ -163,8 +164,9 @@ def _pays(called: str, x: Node, weight: Node, bias: Node | None) -> bool:
     """Whether a matrix product is that of a Linear, and large enough for oneDNN."""
     if value(weight).dim() != 2 or (bias is not None and value(bias).dim() != 1):
         return False
-    columns = int(value(weight).shape[1 if called == "linear" else 0])
-    if called == "addmm" and int(value(bias).shape[0]) != int(value(weight).shape[1]):
+    first, second = (int(size) for size in value(weight).shape)
+    outputs, columns = (first, second) if called == "linear" else (second, first)
+    if bias is not None and int(value(bias).shape[0]) != outputs:  # torch expands it
         return False
     rows = _likely(value(x).numel()) // max(columns, 1)
     return rows * int(value(weight).numel()) >= LEAST_PRODUCTS
@@ -180,23 +182,31 @@ def _geometry(called: str, a: Mapping[str, Any], x: Node, weight: Node) -> tuple
     if value(x).dim() != count + 2 or value(weight).dim() != count + 2:
         return None
     padding, output_padding, stride, dilation = (
-        _expanded(a.get(key, default), count)
+        expanded(a.get(key, default), count)
         for key, default in (("padding", 0), ("output_padding", 0), ("stride", 1), ("dilation", 1))
     )
     groups = a.get("groups", 1)
-    if None in (padding, output_padding, stride, dilation) or not isinstance(groups, int):
+    if padding is None or output_padding is None or stride is None or dilation is None:
+        return None
+    if not isinstance(groups, int):
         return None
     middle = (output_padding,) if called == "conv_transpose2d" else ()
     return (padding, *middle, stride, dilation, groups)
 
 
-def _expanded(numbers: Any, count: int) -> list[int] | None:
-    """One number for each dimension; None for padding by name."""
-    if isinstance(numbers, int):
-        return [numbers] * count
-    if not isinstance(numbers, tuple | list) or not all(isinstance(n, int) for n in numbers):
-        return None
-    return list(numbers) * count if len(numbers) == 1 else list(numbers)
+def may_crash(node: Node) -> bool:
+    """Whether oneDNN may crash in a convolution, packed or in oneDNN Graph."""
+    called, a = operators.name(node), arguments(node)
+    if called not in ("conv1d", "conv2d", "conv3d") or not operators.is_tensor(a.get("weight")):
+        return False
+    size = value(a["weight"]).shape[-1]
+    stride, padding, dilation = (
+        expanded(a.get(key, default), 1)
+        for key, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+    )
+    if not isinstance(size, int) or stride is None or padding is None or dilation is None:
+        return False
+    return may_see_only_padding(size, stride[-1], padding[-1], dilation[-1])
 
 
 def activation(node: Node, of: Product, is_finite: bool) -> PostOp | None:

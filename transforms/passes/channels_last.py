@@ -22,7 +22,7 @@ from transforms.inputs.sample import caller, seconds
 from transforms.passes.pack_weights import PackWeights
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
-from transforms.rewrites import plain_tensors
+from transforms.rewrites import geometry, plain_tensors
 from transforms.tracing.modules import has_computed_tensors, plain_kind
 from transforms.tracing.source import names_used
 
@@ -174,6 +174,9 @@ def _no_gain(model: nn.Module) -> str | None:
                 f"{cls.__name__}.forward uses {used[0]}, which depends on the layout; "
                 "auto_channels_last=True applies it anyway"
             )
+    for name, module in model.named_modules():
+        if geometry.may_crash(module):
+            return f"{name} {geometry.OBJECTION}; auto_channels_last=True applies it anyway"
     return None
 
 

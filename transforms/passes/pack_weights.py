@@ -7,14 +7,14 @@ from torch.optim import Optimizer
 
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
-from transforms.rewrites import exchanged_class, fast_path, packed, packed_lstm
+from transforms.rewrites import exchanged_class, fast_path, geometry, packed, packed_lstm
 from transforms.rewrites.int8 import Int8Module
 from transforms.rewrites.onednn_products import OneDNNModule
 from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.packed_copy import Pack
 from transforms.rewrites.packed_lstm import PackedLSTM
 from transforms.rewrites.schemas import difference
-from transforms.rewrites.watched_parameter import WatchedParameter, unwatch
+from transforms.rewrites.watched_parameter import WatchedParameter, unwatch_all
 from transforms.tracing.modules import has_computed_tensors, plain_kind
 
 _CLASSES: dict[type[nn.Module], type[PackedModule]] = {**packed.CLASSES, nn.LSTM: PackedLSTM}
@@ -43,7 +43,7 @@ class PackWeights(Pass):
                 exchanged_class.suspend(module, job.undo)
             reason = fast_path.OBJECTION if module in uncalled else _objection(module)
             if reason is None:
-                job.undo.callback(_unwatch, module)
+                job.undo.callback(unwatch_all, module)
                 ours = _CLASSES[type(module)]
                 exchanged_class.exchange(module, ours, job.undo, _fusedoptim_pack=Pack())
             what = "weight packed at the first call"
@@ -54,7 +54,7 @@ class PackWeights(Pass):
         """Restore the classes of the modules, and drop the packed copies."""
         for module in model.modules():
             if isinstance(module, PackedModule):
-                _unwatch(module)
+                unwatch_all(module)
                 exchanged_class.revert(module)
 
 
@@ -63,11 +63,6 @@ def _weights(module: nn.Module) -> list[str]:
     if not isinstance(module, nn.RNNBase):
         return ["weight"]
     return packed_lstm.weight_names(module)
-
-
-def _unwatch(module: nn.Module) -> None:
-    for name in _weights(module):
-        unwatch(module._parameters.get(name))
 
 
 def _objection(module: nn.Module) -> str | None:
@@ -90,6 +85,8 @@ def _objection(module: nn.Module) -> str | None:
             return f"is on {weight.device.type}: oneDNN's packed weights are for the CPU"
     if getattr(module, "proj_size", 0):
         return "has projections (proj_size), which oneDNN's operator lacks"
+    if geometry.may_crash(module):
+        return geometry.OBJECTION
     if isinstance(getattr(module, "padding", None), str):
         return f"has padding={module.padding!r}"
     if getattr(module, "padding_mode", "zeros") != "zeros":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from transforms.rewrites import fast_path
+from transforms.rewrites import fast_path, geometry
 from transforms.rewrites.int8 import CLASSES, Int8Module
 from transforms.rewrites.watched_parameter import WatchedParameter
 from transforms.tracing.modules import has_computed_tensors, plain_kind
@@ -77,6 +77,10 @@ def _objection(module: Any) -> str | None:
         return "has no weights"
     if not bool(weight.isfinite().all()):
         return "has weights that are infinite or NaN"
+    if module.bias is not None and module.bias.shape != weight.shape[:1]:
+        return f"has a bias of shape {tuple(module.bias.shape)}, not one for each output"
+    if geometry.may_crash(module):
+        return geometry.OBJECTION
     if isinstance(getattr(module, "padding", None), str):
         return f"has padding={module.padding!r}: give it as numbers"
     if getattr(module, "padding_mode", "zeros") != "zeros":

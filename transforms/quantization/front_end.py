@@ -30,7 +30,7 @@ from transforms.rewrites.onednn_products import OneDNNModule
 from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.post_ops import ACTIVATION
 from transforms.rewrites.split import merge_copies
-from transforms.rewrites.watched_parameter import unwatch
+from transforms.rewrites.watched_parameter import unwatch_all
 
 __all__ = ["quantize"]
 
@@ -302,8 +302,7 @@ def _quantize(
 def _unwatch(layers: Iterable[nn.Module]) -> None:
     """Forget the weights that were packed to find an error."""
     for layer in layers:
-        unwatch(layer._parameters.get("weight"))
-        unwatch(layer._parameters.get("bias"))
+        unwatch_all(layer)
 
 
 def _computations(

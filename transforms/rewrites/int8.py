@@ -25,9 +25,10 @@ from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_chain as chain
 from transforms.rewrites import int8_operators as operators
 from transforms.rewrites.fused_activation import FusedActivation, mark_activated, mark_free
+from transforms.rewrites.geometry import all_expanded
 from transforms.rewrites.int8_operators import Codes, Geometry, Grid, Result
 from transforms.rewrites.packed_copy import are_sources, can_follow
-from transforms.rewrites.watched_parameter import detached, state, unwatch
+from transforms.rewrites.watched_parameter import detached, state, unwatch_all
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -179,7 +180,9 @@ class _OfLinear(Int8):
         return operators.OF_LINEARS
 
     def _takes(self, module: Any, x: Tensor) -> bool:
-        return x.dim() > 0 and x.numel() > 0 and x.size(-1) == module.weight.size(1)
+        outputs, columns = module.weight.shape
+        is_like = x.dim() > 0 and x.numel() > 0 and x.size(-1) == columns
+        return is_like and (module.bias is None or module.bias.shape == (outputs,))
 
     def _pack(self, codes: Codes, grid: Grid, module: Any, x: Tensor) -> Tensor:
         return operators.pack_linear(codes.values)
@@ -208,7 +211,9 @@ class _OfConvolution(Int8):
         return tuple(x.shape[1:])
 
     def _pack(self, codes: Codes, grid: Grid, module: Any, x: Tensor) -> Tensor:
-        return operators.pack_convolution(codes, grid, _geometry(module), list(x.shape))
+        geometry = _geometry(module)
+        assert geometry is not None  # as _takes has found
+        return operators.pack_convolution(codes, grid, geometry, list(x.shape))
 
     def _compute(
         self,
@@ -219,6 +224,7 @@ class _OfConvolution(Int8):
         result: Result,
     ) -> Tensor:
         geometry = _geometry(module)
+        assert geometry is not None  # as _takes has found
         y = operators.convolution(
             codes, grid, packed.weight, packed.scales, packed.bias, geometry, result
         )
@@ -232,13 +238,22 @@ def _state(params: Sequence[Tensor]) -> tuple[object, ...]:
     return tuple([(*state(param), param.dtype) for param in params])
 
 
-def _geometry(module: Any) -> Geometry:
-    return Geometry(module.stride, module.padding, module.dilation, module.groups)
+def _geometry(module: Any) -> Geometry | None:
+    """The geometry; None for padding by name."""
+    count = module.weight.dim() - 2
+    found = all_expanded(count, module.stride, module.padding, module.dilation)
+    if found is None:
+        return None
+    stride, padding, dilation = found
+    return Geometry(stride, padding, dilation, module.groups)
 
 
 def _has_room(module: Any, x: Tensor) -> bool:
     """Whether images are, with their padding, as large as the kernel."""
-    dims = zip(x.shape[2:], module.padding, module.weight.shape[2:], module.dilation)
+    geometry = _geometry(module)
+    if geometry is None:
+        return False
+    dims = zip(x.shape[2:], geometry.padding, module.weight.shape[2:], geometry.dilation)
     return all(size + 2 * padding > step * (taps - 1) for size, padding, taps, step in dims)
 
 
@@ -352,8 +367,7 @@ def revert_all(model: nn.Module) -> None:
     """Give all modules that compute in INT8 their own classes again."""
     for module in model.modules():
         if isinstance(module, Int8Module):
-            unwatch(module._parameters.get("weight"))
-            unwatch(module._parameters.get("bias"))
+            unwatch_all(module)
             exchanged_class.revert(module)
         elif isinstance(module, FusedActivation):
             exchanged_class.revert(module)

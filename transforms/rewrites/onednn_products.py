@@ -72,6 +72,7 @@ def is_served(x: Tensor, weight: Tensor, bias: Tensor | None, least: int) -> boo
         and x.dim() > 1
         and x.is_contiguous()
         and x.size(-1) == weight.size(1)
+        and (bias is None or bias.shape == weight.shape[:1])  # torch expands others
         and x.numel() * weight.size(0) >= least
     )
 

@@ -25,7 +25,8 @@ from fusedoptim._torch_private import (
 )
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.fused_activation import mark_activated, mark_free, may_apply
-from transforms.rewrites.packed_copy import Pack, Packed
+from transforms.rewrites.geometry import all_expanded
+from transforms.rewrites.packed_copy import Geometry, Pack, Packed
 from transforms.rewrites.post_ops import NO_OP, PostOp, post_op
 from transforms.rewrites.schemas import changed
 
@@ -99,52 +100,59 @@ class PackedProduct(PackedModule):
         if weight is None or not is_plain_call():
             return None
         params = (weight,) if bias is None else (weight, bias)
-        pack = self._fusedoptim_pack
-        packed = pack.of_last_call(x, params)
+        pack, geometry = self._fusedoptim_pack, self._geometry()
+        packed = pack.of_last_call(x, params, geometry)
         if packed is None:
-            if not _is_strided(x) or not self._pays(x, weight):
+            if geometry is None or not _is_strided(x) or not self._pays(x, weight, bias):
                 return None
             dtype = product_dtype((x,), params)
-            packed = None if dtype is None else self._packed(x, weight, bias, dtype)
+            packed = None if dtype is None else self._packed(x, weight, bias, geometry, dtype)
             if packed is None:
                 return None
             pack.remember(x, params, packed)
         dtype = packed.signature.dtype
         return self._activated(_cast(x, dtype), packed, _dense(bias, dtype))
 
-    def _pays(self, x: Tensor, weight: Tensor) -> bool:
+    def _pays(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether oneDNN takes inputs of this shape, and a packed weight makes up for its call."""
         raise NotImplementedError
 
     def _packed(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        dtype: torch.dtype,
     ) -> Packed | None:
         """The packed copy for a product of ``dtype``; None if the plain weight must be used."""
         raise NotImplementedError
 
-    def _geometry(self) -> tuple[Any, ...]:
-        """The operator's arguments between the bias and the activation."""
+    def _geometry(self) -> Geometry | None:
+        """The operator's arguments between the bias and the activation; None if it has others."""
         return ()
 
-    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> Tensor:
+    def _compute(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, post: PostOp
+    ) -> Tensor:
         """The product with a packed weight, activated by oneDNN."""
         operator = getattr(torch.ops.mkldnn, self._operator).default
         how = post.attribute, post.scalars, post.algorithm
-        result: Tensor = operator(x, weight, bias, *self._geometry(), *how)
+        result: Tensor = operator(x, weight, bias, *geometry, *how)
         return result
 
     def _activated(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         """The product, activated or marked for the activation, if there is one."""
-        activation = self._fusedoptim_activation
+        activation, geometry = self._fusedoptim_activation, packed.signature.geometry
         is_alone = activation is None or not may_apply(self, activation)
         post = None if activation is None or is_alone else post_op(activation)
         if post is None:
-            return self._compute(x, packed.weight, bias, NO_OP)
+            return self._compute(x, packed.weight, bias, geometry, NO_OP)
         if post.attribute is not None and self._is_right(x, packed, bias, post):
-            result = self._compute(x, packed.weight, bias, post)
+            result = self._compute(x, packed.weight, bias, geometry, post)
             mark_activated(result)
         else:
-            result = self._compute(x, packed.weight, bias, NO_OP)
+            result = self._compute(x, packed.weight, bias, geometry, NO_OP)
             mark_free(result)
         return result
 
@@ -153,13 +161,14 @@ class PackedProduct(PackedModule):
         key = post.attribute, post.algorithm, x.dtype, x.numel() > x.size(-1)
         if key not in packed.trials:
             packed.trials[key] = all(
-                self._agree(_spoilt(x, values), packed.weight, bias, post) for values in _SPOILERS
+                self._agree(_spoilt(x, values), packed, bias, post) for values in _SPOILERS
             )
         return packed.trials[key]
 
-    def _agree(self, x: Tensor, weight: Tensor, bias: Tensor | None, post: PostOp) -> bool:
-        expected = post.in_place(self._compute(x, weight, bias, NO_OP))
-        actual = self._compute(x, weight, bias, post)
+    def _agree(self, x: Tensor, packed: Packed, bias: Tensor | None, post: PostOp) -> bool:
+        operands = x, packed.weight, bias, packed.signature.geometry
+        expected = post.in_place(self._compute(*operands, NO_OP))
+        actual = self._compute(*operands, post)
         special = ~expected.isfinite()
         return torch.equal(special, ~actual.isfinite()) and torch.allclose(
             expected[special], actual[special], equal_nan=True
@@ -206,16 +215,23 @@ class PackedLinear(PackedProduct, nn.Linear):
         product = _packed_product(self, input)
         return nn.Linear.forward(self, input) if product is None else product
 
-    def _pays(self, x: Tensor, weight: Tensor) -> bool:
-        columns = weight.size(1)
+    def _pays(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        outputs, columns = weight.shape
         if x.dim() == 0 or x.size(-1) != columns or not x.is_contiguous():
+            return False
+        if not (bias is None or bias.shape == (outputs,)):  # torch expands others
             return False
         return x.numel() // max(columns, 1) * weight.numel() >= LEAST_PRODUCTS
 
     def _packed(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        dtype: torch.dtype,
     ) -> Packed | None:
-        return self._fusedoptim_pack.of((weight,), dtype, (), _reorder_linear)
+        return self._fusedoptim_pack.of((weight,), dtype, geometry, (), _reorder_linear)
 
 
 def _reorder_linear(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -235,32 +251,40 @@ class _PackedConvolution(PackedProduct):
     _reorder: ClassVar[str]
     """oneDNN's operator that packs a weight."""
 
-    def _pays(self: Any, x: Tensor, weight: Tensor) -> bool:
+    def _pays(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         numel = x.numel()
         if x.dim() != weight.dim() or numel == 0:
             return False
         is_float32 = x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         is_small = numel <= _MOST_VALUES and x.size(0) == 1
-        if is_float32 and is_small and self.groups == 1 and min(self.kernel_size) <= _MOST_TAPS:
+        if is_float32 and is_small and self.groups == 1 and min(weight.shape[2:]) <= _MOST_TAPS:
             return numel // x.size(1) * weight.numel() >= _LEAST_CONVOLUTION
         return True
 
     def _packed(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        dtype: torch.dtype,
     ) -> Packed | None:
         def reorder(weights: Sequence[Tensor]) -> list[Tensor] | None:
             (weight,), x_cast, dense = weights, x.to(dtype), _dense(bias, dtype)
-            expected = self._plain(x_cast, weight, dense)  # first: its errors are torch's
+            expected = self._plain(x_cast, weight, dense, geometry)  # first: its errors are torch's
             operator = getattr(torch.ops.mkldnn, self._reorder)
-            packed: Tensor = operator(weight, *self._geometry(), list(x.shape))
-            product = self._compute(x_cast, packed, dense, NO_OP)
+            try:
+                packed: Tensor = operator(weight, *geometry, list(x.shape))
+                product = self._compute(x_cast, packed, dense, geometry, NO_OP)
+            except RuntimeError:  # torch computes some geometries that oneDNN does not
+                return None
             # Later code may read strides: only a copy that keeps torch's is used.
             return [packed] if product.stride() == expected.stride() else None
 
         layout = (*x.shape, *x.stride())
-        return self._fusedoptim_pack.of((weight,), dtype, layout, reorder)
+        return self._fusedoptim_pack.of((weight,), dtype, geometry, layout, reorder)
 
-    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
         """The product with a plain weight."""
         raise NotImplementedError
 
@@ -269,18 +293,22 @@ class _PackedForward(_PackedConvolution):
     _operator = "_convolution_pointwise"
     _reorder = "_reorder_convolution_weight"
 
-    def _geometry(self: Any) -> tuple[Any, ...]:
-        return self.padding, self.stride, self.dilation, self.groups
+    _dimensions: ClassVar[int]
 
-    def _plain(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        none = [0] * len(self.padding)
-        return torch.convolution(
-            x, weight, bias, self.stride, self.padding, self.dilation, False, none, self.groups
-        )
+    def _geometry(self: Any) -> Geometry | None:
+        found = all_expanded(self._dimensions, self.padding, self.stride, self.dilation)
+        return None if found is None else (*found, self.groups)
+
+    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+        padding, stride, dilation, groups = geometry
+        none = [0] * len(padding)
+        return torch.convolution(x, weight, bias, stride, padding, dilation, False, none, groups)
 
 
 class PackedConv2d(_PackedForward, nn.Conv2d):
     """A convolution of images with a packed weight."""
+
+    _dimensions = 2
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """Compute as ``torch.nn.Conv2d`` does."""
@@ -290,6 +318,8 @@ class PackedConv2d(_PackedForward, nn.Conv2d):
 
 class PackedConv3d(_PackedForward, nn.Conv3d):
     """A convolution of volumes with a packed weight."""
+
+    _dimensions = 3
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """Compute as ``torch.nn.Conv3d`` does."""
@@ -308,19 +338,14 @@ class PackedConvTranspose2d(_PackedConvolution, nn.ConvTranspose2d):
         product = _packed_product(self, input) if output_size is None else None
         return nn.ConvTranspose2d.forward(self, input, output_size) if product is None else product
 
-    def _geometry(self) -> tuple[Any, ...]:
-        return self.padding, self.output_padding, self.stride, self.dilation, self.groups
+    def _geometry(self) -> Geometry | None:
+        found = all_expanded(2, self.padding, self.output_padding, self.stride, self.dilation)
+        return None if found is None else (*found, self.groups)
 
-    def _plain(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+        padding, output_padding, stride, dilation, groups = geometry
         return nn.functional.conv_transpose2d(
-            x,
-            weight,
-            bias,
-            self.stride,
-            self.padding,
-            self.output_padding,
-            self.groups,
-            self.dilation,
+            x, weight, bias, stride, padding, output_padding, groups, dilation
         )
 
 

@@ -20,6 +20,9 @@ from transforms.rewrites.watched_parameter import (
     watch,
 )
 
+Geometry = tuple[Any, ...]
+"""The geometry of a convolution, in the order of its operator; empty for other modules."""
+
 
 class Signature(NamedTuple):
     """What a packed copy depends on."""
@@ -28,6 +31,7 @@ class Signature(NamedTuple):
     """The state of each plain weight."""
     dtype: torch.dtype
     """The dtype in which the product is computed: autocast's, or the weight's."""
+    geometry: Geometry
     layout: tuple[object, ...]
     """The shape and strides of a convolution's input; empty for a Linear."""
 
@@ -77,7 +81,9 @@ class Pack:
     def __deepcopy__(self, memo: object) -> Pack:
         return Pack()
 
-    def of_last_call(self, x: Tensor, params: tuple[Tensor, ...]) -> Packed | None:
+    def of_last_call(
+        self, x: Tensor, params: tuple[Tensor, ...], geometry: Geometry | None
+    ) -> Packed | None:
         """The copy that :meth:`remember` was given, if nothing that it depends on has changed.
 
         This takes a quarter of the time of all checks, which take as long as a small convolution.
@@ -85,9 +91,11 @@ class Pack:
         last, weight = self._last, params[0]
         if last is None or torch.is_grad_enabled() or last.packed.sources[0]() is not weight:
             return None
-        address, version, _ = last.packed.signature.state[0]
+        signature = last.packed.signature
+        address, version, _ = signature.state[0]
         is_same = (
             last.exposures == exposures()
+            and geometry == signature.geometry
             and version == weight._version
             and address == weight.data_ptr()
             and last.autocast == torch.get_autocast_dtype("cpu")
@@ -110,6 +118,7 @@ class Pack:
         self,
         params: tuple[Tensor, ...],
         dtype: torch.dtype,
+        geometry: Geometry,
         layout: tuple[object, ...],
         reorder: Callable[[Sequence[Tensor]], Sequence[Tensor] | None],
     ) -> Packed | None:
@@ -118,10 +127,11 @@ class Pack:
         Args:
             params: the plain weights.
             dtype: the dtype of the product.
+            geometry: that of a convolution.
             layout: the layout of the input.
             reorder: packs weights of that dtype; returns None if packing is useless.
         """
-        signature = Signature(tuple(map(state, params)), dtype, layout)
+        signature = Signature(tuple(map(state, params)), dtype, geometry, layout)
         kept = self._copy
         if kept is not None and kept.signature == signature:
             if are_sources(kept.sources, params):

@@ -54,7 +54,7 @@ class PackedLSTM(PackedModule, nn.LSTM):
             return None
         self.check_forward_args(x, state, None)
         weights = self.packed_parameters()
-        packed = self._fusedoptim_pack.of(weights, dtype, (), self._reordered)
+        packed = self._fusedoptim_pack.of(weights, dtype, (), (), self._reordered)
         if packed is None:
             return None
         x, h, c = (t.to(dtype) for t in (x, *state))

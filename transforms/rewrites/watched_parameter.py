@@ -93,6 +93,12 @@ def unwatch(param: Any) -> None:
         _uses.pop(param, None)
 
 
+def unwatch_all(module: nn.Module) -> None:
+    """Make the watched Parameters of one module, without those inside it, plain ones again."""
+    for param in module._parameters.values():
+        unwatch(param)
+
+
 def is_exposed(param: Tensor) -> bool:
     """Whether values may have been written, or may still be, without changing the counter."""
     return bool(uses(param) != _settled.get(param, 0))

@@ -130,6 +130,10 @@ PRODUCTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "conv2d-one-image": (lambda: nn.Conv2d(3, 17, 3), lambda: torch.randn(3, 9, 11)),
     "conv3d": (lambda: nn.Conv3d(3, 5, 3, padding=1), lambda: images(1, 3, 5, 6, 7)),
     "transposed": (lambda: nn.ConvTranspose2d(6, 4, 3, 2, 1, 1), lambda: images(2, 6, 5, 7)),
+    "transposed-padded": (
+        lambda: nn.ConvTranspose2d(6, 4, 3, output_padding=1, dilation=2),
+        lambda: images(2, 6, 5, 5),
+    ),
     "transposed-groups": (
         lambda: nn.ConvTranspose2d(6, 4, 3, groups=2, dilation=2),
         lambda: images(2, 6, 5, 5),

@@ -59,6 +59,9 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     ),
     "conv3d": lambda: images(nn.Conv3d(3, 5, 3, padding=1), 1, 3, 5, 6, 7),
     "transposed": lambda: images(nn.ConvTranspose2d(6, 4, 3, 2, 1, 1), 2, 6, 5, 7),
+    "transposed-padded": lambda: images(
+        nn.ConvTranspose2d(6, 4, 3, output_padding=1, dilation=2), 2, 6, 5, 7
+    ),
     "transposed-groups": lambda: images(
         nn.ConvTranspose2d(6, 4, 3, groups=2, dilation=2), 1, 6, 5, 5
     ),
@@ -212,6 +215,18 @@ def test_bias_may_have_a_stride(case: str, how: str) -> None:
     for _ in range(2):
         assert_as_in_float64(plain.eval(), ours, x, torch.float32)
         ours.bias.data = plain.bias.data = torch.randn(3 * len(plain.bias))[1::3]
+    assert_as_in_float64(plain.eval(), ours, x, torch.float32)
+
+
+@pytest.mark.parametrize("how", ["eager", "graph mode"])
+@pytest.mark.parametrize("shape", [(1,), (1, 515), (65, 515)])
+def test_bias_that_torch_expands(shape: tuple[int, ...], how: str) -> None:
+    plain, x = linear()
+    ours = optimized(copy.deepcopy(plain), graph_mode=how == "graph mode", sample_input=x)
+    for _ in range(2):
+        assert_as_in_float64(plain.eval(), ours, x, torch.float32)
+        ours.bias = nn.Parameter(torch.randn(shape))
+        plain.bias = nn.Parameter(ours.bias.detach().clone())
     assert_as_in_float64(plain.eval(), ours, x, torch.float32)
 
 

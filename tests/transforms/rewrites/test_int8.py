@@ -204,6 +204,49 @@ class TestFloatingPoint:
         with torch.no_grad():
             assert layer(torch.randn(3, 8, 8)).shape == (4, 6, 6)
 
+    @pytest.mark.parametrize("shape", [(1,), (1, 8), (6, 8)])
+    def test_a_bias_that_torch_expands(self, shape: tuple[int, ...]) -> None:
+        plain = nn.Linear(4, 8)
+        x = torch.randn(3, 6, 4)
+        layer = quantized(plain, x)
+        layer.bias = nn.Parameter(torch.randn(shape))
+        plain.bias = layer.bias
+        with torch.no_grad():
+            assert torch.equal(layer(x), plain(x))
+        with pytest.raises(ValueError, match="has a bias of shape"):
+            quantized(plain, x)
+
+
+@pytest.mark.parametrize("numbers", [1, [1]])
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+@pytest.mark.parametrize("case", ["conv1d", "conv, strided and dilated", "conv3d"])
+def test_one_number_for_all_dimensions(case: str, name: str, numbers: Any) -> None:
+    make, shape = LAYERS[case]
+    plain, x = make(), torch.randn(shape)
+    layers = [quantized(copy.deepcopy(plain), x)]
+    setattr(plain, name, numbers)
+    layers.append(quantized(copy.deepcopy(plain), x))
+    setattr(layers[0], name, numbers)
+    with torch.no_grad():
+        expected = plain(x)
+        largest = expected.abs().max().item()
+        twin = copy.deepcopy(plain)
+        setattr(twin, name, (1,) * (x.dim() - 2))
+        twin.load_state_dict(layers[1].state_dict())
+        exactly = quantized(twin, x)(x)
+        for layer in layers:
+            result = layer(x)
+            assert result.shape == expected.shape
+            assert (result - exactly).abs().max().item() <= largest / 1000
+
+
+def test_padding_by_name_is_torchs() -> None:
+    plain, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
+    layer = quantized(plain, x)
+    layer.padding = plain.padding = "same"
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), plain(x))  # with weights in other layouts
+
 
 class TestBfloat16:
     def test_weights_and_inputs(self) -> None:

@@ -1,0 +1,56 @@
+"""The geometry of a convolution: a number for each dimension, and where oneDNN crashes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def expanded(numbers: Any, count: int) -> tuple[int, ...] | None:
+    """One number for each dimension, as torch reads an int or one number; None for a name."""
+    if isinstance(numbers, int):
+        return (numbers,) * count
+    if not isinstance(numbers, tuple | list) or not all(isinstance(n, int) for n in numbers):
+        return None
+    return tuple(numbers) * count if len(numbers) == 1 else tuple(numbers)
+
+
+def all_expanded(count: int, *given: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Several attributes of a module, expanded; None if one is a name."""
+    for numbers in given:
+        if type(numbers) is not tuple or len(numbers) != count:  # torch's modules have such tuples
+            found = [expanded(each, count) for each in given]
+            return None if None in found else tuple(each for each in found if each is not None)
+    return given
+
+
+OBJECTION = "has rows of padding alone for some inputs, for which oneDNN may crash"
+"""Why a module is left alone for which :func:`may_crash` is true."""
+
+
+def may_crash(module: Any) -> bool:
+    """Whether oneDNN may read past an image in channels_last, or with a packed weight."""
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return False
+    given: Any = module.kernel_size, module.stride, module.padding, module.dilation
+    if isinstance(module.padding, str):  # torch pads by as much as the kernel needs
+        return False
+    return may_see_only_padding(*(n if isinstance(n, int) else n[-1] for n in given))
+
+
+def may_see_only_padding(taps: int, stride: int, padding: int, dilation: int) -> bool:
+    """Whether oneDNN may crash, given the numbers of the last dimension.
+
+    It reads past an image if the kernel is dilated, and all outputs of a row, at least two, see
+    only padding.
+    """
+    # Longer rows than these cannot lie between the places that are read.
+    sizes = range(1, max(stride, dilation)) if dilation > 1 and padding > 0 else ()
+    for size in sizes:
+        outputs = (size + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
+        starts = range(-padding, -padding + outputs * stride, stride)
+        places = (start + tap * dilation for start in starts for tap in range(taps))
+        if outputs > 1 and not any(0 <= place < size for place in places):
+            return True
+    return False
