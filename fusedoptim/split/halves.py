@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedoptim._torch_private import is_flattened
+from fusedoptim._warn import warn
 from fusedoptim.split.hooks import check_no_hooks
 from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
 from fusedoptim.step.modes import check_not_traced, on_memory
@@ -389,25 +390,32 @@ LOST = (
 )
 
 
-def with_trails_of_frozen(
-    states: dict[Any, Any], params: Iterable[tuple[Any, Tensor]]
+def with_missing_trails(
+    optimizer: str, states: dict[Any, Any], params: Iterable[tuple[Any, Tensor]]
 ) -> dict[Any, Any]:
-    """The states of a checkpoint, with trails of zeros for frozen parameters that have none there.
+    """The states of a checkpoint, with trails of zeros for parameters that have no state there.
 
     The functions of torch.distributed.checkpoint load no state of parameters that require no
-    gradient. The trail that such a parameter has may be the lower half of another weight.
+    gradient, nor, with ``strict=False``, of layers that the checkpoint lacks. The trail that such a
+    parameter has may be the lower half of another weight.
 
     Args:
+        optimizer: its name in the warning.
         states: the states.
-        params: the key in ``states`` of each split parameter, and the parameter.
+        params: the key of each split parameter, its number or name, and the parameter.
     """
-    whole = dict(states)
-    if any(_has_trail(state) for state in states.values()):
-        for key, p in params:
-            if not p.requires_grad and not _has_trail(states.get(key)):
-                zeros = new_state(local_of(p), torch.int16).zero_()
-                whole[key] = states.get(key, {}) | {TRAIL: like_param(zeros, p)}
-    return whole
+    if not any(_has_trail(state) for state in states.values()):
+        return states
+    missing = {key: p for key, p in params if not states.get(key)}
+    if missing:
+        warn(
+            f"{optimizer}: the checkpoint has no state of the split parameters "
+            f"{', '.join(map(str, missing))}; their lower halves are zero now, and their exact "
+            "values the bfloat16 ones. torch.distributed.checkpoint loads none of frozen ones",
+            UserWarning,
+        )
+    zeros = {k: new_state(local_of(p), torch.int16).zero_() for k, p in missing.items()}
+    return states | {k: {TRAIL: like_param(zeros[k], p)} for k, p in missing.items()}
 
 
 def _has_trail(state: Any) -> bool:
