@@ -8,11 +8,11 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fusedoptim._locks import new_lock
 from fusedoptim._warn import warn
 
 __all__ = ["keep_memory", "release_memory"]
@@ -35,7 +35,7 @@ _VARIABLES = {
 _NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|[1-9][0-9]*|0)")
 _ENVIRONMENT = Path("/proc/self/environ")
 
-_lock = threading.RLock()
+_lock = new_lock()
 _is_kept = False
 
 
@@ -194,11 +194,3 @@ def _initial_settings(environment: Mapping[str, str]) -> _Settings:
         return _Settings(_DYNAMIC_MAXIMUM, 2 * _DYNAMIC_MAXIMUM, _MAPPINGS, arenas)
     given.pop("top_pad", None)  # each of the four stops glibc from adapting the thresholds
     return _Settings(_STATIC, _STATIC, _MAPPINGS, arenas)._replace(**given)
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread may have held it at the fork
-
-
-os.register_at_fork(after_in_child=_renew_lock)

@@ -7,8 +7,6 @@ once. torch makes it available through TorchScript only.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Container, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from fusedoptim import _torch_private as private
+from fusedoptim._locks import new_lock
 from fusedoptim.runtime.memory import return_free_memory
 from transforms.graph.aliases import returned_roots, roots
 from transforms.graph.bounds import CLAMPS
@@ -38,15 +37,7 @@ _RIGHT = frozenset(
 """Functions that oneDNN Graph computes as torch does, including NaN and infinity."""
 _RIGHT_IF_FINITE = _RIGHT | {f"aten::{name}" for name in CLAMPS}
 _WARM_UP = 3  # one to see shapes, one to compile, and one to pack the weights
-_compiling = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _compiling
-    _compiling = threading.Lock()  # another thread may have held it at the fork
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_compiling = new_lock()
 
 
 class Script(NamedTuple):
