@@ -66,6 +66,7 @@ class Bucket:
         self._known: list[tuple[int, int, torch.Size] | None] = []
         """Version, address and shape of each parameter when the host last had its values."""
         self._arrived: set[int] = set()
+        self._count_trained()
         self._with_grad: list[int] = []
         self._end_of_fetch: Any = None
         self._end_of_send: Any = None
@@ -83,11 +84,16 @@ class Bucket:
     def arrive(self, index: int) -> None:
         """Note that backward has made a gradient; copy all when the last one is there."""
         self._arrived.add(index)
-        if len(self._arrived) == len(self.params):
+        if len(self._arrived) == self._trained:
+            chosen = sorted(self._arrived)
             self._arrived.clear()
+            grads = [self.params[i].grad for i in chosen]
             # A removed group may be changed, and backward still computes its gradients.
-            if self.fits and all(p.grad is not None and _is_strided(p.grad) for p in self.params):
-                self._fetch(range(len(self.params)))
+            if self.fits and all(grad is not None and _is_strided(grad) for grad in grads):
+                self._fetch(chosen)
+
+    def _count_trained(self) -> None:
+        self._trained = sum(p.requires_grad for p in self.params)
 
     def _fetch(self, chosen: Sequence[int]) -> None:
         """Begin to copy gradients to the host."""
@@ -134,6 +140,7 @@ class Bucket:
                 shape.
         """
         self._arrived.clear()
+        self._count_trained()
         self.take_weights()
         stale = []
         self._with_grad = []

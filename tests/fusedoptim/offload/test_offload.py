@@ -311,6 +311,13 @@ class TestContract:
         optimizer.step()
         assert (counted.fetched, counted.sent) == (2 * size, 2 * size)
 
+    def test_copies_in_backward_beside_frozen_parameters(self, counted: type[Counted]) -> None:
+        (model, optimizer), _ = networks(torch.float32, FusedAdamW)
+        model[0].bias.requires_grad_(False)
+        optimizer.step()  # which notices that
+        backward(model)
+        assert counted.fetched == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
     @pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.AdamW])
     def test_gradients_are_freed_with_zero_grad(self, cls: type[Any]) -> None:
         """Also those that no step has used, or that a GradScaler's step has skipped."""
