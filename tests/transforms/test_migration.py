@@ -39,9 +39,11 @@ def rows(heading: str) -> dict[str, list[str]]:
 
 def test_the_example() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    names: dict[str, Any] = {"torch": torch, "model": make(), "images": torch.randn(2, 3, 8, 8)}
+    names: dict[str, Any] = {}
     exec(example, names)
-    assert names["output"].shape == (2, 4)
+    assert ipex.report(names["model"]).done("conv_bn_folding")
+    assert names["output"].shape == (2, 4, 6, 6)
+    assert names["output"].dtype == torch.bfloat16
 
 
 def test_every_knob_is_in_the_table_with_its_defaults() -> None:
