@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 
 _KEY = "fusedoptim"
 _IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
@@ -29,21 +30,33 @@ def check_no_hooks(optimizer: str, params: Iterable[Tensor]) -> None:
         params: the parameters that are to be split or merged.
 
     Raises:
-        RuntimeError: something holds the node in which the gradients of one are added up.
+        RuntimeError: a DistributedDataParallel, or an optimizer that backward steps, has a hook on
+            the node in which the gradients of one are added up.
     """
     if not distributed.is_initialized() and _IN_BACKWARD not in sys.modules:
-        return  # then only the graph of a loss holds it
-    held = list(filter(_is_held, params))
-    if held:
-        gc.collect()  # a DistributedDataParallel that was deleted is part of a cycle
-    for p in filter(_is_held, held):
-        raise RuntimeError(
-            f"{optimizer}: the dtype of a parameter of shape {tuple(p.shape)} cannot change, as "
-            "it would lose the hooks by which DistributedDataParallel averages its gradients. "
-            "Split parameters, by making the optimizer or by transforms.optimize, before "
-            "DistributedDataParallel(model); to merge them, delete the wrapper first. Delete "
-            "losses too: their graphs refer to the parameters in the same way"
-        )
+        return
+    held = list(filter(_is_held, params))  # by hooks, or by the graph of a loss
+    hooked = _hooked() if held else ()
+    for p in held:
+        if p in hooked:
+            raise RuntimeError(
+                f"{optimizer}: the dtype of a parameter of shape {tuple(p.shape)} cannot change, "
+                "as it would lose the hooks by which DistributedDataParallel averages its "
+                "gradients, or backward steps an optimizer. Split parameters, by making the "
+                "optimizer or by transforms.optimize, before DistributedDataParallel(model); to "
+                "merge them, delete the wrapper first"
+            )
+
+
+def _hooked() -> set[Tensor]:
+    """The parameters of all DistributedDataParallels, and of optimizers that backward steps."""
+    gc.collect()  # a DistributedDataParallel that was deleted is part of a cycle
+    wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    hooked = {p for wrapper in wrappers for p in wrapper.module.parameters()}
+    in_backward = sys.modules.get(_IN_BACKWARD)
+    if in_backward is not None:
+        hooked.update(in_backward.param_to_acc_grad_map)
+    return hooked
 
 
 def _is_held(param: Tensor) -> bool:
