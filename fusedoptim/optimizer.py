@@ -17,7 +17,7 @@ from fusedoptim.split.halves import (
     Halves,
     check_saved_halves,
     check_splittable,
-    with_missing_trails,
+    with_trails_of_frozen,
 )
 from fusedoptim.split.hooks import check_no_hooks
 from fusedoptim.step import commit
@@ -440,9 +440,9 @@ class FusedOptimizer(UpdateDefinition):
 
         torch.optim casts the state to the parameter's dtype. Here, the state of 16-bit parameters
         is float32, and a float32 checkpoint loads without losing a bit. If the checkpoint is
-        torch's and has no lower halves, split parameters keep theirs. If it lacks all state of
-        some, as torch.distributed.checkpoint loads none of frozen parameters, their lower halves
-        become zeros, with a warning.
+        torch's and has no lower halves, split parameters keep theirs. If it lacks only those of
+        frozen parameters, which torch.distributed.checkpoint does not load, these become zeros,
+        with a warning.
 
         Args:
             state_dict: what :meth:`state_dict` of either class returned.
@@ -455,7 +455,7 @@ class FusedOptimizer(UpdateDefinition):
         def check(_: Optimizer, final: dict[str, Any]) -> None:
             states = {i: without_gaps(state) for i, state in final["state"].items()}
             split = [(i, p) for i, p in zip(_numbers(final), self._params()) if self.is_split(p)]
-            final["state"] = with_missing_trails(type(self).__name__, states, split)
+            final["state"] = with_trails_of_frozen(type(self).__name__, states, split)
             self._check_checkpoint(final)
             self._to_restore = [(p, s, self._coming_trail(p, s)) for p, s in self._saved(final)]
             # torch's class would cast the trails, and take each for the state of an earlier step.

@@ -15,7 +15,7 @@ from fusedoptim._locks import new_lock
 from fusedoptim.offload._bucket import Bucket, own_options
 from fusedoptim.offload._checks import check_arguments, check_param
 from fusedoptim.offload._link import Link
-from fusedoptim.split.halves import check_saved_halves, with_missing_trails
+from fusedoptim.split.halves import check_saved_halves, with_trails_of_frozen
 from fusedoptim.step.checks import check_norm, check_not_of_group
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import CLIP_EPS, common_factor
@@ -454,7 +454,7 @@ def _load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         if bucket.is_split(h)
     ]
     name = type(optimizer).__name__
-    state = with_missing_trails(name, state_dict["state"], split)
+    state = with_trails_of_frozen(name, state_dict["state"], split)
     check_saved_halves(name, [(i, p, state.get(i, {})) for i, p in split])
     for bucket, numbers, saved_group in numbered:
         own = {i: state[number] for i, number in enumerate(numbers) if number in state}

@@ -390,32 +390,32 @@ LOST = (
 )
 
 
-def with_missing_trails(
+def with_trails_of_frozen(
     optimizer: str, states: dict[Any, Any], params: Iterable[tuple[Any, Tensor]]
 ) -> dict[Any, Any]:
-    """The states of a checkpoint, with trails of zeros for parameters that have no state there.
+    """The states of a checkpoint, with trails of zeros for frozen parameters that have none there.
 
     The functions of torch.distributed.checkpoint load no state of parameters that require no
-    gradient, nor, with ``strict=False``, of layers that the checkpoint lacks. The trail that such a
-    parameter has may be the lower half of another weight.
+    gradient. The trail that such a parameter has may be the lower half of another weight.
 
     Args:
         optimizer: its name in the warning.
         states: the states.
         params: the key of each split parameter, its number or name, and the parameter.
     """
-    if not any(_has_trail(state) for state in states.values()):
+    if not any(map(_has_trail, states.values())):
         return states
-    missing = {key: p for key, p in params if not states.get(key)}
-    if missing:
+    lost = {k: p for k, p in params if not p.requires_grad and not _has_trail(states.get(k))}
+    if lost:
         warn(
-            f"{optimizer}: the checkpoint has no state of the split parameters "
-            f"{', '.join(map(str, missing))}; their lower halves are zero now, and their exact "
-            "values the bfloat16 ones. torch.distributed.checkpoint loads none of frozen ones",
+            f"{optimizer}: the checkpoint has no lower halves of the frozen parameters "
+            f"{', '.join(map(str, lost))}, which torch.distributed.checkpoint does not load; they "
+            "are zero now, and the exact values the bfloat16 ones",
             UserWarning,
         )
-    zeros = {k: new_state(local_of(p), torch.int16).zero_() for k, p in missing.items()}
-    return states | {k: {TRAIL: like_param(zeros[k], p)} for k, p in missing.items()}
+    zeros = {k: new_state(local_of(p), torch.int16).zero_() for k, p in lost.items()}
+    trails = {k: {TRAIL: like_param(zeros[k], p)} for k, p in lost.items()}
+    return states | {k: states.get(k, {}) | trail for k, trail in trails.items()}
 
 
 def _has_trail(state: Any) -> bool:
