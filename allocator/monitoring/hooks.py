@@ -136,9 +136,11 @@ class Hooks:
 
 def check_hook(hook: Any) -> None:
     """Raise TypeError unless ``hook`` is a :class:`Hook`, or another object with its methods."""
+    if isinstance(hook, Hook):
+        return
     methods = [name for name in vars(Hook) if not name.startswith("_")]
     has_all = all(callable(getattr(hook, name, None)) for name in methods)
-    if not isinstance(hook, Hook) and (isinstance(hook, type) or not has_all):
+    if isinstance(hook, type) or not has_all:
         raise TypeError(
             f"hook={hook!r} is not an instance of allocator.Hook; derive a class from it, and pass "
             "an instance"

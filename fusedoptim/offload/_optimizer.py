@@ -161,13 +161,11 @@ class OffloadOptimizer(Optimizer):
 
     def _cut(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
         """The parameters of each bucket."""
+        most = self._bucket_cap_mb * 2**20
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in params:
             bucket = kinds.setdefault((p.device, p.dtype), [])
-            if (
-                bucket
-                and sum(other.nbytes for other in bucket) + p.nbytes > self._bucket_cap_mb * 2**20
-            ):
+            if bucket and sum(other.nbytes for other in bucket) + p.nbytes > most:
                 yield bucket
                 bucket = kinds[p.device, p.dtype] = []
             bucket.append(p)

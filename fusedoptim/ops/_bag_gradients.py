@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +44,18 @@ def _by_bag(grads: Sequence[Tensor | None], weights: Tensors) -> Sequence[Tensor
     return torch.split(joined, [weight.shape[1] for weight in weights], dim=1)
 
 
-def sparse_gradients(
+def sparse_gradient(weight: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """A table's gradient as torch has it: not coalesced, a row for each index."""
+    return torch.sparse_coo_tensor(rows[None].long(), values, weight.shape, check_invariants=False)
+
+
+def dense_gradient(weight: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """A table's gradient, also for many gradients of the bags at once."""
+    return torch.zeros_like(weight).index_add(0, rows, values)
+
+
+def table_gradients(
+    make: Callable[[Tensor, Tensor, Tensor], Tensor],
     grads: Tensors,
     weights: Tensors,
     indices: Tensors,
@@ -54,47 +65,12 @@ def sparse_gradients(
     paddings: Sequence[int],
     last: bool,
 ) -> list[Tensor]:
-    """The tables' gradients as torch has them: not coalesced, a row for each index."""
-    each = _row_gradients(grads, weights, indices, offsets, samples, means, paddings, last)
-    return [
-        torch.sparse_coo_tensor(rows[None].long(), values, weight.shape, check_invariants=False)
-        for weight, (rows, values) in zip(weights, each)
-    ]
-
-
-def batched_gradients(
-    grads: Tensors,
-    weights: Tensors,
-    indices: Tensors,
-    offsets: Tensors,
-    samples: Tensors,
-    means: Sequence[bool],
-    paddings: Sequence[int],
-    last: bool,
-) -> list[Tensor]:
-    """The tables' dense gradients, for many gradients of the bags at once."""
-    each = _row_gradients(grads, weights, indices, offsets, samples, means, paddings, last)
-    return [
-        torch.zeros_like(weight).index_add(0, rows, values)
-        for weight, (rows, values) in zip(weights, each)
-    ]
-
-
-def _row_gradients(
-    grads: Tensors,
-    weights: Tensors,
-    indices: Tensors,
-    offsets: Tensors,
-    samples: Tensors,
-    means: Sequence[bool],
-    paddings: Sequence[int],
-    last: bool,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each table the rows that were read, and a gradient for each of them."""
+    """The tables' gradients; ``make`` takes a table, the rows that were read and their values."""
     own, starts = by_table(indices, offsets, len(weights), last)
     factors: Sequence[Tensor | None] = [None] * len(weights)
     if samples:
         factors, _ = by_table(samples, offsets, len(weights), last)
+    results = []
     for t, grad in enumerate(_by_bag(grads, weights)):
         assert grad is not None
         bags, rows, factor = _bags_of(starts[t]), own[t][: int(starts[t][-1])], factors[t]
@@ -109,7 +85,8 @@ def _row_gradients(
             factor = torch.bincount(bags, minlength=len(grad)).to(grad.dtype).reciprocal()[bags]
         if factor is not None:
             values = values * factor[:, None]
-        yield rows, values
+        results.append(make(weights[t], rows, values))
+    return results
 
 
 def sample_gradients(

@@ -25,7 +25,12 @@ from fusedoptim.ops._bag_batch import (
     cut_of,
 )
 from fusedoptim.ops._bag_checks import check_batch, check_options, check_values, check_weights
-from fusedoptim.ops._bag_gradients import batched_gradients, sample_gradients, sparse_gradients
+from fusedoptim.ops._bag_gradients import (
+    dense_gradient,
+    sample_gradients,
+    sparse_gradient,
+    table_gradients,
+)
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._launching import DEVICES, TableLaunch
 from fusedoptim.ops._registering import is_plain, needed, register
@@ -402,10 +407,12 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
         chosen = tables_with_gradient(grads, len(weights))
         lists = grads, weights, indices, offsets, samples, means, paddings
         arguments = chosen_of(chosen, len(weights), *lists)
-        gradients: Any = sparse_gradients if sparse else _dense_gradients_of
-        # torch calls no operator with a list of tensors for many gradients at once.
-        if not sparse and any(map(is_batched, arguments[0])):
-            gradients = batched_gradients
+        gradients: Any = _dense_gradients_of
+        if sparse:
+            gradients = functools.partial(table_gradients, sparse_gradient)
+        elif any(map(is_batched, arguments[0])):
+            # torch calls no operator with a list of tensors for many gradients at once.
+            gradients = functools.partial(table_gradients, dense_gradient)
         for t, gradient in zip(chosen, gradients(*arguments, last)):
             of_weights[t] = gradient if needs_weights[t] else None
     return [of_weights, None, None, of_samples, None, None, None, None]

@@ -413,9 +413,11 @@ def with_trails_of_frozen(
             "are zero now, and the exact values the bfloat16 ones",
             UserWarning,
         )
-    zeros = {k: new_state(local_of(p), torch.int16).zero_() for k, p in lost.items()}
-    trails = {k: {TRAIL: like_param(zeros[k], p)} for k, p in lost.items()}
-    return states | {k: states.get(k, {}) | trail for k, trail in trails.items()}
+    whole = dict(states)
+    for k, p in lost.items():
+        zeros = new_state(local_of(p), torch.int16).zero_()
+        whole[k] = states.get(k, {}) | {TRAIL: like_param(zeros, p)}
+    return whole
 
 
 def _has_trail(state: Any) -> bool:

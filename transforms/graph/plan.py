@@ -231,7 +231,8 @@ class Plan:
         values = computed(source, [nodes[i] for i in missing], args)
         found = {variant.numbers[i]: each for i, each in zip(missing, values)}
         kept.values.update(found)
-        result = [{**known, **found}[number] for number in variant.numbers]
+        known |= found
+        result = [known[number] for number in variant.numbers]
         kept.arguments[variant] = result
         return result
 
