@@ -100,7 +100,7 @@ class FusedOptimizer(UpdateDefinition):
         self._is_complete = True
 
     def _set_up(self, max_grad_norm: float | None, split: bool) -> None:
-        """Set what ours has beyond torch's, in a new object or in one that becomes ours."""
+        """Set the attributes that this class adds, in a new object or in one that becomes ours."""
         self._lock = new_lock()
         self._forget_plans()
         self.max_grad_norm = max_grad_norm
@@ -204,10 +204,9 @@ class FusedOptimizer(UpdateDefinition):
         commit.run(self._plan.all, common, state)
         for plan in self._plan.keeping:
             plan.release()
-        if not self._plan.state_seen:
+        if self._plan.state_seen is None:
             self._plan.see_state(state)
-            if self._plan.state_seen:  # else there is no state, and every step comes here
-                self.halves.settle(self._params())
+            self.halves.settle(self._params())
         return True
 
     def _rule(self, group: Group) -> UpdateRule:
@@ -272,7 +271,7 @@ class FusedOptimizer(UpdateDefinition):
         without_dynamo(super().zero_grad)(set_to_none)
 
     def _convert_state(self) -> None:
-        """Make anew, in our dtype, the state that the constructor of torch's class has made."""
+        """Recreate, in our dtype, the state that the constructor of torch's class created."""
         for group in self.param_groups:
             for p in group["params"]:
                 dtype = state_dtype(p)
@@ -457,7 +456,7 @@ class FusedOptimizer(UpdateDefinition):
             split = [(i, p) for i, p in zip(_numbers(final), self._params()) if self.is_split(p)]
             final["state"] = with_trails_of_frozen(type(self).__name__, states, split)
             self._check_checkpoint(final)
-            self._to_restore = [(p, s, self._coming_trail(p, s)) for p, s in self._saved(final)]
+            self._to_restore = [(p, s, self._trail_after_load(p, s)) for p, s in self._saved(final)]
             # torch's class would cast the trails, and take each for the state of an earlier step.
             final["state"] = without_trails(final["state"])
 
@@ -469,7 +468,7 @@ class FusedOptimizer(UpdateDefinition):
                 vars(self).pop("_to_restore", None)
                 handle.remove()
 
-    def _coming_trail(self, param: Tensor, saved: Any) -> Tensor | None:
+    def _trail_after_load(self, param: Tensor, saved: Any) -> Tensor | None:
         """The trail that a parameter will have once its ``saved`` state is loaded."""
         if not self.is_split(param):
             return None

@@ -239,16 +239,16 @@ def report(model: nn.Module) -> Report:
             f"this {type(model).__name__} has no report: pass the model that "
             "transforms.optimize returned (with inplace=False, its argument is unchanged)"
         )
-    lapsed = {
+    undone = {
         name: why
         for name, module in model.named_modules()
         if (rewrite := plain_tensors.find(module)) is not None
-        if (why := rewrite.lapsed(module)) is not None
+        if (why := rewrite.reason_undone(module)) is not None
     }
     passes = {
         knob: [
-            entry._replace(what=f"undone: {lapsed[entry.where]}", done=False, bytes_saved=0)
-            if entry.done and entry.where in lapsed
+            entry._replace(what=f"undone: {undone[entry.where]}", done=False, bytes_saved=0)
+            if entry.done and entry.where in undone
             else entry
             for entry in entries
         ]

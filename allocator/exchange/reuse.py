@@ -108,7 +108,7 @@ class Entry:
 
 
 class ReuseCache:
-    """The entries of a pool, which lets one thread at a time change them."""
+    """The entries of a pool; only one thread at a time may change them."""
 
     def __init__(self) -> None:
         self.by_dtype: dict[Any, dict[Any, Entry]] = {}

@@ -166,7 +166,7 @@ class Guard(Hook):
         if life is not None:
             self._ended[export] = life, self._stacks.here()
 
-    def ended_again(self, export: int) -> None:
+    def deleted_again(self, export: int) -> None:
         """Note that a consumer called the deleter of the export at this address a second time."""
         if export in self._ended:
             life, released_at = self._ended[export]

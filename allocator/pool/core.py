@@ -56,7 +56,7 @@ class Debugger(Protocol):
     def ended(self, export: int, allocation: Allocation | None) -> None:
         """A consumer called the deleter of the export at this address."""
 
-    def ended_again(self, export: int) -> None:
+    def deleted_again(self, export: int) -> None:
         """A consumer called the deleter although it had been called before."""
 
     def discharge(self, most: int | None) -> Iterable[Allocation]:
@@ -249,7 +249,7 @@ class Core:
         for export in self.exporter.take_released(everything=everything):
             if not export.end():  # a consumer called its deleter twice
                 if self.debugger is not None:
-                    self.debugger.ended_again(export.address)
+                    self.debugger.deleted_again(export.address)
                 continue
             if self._cache(export):
                 continue

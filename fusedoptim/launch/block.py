@@ -144,7 +144,7 @@ class LaunchBlock:
             self._selected_elements = self._elements * rows // max(self.rows, 1)
             self._selected = rows
 
-    def do_meanwhile(self, action: Callable[[], object]) -> None:
+    def while_running(self, action: Callable[[], object]) -> None:
         """Make each launch call ``action`` too, on the launching thread, once it has begun.
 
         ``action`` must be a C function that raises nothing. A launch in parts calls it within the

@@ -28,7 +28,7 @@ class Stage(Protocol):
 
     @property
     def pending(self) -> Sequence[Any]:
-        """Its events, of which the last may not have happened; empty if all have."""
+        """Its events; empty once all are known to have completed."""
 
     def launch(self, events: list[Any]) -> None:
         """Submit it, and append its event to ``events`` in the same C call."""
@@ -119,11 +119,11 @@ class Pipeline:
         if Role.ROW_RESULT in roles:
             block.write(roles[Role.ROW_RESULT], row_addresses(self._results)[chunks.owner[rows]])
 
-    def do_meanwhile(self, action: Callable[[], object]) -> bool:
+    def while_running(self, action: Callable[[], object]) -> bool:
         """See :class:`fusedoptim.launch.block.LaunchBlock`; False if nothing is launched."""
         block = next((block for block in self._blocks if block.rows), None)
         if block is not None:
-            block.do_meanwhile(action)
+            block.while_running(action)
         return block is not None
 
     def write_integers(self, column: str, values: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ class _Known(NamedTuple, Generic[Fact]):
 
 
 class Recent(Generic[Fact]):
-    """A fact about each of the last few lists of arguments, which have the same length.
+    """Caches one derived value for each of the last few lists of arguments, of one length.
 
     Comparing a tensor, in C, with one that was checked before is faster than checking it.
     """

@@ -157,7 +157,7 @@ class DenseRows:
     def _count_writes_meanwhile(self) -> None:
         """Let the launch count the writes, if they are many and it can."""
         count_writes = functools.partial(increment_version, self.written)
-        if len(self.written) >= _MANY_WRITTEN and self.pipeline.do_meanwhile(count_writes):
+        if len(self.written) >= _MANY_WRITTEN and self.pipeline.while_running(count_writes):
             self.written = []
 
     def _check_steps(self) -> None:

@@ -95,7 +95,7 @@ class GroupPlan:
         self,
         rule: UpdateRule,
         groups: Sequence[Group],
-        given_before: set[int],
+        in_earlier_groups: set[int],
         first_number: int,
     ) -> None:
         """Check all parameters that have a gradient, and lay out their updates.
@@ -103,7 +103,7 @@ class GroupPlan:
         Args:
             rule: the group's rule.
             groups: the optimizer's groups.
-            given_before: ids of the group's parameters that an earlier group has too.
+            in_earlier_groups: ids of the group's parameters that an earlier group has too.
             first_number: how many parameters earlier groups have, with which rows are numbered.
         """
         rule.check_options()
@@ -122,7 +122,7 @@ class GroupPlan:
         """The parameters that share memory with others updated before them, in order: their present
         rows, and a function that makes the rows from their later state."""
         self._without_repeated: list[Rows] = []
-        self._lay_out(candidates, given_before)
+        self._lay_out(candidates, in_earlier_groups)
         self.joint: list[DenseRows] = [
             rows for rows in self.rows if isinstance(rows, DenseRows) and rows.is_joint
         ]
@@ -146,9 +146,9 @@ class GroupPlan:
         """Whether gradients are kept until :meth:`release`, also by rows that are committed."""
         self._read_numbers()
 
-    def _lay_out(self, candidates: list[Candidate], given_before: set[int]) -> None:
+    def _lay_out(self, candidates: list[Candidate], in_earlier_groups: set[int]) -> None:
         rule = self._rule
-        members = _alike(rule, candidates, given_before)
+        members = _alike(rule, candidates, in_earlier_groups)
         for alike in sorted(members, key=operator.attrgetter("order")):
             rows = _rows(rule, members[alike], alike.kernels)
             if alike.order == 0 and not alike.is_repeated:
@@ -224,8 +224,9 @@ class StepPlan:
         """Sums over the sharded parameters, for norms of all gradients."""
         self._sharded: ShardedGradients | None = None
         """See :attr:`fusedoptim.step.rule.UpdateRule.sharded`."""
-        self.state_seen: list[object] = []
-        """The keys and dicts of the state when last seen; a load or a reset makes new ones."""
+        self.state_seen: list[object] | None = None
+        """The keys and dicts of the state after the first step of these plans; a load or a reset
+        makes new ones."""
         self._seen: list[object] = []
         """The state's and the groups' contents when the plans last fitted; empty if a value among
         them may change in place."""
@@ -262,12 +263,14 @@ class StepPlan:
             seen = [*chain.from_iterable(parts), _END]
             self._find_sharded(groups if has_dtensors(seen) else [])
         try:
-            self._read_gradients()
+            if self._sharded is not None:
+                self._sharded.read()
             if is_same and all(map(_call, self._refreshes)):
                 return
             self._seen, self._refreshes = [], []
-            if is_same and self._find_sharded(groups):  # swap_tensors keeps the objects
-                self._read_gradients()
+            # swap_tensors keeps the objects
+            if is_same and self._find_sharded(groups) and self._sharded is not None:
+                self._sharded.read()
             all_fit = self._revise(state, groups, rule_of)
         finally:
             if self._sharded is not None:
@@ -292,10 +295,6 @@ class StepPlan:
         self.groups = []  # their plans read the gradients of the others
         return True
 
-    def _read_gradients(self) -> None:
-        if self._sharded is not None:
-            self._sharded.read()
-
     def release(self) -> None:
         """Keep no gradient alive after a step that was not taken."""
         for plan in self.groups:
@@ -312,10 +311,10 @@ class StepPlan:
         rule_of: Callable[[Group], UpdateRule],
     ) -> bool:
         """Replace the plans that do not fit; False if there were any, as new ones make state."""
-        if not are_same_objects([*state, *state.values()], self.state_seen):
-            self.groups, self.state_seen = [], []
+        if not are_same_objects([*state, *state.values()], self.state_seen or ()):
+            self.groups, self.state_seen = [], None
         all_fit = True
-        given_before: list[set[int]] = []
+        in_earlier_groups: list[set[int]] = []
         first_number = 0
         for i, group in enumerate(groups):
             plan = self.groups[i] if i < len(self.groups) else None
@@ -323,10 +322,12 @@ class StepPlan:
             rule.sharded = self._sharded
             if plan is None or not (plan.fits(rule, first_number) and plan.refresh()):
                 all_fit = False
-                self.state_seen = []  # the step will make state
-                given_before = given_before or _given_before(groups)
-                self.groups[i : i + 1] = [GroupPlan(rule, groups, given_before[i], first_number)]
-                if any(given_before):  # perhaps because this group has changed
+                self.state_seen = None  # the step will make state
+                in_earlier_groups = in_earlier_groups or _in_earlier_groups(groups)
+                self.groups[i : i + 1] = [
+                    GroupPlan(rule, groups, in_earlier_groups[i], first_number)
+                ]
+                if any(in_earlier_groups):  # perhaps because this group has changed
                     del self.groups[i + 1 :]
             first_number += len(group["params"])
         del self.groups[len(groups) :]
@@ -346,7 +347,7 @@ class StepPlan:
         self._joined = self.groups.copy()
 
 
-def _given_before(groups: Sequence[Group]) -> list[set[int]]:
+def _in_earlier_groups(groups: Sequence[Group]) -> list[set[int]]:
     """For each group, the ids of its parameters that an earlier group has too.
 
     torch refuses to make such groups, but users may edit groups.
@@ -370,7 +371,7 @@ def _itself(rows: Rows) -> Rows:
 
 
 def _alike(
-    rule: UpdateRule, candidates: Sequence[Candidate], given_before: set[int]
+    rule: UpdateRule, candidates: Sequence[Candidate], in_earlier_groups: set[int]
 ) -> dict[_Alike, list[Candidate]]:
     """The candidates, sorted into those that one launch can update.
 
@@ -378,7 +379,7 @@ def _alike(
         RuntimeError: a sharded parameter cannot be updated.
     """
     members: dict[_Alike, list[Candidate]] = {}
-    met = set(given_before)
+    met = set(in_earlier_groups)
     shards = [local_of(candidate.param) for candidate in candidates]
     for candidate, shard, order in zip(candidates, shards, update_order(shards)):
         p = candidate.param
@@ -387,7 +388,7 @@ def _alike(
         alike = _Alike(
             order,
             is_repeated,
-            id(p) in given_before,
+            id(p) in in_earlier_groups,
             -1 if candidate.grad.layout is torch.strided else len(met),
             p.device,
             p.dtype,

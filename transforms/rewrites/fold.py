@@ -101,7 +101,7 @@ class Fold:
         tensors = {k: t for k, t in self._plain_tensors(module).items() if k not in unsaved}
         return {k: None if t is None else t.detach() for k, t in tensors.items()}
 
-    def lapsed(self, module: nn.Module) -> str | None:
+    def reason_undone(self, module: nn.Module) -> str | None:
         """Why the BatchNorm is not folded at present, if it is not."""
         return self._why_undone if module is self._norm and not self._is_done else None
 

@@ -31,7 +31,7 @@ class Rewrite(Protocol):
         """The tensors of the module's checkpoint, by name; None removes a name from it."""
         ...
 
-    def lapsed(self, module: nn.Module) -> str | None:
+    def reason_undone(self, module: nn.Module) -> str | None:
         """Why what the report says about ``module`` no longer holds; None if it does."""
         ...
 

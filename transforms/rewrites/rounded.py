@@ -68,7 +68,7 @@ class RoundedParameters:
         own = module._parameters.items()  # pruning may have renamed a parameter
         return {name: rounded[id(p)].values() for name, p in own if id(p) in rounded}
 
-    def lapsed(self, module: nn.Module) -> None:
+    def reason_undone(self, module: nn.Module) -> None:
         """None: a move to another dtype does what its caller asked for."""
 
     def check(self) -> None:
