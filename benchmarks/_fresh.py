@@ -227,6 +227,9 @@ def timed_step(optimizer: str, arguments: str, model: str, dtype: str) -> dict[s
     }
     params = _params(model, getattr(torch, dtype))
     stepped = _named(optimizer)(params, lr=1e-9, **given)
+    for p in params:
+        assert p.grad is not None
+        p.grad = p.grad.to(p.dtype)  # which is another if they are split
     seconds: list[float] = []
     while len(seconds) < 13 or sum(seconds[3:]) < 2:
         start = time.perf_counter()

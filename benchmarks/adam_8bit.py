@@ -2,7 +2,8 @@
 
 Each optimizer runs in its own process, and the processes alternate. ``--torchao`` is the Python of
 an environment with torchao, whose optimizers need torch.compile and a C++ compiler. Final losses
-are compared by ``examples/state_dtype.py --torchao``.
+are compared by ``examples/state_dtype.py --torchao``. "The bytes" move what the steps move. The
+lower halves of split weights count as state.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from benchmarks import _alternating, _output
 from benchmarks._alternating import Contender
 from benchmarks._shapes import MODELS
 
-OURS = "fusedoptim:FusedAdamW"
+OURS, BYTES = "fusedoptim:FusedAdamW", "benchmarks._bytes:BytesOfAdamW"
 CONTENDERS = {
     "torch fused AdamW": Contender("torch.optim:AdamW", {"fused": True}),
     "FusedAdamW": Contender(OURS, {}),
     "FusedAdamW, bfloat16 state": Contender(OURS, {"state_dtype": "torch.bfloat16"}),
     "FusedAdamW, float8 state": Contender(OURS, {"state_dtype": "float8"}),
+    "FusedAdamW, float8 state, split": Contender(OURS, {"state_dtype": "float8", "split": True}),
+    "the bytes of float8 state": Contender(BYTES, {"moments": "uint8"}),
+    "those with split weights": Contender(BYTES, {"moments": "uint8", "gradients": "bfloat16"}),
     "torchao AdamW8bit": Contender("torchao.optim:AdamW8bit", {}, "torchao"),
     "torchao AdamWFp8": Contender("torchao.optim:AdamWFp8", {}, "torchao"),
 }

@@ -2,6 +2,7 @@ r"""Adam and AdamW whose step is one kernel launch."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +35,7 @@ class _Adam(FusedOptimizer):
     _optional_state = frozenset({"max_exp_avg_sq"})  # amsgrad may be switched on later
 
     def __init__(self, *args: Any, state_dtype: torch.dtype | str, **kwargs: Any) -> None:
-        if state_dtype not in _KERNELS:
+        if not isinstance(state_dtype, Hashable) or state_dtype not in _KERNELS:
             offered = ", ".join(map(repr, _KERNELS))
             raise ValueError(
                 f"{type(self).__name__}: state_dtype is {state_dtype!r}; pass one of {offered}"

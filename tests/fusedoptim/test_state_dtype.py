@@ -183,7 +183,7 @@ def test_bytes() -> None:
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedAdamW])
 class TestRefused:
-    @pytest.mark.parametrize("state_dtype", [torch.float16, torch.float64, "int8", None, 8])
+    @pytest.mark.parametrize("state_dtype", [torch.float16, torch.float64, "int8", None, 8, [1]])
     def test_a_dtype_that_is_not_offered(self, cls: Any, state_dtype: Any) -> None:
         with pytest.raises(ValueError, match=r"state_dtype is .*; pass one of torch\.float32"):
             cls(vectors([3]), state_dtype=state_dtype)
