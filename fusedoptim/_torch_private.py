@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import sys
@@ -59,6 +60,7 @@ __all__ = [
     "tracing_state",
     "transform_level",
     "use_onednn_graph",
+    "with_shard",
     "without_dynamo",
 ]
 
@@ -158,6 +160,22 @@ record it for autograd."""
 
 shard_spec = operator.attrgetter("_spec")
 """A DTensor's mesh, placements, shape, strides and dtype as one object, compared by ``==``."""
+
+
+def with_shard(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor with the mesh, placements and global shape of ``tensor``, and this local shard.
+
+    ``DTensor.from_local`` would move the shard to the mesh's device, which is not where FSDP2's
+    CPUOffloadPolicy keeps parameters.
+    """
+    spec = shard_spec(tensor)
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    cls: Any = sys.modules["torch.distributed.tensor"].DTensor
+    result: torch.Tensor = cls(
+        local, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False
+    )
+    return result
+
 
 transform_level = torch._C._functorch.maybe_current_level
 """The number of the innermost active torch.func transform, or None."""

@@ -345,6 +345,9 @@ class Halves:
         if trail is None:
             self._drop_stale(param)
             return self._trails.get(param)
+        if trail.dtype == torch.int32:  # ZeroRedundancyOptimizer loads what state_dict() saved
+            trail = like_param(local_of(trail).short(), trail)
+            self._state[param][TRAIL] = trail
         if param in self:
             self._trails[param] = None
             self._versions.pop(param, None)

@@ -11,15 +11,23 @@ import itertools
 import math
 import operator
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import BypassSubclasses, is_flattened, local_tensor, shard_spec
+from fusedoptim._torch_private import (
+    BypassSubclasses,
+    is_flattened,
+    local_tensor,
+    shard_spec,
+    with_shard,
+)
 
 _GRAD = operator.attrgetter("grad")
+_FINGERPRINTS = 1000  # so few that float32 adds up those of 16,000 processes exactly
 
 
 def _dtensor_class() -> Any:
@@ -50,10 +58,7 @@ def like_param(local: Tensor, param: Tensor, known: object = None) -> Tensor:
         return local
     if isinstance(known, Tensor) and is_dtensor(known) and local_tensor(known) is local:
         return known
-    result: Tensor = _dtensor_class().from_local(
-        local, *place_of(param), run_check=False, shape=param.shape, stride=param.stride()
-    )
-    return result
+    return with_shard(param, local)
 
 
 def place_of(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
@@ -205,6 +210,9 @@ class MeshSum:
         """The dtype of the sums."""
         self.device = local_of(params[0]).device
         """The device of the sums."""
+        shapes = repr([tuple(p.shape) for p in params])
+        self.fingerprint = zlib.crc32(shapes.encode()) % _FINGERPRINTS
+        """A number that differs for other parameters, almost always."""
         self._is_checked = False
         self._dims = sorted({dim for p in params for dim in _spread(p).dims})
 
@@ -242,15 +250,15 @@ class MeshSum:
                 "same parameters, before destroy_process_group(); resume from a checkpoint"
             ) from error
 
-    def check_count(self, total: Tensor) -> None:
-        """Raise unless all processes hold equally many parameters, ``total`` of them together."""
+    def check_same(self, total: Tensor) -> None:
+        """Raise unless all processes have the same parameters; ``total`` adds up fingerprints."""
         if not self._is_checked and self.mesh.get_coordinate() is not None:
             # Only once, as this waits for the device.
             sizes = map(self.mesh.size, self._dims)
-            if total != len(self.params) * math.prod(sizes):
+            if total != self.fingerprint * math.prod(sizes):
                 raise RuntimeError(
                     f"this process has {len(self.params)} sharded parameters on the mesh of shape "
-                    f"{tuple(self.mesh.shape)}, and another process has a different number; "
+                    f"{tuple(self.mesh.shape)}, and another process has different ones; "
                     "construct all optimizers with the same parameters"
                 )
             self._is_checked = True
@@ -312,14 +320,14 @@ def over_meshes(
     whole = [own for own in squares if not any(each.includes(own[0]) for each in sums)]
     for each in sums:
         values = torch.zeros(3, dtype=each.dtype, device=each.device)
-        values[2] = len(each.params)
+        values[2] = each.fingerprint
         for spread, square in squares:
             if spread is not None and each.includes(spread) and each.contributes(spread):
                 values[0] += square.to(each.device)
         if found_inf is not None:
             values[1] = found_inf.to(each.device)
         each.add_up(values, [])
-        each.check_count(values[2])
+        each.check_same(values[2])
         whole.append((None, values[0]))
         if found_inf is not None:
             found_inf = values[1]

@@ -137,7 +137,7 @@ def _state_tensor(
     if value is None:
         return rule.initial_state(name, target, dtype)
     check_state_shape(rule, owner, name, value, target.shape)
-    if name == TRAIL and value.dtype != dtype:
+    if name == TRAIL and value.dtype not in (dtype, torch.int32):  # int32 is how it is saved
         raise ValueError(
             f"{rule.optimizer_name}: the state {TRAIL!r} of {owner}, a lower half, is "
             f"{value.dtype} and not {dtype}; load a state_dict by this optimizer's own "

@@ -263,6 +263,20 @@ def test_shard_spec(mesh: DeviceMesh) -> None:
         _torch_private.shard_spec(torch.ones(3))
 
 
+def test_with_shard(mesh: DeviceMesh) -> None:
+    """The shard stays where it is, though the mesh is of another device."""
+    elsewhere = DeviceMesh("meta", [0], _init_backend=False, _rank=0)
+    for place in mesh, elsewhere:
+        spec = _torch_private.shard_spec(DTensor.from_local(torch.ones(3, 2), place, [Shard(0)]))
+        like = DTensor(torch.ones(3, 2), spec, requires_grad=False)  # type: ignore[call-arg]
+        local = torch.arange(6, dtype=torch.int16).view(3, 2)
+        found = _torch_private.with_shard(like, local)
+        assert isinstance(found, DTensor)
+        assert _torch_private.local_tensor(found) is local
+        assert (found.device_mesh, found.placements) == (place, (Shard(0),))
+        assert (found.shape, found.dtype) == (like.shape, torch.int16)
+
+
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_is_flattened(mesh: DeviceMesh) -> None:
     model = FullyShardedDataParallel(

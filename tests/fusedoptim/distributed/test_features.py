@@ -5,6 +5,7 @@ docs/distributed.md has the table. Each of its cells is tested here: it works, o
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import warnings
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
@@ -33,6 +34,7 @@ from fusedoptim.nn import MergedEmbeddingBag
 from fusedoptim.offload import OffloadOptimizer
 from tests.fusedoptim.distributed.helpers import Block, flat_mesh, rank, size, whole
 from tests.fusedoptim.distributed.processes import on_processes
+from tests.fusedoptim.helpers import bits
 from tests.optimizer_cases import ADAMW, CASES, LAMB, WHOLE_CASES, OptimizerCase
 from tests.tolerances import Exact, assert_as_exact, computed_exactly
 
@@ -70,7 +72,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: Any) -> None:
-    for batch in own_batches():
+    for batch in own_batches(next(model.parameters()).dtype):
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         optimizer.step()
@@ -292,6 +294,27 @@ def test_ddp_with_compressed_gradients() -> None:
         train_and_replay(model, case)
 
 
+def assert_zero_resumes(model: nn.Module, optimizer: Any, case: OptimizerCase) -> None:
+    """torch's class loads the state itself, lower halves included."""
+    train(model, optimizer)
+    optimizer.consolidate_state_dict(0)
+    saved = [optimizer.state_dict() if rank() == 0 else None]
+    distributed.broadcast_object_list(saved)
+    other = ddp(new_model().bfloat16())
+    other.load_state_dict(model.state_dict())
+    loaded = ZeroRedundancyOptimizer(
+        other.parameters(), optimizer_class=case.cls, **case.kwargs[-1]
+    )
+    loaded.load_state_dict(copy.deepcopy(saved[0]))  # which may share the state's memory
+    for resumed, its_optimizer in (model, optimizer), (other, loaded):
+        train(resumed, its_optimizer)
+    for p, expected in zip(other.parameters(), model.parameters()):
+        assert torch.equal(bits(p), bits(expected))
+        if p in loaded.optim.state:
+            trails = (o.optim.state[q]["trail"] for o, q in ((loaded, p), (optimizer, expected)))
+            assert torch.equal(*trails)
+
+
 @on_processes(2)
 def test_zero_redundancy() -> None:
     for case in CASES:
@@ -304,13 +327,7 @@ def test_zero_redundancy() -> None:
                 **case.kwargs[-1],
             )
             if case.is_split:
-                for p in model.parameters():
-                    p.grad = torch.ones_like(p)
-                optimizer.step()
-                optimizer.consolidate_state_dict(0)
-                if rank() == 0:
-                    states = optimizer.state_dict()["state"].values()
-                    assert all("trail" in state for state in states)
+                assert_zero_resumes(model, optimizer, case)
                 continue
             train(model, optimizer)
             assert_trained(model, case)

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import Parameter
 
 from fusedoptim import FusedAdam, FusedAdamW, FusedLamb, FusedSGD
+from fusedoptim._torch_private import with_shard
+from fusedoptim.step.sharding import local_of
 from tests.fusedoptim.distributed.helpers import (
     SHAPES,
     ShardedSideBySide,
@@ -26,6 +28,36 @@ from tests.fusedoptim.distributed.helpers import (
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.helpers import bits
 from tests.optimizer_cases import SPLIT_CASES, SPLIT_SGD, TORCHS_CASES, WHOLE_CASES
+from tests.tolerances import assert_as_exact
+
+
+@on_processes(2)
+def test_shards_that_are_not_on_the_device_of_their_mesh() -> None:
+    """FSDP2's CPUOffloadPolicy keeps them on the CPU; here the mesh is of torch's meta device."""
+    mesh = DeviceMesh("meta", [0, 1], _init_backend=False)
+
+    def elsewhere(local: torch.Tensor) -> torch.Tensor:
+        return with_shard(DTensor.from_local(local, mesh, [Shard(0)]), local)
+
+    values, grads = torch.randn(3), torch.randn(2, 3)
+    for case in TORCHS_CASES:
+        param = Parameter(elsewhere(values.clone()))
+        optimizer = case.make([param], **case.kwargs[-1])
+        for grad in grads:
+            param.grad = elsewhere(grad.clone())
+            optimizer.step()
+
+        def exact(case: Any = case) -> list[torch.Tensor]:
+            alone = Parameter(values.double())
+            reference = case.make_reference([alone], **case.kwargs[-1])
+            for grad in grads:
+                alone.grad = grad.double()
+                reference.step()
+            return [alone.detach()]
+
+        assert_as_exact([param.to_local().detach()], exact, torch.float32)
+        state = optimizer.state[param]
+        assert {local_of(v).device.type for v in state.values() if v.ndim} <= {"cpu"}
 
 
 @on_processes(2, 4)
