@@ -302,6 +302,9 @@ class SideBySide:
     def step(self, ours: Callable[[], None] | None = None) -> None:
         """Step both; ``ours``, if given, is a function that steps our optimizer."""
         (ours or self.ours.step)()
+        self._step_reference()
+
+    def _step_reference(self) -> None:
         self._carry_errors()
         self.torchs.step()
 
@@ -412,7 +415,13 @@ class SideBySide:
             {k: v for k, v in self.ours.state.get(p, {}).items() if k != "trail"}
             for p in self.params
         ]
-        actual = iter(self._whole([value for state in states for value in state.values()]))
+        actual = self._whole([value for state in states for value in state.values()])
+        self._compare(values, states, iter(actual))
+
+    def _compare(
+        self, values: dict[Tensor, Tensor], states: list[Any], actual: Iterator[Tensor]
+    ) -> None:
+        """Compare parameters and state, of which ``actual`` has the values in order."""
         for i, (p, reference, state) in enumerate(zip(self.params, self.references, states)):
             errors = self._errors.get(reference, {})
             assert_within(values[p], reference, errors.get("param", 0.0), f"parameter {i}")

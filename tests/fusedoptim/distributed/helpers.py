@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn import Parameter
 
 from fusedoptim.step.sharding import MeshSum
-from tests.fusedoptim.helpers import SideBySide, bits, exact_values, params_of, random_like, widened
+from tests.fusedoptim.helpers import SideBySide, bits, exact_values, random_like, widened
 from tests.optimizer_cases import OptimizerCase
-from tests.tolerances import ARITHMETIC, Bounded, clipping
+from tests.tolerances import ARITHMETIC, Bounded, Exact, clipping, computed_exactly
 
 Placements = Sequence[Any]
 
@@ -54,19 +54,16 @@ def all_whole(tensors: Sequence[Tensor]) -> list[Tensor]:
     mesh = next((t.device_mesh for t in tensors if isinstance(t, DTensor)), None)
     if mesh is None:
         return [whole(tensor) for tensor in tensors]
-    own = [_part(tensor) for tensor in tensors if isinstance(tensor, DTensor)]
     group = mesh.get_group() if mesh.ndim == 1 else None
     gathered: list[Any] = [None] * mesh.size()
-    torch.distributed.all_gather_object(gathered, own, group)
-    parts = zip(*gathered)
-    return [
-        _joined(tensor, next(parts)) if isinstance(tensor, DTensor) else whole(tensor)
-        for tensor in tensors
-    ]
+    torch.distributed.all_gather_object(gathered, list(map(_part, tensors)), group)
+    return list(map(_joined, tensors, zip(*gathered)))
 
 
-def _part(tensor: DTensor) -> tuple[Any, Any, bytes]:
+def _part(tensor: Tensor) -> tuple[Any, Any, bytes]:
     """Where this process's part of a tensor begins, its shape and its bits."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tensor.shape, bits(tensor).numpy().tobytes()
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -75,7 +72,7 @@ def _part(tensor: DTensor) -> tuple[Any, Any, bytes]:
     return offset, shape, bits(local).numpy().tobytes()
 
 
-def _joined(tensor: DTensor, parts: Sequence[tuple[Any, Any, bytes]]) -> Tensor:
+def _joined(tensor: Tensor, parts: Sequence[tuple[Any, Any, bytes]]) -> Tensor:
     found = torch.empty(tensor.shape, dtype=tensor.dtype)
     seen: dict[Any, bytes] = {}
     for offset, shape, content in parts:
@@ -103,7 +100,8 @@ SHAPES = ((5, 7), (1, 3), (16, 24), (3, 0))
 class ShardedSideBySide(SideBySide):
     """An optimizer of sharded parameters, and a reference of the whole ones.
 
-    A placement of None leaves a parameter whole and the same on each process.
+    A placement of None leaves a parameter whole and the same on each process. The first process
+    alone takes the reference's steps and compares: it gets the elements of all.
     """
 
     def __init__(
@@ -133,6 +131,14 @@ class ShardedSideBySide(SideBySide):
             for value, places in zip(values, self._placements)
         ]
 
+    def _step_reference(self) -> None:
+        if rank() == 0:
+            super()._step_reference()
+
+    def _compare(self, *found: Any) -> None:
+        if rank() == 0:
+            super()._compare(*found)
+
     def set_gradients(self, skip: Sequence[int] = ()) -> None:
         grads = [random_like(value) for value in self._like]
         parts = self.parts(grads)
@@ -140,14 +146,25 @@ class ShardedSideBySide(SideBySide):
             p.grad = reference.grad = None
             if i not in skip:
                 p.grad, reference.grad = parts[i].to(p.dtype), widened(grads[i].to(p.dtype))
+        self._grads = [p.grad.clone() for p in self.references if p.grad is not None]
 
     def _clipping(self) -> Bounded | None:
         if self.ours.max_grad_norm is None:
             return None
-        grads = [widened(whole(p.grad)) for p in params_of(self.ours) if p.grad is not None]
-        return clipping(grads, self.ours.max_grad_norm, ARITHMETIC[self.params[0].dtype])
+        return clipping(self._grads, self.ours.max_grad_norm, ARITHMETIC[self.params[0].dtype])
 
     _whole = staticmethod(all_whole)
+
+
+def computed_once(exact: Callable[[], Sequence[Tensor]]) -> Exact:
+    """What float32 weights are compared with: the first process computes it, and all get it."""
+    found: list[Any] = [None]
+    if rank() == 0:
+        with torch.random.fork_rng(devices=[]):  # the same numbers follow in all processes
+            found = [computed_exactly(exact, torch.float32)]
+    torch.distributed.broadcast_object_list(found, 0)
+    result: Exact = found[0]
+    return result
 
 
 @contextlib.contextmanager

@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.fusedoptim.distributed.helpers import Block, size, square_mesh, whole
+from tests.fusedoptim.distributed.helpers import Block, computed_once, size, square_mesh, whole
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.optimizer_cases import ADAMW, LAMB, WHOLE_CASES, OptimizerCase
-from tests.tolerances import Exact, assert_as_exact, computed_exactly
+from tests.tolerances import Exact, assert_as_exact
 
 STEPS = 3
 
@@ -96,7 +96,7 @@ def trained_alone(name: str, limit: float | None) -> Exact:
         train(model, case.make_reference(model.parameters(), **case.kwargs[-1]), limit=limit)
         return [p.detach() for p in model.parameters()]
 
-    return computed_exactly(exact, torch.float32)
+    return computed_once(exact)
 
 
 def check(
