@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from torch.utils import _pytree
 
-from tests.running import ROOT
+from tests.running import run_script
+
+TORCHRUN = """
+import os, sys
+import torch._dynamo, torch.distributed.run
+import tests.fusedoptim.distributed.elastic as training
+import tests.frozen
+
+os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+options += ["--run-path", "--start-method", "fork"]
+torch.distributed.run.main([*options, training.__file__, sys.argv[1]])
+"""
+"""torchrun, which forks its processes from one that has imported what they need."""
 
 
 def test_weights_are_those_of_an_uninterrupted_training(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "--max-restarts", "1", "--module"]
-    command += ["tests.fusedoptim.distributed.elastic", str(tmp_path)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        timeout=200,
-    )
+    done = run_script(TORCHRUN, str(tmp_path), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert "exitcode: -9" in done.stderr
     for name, first in (("FusedAdamW", 3), ("SplitSGD", 2)):
