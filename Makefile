@@ -10,11 +10,11 @@ UPGRADE := install $(PIP_OPTIONS) --upgrade pip
 # What tests put on the path by themselves: see pyproject.toml.
 APART = $(BIN)/python -c "import tomllib; \
 	print(*tomllib.load(open('pyproject.toml', 'rb'))['tool']['fusedoptim']['apart'])"
-# Tests of what is the same in both environments: torch, what it does with our optimizers, what is made
-# of our operators and how its compiler traces them (TestTracing), and what the pool does over a driver
-# of the tests. `make test` alone runs them.
-ONLY_NEWEST := notebooks references transforms packaging/test_wheel.py test_reference.py \
-	test_benchmarks.py test_convergence.py test_lion.py test_tolerances.py \
+# Tests of what is the same in both environments: the sources' structure, torch, what it does with our
+# optimizers, what is made of our operators and how its compiler traces them (TestTracing), and what the
+# pool does over a driver of the tests. `make test` alone runs them.
+ONLY_NEWEST := notebooks references transforms packaging/test_structure.py packaging/test_wheel.py \
+	test_reference.py test_benchmarks.py test_convergence.py test_lion.py test_tolerances.py \
 	$(addprefix allocator/,options/test_budget.py options/test_idle.py options/test_reserve.py \
 	pool/test_blocks.py pool/test_faults.py pool/test_rules.py) \
 	$(addprefix fusedoptim/,distributed nn offload runtime doctor/test_documents.py \
