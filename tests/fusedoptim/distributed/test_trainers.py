@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tests.conftest import SEED
 from tests.fusedoptim.helpers import each_case, params_of, single
 from tests.optimizer_cases import OptimizerCase
 from tests.running import ROOT
@@ -44,17 +43,11 @@ TRAININGS = {
 """The script of each trainer, and the name of the checkpoint halfway."""
 
 LAUNCH = """
-import json, os, runpy, sys, traceback, types
-import accelerate, lightning, torch, transformers.trainer
+import json, os, runpy, sys, traceback
+import accelerate, lightning, sklearn.datasets, transformers.trainer
 import fusedoptim.adam, torch.distributed.checkpoint, torch.distributed.tensor.parallel
 from accelerate.state import AcceleratorState, DistributedType
 import tests.frozen
-
-torch.manual_seed(int(sys.argv[2]))
-targets = torch.randint(10, (397,))
-images = 32 * torch.rand(10, 64).round()[targets] + torch.randn(397, 64)
-digits = types.SimpleNamespace(data=images, target=targets)
-sys.modules["sklearn.datasets"] = types.SimpleNamespace(load_digits=lambda: digits)
 
 initialize = AcceleratorState.__init__
 
@@ -95,9 +88,7 @@ for port, arguments in json.loads(sys.argv[1]):
 """
 """Runs scripts one after the other, each in two processes with the environment that torchrun sets.
 
-Modules that take long to import are imported once, and left out of garbage collection. Random data
-replace sklearn's digits. As of these, each process gets an odd number of batches, and a last one
-that is smaller.
+Modules that take long to import are imported once, and left out of garbage collection.
 """
 
 
@@ -130,7 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCH, json.dumps(runs), str(SEED)],
+        [sys.executable, "-c", LAUNCH, json.dumps(runs)],
         capture_output=True,
         text=True,
         cwd=ROOT,
