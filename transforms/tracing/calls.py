@@ -49,8 +49,9 @@ class Calls:
         self._waiting = [model]
         self._seen = {model}
         self._roots: set[nn.Module] = set()
+        dispatching = {kind for kind in kinds if dispatches(kind)}
         for module in model.modules():
-            if dispatches(type(module)):
+            if type(module) in dispatching:
                 why = f"inside {self.name(module)}, which has a singledispatchmethod"
                 self._distrust(module, why)
         while self._waiting:

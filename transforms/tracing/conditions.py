@@ -33,7 +33,9 @@ _COMPOSED = ast.BoolOp | ast.BinOp | ast.UnaryOp | ast.Compare | ast.IfExp | ast
 _COMPOSED |= ast.Slice | ast.Tuple | ast.List | ast.Set | ast.Dict
 _NO_CODE = (ast.Global, ast.Nonlocal, ast.Pass)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_Global = ast.Global | ast.Nonlocal
+_CHOICES = ast.IfExp | ast.BoolOp | ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
+_CHOICES |= ast.Subscript | ast.Call | ast.If
+"""The nodes that :meth:`Conditions._arms` looks at."""
 
 
 class Changing(NamedTuple):
@@ -52,14 +54,55 @@ class Source:
         self.tree = tree
         self.first_line = first_line
         self.last_line: int = tree.end_lineno  # type: ignore[attr-defined]
-        self.parents = {
-            child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)
-        }
+        self.nodes = [*ast.walk(tree)]
+        """All nodes of the tree, which is walked once for all traces."""
+        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+        self.names: dict[str, list[ast.Name]] = {}
+        """The uses of each variable."""
+        for node in self.nodes:
+            if isinstance(node, ast.Name):
+                self.names.setdefault(node.id, []).append(node)
 
     @property
     def parameters(self) -> list[str]:
         """The names of the function's parameters."""
         return _parameters(self.tree)
+
+    @functools.cached_property
+    def all_parameters(self) -> frozenset[str]:
+        """The parameters of the function and its nested functions."""
+        return frozenset(name for node in self.nodes for name in _parameters(node))
+
+    @functools.cached_property
+    def bindings(self) -> dict[str, list[ast.Name]]:
+        """For each variable that the code assigns or deletes, where it does so."""
+        found = {
+            name: [node for node in nodes if not isinstance(node.ctx, ast.Load)]
+            for name, nodes in self.names.items()
+        }
+        return {name: nodes for name, nodes in found.items() if nodes}
+
+    @functools.cached_property
+    def outer(self) -> frozenset[str]:
+        """The variables that are declared global or nonlocal."""
+        declared = (node for node in self.nodes if isinstance(node, ast.Global | ast.Nonlocal))
+        return frozenset(name for node in declared for name in node.names)
+
+    @functools.cached_property
+    def stored(self) -> frozenset[str]:
+        """The attributes that the code assigns to."""
+        attributes = (node for node in self.nodes if isinstance(node, ast.Attribute))
+        return frozenset(node.attr for node in attributes if isinstance(node.ctx, ast.Store))
+
+    @functools.cached_property
+    def filled(self) -> list[ast.expr]:
+        """The variables and attributes whose contents the code changes."""
+        return [*_filled_by(self.nodes)]
+
+    @functools.cached_property
+    def choices(self) -> list[ast.expr | ast.If]:
+        """The nodes of which a part may not run though their statement does."""
+        return [node for node in self.nodes if isinstance(node, _CHOICES)]
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """The statement that contains a node."""
@@ -102,20 +145,14 @@ class Conditions:
     ) -> None:
         self._source = source
         self._namespace = namespace
-        self._changing = changing.values | {
-            node.attr
-            for node in ast.walk(source.tree)
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        }
-        filled = [*filled_by(source.tree)]
-        self._filled = changing.contents | {n.attr for n in filled if isinstance(n, ast.Attribute)}
-        self._filled_names = {node.id for node in filled if isinstance(node, ast.Name)}
-        self._locals = set(_all_parameters(source.tree)) | _assigned(source.tree)
-        declared = (node for node in ast.walk(source.tree) if isinstance(node, _Global))
-        outer = {name for node in declared for name in node.names}
-        self._fixed = set(modules) | (self._locals - set(_all_parameters(source.tree)) - outer)
+        self._changing = changing.values | source.stored
+        attributes = {node.attr for node in source.filled if isinstance(node, ast.Attribute)}
+        self._filled = changing.contents | attributes
+        self._filled_names = {node.id for node in source.filled if isinstance(node, ast.Name)}
+        self._locals = source.all_parameters | source.bindings.keys()
+        self._fixed = set(modules) | (self._locals - source.all_parameters - source.outer)
         while True:  # until all remaining variables depend on fixed values only
-            variables = self._fixed & _assigned(source.tree)
+            variables = self._fixed & source.bindings.keys()
             wrong = {name for name in variables if not self._is_fixed_variable(name)}
             if not wrong:
                 break
@@ -127,8 +164,8 @@ class Conditions:
         """Code that did not run, but may run in another call; ``ran`` has the lines that ran."""
         body = self._source.tree.body  # type: ignore[attr-defined]
         yield from self._not_run(body if isinstance(body, list) else [], ran)
-        for node in ast.walk(self._source.tree):  # lines do not tell what ran within a statement
-            if isinstance(node, ast.stmt | ast.expr) and _ran(self._source.statement(node), ran):
+        for node in self._source.choices:  # lines do not tell what ran within a statement
+            if _ran(self._source.statement(node), ran):
                 yield from self._arms(node)
 
     def _not_run(self, block: list[ast.stmt], ran: set[int]) -> Iterator[ast.AST]:
@@ -203,7 +240,7 @@ class Conditions:
         return isinstance(node, ast.Match) and not self._is_fixed(node.subject)
 
     def _open_lines(self) -> Iterator[int]:
-        for node in ast.walk(self._source.tree):
+        for node in self._source.nodes:
             if isinstance(node, ast.stmt) and self._is_open(node):
                 yield node.lineno
                 if isinstance(node, ast.If | ast.While):
@@ -220,12 +257,7 @@ class Conditions:
 
     def _is_fixed_variable(self, name: str) -> bool:
         """Whether a variable is assigned only fixed values, under fixed conditions."""
-        for node in ast.walk(self._source.tree):
-            if not (isinstance(node, ast.Name) and node.id == name):
-                continue
-            if not isinstance(node.ctx, ast.Load) and not self._is_fixed_binding(node):
-                return False
-        return True
+        return all(map(self._is_fixed_binding, self._source.bindings[name]))
 
     def _is_fixed_binding(self, name: ast.Name) -> bool:
         node: ast.AST = name
@@ -302,9 +334,9 @@ class Conditions:
         return None
 
 
-def filled_by(tree: ast.AST) -> Iterator[ast.expr]:
+def _filled_by(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
     """The variables and attributes whose contents code changes, as ``self.seen[0] += 1`` does."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Subscript(value=value, ctx=ast.Store() | ast.Del()):
                 pass
@@ -332,17 +364,6 @@ def _parameters(tree: ast.AST) -> list[str]:
     a = tree.args
     rest = [each for each in (a.vararg, a.kwarg) if each is not None]
     return [each.arg for each in (*a.posonlyargs, *a.args, *a.kwonlyargs, *rest)]
-
-
-def _all_parameters(tree: ast.AST) -> Iterator[str]:
-    """The parameters of a function and its nested functions."""
-    for node in ast.walk(tree):
-        yield from _parameters(node)
-
-
-def _assigned(tree: ast.AST) -> set[str]:
-    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
-    return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
 
 
 def _span(node: ast.AST) -> range:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from transforms.tracing.conditions import Changing, Source, filled_by, source_of
+from transforms.tracing.conditions import Changing, Source, source_of
 from transforms.tracing.modules import META_DATA
 
 _HARMLESS = {"training", "__class__", "_get_name", "extra_repr", "forward", "__init__"}
@@ -214,12 +214,8 @@ def reads_only(function: types.FunctionType, place: int, names: set[str]) -> boo
     source = source_of(function.__code__)
     if source is None:
         return False
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Name) and node.id == parameters[place].name:
-            user = source.parents[node]
-            if not (isinstance(user, ast.Attribute) and user.attr in names):
-                return False
-    return True
+    users = (source.parents[node] for node in source.names.get(parameters[place].name, ()))
+    return all(isinstance(user, ast.Attribute) and user.attr in names for user in users)
 
 
 def dispatches(cls: type) -> bool:
@@ -237,13 +233,18 @@ def changing_attributes(classes: Iterable[type]) -> Changing:
             name for base in own for name, v in vars(base).items() if isinstance(v, property)
         }
         for function in _reachable(cls):
-            for instruction in dis.get_instructions(function):
-                if instruction.opname == "STORE_ATTR":
-                    values.add(instruction.argval)
+            values |= _stored_attributes(function.__code__)
             source = source_of(function.__code__)  # without one, all its conditions are open
-            filled = filled_by(source.tree) if source is not None else ()
+            filled = source.filled if source is not None else ()
             contents |= {node.attr for node in filled if isinstance(node, ast.Attribute)}
     return Changing(frozenset(values), frozenset(contents))
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored_attributes(code: types.CodeType) -> frozenset[str]:
+    """The attributes that code assigns to, without its nested functions."""
+    found = (each for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
+    return frozenset(each.argval for each in found)
 
 
 def names_used(cls: type) -> set[str]:

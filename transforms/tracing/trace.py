@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
 import traceback
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,9 +15,9 @@ from torch.utils import _pytree
 
 from fusedoptim._locks import new_lock
 from transforms.rewrites.exchanged_class import own_class
-from transforms.rewrites.plain_tensors import kept_tensors
+from transforms.tracing.clones import clone
 from transforms.tracing.conditions import Changing
-from transforms.tracing.modules import META_DATA, all_hooks, own_tensors
+from transforms.tracing.modules import META_DATA, own_tensors
 from transforms.tracing.source import reads_only
 from transforms.tracing.watch import TensorReads, Watch
 
@@ -160,24 +158,19 @@ def run_trace(
     Raises:
         UntraceableError: forward cannot be traced.
     """
-    shared = [*root.parameters(), *root.buffers(), *kept_tensors(root)]
-    memo: dict[int, Any] = {id(t): t for t in shared}
-    memo |= {id(hooks): OrderedDict() for m in root.modules() for hooks in all_hooks(m)}
-    originals: dict[nn.Module, nn.Module] = {}
     try:
-        clone = copy.deepcopy(root, memo)
-        originals = {memo[id(m)]: m for m in root.modules()}
+        twin, originals = clone(root)
     except Exception as error:  # of any class: the model's own
         raise UntraceableError(root, None) from error
     tracer = _Tracer(lambda m: is_leaf(originals[m]), functions)
-    reads, watch = TensorReads(clone.modules()), Watch(changing, originals)
+    reads, watch = TensorReads(twin.modules()), Watch(changing, originals)
     try:
         with _one_at_a_time, watch, reads:
-            graph = tracer.trace(clone, concrete_args=_defaults(root) or None)
+            graph = tracer.trace(twin, concrete_args=_defaults(root) or None)
     except Exception as error:
-        culprit = originals.get(tracer.culprit or clone, root)
+        culprit = originals.get(tracer.culprit or twin, root)
         raise UntraceableError(culprit, _function_to_blame(error, culprit)) from error
-    named = dict(clone.named_modules(remove_duplicate=False))
+    named = dict(twin.named_modules(remove_duplicate=False))
     modules: dict[str, nn.Module] = {}
     read = {originals[module] for module in reads.of | tracer.exchanged}
     for node in graph.nodes:

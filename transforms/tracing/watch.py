@@ -214,6 +214,7 @@ def _is_module(value: object) -> bool:
     return issubclass(type(value), nn.Module)
 
 
+@functools.lru_cache(maxsize=1024)
 def _has_conditions(code: types.CodeType) -> bool:
     names = (instruction.opname for instruction in dis.get_instructions(code))
     return any("JUMP" in name and "_IF_" in name for name in names)
