@@ -25,8 +25,12 @@ ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n
 """The first line of a script that runs on one core: the driver obeys the process's affinity."""
 _LIMIT = 300  # seconds for a script
 _THREADS = "OMP_NUM_THREADS"
-_READ_LATER = ("FUSEDOPTIM_", "CL_", "OCL_", "ONEAPI_")
-"""How variables begin that only this package and the drivers read, which torch does not load."""
+_READ_LATER = ("FUSEDOPTIM_", "CL_", "OCL_", "ONEAPI_", "ONEDNN_")
+"""How variables begin that nothing reads when torch is imported.
+
+Only this package and the drivers read them, which torch does not load, and oneDNN when it is first
+used.
+"""
 
 
 def run_script(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch import Tensor, nn
 
 from fusedoptim import transforms
 from fusedoptim.allocator import processor_features
+from tests.running import check_script
 from tests.tolerances import int8_errors
 from transforms.rewrites import int8_operators
 from transforms.rewrites.int8 import Int8Module, is_quantized
@@ -442,24 +440,24 @@ class TestOperators:
         features = processor_features().split()
         if isa == "AVX512_CORE_VNNI" and "avx512_vnni" not in features:
             pytest.skip("this processor has no VNNI")
-        script = """
-import torch
-from torch import nn
-from fusedoptim import transforms
-from transforms.rewrites.int8_operators import code_bits
-for layer, shape in ((nn.Linear(256, 8), (16, 256)), (nn.Conv2d(32, 8, 3), (2, 32, 9, 9))):
-    nn.init.constant_(layer.weight, 1.0)
-    x = torch.ones(shape)
-    int8 = transforms.quantize(nn.Sequential(layer).eval(), [x])
-    with torch.no_grad():
-        print((int8(x) - layer(x)).abs().max().item() < 1e-2)
-print(code_bits())
-"""
-        environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+        printed = check_script(
+            """
+            import torch
+            from torch import nn
+            from fusedoptim import transforms
+            from transforms.rewrites.int8_operators import code_bits
+            shapes = (16, 256), (2, 32, 9, 9)
+            for layer, shape in zip((nn.Linear(256, 8), nn.Conv2d(32, 8, 3)), shapes):
+                nn.init.constant_(layer.weight, 1.0)
+                x = torch.ones(shape)
+                int8 = transforms.quantize(nn.Sequential(layer).eval(), [x])
+                with torch.no_grad():
+                    print((int8(x) - layer(x)).abs().max().item() < 1e-2)
+            print(code_bits())
+            """,
+            ONEDNN_MAX_CPU_ISA=isa,
         )
-        assert done.stdout.split() == ["True", "True", str(bits)], done.stderr
+        assert printed.split() == ["True", "True", str(bits)]
 
 
 def test_is_quantized() -> None:
