@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusedoptim import transforms
+from tests.fusedoptim.helpers import bits
 from tests.optimizer_cases import TORCHS_CASES, OptimizerCase, configuration_id
 from tests.tolerances import Exact, assert_as_exact, computed_exactly
 from tests.transforms.models import TASKS, Task
@@ -50,14 +51,15 @@ def assert_same_state(actual: Mapping[str, Any], expected: Mapping[str, Any]) ->
 
 
 def fingerprint(model: nn.Module) -> list[Any]:
-    """List all that must not change in a model left alone, by identity, layout and value."""
+    """List all that must not change in a model left alone, by identity, layout and bits."""
     facts: list[Any] = []
     for name, module in model.named_modules():
         facts.append((name, id(module), type(module), module.training, sorted(vars(module))))
         for dictionary in (module._parameters, module._buffers):
             for key, t in dictionary.items():
                 if t is not None:
-                    facts.append((key, id(t), t.data_ptr(), t.stride(), t.dtype, t.tolist()))
+                    layout, values = (t.shape, t.stride()), bits(t).numpy().tobytes()
+                    facts.append((key, id(t), t.data_ptr(), layout, t.dtype, values))
     return facts
 
 
