@@ -187,10 +187,12 @@ class TestMultiheadAttention:
 
     @needs_compiler
     @quiet_compiler
-    @pytest.mark.parametrize("need_weights", [False, True])
-    def test_compiled(self, need_weights: bool) -> None:
+    @pytest.mark.parametrize(
+        ("need_weights", "backend"), [(False, "aot_eager"), (True, "inductor")]
+    )
+    def test_compiled(self, need_weights: bool, backend: str) -> None:
         ours, expected = pair(TINY)
-        compiled = torch.compile(ours, fullgraph=True)
+        compiled = torch.compile(ours, fullgraph=True, backend=backend)
         x, mask = torch.randn(5, 3, 8).double(), torch.rand(3, 5) < 0.3
         mask[:, 0] = False
         options = {"key_padding_mask": mask, "need_weights": need_weights}
