@@ -26,6 +26,11 @@ FEW = {f"rpn_{when}_nms_top_n_{mode}": 60 for when in ("pre", "post") for mode i
 """Options that limit the boxes that a small model looks at."""
 
 
+def size_of_images(small: bool) -> tuple[int, int]:
+    """The height and width."""
+    return (64, 80) if small else (600, 800)
+
+
 def detector(small: bool) -> nn.Module:
     """Faster R-CNN on a ResNet-50, or on a ResNet-18, with frozen norms as in fine-tuning."""
     backbone = resnet_fpn_backbone(
@@ -34,14 +39,14 @@ def detector(small: bool) -> nn.Module:
         norm_layer=FrozenBatchNorm2d,
         trainable_layers=3,
     )
-    size = (128, 160) if small else (600, 800)
+    height, width = size_of_images(small)
     few = FEW if small else {}
-    return FasterRCNN(backbone, CLASSES, min_size=size[0], max_size=size[1], **few)
+    return FasterRCNN(backbone, CLASSES, min_size=height, max_size=width, **few)
 
 
 def batch(small: bool, count: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Images of noise with bright rectangles, and the rectangles' positions."""
-    height, width = (128, 160) if small else (600, 800)
+    height, width = size_of_images(small)
     images, targets = [], []
     for _ in range(count):
         image = 0.1 * torch.rand(3, height, width)

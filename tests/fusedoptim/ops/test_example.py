@@ -11,7 +11,7 @@ def test_dlrm_learns_as_torch_does() -> None:
     printed = check_script(
         """
         import runpy, sys
-        sys.argv = ["examples/dlrm.py", "--small"]
+        sys.argv = ["examples/dlrm.py", "--small", "--iterations", "50"]
         runpy.run_path("examples/dlrm.py", run_name="__main__")
         """
     )
