@@ -24,12 +24,22 @@ ROOT = Path(__file__).parents[1]
 ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
 """The first line of a script that runs on one core: the driver obeys the process's affinity."""
 _LIMIT = 300  # seconds for a script
-_THREADS = "OMP_NUM_THREADS"
+_OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+"""Variables that OpenMP reads when torch loads it."""
 _READ_LATER = ("FUSEDOPTIM_", "CL_", "OCL_", "ONEAPI_", "ONEDNN_")
 """How variables begin that nothing reads when torch is imported.
 
 Only this package and the drivers read them, which torch does not load, and oneDNN when it is first
 used.
+"""
+UNBUFFERED = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 2, 0)
+"""
+"""The first lines of a script that writes C's standard output at once, as kernels' printf needs it.
+
+Python does so by itself if PYTHONUNBUFFERED is set, which it only reads in a new interpreter.
 """
 
 
@@ -38,9 +48,9 @@ def run_script(script: str, *arguments: str, **variables: str) -> subprocess.Com
 
     The process is a fork of one that has imported torch, unless some variables matter before that.
     """
-    names = (name for name in variables if name != _THREADS)
+    names = (name for name in variables if name not in _OPENMP)
     if all(name.startswith(_READ_LATER) for name in names):
-        forks = _Forks.with_threads(variables.get(_THREADS, os.environ.get(_THREADS)))
+        forks = _Forks.with_openmp(*map({**os.environ, **variables}.get, _OPENMP))
         return forks.run(textwrap.dedent(script), arguments, variables)
     return run_fresh(script, *arguments, **variables)
 
@@ -59,12 +69,12 @@ def run_fresh(script: str, *arguments: str, **variables: str) -> subprocess.Comp
 
 def check_script(script: str, *arguments: str, **variables: str) -> str:
     """Run a script that must succeed and report no error; return what it prints."""
-    return _checked(run_script(script, *arguments, **{_THREADS: "1", **variables}))
+    return _checked(run_script(script, *arguments, **{"OMP_NUM_THREADS": "1", **variables}))
 
 
 def check_fresh(script: str, *arguments: str, **variables: str) -> str:
     """Do the same as :func:`check_script` in a new interpreter."""
-    return _checked(run_fresh(script, *arguments, **{_THREADS: "1", **variables}))
+    return _checked(run_fresh(script, *arguments, **{"OMP_NUM_THREADS": "1", **variables}))
 
 
 def _checked(done: subprocess.CompletedProcess[str]) -> str:
@@ -77,9 +87,9 @@ class _Forks:
 
     @staticmethod
     @functools.cache
-    def with_threads(count: str | None) -> _Forks:
-        """The process with this OMP_NUM_THREADS, which torch reads when it is imported."""
-        return _Forks({} if count is None else {_THREADS: count})
+    def with_openmp(*values: str | None) -> _Forks:
+        """The process with these values of the variables that OpenMP reads."""
+        return _Forks({name: value for name, value in zip(_OPENMP, values) if value is not None})
 
     def __init__(self, variables: dict[str, str]) -> None:
         self._process = subprocess.Popen(

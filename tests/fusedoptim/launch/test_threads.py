@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.running import ONE_CORE, check_script
+from tests.running import ONE_CORE, check_fresh, check_script
 
 RAN = """
 import json, os, sys, time
@@ -50,20 +50,19 @@ found.append(sorted(set().union(*map(os.sched_getaffinity, tasks))))
 """Finds the cores on which threads may run, including the driver's, which run users' kernels."""
 
 
-def found_by(script: str, *arguments: str, **variables: str) -> list[object]:
-    # A spinning OpenMP thread would run without taking part in a step.
-    script += "print(json.dumps(found))"
-    variables |= {"OMP_WAIT_POLICY": "passive"}
-    found: list[object] = json.loads(check_script(script, *arguments, **variables))
-    return found
+PRINT = "print(json.dumps(found))"
+SLEEPING = {"OMP_WAIT_POLICY": "passive"}
+"""A spinning OpenMP thread would run without taking part in a step."""
 
 
 def test_threads_as_torchrun_sets_them_and_as_the_program_does() -> None:
-    assert found_by(RAN, "3", "1", OMP_NUM_THREADS="1") == [1, 3, 1]
+    found = check_script(RAN + PRINT, "3", "1", OMP_NUM_THREADS="1", **SLEEPING)
+    assert json.loads(found) == [1, 3, 1]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_affinity() -> None:
     """OpenMP's default is a thread for each core of the process; torch reads it at import."""
     script = ONE_CORE + 'import os; os.environ.pop("OMP_NUM_THREADS")\n' + RAN + RAW
-    assert found_by(script) == [1, [min(os.sched_getaffinity(0))]]
+    found = json.loads(check_fresh(script + PRINT, **SLEEPING))
+    assert found == [1, [min(os.sched_getaffinity(0))]]

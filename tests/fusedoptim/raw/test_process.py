@@ -6,6 +6,7 @@ import signal
 import subprocess
 
 from tests.fusedoptim.helpers import run_script
+from tests.running import UNBUFFERED
 
 PRELUDE = """
 import os, sys, torch
@@ -13,8 +14,8 @@ from fusedoptim.raw import RawKernel
 """
 
 
-def run(script: str, returncode: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run_script(PRELUDE + script, returncode=returncode, **variables)
+def run(script: str, returncode: int = 0) -> subprocess.CompletedProcess[str]:
+    return run_script(PRELUDE + script, returncode=returncode)
 
 
 def test_import_print_fork_and_exit() -> None:
@@ -38,7 +39,7 @@ os.wait()
 kernel(1, 1, (x,))
 kernel(1, 1, (torch.zeros(1, dtype=torch.int32),), wait=False)
 """
-    done = run(script, PYTHONUNBUFFERED="1")  # C's standard output is written at once, too
+    done = run(UNBUFFERED + script)
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert sorted(lines[:2]) == ["x is 1", "x is 1"]

@@ -21,6 +21,7 @@ from fusedoptim.launch.sycl import SyclKernel
 from fusedoptim.raw import LocalMemory, RawKernel, RawModule, _sources
 from tests.fusedoptim.helpers import assert_lets_other_threads_run, run_script
 from tests.interrupts import InterruptAt
+from tests.running import UNBUFFERED
 
 SLOW = """
 kernel void slow(global float *x) {
@@ -312,7 +313,7 @@ RawKernel(text)(1, None, (x,))
 print(len(compiled), flush=True)
 """
     for count in ("1", "0"):
-        done = run_script(script, FUSEDOPTIM_CACHE_DIR=str(tmp_path), PYTHONUNBUFFERED="1")
+        done = run_script(UNBUFFERED + script, FUSEDOPTIM_CACHE_DIR=str(tmp_path))
         assert sorted(done.stdout.splitlines()) == [count, "x is 1"]
 
 
