@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fusedoptim.launch.block import LaunchBlock
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.modules import load_module
 from fusedoptim.launch.opencl import Driver, driver_of
-from fusedoptim.launch.sycl import SyclKernel
+from fusedoptim.launch.sycl import SyclCompiler, SyclKernel, SyclProgram
 from fusedoptim.raw import RawKernel
 from fusedoptim.step import commit
 from tests.fusedoptim.helpers import SideBySide, each_class, make_params, run_script
@@ -297,13 +298,22 @@ def test_end_that_is_seen_between_note_and_submission(
     assert states == [False]
 
 
+@pytest.fixture(scope="module")
+def compile_once() -> Callable[..., SyclProgram]:
+    """SYCL's compiler, which keeps nothing: each test needs the same few programs."""
+    return functools.cache(SyclCompiler.compile)
+
+
 @pytest.fixture
 def by_sycl(
-    monkeypatch: pytest.MonkeyPatch, sycl_launches: list[SyclKernel]
+    monkeypatch: pytest.MonkeyPatch,
+    sycl_launches: list[SyclKernel],
+    compile_once: Callable[..., SyclProgram],
 ) -> Iterator[list[SyclKernel]]:
     """Build and launch kernels as on a GPU; the list has those launched."""
     kernel_for.cache_clear()
     monkeypatch.setattr(cpu, "driver_of", lambda device: None)
+    monkeypatch.setattr(SyclCompiler, "compile", compile_once)
     yield sycl_launches
     kernel_for.cache_clear()
 
