@@ -11,15 +11,16 @@ UPGRADE := install $(PIP_OPTIONS) --upgrade pip
 APART = $(BIN)/python -c "import tomllib; \
 	print(*tomllib.load(open('pyproject.toml', 'rb'))['tool']['fusedoptim']['apart'])"
 # Tests of what is the same in both environments: the sources' structure, torch, what it does with our
-# optimizers, what is made of our operators and how its compiler traces them (TestTracing), and what the
-# pool does over a driver of the tests. `make test` alone runs them.
+# optimizers, what is made of our operators and how its compiler traces them (TestTracing), what the pool
+# records, whatever driver is below it, and the GPU compiler. `make test` alone runs them.
 ONLY_NEWEST := notebooks references transforms packaging/test_structure.py packaging/test_wheel.py \
 	test_reference.py test_benchmarks.py test_convergence.py test_lion.py test_tolerances.py \
-	$(addprefix allocator/,options/test_budget.py options/test_idle.py options/test_reserve.py \
-	pool/test_blocks.py pool/test_faults.py pool/test_rules.py) \
+	$(addprefix allocator/,exchange/test_reuse.py options/test_budget.py options/test_idle.py \
+	options/test_reserve.py pool/test_blocks.py pool/test_faults.py pool/test_model.py \
+	pool/test_recovery.py pool/test_rules.py) \
 	$(addprefix fusedoptim/,distributed nn offload runtime doctor/test_documents.py \
-	ops/test_example.py ops/test_torchvision.py step/test_interrupts.py step/test_modes.py \
-	test_migration.py test_torch_private.py test_training.py)
+	kernels/test_validation.py ops/test_example.py ops/test_torchvision.py step/test_interrupts.py \
+	step/test_modes.py test_migration.py test_torch_private.py test_training.py)
 
 .PHONY: demo convergence test test-packages test-transforms test-jit check docs kernels \
         kernels-verify kernels-validate bench notebooks lab clean
