@@ -27,10 +27,12 @@ load_compiler()  # numba-dpex's wheels cannot find their own libraries
 
 import dpcpp_llvm_spirv  # noqa: E402
 import llvmlite.binding as llvm  # noqa: E402
-from numba.core import types  # noqa: E402
+from numba.core import compiler_machinery, ssa, types  # noqa: E402
 from numba.core.base import BaseContext  # noqa: E402
 from numba.core.compiler_lock import global_compiler_lock  # noqa: E402
 from numba.core.target_extension import target_override  # noqa: E402
+from numba.core.targetconfig import TargetConfig  # noqa: E402
+from numba.core.typing.npydecl import NumpyRulesArrayOperator  # noqa: E402
 from numba_dpex import device_func  # noqa: E402
 from numba_dpex.kernel_api_impl.spirv.dispatcher import SPIRVKernelDispatcher  # noqa: E402
 from numba_dpex.kernel_api_impl.spirv.target import (  # noqa: E402
@@ -289,6 +291,38 @@ def _insert_new(context: Any, definitions: Iterable[Any]) -> None:
 # search for an operator's implementation goes through all, so each kernel took longer than the
 # one before it.
 SPIRVTargetContext.insert_func_defn = _insert_new
+# As often, it exchanges the same of NumPy's functions for OpenCL's.
+SPIRVTargetContext.replace_dpnp_ufunc_with_ocl_intrinsics = functools.cache(
+    SPIRVTargetContext.replace_dpnp_ufunc_with_ocl_intrinsics
+)
+# For each pass over a function, numba formats options and variables for events and logs, which
+# nobody reads.
+compiler_machinery.pformat = ssa.pformat = lambda value: ""
+
+
+def _option_values(options: Any) -> dict[str, Any]:
+    """All options and their values, without a call of a property for each."""
+    own = options._values
+    return {name: own.get(name, option.default) for name, option in options.options.items()}
+
+
+TargetConfig.values = _option_values
+
+_search_loops = NumpyRulesArrayOperator.generic
+_found_types: dict[Any, Any] = {}
+
+
+def _types_of_operator(template: Any, args: Sequence[types.Type], options: Any) -> Any:
+    """The types that an operator takes and returns: numba searches NumPy's loops for each use."""
+    if options or not all(isinstance(arg, types.Number) for arg in args):
+        return _search_loops(template, args, options)
+    key = template.key, *args
+    if key not in _found_types:
+        _found_types[key] = _search_loops(template, args, options)
+    return _found_types[key]
+
+
+NumpyRulesArrayOperator.generic = _types_of_operator
 
 
 @global_compiler_lock  # type: ignore[untyped-decorator]
