@@ -173,6 +173,7 @@ def test_nested_blocks_of_one_hook(pool: Pool, case: PoolCase) -> None:
     assert nbytes == [100]
 
 
+@pytest.mark.usefixtures("_many_switches")
 def test_threads(pool: Pool, case: PoolCase) -> None:
     """Each thread has its own reservation, and another one inspects the pool meanwhile."""
     ended = threading.Semaphore(0)
@@ -180,7 +181,7 @@ def test_threads(pool: Pool, case: PoolCase) -> None:
     def work(number: int) -> None:
         choose = random.Random(SEED + number)
         try:
-            for _ in range(30):
+            for _ in range(15):
                 with pool.reserve(64 * KIB) as reservation:
                     kept = [pool.allocate(choose.randrange(1, 4 * KIB)) for _ in range(8)]
                     used = sum(case.reserved_size(memory.nbytes) for memory in kept)

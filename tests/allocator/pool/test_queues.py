@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 
 import pytest
@@ -9,10 +10,10 @@ import pytest
 import allocator
 from allocator import Pool
 from tests.allocator.helpers import MIB, DroppingDriver, FaultyDriver, OtherQueue, once_inside
-from tests.running import check_script
+from tests.running import run_script
 
 PREAMBLE = """
-import gc, time, torch, allocator
+import functools, gc, json, sys, time, torch, traceback, allocator
 from allocator import Pool
 from fusedoptim.raw import RawKernel
 
@@ -29,11 +30,15 @@ kernel void slow(ulong memory, ulong progress) {
 '''
 state = torch.zeros(1, dtype=torch.int32)
 
-def used(memory, queue):
+@functools.cache
+def slow(queue):
     kernel = RawKernel(SLOW, device=queue)
     kernel.compile()
+    return kernel
+
+def used(memory, queue):
     address = memory.data_ptr() if torch.is_tensor(memory) else memory.address
-    kernel(1, 1, (address, state.data_ptr()), wait=False)
+    slow(queue)(1, 1, (address, state.data_ptr()), wait=False)
     while state[0] == 0:
         time.sleep(0.001)
     return memory
@@ -98,9 +103,34 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
-def test_driver_gets_memory_once_the_kernel_has_ended(end: str) -> None:
-    check_script(PREAMBLE + textwrap.dedent(end) + "assert state[0] == 2\n")
+RUN = """
+for name, end in json.loads(sys.argv[1]).items():
+    state[0] = 0
+    try:
+        exec(compile(end, name, "exec"), dict(globals()))
+        error = "" if state[0] == 2 else "the kernel still runs"
+    except Exception:
+        error = traceback.format_exc()
+    print(json.dumps([name, error]), flush=True)
+    own.wait(), other.wait()
+"""
+EXIT = "the process exits"
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, str]:
+    """For each end, what was wrong right after it. All run in one process, which may crash."""
+    ends = {name: textwrap.dedent(end) for name, end in ENDS.items()}
+    done = run_script(PREAMBLE + RUN, json.dumps(ends), OMP_NUM_THREADS="1")
+    found: dict[str, str] = dict(map(json.loads, done.stdout.splitlines()))
+    found[EXIT] = f"{done.returncode}\n{done.stderr}" if done.returncode or done.stderr else ""
+    return found
+
+
+@pytest.mark.parametrize("end", [*ENDS, EXIT])
+def test_driver_gets_memory_once_the_kernel_has_ended(end: str, reports: dict[str, str]) -> None:
+    assert end in reports, "the process crashed here or before"
+    assert reports[end] == ""
 
 
 def test_memory_of_another_queue_that_the_pools_own_uses() -> None:

@@ -15,7 +15,7 @@ from tests.conftest import SEED
 from tests.running import in_threads
 
 THREADS = 8
-ALLOCATIONS = 100_000  # of all threads
+ALLOCATIONS = 50_000  # of all threads
 MOST_HELD = 24
 SIZES = (*[8, 24, 64, 100, 256, 1000] * 8, 3000, 9000, 20_000, 100_000)  # in elements
 

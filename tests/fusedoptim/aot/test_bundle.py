@@ -312,10 +312,11 @@ def test_warmup_of_a_device_that_torch_lacks(built: Path) -> None:
 
 
 def test_warmup_of_the_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = [(kernel, dtype) for kernel, dtype in shipped() if dtype == "f32"]
-    assert {kernel for kernel, _ in ours} == {kernel for kernel, _ in shipped()}
+    """It builds what is shipped: here only Adam's, as the doctor's tests build each kernel."""
+    ours = [(kernel, dtype) for kernel, dtype in shipped() if kernel == "adam"]
+    assert ("adam", "f32") in ours
     monkeypatch.setattr(_warmup, "shipped", lambda: ours)
-    assert [each.name for each in aot.warmup()] == [f"{kernel}_f32" for kernel, _ in ours]
+    assert [each.name for each in aot.warmup()] == [f"{kernel}_{dtype}" for kernel, dtype in ours]
     param = torch.nn.Parameter(torch.ones(10))
     param.grad = torch.ones(10)
     monkeypatch.delattr(Kernel, "__init__")  # makes a step that compiles fail
