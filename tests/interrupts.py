@@ -11,12 +11,15 @@
 
 For a step: ``InterruptAt(n, "polls", within=fusedoptim, since="_update")``. "polls" are the places
 at which CPython looks for signals; ``since`` names the function from whose first call on they are
-counted. :func:`stopping_at` acts at the first place that meets a condition, such as :func:`at` a
+counted. Where the code takes the same path each time, :func:`polls_of` finds its places in one run,
+and going through those is faster: only the call with the place is traced opcode by opcode.
+:func:`stopping_at` acts at the first place that meets a condition, such as :func:`at` a
 function's call, and :func:`interrupted` interrupts at random moments.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import inspect
@@ -27,8 +30,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any, Literal
+from types import CodeType, FrameType, ModuleType
+from typing import Any, Literal, NamedTuple
 
 from tests.conftest import SEED
 
@@ -39,11 +42,22 @@ _POLLING = bytes(name in ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD") for name 
 """Whether CPython looks for signals after an opcode; it also does when a function starts."""
 
 
+class Place(NamedTuple):
+    """A place of code that takes the same path each time."""
+
+    call: int
+    """Which of the traced calls it is in, from 1."""
+    code: CodeType
+    """What that call runs."""
+    n: int
+    """Which of the places in that call it is, from 0."""
+
+
 class InterruptAt:
     """Raises an exception at the n-th place, once, and keeps it from leaving the ``with`` block.
 
     Args:
-        n: which place, from 0.
+        n: which place, from 0; -1 for none; or one that :func:`polls_of` has found.
         places: "calls" of functions, "opcodes", or "polls", where CPython looks for signals.
             "polls" leave out generators and ``__del__``, in which Python reports exceptions
             instead of raising them.
@@ -54,7 +68,7 @@ class InterruptAt:
 
     def __init__(
         self,
-        n: int,
+        n: int | Place,
         places: Literal["calls", "opcodes", "polls"],
         *,
         within: ModuleType,
@@ -63,12 +77,19 @@ class InterruptAt:
     ) -> None:
         path = Path(str(within.__file__))
         self._within = str(path.parent if path.name == "__init__.py" else path)
-        self._left, self._places, self._since, self._error = n, places, since, error
+        self._only = n if isinstance(n, Place) else None
+        self._left = n.n if isinstance(n, Place) else n
+        self._places, self._since, self._error = places, since, error
         self._has_begun = since is None
         self._polled: set[FrameType] = set()  # whose last opcode polls
         # Frames keep what they use alive: Python only reports exceptions in callbacks of weak
-        # references, too.
+        # references, too. Without an interrupt there is none, and code that counts references
+        # takes its usual path.
+        self._keeps_frames = self._left >= 0
         self._frames: list[FrameType] = []
+        self._calls = 0
+        self.passed: list[tuple[int, CodeType]] = []
+        """For each place that was passed, which of the traced calls it is in, and its code."""
         self.has_raised = False
 
     def __enter__(self) -> InterruptAt:
@@ -93,37 +114,56 @@ class InterruptAt:
         if is_polled and (code.co_name == "__del__" or code.co_flags & inspect.CO_GENERATOR):
             return None
         self._has_begun |= code.co_name == self._since
+        self._calls += 1
+        here = self._calls, code
         if self._places == "calls":
-            self._pass()
+            self._pass(here)
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        self._frames.append(frame)
         polled = self._polled
         polled.discard(frame.f_back)  # type: ignore[arg-type]  # a call from Python
+        if self._only is not None and here != self._only[:2]:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if self._keeps_frames:
+            self._frames.append(frame)
         if is_polled:
-            self._pass()
+            self._pass(here)
         polls = code.co_code.translate(_POLLING)
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             if event == "opcode":  # of which there are thousands in a step
                 if not is_polled:
-                    self._pass()
+                    self._pass(here)
                 elif frame in polled:
                     polled.remove(frame)
-                    self._pass()
+                    self._pass(here)
                 if polls[frame.f_lasti]:
                     polled.add(frame)
             return frame.f_trace
 
         return trace
 
-    def _pass(self) -> None:
+    def _pass(self, here: tuple[int, CodeType]) -> None:
         if not self._has_begun:
             return
+        self.passed.append(here)
         self._left -= 1
         if self._left == -1:
             self.has_raised = True
             raise self._error  # which ends the tracing
+
+
+def polls_of(call: Callable[[], object], *, within: ModuleType, since: str) -> list[Place]:
+    """Run a call, and return the places at which CPython looks for signals in it."""
+    with InterruptAt(-1, "polls", within=within, since=since) as never:
+        result = call()
+    del result  # not within the call's places
+    counts: collections.Counter[int] = collections.Counter()
+    places = []
+    for number, code in never.passed:
+        places.append(Place(number, code, counts[number]))
+        counts[number] += 1
+    return places
 
 
 def interrupt() -> None:

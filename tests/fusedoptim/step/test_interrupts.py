@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fusedoptim.split.halves import Halves
 from fusedoptim.split.pages import has_sole_owner
 from tests.conftest import SEED
 from tests.fusedoptim.helpers import params_of
-from tests.interrupts import InterruptAt
+from tests.interrupts import InterruptAt, polls_of
 from tests.optimizer_cases import (
     ADAM,
     ADAMW,
@@ -32,24 +33,34 @@ from tests.optimizer_cases import (
 )
 
 
-def interrupt(n: int, since: str) -> InterruptAt:
-    """An interrupt at the n-th place from the start of a function on."""
-    return InterruptAt(n, "polls", within=fusedoptim, since=since)
+def interrupts(call: Callable[[], object], since: str) -> Iterator[InterruptAt]:
+    """Interrupts at each place of a call from the start of a function on.
+
+    The call is made once without an interrupt. Each interrupt is for the same call on objects like
+    those before it, so it takes the same path.
+    """
+    for place in polls_of(call, within=fusedoptim, since=since):
+        interrupt = InterruptAt(place, "polls", within=fusedoptim, since=since)
+        yield interrupt
+        assert interrupt.has_raised, f"another path was taken before {place}"
+
+
+@functools.cache
+def numbers(*shape: int, seed: int) -> Tensor:
+    """Random numbers that are the same at each call within one run of the tests."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED + seed))
 
 
 def new_params(numel: int = 7) -> list[Parameter]:
-    """Parameters that are the same at each call within one run of the tests."""
-    generator = torch.Generator().manual_seed(SEED)
-    vector = torch.randn(numel, generator=generator)
-    matrix = torch.randn(3, 4, generator=generator)
-    return [Parameter(vector), Parameter(matrix[:, ::2])]
+    """Parameters that are the same at each call."""
+    matrix = numbers(3, 4, seed=101).clone()
+    return [Parameter(numbers(numel, seed=100).clone()), Parameter(matrix[:, ::2])]
 
 
 def make_gradients(params: list[Parameter], which: int) -> None:
-    """The gradients of one of the steps: the same at each call within one run of the tests."""
-    generator = torch.Generator().manual_seed(SEED + which)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    """The gradients of one of the steps: the same at each call."""
+    for i, p in enumerate(params):
+        p.grad = numbers(*p.shape, seed=10 * which + i).to(p.dtype, copy=True)
 
 
 def everything(optimizer: Any) -> list[dict[str, Tensor]]:
@@ -95,15 +106,18 @@ def test_step_is_taken_or_not(
         is_taken: [everything(run(seeds)), everything(run([*seeds, 9]))]
         for is_taken, seeds in ((False, before), (True, [*before, 8]))
     }
-    outcomes = set()
-    for n in itertools.count():
+
+    def ready() -> Any:
         optimizer = run(before)
+        make_gradients(params_of(optimizer), 8)
+        return optimizer
+
+    outcomes = []
+    for interrupted in interrupts(ready().step, "_update"):
+        optimizer = ready()
         params = params_of(optimizer)
-        make_gradients(params, 8)
-        with interrupt(n, "_update") as interrupted:
+        with interrupted:
             optimizer.step()
-        if not interrupted.has_raised:
-            break
         now = everything(optimizer)
         make_gradients(params, 9)
         optimizer.step()
@@ -111,40 +125,55 @@ def test_step_is_taken_or_not(
         (is_taken,) = [
             key for key, states in expected.items() if all(map(is_same, result, states))
         ] or [None]
-        assert is_taken is not None, f"the interrupt at place {n} left a step half taken"
-        outcomes.add(is_taken)
-    assert n > 40
-    assert outcomes == {False, True}
+        place = len(outcomes)
+        assert is_taken is not None, f"the interrupt at place {place} left a step half taken"
+        outcomes.append(is_taken)
+    assert len(outcomes) > 40
+    assert set(outcomes) == {False, True}
 
 
 @pytest.mark.parametrize("case", [SGD, LAMB], ids=configuration_id)
 def test_a_later_step_takes_over_nothing_of_an_interrupted_one(case: OptimizerCase) -> None:
     """The later step has the first one's gradients and rate, unlike the interrupted one."""
 
-    def run(steps: list[str], interrupted: InterruptAt | None = None) -> Any:
+    def ready() -> tuple[Any, Callable[[], list[dict[str, Tensor]]]]:
+        """An optimizer before the interrupted step, and what takes the later step."""
         params = new_params()
         optimizer = case.make(params, **case.kwargs[-1])
         make_gradients(params, 1)
         first = [p.grad for p in params]
         make_gradients(params, 2)
         second = [p.grad for p in params]
-        for step in steps:
-            optimizer.max_grad_norm = None if step == "before" else 1.0
-            optimizer.param_groups[0]["lr"] = 0.5 if step == "interrupted" else 0.1
-            for p, *grads in zip(params, first, second):
-                p.grad = grads[step == "interrupted"]
-            here = interrupted if step == "interrupted" else None
-            with here or contextlib.nullcontext():
-                optimizer.step()
-        return everything(optimizer)
 
-    expected = [run(["before", "after"]), run(["before", "interrupted", "after"])]
-    for n in itertools.count():
-        result = run(["before", "interrupted", "after"], interrupted := interrupt(n, "_update"))
-        if not interrupted.has_raised:
-            break
-        assert any(is_same(result, states) for states in expected), f"wrong after place {n}"
-    assert n > 80
+        def prepare(grads: Any, rate: float, limit: float | None) -> None:
+            optimizer.max_grad_norm, optimizer.param_groups[0]["lr"] = limit, rate
+            for p, grad in zip(params, grads):
+                p.grad = grad
+
+        def take_later_step() -> list[dict[str, Tensor]]:
+            prepare(first, 0.1, 1.0)
+            optimizer.step()
+            return everything(optimizer)
+
+        prepare(first, 0.1, None)
+        optimizer.step()
+        prepare(second, 0.5, 1.0)
+        return optimizer, take_later_step
+
+    _, take_later_step = ready()
+    expected = [take_later_step()]
+    optimizer, take_later_step = ready()
+    optimizer.step()
+    expected.append(take_later_step())
+    places = 0
+    for interrupted in interrupts(ready()[0].step, "_update"):
+        optimizer, take_later_step = ready()
+        with interrupted:
+            optimizer.step()
+        result = take_later_step()
+        assert any(is_same(result, states) for states in expected), f"wrong after place {places}"
+        places += 1
+    assert places > 80
 
 
 @pytest.mark.parametrize("case", [ADAM, SPLIT_SGD], ids=configuration_id)
@@ -161,12 +190,11 @@ def test_checkpoint_is_loaded_or_not(case: OptimizerCase) -> None:
     loaded.load_state_dict(checkpoint)
     expected = [everything(old), everything(loaded)]
     outcomes = set()
-    for n in itertools.count():
+    load = functools.partial(new(1).load_state_dict, checkpoint)
+    for interrupted in interrupts(load, "load_state_dict"):
         optimizer = new(1)
-        with interrupt(n, "load_state_dict") as interrupted:
+        with interrupted:
             optimizer.load_state_dict(checkpoint)
-        if not interrupted.has_raised:
-            break
         result = everything(optimizer)
         (which,) = [i for i, states in enumerate(expected) if is_same(result, states)]
         outcomes.add(which)
@@ -219,19 +247,21 @@ def test_parameters_are_converted_or_not(
     new: Callable[[], tuple[list[Parameter], Any, Callable[[], Any]]],
 ) -> None:
     """All parameters are converted or none, and none loses a bit or its gradient."""
-    for n in itertools.count():
+    since = "__init__" if new is _constructor else new.__name__[1:]
+    whole: Any = contextlib.nullcontext()
+    n = 0
+    for n, interrupted in enumerate(itertools.chain([whole], interrupts(new()[2], since))):
         params, optimizer, convert = new()
         halves = None if optimizer is None else optimizer.halves
         values, dtype = _exact(params, halves), params[0].dtype
         groups = 0 if optimizer is None else len(optimizer.param_groups)
-        since = "__init__" if new is _constructor else new.__name__[1:]
-        with interrupt(n, since) as interrupted:
+        with interrupted:
             halves = (convert() or optimizer).halves
         assert len({p.dtype for p in params}) == 1
-        assert all(map(torch.equal, _exact(params, halves), values)), f"lost at place {n}"
+        assert all(map(torch.equal, _exact(params, halves), values)), f"lost at place {n - 1}"
         assert all(p.grad is not None and p.grad.dtype == p.dtype for p in params)
-        if not interrupted.has_raised:
-            break
+        if interrupted is whole:
+            continue
         if optimizer is not None and params[0].dtype == dtype:
             assert len(optimizer.param_groups) == groups
             convert()
