@@ -33,6 +33,7 @@ clipping has made the gradients as small as the decay.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -64,11 +65,13 @@ LANES = 16
 CHUNK = 32 * 1024
 
 
+@functools.cache
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Largest relative error of rounding to ``dtype``."""
     return torch.finfo(dtype).eps / 2
 
 
+@functools.cache
 def both_roundoffs(dtype: torch.dtype) -> float:
     """Largest relative error of a rounding of kernels for ``dtype``, and of one in float64.
 
@@ -100,7 +103,9 @@ class Bounded:
 
     def __init__(self, value: Tensor, error: Tensor | float, arithmetic: torch.dtype) -> None:
         self.value = value
-        self.error = torch.as_tensor(error, dtype=torch.float64).expand_as(value)
+        if not isinstance(error, Tensor):
+            error = torch.tensor(error, dtype=torch.float64)
+        self.error = error if error.shape == value.shape else error.expand_as(value)
         self.arithmetic = arithmetic
         self._u = both_roundoffs(arithmetic)
 
@@ -121,8 +126,9 @@ class Bounded:
 
     def _rounded(self, value: Tensor, inherited: Tensor, units: float = 1) -> Bounded:
         """The result of an operation, whose operands' errors propagate to ``inherited``."""
-        error = inherited + units * self._u * (value.abs() + inherited)
-        error = error + torch.finfo(self.arithmetic).smallest_normal
+        sizes = value.abs().add_(inherited)
+        error = torch.add(inherited, sizes, alpha=units * self._u)
+        error += torch.finfo(self.arithmetic).smallest_normal
         return Bounded(value, error, self.arithmetic)
 
     def _in(self, arithmetic: torch.dtype) -> Bounded:
@@ -215,8 +221,12 @@ class Bounded:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """The product, in which an exact zero times an infinite bound is zero."""
-    return torch.where((a == 0) | (b == 0), 0.0, a * b)
+    """The product of sizes, in which an exact zero times an infinite bound is zero."""
+    product = a * b
+    # That product is NaN, and then so is the sum; there is hardly ever one.
+    if product.sum().isnan():
+        product[(a == 0) | (b == 0)] = 0.0
+    return product
 
 
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Bounded]] = {
