@@ -111,7 +111,7 @@ class TestParity:
 
     @each_case
     def test_many_elements(self, case: OptimizerCase) -> None:
-        params = [Parameter(torch.randn(n)) for n in (100_001, 1, 32_768, 65_537)]
+        params = [Parameter(torch.randn(n)) for n in (33_001, 1, 32_768, 65_537)]
         SideBySide(case, params=params).train(2, limit=LIMIT)
 
     @each_case
@@ -227,14 +227,14 @@ class TestScale:
 class TestNotFinite:
     """A scaled step with an infinite gradient changes nothing, and the scaler backs off."""
 
-    @pytest.mark.parametrize("value", NOT_FINITE)
     @each_configuration
-    def test_first_and_later_step(self, case: OptimizerCase, kwargs: Kwargs, value: float) -> None:
+    def test_first_and_later_step(self, case: OptimizerCase, kwargs: Kwargs) -> None:
+        """Each value at one step, in random order: what finds them does not know the step."""
         pair = SideBySide(case, kwargs, make_params(torch.float32, ["17", "1000", "0-d"]))
         scaler = new_scaler()
-        for _ in range(2):
+        for i in torch.randperm(len(NOT_FINITE)):
             pair.set_gradients()
-            pair.params[1].grad[-1] = value
+            pair.params[1].grad[-1] = NOT_FINITE[i]
             scale = scaler.get_scale()
             with unchanged(pair.ours):
                 assert scaler.step(pair.ours) is None
