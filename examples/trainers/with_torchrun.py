@@ -1,5 +1,8 @@
 r"""Elastic training: torchrun restarts DDP with FusedAdamW or SplitSGD from the newest checkpoint.
 
+FusedAdamW trains float32 weights under autocast, SplitSGD bfloat16 weights. A step uses the
+gradients of two batches.
+
 Run::
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 \
@@ -14,7 +17,9 @@ through which processes find each other, and the new processes look for the kill
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import math
 from pathlib import Path
 
 import torch
@@ -27,6 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from fusedoptim import FusedAdamW, SplitSGD
 
 EPOCHS = 4
+ACCUMULATED = 2
 
 
 def train(folder: Path, split: bool) -> None:
@@ -43,7 +49,7 @@ def train(folder: Path, split: bool) -> None:
         optimizer = SplitSGD(model.parameters(), lr=0.1, momentum=0.9)
     else:
         optimizer = FusedAdamW(model.parameters(), lr=3e-3, max_grad_norm=1.0)
-    scheduler = StepLR(optimizer, step_size=len(loader), gamma=0.5)
+    scheduler = StepLR(optimizer, step_size=math.ceil(len(loader) / ACCUMULATED), gamma=0.5)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     latest, first = folder / "latest.pt", 0
     if latest.exists():
@@ -53,12 +59,17 @@ def train(folder: Path, split: bool) -> None:
             part.load_state_dict(saved[name])
     for epoch in range(first, EPOCHS):
         sampler.set_epoch(epoch)
-        for images, labels in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images).float(), labels)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
+        for number, (images, labels) in enumerate(loader, start=1):
+            is_last = number % ACCUMULATED == 0 or number == len(loader)
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                with torch.autocast("cpu", torch.bfloat16, enabled=not split):
+                    logits = model(images)
+                loss = nn.functional.cross_entropy(logits.float(), labels)
+                (loss / ACCUMULATED).backward()
+            if is_last:
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             saved = {name: part.state_dict() for name, part in parts.items()}

@@ -404,6 +404,22 @@ def test_fsdp_offload() -> None:
 
 
 @on_processes(2)
+def test_max_grad_norm() -> None:
+    """The norm is the whole gradients', wherever the shards are."""
+    offload = CPUOffloadPolicy(pin_memory=False)
+    ways: list[Callable[[nn.Module], nn.Module]] = [
+        DistributedDataParallel,
+        functools.partial(DistributedDataParallel, gradient_as_bucket_view=True),
+        functools.partial(DistributedDataParallel, static_graph=True),
+        functools.partial(fully_shard, mesh=flat_mesh(), offload_policy=offload),
+    ]
+    for case, way in itertools.product((ADAMW, LAMB), ways):
+        model = way(new_model())
+        train(model, case.make(model.parameters(), **case.kwargs[-1], max_grad_norm=0.1))
+        assert_trained(model, case, limit=0.1)
+
+
+@on_processes(2)
 def test_after_clip_grad_norm() -> None:
     for case in WHOLE_CASES:
         model = fully_shard(new_model(), mesh=flat_mesh())

@@ -22,6 +22,7 @@ from tests.fusedoptim.distributed.helpers import (
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.helpers import new_scaler
 from tests.interrupts import InterruptAt
+from tests.optimizer_cases import WHOLE_CASES
 
 
 def two_groups(mesh: Any, places: list[Any], **options: Any) -> FusedLamb:
@@ -91,26 +92,26 @@ def scaled(p: Tensor, value: float, bad: bool) -> Tensor:
 def test_infinity_of_one_process_skips_the_step_of_all() -> None:
     """All skip the step even if torch's reduction by the first gradient's placements misses it."""
     mesh = flat_mesh()
-    for first in (Shard(0), Replicate()):
-        for norm in (None, 1.0):
-            params = [
-                Parameter(distribute_tensor(torch.ones(4), mesh, [placement]))
-                for placement in (first, Shard(0))
-            ]
-            optimizer = FusedLamb(params, lr=1.0, max_grad_norm=norm)
-            for i, bad in enumerate((False, True, False)):
-                scaler = new_scaler(4.0)
-                for p in params:
-                    p.grad = scaled(p, 4.0, bad and p is params[1])
-                scaler.step(optimizer)
-                scaler.update()
-                if first.is_shard():
-                    assert scaler.get_scale() == (2.0 if bad else 4.0)
-                steps = [int(optimizer.state[p]["step"]) for p in params]
-                assert steps == [(1, 1, 2)[i]] * 2
-            values = whole(params[1])
-            assert values.isfinite().all()
-            assert values.eq(values[0]).all()
+    for case, first, norm in itertools.product(WHOLE_CASES, (Shard(0), Replicate()), (None, 1.0)):
+        params = [
+            Parameter(distribute_tensor(torch.ones(4), mesh, [placement]))
+            for placement in (first, Shard(0))
+        ]
+        optimizer = case.make(params, lr=0.1, max_grad_norm=norm)
+        for bad in (False, True, False):
+            before = [whole(p).clone() for p in params]
+            scaler = new_scaler(4.0)
+            for p in params:
+                p.grad = scaled(p, 4.0, bad and p is params[1])
+            scaler.step(optimizer)
+            scaler.update()
+            if first.is_shard():
+                assert scaler.get_scale() == (2.0 if bad else 4.0)
+            for p, value in zip(params, before):
+                assert torch.equal(whole(p), value) == bad
+        values = whole(params[1])
+        assert values.isfinite().all()
+        assert values.eq(values[0]).all()
 
 
 @on_processes(2)
