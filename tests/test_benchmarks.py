@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.traffic import Traffic
+from tests.running import check_script
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,22 @@ def test_shortest(
     monkeypatch.setattr(sys, "argv", [name, "--workload", workload, "--rounds", "1"])
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert workload in capsys.readouterr().out
+
+
+def test_iterations() -> None:
+    """A whole training, which is otherwise in a process of its own."""
+    printed = check_script(
+        """
+        import sys
+        from benchmarks import _fresh, iteration
+        _fresh.measured = lambda name, *arguments, **_: getattr(_fresh, name)(*arguments)
+        sys.argv[1:] = "--rounds 1 --model digits --configuration".split()
+        sys.argv += ["fusedoptim, float32"]
+        iteration.main()
+        """
+    )
+    assert "1 processes of 200 iterations" in printed
+    assert re.search("^fusedoptim, float32 +[0-9]", printed, re.M)
 
 
 def test_versions() -> None:

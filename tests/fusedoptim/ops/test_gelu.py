@@ -97,6 +97,8 @@ class TestTracing:
     )
     def test_opcheck(self, layout: str, dtype: torch.dtype) -> None:
         x = layouts()[layout].to(dtype)
+        grad = torch.randn_like(x)
+        torch.library.opcheck(torch.ops.fusedoptim.gelu_tanh_backward.default, (x, grad))
         for value in (x.detach(), x.requires_grad_()):
             torch.library.opcheck(OP, (value,))
 
