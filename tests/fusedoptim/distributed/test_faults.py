@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import os
 import time
@@ -23,6 +24,7 @@ from fusedoptim.step.sharding import local_of
 from tests.fusedoptim.distributed.helpers import flat_mesh, rank, square_mesh
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.distributed.test_checkpoints import (
+    everything,
     new_model,
     shared_folder,
     states_of,
@@ -130,9 +132,12 @@ def test_checkpoint_without_a_shard() -> None:
     distributed.barrier()
     other = new_model(flat_mesh(), "")
     loaded = FusedAdamW(other.parameters())
-    states = states_of(other, loaded)
-    with pytest.raises(checkpoint.api.CheckpointException):
-        checkpoint.load(states, checkpoint_id=folder)
+    states = states_of(other, loaded)  # which makes the state
+    before = everything(other, loaded)
+    with pytest.raises(checkpoint.api.CheckpointException):  # with what docs/distributed.md advises
+        checkpoint.load(copy.deepcopy(states), checkpoint_id=folder)
+    for name, value in everything(other, loaded).items():
+        assert torch.equal(value, before[name]), name
 
 
 @on_processes(2)

@@ -97,10 +97,12 @@ def test_clipping() -> None:
 
 @on_processes(2)
 def test_state_is_placed_as_torchs() -> None:
-    p = Parameter(distribute_tensor(torch.randn(5, 3), flat_mesh(), [Shard(0)]))
-    q = Parameter(p.detach().clone())
-    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
-    for case in TORCHS_CASES:
+    flat = [(flat_mesh(), placements) for placements in places(flat_mesh())]
+    square = [(square_mesh(), [first, Shard(1)]) for first in (Shard(0), Replicate())]
+    for case, (mesh, placements) in itertools.product(TORCHS_CASES, [*flat, *square]):
+        p = Parameter(distribute_tensor(torch.randn(5, 3), mesh, placements))
+        q = Parameter(p.detach().clone())
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
         options = case.kwargs[-1]
         ours, theirs = case.make([p], **options), case.make_reference([q], **options)
         ours.step()
