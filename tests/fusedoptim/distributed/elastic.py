@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fusedoptim import FusedAdamW
 from tests.running import ROOT
 
-KILLED_AT = 14
+KILLED_AT = 7
 """A step in the fourth epoch of FusedAdamW's training run."""
 EXAMPLE = ROOT / "examples" / "trainers" / "with_torchrun.py"
 
