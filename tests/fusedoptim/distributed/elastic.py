@@ -6,6 +6,7 @@ FusedAdamW's, so that one restart meets both.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -22,16 +23,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fusedoptim import FusedAdamW
 from tests.running import ROOT
 
-KILLED_AT = 7
+KILLED_AT = 6
 """A step in the fourth epoch of FusedAdamW's training run."""
 EXAMPLE = ROOT / "examples" / "trainers" / "with_torchrun.py"
 
 
-def die_once(optimizer: Any, args: Any, kwargs: Any) -> None:
+KILLED = "killed"
+"""A file that the process makes right before it is killed."""
+
+
+def die_once(folder: Path, optimizer: Any, args: Any, kwargs: Any) -> None:
     if not isinstance(optimizer, FusedAdamW) or distributed.get_rank() == 0:
         return
     done = next((int(state["step"]) for state in optimizer.state.values()), 0)
     if done == KILLED_AT and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        (folder / KILLED).touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -51,7 +57,7 @@ def main(folder: Path) -> None:
     example: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     distributed.init_process_group("gloo")
-    register_optimizer_step_pre_hook(die_once)
+    register_optimizer_step_pre_hook(functools.partial(die_once, folder))
     example.EPOCHS, epochs = 2, example.EPOCHS
     example.train(folder / "SplitSGD", split=True)
     example.EPOCHS = epochs

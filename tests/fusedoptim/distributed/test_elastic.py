@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree
 
+from tests.fusedoptim.distributed.elastic import KILLED
 from tests.running import run_script
 
 TORCHRUN = """
@@ -26,7 +27,8 @@ torch.distributed.run.main([*options, training.__file__, sys.argv[1]])
 def test_weights_are_those_of_an_uninterrupted_training(tmp_path: Path) -> None:
     done = run_script(TORCHRUN, str(tmp_path), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert "exitcode: -9" in done.stderr
+    # torchrun reports the killed process or the other one, whose collective failed.
+    assert (tmp_path / KILLED).exists()
     for name, first in (("FusedAdamW", 3), ("SplitSGD", 2)):
         assert f"{name}: from epoch {first}" in done.stdout
         resumed, whole = (
