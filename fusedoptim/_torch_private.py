@@ -170,7 +170,7 @@ def with_shard(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """
     spec = shard_spec(tensor)
     meta = spec.tensor_meta._replace(dtype=local.dtype)
-    cls: Any = sys.modules["torch.distributed.tensor"].DTensor
+    cls: Any = type(tensor)
     result: torch.Tensor = cls(
         local, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False
     )

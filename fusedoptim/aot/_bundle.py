@@ -119,8 +119,7 @@ def read(path: Path) -> list[Module]:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             files = {name: archive.read(name) for name in archive.namelist()}
-    # zipfile and its decompressors raise almost anything for damaged bytes.
-    except Exception as error:
+    except Exception as error:  # of any class, raised by decompressors for damaged bytes
         raise BundleError(
             f"{path} is not a bundle, or is truncated or damaged ({error}); {_CURE}"
         ) from error

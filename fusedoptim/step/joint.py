@@ -90,6 +90,7 @@ class _Reduction:
         ]
         # A row for each parameter, and one that compares the parameters of all processes.
         self._values = torch.zeros(len(place) + 1, width, dtype=over_mesh.dtype, device=device)
+        self._fingerprint = self._values[-1, 0]
         self._works: list[Any] = []
 
     def begin(self) -> None:
@@ -100,12 +101,12 @@ class _Reduction:
         """Add up the sums, where the kernels that follow read them."""
         if not self._works:  # else an interrupt came after the collective was started
             self._values.zero_()
-            self._values[-1] = self._sum.fingerprint
+            self._fingerprint.fill_(self._sum.fingerprint)
             for pipeline, places in self._own:
                 sums = pipeline.sums_by_tensor()
                 self._values.index_copy_(0, places, sums.to(self._values))
         self._sum.add_up(self._values, self._works)
-        self._sum.check_same(self._values[-1, 0])
+        self._sum.check_same(self._fingerprint)
         for pipeline, places in self._parts:
             pipeline.totals.copy_(self._values[places])
         # Events count the stages. A block that waits for the last event waits for the last kernel.

@@ -268,7 +268,7 @@ def test_with_shard(mesh: DeviceMesh) -> None:
     elsewhere = DeviceMesh("meta", [0], _init_backend=False, _rank=0)
     for place in mesh, elsewhere:
         spec = _torch_private.shard_spec(DTensor.from_local(torch.ones(3, 2), place, [Shard(0)]))
-        like = DTensor(torch.ones(3, 2), spec, requires_grad=False)  # type: ignore[call-arg]
+        like = DTensor(torch.ones(3, 2), spec, requires_grad=False)  # type: ignore[call-arg]  # untyped in torch
         local = torch.arange(6, dtype=torch.int16).view(3, 2)
         found = _torch_private.with_shard(like, local)
         assert isinstance(found, DTensor)

@@ -47,7 +47,7 @@ def clone(root: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
         for shared in (module._parameters, module._buffers, module._non_persistent_buffers_set):
             memo[id(shared)] = shared.copy()
     for module in plain:
-        state = module.__getstate__()  # type: ignore[no-untyped-call]
+        state = module.__getstate__()  # type: ignore[no-untyped-call]  # untyped in torch
         memo[id(module)].__setstate__(_copied(state, memo))
     twin = copy.deepcopy(root, memo)
     return twin, {memo[id(module)]: module for module in modules}

@@ -33,9 +33,6 @@ _COMPOSED = ast.BoolOp | ast.BinOp | ast.UnaryOp | ast.Compare | ast.IfExp | ast
 _COMPOSED |= ast.Slice | ast.Tuple | ast.List | ast.Set | ast.Dict
 _NO_CODE = (ast.Global, ast.Nonlocal, ast.Pass)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_CHOICES = ast.IfExp | ast.BoolOp | ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
-_CHOICES |= ast.Subscript | ast.Call | ast.If
-"""The nodes that :meth:`Conditions._arms` looks at."""
 
 
 class Changing(NamedTuple):
@@ -99,11 +96,6 @@ class Source:
         """The variables and attributes whose contents the code changes."""
         return [*_filled_by(self.nodes)]
 
-    @functools.cached_property
-    def choices(self) -> list[ast.expr | ast.If]:
-        """The nodes of which a part may not run though their statement does."""
-        return [node for node in self.nodes if isinstance(node, _CHOICES)]
-
     def statement(self, node: ast.AST) -> ast.stmt:
         """The statement that contains a node."""
         while not isinstance(node, ast.stmt):
@@ -164,8 +156,8 @@ class Conditions:
         """Code that did not run, but may run in another call; ``ran`` has the lines that ran."""
         body = self._source.tree.body  # type: ignore[attr-defined]
         yield from self._not_run(body if isinstance(body, list) else [], ran)
-        for node in self._source.choices:  # lines do not tell what ran within a statement
-            if _ran(self._source.statement(node), ran):
+        for node in self._source.nodes:  # lines do not tell what ran within a statement
+            if isinstance(node, ast.stmt | ast.expr) and _ran(self._source.statement(node), ran):
                 yield from self._arms(node)
 
     def _not_run(self, block: list[ast.stmt], ran: set[int]) -> Iterator[ast.AST]:
