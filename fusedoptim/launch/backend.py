@@ -113,6 +113,9 @@ class Traits(NamedTuple):
     """Whether the kernel has one parameter, the address of the :class:`Frame` with its arguments.
     This saves time: every argument costs the driver time in each launch, and more if it has
     changed. The launch must then be waited for."""
+    is_light: bool = False
+    """Whether an element takes less time than in a step: it is read, and neither written nor passed
+    to a function such as ``exp``."""
 
 
 NO_TRAITS = Traits()

@@ -217,6 +217,7 @@ class OpenCLKernel:
         self._name = name
         self._packing = packing
         self._is_short, self._is_divisible = traits.is_short, traits.is_divisible
+        self._is_light = traits.is_light
         self._enqueue_here = self._opencl.enqueue if traits.is_short else self._opencl.enqueue_long
         values = packing.values
         self._addresses = struct.Struct(f"<{packing.count}Q")  # with which a frame begins
@@ -334,7 +335,7 @@ class OpenCLKernel:
             parts.done = 0
             call = self._driver.own_thread, frame.kernel.handle, *sizes.last
             return _How(*of, functools.partial(self._enqueue_here, *call))
-        count = parts_of(sizes.groups, elements, threads)
+        count = parts_of(sizes.groups, elements, threads, self._is_light)
         parts.groups, parts.lanes = sizes.groups, sizes.lanes
         parts.each = -(-sizes.groups // count)
         parts.region = team_.region if count > 1 else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -66,13 +67,18 @@ class Team(NamedTuple):
     """Like :attr:`run`, for short launches: other Python threads wait meanwhile."""
 
 
-def parts_of(groups: int, elements: int, threads: int) -> int:
+def parts_of(groups: int, elements: int, threads: int, is_light: bool) -> int:
     """The number of parts for a launch of ``groups`` groups over about ``elements`` elements."""
     if threads == 1:
         return 1
-    one_each = min(elements // _LEAST, threads)
-    several_each = min(elements // _MANY, _PARTS_EACH) * threads
-    return max(min(groups, max(one_each, several_each)), 1)
+    one_each, many = elements // _LEAST, _MANY
+    if is_light:
+        # The driver begins one part after another, each in a time c. So p parts take w / p + p * c
+        # for work that takes w on one core, which is least for p = sqrt(w / c). Adding up _LEAST
+        # elements takes about c.
+        one_each, many = math.isqrt(one_each), 2 * _MANY
+    several_each = min(elements // many, _PARTS_EACH) * threads
+    return max(min(groups, max(min(one_each, threads), several_each)), 1)
 
 
 @functools.cache

@@ -59,17 +59,14 @@ class GeneratedKernel(RawKernel):
         source: RawModule,
         name: str,
         parameters: Sequence[Parameter],
-        takes_frame: bool,
+        traits: Traits,
     ) -> None:
         self._parameters = parameters
-        self._traits = Traits(is_divisible=True, takes_frame=takes_frame)
+        self._traits = traits
         super().__init__(source, name)
 
     def __reduce__(self) -> Any:
-        return GeneratedKernel, (
-            *(self._module, self.name),
-            *(self._parameters, self._traits.takes_frame),
-        )
+        return GeneratedKernel, (self._module, self.name, self._parameters, self._traits)
 
     def _find(self) -> Signature:
         self._signature = Signature(self.name, self._parameters)
@@ -128,6 +125,8 @@ class ExpressionKernel(abc.ABC):
 
     _reserved: ClassVar[tuple[str, ...]]
     """Names that the expressions use."""
+    _is_light = False
+    """See :class:`fusedoptim.launch.backend.Traits`."""
 
     def __init__(
         self, in_params: str, out_params: str, name: str, preamble: str, options: Sequence[str]
@@ -275,9 +274,12 @@ class ExpressionKernel(abc.ABC):
         """
         if source not in self._kernels:
             module = RawModule(source, self._options)
-            self._kernels[source] = GeneratedKernel(
-                module, self._name, parameters, takes_frame(device)
+            traits = Traits(
+                is_divisible=True,
+                takes_frame=takes_frame(device),
+                is_light=self._is_light,
             )
+            self._kernels[source] = GeneratedKernel(module, self._name, parameters, traits)
         with torch.inference_mode(False):  # the plan outlives the caller's mode
             sizes = torch.tensor([*numbers.values()], dtype=torch.int64, device=device)
         lanes = launch_shape(device).lanes

@@ -6,6 +6,7 @@ Source: https://docs.cupy.dev/en/stable/user_guide/kernel.html
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -133,6 +134,8 @@ _ROWS = 256  # that a group reads in a chunk across
 _RESULTS = 16  # that a group reduces along, at most
 _ALONE = 128 * 1024  # elements that one group reduces alone
 _SHORT = 64  # elements; so few are reduced by one work item
+_ONE_INSTRUCTION = frozenset({"abs", "fabs", "fma", "fmax", "fmin", "mad", "max", "min"})
+"""Functions that take no longer than an operator."""
 
 
 class ReductionKernel(ExpressionKernel):
@@ -204,6 +207,8 @@ class ReductionKernel(ExpressionKernel):
             "identity": identity,
         }
         self._reduce_type = reduce_type or self._outputs[0].type
+        called = re.findall(r"(\w+)\s*\(", f"{map_expr};{reduce_expr}")
+        self._is_light = _ONE_INSTRUCTION.issuperset(called)
 
     def __call__(
         self,

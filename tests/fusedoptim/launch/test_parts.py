@@ -44,14 +44,27 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_MANY", 1)
 
 
-def test_number_of_parts() -> None:
-    assert parts_of(groups=1000, elements=10_000, threads=16) == 1
-    assert parts_of(groups=1000, elements=10_000_000, threads=1) == 1
-    assert parts_of(groups=3, elements=10_000_000, threads=16) == 3
-    assert parts_of(groups=1000, elements=100_000, threads=16) == 3
-    assert parts_of(groups=1000, elements=1_000_000, threads=16) == 16
-    assert parts_of(groups=1000, elements=4 << 20, threads=16) == 32
-    assert parts_of(groups=1000, elements=1 << 30, threads=16) == 128
+@pytest.mark.parametrize(
+    ("elements", "threads", "of_step", "of_light"),
+    [
+        (10_000, 16, 1, 1),
+        (10_000_000, 1, 1, 1),
+        (100_000, 16, 3, 1),
+        (256 << 10, 2, 2, 2),
+        (256 << 10, 16, 8, 2),
+        (1 << 20, 16, 16, 5),
+        (4 << 20, 16, 32, 16),
+        (16 << 20, 16, 128, 64),
+        (1 << 30, 16, 128, 128),
+    ],
+)
+def test_number_of_parts(elements: int, threads: int, of_step: int, of_light: int) -> None:
+    assert parts_of(1000, elements, threads, is_light=False) == of_step
+    assert parts_of(1000, elements, threads, is_light=True) == of_light
+
+
+def test_no_more_parts_than_groups() -> None:
+    assert parts_of(groups=3, elements=10_000_000, threads=16, is_light=False) == 3
 
 
 @pytest.mark.usefixtures("threads", "small_parts")

@@ -195,12 +195,20 @@ def test_several_threads_and_chunks() -> None:
         assert all(torch.equal(s.result(), rows.sum(0)) for s in columns)
 
 
-def test_elements_that_are_read_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long reduction is run in parts, though it writes one number."""
-    seen: list[int] = []
-    monkeypatch.setattr(opencl, "parts_of", lambda groups, elements, _: seen.append(elements) or 1)
-    total(torch.ones(600_000))
-    assert seen == [600_000]
+def test_parts_of_a_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements that are read count, and so does what is computed from them."""
+    seen: list[tuple[int, bool]] = []
+
+    def parts_of(groups: int, elements: int, threads: int, is_light: bool) -> int:
+        seen.append((elements, is_light))
+        return 1
+
+    monkeypatch.setattr(opencl, "parts_of", parts_of)
+    costly = ReductionKernel("T x", "T y", "exp(x)", "a + b", "y = a", "0")
+    greatest = ReductionKernel("T x", "T y", "fabs(x)", "max (a, b)", "y = sqrt(a)", "0")
+    for kernel in (total, costly, greatest):
+        kernel(torch.ones(600_000))
+    assert seen == [(600_000, True), (600_000, False), (600_000, True)]
 
 
 def test_fake_tensors_leave_nothing_behind() -> None:
