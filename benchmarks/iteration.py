@@ -43,14 +43,13 @@ def measure(model: str, configurations: Sequence[str], rounds: int, ipex: str) -
 
 def table(model: str, records: Records) -> Table:
     """A row for each configuration."""
-    header = ["iteration", "median", "forward", "backward", "step", "faults", "peak MiB", "first s"]
+    parts = ("iteration", "forward", "backward", "step")
     rows = [
         [
             name,
-            _milliseconds(min, runs, "iteration"),
             *(
-                _milliseconds(statistics.median, runs, part)
-                for part in ("iteration", "forward", "backward", "step")
+                f"{_milliseconds(min, runs, part)} ({_milliseconds(statistics.median, runs, part)})"
+                for part in parts
             ),
             f"{statistics.median(_all(runs, 'faults')):,.0f}",
             f"{max(run.peak for run in runs) / 2**20:,.0f}",
@@ -60,10 +59,10 @@ def table(model: str, records: Records) -> Table:
     ]
     rounds = len(next(iter(records.values())))
     title = (
-        f"{model}: minimum of an iteration, then medians, in ms; "
+        f"{model}: minima (medians) in ms; "
         f"{rounds} processes of {WORKLOADS[model].iterations} iterations"
     )
-    return Table(title, ["configuration", *header], rows)
+    return Table(title, ["configuration", *parts, "faults", "peak MiB", "first s"], rows)
 
 
 def presence(records: Records) -> str:

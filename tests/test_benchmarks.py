@@ -52,7 +52,7 @@ def test_iterations() -> None:
         """
     )
     assert "1 processes of 200 iterations" in printed
-    assert re.search("^fusedoptim, float32 +[0-9]", printed, re.M)
+    assert re.search(r"^fusedoptim, float32( +[0-9.]+ \([0-9.]+\)){4} ", printed, re.M)
 
 
 def test_versions() -> None:
