@@ -151,6 +151,31 @@ def test_forked_processes() -> None:
     assert int(kept) < FEW
 
 
+def test_workers_of_a_data_loader() -> None:
+    """Workers have the setting of the process at their start; batches arrive unchanged."""
+    found = run(
+        """
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+
+        class Squares(Dataset):
+            def __len__(self):
+                return 6
+
+            def __getitem__(self, i):
+                return torch.full((300_000,), i * i), is_mapped(48)
+
+        for change in (lambda: None, keep_memory, release_memory):
+            change()
+            batches = list(DataLoader(Squares(), 2, num_workers=2))
+            squares = torch.cat([batch for batch, _ in batches])
+            assert torch.equal(squares, torch.arange(6).square()[:, None].expand(6, 300_000))
+            print(torch.cat([mapped for _, mapped in batches]).unique().tolist())
+        """
+    )
+    assert found == ["[True]", "[False]", "[True]"]
+
+
 def test_a_fork_while_another_thread_holds_the_lock(mallopt: Mallopt) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(memory._lock.acquire).result()
