@@ -6,8 +6,6 @@ The class of each plain ``torch.nn.Linear``, and of transformers' ``Conv1D``, be
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +13,7 @@ from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, onednn_products
 from transforms.rewrites.onednn_products import OneDNNLinear, OneDNNModule
-from transforms.tracing.modules import has_computed_tensors, plain_kind
-
-_MODULE, _CONV1D = "transformers.pytorch_utils", "Conv1D"
+from transforms.tracing.modules import has_computed_tensors, plain_kind, transposed_linears
 
 
 class OneDNNProducts(ExchangingPass):
@@ -47,11 +43,10 @@ class OneDNNProducts(ExchangingPass):
 def _ours() -> dict[type[nn.Module], type[OneDNNModule]]:
     """Our class for each kind; the one for transformers only if that is imported."""
     ours: dict[type[nn.Module], type[OneDNNModule]] = {nn.Linear: OneDNNLinear}
-    theirs = getattr(sys.modules.get(_MODULE), _CONV1D, None)
-    if theirs is not None:
+    for kind in transposed_linears():
         from transforms.rewrites.onednn_conv1d import OneDNNConv1D
 
-        ours[theirs] = OneDNNConv1D
+        ours[kind] = OneDNNConv1D
     return ours
 
 

@@ -157,8 +157,9 @@ def _sharing_memory(params: list[Tensor]) -> set[Tensor]:
 
 def _objection(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | None:
     """Why a parameter is not split, if it is not."""
+    kinds = (*split.computing(), *split.TABLES)
     for module, name in users:
-        if own_class(module) not in (*split.COMPUTING, *split.TABLES):
+        if own_class(module) not in kinds:
             return f"{type(module).__name__} uses it"
         if name.rpartition(".")[2] not in ("weight", "bias"):
             return "a weight is computed from it"

@@ -19,13 +19,16 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.split.halves import Halves
 from transforms.rewrites import exchanged_class, plain_tensors
-from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED
+from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED, transposed_linears
 
-COMPUTING = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
-"""Modules that autocast runs in bfloat16."""
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 _SPLIT = "_fusedoptim_split"
 """The attribute of a module that holds its :class:`_Split`."""
+
+
+def computing() -> tuple[type[nn.Module], ...]:
+    """The classes of modules that autocast runs in bfloat16."""
+    return nn.Linear, *CONVOLUTIONS, *TRANSPOSED, *transposed_linears()
 
 
 class _Split(NamedTuple):
@@ -57,7 +60,7 @@ def _hook(module: nn.Module) -> list[RemovableHandle]:
         register(_note_loaded),
     ]
     kind = exchanged_class.own_class(module)
-    if kind in COMPUTING:
+    if kind in computing():
         handles.append(module.register_forward_pre_hook(_require_autocast))
     elif kind in TABLES:
         handles.append(module.register_forward_hook(_return_float32))

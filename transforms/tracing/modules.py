@@ -40,6 +40,12 @@ META_DATA |= {"is_floating_point", "is_complex", "__len__", "__hash__"}
 _BEHAVIOUR = ("forward", "_conv_forward", "__call__", "_call_impl", "_output_padding")
 
 
+def transposed_linears() -> tuple[type[nn.Module], ...]:
+    """The class of GPT-2's Linears with a transposed weight; none if transformers is not there."""
+    kind = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return () if kind is None else (kind,)
+
+
 def plain_kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
     """The class in ``kinds`` whose methods the module uses unchanged; None if there is none."""
     own = exchanged_class.own_class(module)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers.pytorch_utils import Conv1D
 
 from fusedoptim import FusedAdam, FusedSGD, SplitSGD, transforms
 from tests.optimizer_cases import OptimizerCase
@@ -291,6 +292,7 @@ class TestForward:
             (nn.Linear(3, 2), torch.ones(4, 3)),
             (nn.Conv1d(3, 2, 1), torch.ones(1, 3, 4)),
             (nn.ConvTranspose2d(3, 2, 1), torch.ones(1, 3, 4, 4)),
+            (Conv1D(2, 3), torch.ones(4, 3)),
         ],
     )
     def test_without_autocast(self, module: nn.Module, x: Tensor) -> None:
@@ -304,6 +306,20 @@ class TestForward:
         assert module(x.bfloat16()).dtype == torch.bfloat16
         merge_master_weights(module, optimizer)
         assert module(x).dtype == torch.float32
+
+    def test_linears_of_gpt2(self) -> None:
+        """Outputs and gradients are those of the plain module with truncated weights."""
+        split, plain, x = Conv1D(5, 3), Conv1D(5, 3), torch.randn(2, 4, 3)
+        split_master_weights(split, FusedSGD(split.parameters()))
+        plain.load_state_dict(_truncated(split))
+        with AUTOCAST:
+            outputs = [module(x) for module in (split, plain)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.float().square().sum().backward()
+        for ours, theirs in zip(split.parameters(), plain.parameters()):
+            assert ours.grad.dtype == torch.bfloat16
+            assert torch.equal(ours.grad.float(), theirs.grad)
 
     def test_embeddings_return_float32(self) -> None:
         model = nn.ModuleList([nn.Embedding(5, 3), nn.EmbeddingBag(5, 3, mode="sum")])
