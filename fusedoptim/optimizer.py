@@ -102,6 +102,8 @@ class FusedOptimizer(UpdateDefinition):
     def _set_up(self, max_grad_norm: float | None, split: bool) -> None:
         """Set the attributes that this class adds, in a new object or in one that becomes ours."""
         self._lock = new_lock()
+        # Not forgotten with the plans: a process that loads a checkpoint may be the only one.
+        self._agreed: set[tuple[Any, int]] = set()
         self._forget_plans()
         self.max_grad_norm = max_grad_norm
         vars(self)["split"] = split
@@ -214,7 +216,7 @@ class FusedOptimizer(UpdateDefinition):
 
     def _forget_plans(self) -> None:
         with self._lock:
-            self._plan = StepPlan()
+            self._plan = StepPlan(self._agreed)
 
     def _check_groups(self) -> None:
         """Raise if there is a parameter or an option for which no step can be taken."""

@@ -34,7 +34,9 @@ _Begun: TypeAlias = "tuple[Update, Sequence[Stage], list[Any]]"
 class Plan(Protocol):
     """Updates with the same settings."""
 
-    settings: Settings
+    @property
+    def settings(self) -> Settings:
+        """The group's numbers."""
 
     @property
     def updates(self) -> Sequence[tuple[Update, Callable[[], Rows] | None]]:

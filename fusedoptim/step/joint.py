@@ -3,12 +3,13 @@
 First the kernels that sum run, then the processes of each mesh add up the sums, then the kernels
 that use them run. A process that skipped a collective, or started one twice, would leave the others
 waiting. Therefore all groups' updates are a single one for :mod:`fusedoptim.step.commit`, which
-submits the rest of an update that has begun, and a collective is never started twice.
+submits the rest of an update that has begun, and a collective is never started twice. Parameters
+that need no such norms are updated after the reduction, as nothing may be written if it fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,42 +17,56 @@ from torch import Tensor
 
 from fusedoptim.launch.pipeline import Stage
 from fusedoptim.step.dense import DenseRows
-from fusedoptim.step.rows import Update
+from fusedoptim.step.rows import Rows, Update
 from fusedoptim.step.scalars import Settings
 from fusedoptim.step.sharding import MeshSum
 from fusedoptim.step.tensors import State
 
 
 class _Plan(Protocol):
+    """See :class:`fusedoptim.step.plan.GroupPlan`."""
+
     settings: Settings
+    joint: list[DenseRows]
+    direct: list[Rows]
+    late: list[tuple[Update, Callable[[], Rows] | None]]
 
 
 class JointUpdate:
-    """The rows of all groups whose update needs norms of sharded parameters."""
+    """The rows of all groups, some of which need norms of sharded parameters."""
 
     settings = Settings({}, 1.0)
     """Empty settings: each part has its group's."""
 
-    def __init__(
-        self, parts: Sequence[tuple[_Plan, DenseRows]], sums: Sequence[MeshSum], width: int
-    ) -> None:
-        """Join the rows of several plans.
+    def __init__(self, plans: Sequence[_Plan], sums: Sequence[MeshSum], width: int) -> None:
+        """Join the rows of several plans, except for their :class:`LateUpdates`.
 
         Args:
-            parts: the plans, and their rows.
+            plans: the plans of groups.
             sums: the sums over all parameters that may need norms, whether or not they have a
                 gradient. They are the same on all processes.
             width: the number of values summed for each parameter.
         """
-        self._parts = parts
-        self.written = [tensor for _, rows in parts for tensor in rows.written]
-        self.runs_on_host = any(rows.runs_on_host for _, rows in parts)
+        self._parts = parts = [(plan, rows) for plan in plans for rows in plan.joint]
+        self._others = others = [(plan, rows) for plan in plans for rows in plan.direct]
+        self._rows: list[Rows] = [rows for _, rows in (*parts, *others)]
+        self.written = [tensor for rows in self._rows for tensor in rows.written]
+        self.runs_on_host = any(rows.runs_on_host for rows in self._rows)
         self._reductions = [
             _Reduction(each, [rows for _, rows in parts if each.includes(rows.spread)], width)
             for each in sums
         ]
         self.updates: list[tuple[Update, None]] = [(self, None)]
         """See :class:`fusedoptim.step.plan.GroupPlan`."""
+
+    def agree(self, agreed: set[tuple[Any, int]]) -> None:
+        """Raise unless all processes take collectives of the same size; nothing is written.
+
+        Args:
+            agreed: the meshes and sizes, in bytes, on which the processes agreed before.
+        """
+        for reduction in self._reductions:
+            reduction.agree(agreed)
 
     def prepare(self, settings: Settings, common: Tensor | None) -> Sequence[Stage]:
         """See :class:`fusedoptim.step.rows.Update`."""
@@ -61,14 +76,29 @@ class JointUpdate:
             stages = rows.prepare(plan.settings, common)
             summing += stages[: rows.pipeline.summing]
             using += stages[rows.pipeline.summing :]
+        for plan, others in self._others:
+            using += others.prepare(plan.settings, common)
         for reduction in self._reductions:
             reduction.begin()
         return [*summing, *self._reductions, *using]
 
     def commit(self, states: MutableMapping[Tensor, State]) -> None:
         """See :class:`fusedoptim.step.rows.Update`."""
-        for _, rows in self._parts:
+        for rows in self._rows:
             rows.commit(states)
+
+
+class LateUpdates:
+    """What a group updates after a :class:`JointUpdate`."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self.updates = plan.late
+
+    @property
+    def settings(self) -> Settings:
+        """The group's numbers."""
+        return self._plan.settings
 
 
 class _Reduction:
@@ -92,6 +122,13 @@ class _Reduction:
         self._values = torch.zeros(len(place) + 1, width, dtype=over_mesh.dtype, device=device)
         self._fingerprint = self._values[-1, 0]
         self._works: list[Any] = []
+
+    def agree(self, agreed: set[tuple[Any, int]]) -> None:
+        """See :meth:`JointUpdate.agree`."""
+        key = self._sum.mesh, self._values.nbytes
+        if key not in agreed:
+            self._sum.check_same_size(self._values.nbytes)
+            agreed.add(key)
 
     def begin(self) -> None:
         """Forget the last step's collective."""

@@ -29,7 +29,7 @@ from fusedoptim.step.checks import (
 )
 from fusedoptim.step.commit import Plan
 from fusedoptim.step.dense import DenseRows
-from fusedoptim.step.joint import JointUpdate
+from fusedoptim.step.joint import JointUpdate, LateUpdates
 from fusedoptim.step.modes import on_memory
 from fusedoptim.step.rows import Rows, Update
 from fusedoptim.step.rule import Candidate, UpdateRule
@@ -131,10 +131,16 @@ class GroupPlan:
         self.sums = {p: _sums_over(rule, p) for p in dtensors(self._params)}
         """For each sharded parameter, how many values are summed over it for its update."""
         not_joint = [rows for rows in self.rows if rows not in self.joint]
-        self.updates: list[tuple[Update, Callable[[], Rows] | None]] = [
-            *((rows, None) for rows in not_joint if not rows.copies),
+        self.direct: list[Rows] = [rows for rows in not_joint if not rows.copies]
+        """The rows that can be submitted together with any others."""
+        self.late: list[tuple[Update, Callable[[], Rows] | None]] = [
             *((rows, functools.partial(_itself, rows)) for rows in not_joint if rows.copies),
             *self._deferred,
+        ]
+        """The other updates, in order, as in ``updates``."""
+        self.updates: list[tuple[Update, Callable[[], Rows] | None]] = [
+            *((rows, None) for rows in self.direct),
+            *self.late,
         ]
         """See :attr:`fusedoptim.step.commit.Plan.updates`."""
         arithmetic = {PARAM_DTYPES[candidate.param.dtype].arithmetic for candidate in candidates}
@@ -182,8 +188,8 @@ class GroupPlan:
         for rows in self.rows:
             rows.release()
         if self._serves_once:
-            self.rows, self.joint, self._without_repeated = [], [], []
-            self._deferred, self.updates = [], []
+            self.rows, self.joint, self.direct, self._without_repeated = [], [], [], []
+            self._deferred, self.late, self.updates = [], [], []
 
     def sums_of_squares(self) -> list[tuple[Spread | None, Tensor]]:
         """The squares of the elements of all gradients, each summed once, and their spread."""
@@ -215,8 +221,9 @@ class GroupPlan:
 class StepPlan:
     """The plans of all groups."""
 
-    def __init__(self) -> None:
-        """Begin without plans."""
+    def __init__(self, agreed: set[tuple[Any, int]]) -> None:
+        """Begin without plans; for ``agreed``, which later plans share, see JointUpdate.agree."""
+        self._agreed = agreed
         self.groups: list[GroupPlan] = []
         self.all: Sequence[Plan] = []
         """The plans of all updates: of the groups, and of what groups have in common."""
@@ -342,8 +349,9 @@ class StepPlan:
             sums = {p: width for plan in self.groups for p, width in plan.sums.items() if width}
             over_norms = mesh_sums(list(sums), list(map(_arithmetic, sums)))
             if over_norms:
-                parts = [(plan, rows) for plan in self.groups for rows in plan.joint]
-                self.all = [*self.groups, JointUpdate(parts, over_norms, max(sums.values()))]
+                joint = JointUpdate(self.groups, over_norms, max(sums.values()))
+                joint.agree(self._agreed)
+                self.all = [joint, *map(LateUpdates, self.groups)]
         self._joined = self.groups.copy()
 
 

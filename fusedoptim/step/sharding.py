@@ -254,14 +254,32 @@ class MeshSum:
         """Raise unless all processes have the same parameters; ``total`` adds up fingerprints."""
         if not self._is_checked and self.mesh.get_coordinate() is not None:
             # Only once, as this waits for the device.
-            sizes = map(self.mesh.size, self._dims)
-            if total != self.fingerprint * math.prod(sizes):
-                raise RuntimeError(
-                    f"this process has {len(self.params)} sharded parameters on the mesh of shape "
-                    f"{tuple(self.mesh.shape)}, and another process has different ones; "
-                    "construct all optimizers with the same parameters"
-                )
+            if total != self.fingerprint * self._count():
+                raise self._differs()
             self._is_checked = True
+
+    def check_same_size(self, size: int) -> None:
+        """Raise unless all processes would add up ``size`` bytes: gloo aborts where sizes differ.
+
+        This is a collective of its own, whose size is always the same.
+        """
+        # Sums of numbers and of their squares that fit each other are those of equal numbers.
+        own = torch.tensor([size, size * size], device=self.device)
+        total = own.clone()
+        self.add_up(total, [])
+        if self.mesh.get_coordinate() is not None and not torch.equal(total, own * self._count()):
+            raise self._differs()
+
+    def _count(self) -> int:
+        """How many processes add up their parts."""
+        return math.prod(map(self.mesh.size, self._dims))
+
+    def _differs(self) -> RuntimeError:
+        return RuntimeError(
+            f"this process has {len(self.params)} sharded parameters on the mesh of shape "
+            f"{tuple(self.mesh.shape)}, and another process has different ones; "
+            "construct all optimizers with the same parameters"
+        )
 
     def _groups(self) -> list[Any]:
         from torch import distributed

@@ -58,13 +58,13 @@ def refused(
     params: list[Parameter], match: str, error: type[Exception] = RuntimeError
 ) -> Iterator[None]:
     """Assert that a step raises soon, and writes no weight."""
-    before = [p.to_local().detach().clone() for p in params]
+    before = [local_of(p).detach().clone() for p in params]
     start = time.monotonic()
     with pytest.raises(error, match=match):
         yield
     assert time.monotonic() - start < 30
     for p, value in zip(params, before):
-        assert torch.equal(p.to_local(), value)
+        assert torch.equal(local_of(p), value)
 
 
 def kinds(mesh: DeviceMesh, *sizes: int) -> list[Any]:
@@ -92,9 +92,10 @@ def values_of(optimizer: Any) -> list[torch.Tensor]:
 
 @on_processes(2)
 def test_state_where_a_collective_fails() -> None:
-    """A step of Lamb that fails leaves moments and counts unchanged."""
+    """A step of Lamb that fails changes no weight, moment or count, of whole parameters either."""
     mesh = impatient_mesh()
-    params = new_params(mesh, 40_000, 5)
+    params = [*new_params(mesh, 40_000, 5), Parameter(torch.ones(6))]
+    params[-1].grad = torch.ones(6)
     optimizer = FusedLamb(params, lr=0.1)
     optimizer.step()
     if rank() == 0:
@@ -108,15 +109,18 @@ def test_state_where_a_collective_fails() -> None:
 
 @on_processes(2)
 def test_other_parameters_on_one_process() -> None:
-    """A step is refused. If Lamb's collectives differ in size, gloo aborts."""
+    """A step is refused if their shapes, number or dtype differ."""
     mesh = impatient_mesh()
-    optimizer = kinds(mesh, *[4, 5, 6, 7][: 1 + 3 * rank()])[0]
-    with refused(optimizer.param_groups[0]["params"], "same parameters"):
-        optimizer.step()
-    for optimizer in kinds(mesh, *([4, 6], [8, 10])[rank()]):
-        with refused(optimizer.param_groups[0]["params"], "same parameters"):
-            optimizer.step()
-        assert not optimizer.state
+    for sizes in ([4, 6], [8, 10]), ([4], [4, 5, 6, 7]):
+        for optimizer in kinds(mesh, *sizes[rank()]):
+            with refused(optimizer.param_groups[0]["params"], "same parameters"):
+                optimizer.step()
+            assert not optimizer.state
+    dtype = (torch.float32, torch.float64)[rank()]
+    params = [Parameter(p.detach().to(dtype)) for p in new_params(mesh, 4)]
+    params[0].grad = torch.ones_like(params[0])
+    with refused(params, "same parameters"):
+        FusedLamb(params, lr=0.1).step()
 
 
 @on_processes(2)
