@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -30,6 +32,7 @@ from fusedoptim.step.tensors import (
 
 OPTIONS = ("foreach", "differentiable", "capturable", "fused")
 """Options of a group that choose an implementation of the step."""
+_AVERAGING = "torch.distributed.optim.post_localSGD_optimizer"
 _KINDS = {"dampening": "SGD", "lr_decay": "Adagrad", "amsgrad": "Adam", "trust_clip": "Lamb"}
 """Kinds of optimizer, by a hyper-parameter that no other kind has."""
 
@@ -256,6 +259,21 @@ def check_half(optimizer: str, candidate: Candidate) -> None:
             f"{describe(optimizer, candidate)} was converted after it was split, which loses its "
             "lower half; convert a model before constructing its optimizer"
         )
+
+
+def check_not_averaged(optimizer: str) -> None:
+    """Raise if torch's PostLocalSGDOptimizer takes a step of split parameters.
+
+    Nothing that it does is visible in the optimizer that it wraps, except that it calls ``step()``.
+    """
+    frame = inspect.currentframe() if _AVERAGING in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _AVERAGING:
+            raise RuntimeError(
+                f"{optimizer}: PostLocalSGDOptimizer would average only the upper halves of split "
+                "parameters; pass it an optimizer of float32 parameters, without split"
+            )
+        frame = frame.f_back
 
 
 def check_state_shape(

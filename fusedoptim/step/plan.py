@@ -23,6 +23,7 @@ from fusedoptim.step.checks import (
     OPTIONS,
     check_candidate,
     check_half,
+    check_not_averaged,
     check_numbers,
     describe,
     named_params,
@@ -116,6 +117,8 @@ class GroupPlan:
         self.idle = [p for p in self._params if id(p) not in with_gradient]
         """Parameters without a gradient."""
         candidates = [_checked(rule, candidate) for candidate in found]
+        if any(rule.is_split(candidate.param) for candidate in found):
+            check_not_averaged(rule.optimizer_name)
         self.rows: list[Rows] = []
         """The rows that can be updated in any order."""
         self._deferred: list[tuple[Rows, Callable[[], Rows]]] = []

@@ -1,15 +1,17 @@
 """Each of our classes with each of torch's features for several processes.
 
-docs/distributed.md has the table. Each of its cells is tested here: it works, or is refused.
+docs/distributed.md has the table. Each of its cells is tested here, or in test_models.py if it is
+about sharded models: it works, or is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +26,6 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
-    MixedPrecisionPolicy,
     fully_shard,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -32,18 +33,28 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedoptim import FusedAdamW, FusedLamb
 from fusedoptim.nn import MergedEmbeddingBag
 from fusedoptim.offload import OffloadOptimizer
-from tests.fusedoptim.distributed.helpers import (
-    Block,
-    computed_once,
-    flat_mesh,
-    rank,
-    size,
-    whole,
-)
+from tests.fusedoptim.distributed.helpers import Block, flat_mesh, rank, size
 from tests.fusedoptim.distributed.processes import on_processes
-from tests.fusedoptim.helpers import bits
-from tests.optimizer_cases import ADAMW, CASES, LAMB, WHOLE_CASES, OptimizerCase
-from tests.tolerances import Exact, assert_as_exact
+from tests.fusedoptim.distributed.training import (
+    LIMIT,
+    SPLITS,
+    assert_trained,
+    batches,
+    checked_updates,
+    loss_of,
+    make,
+    new_model,
+    own_batches,
+    train,
+)
+from tests.fusedoptim.helpers import bits, refused
+from tests.optimizer_cases import (
+    ADAMW,
+    CASES,
+    LAMB,
+    WHOLE_CASES,
+    OptimizerCase,
+)
 
 with warnings.catch_warnings():  # these modules use torch.jit, which is deprecated
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -52,66 +63,6 @@ with warnings.catch_warnings():  # these modules use torch.jit, which is depreca
         ZeroRedundancyOptimizer,
         _apply_optimizer_in_backward,
     )
-
-BATCHES = 3
-
-
-def new_model() -> nn.Module:
-    torch.manual_seed(4)
-    return Block()
-
-
-def batches(parts: int = 1, part: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(BATCHES):
-        batch = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-        yield batch.to(dtype).chunk(parts)[part]
-
-
-def own_batches(dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
-    """This process's part of each batch."""
-    return batches(size(), rank(), dtype)
-
-
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    loss: Tensor = model(batch).float().square().mean()
-    return loss
-
-
-def train(model: nn.Module, optimizer: Any) -> None:
-    for batch in own_batches(next(model.parameters()).dtype):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-
-
-@functools.cache
-def trained_alone(name: str, limit: float | None) -> Exact:
-    """The weights after one process has trained with whole batches."""
-    (case,) = (case for case in WHOLE_CASES if case.name == name)
-
-    def exact() -> list[Tensor]:
-        model = new_model().double()
-        optimizer = case.make_reference(model.parameters(), **case.kwargs[-1])
-        for batch in batches(dtype=torch.float64):
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            if limit is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-            optimizer.step()
-        return [p.detach() for p in model.parameters()]
-
-    return computed_once(exact)
-
-
-def assert_trained(model: nn.Module, case: OptimizerCase, limit: float | None = None) -> None:
-    """Assert that the weights are those after training in one process."""
-    weights = [whole(p) for p in model.parameters()]
-    assert_as_exact(weights, trained_alone(case.name, limit), torch.float32)
-
-
-def make(case: OptimizerCase, model: nn.Module) -> Any:
-    return case.make(model.parameters(), **case.kwargs[-1])
 
 
 def ddp(model: nn.Module, **options: Any) -> nn.Module:
@@ -262,34 +213,6 @@ def test_merge_inside_ddp_is_refused() -> None:
     assert all(map(torch.equal, model.parameters(), values))
 
 
-def replayed(case: OptimizerCase, gradients: list[list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """A function that trains the reference in float64 with recorded gradients."""
-
-    def exact() -> list[Tensor]:
-        params = list(new_model().double().parameters())
-        optimizer = case.make_reference(params, **case.kwargs[-1])
-        for step in gradients:
-            for p, grad in zip(params, step):
-                p.grad = grad.double()
-            optimizer.step()
-        return [p.detach() for p in params]
-
-    return exact
-
-
-def train_and_replay(model: nn.Module, case: OptimizerCase) -> None:
-    """Compare the updates alone: gradients, which may be rounded to bfloat16, are recorded."""
-    optimizer = make(case, model)
-    gradients = []
-    for batch in own_batches():
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        gradients.append([whole(p.grad).clone() for p in model.parameters() if p.grad is not None])
-        optimizer.step()
-    results = [whole(p) for p in model.parameters()]
-    assert_as_exact(results, computed_once(replayed(case, gradients)), torch.float32)
-
-
 @on_processes(2)
 def test_ddp_with_compressed_gradients() -> None:
     for case in WHOLE_CASES:
@@ -298,7 +221,54 @@ def test_ddp_with_compressed_gradients() -> None:
         model.register_comm_hook(
             None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
         )
-        train_and_replay(model, case)
+        optimizer = make(case, model)
+        with checked_updates(case, optimizer):
+            train(model, optimizer)
+
+
+def split_then_ddp(make: Callable[[nn.Module], Any], **options: Any) -> tuple[nn.Module, Any]:
+    model = new_model()
+    optimizer = make(model)
+    return ddp(model, **options), optimizer
+
+
+@on_processes(2)
+def test_split_weights() -> None:
+    """Steps with DDP are exact, and clip, with float32 weights that are split before."""
+    choices: tuple[dict[str, bool], ...] = (
+        {},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+    )
+    for options, case in itertools.product(choices, SPLITS):
+        make_clipping = functools.partial(make, case, max_grad_norm=LIMIT)
+        model, optimizer = split_then_ddp(make_clipping, **options)
+        with checked_updates(case, optimizer, LIMIT):
+            train(model, optimizer)
+
+
+@on_processes(2)
+def test_split_weights_after_clip_grad_norm() -> None:
+    for case in SPLITS:
+        model, optimizer = split_then_ddp(functools.partial(make, case))
+        with checked_updates(case, optimizer):
+            train(model, optimizer, clip=LIMIT)
+
+
+@on_processes(2)
+def test_split_weights_with_no_sync_and_compressed_gradients() -> None:
+    for case in SPLITS:
+        model, optimizer = split_then_ddp(functools.partial(make, case))
+        model.register_comm_hook(
+            None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
+        )
+        with checked_updates(case, optimizer):
+            for batch in own_batches(torch.bfloat16):
+                optimizer.zero_grad()
+                with model.no_sync():
+                    loss_of(model, batch).backward()
+                loss_of(model, batch).backward()
+                optimizer.step()
 
 
 def assert_zero_resumes(model: nn.Module, optimizer: Any, case: OptimizerCase) -> None:
@@ -310,7 +280,7 @@ def assert_zero_resumes(model: nn.Module, optimizer: Any, case: OptimizerCase) -
     other = ddp(new_model().bfloat16())
     other.load_state_dict(model.state_dict())
     loaded = ZeroRedundancyOptimizer(
-        other.parameters(), optimizer_class=case.cls, **case.kwargs[-1]
+        other.parameters(), optimizer_class=case.cls, **case.always, **case.kwargs[-1]
     )
     loaded.load_state_dict(copy.deepcopy(saved[0]))  # which may share the state's memory
     both = loaded.optim, optimizer.optim
@@ -324,13 +294,14 @@ def assert_zero_resumes(model: nn.Module, optimizer: Any, case: OptimizerCase) -
 
 @on_processes(2)
 def test_zero_redundancy() -> None:
-    for case in CASES:
+    for case in (*CASES, *SPLITS[1:]):
         for as_views in (False, True):
             model = ddp(new_model().bfloat16() if case.is_split else new_model())
             optimizer = ZeroRedundancyOptimizer(
                 model.parameters(),
                 optimizer_class=case.cls,
                 parameters_as_bucket_view=as_views,
+                **case.always,
                 **case.kwargs[-1],
             )
             if case.is_split:
@@ -343,7 +314,7 @@ def test_zero_redundancy() -> None:
 @on_processes(2)
 def test_zero_redundancy_with_overlap_is_refused() -> None:
     """torch refuses it, as it has functional versions of its own classes only."""
-    for case in WHOLE_CASES:
+    for case in CASES:
         with pytest.raises(ValueError, match="functional"):
             ZeroRedundancyOptimizer(
                 new_model().parameters(), optimizer_class=case.cls, overlap_with_ddp=True, lr=0.1
@@ -353,22 +324,27 @@ def test_zero_redundancy_with_overlap_is_refused() -> None:
 @on_processes(2)
 def test_optimizer_in_backward() -> None:
     """Each parameter has an optimizer, stepped by its hook, even if it is a shard of FSDP2."""
-    for case, is_sharded in itertools.product(WHOLE_CASES, (False, True)):
-        model = new_model()
+    for case, is_sharded in itertools.product((*WHOLE_CASES, *SPLITS), (False, True)):
+        model = new_model().bfloat16() if case.is_split else new_model()
         if is_sharded:
             model = fully_shard(model, mesh=flat_mesh())
-        for p in model.parameters():
-            optimizer = case.make([p], **case.kwargs[-1])
+        with contextlib.ExitStack() as stack:
+            for p in model.parameters():
+                optimizer = case.make([p], **case.kwargs[-1])
+                if case.is_split:
+                    stack.enter_context(checked_updates(case, optimizer))
 
-            def hook(p: Tensor, optimizer: Any = optimizer) -> None:
-                optimizer.step()
-                p.grad = None
+                def hook(p: Tensor, optimizer: Any = optimizer) -> None:
+                    optimizer.step()
+                    p.grad = None
 
-            p.register_post_accumulate_grad_hook(hook)
-        for batch in own_batches() if is_sharded else batches():
-            loss_of(model, batch).backward()
+                p.register_post_accumulate_grad_hook(hook)
+            dtype = next(model.parameters()).dtype
+            for batch in own_batches(dtype) if is_sharded else batches(dtype=dtype):
+                loss_of(model, batch).backward()
         assert all(p.grad is None for p in model.parameters())
-        assert_trained(model, case)
+        if not case.is_split:
+            assert_trained(model, case)
 
 
 @on_processes(2)
@@ -382,25 +358,18 @@ def test_apply_optimizer_in_backward() -> None:
         wrapped = ddp(model)
         with pytest.raises(RuntimeError, match="accelerator"):  # torch's own code needs one
             loss_of(wrapped, next(own_batches())).backward()
+    for case in SPLITS:
+        model = new_model().bfloat16()
+        _apply_optimizer_in_backward(case.cls, model.parameters(), case.always | case.kwargs[-1])
+        with contextlib.ExitStack() as stack:
+            for p in model.parameters():
+                (optimizer,) = p._in_backward_optimizers
+                stack.enter_context(checked_updates(case, optimizer))
+            for batch in batches(dtype=torch.bfloat16):
+                loss_of(model, batch).backward()
     model = new_model()
     with pytest.raises(RuntimeError, match="would lose the hooks"):  # of this very function
         _apply_optimizer_in_backward(FusedAdamW, model.parameters(), {"split": True})
-
-
-@on_processes(2)
-def test_fsdp_mixed_precision() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for case in WHOLE_CASES:
-        train_and_replay(fully_shard(new_model(), mesh=flat_mesh(), mp_policy=policy), case)
-
-
-@on_processes(2)
-def test_fsdp_offload() -> None:
-    for case in WHOLE_CASES:
-        policy = CPUOffloadPolicy(pin_memory=False)
-        model = fully_shard(new_model(), mesh=flat_mesh(), offload_policy=policy)
-        train(model, make(case, model))
-        assert_trained(model, case)
 
 
 @on_processes(2)
@@ -423,12 +392,7 @@ def test_max_grad_norm() -> None:
 def test_after_clip_grad_norm() -> None:
     for case in WHOLE_CASES:
         model = fully_shard(new_model(), mesh=flat_mesh())
-        optimizer = make(case, model)
-        for batch in own_batches():
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
+        train(model, make(case, model), clip=0.1)
         assert_trained(model, case, limit=0.1)
 
 
@@ -498,3 +462,16 @@ def test_post_local_sgd() -> None:
                 optimizer.step()
             results.append([p.detach().double() for p in model.parameters()])
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@on_processes(2)
+def test_post_local_sgd_of_split_weights_is_refused() -> None:
+    """It averages upper halves alone; nothing is written."""
+    for case in SPLITS:
+        model, local = split_then_ddp(functools.partial(make, case))
+        averager = PeriodicModelAverager(period=2, warmup_steps=1)
+        optimizer = PostLocalSGDOptimizer(optim=local, averager=averager)
+        loss_of(model, next(own_batches(torch.bfloat16))).backward()
+        with refused(local, RuntimeError, "upper halves of split parameters"):
+            optimizer.step()
+        local.step()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,10 +20,13 @@ from torch.distributed.tensor.parallel import (
 
 from tests.fusedoptim.distributed.helpers import Block, computed_once, size, square_mesh, whole
 from tests.fusedoptim.distributed.processes import on_processes
+from tests.fusedoptim.distributed.training import LIMIT, SPLITS, checked_updates
 from tests.optimizer_cases import ADAMW, LAMB, WHOLE_CASES, OptimizerCase
 from tests.tolerances import Exact, assert_as_exact
 
 STEPS = 3
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 
 
 def divided(model: nn.Module, mesh: Any) -> nn.Module:
@@ -36,15 +39,15 @@ def divided(model: nn.Module, mesh: Any) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-def sharded(model: nn.Module, mesh: Any) -> nn.Module:
+def sharded(model: nn.Module, mesh: Any, **policies: Any) -> nn.Module:
     for layer in model.children():
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **policies)
+    return fully_shard(model, mesh=mesh, **policies)
 
 
-def fsdp(model: nn.Module) -> tuple[nn.Module, int, int]:
+def fsdp(model: nn.Module, **policies: Any) -> tuple[nn.Module, int, int]:
     mesh = init_device_mesh("cpu", (size(),))
-    return sharded(model, mesh), mesh.get_local_rank(), size()
+    return sharded(model, mesh, **policies), mesh.get_local_rank(), size()
 
 
 def tensor_parallel(model: nn.Module) -> tuple[nn.Module, int, int]:
@@ -110,6 +113,50 @@ def check(
     train(model, optimizer, part, parts)
     weights = [whole(p) for p in model.parameters()]
     assert_as_exact(weights, trained_alone(case.name, limit), torch.float32)
+
+
+def check_updates(
+    case: OptimizerCase,
+    wrap: Callable[[nn.Module], tuple[nn.Module, int, int]],
+    *,
+    in_step: bool = True,
+) -> None:
+    """Train a model whose forward pass may compute in bfloat16, and check the updates alone.
+
+    Gradients are clipped ``in_step``, or by torch.
+    """
+    model, part, parts = wrap(new_model().to(torch.bfloat16 if case.is_split else torch.float32))
+    in_ours, by_torch = (LIMIT, None) if in_step else (None, LIMIT)
+    optimizer = case.make(model.parameters(), **case.kwargs[-1], max_grad_norm=in_ours)
+    with checked_updates(case, optimizer, in_ours):
+        train(model, optimizer, part, parts, by_torch)
+
+
+@on_processes(2)
+def test_fsdp_with_mixed_precision() -> None:
+    """Gradients are clipped to a norm of all, in the step or by torch."""
+    wrap = functools.partial(fsdp, mp_policy=MIXED)
+    for case in (*WHOLE_CASES, *SPLITS):
+        check_updates(case, wrap)
+    for case in (LAMB, *SPLITS[:2]):
+        check_updates(case, wrap, in_step=False)
+
+
+@on_processes(2)
+def test_fsdp_with_offload() -> None:
+    wrap = functools.partial(fsdp, offload_policy=OFFLOAD)
+    for case in WHOLE_CASES:
+        check(case, wrap)
+    for case in SPLITS:
+        check_updates(case, wrap)
+
+
+@on_processes(2, 4)
+def test_split_weights() -> None:
+    for case in SPLITS if size() == 2 else SPLITS[1:]:
+        for wrap in (fsdp, tensor_parallel) if size() == 2 else (hsdp, both):
+            check_updates(case, wrap)
+    check_updates(SPLITS[0], fsdp, in_step=False)
 
 
 @on_processes(2, 4)
