@@ -27,7 +27,14 @@ from tests.fusedoptim.distributed.helpers import (
 )
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.helpers import bits
-from tests.optimizer_cases import SPLIT_CASES, SPLIT_SGD, TORCHS_CASES, WHOLE_CASES
+from tests.optimizer_cases import (
+    ADAMW,
+    LAMB,
+    SPLIT_CASES,
+    SPLIT_SGD,
+    TORCHS_CASES,
+    WHOLE_CASES,
+)
 from tests.tolerances import assert_as_exact
 
 
@@ -135,6 +142,30 @@ def test_partial_gradients() -> None:
         assert whole(q).eq(1 - step).all()
         plans.append(optimizer._plan.groups[0])
     assert plans[1] is plans[2]
+
+
+@on_processes(4)
+def test_partial_gradients_on_a_mesh_of_two_dimensions() -> None:
+    """Gradients that are partial sums along one dimension or both give the step of whole ones."""
+    mesh = square_mesh()
+    replicated = [[Replicate(), Shard(0)], [Shard(1), Replicate()], [Replicate(), Replicate()]]
+    values = [torch.randn(5, 7) for _ in replicated]
+    for case, limit in itertools.product((ADAMW, LAMB), (None, 0.5)):
+        pair = ShardedSideBySide(case, values, mesh, replicated)
+        for _ in range(2):
+            pair.set_gradients()
+            for p in pair.params:
+                p.grad = as_partial_sums(p.grad)
+            pair.check(limit=limit)
+
+
+def as_partial_sums(grad: Any) -> DTensor:
+    """The same gradient, whose values are sums over the dimensions where it is replicated."""
+    places = [Partial() if place.is_replicate() else place for place in grad.placements]
+    parts = 2 ** sum(place.is_partial() for place in places)  # of a power of 2, so sums are exact
+    return DTensor.from_local(
+        grad.to_local() / parts, grad.device_mesh, places, shape=grad.shape, stride=grad.stride()
+    )
 
 
 @on_processes(2)
