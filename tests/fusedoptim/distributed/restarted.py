@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fusedoptim import FusedAdamW
 from fusedoptim.step.sharding import local_of
+from tests.fusedoptim.helpers import bits, params_of
 
 STEPS = 5
 FOLDER: Path
@@ -33,7 +35,7 @@ def die_once(where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def step_while_the_other_dies(optimizer: Any) -> None:
+def step_while_the_other_dies(optimizers: Sequence[Any]) -> None:
     """Take a step; the first time, the second process is killed before it takes part.
 
     The first process's step then raises, and writes neither weights nor state.
@@ -43,23 +45,30 @@ def step_while_the_other_dies(optimizer: Any) -> None:
         while not ready.exists():  # until the other has received what backward sends
             time.sleep(0.01)
         die_once("a step")
-        optimizer.step()
+        step(optimizers)
         return
     ready.touch()
-    before = [value.clone() for value in own_values(optimizer)]
+    before = [value.clone() for value in own_values(optimizers)]
     try:
-        optimizer.step()
+        step(optimizers)
     except RuntimeError as error:
-        if all(map(torch.equal, own_values(optimizer), before)):
+        if all(map(torch.equal, own_values(optimizers), before)):
             (FOLDER / "refused").write_text(str(error))
         raise
 
 
-def own_values(optimizer: Any) -> list[Tensor]:
+def step(optimizers: Sequence[Any]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def own_values(optimizers: Sequence[Any]) -> list[Tensor]:
     """This process's parts of the weights and state."""
-    state = [value for state in optimizer.state.values() for value in state.values()]
-    params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
-    return list(map(local_of, [*params, *state]))
+    state = [
+        value for each in optimizers for state in each.state.values() for value in state.values()
+    ]
+    params = [p.detach() for each in optimizers for p in params_of(each)]
+    return list(map(bits, map(local_of, [*params, *state])))
 
 
 class DyingWriter(FileSystemWriter):
@@ -72,60 +81,68 @@ class DyingWriter(FileSystemWriter):
         return done
 
 
-def new_training() -> tuple[nn.Module, Any]:
+def new_training() -> tuple[nn.Module, list[Any]]:
+    """A model, and two optimizers, whose states have 32 and 8 bits, of its layers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1)).bfloat16()
     fully_shard(model)
-    return model, FusedAdamW(model.parameters(), lr=0.05, split=True, max_grad_norm=1.0)
+    make = functools.partial(FusedAdamW, lr=0.05, split=True, max_grad_norm=1.0)
+    return model, [
+        make(model[0].parameters()),
+        make(model[2].parameters(), state_dtype="float8"),
+    ]
 
 
 def train(
-    model: nn.Module, optimizer: Any, first: int, after: Callable[[int], None] | None = None
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    first: int,
+    after: Callable[[int], None] | None = None,
 ) -> None:
     """Take the steps from ``first`` on, and call ``after`` with the number of each."""
-    for step in range(first, STEPS):
-        generator = torch.Generator().manual_seed(10 * step + distributed.get_rank())
+    for number in range(first, STEPS):
+        generator = torch.Generator().manual_seed(10 * number + distributed.get_rank())
         batch = torch.randn(4, 6, generator=generator).bfloat16()
-        optimizer.zero_grad()
+        model.zero_grad()
         model(batch).float().square().mean().backward()
-        if after is not None and step == 2:
-            step_while_the_other_dies(optimizer)
+        if after is not None and number == 2:
+            step_while_the_other_dies(optimizers)
         else:
-            optimizer.step()
+            step(optimizers)
         if after is not None:
-            after(step)
+            after(number)
 
 
-def values(model: nn.Module, optimizer: Any) -> list[Tensor]:
+def values(model: nn.Module, optimizers: Sequence[Any]) -> list[Tensor]:
     whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[operator]
-    return whole + [p.full_tensor() for p in optimizer.master_params()]
+    return whole + [p.full_tensor() for each in optimizers for p in each.master_params()]
 
 
 def resume_and_compare() -> None:
     latest = FOLDER / "latest"
-    model, optimizer = new_training()
+    model, optimizers = new_training()
     first = 0
     if latest.exists():
-        weights, state = get_state_dict(model, optimizer)
+        weights, state = get_state_dict(model, optimizers)
         states = {"model": weights, "optimizer": state}
         checkpoint.load(states, checkpoint_id=FOLDER / latest.read_text())
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=state)
         first = int(latest.read_text()) + 1
 
-    def save(step: int) -> None:
-        weights, state = get_state_dict(model, optimizer)
-        writer = DyingWriter if step == 3 else FileSystemWriter
+    def save(number: int) -> None:
+        weights, state = get_state_dict(model, optimizers)
+        writer = DyingWriter if number == 3 else FileSystemWriter
         states = {"model": weights, "optimizer": state}
-        checkpoint.save(states, storage_writer=writer(FOLDER / str(step), overwrite=True))
+        checkpoint.save(states, storage_writer=writer(FOLDER / str(number), overwrite=True))
         if distributed.get_rank() == 0:
             new = FOLDER / "new"
-            new.write_text(str(step))
+            new.write_text(str(number))
             new.replace(latest)  # so the latest one is always complete
 
-    train(model, optimizer, first, save)
+    train(model, optimizers, first, save)
     other, uninterrupted = new_training()
     train(other, uninterrupted, 0)
-    assert all(map(torch.equal, values(model, optimizer), values(other, uninterrupted)))
+    assert all(map(torch.equal, values(model, optimizers), values(other, uninterrupted)))
     (FOLDER / f"equal {distributed.get_rank()}").write_text(f"resumed from step {first}")
 
 
