@@ -2,7 +2,7 @@
 
 Each workload is one shape, layout and dtype with p=0.1. Contenders are torch's dropout, which is
 the base, ours, and two copies of the same tensor, which move as many bytes. Results are new
-tensors, as in training. ``small`` runs 100 times.
+tensors, as in training. ``small`` runs 100 times; ``gpt-alpha`` is AlphaDropout.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _SMALL_REPEATS = 100
 _WORKLOADS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "gpt": ((4, 128, 1536), torch.float32),
     "gpt-bfloat16": ((4, 128, 1536), torch.bfloat16),
+    "gpt-alpha": ((4, 128, 1536), torch.float32),
     "gpt-attention": ((4, 6, 128, 128), torch.float32),
     "bert": ((8, 64, 384), torch.float32),
     "bert-bfloat16": ((8, 64, 384), torch.bfloat16),
@@ -54,9 +55,11 @@ def _measure(name: str, rounds: int | None) -> Report:
         grad.clone()
         grad.clone()
 
+    function = "alpha_dropout" if name.endswith("alpha") else "dropout"
+    torchs, ours = getattr(torch.nn.functional, function), getattr(functional, function)
     contenders = [
-        contender("torch", lambda x: torch.nn.functional.dropout(x, _P)),
-        contender("fusedoptim", lambda x: functional.dropout(x, _P)),
+        contender("torch", lambda x: torchs(x, _P, True)),
+        contender("fusedoptim", lambda x: ours(x, _P, True)),
         Contender("copied twice", repeated(copy_twice, repeats), moved),
     ]
     return Report(name, time_interleaved(contenders, rounds or _ROUNDS))

@@ -103,9 +103,10 @@ def optimize(
             halves, and keep the lower halves in the optimizer.
         fuse_update_step: in training, run the optimizer's step in one kernel. None, at level "O1":
             if its class is SGD, Adagrad, Adam, AdamW or a known Lamb.
-        parallel_dropout: in training, draw the masks of each ``torch.nn.Dropout`` and
-            ``torch.nn.MultiheadAttention``, and of the "sdpa" attention of transformers' models, on
-            all cores. The random numbers follow ``torch.manual_seed``, but differ from torch's.
+        parallel_dropout: in training, draw the masks of each ``torch.nn.Dropout``,
+            ``torch.nn.AlphaDropout`` and ``torch.nn.MultiheadAttention``, and of the "sdpa"
+            attention of transformers' models, on all cores. The random numbers follow
+            ``torch.manual_seed``, but differ from torch's.
         fuse_gelu: in training, compute ``torch.nn.GELU("tanh")``, and the modules of transformers
             that compute the same, with one kernel forward and one backward.
         fuse_frozen_batch_norm: in training, compute each FrozenBatchNorm2d of torchvision and

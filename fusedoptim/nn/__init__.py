@@ -3,7 +3,7 @@
 from fusedoptim.nn import functional
 from fusedoptim.nn.activation import GELU
 from fusedoptim.nn.attention import MultiheadAttention
-from fusedoptim.nn.dropout import Dropout
+from fusedoptim.nn.dropout import AlphaDropout, Dropout
 from fusedoptim.nn.embedding_bag import (
     MergedEmbeddingBag,
     MergedEmbeddingBagWithAdagrad,
@@ -13,6 +13,7 @@ from fusedoptim.nn.loss import CrossEntropyLoss
 
 __all__ = [
     "GELU",
+    "AlphaDropout",
     "CrossEntropyLoss",
     "Dropout",
     "MergedEmbeddingBag",

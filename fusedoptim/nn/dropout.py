@@ -1,4 +1,4 @@
-"""Dropout that draws its mask on all cores, and again in the backward pass."""
+"""Dropouts that draw their masks on all cores, and again in the backward pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from fusedoptim.nn import functional
 from fusedoptim.nn._scripting import refuse_script
 
-__all__ = ["Dropout"]
+__all__ = ["AlphaDropout", "Dropout"]
 
 
 class Dropout(torch.nn.Dropout):
@@ -43,3 +43,34 @@ class Dropout(torch.nn.Dropout):
             input: a tensor of any shape.
         """
         return functional.dropout(input, self.p, self.training, self.inplace)
+
+
+class AlphaDropout(torch.nn.AlphaDropout):
+    """``torch.nn.AlphaDropout`` with the random numbers of :class:`Dropout`.
+
+    Args:
+        p: the probability of replacing an element.
+        inplace: has no effect, as in torch; the function
+            :func:`fusedoptim.nn.functional.alpha_dropout` can write into its input.
+
+    Raises:
+        ValueError: p is not between 0 and 1.
+
+    Example:
+        >>> import torch
+        >>> AlphaDropout(0.1)(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+
+    Semantics: ``torch.nn.AlphaDropout`` of torch 2.13; see
+    :func:`fusedoptim.nn.functional.alpha_dropout` for what it takes.
+    """
+
+    __prepare_scriptable__ = refuse_script
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        """Replace elements in training mode; return ``input`` in eval mode.
+
+        Args:
+            input: a tensor of any shape.
+        """
+        return functional.alpha_dropout(input, self.p, self.training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,7 +14,13 @@ from fusedoptim.ops._attention import attention
 from fusedoptim.ops._autocast import autocast, autocast_dtype
 from fusedoptim.ops._launching import is_served
 
-__all__ = ["cross_entropy", "dropout", "gelu", "scaled_dot_product_attention"]
+__all__ = [
+    "alpha_dropout",
+    "cross_entropy",
+    "dropout",
+    "gelu",
+    "scaled_dot_product_attention",
+]
 
 _REDUCTIONS = ("none", "mean", "sum")
 MIN_FUSED = 1 << 20
@@ -141,14 +148,63 @@ def dropout(
 
     Semantics: ``torch.nn.functional.dropout`` of torch 2.13.
     """
+    return _drop(ops.dropout, torch.nn.functional.dropout, input, p, training, inplace)
+
+
+def alpha_dropout(
+    input: Tensor,  # noqa: A002 (torch's name)
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+) -> Tensor:
+    """Replace elements at random by SELU's lower limit, and restore mean and variance.
+
+    The formula is that of :func:`fusedoptim.ops.alpha_dropout`, and the mask that of
+    :func:`dropout`. 16-bit values are computed in float32 and rounded once.
+
+    Args:
+        input: a tensor of any shape. Where no kernel serves it, as in :func:`dropout`, torch's own
+            alpha_dropout does.
+        p: the probability of replacing an element.
+        training: whether to do anything at all; False by default, as in torch.
+        inplace: whether the result also replaces the values of ``input``.
+
+    Returns:
+        a new tensor with the input's strides, or ``input`` if ``inplace``, without ``training`` or
+        for ``p=0``.
+
+    Raises:
+        ValueError: p is not between 0 and 1.
+
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> y = alpha_dropout(torch.randn(10_000), 0.25, training=True)
+        >>> abs(float(y.mean())) < 0.1, 0.9 < float(y.var()) < 1.1
+        (True, True)
+
+    Semantics: ``torch.nn.functional.alpha_dropout`` of torch 2.13.
+    """
+    return _drop(ops.alpha_dropout, torch.nn.functional.alpha_dropout, input, p, training, inplace)
+
+
+def _drop(
+    ours: Callable[[Tensor, Tensor, float], Tensor],
+    torchs: Callable[[Tensor, float, bool, bool], Tensor],
+    x: Tensor,
+    p: float,
+    training: bool,
+    inplace: bool,
+) -> Tensor:
+    """Dropout by our operator, or by torch's function where none accepts the tensor."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
-        return input
-    if not is_ours(input):
-        return torch.nn.functional.dropout(input, p, training, inplace)
-    output = ops.dropout(input, _new_seed(input.device), p)
-    return input.copy_(output) if inplace else output
+        return x
+    if not is_ours(x):
+        return torchs(x, p, training, inplace)
+    output = ours(x, _new_seed(x.device), p)
+    return x.copy_(output) if inplace else output
 
 
 def gelu(

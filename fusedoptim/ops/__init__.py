@@ -7,7 +7,7 @@ forward-mode differentiation, as torch has no rules for either. Modules built on
 """
 
 from fusedoptim.ops._cross_entropy import cross_entropy
-from fusedoptim.ops._dropout import dropout
+from fusedoptim.ops._dropout import alpha_dropout, dropout
 from fusedoptim.ops._embedding_bags import embedding_bags
 from fusedoptim.ops._gelu import gelu_tanh
 from fusedoptim.ops._interaction import interaction
@@ -17,6 +17,7 @@ from fusedoptim.ops._torchvision import Replacement, replace_torchvision
 
 __all__ = [
     "Replacement",
+    "alpha_dropout",
     "batched_nms",
     "cross_entropy",
     "dropout",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fusedoptim import nn as ours
 from fusedoptim import transforms
 from tests.fusedoptim.helpers import run_script
 from tests.transforms.helpers import (
@@ -41,7 +42,7 @@ def test_levels_and_knobs() -> None:
 
 def test_dropouts_of_all_kinds() -> None:
     kinds = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d]
-    kinds += [nn.AlphaDropout, nn.FeatureAlphaDropout]
+    kinds += [nn.AlphaDropout, nn.FeatureAlphaDropout, ours.Dropout, ours.AlphaDropout]
     model = nn.Sequential(*(kind(0.4) for kind in kinds)).eval()
     model.extra = nn.Dropout()
     model.extra.train()  # on purpose, as for Monte Carlo dropout

@@ -6,13 +6,14 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from fusedoptim.nn import Dropout
+from fusedoptim.nn import AlphaDropout, Dropout
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites.stand_ins import SkippedDropout, revert, revert_all, stand_in
 from transforms.tracing.modules import has_hooks, plain_kind
 
 _KINDS = (
+    AlphaDropout,
     Dropout,
     nn.Dropout,
     nn.Dropout1d,

@@ -1,8 +1,8 @@
 """Pass: draw the masks of dropout on all cores.
 
-The class of each ``torch.nn.Dropout`` and ``torch.nn.MultiheadAttention`` becomes its namesake of
-:mod:`fusedoptim.nn`: the object, its attributes and its hooks stay. Models of transformers with
-"sdpa" attention get ours through that library's registry.
+The class of each ``torch.nn.Dropout``, ``AlphaDropout`` and ``MultiheadAttention`` becomes its
+namesake of :mod:`fusedoptim.nn`: the object, its attributes and its hooks stay. Models of
+transformers with "sdpa" attention get ours through that library's registry.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from fusedoptim.nn import Dropout, MultiheadAttention
+from fusedoptim.nn import AlphaDropout, Dropout, MultiheadAttention
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, registered_attention
 from transforms.tracing.modules import plain_kind
 from transforms.tracing.source import names_used
 
-_BY_CHANNEL = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_BY_CHANNEL = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
+_BY_ELEMENT = "mask drawn on all cores, and again in backward"
 _ATTENTION = "scaled_dot_product_attention"
 _OURS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
-    nn.Dropout: (Dropout, "mask drawn on all cores, and again in backward"),
+    nn.Dropout: (Dropout, _BY_ELEMENT),
+    nn.AlphaDropout: (AlphaDropout, _BY_ELEMENT),
     nn.MultiheadAttention: (MultiheadAttention, "mask of the weights drawn on all cores"),
 }
 """Our class for one of torch's, and what that changes."""
@@ -76,9 +78,10 @@ def _objection(module: nn.Module) -> str | None:
         return f"calls {_ATTENTION}, whose dropout, if any, stays torch's" if is_used else None
     if isinstance(module, _BY_CHANNEL):
         return "draws one number for each channel, which is quick"
-    if type(module) is nn.Dropout and plain_kind(module, (nn.Dropout,)):
+    torchs = nn.AlphaDropout if isinstance(module, nn.AlphaDropout) else nn.Dropout
+    if type(module) is torchs and plain_kind(module, (torchs,)):
         return None
-    return f"is not a plain torch.nn.Dropout: {type(module).__name__} may differ from it"
+    return f"is not a plain torch.nn.{torchs.__name__}: {type(module).__name__} may differ from it"
 
 
 def _objection_to_attention(module: nn.MultiheadAttention) -> str | None:

@@ -1,4 +1,4 @@
-"""The module Dropout: torch's contract, and torch's generator as the only source of randomness."""
+"""Modules of dropout: torch's contract, and torch's generator as the only source of randomness."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fusedoptim.nn import Dropout, functional
+from fusedoptim.nn import AlphaDropout, Dropout, functional
 from tests.compiling import needs_compiler, quiet_compiler
 from tests.running import check_script
 
 
 def model() -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Linear(20, 30), Dropout(0.3), torch.nn.GELU(), Dropout(0.5), torch.nn.Linear(30, 7)
-    )
+    linears = torch.nn.Linear(20, 30), torch.nn.Linear(30, 7)
+    dropouts = Dropout(0.3), Dropout(0.5), AlphaDropout(0.4)
+    return torch.nn.Sequential(linears[0], dropouts[0], torch.nn.GELU(), *dropouts[1:], linears[1])
 
 
 def trained(module: torch.nn.Module, x: Tensor, call: Any = None) -> list[Tensor]:
@@ -39,19 +39,23 @@ def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
 
 class TestContract:
     def test_is_torchs_in_all_but_its_kernel(self) -> None:
-        ours, torchs = Dropout(0.25, inplace=True), torch.nn.Dropout(0.25, inplace=True)
-        assert isinstance(ours, torch.nn.Dropout)
-        assert repr(ours) == repr(torchs)
-        assert ours.state_dict() == {}
+        for cls, base in ((Dropout, torch.nn.Dropout), (AlphaDropout, torch.nn.AlphaDropout)):
+            ours, torchs = cls(0.25, inplace=True), base(0.25, inplace=True)
+            assert isinstance(ours, base)
+            assert repr(ours) == repr(torchs)
+            assert ours.state_dict() == {}
 
     def test_eval_and_zero_return_the_input(self) -> None:
         x = torch.randn(10)
-        assert Dropout(0.5).eval()(x) is x
-        assert Dropout(0.0)(x) is x
+        for cls in (Dropout, AlphaDropout):
+            assert cls(0.5).eval()(x) is x
+            assert cls(0.0)(x) is x
         assert functional.dropout(x, 0.5, training=False) is x
+        assert functional.alpha_dropout(x, 0.5) is x
 
     def test_one_drops_all(self) -> None:
-        assert torch.equal(Dropout(1.0)(torch.ones(10)), torch.zeros(10))
+        for cls in (Dropout, AlphaDropout):
+            assert torch.equal(cls(1.0)(torch.ones(10)), torch.zeros(10))
 
     def test_in_place(self) -> None:
         x = torch.ones(1000)
@@ -60,6 +64,17 @@ class TestContract:
         assert y is x
         assert x._version > version
         assert set(x.tolist()) == {0.0, 2.0}
+
+    def test_alpha_dropout_in_place(self) -> None:
+        """As in torch, the function can write into its input, and the module does not."""
+        x = torch.ones(1000)
+        for cls in (torch.nn.AlphaDropout, AlphaDropout):
+            assert not torch.equal(cls(0.5, inplace=True)(x), x)
+            assert torch.equal(x, torch.ones(1000))
+        for function in (torch.nn.functional.alpha_dropout, functional.alpha_dropout):
+            y = torch.ones(1000)
+            assert function(y, 0.5, training=True, inplace=True) is y
+            assert len(y.unique()) == 2
 
     def test_gradient_in_place(self) -> None:
         x = torch.randn(100, requires_grad=True)
@@ -77,15 +92,17 @@ class TestContract:
     @pytest.mark.parametrize("p", [-0.1, 1.5, math.nan])
     def test_p_out_of_range(self, p: float) -> None:
         """p is checked at each call, not only at construction, as modules let it be set."""
-        with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1, but"):
-            functional.dropout(torch.ones(3), p)
-        if not math.isnan(p):  # torch's constructor accepts NaN
+        for function in (functional.dropout, functional.alpha_dropout):
+            with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1, "):
+                function(torch.ones(3), p)
+        for cls in (Dropout, AlphaDropout):
+            if not math.isnan(p):  # torch's constructor accepts NaN
+                with pytest.raises(ValueError, match="between 0 and 1"):
+                    cls(p)
+            module = cls()
+            module.p = p
             with pytest.raises(ValueError, match="between 0 and 1"):
-                Dropout(p)
-        module = Dropout()
-        module.p = p
-        with pytest.raises(ValueError, match="between 0 and 1"):
-            module(torch.ones(3))
+                module(torch.ones(3))
 
     def test_what_no_kernel_serves_is_torchs(self) -> None:
         x = torch.nested.nested_tensor([torch.ones(9), torch.ones(5)], layout=torch.jagged)
@@ -103,6 +120,7 @@ class TestContract:
         params = dict(module.named_parameters())
         plain = torch.nn.Sequential(*module)
         plain[1], plain[3] = torch.nn.Dropout(0.3), torch.nn.Dropout(0.5)
+        plain[4] = torch.nn.AlphaDropout(0.4)
 
         def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
             return torch.func.functional_call(module, params, (x,)).square().sum()

@@ -13,6 +13,7 @@ from fusedoptim import nn as ours
 @pytest.mark.parametrize(
     "module",
     [
+        ours.AlphaDropout(0.5),
         ours.CrossEntropyLoss(),
         ours.Dropout(0.5),
         ours.GELU("tanh"),

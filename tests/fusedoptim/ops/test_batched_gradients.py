@@ -20,6 +20,7 @@ INDICES, OFFSETS = torch.tensor([3, 0, 3, 5, 1]), torch.tensor([0, 2, 2])
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "dropout": (lambda x: ops.dropout(x, SEED, 0.5), [(4, 3)]),
     "dropout, transposed": (lambda x: ops.dropout(x.t(), SEED, 0.5), [(4, 3)]),
+    "alpha_dropout": (lambda x: ops.alpha_dropout(x, SEED, 0.5), [(4, 3)]),
     "attention": (
         lambda *x: scaled_dot_product_attention(*x, dropout_p=0.3),
         [(2, 4, 8), (2, 5, 8), (2, 5, 6)],

@@ -1,4 +1,4 @@
-"""The operator dropout: values, masks, gradients, tracing, statistics, errors."""
+"""Dropout and AlphaDropout: values, masks, gradients, tracing, statistics, errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from torch import Tensor
 from fusedoptim.kernels.dropout import words
 from fusedoptim.kernels.language import swapped_halves
 from fusedoptim.launch.block import LaunchBlock
-from fusedoptim.ops import _launching, dropout
+from fusedoptim.launch.modules import FOLDER
+from fusedoptim.ops import _launching, alpha_dropout, dropout
 from tests.compiling import each_compilation, needs_compiler, quiet_compiler
 from tests.fusedoptim.helpers import run_in_threads
 from tests.optimizer_cases import FLOATS
@@ -24,6 +26,9 @@ from tests.running import at_each_thread_count, check_script
 from tests.tolerances import CHUNK, LANES
 
 OP = torch.ops.fusedoptim.dropout.default
+ALPHA_OP = torch.ops.fusedoptim.alpha_dropout.default
+each_operator = pytest.mark.parametrize("operator", [dropout, alpha_dropout])
+Operator = Callable[[Tensor, Tensor, float], Tensor]
 BLOCK = 8 * LANES
 """The number of elements that are drawn at a time."""
 
@@ -35,6 +40,21 @@ def new_seed() -> Tensor:
 def mask(shape: int | tuple[int, ...], seed: int | Tensor, p: float) -> Tensor:
     """Whether each element is kept."""
     return dropout(torch.ones(shape), torch.as_tensor(seed), p) != 0
+
+
+def constants(operator: Operator, p: float) -> tuple[float, float, float]:
+    """The factor of kept elements, and what is added to kept and to dropped ones."""
+    if operator is dropout:
+        return 1 / (1 - p), 0.0, 0.0
+    c = 1.7580993408473766
+    a = ((1 - p) * (1 + c * c * p)) ** -0.5
+    return a, a * c * p, -a * c * (1 - p)
+
+
+def of_torch(operator: Operator) -> Callable[..., Tensor]:
+    """Torch's function of that name."""
+    function: Callable[..., Tensor] = getattr(torch.nn.functional, operator.__name__)
+    return function
 
 
 def layouts() -> dict[str, Tensor]:
@@ -68,21 +88,33 @@ def numbers(seed: int, blocks: range) -> Tensor:
 
 
 class TestValues:
+    @each_operator
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("layout", layouts())
     def test_kept_ones_are_scaled_and_the_others_zero(
-        self, layout: str, dtype: torch.dtype
+        self, layout: str, dtype: torch.dtype, operator: Operator
     ) -> None:
+        """AlphaDropout adds a constant to each; both have the same mask."""
         x, seed = layouts()[layout].to(dtype), new_seed()
         before = x.clone()
-        y = dropout(x, seed, 0.3)
+        y = operator(x, seed, 0.3)
         kept = dropout(torch.ones_like(x), seed, 0.3) != 0
         real = torch.promote_types(dtype, torch.float32)
-        scaled = (x.to(real) * torch.tensor(1 / 0.7, dtype=real)).to(dtype)
+        scale, if_kept, if_dropped = torch.tensor(constants(operator, 0.3), dtype=real)
+        expected = torch.where(kept, x.to(real) * scale + if_kept, if_dropped).to(dtype)
         assert y.dtype == dtype
         assert y.stride() == torch.empty_like(x).stride()
-        torch.testing.assert_close(y, torch.where(kept, scaled, 0), rtol=0, atol=0)
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
         assert torch.equal(x, before)
+
+    @each_operator
+    @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+    def test_values_are_torchs(self, p: float, operator: Operator) -> None:
+        """Equal elements have two results, here and in torch."""
+        x = torch.randn((), dtype=torch.float64).expand(1000)
+        ours, torchs = operator(x, new_seed(), p).unique(), of_torch(operator)(x, p, True).unique()
+        assert len(ours) == 2
+        torch.testing.assert_close(ours, torchs)
 
     @pytest.mark.parametrize("numel", [1, 63, 64, 65, 127, 128, 129, CHUNK + 250])
     def test_mask_is_philoxs(self, numel: int) -> None:
@@ -113,11 +145,12 @@ class TestValues:
         in_memory = y.permute(0, 2, 3, 1).flatten() != 0
         assert torch.equal(in_memory, mask(x.numel(), 3, 0.5))
 
+    @each_operator
     @pytest.mark.parametrize("dtype", FLOATS)
-    def test_zero_and_one(self, dtype: torch.dtype) -> None:
+    def test_zero_and_one(self, dtype: torch.dtype, operator: Operator) -> None:
         x = torch.randn(1000).to(dtype)
-        assert torch.equal(dropout(x, new_seed(), 0.0), x)
-        assert torch.equal(dropout(x, new_seed(), 1.0), torch.zeros_like(x))
+        assert torch.equal(operator(x, new_seed(), 0.0), x)
+        assert torch.equal(operator(x, new_seed(), 1.0), torch.zeros_like(x))
 
     def test_p_is_a_tensor(self) -> None:
         x, seed = torch.randn(100), new_seed()
@@ -131,15 +164,16 @@ class TestValues:
             with pytest.raises(TypeError, match=r"p\.item\(\)|must be float, not Tensor"):
                 function(torch.ones(8), torch.tensor(3), p)
 
+    @each_operator
     @pytest.mark.parametrize("dtype", FLOATS)
-    def test_infinity_and_nan_as_torchs(self, dtype: torch.dtype) -> None:
+    def test_infinity_and_nan_as_torchs(self, dtype: torch.dtype, operator: Operator) -> None:
         """Dropping multiplies by zero: a dropped infinity is NaN."""
         x = torch.tensor([math.inf, -math.inf, math.nan]).repeat(1000).to(dtype)
-        y = dropout(x, torch.tensor(5), 0.5)
+        y = operator(x, torch.tensor(5), 0.5)
         kept = mask(3000, 5, 0.5)
         torch.testing.assert_close(y, x * kept, rtol=0, atol=0, equal_nan=True)
-        of_torch = torch.nn.functional.dropout(x, 1.0)
-        assert torch.equal(dropout(x, new_seed(), 1.0).isnan(), of_torch.isnan())
+        torchs = of_torch(operator)(x, 1.0, True)
+        assert torch.equal(operator(x, new_seed(), 1.0).isnan(), torchs.isnan())
 
     def test_one_element_may_be_dropped_with_any_seed(self) -> None:
         kept = sum(int(mask(1, new_seed(), 0.5)) for _ in range(100))
@@ -164,32 +198,35 @@ def test_the_same_bits_whatever_the_number_of_threads() -> None:
 
 
 class TestGradient:
+    @each_operator
     @pytest.mark.parametrize("layout", layouts())
-    def test_is_the_same_mask(self, layout: str) -> None:
+    def test_is_the_same_mask(self, layout: str, operator: Operator) -> None:
         """The gradient has the same mask, even with other strides."""
         seed = new_seed()
         x = layouts()[layout].requires_grad_()
-        y = dropout(x, seed, 0.25)
+        y = operator(x, seed, 0.25)
         for grad in (torch.randn_like(y), torch.randn(y.shape), torch.randn(()).expand(y.shape)):
             (got,) = torch.autograd.grad(y, x, grad, retain_graph=True)
             kept = dropout(torch.ones_like(x), seed, 0.25) != 0
-            scaled = grad * torch.tensor(1 / 0.75)
+            scaled = grad * torch.tensor(constants(operator, 0.25)[0])
             torch.testing.assert_close(got, torch.where(kept, scaled, 0), rtol=0, atol=0)
 
-    def test_nothing_but_the_seed_is_kept(self) -> None:
+    @each_operator
+    def test_nothing_but_the_seed_is_kept(self, operator: Operator) -> None:
         kept: list[Tensor] = []
         x = torch.randn(1000, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
         ):
-            dropout(x, new_seed(), 0.5)
+            operator(x, new_seed(), 0.5)
         assert [tensor.numel() for tensor in kept] == [1]
 
+    @each_operator
     @pytest.mark.parametrize("layout", ["matrix", "channels_last", "strided"])
-    def test_gradcheck(self, layout: str) -> None:
+    def test_gradcheck(self, layout: str, operator: Operator) -> None:
         x, seed = layouts()[layout][..., :3].double().requires_grad_(), new_seed()
-        assert torch.autograd.gradcheck(lambda x: dropout(x, seed, 0.4), x)
-        assert torch.autograd.gradgradcheck(lambda x: dropout(x, seed, 0.4), x)
+        assert torch.autograd.gradcheck(lambda x: operator(x, seed, 0.4), x)
+        assert torch.autograd.gradgradcheck(lambda x: operator(x, seed, 0.4), x)
 
 
 class TestTracing:
@@ -205,6 +242,12 @@ class TestTracing:
         for value in (x.detach(), x.requires_grad_()):
             torch.library.opcheck(OP, (value, new_seed(), 0.3))
 
+    @pytest.mark.parametrize("layout", ["channels_last", "strided", "empty"])
+    def test_opcheck_of_alpha_dropout(self, layout: str) -> None:
+        x = layouts()[layout]
+        torch.library.opcheck(ALPHA_OP, (x.requires_grad_(), new_seed(), 0.3, True))
+        torch.library.opcheck(ALPHA_OP, (x.detach(), new_seed(), 0.3, False))
+
     @needs_compiler
     @quiet_compiler
     @each_compilation
@@ -213,7 +256,9 @@ class TestTracing:
         convolution = torch.nn.Conv2d(8, 8, 3, padding=1)
 
         def function(x: Tensor, seed: Tensor) -> Tensor:
-            return (dropout(convolution(x), seed, 0.5) * 2).permute(0, 2, 3, 1).contiguous()
+            y = convolution(x)
+            both = torch.cat([dropout(y, seed, 0.5) * 2, alpha_dropout(y, seed, 0.5)])
+            return both.permute(0, 2, 3, 1).contiguous()
 
         compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
         for size in sizes:
@@ -227,12 +272,13 @@ class TestTracing:
             gradients = [torch.autograd.grad(y, x, grad)[0] for y in (ours, expected)]
             torch.testing.assert_close(*gradients)
 
-    def test_fake_tensors(self) -> None:
+    @each_operator
+    def test_fake_tensors(self, operator: Operator) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         with FakeTensorMode():
             x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-            y = dropout(x, torch.tensor(0), 0.5)
+            y = operator(x, torch.tensor(0), 0.5)
         assert (y.shape, y.stride()) == (x.shape, x.stride())
 
     def test_meta_tensors(self) -> None:
@@ -241,35 +287,40 @@ class TestTracing:
         )
         assert (y.shape, y.device.type) == ((3, 4), "meta")
 
-    def test_autocast_keeps_the_dtype(self) -> None:
+    @each_operator
+    def test_autocast_keeps_the_dtype(self, operator: Operator) -> None:
         for dtype in FLOATS:
             with torch.autocast("cpu", torch.bfloat16):
-                assert dropout(torch.ones(3).to(dtype), new_seed(), 0.5).dtype == dtype
+                assert operator(torch.ones(3).to(dtype), new_seed(), 0.5).dtype == dtype
 
 
+@each_operator
 class TestBadInput:
     @pytest.mark.parametrize("p", [-0.1, 1.1, math.nan, math.inf, -math.inf])
-    def test_p(self, p: float) -> None:
-        with pytest.raises(ValueError, match=f"p={p!r} is not a probability; pass a number"):
-            dropout(torch.ones(3), new_seed(), p)
+    def test_p(self, p: float, operator: Operator) -> None:
+        message = f"^{operator.__name__}: p={p!r} is not a probability; pass a number"
+        with pytest.raises(ValueError, match=message):
+            operator(torch.ones(3), new_seed(), p)
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
-    def test_dtype(self, dtype: torch.dtype) -> None:
-        with pytest.raises(TypeError, match=f"x has dtype {dtype}, and kernels compute with float"):
-            dropout(torch.ones(3, dtype=dtype), new_seed(), 0.5)
+    def test_dtype(self, dtype: torch.dtype, operator: Operator) -> None:
+        message = f"^{operator.__name__}: x has dtype {dtype}, and kernels compute with float"
+        with pytest.raises(TypeError, match=message):
+            operator(torch.ones(3, dtype=dtype), new_seed(), 0.5)
 
-    def test_seed(self) -> None:
-        with pytest.raises(TypeError, match="dropout: seed is of type int; pass a tensor"):
-            dropout(torch.ones(4), 3, 0.5)  # type: ignore[arg-type]  # on purpose
+    def test_seed(self, operator: Operator) -> None:
+        name = operator.__name__
+        with pytest.raises(TypeError, match=f"^{name}: seed is of type int; pass a tensor"):
+            operator(torch.ones(4), 3, 0.5)  # type: ignore[arg-type]  # on purpose
         with pytest.raises(TypeError, match=r"seed has dtype torch.int32; pass an int64 tensor"):
-            dropout(torch.ones(3), new_seed().int(), 0.5)
+            operator(torch.ones(3), new_seed().int(), 0.5)
         with pytest.raises(ValueError, match=r"seed has shape \(2,\) and is on cpu; pass one"):
-            dropout(torch.ones(3), torch.zeros(2, dtype=torch.int64), 0.5)
+            operator(torch.ones(3), torch.zeros(2, dtype=torch.int64), 0.5)
 
-    def test_errors_of_a_traced_call_are_the_same(self) -> None:
+    def test_errors_of_a_traced_call_are_the_same(self, operator: Operator) -> None:
         x = torch.empty(3, device="meta")
         with pytest.raises(ValueError, match=r"p=2.0 is not a probability"):
-            dropout(x, torch.empty((), dtype=torch.int64, device="meta"), 2.0)
+            operator(x, torch.empty((), dtype=torch.int64, device="meta"), 2.0)
 
 
 def chi_squared_tail(value: float, freedom: int) -> float:
@@ -324,6 +375,12 @@ def seeds(generator: Callable[[int], Tensor], p: float) -> float:
     return min(found)
 
 
+def moments(y: Tensor) -> float:
+    """How far a normal sample's mean and variance are off from 0 and 1, in standard deviations."""
+    off = torch.stack([y, y.square() - 1]).double()
+    return float((off.mean(1).abs() / off.std(1)).max()) * math.sqrt(y.numel())
+
+
 class TestStatistics:
     @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
     def test_rate_and_neighbours(self, p: float) -> None:
@@ -350,6 +407,13 @@ class TestStatistics:
         deviation = scale * math.sqrt(N * p * (1 - p))
         assert abs(float(y.sum()) - scale * N * (1 - p)) < 6.1 * deviation  # or by chance, at 1e-9
 
+    @pytest.mark.parametrize("p", [0.1, 0.5])
+    def test_alpha_dropout_keeps_mean_and_variance(self, p: float) -> None:
+        seed = new_seed()
+        assert rate(alpha_dropout(torch.zeros(N), seed, p) > 0, p) > FALSE_ALARM
+        y = alpha_dropout(torch.randn(N), seed, p)
+        assert moments(y) < 6.2  # or by chance, at 1e-9
+
 
 class TestBrokenGenerators:
     """The statistical tests detect broken generators."""
@@ -358,6 +422,12 @@ class TestBrokenGenerators:
 
     def test_wrong_rate(self) -> None:
         assert rate(mask(N, new_seed(), self.P + 0.005), self.P) < FALSE_ALARM
+
+    def test_another_variance(self) -> None:
+        assert moments(dropout(torch.randn(N), new_seed(), 0.1)) > 6.2
+
+    def test_another_mean(self) -> None:
+        assert moments(alpha_dropout(torch.randn(N), new_seed(), 0.1) + 0.02) > 6.2
 
     def test_too_even_a_rate(self) -> None:
         assert rate(torch.arange(N) % 2 == 0, self.P) < FALSE_ALARM
@@ -388,10 +458,11 @@ def test_loop_is_vectorized(tmp_path: Path) -> None:
     script = """
         import os, sys
         import torch
-        from fusedoptim.ops import dropout
+        from fusedoptim.ops import alpha_dropout, dropout
         os.chdir(sys.argv[1])
         for dtype in (torch.float32, torch.bfloat16):
-            dropout(torch.ones(999, dtype=dtype), torch.tensor(1), 0.5)
+            for operator in (alpha_dropout, dropout):
+                operator(torch.ones(999, dtype=dtype), torch.tensor(1), 0.5)
     """
     check_script(
         script,
@@ -402,3 +473,21 @@ def test_loop_is_vectorized(tmp_path: Path) -> None:
     code = "".join(path.read_text() for path in tmp_path.glob("*.asm"))
     assert re.search(r"\bv?pmuludq\b.*[xyz]mm", code)
     assert not re.findall(r"\bvp?(?:gather|scatter)\w+", code)
+
+
+@pytest.mark.parametrize("variant", ["f32", "f64", "bf16"])  # conversions of float16 add
+def test_only_alpha_dropout_adds(variant: str) -> None:
+    """Both kernels have the same source, and the compiler omits dropout's sums."""
+    float_add = 129  # SPIR-V's OpFAdd
+    assert float_add in operations(f"alpha_dropout_{variant}")
+    assert float_add not in operations(f"dropout_{variant}")
+
+
+def operations(module: str) -> set[int]:
+    """The operations in a module of SPIR-V: numbers in the lower half of an instruction's word."""
+    found, module_words = set(), np.fromfile(FOLDER / f"{module}.spv", np.uint32).tolist()
+    place = 5  # after the header
+    while place < len(module_words):
+        found.add(module_words[place] & 0xFFFF)
+        place += module_words[place] >> 16
+    return found

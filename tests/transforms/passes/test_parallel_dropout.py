@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fusedoptim import transforms
-from fusedoptim.nn import Dropout, MultiheadAttention, functional
+from fusedoptim.nn import AlphaDropout, Dropout, MultiheadAttention, functional
 from tests.running import check_script
 from tests.transforms.helpers import fingerprint, optimized, optimized_twice
 from tests.transforms.models import transformers_package
@@ -26,24 +26,32 @@ class Subclass(nn.Dropout):
         return super().forward(x) + 1
 
 
+class AlphaSubclass(nn.AlphaDropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
 class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
 
 
 class Block(nn.Module):
-    """A Dropout that is used twice, and one of each kind that is left alone."""
+    """A Dropout that is used twice, an AlphaDropout, and one of each kind that is left alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
         self.shared = nn.Dropout(0.25)
         self.again = self.shared
-        self.others = nn.Sequential(Subclass(0.1), nn.Dropout1d(0.1), nn.AlphaDropout(0.1))
+        self.alpha = nn.AlphaDropout(0.25)
+        self.others = nn.Sequential(
+            Subclass(0.1), nn.Dropout1d(0.1), AlphaSubclass(0.1), nn.FeatureAlphaDropout(0.1)
+        )
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.again(self.last(self.shared(self.first(x))))
+        return self.again(self.last(self.shared(self.alpha(self.first(x)))))
 
 
 def left(model: nn.Module) -> dict[str, str]:
@@ -54,13 +62,15 @@ def test_exchanges_plain_dropouts_and_reports_the_others() -> None:
     model = optimized(Block())
     assert type(model.shared) is Dropout
     assert model.again is model.shared
+    assert type(model.alpha) is AlphaDropout
     assert type(model.attention) is MultiheadAttention
     done = [entry.where for entry in transforms.report(model).done(KNOB)]
-    assert done == ["shared", "attention"]
+    assert done == ["shared", "alpha", "attention"]
     assert left(model) == {
         "others.0": "is not a plain torch.nn.Dropout: Subclass may differ from it",
         "others.1": "draws one number for each channel, which is quick",
-        "others.2": "is not a plain torch.nn.Dropout: AlphaDropout may differ from it",
+        "others.2": "is not a plain torch.nn.AlphaDropout: AlphaSubclass may differ from it",
+        "others.3": "draws one number for each channel, which is quick",
     }
 
 
@@ -92,6 +102,7 @@ def test_twice_changes_nothing_more_and_restore_restores_every_bit() -> None:
     with optimized_twice(model, optimizer):
         pass
     assert type(model.shared) is nn.Dropout
+    assert type(model.alpha) is nn.AlphaDropout
 
 
 def test_dropouts_that_are_ours_already_stay_ours() -> None:
@@ -130,10 +141,11 @@ def test_changed_objects_are_left(kind: str) -> None:
 
 def test_inference_afterwards_and_restored() -> None:
     """Both passes are undone in reverse order: the Dropout is torch's again."""
-    model = optimized(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    model = optimized(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.AlphaDropout(0.5)))
     plain = transforms.optimize(model.eval(), inplace=True)
-    assert isinstance(plain[1], nn.Identity)
-    assert type(transforms.restore(plain)[1]) is nn.Dropout
+    assert all(isinstance(module, nn.Identity) for module in plain[1:])
+    kinds = [type(module) for module in transforms.restore(plain)[1:]]
+    assert kinds == [nn.Dropout, nn.AlphaDropout]
 
 
 def test_training_repeats_under_a_seed_and_copies() -> None:
@@ -145,6 +157,7 @@ def test_training_repeats_under_a_seed_and_copies() -> None:
         outputs.append(module(x))
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     assert (outputs[0] == 0).any()
+    assert not draws_on_one_thread(lambda: model(x).sum().backward())
     assert torch.equal(model.eval()(x), transforms.restore(model)(x))
 
 
