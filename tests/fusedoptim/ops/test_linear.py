@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from torch.nn import functional
 
 from fusedoptim.ops import _linear
 from fusedoptim.ops._linear import linear
+from tests.compiling import needs_compiler, quiet_compiler
 from tests.fusedoptim.helpers import assert_within
 from tests.tolerances import unit_roundoff
 
@@ -121,14 +120,20 @@ class TestTracing:
         torch.library.opcheck(OP, (x, weight, bias))
         torch.library.opcheck(OP, (x.detach(), weight.detach(), None))
 
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-    def test_compiled_equals_eager(self) -> None:
+    @needs_compiler
+    @quiet_compiler
+    @pytest.mark.parametrize(
+        ("dynamic", "shapes"),
+        [(False, ["narrow"]), (True, ["wide", "narrow"])],
+        ids=["static", "dynamic"],
+    )
+    def test_compiled_equals_eager(self, dynamic: bool, shapes: list[str]) -> None:
         def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             return linear(x.sin(), weight.t().contiguous().t(), bias) * 2
 
-        compiled = torch.compile(function, fullgraph=True, dynamic=True)
-        for shape in ("wide", "narrow"):
+        torch.compiler.reset()
+        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        for shape in shapes:
             given = arguments(shape)
             ours, expected = compiled(*given), function(*given)
             torch.testing.assert_close(ours, expected)
