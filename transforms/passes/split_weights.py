@@ -140,9 +140,13 @@ def _back_to_now(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
 def _uses(model: nn.Module) -> dict[Tensor, list[_Use]]:
     """The modules that use each parameter of the model."""
     uses: dict[Tensor, list[_Use]] = {}
-    for prefix, module in model.named_modules():
+    modules = dict(model.named_modules())
+    # It computes with the weight of its last Linear, which is not called.
+    attentions = {m.out_proj: m for m in modules.values() if isinstance(m, nn.MultiheadAttention)}
+    for prefix, module in modules.items():
+        user = attentions.get(module, module)
         for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            uses.setdefault(param, []).append(_Use(module, name))
+            uses.setdefault(param, []).append(_Use(user, name))
     return uses
 
 
@@ -157,11 +161,11 @@ def _sharing_memory(params: list[Tensor]) -> set[Tensor]:
 
 def _objection(param: Tensor, users: list[_Use], shared: set[Tensor]) -> str | None:
     """Why a parameter is not split, if it is not."""
-    kinds = (*split.computing(), *split.TABLES)
     for module, name in users:
-        if own_class(module) not in kinds:
+        names = split.split_names(own_class(module))
+        if not names:
             return f"{type(module).__name__} uses it"
-        if name.rpartition(".")[2] not in ("weight", "bias"):
+        if name.rpartition(".")[2] not in names:
             return "a weight is computed from it"
         if getattr(module, "max_norm", None) is not None:
             return "a forward pass with max_norm writes to it"

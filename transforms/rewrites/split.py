@@ -17,18 +17,29 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
+from fusedoptim.nn import MultiheadAttention
 from fusedoptim.split.halves import Halves
 from transforms.rewrites import exchanged_class, plain_tensors
 from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED, transposed_linears
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
+_ATTENTION = (nn.MultiheadAttention, MultiheadAttention)
+_OF_ATTENTION = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight")
+_OF_ATTENTION += ("v_proj_weight", "weight", "bias")  # the last two of its out_proj
 _SPLIT = "_fusedoptim_split"
 """The attribute of a module that holds its :class:`_Split`."""
 
 
-def computing() -> tuple[type[nn.Module], ...]:
+def split_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The parameters of a class of modules that may be bfloat16, by name."""
+    if kind in _ATTENTION:
+        return _OF_ATTENTION
+    return ("weight", "bias") if kind in TABLES or kind in _computing() else ()
+
+
+def _computing() -> tuple[type[nn.Module], ...]:
     """The classes of modules that autocast runs in bfloat16."""
-    return nn.Linear, *CONVOLUTIONS, *TRANSPOSED, *transposed_linears()
+    return nn.Linear, *CONVOLUTIONS, *TRANSPOSED, *transposed_linears(), *_ATTENTION
 
 
 class _Split(NamedTuple):
@@ -60,7 +71,7 @@ def _hook(module: nn.Module) -> list[RemovableHandle]:
         register(_note_loaded),
     ]
     kind = exchanged_class.own_class(module)
-    if kind in computing():
+    if kind in _computing():
         handles.append(module.register_forward_pre_hook(_require_autocast))
     elif kind in TABLES:
         handles.append(module.register_forward_hook(_return_float32))

@@ -307,19 +307,53 @@ class TestForward:
         merge_master_weights(module, optimizer)
         assert module(x).dtype == torch.float32
 
-    def test_linears_of_gpt2(self) -> None:
+    @pytest.mark.parametrize(
+        ("module", "widths"),
+        [
+            (Conv1D(5, 3), [3]),
+            (nn.MultiheadAttention(8, 2, dropout=0.1), [8]),
+            (nn.MultiheadAttention(8, 2, kdim=5, vdim=3, bias=False), [8, 5, 3]),
+            (nn.MultiheadAttention(8, 2, add_bias_kv=True), [8]),
+        ],
+        ids=["Linear of GPT-2", "self-attention", "attention", "attention with biases"],
+    )
+    def test_other_products(self, module: nn.Module, widths: list[int]) -> None:
         """Outputs and gradients are those of the plain module with truncated weights."""
-        split, plain, x = Conv1D(5, 3), Conv1D(5, 3), torch.randn(2, 4, 3)
-        split_master_weights(split, FusedSGD(split.parameters()))
+        split, optimizer = transforms.optimize(
+            module, torch.optim.SGD(module.parameters()), dtype=torch.bfloat16
+        )
+        plain = copy.deepcopy(module)
         plain.load_state_dict(_truncated(split))
-        with AUTOCAST:
-            outputs = [module(x) for module in (split, plain)]
-        assert torch.equal(*outputs)
-        for output in outputs:
+        inputs = [torch.randn(4, 2, width) for width in widths]
+        inputs *= 3 if len(inputs) == 1 and isinstance(module, nn.MultiheadAttention) else 1
+        for each in (split, plain):
+            torch.manual_seed(0)
+            each.eval() if getattr(module, "dropout", 0) else each.train()
+            with AUTOCAST:
+                output = each(*inputs)
+            output = output[0] if isinstance(output, tuple) else output
             output.float().square().sum().backward()
-        for ours, theirs in zip(split.parameters(), plain.parameters()):
-            assert ours.grad.dtype == torch.bfloat16
+        for (name, ours), theirs in zip(split.named_parameters(), plain.parameters()):
+            is_split = not name.startswith("bias_")
+            assert ours.dtype == (torch.bfloat16 if is_split else torch.float32)
             assert torch.equal(ours.grad.float(), theirs.grad)
+        assert_same(dict(transforms.restore(split, optimizer)[0].state_dict()), module.state_dict())
+
+    def test_attention_that_may_use_its_weights_otherwise(self) -> None:
+        class Own(nn.MultiheadAttention):
+            def forward(self, x: Tensor) -> Tensor:
+                return x @ self.out_proj.weight.log()
+
+        model = nn.ModuleList([Own(8, 2, bias=False), nn.MultiheadAttention(8, 2).out_proj])
+        entries = split_master_weights(model, FusedSGD(model.parameters()))
+        assert {entry.where: entry.what for entry in entries} == {
+            "0.in_proj_weight": "stays float32: Own uses it",
+            "0.out_proj.weight": "stays float32: Own uses it",
+            **{
+                f"1.{name}": "stays float32: NonDynamicallyQuantizableLinear uses it"
+                for name in ("weight", "bias")
+            },
+        }
 
     def test_embeddings_return_float32(self) -> None:
         model = nn.ModuleList([nn.Embedding(5, 3), nn.EmbeddingBag(5, 3, mode="sum")])
