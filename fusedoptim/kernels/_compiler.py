@@ -27,12 +27,13 @@ load_compiler()  # numba-dpex's wheels cannot find their own libraries
 
 import dpcpp_llvm_spirv  # noqa: E402
 import llvmlite.binding as llvm  # noqa: E402
-from numba.core import compiler_machinery, ssa, types  # noqa: E402
+from numba.core import compiler_machinery, ssa, transforms, types  # noqa: E402
 from numba.core.base import BaseContext  # noqa: E402
 from numba.core.compiler_lock import global_compiler_lock  # noqa: E402
+from numba.core.postproc import PostProcessor, VariableLifetime  # noqa: E402
 from numba.core.target_extension import target_override  # noqa: E402
 from numba.core.targetconfig import TargetConfig  # noqa: E402
-from numba.core.typing.npydecl import NumpyRulesArrayOperator  # noqa: E402
+from numba.core.types.functions import BaseFunction  # noqa: E402
 from numba_dpex import device_func  # noqa: E402
 from numba_dpex.kernel_api_impl.spirv.dispatcher import SPIRVKernelDispatcher  # noqa: E402
 from numba_dpex.kernel_api_impl.spirv.target import (  # noqa: E402
@@ -308,21 +309,50 @@ def _option_values(options: Any) -> dict[str, Any]:
 
 TargetConfig.values = _option_values
 
-_search_loops = NumpyRulesArrayOperator.generic
-_found_types: dict[Any, Any] = {}
+_search_templates = BaseFunction.get_call_type
 
 
-def _types_of_operator(template: Any, args: Sequence[types.Type], options: Any) -> Any:
-    """The types that an operator takes and returns: numba searches NumPy's loops for each use."""
-    if options or not all(isinstance(arg, types.Number) for arg in args):
-        return _search_loops(template, args, options)
-    key = template.key, *args
-    if key not in _found_types:
-        _found_types[key] = _search_loops(template, args, options)
-    return _found_types[key]
+def _types_of_call(
+    function: Any, context: Any, args: Sequence[types.Type], options: dict[str, types.Type]
+) -> Any:
+    """The types that a call takes and returns: numba tries a function's templates at each use.
+
+    A call of a template that compiles something for it is not remembered, as that also depends on
+    how its caller is compiled.
+    """
+    found = vars(function).setdefault("_found_types", {})
+    key = context, tuple(args), tuple(options.items())
+    if key in found:
+        function._impl_keys[found[key].args] = function.typing_key
+        return found[key]
+    signature = _search_templates(function, context, args, options)
+    if function._impl_keys[signature.args] is function.typing_key:
+        found[key] = signature
+    return signature
 
 
-NumpyRulesArrayOperator.generic = _types_of_operator
+BaseFunction.get_call_type = _types_of_call
+# For each variable that is stored, numba has LLVM parse a module to find the size of its type.
+BaseContext.get_abi_sizeof = functools.cache(BaseContext.get_abi_sizeof)
+
+_post_process = PostProcessor.run
+
+
+def _after_pass(self: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> None:
+    """What numba does after a pass, except to find which variables live in which block.
+
+    Before it inserts their deletions, only generators need that.
+    """
+    ir = self.func_ir
+    if emit_dels or ir.is_generator:
+        _post_process(self, emit_dels, extend_lifetimes)
+    else:
+        ir.blocks = transforms.canonicalize_cfg(ir.blocks)
+        ir.variable_lifetime = VariableLifetime(ir.blocks)
+        ir.generator_info = None
+
+
+PostProcessor.run = _after_pass
 
 
 @global_compiler_lock  # type: ignore[untyped-decorator]
