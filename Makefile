@@ -4,12 +4,22 @@ BIN := .venv/bin
 JIT := .venv-jit/bin
 # Python compiles what is imported, which is a small part of the files that pip would compile.
 PIP_OPTIONS := --quiet --no-compile
-# Before release 24, which some Pythons bring, pip is slower: it compares each file that an index lists
-# with a thousand tags, one by one.
-UPGRADE := install $(PIP_OPTIONS) --upgrade pip
+# What pyproject.toml has at a path, such as ['project']['name'].
+OF_PROJECT = $$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))$(1))")
+# The pins of an extra. Pip takes them before it looks for what the package itself requires: otherwise it
+# also fetches the newest releases of torch and of the CPU driver, and then drops them.
+PINS = $(call OF_PROJECT,['project']['optional-dependencies']['$(1)'])
 # What tests put on the path by themselves: see pyproject.toml.
-APART = $(BIN)/python -c "import tomllib; \
-	print(*tomllib.load(open('pyproject.toml', 'rb'))['tool']['fusedoptim']['apart'])"
+APART = $(call OF_PROJECT,['tool']['fusedoptim']['apart'])
+# Make an environment with the newest pip, if it has none. Python would first install the pip that it
+# brings, and compile it. Before release 24 pip is slower: it compares each file that an index lists with
+# a thousand tags, one by one.
+define MAKE_ENVIRONMENT
+$(PYTHON) -m venv --without-pip $(1)
+$(1)/bin/python -m pip --version >/dev/null 2>&1 || \
+	PIP_ROOT_USER_ACTION=ignore $(PYTHON) -m pip install $(PIP_OPTIONS) pip \
+	--target $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+endef
 # Tests of what is the same in both environments: the sources' structure, torch, what it does with our
 # optimizers, what is made of our operators and how its compiler traces them (TestTracing), what the pool
 # records, whatever driver is below it, and the GPU compiler. `make test` alone runs them.
@@ -81,20 +91,18 @@ clean:
 	rm -rf .venv .venv-jit build dist out *.egg-info
 
 .venv/installed: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip $(UPGRADE)
-	$(BIN)/pip install $(PIP_OPTIONS) --editable '.[dev]'
-	$(BIN)/pip install $(PIP_OPTIONS) --no-deps --upgrade --target .venv/apart $$($(APART))
+	$(call MAKE_ENVIRONMENT,.venv)
+	$(BIN)/python -m pip install $(PIP_OPTIONS) $(call PINS,test) --editable '.[dev]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --no-deps --upgrade --target .venv/apart $(APART)
 	touch $@
 
 .venv/installed-lab: .venv/installed
-	$(BIN)/pip install $(PIP_OPTIONS) --editable '.[dev,lab]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --editable '.[dev,lab]'
 	touch $@
 
 .venv-jit/installed: pyproject.toml
-	$(PYTHON) -m venv .venv-jit
-	$(JIT)/pip $(UPGRADE)
-	$(JIT)/pip install $(PIP_OPTIONS) --editable '.[jit,test]'
+	$(call MAKE_ENVIRONMENT,.venv-jit)
+	$(JIT)/python -m pip install $(PIP_OPTIONS) $(call PINS,jit) $(call PINS,test) --editable '.[jit,test]'
 	# It warns when it is compiled, which fails the test that imports it first.
 	$(JIT)/python -m compileall -q .venv-jit/lib/python*/site-packages/dpcpp_llvm_spirv
 	touch $@
