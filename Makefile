@@ -22,13 +22,15 @@ $(1)/bin/python -m pip --version >/dev/null 2>&1 || \
 endef
 # Tests of what is the same in both environments: the sources' structure, torch, what it does with our
 # optimizers, what is made of our operators and how its compiler traces them (TestTracing), what the pool
-# records, whatever driver is below it, and the GPU compiler. `make test` alone runs them.
+# records, whatever driver is below it, damaged files, and the GPU compiler. `make test` alone runs them.
 ONLY_NEWEST := notebooks references transforms packaging/test_structure.py packaging/test_wheel.py \
 	test_reference.py test_benchmarks.py test_convergence.py test_lion.py test_tolerances.py \
-	$(addprefix allocator/,exchange/test_reuse.py options/test_budget.py options/test_idle.py \
+	$(addprefix allocator/,exchange/test_reuse.py monitoring/test_history.py \
+	monitoring/test_profiler.py monitoring/test_scopes.py monitoring/test_snapshot.py \
+	monitoring/test_timeline.py options/test_budget.py options/test_idle.py \
 	options/test_reserve.py pool/test_blocks.py pool/test_faults.py pool/test_model.py \
 	pool/test_recovery.py pool/test_rules.py) \
-	$(addprefix fusedoptim/,distributed nn offload runtime doctor/test_documents.py \
+	$(addprefix fusedoptim/,distributed nn offload runtime aot/test_damage.py doctor/test_documents.py \
 	kernels/test_validation.py ops/test_example.py ops/test_torchvision.py step/test_interrupts.py \
 	step/test_modes.py test_migration.py test_torch_private.py test_training.py)
 
