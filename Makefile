@@ -11,14 +11,11 @@ OF_PROJECT = $$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyprojec
 PINS = $(call OF_PROJECT,['project']['optional-dependencies']['$(1)'])
 # What tests put on the path by themselves: see pyproject.toml.
 APART = $(call OF_PROJECT,['tool']['fusedoptim']['apart'])
-# Make an environment with the newest pip, if it has none. Python would first install the pip that it
-# brings, and compile it. Before release 24 pip is slower: it compares each file that an index lists with
-# a thousand tags, one by one.
+# Make an environment with the newest pip. Python would first install the pip that it brings, and compile
+# it. Before release 24 pip is slower: it compares each file that an index lists with a thousand tags.
 define MAKE_ENVIRONMENT
 $(PYTHON) -m venv --without-pip $(1)
-$(1)/bin/python -m pip --version >/dev/null 2>&1 || \
-	PIP_ROOT_USER_ACTION=ignore $(PYTHON) -m pip install $(PIP_OPTIONS) pip \
-	--target $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+$(PYTHON) -m pip --python $(1)/bin/python install $(PIP_OPTIONS) pip
 endef
 # Tests of what is the same in both environments: the sources' structure, torch, what it does with our
 # optimizers, what is made of our operators and how its compiler traces them (TestTracing), what the pool
@@ -94,17 +91,17 @@ clean:
 
 .venv/installed: pyproject.toml
 	$(call MAKE_ENVIRONMENT,.venv)
-	$(BIN)/python -m pip install $(PIP_OPTIONS) $(call PINS,test) --editable '.[dev]'
-	$(BIN)/python -m pip install $(PIP_OPTIONS) --no-deps --upgrade --target .venv/apart $(APART)
+	$(BIN)/pip install $(PIP_OPTIONS) $(call PINS,test) --editable '.[dev]'
+	$(BIN)/pip install $(PIP_OPTIONS) --no-deps --upgrade --target .venv/apart $(APART)
 	touch $@
 
 .venv/installed-lab: .venv/installed
-	$(BIN)/python -m pip install $(PIP_OPTIONS) --editable '.[dev,lab]'
+	$(BIN)/pip install $(PIP_OPTIONS) --editable '.[dev,lab]'
 	touch $@
 
 .venv-jit/installed: pyproject.toml
 	$(call MAKE_ENVIRONMENT,.venv-jit)
-	$(JIT)/python -m pip install $(PIP_OPTIONS) $(call PINS,jit) $(call PINS,test) --editable '.[jit,test]'
+	$(JIT)/pip install $(PIP_OPTIONS) $(call PINS,jit) $(call PINS,test) --editable '.[jit,test]'
 	# It warns when it is compiled, which fails the test that imports it first.
 	$(JIT)/python -m compileall -q .venv-jit/lib/python*/site-packages/dpcpp_llvm_spirv
 	touch $@
