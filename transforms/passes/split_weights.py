@@ -142,7 +142,9 @@ def _uses(model: nn.Module) -> dict[Tensor, list[_Use]]:
     uses: dict[Tensor, list[_Use]] = {}
     modules = dict(model.named_modules())
     # It computes with the weight of its last Linear, which is not called.
-    attentions = {m.out_proj: m for m in modules.values() if isinstance(m, nn.MultiheadAttention)}
+    attentions: dict[nn.Module, nn.Module] = {
+        m.out_proj: m for m in modules.values() if isinstance(m, nn.MultiheadAttention)
+    }
     for prefix, module in modules.items():
         user = attentions.get(module, module)
         for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):

@@ -24,8 +24,10 @@ from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED, transposed_line
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 _ATTENTION = (nn.MultiheadAttention, MultiheadAttention)
-_OF_ATTENTION = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight")
-_OF_ATTENTION += ("v_proj_weight", "weight", "bias")  # the last two of its out_proj
+_OF_ATTENTION = (
+    *("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    *("weight", "bias"),  # of its out_proj
+)
 _SPLIT = "_fusedoptim_split"
 """The attribute of a module that holds its :class:`_Split`."""
 
