@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusedoptim import runtime
+from fusedoptim import nn as fused_nn
+from fusedoptim import ops, runtime
 from fusedoptim import transforms as ipex
 from fusedoptim.runtime import _cores
 from transforms.passes import INFERENCE, KNOBS, TRAINING
@@ -62,6 +64,27 @@ def test_quantization() -> None:
         quantized = ipex.quantize(make().eval(), loader)
         with torch.no_grad():
             assert quantized(torch.randn(2, 3, 8, 8)).shape == (2, 4)
+
+
+def test_recommendation_models() -> None:
+    """DLRM's interaction, and merged tables by either of the two calls."""
+    features = [torch.randn(3, 4) for _ in range(3)]
+    assert ops.interaction(*features).shape == (3, 4 + 3)
+    assert torch.equal(
+        ops.interaction(features[0], torch.cat(features[1:], dim=1)), ops.interaction(*features)
+    )
+    for kind in (fused_nn.MergedEmbeddingBagWithSGD, fused_nn.MergedEmbeddingBagWithAdagrad):
+        tables = [nn.EmbeddingBag(5, 4, mode="sum") for _ in range(2)]
+        merged = kind.from_embeddingbag_list(tables, lr=0.1)
+        assert len(merged) == len(tables)
+    model = nn.Module()
+    model.tables = nn.ModuleList(nn.EmbeddingBag(5, 4, mode="sum") for _ in range(2))
+    model = ipex.merge_embedding_bags(model, "tables", optimizer="sgd", lr=0.1)
+    assert ipex.report(model).done("merge_embedding_bags")
+
+
+def test_torch_has_the_launcher() -> None:
+    assert importlib.util.find_spec("torch.backends.xeon.run_cpu") is not None
 
 
 def test_knobs_that_do_not_exist() -> None:
