@@ -22,6 +22,8 @@ from tests.transforms.helpers import (
     fingerprint,
     without_addresses,
 )
+from transforms.quantization import calibration
+from transforms.quantization.calibration import Times, fastest
 from transforms.quantization.ranges import OBSERVERS
 from transforms.rewrites.int8 import Int8Conv2d, Int8Linear, is_quantized
 
@@ -352,6 +354,47 @@ class TestUndone:
             assert torch.equal(again(batch), ours(batch))
 
 
+class TestMustPay:
+    def test_slower_layers_stay_in_floating_point(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = batches()
+        # Each batch calls the three layers in this order.
+        turns = [Times(0.001, 0.002), Times(0.003, 0.002), Times(0.001, 0.001)] * len(data)
+        remaining = iter(turns)
+        monkeypatch.setattr(calibration, "fastest", lambda *calls: next(remaining))
+        plain = network()
+        ours = transforms.quantize(plain, data)
+        report = transforms.report(ours)
+        assert names(report.done(KNOB)) == {"0"}
+        left = {entry.where: entry for entry in report.left(KNOB)}
+        assert left["7"].what == "not faster on the first batches: 6 ms instead of 4 ms"
+        assert left["9"].what == "not faster on the first batches: 2 ms instead of 2 ms"
+        assert left["7"].error is not None
+        assert type(ours[7]) is nn.Linear
+        assert type(ours[7].weight) is nn.Parameter
+        assert_same_state(ours.state_dict(), plain.state_dict())
+
+    def test_nothing_is_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(calibration, "fastest", lambda *calls: Times(2.0, 1.0))
+        ours = transforms.quantize(network(), batches())
+        report = transforms.report(ours)
+        assert not is_quantized(ours)
+        assert not report.done(KNOB)
+        assert report.done("conv_bn_folding")
+        assert type(transforms.restore(ours)[1]) is nn.BatchNorm2d
+
+    def test_asked_for_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(calibration, "fastest", None)  # nothing is timed
+        ours = transforms.quantize(network(), batches(), must_pay=False)
+        assert names(transforms.report(ours).done(KNOB)) == {"0", "7", "9"}
+
+    def test_the_two_ways_take_turns(self) -> None:
+        calls: list[str] = []
+        found = fastest(lambda: calls.append("int8"), lambda: calls.append("plain"))
+        assert calls[:4] == ["int8", "plain"] * 2
+        assert calls.count("int8") == calls.count("plain")
+        assert min(found) >= 0
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "no module": (lambda: [1], {}, TypeError, "not a torch.nn.Module"),
     "training mode": (lambda: network().train(), {}, ValueError, r"call model\.eval\(\)"),
@@ -391,6 +434,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "unknown name": (network, {"keep": "head"}, ValueError, "'head' is not the name of a module"),
     "keep of another type": (network, {"keep": [3]}, TypeError, "not a name"),
     "dynamic of another type": (network, {"dynamic": 1}, TypeError, "not True or False"),
+    "must_pay of another type": (network, {"must_pay": 1}, TypeError, "not True or False"),
     "inplace of another type": (network, {"inplace": 1}, TypeError, "not True or False"),
     "static without loader": (network, {"dynamic": False}, ValueError, "needs a loader"),
     "max_error": (network, {"max_error": 0, "loader": [0]}, ValueError, "is not positive"),

@@ -1,10 +1,11 @@
-"""Finds the ranges of activations, and the error of each layer in INT8."""
+"""Finds the ranges of activations, and the error and the time of each layer in INT8."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,15 @@ from transforms.rewrites.int8 import Int8, Range
 
 Layers = Mapping[str, nn.Module]
 """The modules that may compute in INT8, by name."""
+_LEAST_TURNS, _MOST_TURNS, _ENOUGH_SECONDS = 3, 10, 0.02
+
+
+class Times(NamedTuple):
+    """The seconds that a layer takes."""
+
+    int8: float
+    plain: float
+    """In floating point."""
 
 
 def calibrate(
@@ -90,6 +100,50 @@ def errors(
         for batch in batches:
             run(model, batch)
     return {name: _ratio(*both) ** 0.5 for name, both in sums.items()}
+
+
+def times(
+    model: nn.Module,
+    layers: Layers,
+    computations: Mapping[str, Int8],
+    batches: Sequence[Any],
+    run: Run,
+) -> dict[str, Times]:
+    """How long each layer takes in INT8 and in floating point, for all its calls together.
+
+    Returns:
+        the times of each layer that was called, by name.
+    """
+    sums: dict[str, Times] = {}
+
+    def measure(layer: nn.Module, name: str, x: Any, _: Any) -> None:
+        computation = computations[name]
+        if not isinstance(x, Tensor) or computation.product(layer, x) is None:
+            return
+        found = fastest(lambda: computation.product(layer, x), lambda: layer.forward(x))
+        before = sums.get(name, Times(0.0, 0.0))
+        sums[name] = Times(before.int8 + found.int8, before.plain + found.plain)
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name, layer in layers.items():
+            hooks.callback(_after(layer, name, measure).remove)
+        for batch in batches:
+            run(model, batch)
+    return sums
+
+
+def fastest(int8: Callable[[], object], plain: Callable[[], object]) -> Times:
+    """The times of the fastest of several calls of each; the two take turns."""
+    found: list[Times] = []
+    while len(found) < _LEAST_TURNS or (
+        len(found) < _MOST_TURNS and sum(map(sum, found)) < _ENOUGH_SECONDS
+    ):
+        start = time.perf_counter()
+        int8()
+        between = time.perf_counter()
+        plain()
+        found.append(Times(between - start, time.perf_counter() - between))
+    return Times(*map(min, zip(*found)))
 
 
 def _after(layer: nn.Module, name: str, see: Callable[[nn.Module, str, Any, Any], None]) -> Any:

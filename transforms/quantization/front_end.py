@@ -15,7 +15,7 @@ from transforms.inputs.copies import copy_pair
 from transforms.inputs.options import Options, check_flag
 from transforms.passes import INFERENCE
 from transforms.passes.protocol import Job
-from transforms.quantization.calibration import Layers, calibrate, errors
+from transforms.quantization.calibration import Layers, Times, calibrate, errors, times
 from transforms.quantization.candidates import objections
 from transforms.quantization.chains import find_following, join
 from transforms.quantization.ranges import OBSERVERS
@@ -51,6 +51,7 @@ class _Choices(NamedTuple):
 
     keep: Sequence[str]
     max_error: float | None
+    must_pay: bool
     is_dynamic: bool
     ranges: str
     max_batches: int | None
@@ -67,6 +68,7 @@ def quantize(
     ranges: str = "mse",
     keep: str | Sequence[str] = (),
     max_error: float | None = None,
+    must_pay: bool = True,
     run: Callable[[nn.Module, Any], object] | None = None,
     max_batches: int | None = None,
     progress: bool | None = None,
@@ -110,6 +112,9 @@ def quantize(
         max_error: layers with a larger relative error stay in floating point. The error is the norm
             of the difference that INT8 makes to the output of the layer, divided by the norm of the
             output, on the first two batches.
+        must_pay: layers that are not faster in INT8 on the first two batches stay in floating
+            point, and the report says so; if none is faster, the model is only prepared. False:
+            all layers compute in INT8, as they do without a loader.
         run: calls the model with a batch, as ``run(model, batch)``; by default as above.
         max_batches: use at most so many batches of the loader.
         progress: whether to show a progress bar on stderr. None: for a long loader, on a terminal.
@@ -135,7 +140,7 @@ def quantize(
         ...     torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()
         ... ).eval()
         >>> loader = torch.utils.data.DataLoader(torch.randn(64, 3, 16, 16), batch_size=16)
-        >>> quantized = transforms.quantize(model, loader)
+        >>> quantized = transforms.quantize(model, loader, must_pay=False)  # this one is small
         >>> quantized[0]
         Int8Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
         >>> with torch.no_grad():
@@ -148,8 +153,11 @@ def quantize(
     for Efficient Integer-Arithmetic-Only Inference" (2018).
     """
     check_model(model)
-    choices = _checked(loader, dynamic, ranges, keep, max_error, max_batches, progress, run)
+    check_flag("must_pay", must_pay)
     check_flag("inplace", inplace)
+    choices = _checked(
+        loader, dynamic, ranges, keep, max_error, must_pay, max_batches, progress, run
+    )
     if model.training:
         raise ValueError(
             "the model is in training mode, and INT8 is for inference: call model.eval()"
@@ -181,6 +189,7 @@ def _checked(
     ranges: Any,
     keep: Any,
     max_error: Any,
+    must_pay: bool,
     max_batches: Any,
     progress: Any,
     run: Any,
@@ -212,7 +221,9 @@ def _checked(
     for name, value in (("run", run), ("max_batches", max_batches)):
         if value is not None and loader is None:
             raise ValueError(f"{name} needs a loader: without one, the model is not called")
-    return _Choices(keep, max_error, is_dynamic, ranges, max_batches, progress, run or run_batch)
+    return _Choices(
+        keep, max_error, must_pay, is_dynamic, ranges, max_batches, progress, run or run_batch
+    )
 
 
 def _check_loader(loader: Any) -> None:
@@ -265,7 +276,8 @@ def _quantize(
     reasons = objections(model, choices.keep, choices.is_dynamic)
     layers: Layers = {name: modules[name] for name, why in reasons.items() if why is None}
     undo.callback(_unwatch, layers.values())
-    computations, measured = _computations(model, layers, loader, choices)
+    computations, measured, timed = _computations(model, layers, loader, choices)
+    slow = []
     for name in layers:
         if name not in computations:
             reasons[name] = "was not called in calibration"
@@ -273,9 +285,15 @@ def _quantize(
             reasons[name] = (
                 f"its error would be {measured[name]:.2%}, above max_error={choices.max_error:.2%}"
             )
+        elif name in timed and not timed[name].int8 < timed[name].plain:
+            slow.append(name)
+            reasons[name] = (
+                f"not faster on the first batches: {timed[name].int8 * 1e3:.3g} ms instead of "
+                f"{timed[name].plain * 1e3:.3g} ms"
+            )
     chosen = [name for name, why in reasons.items() if why is None]
     _unwatch(layers[name] for name in layers if reasons[name] is not None)
-    if not chosen:
+    if not chosen and not slow:
         _refuse(model, reasons)
     following = find_following(model, [modules[name] for name in chosen])
     for name in chosen:
@@ -307,8 +325,8 @@ def _unwatch(layers: Iterable[nn.Module]) -> None:
 
 def _computations(
     model: nn.Module, layers: Layers, loader: Iterable[Any] | None, choices: _Choices
-) -> tuple[dict[str, Int8], dict[str, float]]:
-    """How each layer that is called may compute in INT8, and its error if there is a loader."""
+) -> tuple[dict[str, Int8], dict[str, float], dict[str, Times]]:
+    """How each layer that is called may compute in INT8, and its error and times, if measured."""
     found: dict[str, Range | None] = dict.fromkeys(layers)
     batches: list[Any] = []
     if loader is not None and layers:
@@ -321,7 +339,8 @@ def _computations(
         name: CLASSES[type(layers[name])].computation(range_) for name, range_ in found.items()
     }
     called = {name: layers[name] for name in computations}
-    return computations, errors(model, called, computations, batches, choices.run)
+    of_all = model, called, computations, batches, choices.run
+    return computations, errors(*of_all), times(*of_all) if choices.must_pay else {}
 
 
 def _entry(name: str, layer: Any, range_: Range | None, error: float | None) -> Entry:
