@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from transforms.passes.protocol import Job, Pass
@@ -18,7 +19,11 @@ from transforms.rewrites.watched_parameter import WatchedParameter, unwatch_all
 from transforms.tracing.modules import has_computed_tensors, plain_kind
 
 _CLASSES: dict[type[nn.Module], type[PackedModule]] = {**packed.CLASSES, nn.LSTM: PackedLSTM}
-_KINDS: tuple[type[nn.Module], ...] = (*_CLASSES, nn.GRU, nn.RNN)
+_LEAST_TERMS, _LEAST_TAPS = 15, 11
+"""The terms for each output, and in float32 the taps, from which packing a Conv1d saves more than
+copying its result costs (docs/design/packed-weights.md)."""
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose3d)
+_KINDS: tuple[type[nn.Module], ...] = (*_CLASSES, *_TRANSPOSED, nn.GRU, nn.RNN)
 
 
 class PackWeights(Pass):
@@ -73,6 +78,8 @@ def _objection(module: nn.Module) -> str | None:
         return "computes in INT8"
     if isinstance(module, nn.GRU | nn.RNN):
         return f"torch's operators of oneDNN have no {type(module).__name__}"
+    if isinstance(module, _TRANSPOSED):
+        return "oneDNN returns other strides than torch: a copy costs most of what packing gains"
     if type(module) not in _CLASSES or plain_kind(module, (type(module),)) is None:
         return f"overrides its methods: {type(module).__name__} may differ"
     absent = (packed_lstm if isinstance(module, nn.LSTM) else packed).missing_operators()
@@ -83,6 +90,8 @@ def _objection(module: nn.Module) -> str | None:
             return f"has a weight of class {type(weight).__name__}"
         if weight.device.type != "cpu":
             return f"is on {weight.device.type}: oneDNN's packed weights are for the CPU"
+    if isinstance(module, nn.Conv1d) and _is_short(module.weight):
+        return "is too short: copying oneDNN's result costs what packing gains"
     if getattr(module, "proj_size", 0):
         return "has projections (proj_size), which oneDNN's operator lacks"
     if geometry.may_crash(module):
@@ -92,3 +101,9 @@ def _objection(module: nn.Module) -> str | None:
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return f"has padding_mode={module.padding_mode!r}"
     return None
+
+
+def _is_short(weight: Tensor) -> bool:
+    """Whether a Conv1d's kernel is too short to be packed."""
+    has_few_terms = weight.numel() < _LEAST_TERMS * weight.size(0)
+    return has_few_terms or (weight.dtype == torch.float32 and weight.size(2) < _LEAST_TAPS)

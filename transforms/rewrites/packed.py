@@ -274,7 +274,8 @@ class _PackedConvolution(PackedProduct):
             expected = self._plain(x_cast, weight, dense, geometry)  # first: its errors are torch's
             operator = getattr(torch.ops.mkldnn, self._reorder)
             try:
-                packed: Tensor = operator(weight, *geometry, list(x.shape))
+                images = self._as_images(x)
+                packed: Tensor = operator(self._as_images(weight), *geometry, list(images.shape))
                 product = self._compute(x_cast, packed, dense, geometry, NO_OP)
             except RuntimeError:  # torch computes some geometries that oneDNN does not
                 return None
@@ -287,6 +288,10 @@ class _PackedConvolution(PackedProduct):
     def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
         """The product with a plain weight."""
         raise NotImplementedError
+
+    def _as_images(self, x: Tensor) -> Tensor:
+        """An input or weight with the dimensions that oneDNN's operators take."""
+        return x
 
 
 class _PackedForward(_PackedConvolution):
@@ -314,6 +319,44 @@ class PackedConv2d(_PackedForward, nn.Conv2d):
         """Compute as ``torch.nn.Conv2d`` does."""
         product = _packed_product(self, input)
         return nn.Conv2d.forward(self, input) if product is None else product
+
+
+class PackedConv1d(_PackedForward, nn.Conv1d):
+    """A convolution of sequences with a packed weight, as one of images of one row.
+
+    oneDNN returns the result with channels last, and torch does not, so the result is copied.
+    """
+
+    _dimensions = 1
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Compute as ``torch.nn.Conv1d`` does."""
+        product = _packed_product(self, input)
+        return nn.Conv1d.forward(self, input) if product is None else product
+
+    def _pays(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        if x.dim() != weight.dim():
+            return False
+        return super()._pays(x.unsqueeze(2), weight.unsqueeze(2), bias)
+
+    def _geometry(self) -> Geometry | None:
+        found = all_expanded(1, self.padding, self.stride, self.dilation)
+        if found is None:
+            return None
+        padding, stride, dilation = found
+        return (0, *padding), (1, *stride), (1, *dilation), self.groups
+
+    def _as_images(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(2)
+
+    def _compute(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, post: PostOp
+    ) -> Tensor:
+        result = super()._compute(x.unsqueeze(2), weight, bias, geometry, post)
+        return result.squeeze(2).contiguous()
+
+    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+        return super()._plain(x.unsqueeze(2), weight.unsqueeze(2), bias, geometry).squeeze(2)
 
 
 class PackedConv3d(_PackedForward, nn.Conv3d):
@@ -351,6 +394,7 @@ class PackedConvTranspose2d(_PackedConvolution, nn.ConvTranspose2d):
 
 CLASSES: dict[type[nn.Module], type[PackedModule]] = {
     nn.Linear: PackedLinear,
+    nn.Conv1d: PackedConv1d,
     nn.Conv2d: PackedConv2d,
     nn.Conv3d: PackedConv3d,
     nn.ConvTranspose2d: PackedConvTranspose2d,

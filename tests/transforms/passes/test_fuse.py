@@ -39,6 +39,7 @@ STEEPEST = 1.5
 PRODUCTS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "linear": linear,
     "conv2d": lambda: images(nn.Conv2d(3, 17, 3), 2, 3, 9, 11),
+    "conv1d": lambda: (nn.Conv1d(6, 9, 11, padding=5), torch.randn(2, 6, 43)),
     "depthwise": lambda: images(nn.Conv2d(33, 33, 5, padding=2, groups=33), 1, 33, 9, 9),
     "transposed": lambda: images(nn.ConvTranspose2d(6, 4, 3, 2, 1, 1), 2, 6, 5, 7),
 }

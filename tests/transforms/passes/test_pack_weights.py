@@ -45,6 +45,15 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "linear-no-rows": lambda: (nn.Linear(257, 515), torch.randn(0, 257)),
     "linear-no-columns": lambda: (empty_linear(), torch.randn(3, 0)),
     "linear-strided": lambda: (nn.Linear(257, 515), torch.randn(257, 65).t()),
+    "conv1d": lambda: (nn.Conv1d(6, 9, 11, 2, 5, 2), torch.randn(2, 6, 43)),
+    "conv1d-short": lambda: (nn.Conv1d(16, 9, 3), torch.randn(2, 16, 43)),
+    "conv1d-transposed": lambda: (nn.Conv1d(6, 9, 11), torch.randn(2, 43, 6).transpose(1, 2)),
+    "conv1d-one-output": lambda: (nn.Conv1d(6, 9, 11), torch.randn(2, 6, 11)),
+    "conv1d-one-sequence": lambda: (nn.Conv1d(6, 9, 11), torch.randn(6, 43)),
+    "conv1d-depthwise": lambda: (
+        nn.Conv1d(17, 17, 15, padding=7, groups=17, bias=False),
+        torch.randn(1, 17, 64),
+    ),
     "conv2d": lambda: images(nn.Conv2d(3, 17, 3), 2, 3, 9, 11),
     "conv2d-contiguous": lambda: (nn.Conv2d(3, 17, 3), torch.randn(2, 3, 9, 11)),
     "conv2d-one-image": lambda: (nn.Conv2d(3, 17, 3), torch.randn(3, 9, 11)),
@@ -115,7 +124,9 @@ def is_packed(model: nn.Module, x: Tensor) -> bool:
     return f"mkldnn::{name}" in called
 
 
-@pytest.mark.parametrize("case", ["linear", "linear-4d", "conv2d", "conv2d-depthwise"])
+@pytest.mark.parametrize(
+    "case", ["linear", "linear-4d", "conv1d", "conv1d-depthwise", "conv2d", "conv2d-depthwise"]
+)
 def test_uses_the_packed_weight(case: str) -> None:
     model, x = CASES[case]()
     assert is_packed(optimized(model), x)
@@ -136,6 +147,11 @@ CONVOLUTIONS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], bool]] = {
     "groups": (lambda: images(nn.Conv2d(16, 16, 3, groups=16), 1, 16, 9, 9), True),
     "large kernel": (lambda: images(nn.Conv2d(16, 8, 5), 1, 16, 9, 9), True),
     "many values": (lambda: images(nn.Conv2d(16, 8, 1), 1, 16, 36, 36), True),
+    "one short sequence": (lambda: (nn.Conv1d(16, 8, 11), torch.randn(1, 16, 99)), False),
+    "long kernel, one dimension": (
+        lambda: (nn.Conv1d(16, 8, 11), torch.randn(2, 16, 99)),
+        True,
+    ),
     "many multiplications": (lambda: images(nn.Conv2d(160, 360, 1), 1, 160, 11, 14), True),
 }
 """Convolutions and inputs, and whether packed weights pay in float32."""
@@ -348,14 +364,22 @@ def test_report_and_levels(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().forward(x) + 1
 
     given = nn.Sequential(
-        nn.Linear(3, 3), Own(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
-    )
+        nn.Linear(3, 3), Own(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+        nn.ConvTranspose1d(3, 3, 3), nn.ConvTranspose3d(3, 3, 3),
+        nn.Conv1d(9, 9, 9), nn.Conv1d(5, 5, 14, groups=5), nn.Conv1d(9, 9, 9).bfloat16(),
+    )  # fmt: skip
+    short = "is too short: copying oneDNN's result costs what packing gains"
+    strides = "oneDNN returns other strides than torch: a copy costs most of what packing gains"
     ours = optimized(given)
     report = transforms.report(ours)
-    assert [entry.where for entry in report.done(KNOB)] == ["0"]
+    assert [entry.where for entry in report.done(KNOB)] == ["0", "7"]
     assert {entry.where: entry.what for entry in report.left(KNOB)} == {
         "1": "overrides its methods: Own may differ",
         "2": "has a weight that is computed from others (a parametrization)",
+        "3": strides,
+        "4": strides,
+        "5": short,
+        "6": short,
     }
     assert not any(
         isinstance(m, packed.PackedModule)
