@@ -46,7 +46,7 @@ def inference(
     ways = {
         "float32, eager": model,
         OPTIMIZED: transforms.optimize(model, sample_input=sample),
-        STATIC: transforms.quantize(model, [inputs(batch) for _ in range(2)], must_pay=False),
+        STATIC: transforms.quantize(model, [inputs(batch) for _ in range(2)]),
         "INT8, dynamic Linears": transforms.quantize(model),
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from fusedoptim.optimizer import FusedOptimizer
-from transforms.quantization.calibration import Times
 
 
 @pytest.fixture(autouse=True)
@@ -16,13 +15,6 @@ def _automatic(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
     """Models are small: torch's threads would mostly wait for one another."""
-
-
-@pytest.fixture(autouse=True)
-def _int8_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the machine and its load would decide which small layers compute in INT8."""
-    times = Times(int8=1.0, plain=2.0)
-    monkeypatch.setattr("transforms.quantization.calibration.fastest", lambda *calls: times)
 
 
 @pytest.fixture

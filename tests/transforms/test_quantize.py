@@ -362,7 +362,7 @@ class TestMustPay:
         remaining = iter(turns)
         monkeypatch.setattr(calibration, "fastest", lambda *calls: next(remaining))
         plain = network()
-        ours = transforms.quantize(plain, data)
+        ours = transforms.quantize(plain, data, must_pay=True)
         report = transforms.report(ours)
         assert names(report.done(KNOB)) == {"0"}
         left = {entry.where: entry for entry in report.left(KNOB)}
@@ -375,16 +375,16 @@ class TestMustPay:
 
     def test_nothing_is_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(calibration, "fastest", lambda *calls: Times(2.0, 1.0))
-        ours = transforms.quantize(network(), batches())
+        ours = transforms.quantize(network(), batches(), must_pay=True)
         report = transforms.report(ours)
         assert not is_quantized(ours)
         assert not report.done(KNOB)
         assert report.done("conv_bn_folding")
         assert type(transforms.restore(ours)[1]) is nn.BatchNorm2d
 
-    def test_asked_for_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(calibration, "fastest", None)  # nothing is timed
-        ours = transforms.quantize(network(), batches(), must_pay=False)
+    def test_by_default_nothing_is_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(calibration, "fastest", None)
+        ours = transforms.quantize(network(), batches())
         assert names(transforms.report(ours).done(KNOB)) == {"0", "7", "9"}
 
     def test_the_two_ways_take_turns(self) -> None:
@@ -434,6 +434,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "unknown name": (network, {"keep": "head"}, ValueError, "'head' is not the name of a module"),
     "keep of another type": (network, {"keep": [3]}, TypeError, "not a name"),
     "dynamic of another type": (network, {"dynamic": 1}, TypeError, "not True or False"),
+    "must_pay without loader": (network, {"must_pay": True}, ValueError, "needs a loader"),
     "must_pay of another type": (network, {"must_pay": 1}, TypeError, "not True or False"),
     "inplace of another type": (network, {"inplace": 1}, TypeError, "not True or False"),
     "static without loader": (network, {"dynamic": False}, ValueError, "needs a loader"),

@@ -68,7 +68,7 @@ def quantize(
     ranges: str = "mse",
     keep: str | Sequence[str] = (),
     max_error: float | None = None,
-    must_pay: bool = True,
+    must_pay: bool = False,
     run: Callable[[nn.Module, Any], object] | None = None,
     max_batches: int | None = None,
     progress: bool | None = None,
@@ -112,9 +112,9 @@ def quantize(
         max_error: layers with a larger relative error stay in floating point. The error is the norm
             of the difference that INT8 makes to the output of the layer, divided by the norm of the
             output, on the first two batches.
-        must_pay: layers that are not faster in INT8 on the first two batches stay in floating
-            point, and the report says so; if none is faster, the model is only prepared. False:
-            all layers compute in INT8, as they do without a loader.
+        must_pay: time each layer in both ways on the first two batches of the loader. Layers that
+            are not faster in INT8 stay in floating point, and the report says so; if none is
+            faster, the model is only prepared.
         run: calls the model with a batch, as ``run(model, batch)``; by default as above.
         max_batches: use at most so many batches of the loader.
         progress: whether to show a progress bar on stderr. None: for a long loader, on a terminal.
@@ -140,7 +140,7 @@ def quantize(
         ...     torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()
         ... ).eval()
         >>> loader = torch.utils.data.DataLoader(torch.randn(64, 3, 16, 16), batch_size=16)
-        >>> quantized = transforms.quantize(model, loader, must_pay=False)  # this one is small
+        >>> quantized = transforms.quantize(model, loader)
         >>> quantized[0]
         Int8Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
         >>> with torch.no_grad():
@@ -218,7 +218,8 @@ def _checked(
         raise ValueError(f"max_batches={max_batches!r} is not a positive number of batches")
     if run is not None and not callable(run):
         raise TypeError(f"run={run!r} cannot be called as run(model, batch)")
-    for name, value in (("run", run), ("max_batches", max_batches)):
+    needs_loader = {"run": run, "max_batches": max_batches, "must_pay": must_pay or None}
+    for name, value in needs_loader.items():
         if value is not None and loader is None:
             raise ValueError(f"{name} needs a loader: without one, the model is not called")
     return _Choices(
