@@ -1,11 +1,18 @@
-"""Gradients of embedding bags by torch's operations: sparse ones, and those of sample weights."""
+"""Gradients of embedding bags by torch's operations: sparse ones, and those of sample weights.
+
+They are operators, as tracing could not follow how many indices each table has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from fusedoptim._torch_private import is_batched
+from fusedoptim.ops._launching import DEVICES
 
 Tensors = Sequence[Tensor]
 
@@ -44,18 +51,7 @@ def _by_bag(grads: Sequence[Tensor | None], weights: Tensors) -> Sequence[Tensor
     return torch.split(joined, [weight.shape[1] for weight in weights], dim=1)
 
 
-def sparse_gradient(weight: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """A table's gradient as torch has it: not coalesced, a row for each index."""
-    return torch.sparse_coo_tensor(rows[None].long(), values, weight.shape, check_invariants=False)
-
-
-def dense_gradient(weight: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """A table's gradient, also for many gradients of the bags at once."""
-    return torch.zeros_like(weight).index_add(0, rows, values)
-
-
-def table_gradients(
-    make: Callable[[Tensor, Tensor, Tensor], Tensor],
+def _row_gradients(
     grads: Tensors,
     weights: Tensors,
     indices: Tensors,
@@ -65,12 +61,12 @@ def table_gradients(
     paddings: Sequence[int],
     last: bool,
 ) -> list[Tensor]:
-    """The tables' gradients; ``make`` takes a table, the rows that were read and their values."""
+    """For each table, the rows that were read, followed by the gradient of each."""
     own, starts = by_table(indices, offsets, len(weights), last)
     factors: Sequence[Tensor | None] = [None] * len(weights)
     if samples:
         factors, _ = by_table(samples, offsets, len(weights), last)
-    results = []
+    results: list[Tensor] = []
     for t, grad in enumerate(_by_bag(grads, weights)):
         assert grad is not None
         bags, rows, factor = _bags_of(starts[t]), own[t][: int(starts[t][-1])], factors[t]
@@ -85,11 +81,52 @@ def table_gradients(
             factor = torch.bincount(bags, minlength=len(grad)).to(grad.dtype).reciprocal()[bags]
         if factor is not None:
             values = values * factor[:, None]
-        results.append(make(weights[t], rows, values))
+        results += rows.to(torch.int64, copy=True), values  # an operator returns no arguments
     return results
 
 
-def sample_gradients(
+_row_gradients_of: Any = torch.library.custom_op(  # which raises where it is differentiated
+    "fusedoptim::embedding_bags_row_gradients",
+    _row_gradients,
+    mutates_args=(),
+    device_types=DEVICES,
+    schema="(Tensor[] grads, Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
+    "Tensor[] samples, bool[] means, int[] paddings, bool last) -> Tensor[]",
+)
+
+
+@_row_gradients_of.register_fake  # type: ignore[untyped-decorator]  # untyped in torch
+def _(grads: Tensors, weights: Tensors, indices: Tensors, *_: Any) -> list[Tensor]:
+    results: list[Tensor] = []
+    for weight in weights:
+        count = torch.library.get_ctx().new_dynamic_size()
+        results.append(weight.new_empty(count, dtype=torch.int64))
+        results.append(weight.new_empty(count, weight.shape[1]))
+    return results
+
+
+def sparse_gradients(grads: Tensors, weights: Tensors, *rest: Any) -> list[Tensor]:
+    """The tables' gradients as torch has them: not coalesced, a row for each index."""
+    found = _row_gradients_of(grads, weights, *rest)
+    return [
+        torch.sparse_coo_tensor(rows[None], values, weight.shape, check_invariants=False)
+        for weight, rows, values in zip(weights, found[::2], found[1::2])
+    ]
+
+
+def batched_gradients(grads: Tensors, weights: Tensors, *rest: Any) -> list[Tensor]:
+    """The tables' gradients for many gradients of the bags at once.
+
+    torch calls no operator with a list of tensors for these.
+    """
+    found = _row_gradients(grads, weights, *rest)
+    return [
+        torch.zeros_like(weight).index_add(0, rows, values)
+        for weight, rows, values in zip(weights, found[::2], found[1::2])
+    ]
+
+
+def _sample_gradients(
     grads: Sequence[Tensor | None],
     weights: Tensors,
     indices: Tensors,
@@ -97,7 +134,6 @@ def sample_gradients(
     paddings: Sequence[int],
     last: bool,
 ) -> list[Tensor]:
-    """The gradients of the sample weights, laid out as they are."""
     own, starts = by_table(indices, offsets, len(weights), last)
     results = []
     for t, grad in enumerate(_by_bag(grads, weights)):
@@ -114,3 +150,31 @@ def sample_gradients(
     result = torch.cat(results)
     rest = weights[0].new_zeros(len(indices[0]) - len(result))
     return [torch.cat([result, rest])]
+
+
+_sample_gradients_of: Any = torch.library.custom_op(
+    "fusedoptim::embedding_bags_sample_gradients",
+    _sample_gradients,
+    mutates_args=(),
+    device_types=DEVICES,
+    schema="(Tensor?[] grads, Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
+    "int[] paddings, bool last) -> Tensor[]",
+)
+_sample_gradients_of.register_fake(
+    lambda grads, weights, indices, *_: [weights[0].new_empty(own.shape) for own in indices]
+)
+
+
+def sample_gradients(grads: Sequence[Tensor | None], *rest: Any) -> list[Tensor]:
+    """The gradients of the sample weights, laid out as they are.
+
+    Args:
+        grads: the gradients of the bags; None where there is none.
+        rest: the tables, indices and offsets; the index of each table that is ignored, or -1;
+            whether offsets include where the last bag ends.
+    """
+    # As for batched_gradients.
+    are_batched = any(grad is not None and is_batched(grad) for grad in grads)
+    of: Any = _sample_gradients if are_batched else _sample_gradients_of
+    result: list[Tensor] = of(grads, *rest)
+    return result

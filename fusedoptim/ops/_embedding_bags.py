@@ -25,12 +25,7 @@ from fusedoptim.ops._bag_batch import (
     cut_of,
 )
 from fusedoptim.ops._bag_checks import check_batch, check_options, check_values, check_weights
-from fusedoptim.ops._bag_gradients import (
-    dense_gradient,
-    sample_gradients,
-    sparse_gradient,
-    table_gradients,
-)
+from fusedoptim.ops._bag_gradients import batched_gradients, sample_gradients, sparse_gradients
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._launching import DEVICES, TableLaunch
 from fusedoptim.ops._registering import is_plain, needed, register
@@ -409,10 +404,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
         arguments = chosen_of(chosen, len(weights), *lists)
         gradients: Any = _dense_gradients_of
         if sparse:
-            gradients = functools.partial(table_gradients, sparse_gradient)
+            gradients = sparse_gradients
         elif any(map(is_batched, arguments[0])):
-            # torch calls no operator with a list of tensors for many gradients at once.
-            gradients = functools.partial(table_gradients, dense_gradient)
+            gradients = batched_gradients
         for t, gradient in zip(chosen, gradients(*arguments, last)):
             of_weights[t] = gradient if needs_weights[t] else None
     return [of_weights, None, None, of_samples, None, None, None, None]

@@ -145,12 +145,15 @@ class TestUpdates:
         for weights in at_each_thread_count(updated):
             assert all(map(torch.equal, weights, wanted))
 
-    def test_sample_weights_have_gradients_of_the_weights_before(self) -> None:
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    def test_sample_weights_have_gradients_of_the_weights_before(self, is_compiled: bool) -> None:
+        torch.compiler.reset()
         module, bags = new_module("sgd", lr=LR), new_bags(ROWS)
+        called = torch.compile(module, backend="aot_eager", fullgraph=True)
         before = [w.clone().requires_grad_() for w in weights_of(module)]
         samples = [torch.rand(len(i), requires_grad=True) for i in bags.indices]
         own = [s.detach().clone().requires_grad_() for s in samples]
-        sum(y.sum() for y in module(*bags, own)).backward()
+        sum(y.sum() for y in (called if is_compiled else module)(*bags, own)).backward()
         for t, weight in enumerate(before):
             y = expected(weight, bags.indices[t], bags.offsets[t], "sum", samples[t])
             y.sum().backward()

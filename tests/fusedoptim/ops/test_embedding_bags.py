@@ -243,13 +243,47 @@ class TestValues:
         torch.autograd.gradcheck(weighted, (*weights, *samples))
 
 
+def operands(case: str, joined: bool) -> tuple[Any, ...]:
+    """Arguments of the operator: tables, bags, sample weights and options."""
+    bags = new_bags(ROWS)
+    samples = [torch.rand(len(i)) for i in bags.indices] if case == "sample weights" else []
+    indices, offsets = ([x] for x in bags.joined) if joined else bags
+    samples = [torch.cat(samples)] if joined and samples else samples
+    means = [case == "means"] * len(ROWS)
+    paddings = [-1, -1, 0, 2] if case != "sums" else [-1] * len(ROWS)
+    options = means, paddings, True, case == "sparse"
+    return tables(), indices, offsets, [x.requires_grad_() for x in samples], *options
+
+
+CASES = [
+    ("sums", False),
+    ("means", True),
+    ("sample weights", False),
+    ("sample weights", True),
+    ("sparse", False),
+    ("sparse", True),
+]
+
+
 class TestTracing:
+    @pytest.mark.parametrize(("case", "joined"), CASES)
+    def test_opcheck(self, case: str, joined: bool) -> None:
+        torch.library.opcheck(OP, operands(case, joined))
+
     @pytest.mark.parametrize("joined", [False, True])
-    def test_opcheck(self, joined: bool) -> None:
-        weights, bags = tables(), new_bags(ROWS)
-        indices, offsets = ([x] for x in bags.joined) if joined else bags
-        args = weights, indices, offsets, [], [False] * 4, [-1] * 4, True, False
-        torch.library.opcheck(OP, args)
+    def test_opcheck_of_gradients(self, joined: bool) -> None:
+        def check(op: Any, *args: Any) -> None:
+            torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
+
+        of, weights = torch.ops.fusedoptim, [w.detach() for w in tables()]
+        grads = [torch.randn(9, w.shape[1]) for w in weights]
+        _, indices, offsets, _, means, paddings, last, _ = operands("means", joined)
+        grads = [torch.cat(grads, 1)] if joined else grads
+        rest = weights, indices, offsets
+        for op in (of.embedding_bags_dense_gradients, of.embedding_bags_row_gradients):
+            check(op, grads, *rest, [], means, paddings, last)
+        some = grads if joined else [None, *grads[1:]]
+        check(of.embedding_bags_sample_gradients, some, *rest, paddings, last)
 
     def test_opcheck_of_updates(self) -> None:
         merged, bags = MergedEmbeddingBag([(rows, 20) for rows in ROWS], "adagrad"), new_bags(ROWS)
@@ -269,19 +303,39 @@ class TestTracing:
         )
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor uses it
-    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-    def test_compiled(self, backend: str) -> None:
-        weights, bags = tables(), new_bags(ROWS)
+    @pytest.mark.parametrize(
+        ("case", "joined", "backend"),
+        [(*case, "aot_eager") for case in CASES]
+        + [(*case, "inductor") for case in (CASES[0], CASES[2], CASES[5])],
+    )
+    def test_compiled(self, case: str, joined: bool, backend: str) -> None:
+        torch.compiler.reset()
+        compiled = torch.compile(_bags_of, backend=backend, fullgraph=True)
+        for _ in range(2):  # the second batch has other numbers of indices
+            weights, indices, offsets, samples, *rest = operands(case, joined)
+            args = weights, indices, offsets, samples, *rest
+            one, other = _bags_of(*args), compiled(*args)
+            grads = [torch.randn_like(y) for y in one]
+            gradients = [torch.autograd.grad(y, [*weights, *samples], grads) for y in (one, other)]
+            for x, y in zip([*one, *gradients[0]], [*other, *gradients[1]]):
+                assert x.is_sparse == y.is_sparse
+                assert torch.equal(x.to_dense(), y.to_dense())
 
-        def bags_of(own: list[Tensor]) -> list[Tensor]:
-            return embedding_bags(own, *bags, include_last_offset=True)
 
-        compiled = torch.compile(bags_of, backend=backend, fullgraph=True)
-        one, other = bags_of(weights), compiled(weights)
-        grads = [torch.randn_like(y) for y in one]
-        gradients = [torch.autograd.grad(y, weights, grads) for y in (one, other)]
-        for x, y in zip([*one, *gradients[0]], [*other, *gradients[1]]):
-            assert torch.equal(x, y)
+def _bags_of(
+    weights: Any, indices: Any, offsets: Any, samples: Any, means: Any, paddings: Any, *rest: Any
+) -> list[Tensor]:
+    last, sparse = rest
+    return embedding_bags(
+        weights,
+        indices,
+        offsets,
+        samples,
+        mean=means,
+        padding_idx=[None if i < 0 else i for i in paddings],
+        include_last_offset=last,
+        sparse=sparse,
+    )
 
 
 class TestRefused:
