@@ -44,7 +44,7 @@ class BagOptimizer(FusedOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._become_rule()
-        self._show_trails()
+        self._note_trails()
 
     def _become_rule(self) -> None:
         """Set what the operator needs, in a new object or in a copy."""
@@ -57,20 +57,30 @@ class BagOptimizer(FusedOptimizer):
         super().__setstate__(state)
         if not hasattr(self, "number"):  # copied or unpickled
             self._become_rule()
-        self._show_trails()
-        for own in self._states():  # a checkpoint's may be strided; kernels read no strides
-            own.update({name: own[name].contiguous() for name in (_SUM, TRAIL) if name in own})
+        # A checkpoint's state may be strided; kernels read no strides.
+        for own in self._states():
+            own.update({_SUM: own[_SUM].contiguous()} if _SUM in own else {})
+        for weight in self.halves:
+            self.halves.keep(weight, self.halves.trail(weight).contiguous())
+        self._note_trails()
 
     def _states(self) -> list[State]:
         """The states of the tables; users may keep other things beside them."""
         return [self.state[weight] for weight in self._params() if weight in self.state]
 
+    def _note_trails(self) -> None:
+        """Note the lower halves, which are not in the state before the first update."""
+        self._trails = [self.halves.trail(weight) for weight in self._params() if self.split]
+        self._awaits_update = bool(self._trails)
+        """Whether tables may get other values, to which their lower halves do not belong."""
+
     def _show_trails(self) -> None:
-        """Move the lower halves to the state: there is no first step that would."""
-        for weight in self.halves:
-            trail = self.halves.find(weight)
-            if trail is not None:
-                self.state[weight][TRAIL] = trail
+        """Move the lower halves to the state, as the first step of other optimizers does."""
+        for weight, trail in zip(self._params(), self._trails):
+            self.halves.find(weight)  # it becomes zero if the table has got other values
+            self.state[weight][TRAIL] = trail
+        self.halves.settle(self._params())
+        self._awaits_update = False
 
     def _check_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super()._check_checkpoint(state_dict)
@@ -108,10 +118,16 @@ class BagOptimizer(FusedOptimizer):
             "set its default there; OneCycleLR and CyclicLR leave momentum alone with "
             "cycle_momentum=False",
         )
-        return {name: number(group[name]) for name in self._hyper_parameters}
+        numbers = {name: number(group[name]) for name in self._hyper_parameters}
+        if self._awaits_update:
+            self._show_trails()
+        return numbers
 
-    def check_replicas(self) -> None:
+    def begin_pass(self) -> None:
         """See :class:`fusedoptim.ops._updated_bags.Rule`."""
+        if self._awaits_update:  # now, as a compiled graph may update copies of the lower halves
+            for weight in self.halves:
+                self.halves.find(weight)
         ddp = active_ddp()
         if ddp is None or (self._allowed is not None and self._allowed() is ddp):
             return
@@ -140,11 +156,8 @@ class BagOptimizer(FusedOptimizer):
                 "on the meta device, or in torch.func.functional_call; construct the "
                 "MergedEmbeddingBag, or merge the model, when the bags have their final weights"
             )
-        if not self._saved_state and not self.split:
-            return [], []
-        states = [self.state[weight] for weight in weights]
-        sums = [state[_SUM] for state in states] if _SUM in self._saved_state else []
-        return sums, [state[TRAIL] for state in states] if self.split else []
+        has_sums = _SUM in self._saved_state
+        return [self.state[weight][_SUM] for weight in weights if has_sums], self._trails
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise: the tables are one group, and nothing else can be updated in the backward pass.

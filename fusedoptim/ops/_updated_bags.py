@@ -40,10 +40,10 @@ class Rule(Protocol):
         """The name of the kernel."""
 
     def numbers(self) -> Mapping[str, float]:
-        """The current hyper-parameters that the kernel gets."""
+        """The current hyper-parameters that the kernel gets in the update that begins."""
 
-    def check_replicas(self) -> None:
-        """Raise if the forward pass that runs is of replicas whose tables must stay equal."""
+    def begin_pass(self) -> None:
+        """Prepare a forward pass; raise if it is of replicas whose tables must stay equal."""
 
 
 _rules: weakref.WeakValueDictionary[int, Rule] = weakref.WeakValueDictionary()
@@ -94,7 +94,7 @@ def _check_pass(
 ) -> None:
     """Raise unless the backward pass of this forward pass can update the tables."""
     found = _rule_of(rule)
-    found.check_replicas()
+    found.begin_pass()
     _check_updated(tables, weights, sums, trails, found)
 
 

@@ -243,7 +243,7 @@ class Halves:
                 halves = halves_of(values, consume)
             upper, trail = halves
             rounded = _converted_grad(param, torch.bfloat16)
-            self.keep(param, trail)
+            self._trails[param] = trail  # not the state: Adagrad has some before the first step
             _replace(param, upper, rounded)
             self.note_values(param)
         except BaseException:

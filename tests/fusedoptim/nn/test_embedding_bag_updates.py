@@ -127,6 +127,26 @@ class TestUpdates:
         for mine, weight in zip(exact.master_params(), weights_of(whole)):
             assert torch.equal(mine, weight)
 
+    @pytest.mark.parametrize(
+        ("optimizer", "is_compiled"), [*((name, False) for name in OPTIMIZERS), ("adagrad", True)]
+    )
+    def test_split_tables_with_other_values(self, optimizer: str, is_compiled: bool) -> None:
+        """Lower halves do not stay with values that are loaded before the first update."""
+        torch.compiler.reset()
+        whole = new_module(optimizer, lr=LR)
+        halves = new_module(optimizer, lr=LR, split=True)
+        called = torch.compile(halves, backend="aot_eager") if is_compiled else halves
+        for bag in whole:
+            bag.weight.data = bag.weight.data.bfloat16().float()
+        exact: Any = halves.optimizer()
+        bags, grads = new_batches(whole, 1)[0]
+        grads = [g.bfloat16() for g in grads]
+        called(*bags)  # without an update
+        halves.load_state_dict(whole.state_dict())
+        torch.autograd.backward(called(*bags), grads)
+        torch.autograd.backward(whole(*bags), [g.float() for g in grads])
+        assert all(map(torch.equal, exact.master_params(), weights_of(whole)))
+
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_forms_and_threads_give_the_same_bits(self, optimizer: str) -> None:
         bags = new_bags(ROWS, bags=3000, most=20)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import Parameter
 
-from fusedoptim import FusedAdam, FusedAdamW, FusedLamb, FusedSGD, SplitSGD
+from fusedoptim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedSGD, SplitSGD
 from fusedoptim.offload import OffloadOptimizer
 from tests.fusedoptim.helpers import (
     SideBySide,
@@ -247,9 +247,11 @@ class TestCheckpoints:
 class TestWrittenFromOutside:
     """A lower half belongs to the values of which it was split."""
 
-    def test_before_the_first_step(self) -> None:
+    @pytest.mark.parametrize("cls", [FusedAdagrad, FusedAdam])
+    def test_before_the_first_step(self, cls: Any) -> None:
+        """Adagrad has state before its first step."""
         params = [Parameter(torch.randn(50)) for _ in range(2)]
-        optimizer = FusedAdam(params, lr=0.0, split=True)
+        optimizer = cls(params, lr=0.0, split=True)
         kept = list(optimizer.master_params())[1]
         written = torch.randn(50).bfloat16()
         with torch.no_grad():
