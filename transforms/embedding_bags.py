@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fusedoptim.nn import MergedEmbeddingBag
+from fusedoptim.nn._bag_optimizers import check_not_frozen
 from fusedoptim.step.tensors import update_order
 from transforms.inputs.arguments import (
     check_halves,
@@ -241,11 +242,7 @@ def _check_bag(where: str, bag: Any) -> None:
 
 
 def _check_trainable(where: str, bag: nn.EmbeddingBag, sharers: Sequence[str]) -> None:
-    if not bag.weight.requires_grad:
-        raise ValueError(
-            f"{where}.weight is frozen (requires_grad=False), and the optimizer would train it; "
-            "merge without an optimizer, or keep this bag in another list"
-        )
+    check_not_frozen(f"{where}.weight", bag.weight)
     others = [name or "the model" for name in sharers if name != where]
     if others:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ class MergedEmbeddingBag(torch.nn.Module):
     of threads. With an optimizer, a bag that is called on its own in training mode, with gradients
     enabled, would learn nothing, and raises RuntimeError.
 
+    With an optimizer, the tables have ``requires_grad=False``, as autograd makes no gradients of
+    them. :meth:`requires_grad_` of this module freezes them and trains them again; that of a model
+    that contains it does not, and neither does ``eval()``.
+
     The update takes the gradients as they arrive in the backward pass. What changes gradients or
     skips steps later has no effect on the tables: clipping them, accumulating them over several
     backward passes, of which each updates, or a ``GradScaler``, whose factor the tables would get
@@ -57,7 +61,7 @@ class MergedEmbeddingBag(torch.nn.Module):
     Raises:
         ValueError: an unknown optimizer or mode, a number out of range, an option without effect,
             or tables that differ in an option that must be the same for all; with an optimizer,
-            tables that share memory.
+            tables that are frozen or share memory.
         TypeError: ``tables`` is not a list, an entry is not a table, or tables have different
             dtypes.
 
@@ -164,6 +168,21 @@ class MergedEmbeddingBag(torch.nn.Module):
             bag.weight.requires_grad_(False)
         refuse_calls(self, "MergedEmbeddingBag", "merged(indices, offsets)")
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the tables, or train them again: with an optimizer, too.
+
+        Args:
+            requires_grad: whether the tables are trained.
+        """
+        if self._anchor is None:
+            return super().requires_grad_(requires_grad)
+        self._anchor.requires_grad_(requires_grad)
+        tables = set(self._weights())
+        for param in self.parameters():
+            if param not in tables:
+                param.requires_grad_(requires_grad)
+        return self
+
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the tables, for learning-rate schedulers and for checkpoints.
 
@@ -215,8 +234,9 @@ class MergedEmbeddingBag(torch.nn.Module):
         indices, starts, samples = _in_lists(
             input, offsets, per_sample_weights, len(self), self.include_last_offset
         )
-        weights = self._weights()
-        if self._optimizer is None or self._anchor is None or not torch.is_grad_enabled():
+        weights, anchor = self._weights(), self._anchor
+        is_trained = anchor is not None and anchor.requires_grad and torch.is_grad_enabled()
+        if self._optimizer is None or anchor is None or not is_trained:
             bags = embedding_bags(
                 weights,
                 indices,
@@ -230,7 +250,7 @@ class MergedEmbeddingBag(torch.nn.Module):
         else:
             state = self._optimizer.state_lists(weights)
             bags = updated_embedding_bags(
-                self._anchor,
+                anchor,
                 weights,
                 *state,
                 indices,
@@ -354,6 +374,11 @@ def refuse_calls(merged: MergedEmbeddingBag, name: str, call: str) -> Sequence[R
     refuse = functools.partial(_refuse_training, name, call)
     merged._refusals[:] = [bag.register_forward_pre_hook(refuse) for bag in merged]
     return merged._refusals
+
+
+def is_frozen(merged: MergedEmbeddingBag) -> bool:
+    """Whether the tables of a module with an optimizer are frozen."""
+    return merged._anchor is not None and not merged._anchor.requires_grad
 
 
 def optimizer_of(merged: MergedEmbeddingBag) -> BagOptimizer | None:

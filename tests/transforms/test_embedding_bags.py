@@ -136,6 +136,14 @@ def test_optimizer_trains_the_tables_and_restore_keeps_it() -> None:
         assert ours.weight.grad is None
 
 
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_frozen_tables_are_restored_frozen(optimizer: str | None) -> None:
+    model = merged(Outer(), optimizer=optimizer)
+    model.inner.tables.requires_grad_(False)
+    tables = transforms.restore(model).inner.tables
+    assert not any(p.requires_grad for p in tables.parameters())
+
+
 def test_a_plain_call_that_would_train_nothing_raises() -> None:
     model = merged(Outer(Looping()), optimizer="sgd")
     with pytest.raises(RuntimeError, match=r"inner\.tables .* self\.tables\(indices, offsets\)"):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.nn import MergedEmbeddingBag
-from fusedoptim.nn.embedding_bag import optimizer_of, refuse_calls
+from fusedoptim.nn.embedding_bag import is_frozen, optimizer_of, refuse_calls
 
 Bags = nn.ModuleList | Sequence[nn.EmbeddingBag]
 
@@ -87,12 +87,12 @@ def _release(merged: MergedEmbeddingBag, record: _Merged) -> None:
     for bag, dtype in zip(merged, record.dtypes):
         if bag.weight in optimizer.halves and dtype == torch.float32:
             optimizer.halves.merge(bag.weight)
-    _set_trainable([*merged])
+    _set_trainable([*merged], not is_frozen(merged))
 
 
-def _set_trainable(bags: Sequence[nn.EmbeddingBag]) -> None:
+def _set_trainable(bags: Sequence[nn.EmbeddingBag], is_trained: bool = True) -> None:
     for bag in bags:
-        bag.weight.requires_grad_()
+        bag.weight.requires_grad_(is_trained)
 
 
 def _put(parent: nn.Module, attribute: str, value: object) -> None:

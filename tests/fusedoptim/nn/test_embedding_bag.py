@@ -199,6 +199,8 @@ class TestRefused:
             ([(4, 2), torch.nn.EmbeddingBag(4, 2, dtype=torch.float64)], {}, TypeError,
              "table 1 has dtype torch.float64"),
             ([BAG, BAG], {"optimizer": "sgd"}, ValueError, "table 1 shares memory"),
+            ([BAG, torch.nn.EmbeddingBag.from_pretrained(torch.ones(4, 2), mode="sum")],
+             {"optimizer": "sgd"}, ValueError, "the weight of table 1 is frozen"),
         ],
     )  # fmt: skip
     def test_wrong(self, tables: Any, options: Any, error: Any, message: str) -> None:
@@ -266,8 +268,8 @@ class TestModules:
 
 
 def test_names_of_ipex() -> None:
-    bags = torch.nn.ModuleList([torch.nn.EmbeddingBag(10, 4, mode="sum")])
     for cls in (nn.MergedEmbeddingBagWithSGD, nn.MergedEmbeddingBagWithAdagrad):
+        bags = torch.nn.ModuleList([torch.nn.EmbeddingBag(10, 4, mode="sum")])
         module = cls.from_embeddingbag_list(bags, lr=0.5)
         assert module[0] is bags[0]
         assert module.optimizer().param_groups[0]["lr"] == 0.5

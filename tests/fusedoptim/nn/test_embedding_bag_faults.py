@@ -236,7 +236,7 @@ class TestTaken:
             "a part": memory[39:],
         }
         bags = [
-            torch.nn.EmbeddingBag.from_pretrained(table, mode="sum")
+            torch.nn.EmbeddingBag.from_pretrained(table, freeze=False, mode="sum")
             for table in (memory[:40], torch.randn(5, WIDTH), second[overlap])
         ]
         with pytest.raises(ValueError, match="table 2 shares memory with an earlier one"):
@@ -246,7 +246,9 @@ class TestTaken:
         memory = torch.randn(60, WIDTH)
         before = memory.clone()
         bags = [
-            torch.nn.EmbeddingBag.from_pretrained(table, mode="sum", include_last_offset=True)
+            torch.nn.EmbeddingBag.from_pretrained(
+                table, freeze=False, mode="sum", include_last_offset=True
+            )
             for table in (memory[:40], memory[40:])
         ]
         module = MergedEmbeddingBag(bags, "sgd", lr=1.0)

@@ -195,6 +195,22 @@ class TestUpdates:
             assert not module(*bags)[0].requires_grad
         assert all(map(torch.equal, before, weights_of(module)))
 
+    @pytest.mark.parametrize("optimizer", [None, "adagrad"])
+    def test_frozen(self, optimizer: str | None) -> None:
+        module, bags = new_module(optimizer), new_bags(ROWS)
+        module.after = torch.nn.Linear(2, 2)
+        before = [w.clone() for w in weights_of(module)]
+        assert not any(p.requires_grad for p in module.requires_grad_(False).parameters())
+        samples = [torch.rand(len(i), requires_grad=True) for i in bags.indices]
+        assert not module(*bags)[0].requires_grad
+        sum(y.sum() for y in copy.deepcopy(module)(*bags, samples)).backward()
+        sum(y.sum() for y in module(*bags, samples)).backward()
+        assert samples[0].grad is not None
+        assert all(map(torch.equal, before, weights_of(module)))
+        assert module.requires_grad_().after.weight.requires_grad
+        sum(y.sum() for y in module(*bags)).backward()
+        assert torch.equal(before[0], weights_of(module)[0]) == (optimizer is None)
+
     def test_a_bag_called_by_itself_without_an_optimizer(self) -> None:
         module = new_module(None)
         module[0](torch.tensor([1, 2]), torch.tensor([0, 2])).sum().backward()
