@@ -41,12 +41,13 @@ class MergedEmbeddingBag(torch.nn.Module):
     them. :meth:`requires_grad_` of this module freezes them and trains them again; that of a model
     that contains it does not, and neither does ``eval()``.
 
-    The update takes the gradients as they arrive in the backward pass. What changes gradients or
-    skips steps later has no effect on the tables: clipping them, accumulating them over several
-    backward passes, of which each updates, or a ``GradScaler``, whose factor the tables would get
-    (bfloat16 autocast needs none). ``DistributedDataParallel`` does not average them either, so a
-    forward pass within one of several processes raises RuntimeError, unless the tables are among
-    those that it ignores. Use ``optimizer=None`` for all of these.
+    The update takes the gradients as they arrive in the backward pass, even if that is by
+    ``torch.autograd.grad`` of ``per_sample_weights`` alone. What changes gradients or skips steps
+    later has no effect on the tables: clipping them, accumulating them over several backward
+    passes, of which each updates, or a ``GradScaler``, whose factor the tables would get (bfloat16
+    autocast needs none). ``DistributedDataParallel`` does not average them either, so a forward
+    pass within one of several processes raises RuntimeError, unless the tables are among those that
+    it ignores. Use ``optimizer=None`` for all of these.
 
     Args:
         tables: an ``EmbeddingBag``, or its number of rows and its width, for each table. The
@@ -72,8 +73,10 @@ class MergedEmbeddingBag(torch.nn.Module):
         >>> first, second = bags([indices, indices], [offsets, offsets])
         >>> first.shape, second.shape
         (torch.Size([2, 4]), torch.Size([2, 8]))
-        >>> (first.sum() + second.sum()).backward()  # updates rows 0 and 3 of both tables
         >>> scheduler = torch.optim.lr_scheduler.StepLR(bags.optimizer(), 1)
+        >>> (first.sum() + second.sum()).backward()  # updates rows 0 and 3 of both tables
+        >>> bags.optimizer().step()  # counts the step
+        >>> scheduler.step()
 
     Semantics: ``torch.nn.EmbeddingBag`` of torch 2.13, and a step of torch's ``SGD`` or ``Adagrad``
     with its sparse gradients.
@@ -186,7 +189,9 @@ class MergedEmbeddingBag(torch.nn.Module):
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the tables, for learning-rate schedulers and for checkpoints.
 
-        Its ``step`` updates no table, as the backward pass has already done so.
+        Its ``step`` updates no table, as the backward pass has already done so. Call it after each
+        backward pass all the same, as torch's loops do: it counts the steps in Adagrad's state and
+        runs the optimizer's hooks, and torch's schedulers warn if it was not called before theirs.
 
         Raises:
             RuntimeError: the module has none.
