@@ -228,6 +228,11 @@ class InBackwardRowwiseAdagrad(BagOptimizer):
             sums = torch.zeros(len(weight), dtype=state_dtype(weight), device=weight.device)
             self.state[weight].update({KEY: torch.zeros((), dtype=torch.float32), _SUM: sums})
 
+    def share_memory(self) -> None:
+        """Move the sums to shared memory, as torch's Adagrad does."""
+        for state in self._states():
+            state[_SUM].share_memory_()
+
 
 OPTIMIZERS: Mapping[str, type[BagOptimizer]] = {
     "sgd": InBackwardSGD,

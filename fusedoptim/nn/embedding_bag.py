@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, overload
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.nn._bag_optimizers import BagOptimizer, new_optimizer
+from fusedoptim.nn._scripting import refuse_script
 from fusedoptim.ops import embedding_bags
 from fusedoptim.ops._updated_bags import updated_embedding_bags
 
@@ -81,6 +82,8 @@ class MergedEmbeddingBag(torch.nn.Module):
     Semantics: ``torch.nn.EmbeddingBag`` of torch 2.13, and a step of torch's ``SGD`` or ``Adagrad``
     with its sparse gradients.
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
@@ -393,11 +396,12 @@ def optimizer_of(merged: MergedEmbeddingBag) -> BagOptimizer | None:
 
 def _refuse_training(name: str, call: str, bag: torch.nn.Module, args: object) -> None:
     """Raise if a bag that only the merged module updates is called on its own for training."""
-    if bag.training and torch.is_grad_enabled():
+    if bag.training and torch.is_grad_enabled() and not bag.weight.requires_grad:
         raise RuntimeError(
             f"a bag of {name} was called by itself, and would learn nothing: its table is updated "
             f"by the backward pass of the merged module. Call that in the forward, as in {call}, "
-            "or call the bag in eval mode or under torch.no_grad()"
+            "or call the bag in eval mode or under torch.no_grad(). To train a copy of the bag by "
+            "another optimizer, call requires_grad_() on it"
         )
 
 
@@ -453,6 +457,11 @@ def _in_lists(
                 f"{type(offsets).__name__}; pass one tensor for each, or lists"
             )
         return [indices], [offsets], [] if samples is None else [samples]
+    if not isinstance(indices, Iterable):
+        raise TypeError(
+            f"MergedEmbeddingBag: input is of type {type(indices).__name__}; pass one tensor, or a "
+            "list with one for each table"
+        )
     indices = list(indices)
     offsets = [None] * tables if offsets is None else list(offsets)
     samples = [None] * tables if samples is None else list(samples)
@@ -464,6 +473,10 @@ def _in_lists(
     for t, (values, starts) in enumerate(zip(indices, offsets)):
         if starts is not None:
             continue
+        if not isinstance(values, Tensor):
+            raise TypeError(
+                f"MergedEmbeddingBag: input {t} is of type {type(values).__name__}; pass a tensor"
+            )
         if values.dim() == 2:
             if samples[t] is not None and samples[t].shape != values.shape:
                 raise ValueError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from fusedoptim.ops._launching import ARITHMETIC_OF, DTYPE_NAMES, VARIANT_OF
 _MOST_ROWS = 1 << 31
 """The most rows of a table: a row's number is the upper half of a sorted key."""
 _INTEGERS = (torch.int32, torch.int64)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 Tensors = Sequence[Tensor]
 
@@ -50,6 +52,23 @@ def check_batch(
             "equally many for each table"
         )
     _check_samples(weights, indices, samples, means)
+
+
+def as_tensors(what: str, given: Any) -> list[Tensor]:
+    """A list of the given tensors; TypeError for anything else."""
+    if not isinstance(given, (list, tuple)) and not isinstance(given, Iterable):
+        raise TypeError(
+            f"embedding_bags: {what} are of type {type(given).__name__}; pass a list of tensors"
+        )
+    found = list(given)
+    if not _PLAIN.issuperset(map(type, found)):
+        for t, value in enumerate(found):
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"embedding_bags: {what} {t} are of type {type(value).__name__}; pass a "
+                    "tensor, such as torch.as_tensor of them"
+                )
+    return found
 
 
 def check_options(weights: Tensors, means: Sequence[bool], paddings: Sequence[int | None]) -> None:

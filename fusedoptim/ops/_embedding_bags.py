@@ -24,7 +24,13 @@ from fusedoptim.ops._bag_batch import (
     addresses_of,
     cut_of,
 )
-from fusedoptim.ops._bag_checks import check_batch, check_options, check_values, check_weights
+from fusedoptim.ops._bag_checks import (
+    as_tensors,
+    check_batch,
+    check_options,
+    check_values,
+    check_weights,
+)
 from fusedoptim.ops._bag_gradients import batched_gradients, sample_gradients, sparse_gradients
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._launching import DEVICES, TableLaunch
@@ -89,7 +95,7 @@ def embedding_bags(
             On a GPU, a wrong offset acts like a wrong index.
         ValueError: a shape or a device does not fit, or ``mean`` or ``padding_idx`` does not have
             one entry for each table.
-        TypeError: a dtype that no kernel takes, or dtypes that differ.
+        TypeError: something is not a tensor, a dtype that no kernel takes, or dtypes that differ.
 
     Example:
         >>> import torch
@@ -111,9 +117,9 @@ def embedding_bags(
     check_options(weights, means, paddings)
     result: list[Tensor] = _embedding_bags(
         list(weights),
-        list(indices),
-        list(offsets),
-        list(per_sample_weights),
+        as_tensors("indices", indices),
+        as_tensors("offsets", offsets),
+        as_tensors("per_sample_weights", per_sample_weights),
         means,
         [-1 if i is None else i % len(w) for i, w in zip(paddings, weights)],
         include_last_offset,

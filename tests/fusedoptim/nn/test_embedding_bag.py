@@ -138,6 +138,16 @@ class TestOptimizer:
             MergedEmbeddingBag([bag], "rowwise_adagrad")
         assert sizes.most == 100
 
+    @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
+    def test_shared_memory(self, optimizer: str) -> None:
+        module: Any = new_module(optimizer, lr=LR).share_memory()
+        other, batches = copy.deepcopy(module), new_batches(module, 1)
+        module.optimizer().share_memory()
+        for one in (module, other):
+            train(one, batches)
+        assert all(state["sum"].is_shared() for state in module.optimizer().state.values())
+        assert all(map(torch.equal, weights_of(module), weights_of(other)))
+
     def test_keys_are_those_of_the_bags(self) -> None:
         bags = torch.nn.ModuleList(torch.nn.EmbeddingBag(5, 4, mode="sum") for _ in range(3))
         module = MergedEmbeddingBag.from_embedding_bags(list(bags), optimizer="sgd")
@@ -179,6 +189,7 @@ class TestOptimizer:
 
 class TestRefused:
     BAG = torch.nn.EmbeddingBag(4, 2, mode="sum")
+    OFFSETS = torch.tensor([0])
 
     @pytest.mark.parametrize(
         ("tables", "options", "error", "message"),
@@ -233,6 +244,11 @@ class TestRefused:
             module.train()
             train(module, new_batches(module, 1))
 
+    def test_a_copy_of_a_bag_is_trained_by_itself(self) -> None:
+        bag = copy.deepcopy(new_module("sgd")[0]).requires_grad_()
+        bag(torch.tensor([1]), torch.tensor([0, 1])).sum().backward()
+        assert bag.weight.grad is not None
+
     def test_sample_weights_of_another_shape(self) -> None:
         indices, samples = torch.randint(4, (2, 3)), torch.rand(3, 2)
         with pytest.raises(ValueError, match="must have the same shape"):
@@ -240,6 +256,22 @@ class TestRefused:
         message = re.escape("per_sample_weights 0 have shape (3, 2), and input 0 has (2, 3)")
         with pytest.raises(ValueError, match=message):
             MergedEmbeddingBag([self.BAG])([indices], None, [samples])
+
+    @pytest.mark.parametrize("optimizer", [None, "sgd"])
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            ((None,), "input is of type NoneType; pass one tensor, or a list"),
+            (([None],), "input 0 is of type NoneType; pass a tensor"),
+            (([[1]], [OFFSETS]), "indices 0 are of type list; pass a tensor"),
+            (([OFFSETS.numpy()], [OFFSETS]), "indices 0 are of type ndarray"),
+            (([OFFSETS], [OFFSETS.numpy()]), "offsets 0 are of type ndarray"),
+            ((OFFSETS, OFFSETS, [1.0]), "per_sample_weights 0 are of type list"),
+        ],
+    )
+    def test_no_tensors(self, optimizer: str | None, args: Any, message: str) -> None:
+        with pytest.raises(TypeError, match=re.escape(message)):
+            MergedEmbeddingBag([(4, 2)], optimizer)(*args)
 
     def test_optimizer_of_none(self) -> None:
         with pytest.raises(RuntimeError, match="construct it with optimizer='sgd'"):

@@ -17,6 +17,7 @@ from fusedoptim import nn as ours
         ours.CrossEntropyLoss(),
         ours.Dropout(0.5),
         ours.GELU("tanh"),
+        ours.MergedEmbeddingBag([(4, 2)]),
         ours.MultiheadAttention(8, 2, dropout=0.5),
     ],
 )
