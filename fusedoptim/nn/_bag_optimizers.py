@@ -156,8 +156,10 @@ class BagOptimizer(FusedOptimizer):
                 "on the meta device, or in torch.func.functional_call; construct the "
                 "MergedEmbeddingBag, or merge the model, when the bags have their final weights"
             )
-        has_sums = _SUM in self._saved_state
-        return [self.state[weight][_SUM] for weight in weights if has_sums], self._trails
+        if _SUM not in self._saved_state:
+            return [], self._trails
+        state = self.state
+        return [state[weight][_SUM] for weight in weights], self._trails
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise: the tables are one group, and nothing else can be updated in the backward pass.

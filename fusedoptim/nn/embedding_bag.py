@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self, overload
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Self, overload
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from fusedoptim.nn._bag_arguments import as_bag, check_alike, in_lists
 from fusedoptim.nn._bag_optimizers import BagOptimizer, new_optimizer
 from fusedoptim.nn._scripting import refuse_script
 from fusedoptim.ops import embedding_bags
 from fusedoptim.ops._updated_bags import updated_embedding_bags
 
 __all__ = ["MergedEmbeddingBag", "MergedEmbeddingBagWithAdagrad", "MergedEmbeddingBagWithSGD"]
-
-_MODES = ("sum", "mean")
 
 
 class MergedEmbeddingBag(torch.nn.Module):
@@ -97,13 +96,15 @@ class MergedEmbeddingBag(torch.nn.Module):
         super().__init__()
         if isinstance(tables, torch.nn.EmbeddingBag):
             raise TypeError("MergedEmbeddingBag: tables is one EmbeddingBag; pass a list of them")
-        bags = [_as_bag(t, table) for t, table in enumerate(tables)]
-        _check_alike(bags)
+        bags = [as_bag(t, table) for t, table in enumerate(tables)]
+        check_alike(bags)
         self.include_last_offset = bags[0].include_last_offset
         """Whether offsets include where the last bag ends, as in torch; the same for all tables."""
         self.sparse = bags[0].sparse
         """Whether the gradients of the tables are sparse; with an optimizer they have none."""
-        self._means = [bag.mode == "mean" for bag in bags]
+        self._modes = [bag.mode for bag in bags]
+        self._padding_idx = [bag.padding_idx for bag in bags]
+        self._means = [mode == "mean" for mode in self._modes]
         self._paddings = [-1 if bag.padding_idx is None else bag.padding_idx for bag in bags]
         options = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
         given = {name: value for name, value in options.items() if value is not None}
@@ -183,7 +184,7 @@ class MergedEmbeddingBag(torch.nn.Module):
         if self._anchor is None:
             return super().requires_grad_(requires_grad)
         self._anchor.requires_grad_(requires_grad)
-        tables = set(self._weights())
+        tables = {bag.weight for bag in self}
         for param in self.parameters():
             if param not in tables:
                 param.requires_grad_(requires_grad)
@@ -234,12 +235,13 @@ class MergedEmbeddingBag(torch.nn.Module):
                 check indices that may be wrong beforehand.
             RuntimeError: on the CPU, an offset does not fit. The first must be 0, and none may be
                 less than the previous one or more than the number of indices. On a GPU, a wrong
-                offset acts like a wrong index.
+                offset acts like a wrong index. Or the mode or ``padding_idx`` of a bag has changed
+                since it was merged.
             ValueError: a shape does not fit.
             TypeError: a dtype does not fit.
         """
         is_joined = isinstance(input, Tensor)
-        indices, starts, samples = _in_lists(
+        indices, starts, samples = in_lists(
             input, offsets, per_sample_weights, len(self), self.include_last_offset
         )
         weights, anchor = self._weights(), self._anchor
@@ -273,10 +275,22 @@ class MergedEmbeddingBag(torch.nn.Module):
 
     def _weights(self) -> list[Tensor]:
         bags = self._bags()
+        if [bag.mode for bag in bags] != self._modes:
+            self._raise_changed("mode", self._modes)
+        if [bag.padding_idx for bag in bags] != self._padding_idx:
+            self._raise_changed("padding_idx", self._padding_idx)
         try:  # ``bag.weight`` finds the same, but calls a Python function for it
             return [bag._parameters["weight"] for bag in bags]
         except KeyError:  # a parametrization computes it
             return [bag.weight for bag in bags]
+
+    def _raise_changed(self, name: str, before: Sequence[Any]) -> NoReturn:
+        after = [getattr(bag, name) for bag in self]
+        t = next(t for t, pair in enumerate(zip(before, after)) if pair[0] != pair[1])
+        raise RuntimeError(
+            f"MergedEmbeddingBag: table {t} has {name}={after[t]!r}, and had {before[t]!r} when it "
+            "was merged; set it before the bags are merged"
+        )
 
     def extra_repr(self) -> str:
         """The module's optimizer, if it has one."""
@@ -403,102 +417,3 @@ def _refuse_training(name: str, call: str, bag: torch.nn.Module, args: object) -
             "or call the bag in eval mode or under torch.no_grad(). To train a copy of the bag by "
             "another optimizer, call requires_grad_() on it"
         )
-
-
-def _as_bag(t: int, table: Any) -> torch.nn.EmbeddingBag:
-    if isinstance(table, (tuple, list)) and len(table) == 2:
-        return torch.nn.EmbeddingBag(table[0], table[1], mode="sum")
-    if not isinstance(table, torch.nn.EmbeddingBag):
-        raise TypeError(
-            f"MergedEmbeddingBag: table {t} is of type {type(table).__name__}; pass an "
-            "EmbeddingBag, or the number of rows and the width"
-        )
-    if table.mode not in _MODES:
-        raise ValueError(
-            f"MergedEmbeddingBag: table {t} has mode={table.mode!r}; only 'sum' and 'mean' can be "
-            "merged; leave this table out"
-        )
-    for name in ("max_norm", "scale_grad_by_freq"):
-        if getattr(table, name):
-            raise ValueError(
-                f"MergedEmbeddingBag: table {t} has {name}={getattr(table, name)!r}; leave this "
-                f"table out, or construct it without {name}"
-            )
-    return table
-
-
-def _check_alike(bags: Sequence[torch.nn.EmbeddingBag]) -> None:
-    if not bags:
-        raise ValueError("MergedEmbeddingBag: tables=[] is empty; pass at least one")
-    for name in ("include_last_offset", "sparse"):
-        values = [getattr(bag, name) for bag in bags]
-        if len(set(values)) > 1:
-            t = values.index(not values[0])
-            raise ValueError(
-                f"MergedEmbeddingBag: table {t} has {name}={values[t]}, and table 0 has "
-                f"{values[0]}; use the same value for all tables"
-            )
-    for t, bag in enumerate(bags):
-        if bag.weight.dtype != bags[0].weight.dtype:
-            raise TypeError(
-                f"MergedEmbeddingBag: table {t} has dtype {bag.weight.dtype}, and table 0 has "
-                f"{bags[0].weight.dtype}; convert them, or merge tables of each dtype separately"
-            )
-
-
-def _in_lists(
-    indices: Any, offsets: Any, samples: Any, tables: int, has_last_offset: bool
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The arguments of forward as the operators take them."""
-    if isinstance(indices, Tensor):
-        if not isinstance(offsets, Tensor):
-            raise TypeError(
-                f"MergedEmbeddingBag: input is one tensor and offsets are a "
-                f"{type(offsets).__name__}; pass one tensor for each, or lists"
-            )
-        return [indices], [offsets], [] if samples is None else [samples]
-    if not isinstance(indices, Iterable):
-        raise TypeError(
-            f"MergedEmbeddingBag: input is of type {type(indices).__name__}; pass one tensor, or a "
-            "list with one for each table"
-        )
-    indices = list(indices)
-    offsets = [None] * tables if offsets is None else list(offsets)
-    samples = [None] * tables if samples is None else list(samples)
-    if not len(indices) == len(offsets) == len(samples) == tables:
-        raise ValueError(
-            f"MergedEmbeddingBag: there are {tables} tables, {len(indices)} inputs, "
-            f"{len(offsets)} offsets and {len(samples)} per_sample_weights; pass one for each table"
-        )
-    for t, (values, starts) in enumerate(zip(indices, offsets)):
-        if starts is not None:
-            continue
-        if not isinstance(values, Tensor):
-            raise TypeError(
-                f"MergedEmbeddingBag: input {t} is of type {type(values).__name__}; pass a tensor"
-            )
-        if values.dim() == 2:
-            if samples[t] is not None and samples[t].shape != values.shape:
-                raise ValueError(
-                    f"MergedEmbeddingBag: per_sample_weights {t} have shape "
-                    f"{tuple(samples[t].shape)}, and input {t} has {tuple(values.shape)}; pass "
-                    "one for each index, in the input's shape"
-                )
-            rows, columns = values.shape
-            count = rows + int(has_last_offset)
-            offsets[t] = columns * torch.arange(count, device=values.device)
-            indices[t] = values.reshape(-1)
-            samples[t] = None if samples[t] is None else samples[t].reshape(-1)
-        else:
-            raise ValueError(
-                f"MergedEmbeddingBag: input {t} has shape {tuple(values.shape)} and no offsets; "
-                "pass offsets, or a two-dimensional input with a bag in each row"
-            )
-    if all(values is None for values in samples):
-        return indices, offsets, []
-    if any(values is None for values in samples):
-        raise ValueError(
-            "MergedEmbeddingBag: some tables have per_sample_weights and others None; pass ones, "
-            "such as torch.ones(len(input))"
-        )
-    return indices, offsets, samples

@@ -133,6 +133,18 @@ class TestTables:
 
 
 class TestOptions:
+    @pytest.mark.parametrize("optimizer", [None, "sgd"])
+    @pytest.mark.parametrize(("name", "value"), [("mode", "max"), ("padding_idx", 0)])
+    def test_of_a_bag(self, optimizer: str | None, name: str, value: Any) -> None:
+        module, bags = new_module(optimizer), new_bags(ROWS)
+        before = getattr(module[1], name)
+        setattr(module[1], name, value)
+        message = re.escape(f"table 1 has {name}={value!r}, and had {before!r} when it was merged")
+        with pytest.raises(RuntimeError, match=message):
+            module(*bags)
+        setattr(module[1], name, before)
+        module(*bags)
+
     @pytest.mark.parametrize(
         ("optimizer", "name", "value"),
         [("sgd", "momentum", 0.9), ("sgd", "maximize", True), ("adagrad", "lr_decay", 0.1)],
