@@ -21,6 +21,7 @@ def new_module(
     width: int = 20,
     dtype: torch.dtype = torch.float32,
     modes: Sequence[str] = ("sum",),
+    padding: int | None = None,
     **options: Any,
 ) -> MergedEmbeddingBag:
     bags = [
@@ -29,6 +30,7 @@ def new_module(
             width + 3 * t,
             mode=modes[t % len(modes)],
             dtype=dtype,
+            padding_idx=padding,
             include_last_offset=True,
         )
         for t, rows in enumerate(ROWS)

@@ -39,11 +39,20 @@ class _Reference:
         self.optimizer, self.options = optimizer, options
         self.sum = Bounded(torch.zeros_like(self.theta.value), 0.0, arithmetic)
 
-    def step(self, indices: Tensor, offsets: Tensor, mode: str, grad: Tensor) -> None:
+    def step(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        mode: str,
+        samples: Tensor | None,
+        padding: int | None,
+        grad: Tensor,
+    ) -> None:
+        factors = None if samples is None else samples.double()
         grads = []
         for of_bags in (grad.double(), grad.double().abs()):
             leaf = torch.zeros_like(self.theta.value).requires_grad_()
-            y = expected(leaf, indices, offsets, mode)
+            y = expected(leaf, indices, offsets, mode, factors, padding)
             grads += torch.autograd.grad(y, leaf, of_bags)
         g = Bounded(
             grads[0],
@@ -55,6 +64,8 @@ class _Reference:
         theta = algorithm(self.theta, g, state, 1, **self.options)
         touched = torch.zeros(len(grad := grads[0]), 1, dtype=torch.bool)
         touched[indices.long()] = True
+        if padding is not None:
+            touched[padding] = False
         self.theta = _where(touched, theta.stored(self.dtype), self.theta)
         self.sum = _where(touched, state["sum"], self.sum)
 
@@ -68,40 +79,66 @@ class TestUpdates:
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
     @pytest.mark.parametrize("decay", [0.0, DECAY])
-    def test_four_steps(self, optimizer: str, dtype: torch.dtype, decay: float) -> None:
+    @pytest.mark.parametrize(
+        ("is_weighted", "padding"), [(False, None), (False, 0), (True, None), (True, -1)]
+    )
+    def test_four_steps(
+        self,
+        optimizer: str,
+        dtype: torch.dtype,
+        decay: float,
+        is_weighted: bool,
+        padding: int | None,
+    ) -> None:
         options = {"lr": LR, "weight_decay": decay}
         if optimizer == "adagrad":
             options["eps"] = EPS
-        module = new_module(optimizer, dtype=dtype, modes=("sum", "sum", "mean"), **options)
+        modes = ("sum",) if is_weighted else ("sum", "sum", "mean")
+        module = new_module(optimizer, dtype=dtype, modes=modes, padding=padding, **options)
         references = [_Reference(w, optimizer, options) for w in weights_of(module)]
         for bags, grads in new_batches(module):
-            train(module, [(bags, grads)])
+            grads = [grad.to(dtype) for grad in grads]
+            samples = [torch.rand(len(i)).to(dtype) for i in bags.indices] if is_weighted else None
+            torch.autograd.backward(module(*bags, samples), grads)
             for t, reference in enumerate(references):
-                grad = grads[t].to(dtype)
-                reference.step(bags.indices[t], bags.offsets[t], module[t].mode, grad)
+                own = None if samples is None else samples[t]
+                args = bags.indices[t], bags.offsets[t], module[t].mode
+                reference.step(*args, own, padding, grads[t])
         for weight, reference in zip(weights_of(module), references):
             assert_within(weight, reference.theta.value, reference.theta.error, "weight")
 
-    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize(
+        ("width", "is_weighted", "padding"),
+        [*((width, False, None) for width in WIDTHS), (20, True, 0), (64, False, -1)],
+    )
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    def test_widths(self, optimizer: str, width: int) -> None:
+    def test_widths(
+        self, optimizer: str, width: int, is_weighted: bool, padding: int | None
+    ) -> None:
         """Updates equal those of another implementation, by torch's operations in float64."""
-        module = (
-            new_module(optimizer, width, torch.float64, lr=LR, weight_decay=DECAY, eps=EPS)
-            if (optimizer != "sgd")
-            else new_module(optimizer, width, torch.float64, lr=LR, weight_decay=DECAY)
+        options = {} if optimizer == "sgd" else {"eps": EPS}
+        module = new_module(
+            *(optimizer, width, torch.float64),
+            padding=padding,
+            lr=LR,
+            weight_decay=DECAY,
+            **options,
         )
         weights = [w.clone() for w in weights_of(module)]
         sums: list[Any] = [0.0] * len(weights)
         for bags, grads in new_batches(module):
-            outputs = module(*bags)
+            samples = [torch.rand(len(i)).double() for i in bags.indices] if is_weighted else None
+            outputs = module(*bags, samples)
             torch.autograd.backward(outputs, [g.double() for g in grads])
             for t, weight in enumerate(weights):
                 leaf = torch.zeros_like(weight).requires_grad_()
-                y = expected(leaf, bags.indices[t], bags.offsets[t])
+                own = None if samples is None else samples[t]
+                y = expected(leaf, bags.indices[t], bags.offsets[t], "sum", own, padding)
                 (g,) = torch.autograd.grad(y, leaf, grads[t].double())
                 touched = torch.zeros(len(weight), 1, dtype=torch.float64)
                 touched[bags.indices[t]] = 1
+                if padding is not None:
+                    touched[padding] = 0
                 g = (g + DECAY * weight) * touched
                 if optimizer != "sgd":
                     squares = g * g
@@ -148,18 +185,29 @@ class TestUpdates:
         assert all(map(torch.equal, exact.master_params(), weights_of(whole)))
 
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    def test_forms_and_threads_give_the_same_bits(self, optimizer: str) -> None:
-        bags = new_bags(ROWS, bags=3000, most=20)
-        first = new_module(optimizer, 64)
-        grads = [torch.randn(3000, bag.embedding_dim) for bag in first]
+    @pytest.mark.parametrize("kind", ["float32", "bfloat16", "split"])
+    def test_forms_and_threads_give_the_same_bits(self, optimizer: str, kind: str) -> None:
+        """Tables of 16 bits are weighted and padded, too."""
+        bags, is_whole, split = (
+            new_bags(ROWS, bags=3000, most=20),
+            kind == "float32",
+            kind == "split",
+        )
+        dtype, padding = (torch.float32, None) if is_whole else (torch.bfloat16, 0)
+        of = torch.float32 if split else dtype
+        first = new_module(optimizer, 64, of, padding=padding, split=split)
+        grads = [torch.randn(3000, bag.embedding_dim).to(dtype) for bag in first]
+        samples = None if is_whole else [torch.rand(len(i)).to(dtype) for i in bags.indices]
 
         def updated(joined: bool = False) -> list[Tensor]:
             module = copy.deepcopy(first)
             if joined:
-                module(*bags.joined).backward(torch.cat(grads, 1))
+                whole = None if samples is None else torch.cat(samples)
+                module(*bags.joined, whole).backward(torch.cat(grads, 1))
             else:
-                torch.autograd.backward(module(*bags), grads)
-            return weights_of(module)
+                torch.autograd.backward(module(*bags, samples), grads)
+            exact: Any = module.optimizer()
+            return list(exact.master_params())
 
         wanted = updated(joined=True)
         for weights in at_each_thread_count(updated):
