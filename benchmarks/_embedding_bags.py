@@ -30,6 +30,7 @@ class Workload(NamedTuple):
     """Whether each bag has another number of indices, up to twice the average."""
     split: bool = False
     updates: bool = True
+    dtype: torch.dtype = torch.float32
 
 
 WORKLOADS = {
@@ -45,6 +46,7 @@ WORKLOADS = {
     "rowwise-adagrad": Workload("rowwise_adagrad"),
     "forward": Workload("sgd", updates=False),
     "forward-20-indices": Workload("sgd", indices=20, updates=False),
+    "forward-bfloat16": Workload("sgd", updates=False, dtype=torch.bfloat16),
     "forward-batch-128": Workload("sgd", batch=128, updates=False),
 }
 
@@ -55,7 +57,9 @@ class Bags:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.tables = [
-            torch.nn.EmbeddingBag(ROWS, workload.width, mode="sum", sparse=True)
+            torch.nn.EmbeddingBag(
+                ROWS, workload.width, mode="sum", sparse=True, dtype=workload.dtype
+            )
             for _ in range(TABLES)
         ]
         weights = [table.weight for table in self.tables]
