@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from fusedoptim.nn._bag_arguments import as_bag, check_alike, in_lists
 from fusedoptim.nn._bag_optimizers import BagOptimizer, new_optimizer
 from fusedoptim.nn._scripting import refuse_script
-from fusedoptim.ops import embedding_bags
+from fusedoptim.ops._embedding_bags import bags_of_tables
 from fusedoptim.ops._updated_bags import updated_embedding_bags
 
 __all__ = ["MergedEmbeddingBag", "MergedEmbeddingBagWithAdagrad", "MergedEmbeddingBagWithSGD"]
@@ -247,15 +247,15 @@ class MergedEmbeddingBag(torch.nn.Module):
         weights, anchor = self._weights(), self._anchor
         is_trained = anchor is not None and anchor.requires_grad and torch.is_grad_enabled()
         if self._optimizer is None or anchor is None or not is_trained:
-            bags = embedding_bags(
+            bags = bags_of_tables(
                 weights,
                 indices,
                 starts,
                 samples,
-                mean=self._means,
-                padding_idx=[None if i < 0 else i for i in self._paddings],
-                include_last_offset=self.include_last_offset,
-                sparse=self.sparse,
+                self._means,
+                self._paddings,
+                self.include_last_offset,
+                self.sparse,
             )
         else:
             state = self._optimizer.state_lists(weights)

@@ -115,15 +115,39 @@ def embedding_bags(
     means = [mean] * len(weights) if isinstance(mean, bool) else list(mean)
     paddings = [None] * len(weights) if padding_idx is None else list(padding_idx)
     check_options(weights, means, paddings)
+    positive = [-1 if i is None else i % len(w) for i, w in zip(paddings, weights)]
+    options = means, positive, include_last_offset, sparse
+    return bags_of_tables(list(weights), indices, offsets, per_sample_weights, *options)
+
+
+def bags_of_tables(
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    samples: Tensors,
+    means: Sequence[bool],
+    paddings: Sequence[int],
+    last: bool,
+    sparse: bool,
+) -> list[Tensor]:
+    """:func:`embedding_bags` with options as the operator takes them, for each table.
+
+    Args:
+        weights: the tables.
+        indices: the indices, as :func:`embedding_bags` takes them.
+        offsets: the offsets, as :func:`embedding_bags` takes them.
+        samples: the sample weights, as :func:`embedding_bags` takes them.
+        means: whether each table's bags are means.
+        paddings: the index of each table that is ignored, or -1.
+        last: whether offsets include where the last bag ends.
+        sparse: whether the gradients of the tables are sparse.
+    """
     result: list[Tensor] = _embedding_bags(
-        list(weights),
+        weights,
         as_tensors("indices", indices),
         as_tensors("offsets", offsets),
-        as_tensors("per_sample_weights", per_sample_weights),
-        means,
-        [-1 if i is None else i % len(w) for i, w in zip(paddings, weights)],
-        include_last_offset,
-        sparse,
+        as_tensors("per_sample_weights", samples),
+        *(means, paddings, last, sparse),
     )
     return result
 
