@@ -41,6 +41,7 @@ from transforms.rewrites.split import merge_copies
 
 __all__ = ["optimize"]
 
+_SAMPLE = "sample_input"
 _USERS_LINE = 4
 """The stack level of the call of ``optimize``, behind its decorator, from a function it calls."""
 
@@ -136,7 +137,10 @@ def optimize(
             is called once, and the report says what was captured.
         sample_input: in eval mode, a tensor, a tuple of arguments or a dict of keyword arguments.
             The model is called with it before and after folding and dropping. A pass that changes
-            the output by more than rounding is undone, and the report says so. The model is also
+            the output by more than rounding is undone, and the report says so. All tensors in the
+            output are compared, also in attributes of objects, except those that change from call
+            to call; of integers, one in a hundred may change. The report has the largest error
+            after each pass, and after the cast to ``dtype``, which is not undone. The model is also
             timed with it in both layouts, and before and after packing; the report has these times.
 
     Returns:
@@ -216,32 +220,44 @@ def optimize(
 
 def _run(passes: Sequence[Pass], job: Job) -> Report:
     chosen = [each for each in passes if each.is_on(job.options)]
-    is_compared = job.sample_input is not None and any(each.keeps_outputs for each in chosen)
+    is_compared = job.sample_input is not None and any(
+        each.keeps_outputs or each.knob == DTYPE for each in chosen
+    )
     comparison = Comparison(job.model, job.sample_input) if is_compared else None
     times = {"plain": _seconds(job)} if comparison is not None else {}
+    errors: dict[str, float] = {}
     done: dict[str, Sequence[Entry]] = {}
+    if comparison is not None and (why := comparison.objection()) is not None:
+        done[_SAMPLE] = [Entry("", f"was not compared: its output {why}", done=False)]
     latest: float | None = None  # the time of the model in its present state, if known
     for must_pay, group in itertools.groupby(chosen, key=lambda each: each.must_pay):
         if must_pay and comparison is not None:
-            entries, latest = _run_and_time(list(group), job, comparison, times)
+            entries, latest = _run_and_time(list(group), job, comparison, times, errors)
             done |= entries
             continue
         for each in group:
-            done[each.knob] = _run_one(each, job, comparison)
+            done[each.knob] = _run_one(each, job, comparison, errors)
             latest = None
             if comparison is not None and each.knob == DTYPE:  # later passes keep the cast outputs
+                plain = comparison
                 comparison = Comparison(job.model, job.sample_input, job.options.dtype)
+                if (error := plain.error_of(comparison)) is not None:
+                    errors[DTYPE] = error
     if times:
         times["optimized"] = _seconds(job) if latest is None else latest
     if could_be_merged := mergeable(job.model):
         done[MERGING] = could_be_merged
     mode = "training" if job.model.training else "inference"
     title = f"{type(job.model).__name__} for {mode}"
-    return Report(title, done, kept_bytes=0, seconds=times)
+    return Report(title, done, kept_bytes=0, seconds=times, errors=errors)
 
 
 def _run_and_time(
-    passes: Sequence[Pass], job: Job, comparison: Comparison, times: dict[str, float]
+    passes: Sequence[Pass],
+    job: Job,
+    comparison: Comparison,
+    times: dict[str, float],
+    errors: dict[str, float],
 ) -> tuple[dict[str, Sequence[Entry]], float]:
     """Run passes; undo all if they do not pay together and the call asks for none by name.
 
@@ -251,18 +267,24 @@ def _run_and_time(
     names = " and ".join(each.knob for each in passes)
     before = times[f"before {names}"] = _seconds(job)
     undo = job.undo.enter_context(ExitStack())
-    done = {each.knob: _run_one(each, job._replace(undo=undo), comparison) for each in passes}
+    done = {
+        each.knob: _run_one(each, job._replace(undo=undo), comparison, errors) for each in passes
+    }
     if not any(entry.done for entries in done.values() for entry in entries):
         return done, before
     after = times[f"with {names}"] = _seconds(job)
     if after < before or any(each.knob in job.options.explicit for each in passes):
         return done, after
     undo.close()
+    for each in passes:
+        errors.pop(each.knob, None)
     why = f"not faster on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
     return {knob: _undone(entries, why) for knob, entries in done.items()}, before
 
 
-def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[Entry]:
+def _run_one(
+    each: Pass, job: Job, comparison: Comparison | None, errors: dict[str, float]
+) -> Sequence[Entry]:
     """Run a pass, and undo it if it changes what the model returns for the sample."""
     undo = job.undo.enter_context(ExitStack())
     entries = each.run(job._replace(undo=undo))
@@ -273,6 +295,8 @@ def _run_one(each: Pass, job: Job, comparison: Comparison | None) -> Sequence[En
         return entries
     difference = comparison.difference()
     if difference is None:
+        if comparison.error is not None:
+            errors[each.knob] = comparison.error
         return entries
     undo.close()
     return _undone(entries, difference)

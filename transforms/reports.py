@@ -61,6 +61,10 @@ class Report(NamedTuple):
     seconds: Mapping[str, float] = {}
     """With a ``sample_input`` for inference: the seconds of a forward pass with it, of the plain
     model, before and with passes that must pay, and of the optimized model."""
+    errors: Mapping[str, float] = {}
+    """With a ``sample_input`` for inference: how far the output was from the plain model's after a
+    pass, for each whose effect was compared. It is the largest difference, divided by the largest
+    value; for integers, the share that differs. After "dtype", the cast model is the plain one."""
 
     def done(self, knob: str) -> list[Entry]:
         """The changes of a pass; empty if it was off.
@@ -133,11 +137,14 @@ class Report(NamedTuple):
         return [*done, *left]
 
     def _footer(self) -> list[str]:
-        kept = f"kept for restore() and state_dict(): {format_bytes(self.kept_bytes)}"
-        if not self.seconds:
-            return [kept]
-        times = (f"{seconds * 1e3:.3g} ms {when}" for when, seconds in self.seconds.items())
-        return [f"on the sample: {', '.join(times)}", kept]
+        lines = []
+        if self.seconds:
+            times = (f"{seconds * 1e3:.3g} ms {when}" for when, seconds in self.seconds.items())
+            lines.append(f"on the sample: {', '.join(times)}")
+        if self.errors:
+            errors = (f"{error:.2g} after {knob}" for knob, error in self.errors.items())
+            lines.append(f"relative error of the output for the sample: {', '.join(errors)}")
+        return [*lines, f"kept for restore() and state_dict(): {format_bytes(self.kept_bytes)}"]
 
 
 def _grouped(entries: Iterable[Entry]) -> list[tuple[str, str]]:

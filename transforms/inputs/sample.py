@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+_OTHER_FORM = "the output for sample_input changed its shape or dtype"
+_MOST_OTHER_INTEGERS = 0.01
+"""The share of the integers in an output that rounding may change."""
 _LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 2, 10, 0.5
 
 
@@ -87,21 +90,55 @@ class Comparison:
         self._sample = sample_input
         self._dtype = dtype
         self._before = self._run()
-        self._is_repeatable = self._to(self._run()) is None
+        self._is_repeated = _are_equal(self._before, self._run(), self._precision)
+        self.error: float | None = None
+        """The largest relative error in the latest comparison; None if nothing was compared."""
+
+    @property
+    def _precision(self) -> float:
+        return 0.0 if self._dtype is None else torch.finfo(self._dtype).eps
+
+    def objection(self) -> str | None:
+        """Why the output, or a part of it, cannot be compared; None if all of it can be."""
+        if not self._before:
+            return "holds no tensors"
+        if all(self._is_repeated):
+            return None
+        return (
+            f"changes from call to call ({self._is_repeated.count(False)} of "
+            f"{len(self._before)} tensors)"
+        )
 
     def difference(self) -> str | None:
         """How the model's output differs from before; None if it does not, or is random."""
-        if not self._is_repeatable:
+        self.error = None
+        if not any(self._is_repeated):
             return None
         try:
             after = self._run()
         except Exception as error:  # of any class: the model's own
             return f"the model failed with sample_input: {error}"
-        return self._to(after)
+        if len(after) != len(self._before):
+            return _OTHER_FORM
+        pairs = [
+            pair for pair, is_same in zip(zip(self._before, after), self._is_repeated) if is_same
+        ]
+        if any((old.shape, old.dtype) != (new.shape, new.dtype) for old, new in pairs):
+            return _OTHER_FORM
+        self.error = max(_error(new, old) for old, new in pairs)
+        return next((_change(*p) for p in pairs if not _is_equal(*p, self._precision)), None)
 
-    def _to(self, after: list[Tensor]) -> str | None:
-        precision = 0.0 if self._dtype is None else torch.finfo(self._dtype).eps
-        return _difference(self._before, after, precision)
+    def error_of(self, other: Comparison) -> float | None:
+        """The largest error of another model's outputs, of any dtype; None if there is none."""
+        if len(self._before) != len(other._before):
+            return None
+        outputs = zip(self._before, other._before, self._is_repeated, other._is_repeated)
+        errors = [
+            _error(new, old)
+            for old, new, *is_repeated in outputs
+            if all(is_repeated) and old.shape == new.shape and _is_real(old) == _is_real(new)
+        ]
+        return max(errors, default=None)
 
     def _run(self) -> list[Tensor]:
         others = {p.device for p in self._model.parameters() if p.device.type != "cpu"}
@@ -110,38 +147,88 @@ class Comparison:
             torch.manual_seed(0)
             with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype is not None):
                 output = caller(self._model, self._sample)()
-        return [t.detach().clone() for t in _tensors(output)]
+        return [t.detach().clone() for t in _tensors(output, set())]
 
 
-def _tensors(output: object) -> Iterator[Tensor]:
-    """The tensors in what a model returned."""
+def _tensors(output: object, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in what a model returned, also in attributes of objects of any class."""
     if isinstance(output, Tensor):
-        yield output
+        if output.layout is torch.strided and not output.is_meta:
+            yield output
+    elif isinstance(output, ModuleType) or callable(output) or id(output) in seen:
+        return  # code, such as the model itself, or the end of a cycle
     elif isinstance(output, Mapping):
+        seen.add(id(output))
         for value in output.values():
-            yield from _tensors(value)
+            yield from _tensors(value, seen)
     elif isinstance(output, list | tuple):
+        seen.add(id(output))
         for value in output:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output):
-        for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name))
+            yield from _tensors(value, seen)
+    else:
+        seen.add(id(output))
+        for value in _attributes(output):
+            yield from _tensors(value, seen)
 
 
-def _difference(before: list[Tensor], after: list[Tensor], precision: float) -> str | None:
-    """How the outputs differ, if they differ by more than rounding."""
-    if [(t.shape, t.dtype) for t in before] != [(t.shape, t.dtype) for t in after]:
-        return "the output for sample_input changed its shape or dtype"
-    for expected, actual in zip(before, after):
-        if not expected.is_floating_point() and not expected.is_complex():
-            continue
-        if not agrees(actual, expected, precision):
-            distance = (actual - expected).abs().max().item()
-            return (
-                f"the output for sample_input changed by {distance:.3g}, where its largest value "
-                f"is {_largest(expected):.3g}"
-            )
-    return None
+def _attributes(output: object) -> Iterator[object]:
+    """The attributes of an object, in ``__dict__`` or in slots."""
+    yield from getattr(output, "__dict__", {}).values()
+    for kind in type(output).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name != "__dict__" and hasattr(output, name):
+                yield getattr(output, name)
+
+
+def _are_equal(before: list[Tensor], after: list[Tensor], precision: float) -> list[bool]:
+    """For each output, whether it came again in a second call."""
+    if len(before) != len(after):
+        return [False] * len(before)
+    return [
+        (old.shape, old.dtype) == (new.shape, new.dtype) and _is_equal(old, new, precision)
+        for old, new in zip(before, after)
+    ]
+
+
+def _is_equal(expected: Tensor, actual: Tensor, precision: float) -> bool:
+    """Whether outputs of one shape and dtype differ by no more than rounding."""
+    if _is_real(expected):
+        return agrees(actual, expected, precision)
+    # Rounding alone may change a predicted class where two are equally likely.
+    return _error(actual, expected) <= _MOST_OTHER_INTEGERS
+
+
+def _change(expected: Tensor, actual: Tensor) -> str:
+    """How outputs of one shape and dtype differ."""
+    if not _is_real(expected):
+        count = int((actual != expected).sum())
+        return f"{count} of {expected.numel()} integers in the output for sample_input changed"
+    distance = (actual - expected).abs().max().item()
+    return (
+        f"the output for sample_input changed by {distance:.3g}, where its largest value is "
+        f"{_largest(expected):.3g}"
+    )
+
+
+def _is_real(t: Tensor) -> bool:
+    """Whether the elements are real or complex numbers, not integers or bools."""
+    return t.is_floating_point() or t.is_complex()
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference divided by the largest value; of integers, the share that differs."""
+    if expected.numel() == 0:
+        return 0.0
+    if not _is_real(expected):
+        return (actual != expected).double().mean().item()
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    actual, expected = actual.to(wide), expected.to(wide)
+    is_same = (actual == expected) | (actual.isnan() & expected.isnan())
+    distances = (actual - expected).abs().masked_fill(is_same, 0.0)
+    distance = distances.nan_to_num(torch.inf, torch.inf).max().item()
+    largest = _largest(expected)
+    return distance / largest if largest else (torch.inf if distance else 0.0)
 
 
 def agrees(actual: Tensor, expected: Tensor, precision: float = 0.0) -> bool:
