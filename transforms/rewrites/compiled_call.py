@@ -19,6 +19,9 @@ _MARK = "_fusedoptim_compiled_call"
 _CALL = "_compiled_call_impl"
 """Where torch keeps the compiled ``__call__`` of a module. Copies and pickles lack it."""
 _NO_HOOKS = "none"
+_MOST_CAPTURES = 64
+"""How many kinds of calls torch captures before it computes others without a plan. Its own limit of
+8 is soon reached: gradient modes, dtypes of autocast, ranks and shapes multiply."""
 
 
 class _Mark:
@@ -81,8 +84,10 @@ def enter(model: nn.Module, backend: Callable[..., Any], forget: Callable[[], ob
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
 
     # All models share this function's code, and torch limits the recompilations of one code.
-    compile_: Any = torch.compile  # its overloads lack this argument
-    compiled = compile_(called, backend=backend, isolate_recompiles=True)
+    compile_: Any = torch.compile  # its overloads lack these arguments
+    compiled = compile_(
+        called, backend=backend, isolate_recompiles=True, recompile_limit=_MOST_CAPTURES
+    )
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

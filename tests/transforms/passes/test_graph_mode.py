@@ -124,6 +124,17 @@ def test_hooks_come_and_go_after_the_first_call() -> None:
     assert len(seen) == 2 * expected > 0
 
 
+def test_many_kinds_of_calls_are_captured() -> None:
+    """There are more of them than torch.compile captures by default."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.GELU()).eval()
+    ours = transforms.optimize(model, graph_mode=True)
+    stats = torch._dynamo.utils.counters["stats"]
+    before, kinds = stats["unique_graphs"], torch._dynamo.config.recompile_limit + 2
+    for rank in range(1, kinds + 1):
+        assert_right(ours, model, torch.randn(*[1] * (rank - 1), 3))
+    assert stats["unique_graphs"] == before + kinds
+
+
 def test_hooks_of_others_compile_nothing() -> None:
     model, x = randomise(Residual()), images()
     ours = transforms.optimize(model, graph_mode=True, sample_input=x)
