@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fusedoptim._torch_private import (
+    count_modes,
     disable_dynamo,
     is_forward_mode,
+    proxy_mode,
     tracing_state,
     transform_level,
 )
@@ -390,7 +392,11 @@ def _check(module: Int8Module, x: Any) -> None:
     is_tensor = isinstance(x, Tensor)
     if not is_tensor and not hasattr(x, "__torch_function__"):
         return  # torch's module raises
-    is_traced = torch.compiler.is_compiling() or tracing_state() is not None
+    is_traced = (
+        torch.compiler.is_compiling()
+        or tracing_state() is not None
+        or (count_modes() != 0 and proxy_mode() is not None)  # make_fx
+    )
     if is_traced or transform_level() is not None or not is_tensor:  # or a Proxy of torch.fx
         raise RuntimeError(
             f"this {name} computes in INT8, and cannot be exported, traced or "

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedoptim import transforms
 from fusedoptim.allocator import processor_features
@@ -384,6 +385,8 @@ class TestRefused:
             torch.func.vmap(layer)(x)
         with pytest.raises(RuntimeError, match="traced"):
             torch.fx.symbolic_trace(layer)
+        with pytest.raises(RuntimeError, match=r"traced.*transforms\.restore"):
+            make_fx(layer)(x)
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own import
     def test_compiled_models_run_them_uncompiled(self) -> None:
