@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fusedoptim._torch_private import tracing_state
 from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.watched_parameter import unwatch
 from transforms.tracing.modules import GLOBAL_HOOKS, all_hooks
@@ -91,6 +92,8 @@ def enter(model: nn.Module, backend: Callable[..., Any], forget: Callable[[], ob
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
+            if tracing_state() is not None:  # torch.jit.trace refuses what torch.compile made
+                return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # as above
             hooks.look()
         return compiled(*args, **kwargs)
 

@@ -279,6 +279,16 @@ def test_another_schema(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_jit_trace() -> None:
+    x = torch.randn(3, 8)
+    model = nn.Sequential(nn.Linear(8, 4), nn.GELU()).eval()
+    ours = transforms.optimize(model, graph_mode=True, sample_input=x)
+    with torch.no_grad():
+        traced = torch.jit.trace(ours, x)
+    assert_right(traced, model, torch.randn(3, 8))
+
+
 def test_compiled_by_others() -> None:
     model = Residual().eval()
     model.compile(backend="eager")
